@@ -54,7 +54,7 @@ def test_a_choice_is_true_or_false(field: str, value: Any) -> None:
         schedule_with(field, value)
 
 
-TIERS = ["boundary_inputs", "kv", "kv_home", "attention", "activations"]
+TIERS = ["boundary_inputs", "kv", "kv_home", "attention", "activations", "weights"]
 
 
 @pytest.mark.parametrize("field", TIERS)

@@ -59,7 +59,7 @@ class SavedActivations:
     """
 
     def __init__(self, parameters: Iterable[Tensor], named: dict[str, Tensor]) -> None:
-        self._parameters = {_storage(p) for p in parameters}
+        self._parameters = [(_storage(p), _start(p), _start(p) + _reach(p)) for p in parameters]
         self._named = named
         self._spans: dict[int, _Span] = {}
         self._places: dict[int, tuple[int, int]] = {}  # storage: low, place
@@ -76,7 +76,7 @@ class SavedActivations:
         return saved_tensors_hooks(pack, unpack)
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
-        if _storage(tensor) in self._parameters:
+        if self._is_of_parameter(tensor):
             return tensor
         for name, base in self._named.items():
             if _within(tensor, base):
@@ -88,6 +88,11 @@ class SavedActivations:
         span = self._spans.setdefault(address, _Span(tensor.detach(), low, high))
         span.low, span.high = min(span.low, low), max(span.high, high)
         return _View(address, offset, tensor.shape, tensor.stride(), tensor.dtype)
+
+    def _is_of_parameter(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter or a part of one; their slots have other neighbours too."""
+        storage, start = _storage(tensor), _start(tensor)
+        return any(storage == of and low <= start < high for of, low, high in self._parameters)
 
     def size(self) -> int:
         """Bytes the cell needs when it is sealed."""

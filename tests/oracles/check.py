@@ -103,6 +103,7 @@ class _Replay:
     embeddings: set[int] = field(default_factory=set)  # chunks whose EmbedBackward ran
     closed: set[int] = field(default_factory=set)
     gathered: set[int] = field(default_factory=set)  # groups, and OUTER
+    slots: dict[str, int] = field(default_factory=dict)  # of weights, of their gradients: of whom
     passed: set[Receive | Send] = field(default_factory=set)
     chosen: set[tuple[int, int]] = field(default_factory=set)  # cells whose pages are chosen
 
@@ -149,6 +150,7 @@ class _Replay:
                 self._take(self.gradient, "gradient", 0, chunk)
                 memory.need(chunk not in self.embeddings, f"chunk {chunk} twice")
                 self._need_weights(OUTER)
+                self._need_sums(OUTER)
                 self.embeddings.add(chunk)
             case Close(group):
                 self._close(group)
@@ -162,12 +164,50 @@ class _Replay:
         return register
 
     def _weights(self, i: Gather | Release) -> None:
+        if isinstance(i, Gather) and self._streams():
+            for unit in (i.group, *[OUTER] * i.outer):
+                self._fill(unit, i.gradients)
+            return
         is_gather, units = isinstance(i, Gather), {i.group, *[OUTER] * i.outer}
         there = units & self.gathered
         self.memory.need(there == (set() if is_gather else units), f"{i}: {there} are whole")
         self.gathered = self.gathered | units if is_gather else self.gathered - units
 
+    def _streams(self) -> bool:
+        return self.program.schedule.weights is Tier.HOST
+
+    def _slot(self, unit: int, gradients: bool) -> str:
+        ring = names.WEIGHT_GRADIENTS if gradients else names.WEIGHTS
+        outer = names.WEIGHT_GRADIENTS_OUTER if gradients else names.WEIGHTS_OUTER
+        return outer if unit == OUTER else ring[unit % 2]
+
+    def _fill(self, unit: int, gradients: bool) -> None:
+        """Weights come to their slot, or sums begin there, where none wait to leave."""
+        name, model = self._slot(unit, gradients), self.program.model
+        works = [layer.work for layer in model.layers]
+        inside = sum(work.trainable if gradients else work.parameters for work in works)
+        elements = (model.trainable if gradients else model.parameters) - inside
+        if unit != OUTER:
+            start, stop = self.program.groups[unit]
+            own = works[start:stop]
+            elements = sum(work.trainable if gradients else work.parameters for work in own)
+        size = elements * (model.accumulate_bytes() if gradients else model.element_bytes)
+        self.memory.need(self.memory.alive(name).bytes >= size, f"{name} is too small for {unit}")
+        self.memory.used.add(name)
+        before = self.slots.get(name)
+        free = not gradients or before is None or before in self.closed
+        self.memory.need(free, f"{name} has the gradients of {before}")
+        self.slots[name] = unit
+
+    def _need_sums(self, unit: int) -> None:
+        if self._streams():
+            found = self.slots.get(self._slot(unit, True))
+            self.memory.need(found == unit, f"no room for the gradients of {unit}")
+
     def _need_weights(self, unit: int) -> None:
+        if self._streams():
+            found = self.slots.get(self._slot(unit, False))
+            self.memory.need(found == unit, f"the weights of {unit} are away")
         layout = self.program.share.rank.layout
         whole = layout.devices() == 1 or not layout.fsdp or unit in self.gathered
         self.memory.need(whole, f"the weights of {unit} are cut")
@@ -195,6 +235,7 @@ class _Replay:
         self.memory.need(chunk not in self.heads, f"chunk {chunk} twice")
         self.heads[chunk] = gradient
         if gradient:
+            self._need_sums(OUTER)
             self.gradient[layer] = _Register(chunk)
 
     def _read_prefix(self, name: str, layer: int, chunk: int) -> None:
@@ -303,6 +344,7 @@ class _Replay:
 
     def _backward(self, i: Backward) -> None:
         self._need_weights(self._group_of(i.layer))
+        self._need_sums(self._group_of(i.layer))
         cell = i.layer, i.chunk
         graph = self.graphs.pop(cell, None)
         self.memory.need(graph is not None, "the cell has no graph")
@@ -374,6 +416,8 @@ class _Replay:
                 need(done, f"group {group} closes before the backward of ({layer}, {chunk})")
         if group == 0:  # the embedding's dW, and with it the head's, is closed with it
             need(len(self.embeddings) == len(self.program.chunks), "an embedding is to come")
+            self._need_sums(OUTER)
+        self._need_sums(group)
         self.closed.add(group)
 
     def finish(self) -> None:

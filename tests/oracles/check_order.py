@@ -18,11 +18,14 @@ from farspan.program.program import (
     Backward,
     Buffer,
     Clear,
+    Close,
+    Embed,
     EmbedBackward,
     Evict,
     Fetch,
     Forward,
     Free,
+    Gather,
     Head,
     Instruction,
     Load,
@@ -110,6 +113,8 @@ class _Uses:
     def of(self, i: Instruction) -> Iterator[Use]:
         if isinstance(i, Allocate | Free):
             return
+        if self.program.schedule.weights is Tier.HOST:
+            yield from self._weights(i)
         if isinstance(i, Fetch | Evict):
             lane = Lane.FETCH if isinstance(i, Fetch) else Lane.EVICT
             ends = self.program.buffers[i.source], self.program.buffers[i.target]
@@ -126,6 +131,31 @@ class _Uses:
             yield from self._backward(i)
         else:
             yield from self._stage(i)
+
+    def _weights(self, i: Instruction) -> Iterator[Use]:
+        """Weights that come from main memory, and their gradients that go there."""
+        groups = enumerate(self.program.groups)
+        group = getattr(i, "group", None)
+        if isinstance(i, Forward | Backward):
+            group = next(g for g, (start, stop) in groups if start <= i.layer < stop)
+        place = "outer" if group is None else f"slot.{group % 2}"
+        coming = isinstance(i, Gather)
+        lane = Lane.FETCH if coming else Lane.EVICT if isinstance(i, Close) else Lane.COMPUTE
+        if isinstance(i, Forward | Backward | Embed | EmbedBackward | Head):
+            yield lane, False, self._whole(f"weights.{place}")
+        adds = isinstance(i, Backward | EmbedBackward) or (isinstance(i, Head) and i.gradient)
+        if adds or isinstance(i, Close):
+            yield lane, adds, self._whole(f"weight_gradients.{place}")
+        if isinstance(i, Close) and i.group == 0:
+            yield lane, False, self._whole("weight_gradients.outer")
+        if isinstance(i, Gather):
+            what = "weight_gradients" if i.gradients else "weights"
+            for name in (place, *["outer"] * i.outer):
+                yield lane, True, self._whole(f"{what}.{name}")
+
+    def _whole(self, name: str) -> Range:
+        buffer = self.program.buffers[name]
+        return buffer.tier, buffer.address, buffer.address + buffer.bytes
 
     def _stage(self, i: Instruction) -> Iterator[Use]:
         if isinstance(i, Load | LoadGradient | Store | StoreGradient):

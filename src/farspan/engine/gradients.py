@@ -66,7 +66,17 @@ class GradientAccumulator:
 
     def __init__(self, reduce: Reduce | None = None) -> None:
         self._open: dict[nn.Parameter, Tensor] = {}
+        self._places: dict[nn.Parameter, Tensor] = {}
         self._reduce = reduce
+
+    def place(self, parameter: nn.Parameter, total: Tensor, *, fresh: bool) -> None:
+        """Have a parameter's gradients added up in `total`, to what it holds unless `fresh`."""
+        (self._places if fresh else self._open)[parameter] = total
+
+    def take(self, parameter: nn.Parameter) -> Tensor | None:
+        """The sum of a parameter's gradients, which is no longer added to; None: it has none."""
+        self._places.pop(parameter, None)
+        return self._open.pop(parameter, None)
 
     def add(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -89,6 +99,11 @@ class GradientAccumulator:
 
     def _sum(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
         """What a parameter's gradients are added to, and whether it holds nothing yet."""
+        if parameter in self._places:
+            self._open[parameter] = self._places.pop(parameter)
+            return self._open[parameter], True
+        if parameter in self._open:
+            return self._open[parameter], False
         wide = accumulate_dtype(parameter.dtype)
         # A parameter whose gradient dtype is open takes the sums as they are.
         if parameter.grad_dtype in (None, wide) and self._reduce is None:
@@ -97,8 +112,6 @@ class GradientAccumulator:
                 parameter.grad = torch.empty_like(parameter, dtype=wide)
                 return parameter.grad, True
             return found, False
-        if parameter in self._open:
-            return self._open[parameter], False
         self._open[parameter] = torch.empty_like(parameter, dtype=wide)
         return self._open[parameter], True
 

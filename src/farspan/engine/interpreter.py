@@ -30,6 +30,7 @@ from farspan.engine.kernels import AttentionKernels
 from farspan.engine.loss import IGNORED, LossHead, StepInputs
 from farspan.engine.parallelize import ShardedModel
 from farspan.engine.recurrent import Recurrent, RecurrentCell
+from farspan.engine.streamed_weights import StreamedWeights
 from farspan.engine.tiers import StreamOrder
 from farspan.hf.attention_interface import answering
 from farspan.hf.stages import CausalLMStages, LayerCall
@@ -148,6 +149,7 @@ class Interpreter:
     select: Selector | None = None  # of pages, where attention is sparse
     watched: tuple[int, int] | None = None  # the sparse cell whose seen mass is measured
     sharded_model: ShardedModel | None = None  # None: this process is alone
+    weights: StreamedWeights | None = None  # None: they are on the device
     attention: AttentionContext = field(init=False)
     recurrent: Recurrent = field(init=False)
     pipeline: Pipeline | None = field(init=False, default=None)
@@ -214,6 +216,8 @@ class Interpreter:
                     self._embed_backward(chunk)
                 case Close(group):
                     self._close(group)
+                case Gather() if self.weights is not None:
+                    self._stream_weights(instruction, self.weights)
                 case Gather() | Release() | Receive() | Send():
                     self._among_ranks(instruction)
             if order is not None:
@@ -224,6 +228,12 @@ class Interpreter:
         if self.loss is None:  # another stage has the head
             return torch.zeros((), dtype=torch.float64, device=self.boundary.device)
         return self.loss
+
+    def _stream_weights(self, i: Gather, weights: StreamedWeights) -> None:
+        if i.gradients:
+            weights.open(self.program, i, self.storage.copies, self.gradients)
+        else:
+            weights.fetch(self.program, i, self.storage.copies)
 
     def _among_ranks(self, instruction: Gather | Release | Receive | Send) -> None:
         """Weights come and go, and chunks pass between the stages of a pipeline."""
@@ -290,6 +300,9 @@ class Interpreter:
         layers = range(*self.program.groups[group])
         # Ranks of a pipeline close what is outside the layers together.
         outer = group == 0 or self.pipeline is not None
+        if self.weights is not None:
+            self.weights.close(self.program, group, self.storage.copies, self.gradients)
+            return
         if self.sharded_model is not None:
             for unit in [*layers, *[self.sharded_model.sharded.outer] * outer]:
                 self.gradients.reduce(unit)

@@ -16,6 +16,7 @@ from farspan.engine.interpreter import CutLayers, Interpreter, Layers, SparingLa
 from farspan.engine.kernels import attention_kernels
 from farspan.engine.loss import LossHead, StepInputs, make_inputs
 from farspan.engine.parallelize import ShardedModel, parallelize, refuse_schedule
+from farspan.engine.streamed_weights import StreamedWeights
 from farspan.engine.tiers import Arena, CopyEngine, refuse_beyond_together, reserve_together
 from farspan.hf.attention_interface import routed
 from farspan.hf.describe import describe
@@ -137,6 +138,7 @@ class Step:
         on_cuda = device.type == "cuda"
         self.copies = CopyEngine(device, overlap=on_cuda if overlap is None else overlap)
         self.arenas = {tier: Arena(tier, device) for tier in Tier}
+        self.weights: StreamedWeights | None = None
         self._programs: dict[tuple[RunSpec, bool], Program] = {}
         self._orders: list[tuple[Program, tuple[Order, ...]]] = []
         self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()
@@ -305,6 +307,9 @@ class Step:
             refuse_places(model)
         self._fuse()
         spec = describe(self.boundary) if self.sharded_model is None else self.sharded_model.spec
+        if self._schedule is not None and self._schedule.weights is Tier.HOST:
+            self.weights = StreamedWeights(self.boundary)
+            spec = self.weights.counted(spec)
         self.kernels.refuse(spec)
         if self._schedule is not None:
             self._schedule.group_sizes(len(spec.layers))
@@ -382,6 +387,8 @@ class Step:
         try:
             self._reserve(program)
             self._adding.gradients = gradients
+            if self.weights is not None:
+                self.weights.begin(program, self.arenas[Tier.DEVICE])
             interpreter = self._interpreter(program, inputs, count, gradients)
             orders = self._orders_of(program) if self.copies.overlap else None
             self.copies.begin()
@@ -393,11 +400,15 @@ class Step:
                     self.sharded_model.sharded.end()
                     self.sharded_model.ranks.among(*AXES).sum(loss)
             except BaseException:
+                if self.weights is not None:
+                    self.weights.abandon()
                 if self.sharded_model is not None:
                     self.sharded_model.sharded.abandon()
                 raise
             finally:
                 self.copies.end()
+            if self.weights is not None:
+                self.weights.end(self.copies)
         finally:
             self._adding.gradients = None
             self._running = False
@@ -422,11 +433,14 @@ class Step:
             select=self.selector,
             watched=self._watched(program),
             sharded_model=self.sharded_model,
+            weights=self.weights,
         )
 
     def _outer_parameters(self) -> tuple[nn.Parameter, ...]:
         if self.sharded_model is not None:
             return self.sharded_model.outer_parameters()
+        if self.weights is not None:
+            return self.weights.trained_outside()
         return tuple(self.boundary.outer_parameters())
 
     def _watched(self, program: Program) -> tuple[int, int] | None:

@@ -10,6 +10,10 @@ DKV_OWN = ("dkv.own.0", "dkv.own.1")
 KV_BLOCKS = ("kv.block.0", "kv.block.1")  # blocks of the prefix streamed from host (FPDT 4.2)
 DKV_BLOCKS = ("dkv.block.0", "dkv.block.1")  # read, added to and written back by one instruction
 PAGES = ("pages.slot.0", "pages.slot.1")  # chosen pages gathered from host (OOMB 4.2)
+WEIGHTS = ("weights.slot.0", "weights.slot.1")  # of groups of even and of odd numbers
+WEIGHTS_OUTER = "weights.outer"  # of what is outside the layers, for the whole program
+WEIGHT_GRADIENTS = ("weight_gradients.slot.0", "weight_gradients.slot.1")
+WEIGHT_GRADIENTS_OUTER = "weight_gradients.outer"
 ACTIVATIONS = ("activations.slot.0", "activations.slot.1")  # rounding buffers (MEMO 4.1)
 
 

@@ -95,6 +95,8 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses], *, backward: bool = T
     own, keys = share.tokens.most, share.keys.most
     slot = ledger.allocate_slot
     kept = any(group.graphs for group in passes)
+    if schedule.weights is Tier.HOST:
+        ledger.allocate_group_slots(Kind.WEIGHTS)
     if schedule.boundary_inputs is Tier.HOST and (len(ledger.groups) > 1 or kept):
         for name in (*ledger.few(names.X_IN), *ledger.few(names.X_OUT)):
             slot(name, Kind.X, own)

@@ -36,18 +36,21 @@ from enum import IntEnum, StrEnum
 from fractions import Fraction
 from typing import NamedTuple
 
+from farspan.program import buffer_names as names
 from farspan.program.program import (
     Allocate,
     AttentionMode,
     Backward,
     Buffer,
     Clear,
+    Close,
     Embed,
     EmbedBackward,
     Evict,
     Fetch,
     Forward,
     Free,
+    Gather,
     Head,
     Instruction,
     Load,
@@ -93,8 +96,44 @@ class _Walk:
     gradient: dict[int, tuple[Place, ...]] = field(default_factory=dict)
     held: dict[int, tuple[Place, ...]] = field(default_factory=dict)
     graphs: dict[tuple[int, int], tuple[Place, ...]] = field(default_factory=dict)
+    streams: bool = field(init=False)  # weights from main memory, their gradients to it
+
+    def __post_init__(self) -> None:
+        self.streams = self.program.schedule.weights is Tier.HOST
 
     def of(self, instruction: Instruction) -> list[Access]:
+        found = self._of(instruction)
+        return found + self._weights(instruction) if self.streams else found
+
+    def _weights(self, instruction: Instruction) -> list[Access]:
+        """Of the slots of weights and their gradients."""
+        weights, gradients = names.WEIGHTS, names.WEIGHT_GRADIENTS
+        outer, outer_gradients = names.WEIGHTS_OUTER, names.WEIGHT_GRADIENTS_OUTER
+        match instruction:
+            case Gather(group, with_outer, comes):
+                ring, other = (gradients, outer_gradients) if comes else (weights, outer)
+                slots = [ring[group % 2], *[other] * with_outer]
+                return [Access(Lane.FETCH, name, SLOT, True) for name in slots]
+            case Close(group):
+                slots = [gradients[group % 2], *[outer_gradients] * (group == 0)]
+                return [Access(Lane.EVICT, name, SLOT, False) for name in slots]
+            case Forward(layer) | Backward(layer):
+                place = self._group(layer) % 2
+                found = _reads((weights[place], SLOT))
+                adds = isinstance(instruction, Backward)
+                return found + _writes((gradients[place], SLOT)) if adds else found
+            case Embed():
+                return _reads((outer, SLOT))
+            case Head(_, adds):
+                return _reads((outer, SLOT)) + _writes(*[(outer_gradients, SLOT)] * adds)
+            case EmbedBackward():
+                return _reads((outer, SLOT)) + _writes((outer_gradients, SLOT))
+        return []
+
+    def _group(self, layer: int) -> int:
+        return next(i for i, (_, stop) in enumerate(self.program.groups) if layer < stop)
+
+    def _of(self, instruction: Instruction) -> list[Access]:
         match instruction:
             case Fetch(source, target, chunk):
                 return self._copy(Lane.FETCH, source, target, chunk)

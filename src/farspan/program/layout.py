@@ -86,6 +86,10 @@ def refuse_together(schedule: Schedule, layout: Layout) -> None:
             "sparse: pages are chosen from all keys of a head, which shards and rings spread over "
             "ranks; use ulysses"
         )
+    if schedule.weights is Tier.HOST and layout.devices() > 1:
+        raise UnsupportedError(
+            "weights: host is for one device so far; use device, and fsdp to share weights"
+        )
     if layout.ring > 1 and schedule.kv is Tier.HOST:
         raise UnsupportedError(
             "kv: a ring sends K, V from the device; use device, or shards for the ring"

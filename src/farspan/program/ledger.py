@@ -16,10 +16,12 @@ from farspan.program.program import (
     Evict,
     Forward,
     Free,
+    Gather,
     Instruction,
     Program,
     aligned,
     cell_sizes,
+    group_bytes,
     regions,
     regions_bytes,
     rows_of,
@@ -48,6 +50,7 @@ class Ledger:
     written: dict[str, set[int]] = field(default_factory=dict)
     covered: dict[str, range] = field(default_factory=dict)  # chunks a buffer has room for
     turns: dict[tuple[str, ...], int] = field(default_factory=dict)  # of rings of slots
+    fetched: dict[int, int] = field(default_factory=dict)  # slot of weights: the group in it
 
     def emit(self, *instructions: Instruction) -> None:
         self.instructions.extend(instructions)
@@ -113,6 +116,20 @@ class Ledger:
                 tier = Tier.DEVICE
                 self._open(Buffer(name, kind, -1, tier, 0, stop, cell_bytes, size, 0, -1, 0))
 
+    def allocate_group_slots(self, kind: Kind) -> None:
+        """Open device buffers for the weights, or their gradients, of two groups of layers, those
+        of even and those of odd numbers, and of what is outside the layers."""
+        ring, (outer,) = RESIDENCY[kind].slots
+        gradients = kind is Kind.WEIGHT_GRADIENTS
+        for parity, name in enumerate(ring[: len(self.groups)]):
+            groups = self.groups[parity::2]
+            self._open_bytes(name, kind, max(group_bytes(self.model, g, gradients) for g in groups))
+        self._open_bytes(outer, kind, group_bytes(self.model, None, gradients))
+
+    def _open_bytes(self, name: str, kind: Kind, size: int) -> None:
+        size = aligned(size)
+        self._open(Buffer(name, kind, -1, Tier.DEVICE, 0, 0, size, size, 0, -1, 0))
+
     def clear(self, name: str) -> None:
         """Zero dK, dV. What is on host gets its zeros from a slot, so that the link's lane orders
         them with all other copies of these bytes."""
@@ -173,6 +190,9 @@ class Ledger:
         for instruction in self.instructions:
             kinds.setdefault(type(instruction), []).append(instruction)
         used: set[str | None] = set()  # None from fields that are empty
+        if Gather in kinds and self.schedule.weights is Tier.HOST:
+            for held in Kind.WEIGHTS, Kind.WEIGHT_GRADIENTS:
+                used.update(*RESIDENCY[held].slots)
         for kind, found in kinds.items():
             for text in _TEXTS.get(kind, ()):
                 used.update(map(attrgetter(text), found))

@@ -71,13 +71,30 @@ class Group:
         if self.is_last and len(self.layers) == 1:
             self.graphs = range(0)  # the backward follows at once: there is nothing to save
 
-    def gather(self) -> None:
+    def gather(self, then: int | None) -> None:
         """Have the weights whole, unless they are: once for each pass, or once for two that follow
-        each other."""
+        each other. From main memory those of group `then` come as well, whose pass is the next."""
+        if self.ledger.schedule.weights is Tier.HOST:
+            self._fetch_weights(then)
+            return
         layout = self.ledger.share.rank.layout
         if layout.fsdp and layout.devices() > 1 and not self.gathered:
             self.ledger.emit(Gather(self.index, self.with_outer()))
             self.gathered = True
+
+    def _fetch_weights(self, then: int | None) -> None:
+        fetched = self.ledger.fetched
+        for index in (self.index, then):
+            if index is not None and fetched.get(index % 2) != index:
+                self.ledger.emit(Gather(index, outer=not fetched))
+                fetched[index % 2] = index
+
+    def _open_weight_gradients(self) -> None:
+        """What the backward adds to, of groups whose weights are in main memory."""
+        if self.ledger.schedule.weights is Tier.HOST:
+            if self.is_last:
+                self.ledger.allocate_group_slots(Kind.WEIGHT_GRADIENTS)
+            self.ledger.emit(Gather(self.index, outer=self.is_last, gradients=True))
 
     def release(self) -> None:
         if self.gathered:
@@ -320,7 +337,7 @@ class GroupPasses(Group):
     # -- passes ---
 
     def first(self) -> None:
-        self.gather()
+        self.gather(self._above())
         self.open_first()
         for chunk in self.chunks:
             kept = chunk in self.graphs
@@ -336,9 +353,15 @@ class GroupPasses(Group):
         if not self.stays_open:
             self.close_first()
 
+    def _above(self) -> int | None:
+        return None if self.is_last else self.index + 1
+
+    def _below(self) -> int | None:
+        return self.index - 1 if self.index else None
+
     def evaluate(self) -> None:
         """Forward only."""
-        self.gather()
+        self.gather(self._above())
         self.open_first()
         for chunk in self.chunks:
             self.enter(chunk)
@@ -368,7 +391,7 @@ class GroupPasses(Group):
                     ledger.written[names.kv_again(layer)].add(chunk)
                 ledger.free(names.kv_home(layer))
             return
-        self.gather()
+        self.gather(self._below())
         self.open_attention_of_open_group()
         for chunk in self.chunks:
             if chunk == self.chunks[-1] and chunk not in self.graphs:
@@ -380,7 +403,8 @@ class GroupPasses(Group):
 
     def backward(self) -> None:
         ledger = self.ledger
-        self.gather()
+        self.gather(self._below())
+        self._open_weight_gradients()
         for layer in self.layers:
             ledger.allocate(names.dkv(layer), Kind.DKV, layer)
         ledger.clear(names.dkv(self.top))

@@ -22,7 +22,7 @@ from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
 def rows_of(share: Share, kind: Kind) -> tuple[Range, ...]:
     """The rows of every chunk in buffers of this kind."""
     match RESIDENCY[kind].rows:
-        case CutInto.CELLS:
+        case CutInto.CELLS | CutInto.GROUPS:
             return share.cells
         case CutInto.TOKENS:
             return share.tokens.rows
@@ -215,10 +215,12 @@ class Close:
 @dataclass(frozen=True, slots=True)
 class Gather:
     """The weights of a group's layers are whole from here on, and those outside the layers if
-    `outer`."""
+    `outer`: from the other ranks, or from main memory. With `gradients` what their gradients are
+    added to is there."""
 
     group: int
     outer: bool
+    gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +305,17 @@ ALIGNMENT = 64
 
 
 INDEX_BYTES = 8  # int64: of a token's number, of its target, of its position
+
+
+def group_bytes(model: ModelSpec, layers: Range | None, gradients: bool) -> int:
+    """Bytes of the weights of these layers, None being what is outside them, or of the sums of
+    their gradients."""
+    if layers is None:
+        elements = model.outer_trainable() if gradients else model.outer()
+    else:
+        works = [layer.work for layer in model.layers[slice(*layers)]]
+        elements = sum(work.trainable if gradients else work.parameters for work in works)
+    return elements * (model.accumulate_bytes() if gradients else model.element_bytes)
 
 
 def made_bytes(batch: int, tokens: int, *, documents: bool) -> int:

@@ -26,6 +26,8 @@ class Kind(StrEnum):
     MEANS = "means"  # of the keys of each page (OOMB 4.2)
     CHOICE = "choice"  # the pages that queries chose
     SLABS = "slabs"  # of those pages, on their way
+    WEIGHTS = "streamed weights"  # of a group of layers, from main memory
+    WEIGHT_GRADIENTS = "streamed gradients"  # of a group whose backward runs
 
 
 class CutInto(StrEnum):
@@ -34,6 +36,7 @@ class CutInto(StrEnum):
     TOKENS = "tokens"  # a row for each of the rank's tokens
     KEYS = "keys"  # a row for each of its keys
     CELLS = "cells"  # raw bytes of a cell, as many as its maker says
+    GROUPS = "groups"  # raw bytes of a group of layers, whatever the chunk
 
 
 class Until(StrEnum):
@@ -75,7 +78,7 @@ class Residency:
 
     @property
     def in_cells(self) -> bool:
-        return self.rows is CutInto.CELLS
+        return self.rows in (CutInto.CELLS, CutInto.GROUPS)
 
     def tier_of(self, schedule: Schedule) -> Tier:
         """Where the schedule has it."""
@@ -189,6 +192,22 @@ RESIDENCY: dict[Kind, Residency] = {
         read="the same",
         until=Until.NEVER,
         slots=(names.PAGES,),
+    ),
+    Kind.WEIGHTS: Residency(
+        words="weights of two groups",
+        rows=CutInto.GROUPS,
+        written="nobody: they come from main memory",
+        read="every cell of the group, embedding and head",
+        until=Until.NEVER,
+        slots=(names.WEIGHTS, (names.WEIGHTS_OUTER,)),
+    ),
+    Kind.WEIGHT_GRADIENTS: Residency(
+        words="weight gradients of two groups",
+        rows=CutInto.GROUPS,
+        written="the group's backward, embedding and head, which add to it",
+        read="nobody: they leave for main memory when the group closes",
+        until=Until.NEVER,
+        slots=(names.WEIGHT_GRADIENTS, (names.WEIGHT_GRADIENTS_OUTER,)),
     ),
 }
 

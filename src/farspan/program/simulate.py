@@ -9,16 +9,20 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from farspan.program.attention_blocks import chunk_pairs, earlier_rows
+from farspan.program.layout import Range
 from farspan.program.program import (
     Allocate,
     AttentionMode,
     Backward,
+    Close,
     Evict,
     Fetch,
     Forward,
     Free,
+    Gather,
     Program,
     cell_place,
+    group_bytes,
     row_bytes,
 )
 from farspan.program.residency import RESIDENCY, Kind
@@ -91,8 +95,18 @@ def _transfers(program: Program) -> Iterator[Transfer]:
                 size = streamed_bytes(program, layer, chunk, accumulator)
                 yield True, Kind.DKV, size
                 yield False, Kind.DKV, size
+            case Gather(group, outer, False) if program.schedule.weights is Tier.HOST:
+                units = [program.groups[group], *[None] * outer]
+                yield True, Kind.WEIGHTS, _weight_bytes(program, units, gradients=False)
+            case Close(group) if program.schedule.weights is Tier.HOST:
+                units = [program.groups[group], *[None] * (group == 0)]
+                yield False, Kind.WEIGHT_GRADIENTS, _weight_bytes(program, units, gradients=True)
             case _:
                 pass
+
+
+def _weight_bytes(program: Program, units: list[Range | None], *, gradients: bool) -> int:
+    return sum(group_bytes(program.model, unit, gradients) for unit in units)
 
 
 def copied_bytes(program: Program, source: str, target: str, chunk: int) -> int:

@@ -1,0 +1,236 @@
+"""Weights and gradients in main memory: the bits of a step that has them on the device."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from farspan.engine.step import Step
+from farspan.hf.load import add_adapters
+from farspan.program.builder import build_evaluation, build_program
+from farspan.program.dependencies import Order, waits
+from farspan.program.layout import Layout, refuse_together
+from farspan.program.program import Close, Gather, aligned
+from farspan.program.residency import Kind
+from farspan.program.simulate import simulate
+from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
+from tests.engine.checks import Outcome, assert_same_bits, draw, gradients, run_oracle, run_step
+from tests.engine.lanes import Manner, Replay
+from tests.engine.test_overlap import SCHEDULES, recorded, two_steps
+from tests.grids import part_of
+from tests.oracles.check import check_program
+from tests.oracles.check_order import check_order
+from tests.oracles.contents import ProgramError
+from tests.program.cases import model_of
+from tests.zoo import make_model
+
+TOKENS = 42
+DATA = draw(TOKENS, batch=2, documents=4)
+GROUPED = Schedule(chunk=11, groups=2, kv_block=7)
+
+
+def streamed(schedule: Schedule) -> Schedule:
+    return replace(schedule, weights=Tier.HOST)
+
+
+def pair(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    model: Any = make_model(name, dtype)
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("name", part_of(SCHEDULES, "plain", "grouped", "unequal", "alpha", "fpdt"))
+def test_gradients_are_those_of_resident_weights(name: str) -> None:
+    """Of two batches added up."""
+    model, other = pair("qwen2", torch.float32)
+    expected = two_steps(model, Step(model, SCHEDULES[name]), DATA)
+    step = Step(other, streamed(SCHEDULES[name]), poison=True)
+    assert_same_bits(two_steps(other, step, DATA), expected)
+    ids, labels, documents = DATA
+    whole = Step(model, SCHEDULES[name]).evaluate(ids, labels, documents)
+    assert torch.equal(step.evaluate(ids, labels, documents), whole)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe", "lfm2", "llama"])
+def test_families(name: str) -> None:
+    """Tied embeddings, experts, recurrent states."""
+    model, other = pair(name, torch.float64)
+    expected = run_step(model, GROUPED, DATA)
+    assert_same_bits(run_step(other, streamed(GROUPED), DATA), expected)
+
+
+def test_gradients_are_those_of_autograd() -> None:
+    model, other = pair("qwen2", torch.float64)
+    expected = run_oracle(model, DATA)
+    found = run_step(other, streamed(GROUPED), DATA)
+    for name, gradient in expected.gradients.items():
+        distance = (found.gradients[name] - gradient).norm() / gradient.norm()
+        assert distance <= 1e-12, name
+
+
+def frozen(model: nn.Module) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(number % 3 != 0)
+
+
+def adapted(model: Any) -> None:
+    add_adapters(model, rank=2, alpha=4)
+
+
+def wide(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+
+
+@pytest.mark.parametrize("change", [frozen, adapted, wide, None])
+def test_parts_are_trained_and_dtypes_are_low(change: Callable[[Any], None] | None) -> None:
+    """In bfloat16 gradients are rounded once into `.grad`, or stay in float32."""
+    model, other = pair("qwen2", torch.bfloat16)
+    for one in (model, other):
+        torch.manual_seed(3)
+        if change is not None:
+            change(one)
+    expected = two_steps(model, Step(model, GROUPED), DATA)
+    assert_same_bits(two_steps(other, Step(other, streamed(GROUPED)), DATA), expected)
+
+
+def test_an_optimizer_updates_what_the_next_step_reads() -> None:
+    """Made before the step, whose parameters are the same objects."""
+    models = pair("qwen2", torch.float32)
+    schedules = GROUPED, streamed(GROUPED)
+    losses: list[list[torch.Tensor]] = []
+    for model, schedule in zip(models, schedules, strict=True):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step, found = Step(model, schedule), []
+        for _ in range(3):
+            found.append(step(*DATA))
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(found)
+    assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
+    assert losses[0][0] > losses[0][2]
+    with torch.no_grad():  # and the models are whole between steps
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_another_part_may_be_trained_from_a_step_on() -> None:
+    model, other = pair("qwen2", torch.float32)
+    steps = Step(model, GROUPED), Step(other, streamed(GROUPED))
+    outcomes = []
+    for one, step in zip((model, other), steps, strict=True):
+        step(*DATA)
+        frozen(one)
+        outcomes.append(two_steps(one, step, DATA))
+    assert_same_bits(*outcomes)
+
+
+def test_a_step_that_fails_leaves_the_model_whole() -> None:
+    _, other = pair("qwen2", torch.float32)
+    before = dict(other.named_parameters())
+
+    def fail(_: object) -> None:
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        Step(other, streamed(GROUPED), progress=fail)(*DATA)
+    after = dict(other.named_parameters())
+    assert all(after[name] is p for name, p in before.items())
+    assert torch.isfinite(Step(other, streamed(GROUPED))(*DATA))
+
+
+# -- programs -----------------------------------------------------------------------------------
+
+
+def counted(layers: int) -> ModelSpec:
+    """A model whose weights are counted: 100 elements a layer, 60 of them trained."""
+    spec = model_of(layers)
+    works = [replace(layer, work=LayerWork(100, 60)) for layer in spec.layers]
+    elements = layers * 100 + 40, layers * 60 + 40
+    return replace(spec, layers=tuple(works), parameters=elements[0], trainable=elements[1])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_programs_are_whole_and_nothing_races(name: str) -> None:
+    for build in (build_program, build_evaluation):
+        program = build(counted(4), RunSpec(1, TOKENS), streamed(SCHEDULES[name]))
+        check_program(program)
+        check_order(program, waits(program))
+
+
+@pytest.mark.parametrize("kind", [Gather, Close])
+def test_the_checker_misses_no_coming_and_no_going(kind: type) -> None:
+    """Of a program of four groups without one of these, whichever it is."""
+    program = build_program(counted(4), RunSpec(1, TOKENS), streamed(replace(GROUPED, groups=1)))
+    for index, instruction in enumerate(program.instructions):
+        if isinstance(instruction, kind):
+            others = program.instructions[:index] + program.instructions[index + 1 :]
+            with pytest.raises(ProgramError):
+                check_program(replace(program, instructions=others))
+
+
+def test_every_wait_of_weights_is_needed() -> None:
+    schedule = Schedule(chunk=11, groups=1, boundary_inputs=Tier.DEVICE, kv_block=7)
+    program = build_program(counted(4), RunSpec(1, TOKENS), streamed(schedule))
+    orders = waits(program)
+    check_order(program, orders)
+    waiting = [index for index, order in enumerate(orders) if any(order.values())]
+    assert len(waiting) > 12
+    for index in waiting:
+        without: Order = dict.fromkeys(orders[index], ())
+        with pytest.raises(ProgramError, match="races"):
+            check_order(program, (*orders[:index], without, *orders[index + 1 :]))
+
+
+@pytest.mark.parametrize("name", part_of(SCHEDULES, "grouped", "streamed, alpha", "open"))
+def test_the_same_bits_in_any_order_of_lanes(name: str) -> None:
+    """Of a step whose gradients are the first, and of one that adds to others."""
+    model, other = pair("qwen2", torch.float32)
+    expected = two_steps(model, Step(model, SCHEDULES[name]), DATA)
+    step = Step(other, streamed(SCHEDULES[name]), poison=True)
+    told = [recorded(step, DATA).told for _ in range(2)]
+    for manner in Manner:
+        other.zero_grad(set_to_none=True)
+        for one in told:
+            step.copies = Replay(one, manner, 0)
+            step(*DATA)
+        assert_same_bits(Outcome(expected.loss, gradients(other)), expected)
+
+
+def test_the_device_holds_two_groups() -> None:
+    """And what lies outside the layers; gradients in float32, as long as the backward runs."""
+    model, run = counted(8), RunSpec(1, TOKENS)
+    schedule = replace(GROUPED, groups=(2, 1, 3, 2))
+    plain, made = (build_program(model, run, s) for s in (schedule, streamed(schedule)))
+    assert made.arena_bytes[Tier.HOST] == plain.arena_bytes[Tier.HOST]
+    held = {b.name: b.bytes for b in made.buffers.values() if b.name.startswith("weight")}
+    assert held == {
+        "weights.slot.0": aligned(3 * 100 * model.element_bytes),
+        "weights.slot.1": aligned(2 * 100 * model.element_bytes),
+        "weights.outer": aligned(40 * model.element_bytes),
+        "weight_gradients.slot.0": aligned(3 * 60 * 4),
+        "weight_gradients.slot.1": aligned(2 * 60 * 4),
+        "weight_gradients.outer": aligned(40 * 4),
+    }
+    moved = simulate(made)
+    forward, again = 8 * 100 + 40, (2 + 1) * 100  # groups 2 and 3 are still there
+    assert moved.fetched[Kind.WEIGHTS] == (forward + again) * model.element_bytes
+    assert moved.evicted[Kind.WEIGHT_GRADIENTS] == model.trainable * 4
+
+
+# -- refused -------------------------------------------------------------------------------------
+
+
+def test_what_is_not_done_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"^weights: host is for one device so far"):
+        refuse_together(streamed(GROUPED), Layout(data=2))
+    with pytest.raises(UnsupportedError, match=r"^weights: expected .* got .disk"):
+        Schedule(weights="disk")  # type: ignore[arg-type]
+    model, _ = pair("qwen2", torch.bfloat16)
+    model.lm_head.weight.data = model.lm_head.weight.data.float()
+    with pytest.raises(UnsupportedError, match=r"^(weights|model): "):
+        Step(model, streamed(GROUPED))
