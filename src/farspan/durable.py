@@ -80,7 +80,7 @@ def write_bytes(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise _failure(path, error.strerror or str(error)) from error
+        raise write_failure(path, error.strerror or str(error)) from error
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -92,7 +92,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         path.chmod(mode)  # safetensors 0.8 makes every file 0600
         sync(path)
     except (SafetensorError, OSError) as error:
-        raise _failure(path, str(error)) from error
+        raise write_failure(path, str(error)) from error
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -117,19 +117,8 @@ def writing(folder: Path) -> Iterator[None]:
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, (SafetensorError, OSError)) and not isinstance(error, WriteFailed):
-            raise _failure(folder, str(error)) from error
+            raise write_failure(folder, str(error)) from error
         raise
-
-
-def append_line(path: Path, line: str) -> None:
-    """Adds one line in a single write, so that a killed process loses no earlier one."""
-    try:
-        with path.open("ab", buffering=0) as file:
-            written = file.write(line.encode("utf-8") + b"\n")
-            if written <= len(line.encode("utf-8")):
-                raise OSError(None, "the disk took only a part of the line")
-    except OSError as error:
-        raise _failure(path, error.strerror or str(error)) from error
 
 
 def publish(partial: Path, path: Path) -> None:
@@ -143,7 +132,7 @@ def publish(partial: Path, path: Path) -> None:
         os.replace(partial, path)
         sync(path.parent)
     except OSError as error:
-        raise _failure(path, error.strerror or str(error)) from error
+        raise write_failure(path, error.strerror or str(error)) from error
 
 
 def discard(folder: Path) -> None:
@@ -213,7 +202,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _failure(path: Path, reason: str) -> WriteFailed:
+def write_failure(path: Path, reason: str) -> WriteFailed:
+    """What is raised where a file could not be written."""
     return WriteFailed(
         f"cannot write {path}: {reason}; free some space or fix its permissions, then run the "
         "same command again"

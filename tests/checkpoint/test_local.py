@@ -22,12 +22,11 @@ from farspan.checkpoint import local as checkpoint
 from farspan.checkpoint.distributed import entries_of
 from farspan.checkpoint.local import (
     Live,
-    capture_rng,
-    restore_rng,
 )
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import WriteFailed, digest
 from farspan.spec import UnsupportedError
+from farspan.train.context import capture_rng, restore_rng
 
 RUN = {"run": "abc"}
 WORLD = DistributedContext(torch.device("cpu"))
@@ -306,7 +305,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
     def fail(path: Path) -> None:
         if path.name == name:
             path.write_bytes(b"half")
-            raise durable._failure(path, "No space left on device")
+            raise durable.write_failure(path, "No space left on device")
 
     def tensors(path: Path, values: Any) -> None:
         fail(path)

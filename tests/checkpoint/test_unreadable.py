@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from farspan.checkpoint import local as checkpoint
-from farspan.checkpoint.local import ReplicatedSaver, Saver, ShardedSaver, capture_rng
+from farspan.checkpoint.local import ReplicatedSaver, Saver, ShardedSaver
 from farspan.distributed.fsdp import whole_placement
 from farspan.durable import WriteFailed
 from farspan.spec import UnsupportedError
+from farspan.train.context import capture_rng
 from tests.checkpoint.test_local import (
     RUN,
     WORLD,

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from farspan.data.config import DataConfig, SourceKind, WeightedSource
-from farspan.distributed.run_context import Interrupt, Interrupted
 from farspan.spec import UnsupportedError
 from farspan.train.config import Decay, ModelConfig, OptimizerConfig
+from farspan.train.console import Interrupt, Interrupted
 from tests.grids import crossed
 from tests.train.tiny import (
     MODEL,

@@ -116,7 +116,7 @@ def test_updates_are_those_of_a_loop_written_out(tmp_path: Path) -> None:
         total = sum(count_trained(labels, marks) for _, labels, marks in places)
         for ids, labels, marks in places:
             TinyStep(model)(ids, labels, marks, trained_tokens=total)
-        optimizer.step(learning_rate(run.optimizer, step, STEPS), optimizer.gradient_norm())
+        optimizer.step(learning_rate(run.optimizer, STEPS)(step), optimizer.gradient_norm())
     for name, tensor in weights(run).items():
         assert torch.equal(tensor, model.get_parameter(name)), name
 

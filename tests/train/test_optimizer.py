@@ -149,7 +149,7 @@ def test_state_moves_between_processes_by_copying() -> None:
 @pytest.mark.parametrize("decay", list(Decay))
 def test_the_rate_rises_in_a_line_and_then_decays(decay: Decay) -> None:
     config = OptimizerConfig(lr=0.2, warmup=4, final=0.25, decay=decay)
-    rates = [learning_rate(config, step, 12) for step in range(12)]
+    rates = [learning_rate(config, 12)(step) for step in range(12)]
     assert rates[:4] == [0.05, 0.1, pytest.approx(0.15), 0.2]
     for step in range(4, 12):
         done = (step - 3) / 8
@@ -164,15 +164,15 @@ def test_the_rate_rises_in_a_line_and_then_decays(decay: Decay) -> None:
 
 def test_the_rate_is_stable_and_falls_over_the_last_steps() -> None:
     config = OptimizerConfig(lr=0.2, warmup=2, final=0.25, decay=Decay.WSD, decay_steps=3)
-    rates = [learning_rate(config, step, 8) for step in range(8)]
+    rates = [learning_rate(config, 8)(step) for step in range(8)]
     assert rates == pytest.approx([0.1, 0.2, 0.2, 0.2, 0.2, 0.15, 0.1, 0.05])
     whole = OptimizerConfig(lr=0.2, warmup=2, final=0.25, decay=Decay.WSD, decay_steps=6)
     linear = OptimizerConfig(lr=0.2, warmup=2, final=0.25, decay=Decay.LINEAR)
     for step in range(8):
-        assert learning_rate(whole, step, 8) == learning_rate(linear, step, 8)
+        assert learning_rate(whole, 8)(step) == learning_rate(linear, 8)(step)
 
 
 def test_without_warmup_the_first_rate_is_near_the_highest() -> None:
     config = OptimizerConfig(lr=1.0, final=0.0)
-    assert learning_rate(config, 0, 1000) > 0.9999
-    assert learning_rate(config, 999, 1000) == pytest.approx(0.0)
+    assert learning_rate(config, 1000)(0) > 0.9999
+    assert learning_rate(config, 1000)(999) == pytest.approx(0.0)

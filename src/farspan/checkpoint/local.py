@@ -244,26 +244,6 @@ def manifest_path(path: Path) -> Path:
     return path / (LISTED if is_of_ranks(path) else _MANIFEST)
 
 
-def capture_rng() -> dict[str, Tensor]:
-    """The state of torch's generators, uint8: of the CPU and of every GPU in use."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.update({f"cuda:{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())})
-    return states
-
-
-def restore_rng(states: Tensors, own: torch.device | None = None) -> None:
-    """Sets what `capture_rng` returned, for the devices that are here. `own` is the GPU of a rank:
-    the states are those of rank 0, which computes on the first."""
-    torch.set_rng_state(states["cpu"])
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(count):
-        if f"cuda:{index}" in states:
-            torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
-    if own is not None and (own.index or 0) > 0 and "cuda:0" in states and count > 0:
-        torch.cuda.set_rng_state(states["cuda:0"], own)
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """All under a folder, the oldest first; what has any other name is the user's. Raises
     UnsupportedError where the folder cannot be read."""

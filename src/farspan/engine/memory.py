@@ -80,7 +80,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._storage = LiveStorage() if device.type == "cpu" else None
+        self._storage: LiveStorage | None = LiveStorage() if device.type == "cpu" else None
         self._uncompiled = uncompiled()
         self._before = 0
         self.peak = 0
@@ -104,6 +104,7 @@ class PeakMemory:
             self._storage.__exit__(kind, error, trace)
             self._uncompiled.__exit__(kind, error, trace)
             self.peak = self._storage.peak
+            self._storage = None  # nobody is told any more of what goes
         else:
             self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
 

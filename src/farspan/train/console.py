@@ -1,13 +1,17 @@
-"""What a person sees while a run goes on: bars on a terminal, lines anywhere else."""
+"""What a person sees while a run goes on, bars on a terminal, lines anywhere else, and how a signal
+ends it."""
 
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from farspan.distributed.run_context import Interrupt, StopPoint
+from farspan.distributed.run_context import DistributedContext, StopPoint
 from farspan.train.context import CellsDone
 
 Clock = Callable[[], float]  # seconds, from any origin
@@ -86,6 +90,82 @@ class Reporter:
 
     def evaluated(self, values: Mapping[str, Any]) -> None:
         """An evaluation ended with these metrics."""
+
+
+class Interrupted(Exception):
+    """The user or the system asked the run to end; raised only between two cells."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+class Interrupt:
+    """Between `__enter__` and `__exit__` the first signal is kept for `check`; a second one does
+    at once what it did before. Processes that share a run cannot leave one by one: all leave where
+    they `meet` between two steps, or within a step where all have `passed`.
+
+    A terminal that closes hangs up twice, by itself and by its shell: SIGHUP ends nothing at once.
+    Where it was ignored, as under nohup, it still is."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._world: DistributedContext | None = None  # of several processes
+        self._signum: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        # Python lets only its main thread set handlers; elsewhere the caller's own stay.
+        if threading.current_thread() is threading.main_thread():
+            for signum in self.SIGNALS:
+                if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
+                    continue
+                self._before[signum] = signal.signal(signum, self._remember) or signal.SIG_DFL
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._give_back(*self._before)
+
+    def share(self, world: DistributedContext) -> None:
+        """From now on with these others."""
+        if world.size > 1:
+            self._world = world
+            world.request_stop(self._signum or 0)
+
+    def check(self) -> None:
+        """Raises Interrupted when a signal has come and nobody waits for this process."""
+        if self._signum is not None and self._world is None:
+            raise Interrupted(self._signum)
+
+    def passed(self, place: StopPoint) -> None:
+        """Raises Interrupted when a signal has come; where several processes share the run, in all
+        of them at the same place."""
+        if self._world is None:
+            self.check()
+        elif number := self._world.must_stop(place):
+            # None leaves before all are here: with rank 0 the store may go in which they agree.
+            raise Interrupted(self._world.maximum(number))
+
+    def meet(self) -> None:
+        """Raises Interrupted in all processes when a signal has come to one. All of them call it
+        between the same two steps."""
+        if self._world is not None:
+            self._signum = self._world.maximum(self._signum or 0) or None
+        if self._signum is not None:
+            raise Interrupted(self._signum)
+
+    def _remember(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self._signum = signum
+        if self._world is not None:
+            self._world.request_stop(signum)
+        # A launcher repeats SIGTERM while its processes leave their step.
+        if signum != signal.SIGHUP and (self._world is None or signum != signal.SIGTERM):
+            self._give_back(*(s for s in self._before if s != signal.SIGHUP))
+
+    def _give_back(self, *signals: int) -> None:
+        for signum in signals:
+            signal.signal(signum, self._before.pop(signum))
 
 
 class Observer:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from farspan.checkpoint.local import ReplicatedSaver, Saver, ShardedSaver, TrainState, capture_rng
+from farspan.checkpoint.local import ReplicatedSaver, Saver, ShardedSaver, TrainState
 from farspan.data.corpus import Corpus
 from farspan.data.formats import UNTRAINED
 from farspan.data.packing import PackedBatch
@@ -315,6 +315,26 @@ class RunContext:
         return sum(parameter.nbytes for parameter in self.model.parameters())
 
 
+def capture_rng() -> dict[str, Tensor]:
+    """The state of torch's generators, uint8: of the CPU and of every GPU in use."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.update({f"cuda:{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())})
+    return states
+
+
+def restore_rng(states: Mapping[str, Tensor], own: torch.device | None = None) -> None:
+    """Sets what `capture_rng` returned, for the devices that are here. `own` is the GPU of a rank:
+    the states are those of rank 0, which computes on the first."""
+    torch.set_rng_state(states["cpu"])
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(count):
+        if f"cuda:{index}" in states:
+            torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
+    if own is not None and (own.index or 0) > 0 and "cuda:0" in states and count > 0:
+        torch.cuda.set_rng_state(states["cuda:0"], own)
+
+
 @dataclass(slots=True)
 class RunState:
     """Where the run stands between two steps, and where a retried step begins again."""
@@ -342,13 +362,14 @@ class Micro:
         ]
 
 
-@dataclass(frozen=True, slots=True)
 class Batches:
     """The batches of a run. Batch n of D replicas is sequences [n * D * batch, (n + 1) * D * batch)
     of the run's order, given out in order: the update reads what one replica reads with a batch of
     D * batch."""
 
-    ctx: RunContext
+    def __init__(self, ctx: RunContext) -> None:
+        self.ctx = ctx
+        self.replicas, self.replica = ctx.world.replicas, ctx.world.replica
 
     def of_step(self, step: int) -> list[Micro]:
         """This replica's, of the update after `step` of them."""
@@ -359,12 +380,12 @@ class Batches:
         """This replica's share of those to evaluate on, spread over all that are held out: one long
         document does not stand for the rest. Every replica has as many; what is missing has no
         trained token."""
-        packing, replicas = self.ctx.corpus.held_out, self.ctx.world.replicas
+        packing, replicas = self.ctx.corpus.held_out, self.replicas
         assert packing is not None, "there is something to evaluate on"
         there = packing.sequences_per_epoch()
         count = min(self.ctx.run.evaluation.sequences, there)
         chosen = [place * there // count for place in range(count)]
-        own = chosen[self.ctx.world.replica :: replicas]
+        own = chosen[self.replica :: replicas]
         found = [self._place(packing.once(i), (i,)) for i in own]
         for _ in range(-(-count // replicas) - len(own)):
             spare = self._place(packing.once(chosen[-1]), (chosen[-1],))
@@ -374,16 +395,19 @@ class Batches:
 
     def trained(self, micros: list[Micro]) -> int:
         """Trained tokens of these and of the other replicas'."""
-        return self.ctx.world.sum_over_replicas(sum(m.trained for m in micros))
+        return self._sum(sum(m.trained for m in micros))
 
     def read(self, micros: list[Micro]) -> int:
         """Tokens of documents in these and in the other replicas'."""
-        return self.ctx.world.sum_over_replicas(sum(m.batch.tokens for m in micros))
+        return self._sum(sum(m.batch.tokens for m in micros))
+
+    def _sum(self, own: int) -> int:
+        return own if self.replicas == 1 else self.ctx.world.sum_over_replicas(own)
 
     def _micro(self, number: int) -> Micro:
         """Batch `number` since the start of the run."""
         size = self.ctx.run.batch
-        start = (number * self.ctx.world.replicas + self.ctx.world.replica) * size
+        start = (number * self.replicas + self.replica) * size
         indices = tuple(range(start, start + size))
         return self._place(self.ctx.corpus.train.batch(indices), indices)
 

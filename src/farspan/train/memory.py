@@ -1,7 +1,5 @@
 """What a step is expected to take and what it took; the allocator of the device's memory."""
 
-import resource
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -62,13 +60,6 @@ def rehearse_apart(
     apart(step, batch, tokens, watch, accumulate=accumulate)
 
 
-def peak_process_bytes() -> int:
-    """The most main memory this process has held at once, everything included."""
-    # The kernel counts kibibytes on Linux and bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def describe_expected(expected: Expected) -> str:
     """One line for a person, before the first step."""
     names = ("weights", "optimizer", "gradients", "device_arena", "transient")
@@ -99,16 +90,12 @@ def show_bytes(size: int) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
 
 
-def nothing() -> None:
-    """PyTorch's own allocator does not follow steps."""
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What an allocator is told in the course of a run."""
+    """What an allocator is told in the course of a run; None: it does not follow steps."""
 
-    begin_step: Callable[[], None] = nothing
-    forget: Callable[[], None] = nothing  # steps will be of another kind from here on
+    begin_step: Callable[[], None] | None = None
+    forget: Callable[[], None] | None = None  # steps will be of another kind from here on
 
 
 def choose_allocator(name: DeviceAllocator, device: torch.device) -> DeviceMemory:

@@ -45,19 +45,22 @@ WHERE = {
 }
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Of update `step` (from 0) of `steps`: rises over the warm-up, and falls at the end to
-    `final` of `lr`, as a half cosine or in a line."""
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
-    falls = config.falls_over(steps)
-    if step < steps - falls:
-        return config.lr
-    done = (step + 1 - (steps - falls)) / falls
-    floor = config.lr * config.final
-    if config.decay is Decay.COSINE:
-        return floor + (config.lr - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
-    return floor + (config.lr - floor) * (1.0 - done)
+def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]:
+    """Of each update (from 0) of `steps`: rises over the warm-up, and falls at the end to `final`
+    of `lr`, as a half cosine or in a line."""
+    falls, floor = config.falls_over(steps), config.lr * config.final
+
+    def of(step: int) -> float:
+        if step < config.warmup:
+            return config.lr * (step + 1) / config.warmup
+        if step < steps - falls:
+            return config.lr
+        done = (step + 1 - (steps - falls)) / falls
+        if config.decay is Decay.COSINE:
+            return floor + (config.lr - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
+        return floor + (config.lr - floor) * (1.0 - done)
+
+    return of
 
 
 def decays(model: nn.Module) -> dict[str, bool]:

@@ -37,10 +37,10 @@ from farspan.checkpoint.local import (
 )
 from farspan.durable import (
     PARTIAL,
-    append_line,
     publish,
     remove_leftovers,
     write_bytes,
+    write_failure,
     write_whole,
 )
 from farspan.spec import UnsupportedError
@@ -187,8 +187,15 @@ class RunFolder:
             )
 
     def record(self, values: Mapping[str, Any]) -> None:
-        """Appends one line to metrics.jsonl. Raises WriteFailed."""
-        append_line(self.metrics, json.dumps(values, allow_nan=False))
+        """Appends one line to metrics.jsonl, in a single write, so that a killed process loses no
+        earlier one. Raises WriteFailed."""
+        line = json.dumps(values, allow_nan=False).encode("utf-8") + b"\n"
+        try:
+            with self.metrics.open("ab", buffering=0) as file:
+                if file.write(line) < len(line):
+                    raise OSError(None, "the disk took only a part of the line")
+        except OSError as error:
+            raise write_failure(self.metrics, error.strerror or str(error)) from error
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Drops the metrics of steps after `step`, and a last line that was cut off; the rest."""

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from farspan.checkpoint.local import restore_rng
 from farspan.distributed.failure import activity
 from farspan.durable import WriteFailed, read_json
 from farspan.engine.memory import PeakMemory
@@ -15,7 +14,7 @@ from farspan.sparse.train import hides, marks, other_chunk
 from farspan.spec import Tier, UnsupportedError
 from farspan.train.config import as_yaml
 from farspan.train.console import Observer
-from farspan.train.context import CellsDone, RunContext, RunState, StepLike
+from farspan.train.context import CellsDone, RunContext, RunState, StepLike, restore_rng
 from farspan.train.memory import Expected, describe_expected, describe_measured, show_bytes
 from farspan.train.oom import (
     NoScheduleFits,
@@ -298,7 +297,8 @@ class StepRunner:
 
     def _record(self, shortage: Shortage, choice: Choice) -> None:
         """Says in the run folder that memory ran out, and what is tried next."""
-        self._ctx.memory.forget()
+        if self._ctx.memory.forget is not None:
+            self._ctx.memory.forget()
         line = {"step": self._state.at.step + 1, **marks(self._ctx.run)}
         self._folder.record(line | shortage_json(shortage, choice))
         known = read_json(self._folder.path / ABOUT) or {}

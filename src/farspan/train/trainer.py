@@ -5,7 +5,9 @@ Everything that decides a step follows from its number.
 
 import json
 import math
+import resource
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,17 +23,13 @@ from farspan.checkpoint.local import (
     SOURCE,
     Restored,
     TrainState,
-    capture_rng,
     export,
     folder_name,
     is_exported,
-    restore_rng,
 )
 from farspan.distributed.launch import launch_env
 from farspan.distributed.run_context import (
     DistributedContext,
-    Interrupt,
-    Interrupted,
     StopPoint,
     join_run,
 )
@@ -48,10 +46,18 @@ from farspan.sparse.train import (
 )
 from farspan.spec import UnsupportedError
 from farspan.train.config import OnNonfinite, RunConfig
-from farspan.train.console import Observer, Reporter, make_reporter
-from farspan.train.context import Batches, Components, Micro, RunContext, RunState, StepLike
+from farspan.train.console import Interrupt, Interrupted, Observer, Reporter, make_reporter
+from farspan.train.context import (
+    Batches,
+    Components,
+    Micro,
+    RunContext,
+    RunState,
+    StepLike,
+    capture_rng,
+    restore_rng,
+)
 from farspan.train.loggers import LoggerThread, LoggingReporter, make_loggers
-from farspan.train.memory import peak_process_bytes
 from farspan.train.oom import NoScheduleFits, OneRankOutOfMemory
 from farspan.train.optimizer import STATES_KEY, learning_rate
 from farspan.train.origin import as_begun, checkpoints_of, latest
@@ -99,6 +105,7 @@ class TrainingLoop:
         policy = make_policy(ctx, EarlierPart(ctx, folder, self._state), observer.measuring)
         self._runner = StepRunner(ctx, policy, self._state, folder, observer)
         self._saver = ctx.saver()
+        self._rate = learning_rate(ctx.run.optimizer, ctx.run.steps)
 
     @property
     def at(self) -> TrainState:
@@ -124,11 +131,12 @@ class TrainingLoop:
 
             began = time.perf_counter()
             self._reporter.begin(step + 1)
-            ctx.memory.begin_step()
+            if ctx.memory.begin_step is not None:
+                ctx.memory.begin_step()
             batches = self._batches.of_step(step)
             loss, seen = runner.attempt(self._gradients, batches)
             gradient_norm = ctx.optimizer.gradient_norm()
-            norm, rate = float(gradient_norm), learning_rate(run.optimizer, step, run.steps)
+            norm, rate = float(gradient_norm), self._rate(step)
             values: dict[str, Any] = {"step": step + 1, "lr": rate}
             finite = math.isfinite(loss) and math.isfinite(norm)
             if finite:
@@ -169,12 +177,12 @@ class TrainingLoop:
             self._runner.took(seconds)
         values |= {
             **memory,
-            **mass_json(seen),
+            **(mass_json(seen) if seen else {}),
             "tokens": self.at.tokens,
             "trained_tokens": self._batches.trained(batches),
             "tokens_per_second": self._batches.read(batches) / seconds,
             "seconds": seconds,
-            "peak_process_bytes": peak_process_bytes(),
+            "peak_process_bytes": _peak_process_bytes(),
             **self._marks,
         }
         self._folder.record(values)
@@ -334,6 +342,13 @@ def base_of(run: RunConfig) -> dict[str, Any]:
     if run.model.lora is None or not run.model.overrides:
         return {}
     return {"overrides": json.loads(json.dumps(run.model.overrides))}
+
+
+def _peak_process_bytes() -> int:
+    """The most main memory this process has held at once, everything included."""
+    # The kernel counts kibibytes on Linux and bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _due(step: int, every: int, first: bool = False) -> bool:
