@@ -301,10 +301,10 @@ class AttentionContext:
     ranks: ParallelContext | None
     storage: ProgramBuffers
     slots: StagingBuffers
+    kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)
     sparse: SparseRun | None = None
     chunk: int = -1
     blocks: dict[tuple[int | None, int, int], tuple[Block, ...]] = field(default_factory=dict)
-    kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)
     shares: bool = field(init=False)  # the tokens of the sequence, with other ranks
 
     def __post_init__(self) -> None:

@@ -32,13 +32,15 @@ from farspan.engine.tiers import Arena, CopyEngine
 from farspan.program import buffer_names as names
 from farspan.program.attention_blocks import Block
 from farspan.program.dependencies import Hazard, Lane
-from farspan.program.program import Buffer, Program, aligned, cell_place, regions
+from farspan.program.program import Buffer, Program, Region, aligned, cell_place, regions, rows_of
 from farspan.program.residency import RESIDENCY, Kind
 from farspan.spec import Tier
 
+IN_CELLS = frozenset(kind for kind, row in RESIDENCY.items() if row.in_cells)
+
 
 class ProgramBuffers:
-    """The memory of one program's run."""
+    """The memory of one program's runs."""
 
     def __init__(
         self, program: Program, arenas: dict[Tier, Arena], dtype: torch.dtype, copies: CopyEngine
@@ -48,6 +50,23 @@ class ProgramBuffers:
         self.dtype = dtype
         self.accumulate_dtype = accumulate_dtype(dtype)
         self.copies = copies
+        self._rows_of = {kind: rows_of(program.share, kind) for kind in Kind}
+        self._regions: dict[tuple[str, int], list[tuple[Region, int, torch.dtype]]] = {}
+
+    def _regions_of(self, name: str, layer: int) -> list[tuple[Region, int, torch.dtype]]:
+        """A layer's tensors in a buffer, each with the bytes of its row and its dtype."""
+        if (name, layer) not in self._regions:
+            buffer, program = self.program.buffers[name], self.program
+            spec, held = program.model.layers[layer], buffer.stop - buffer.start
+            self._regions[name, layer] = [
+                (
+                    found,
+                    found.row_bytes(),
+                    self.accumulate_dtype if found.accumulate else self.dtype,
+                )
+                for found in regions(buffer.kind, program.model, spec, program.run.batch, held)
+            ]
+        return self._regions[name, layer]
 
     def rows(
         self,
@@ -69,12 +88,9 @@ class ProgramBuffers:
         count = span[1] - span[0]
         held = buffer.stop - buffer.start
         assert 0 <= start <= held - count, f"{name} does not hold rows {span}"
-        spec = self.program.model.layers[layer]
         views = {}
-        run = self.program.run
-        for region in regions(buffer.kind, self.program.model, spec, run.batch, held):
-            dtype = self.accumulate_dtype if region.accumulate else self.dtype
-            address = buffer.address + region.offset + start * region.row_bytes()
+        for region, row_bytes, dtype in self._regions_of(name, layer):
+            address = buffer.address + region.offset + start * row_bytes
             shape = count, *region.shape
             views[region.name] = arena.view(address, shape, dtype, mapped=mapped)
         return views
@@ -82,7 +98,7 @@ class ProgramBuffers:
     def chunk(self, name: str, chunk: int, layer: int) -> dict[str, Tensor]:
         """The tensors of a chunk in a buffer or a slot: K, V [C, B, Hk, D], others as above."""
         buffer = self.program.buffers[name]
-        span = self.program.rows(buffer.kind, chunk)
+        span = self._rows_of[buffer.kind][chunk]
         rows = self.rows(name, span, layer, at_start=is_slot(buffer))
         if buffer.kind in (Kind.KV, Kind.DKV):
             return rows
@@ -107,7 +123,7 @@ class ProgramBuffers:
         """Copy a chunk between two buffers of different tiers."""
         ends = [self.program.buffers[name] for name in (source, target)]
         move = self.copies.fetch if ends[0].tier is Tier.HOST else self.copies.evict
-        if RESIDENCY[ends[0].kind].in_cells:
+        if ends[0].kind in IN_CELLS:
             cells = self.cell(target, chunk), self.cell(source, chunk)
             used = min(map(len, cells))
             move(cells[0][:used], cells[1][:used])

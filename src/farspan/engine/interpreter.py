@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from farspan.activations import SavedActivations
+from farspan.attention.backends import BlockKernel
 from farspan.distributed.collectives import Pipeline
 from farspan.distributed.tensor import TensorParallel
 from farspan.engine.attention_op import AttentionContext, ChunkAttention, KVWritten
@@ -65,6 +66,7 @@ from farspan.program.program import (
 )
 from farspan.sparse.engine import SparseRun
 from farspan.sparse.select import Selector
+from farspan.spec import LayerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,7 @@ class Interpreter:
     after: Callable[[Instruction], None]  # called when an instruction was issued
     layers: Layers
     kernels: AttentionKernels
+    kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)  # those known so far
     select: Selector | None = None  # of pages, where attention is sparse
     watched: tuple[int, int] | None = None  # the sparse cell whose seen mass is measured
     sharded_model: ShardedModel | None = None  # None: this process is alone
@@ -165,7 +168,7 @@ class Interpreter:
         slots = StagingBuffers(self.storage.copies)
         ranks = None if self.sharded_model is None else self.sharded_model.ranks
         self.attention = AttentionContext(
-            self.program, self.inputs, self.kernels, ranks, self.storage, slots
+            self.program, self.inputs, self.kernels, ranks, self.storage, slots, self.kernel_of
         )
         self.recurrent = Recurrent(self.boundary, self.program, self.storage, slots, self.attention)
         if ranks is not None and ranks.layout.pipeline > 1:
@@ -336,7 +339,7 @@ class Interpreter:
 
     def _forward(self, i: Forward) -> None:
         hidden = self.hidden[i.layer] if i.hold else self.hidden.pop(i.layer)
-        if not self.program.model.layers[i.layer].attends():
+        if self.program.model.layers[i.layer].query_heads == 0:
             self._forward_recurrent(i, hidden)
             return
         held = self.held.pop(i.layer) if i.mode is AttentionMode.HELD else None

@@ -70,15 +70,22 @@ class AttentionKernels:
         for spec in layers:
             self._refuse_fault(spec, self.choice)
 
+    def is_ready(self) -> bool:
+        """Whether the kernels are what was chosen without `ready`."""
+        return not self.deterministic and self._wanted() is not AttentionKernel.FA3
+
+    def _wanted(self) -> AttentionKernel:
+        third = AttentionKernel.FA3
+        if self.choice is AttentionKernel.AUTO and self.fastest is third and _is_installed(third):
+            return third
+        return self.choice
+
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Inside it the kernels are what was chosen."""
-        wanted, third = self.choice, AttentionKernel.FA3
-        if wanted is AttentionKernel.AUTO and self.fastest is third and _is_installed(third):
-            wanted = third
         with ExitStack() as stack:
             stack.enter_context(deterministic_algorithms(self.deterministic))
-            if wanted is third:
+            if self._wanted() is AttentionKernel.FA3:
                 stack.enter_context(flash_attention_3())
             yield
 

@@ -66,6 +66,10 @@ class LiveStorage(TorchDispatchMode):
             for item in value.values():
                 self._meet(item, born=born)
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._known.clear()  # nobody is told any more of what goes
+
     def _leave(self, key: int, size: int, _: object) -> None:
         self.live -= size
         self._known.pop(key, None)
@@ -80,7 +84,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._storage: LiveStorage | None = LiveStorage() if device.type == "cpu" else None
+        self._storage = LiveStorage() if device.type == "cpu" else None
         self._uncompiled = uncompiled()
         self._before = 0
         self.peak = 0
@@ -104,7 +108,6 @@ class PeakMemory:
             self._storage.__exit__(kind, error, trace)
             self._uncompiled.__exit__(kind, error, trace)
             self.peak = self._storage.peak
-            self._storage = None  # nobody is told any more of what goes
         else:
             self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
 

@@ -1,12 +1,14 @@
 """The public call: one training step on a sequence longer than memory."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from farspan.attention.backends import BlockKernel
 from farspan.attention.softmax import accumulate_dtype
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import Stage
@@ -24,6 +26,7 @@ from farspan.hf.fused_layers import fingerprint, fuse, spared_layers
 from farspan.hf.stages import CausalLMStages, compile_layers
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
 from farspan.hf.unsupported import (
+    context_limit,
     refuse_context,
     refuse_dropout,
     refuse_model,
@@ -34,7 +37,7 @@ from farspan.kernels.launch import fused_for
 from farspan.lazy import load
 from farspan.planner.request import Plan
 from farspan.program.builder import build_evaluation, build_program
-from farspan.program.dependencies import Order, unread_outputs, waits
+from farspan.program.dependencies import Cell, Order, unread_outputs, waits
 from farspan.program.layout import AXES, ONLY, SEQUENCE
 from farspan.program.program import Backward, Forward, Instruction, Program
 from farspan.program.program import Head as HeadInstruction
@@ -42,7 +45,7 @@ from farspan.program.strategies import AUTO
 from farspan.program.work import work_of
 from farspan.sparse.engine import PageFunction, Seen, selector_of, watched_cell
 from farspan.sparse.select import Selector
-from farspan.spec import Kernels, ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
+from farspan.spec import Kernels, LayerSpec, ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
 
 ADVICE = (
     "shorten the context, use smaller groups, or keep less (attention_save_fraction, "
@@ -51,6 +54,41 @@ ADVICE = (
 
 
 PROGRAMS_KEPT = 8  # of the latest shapes; one is up to 345,000 objects at 1M tokens
+_CELLS = (Forward, Backward, HeadInstruction)
+# Of modules, and of a configuration: what a person may set between steps and chunks would not obey.
+_FLAGS = ("gradient_checkpointing", "is_causal", "merged_adapters")
+_ROUTER_LOSS = "output_router_logits"
+
+
+@dataclass(slots=True)
+class PreparedProgram:
+    """A program, and what all steps ask of it; each is found out once."""
+
+    program: Program
+    storage: ProgramBuffers
+    kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)
+    _orders: tuple[Order, ...] | None = None
+    _unread: frozenset[Cell] | None = None
+    _work: tuple[float, ...] | None = None
+
+    def orders(self) -> tuple[Order, ...]:
+        """Waits of copies that run beside the computation."""
+        if self._orders is None:
+            self._orders = waits(self.program)
+        return self._orders
+
+    def unread(self) -> frozenset[Cell]:
+        """Cells whose output only autograd asks for."""
+        if self._unread is None:
+            self._unread = unread_outputs(self.program)
+        return self._unread
+
+    def work(self) -> tuple[float, ...]:
+        """FLOP of each cell."""
+        if self._work is None:
+            cells = (i for i in self.program.instructions if isinstance(i, _CELLS))
+            self._work = tuple(work_of(self.program, i) for i in cells)
+        return self._work
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +177,12 @@ class Step:
         self.copies = CopyEngine(device, overlap=on_cuda if overlap is None else overlap)
         self.arenas = {tier: Arena(tier, device) for tier in Tier}
         self.weights: StreamedWeights | None = None
-        self._programs: dict[tuple[RunSpec, bool], Program] = {}
-        self._orders: list[tuple[Program, tuple[Order, ...]]] = []
+        self._settings = nullcontext if self.kernels.is_ready() else self.kernels.ready
+        self._programs: dict[tuple[int | bool, ...], PreparedProgram] = {}
         self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()
         self._described = self._state()
+        self._limit = context_limit(self.boundary.model.config)
+        self._accepted: dict[bool, tuple[object, ...]] = {}
         self.model_spec: ModelSpec = self._describe()
 
     @property
@@ -226,11 +266,10 @@ class Step:
             raise UnsupportedError(
                 "inference_mode: a step computes gradients; inside it call evaluate"
             )
-        if self.sharded_model is None:  # a rank may well have a part of which nothing is trained
-            refuse_untrained(self.boundary.model)
+        self._refuse_changed(trains=True)
         inputs = self._inputs(input_ids, labels, document_ids)
         count = self._count(inputs, trained_tokens)
-        return self._run(self.program(*input_ids.shape), inputs, count)
+        return self._run(self.prepared(*input_ids.shape), inputs, count)
 
     def evaluate(
         self,
@@ -241,22 +280,36 @@ class Step:
         trained_tokens: int | None = None,
     ) -> Tensor:
         """The same loss without gradients."""
+        self._refuse_changed(trains=False)
         inputs = self._inputs(input_ids, labels, document_ids)
         count = self._count(inputs, trained_tokens)
-        return self._run(self.program(*input_ids.shape, evaluation=True), inputs, count)
+        return self._run(self.prepared(*input_ids.shape, evaluation=True), inputs, count)
 
     def program(self, batch: int, tokens: int, *, evaluation: bool = False) -> Program:
         """The program that a step of this shape runs."""
-        run = RunSpec(batch, tokens)
+        return self.prepared(batch, tokens, evaluation=evaluation).program
+
+    def prepared(self, batch: int, tokens: int, *, evaluation: bool = False) -> PreparedProgram:
+        """The same, with what is known of it."""
         if self._planner is not None:
-            self._choose(run)
-        key = run, evaluation
+            self._choose(RunSpec(batch, tokens))
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+        key = (
+            batch,
+            tokens,
+            evaluation,
+            deterministic,
+            by_cudnn,
+        )  # kernels are chosen by the last two
         if key not in self._programs:
             build = build_evaluation if evaluation else build_program
             while len(self._programs) >= PROGRAMS_KEPT:
                 del self._programs[next(iter(self._programs))]
             rank = ONLY if self.sharded_model is None else self.sharded_model.ranks.rank
-            self._programs[key] = build(self.model_spec, run, self.schedule, rank)
+            program = build(self.model_spec, RunSpec(batch, tokens), self.schedule, rank)
+            storage = ProgramBuffers(program, self.arenas, self.boundary.dtype, self.copies)
+            self._programs[key] = PreparedProgram(program, storage)
         return self._programs[key]
 
     def _reserve(self, program: Program) -> None:
@@ -295,6 +348,19 @@ class Step:
         parameters = self.boundary.model.parameters()
         return self.boundary.model.training, *(p.requires_grad for p in parameters)
 
+    def _refuse_changed(self, *, trains: bool) -> None:
+        """Raises UnsupportedError where the model as it is now cannot be trained, or evaluated. One
+        that has not changed since it was accepted is not looked at again."""
+        model = self.boundary.model
+        flags = (tuple(getattr(module, f, None) for f in _FLAGS) for module in model.modules())
+        now = self._state(), repr(tuple(flags)), getattr(model.config, _ROUTER_LOSS, None)
+        if self._accepted.get(trains) == now:
+            return
+        if trains and self.sharded_model is None:  # of a rank's part, nothing may be trained
+            refuse_untrained(model)
+        refuse_model(model)
+        self._accepted[trains] = now
+
     def _describe(self) -> ModelSpec:
         model = self.boundary.model
         if self.boundary.dtype is torch.float16:
@@ -328,7 +394,6 @@ class Step:
         return self.sharded_model.tiles
 
     def _inputs(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> StepInputs:
-        refuse_model(self.boundary.model)
         if self._state() != self._described and self.sharded_model is not None:
             raise UnsupportedError(
                 "model: requires_grad or train/eval mode changed after sharding; set them before "
@@ -350,7 +415,8 @@ class Step:
                 self.sharded_model.ranks.refuse_unlike(name, value, *SEQUENCE, "pipeline")
         inputs = make_inputs(input_ids, labels, document_ids, self.model_spec.vocab)
         longest = int(inputs.position_ids.max()) + 1
-        refuse_context(self.boundary.model.config, longest)
+        if self._limit is not None and longest > self._limit:
+            refuse_context(self.boundary.model.config, longest)
         self.boundary.settle(self._longest(longest))
         return inputs
 
@@ -377,7 +443,7 @@ class Step:
             )
         return max(1, trained)
 
-    def _run(self, program: Program, inputs: StepInputs, count: int) -> Tensor:
+    def _run(self, prepared: PreparedProgram, inputs: StepInputs, count: int) -> Tensor:
         if self._running:
             raise RuntimeError("step: this Step is already running; use another Step")
         self._running = True
@@ -385,16 +451,16 @@ class Step:
             None if self.sharded_model is None else self.sharded_model.reduce
         )
         try:
-            self._reserve(program)
+            self._reserve(prepared.program)
             self._adding.gradients = gradients
             if self.weights is not None:
-                self.weights.begin(program, self.arenas[Tier.DEVICE])
-            interpreter = self._interpreter(program, inputs, count, gradients)
-            orders = self._orders_of(program) if self.copies.overlap else None
+                self.weights.begin(prepared.program, self.arenas[Tier.DEVICE])
+            interpreter = self._interpreter(prepared, inputs, count, gradients)
+            orders = prepared.orders() if self.copies.overlap else None
             self.copies.begin()
             try:
                 model = self.boundary.model
-                with routed(model), uncast(model.parameters()), self.kernels.ready():
+                with routed(model), uncast(model.parameters()), self._settings():
                     loss = interpreter.run(orders)
                 if self.sharded_model is not None:
                     self.sharded_model.sharded.end()
@@ -417,21 +483,26 @@ class Step:
         return loss.to(accumulate_dtype(self.boundary.dtype))
 
     def _interpreter(
-        self, program: Program, inputs: StepInputs, count: int, gradients: GradientAccumulator
+        self,
+        prepared: PreparedProgram,
+        inputs: StepInputs,
+        count: int,
+        gradients: GradientAccumulator,
     ) -> Interpreter:
         boundary, tokens = self.boundary, self.schedule.loss_chunk_size
         return Interpreter(
             boundary=boundary,
-            program=program,
-            storage=ProgramBuffers(program, self.arenas, boundary.dtype, self.copies),
+            program=prepared.program,
+            storage=prepared.storage,
             inputs=inputs,
             head=LossHead(boundary, count, tokens, self._outer_parameters(), self._fused),
             gradients=gradients,
-            after=_Counter(program, self.progress),
-            layers=self._layers(program, gradients),
+            after=_Counter(prepared, self.progress),
+            layers=self._layers(prepared, gradients),
             kernels=self.kernels,
+            kernel_of=prepared.kernel_of,
             select=self.selector,
-            watched=self._watched(program),
+            watched=self._watched(prepared.program),
             sharded_model=self.sharded_model,
             weights=self.weights,
         )
@@ -451,20 +522,13 @@ class Step:
         self._steps += 1
         return watched_cell(program, self._steps - 1)
 
-    def _orders_of(self, program: Program) -> tuple[Order, ...]:
-        for known, orders in self._orders:
-            if known is program:
-                return orders
-        self._orders = [*self._orders[1 - PROGRAMS_KEPT :], (program, waits(program))]
-        return self._orders[-1][1]
-
-    def _layers(self, program: Program, gradients: GradientAccumulator) -> Layers:
+    def _layers(self, prepared: PreparedProgram, gradients: GradientAccumulator) -> Layers:
         tokens = self.schedule.mlp_chunk_size
         if self.sharded_model is not None and self.sharded_model.tensor is not None:
-            return CutLayers(self.boundary, self.sharded_model.tensor, program)
+            return CutLayers(self.boundary, self.sharded_model.tensor, prepared.program)
         if tokens is None and not self._spared:
             return Layers(self.boundary)
-        unread = unread_outputs(program)
+        unread = prepared.unread()
         if tokens is None:
             return SparingLayers(self.boundary, self._adding, unread, self._spared)
         return TiledLayers(self.boundary, self._tokenwise, tokens, unread, gradients.add)
@@ -497,21 +561,21 @@ def _written(
 class _Counter:
     """Turns instructions into progress."""
 
-    def __init__(self, program: Program, progress: Callable[[Progress], None] | None) -> None:
-        self._program, self._progress = program, progress
-        self._cells = self._work = 0.0
+    def __init__(
+        self, prepared: PreparedProgram, progress: Callable[[Progress], None] | None
+    ) -> None:
+        self._progress = progress
+        self._cells, self._done = 0, 0.0
         if progress is not None:
-            cells = [i for i in program.instructions if isinstance(i, _CELLS)]
-            self._total = len(cells), sum(work_of(program, i) for i in cells)
+            self._work = prepared.work()
+            self._total = sum(self._work)
 
     def __call__(self, instruction: Instruction) -> None:
         if self._progress is None or not isinstance(instruction, _CELLS):
             return
+        self._done += self._work[self._cells]
         self._cells += 1
-        self._work += work_of(self._program, instruction)
-        cells, work = self._total
-        self._progress(Progress(int(self._cells), cells, self._work, work))
+        self._progress(Progress(self._cells, len(self._work), self._done, self._total))
 
 
 _INPUTS = ("input_ids", "labels", "document_ids")
-_CELLS = (Forward, Backward, HeadInstruction)

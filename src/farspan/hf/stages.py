@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from transformers import PreTrainedModel
 
 from farspan.distributed.tensor_plan import layer_signature
-from farspan.hf.unsupported import chooses_by_length, refuse_adapters, settled, tokens_as_read
+from farspan.hf.unsupported import chooses_by_length, refuse_adapters, settled
 from farspan.spec import UnsupportedError
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -161,6 +161,25 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
+# Families that read padding wherever a token stands for an image, a video or a sound.
+READ_AS_PADDING = ("gemma4", "gemma4_unified")
+STANDS_FOR_OTHER = ("image_token_id", "video_token_id", "audio_token_id")
+
+
+def tokens_as_read(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """The tokens that are embedded, of the same shape: in text, too, some families read others
+    than they are given."""
+    config = model.config
+    if config.model_type not in READ_AS_PADDING:
+        return input_ids
+    padding = config.get_text_config().pad_token_id
+    for name in STANDS_FOR_OTHER:
+        other = getattr(config, name, None)
+        if other is not None:
+            input_ids = input_ids.masked_fill(input_ids == other, padding)
+    return input_ids
+
+
 class CausalLMStages:
     """A causal LM as three stages: embed, layers, logits."""
 
@@ -190,6 +209,7 @@ class CausalLMStages:
         self.decoder, self._layers_name = _decoder_of(inner)
         self.layers = cast(nn.ModuleList, self.decoder._modules[self._layers_name])
         self._path = _path_to(inner, self.decoder)
+        self._by_length = chooses_by_length(inner.config)
         self._settled: dict[str, nn.Module] = {}  # in place of the decoder's own, in shells
         self.running = list(self.layers)  # the layers, or shells in which they run
         self._shells: dict[nn.Module, nn.Module] = {}  # of modules beside the layers
@@ -204,7 +224,7 @@ class CausalLMStages:
 
     def settle(self, longest: int) -> None:
         """Chunks to come are of a sequence of so many positions, by which some RoPE chooses."""
-        if chooses_by_length(self.model.config):
+        if self._by_length:
             self._settled = settled(self.decoder, longest, self.device)
 
     @property

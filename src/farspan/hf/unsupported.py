@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from farspan.plan.model.positions import LONG_ROPE, SLICEABLE_ROPE
@@ -260,11 +260,6 @@ def _not_honoured(module: nn.Module) -> UnsupportedError:
 # -- text, of a model that also reads images ----------------------------------------------------
 
 
-# Families that read padding wherever a token stands for an image, a video or a sound.
-READ_AS_PADDING = ("gemma4", "gemma4_unified")
-STANDS_FOR_OTHER = ("image_token_id", "video_token_id", "audio_token_id")
-
-
 def reads_text_alone(model: PreTrainedModel) -> bool:
     """Whether the model has no part that text never meets: its configuration is that of text."""
     return model.config.get_text_config() is model.config
@@ -288,17 +283,3 @@ def freeze_unmet(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if id(parameter) not in met:
             parameter.requires_grad_(False)
-
-
-def tokens_as_read(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """The tokens that are embedded, of the same shape: in text, too, some families read others
-    than they are given."""
-    config = model.config
-    if config.model_type not in READ_AS_PADDING:
-        return input_ids
-    padding = config.get_text_config().pad_token_id
-    for name in STANDS_FOR_OTHER:
-        other = getattr(config, name, None)
-        if other is not None:
-            input_ids = input_ids.masked_fill(input_ids == other, padding)
-    return input_ids
