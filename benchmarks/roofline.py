@@ -29,8 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farspan.attention.backends import BlockKernel, Gradients
-from farspan.attention.softmax import BackwardQueries
+from farspan.attention.backends import BackwardQueries, BlockKernel, Gradients
 from farspan.engine import gradients as sums
 from farspan.engine.buffers import ProgramBuffers
 from farspan.engine.gradients import AccumulatingLinears
@@ -215,7 +214,7 @@ def _as(how: str, count: Count, model: nn.Module) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        for place in ("hf.fused_layers", "engine.loss", "attention.softmax", "attention.chunk"):
+        for place in ("hf.fused_layers", "engine.loss", "attention.backends", "attention.chunk"):
             stack.enter_context(patch(f"farspan.{place}.fused_for", lambda *_: True))
         run = patch.object(Launch, "run", lambda launch, _: count.launch(launch))
         stack.enter_context(run)

@@ -255,7 +255,7 @@ def test_blocking_torch_catches_an_indirect_import(tmp_path: Path) -> None:
     [
         ("farspan.spec", "from farspan.memory import buffer"),
         ("farspan.program.layout", "import farspan.engine.interpreter"),
-        ("farspan.attention.softmax", "from farspan.engine.tiers import Arena"),
+        ("farspan.attention.backends", "from farspan.engine.tiers import Arena"),
         ("farspan.data.packing", "from farspan.report import tables"),
         ("farspan.train.trainer", "from farspan import Step"),
         ("farspan.cli", "import farspan"),

@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from farspan.attention.backends import BlockKernel
+from farspan.attention.backends import (
+    BlockKernel,
+    accumulate_dtype,
+    add_sinks,
+    merge_,
+    sink_gradient,
+)
 from farspan.attention.choose import select_kernel
 from farspan.attention.chunk import AttentionCall, attend_backward, attend_blocks
-from farspan.attention.softmax import accumulate_dtype, add_sinks, merge_, sink_gradient
 from farspan.program.attention_blocks import Block, Held, document_runs, plan_held_blocks
 from farspan.program.layout import Range, part
 from tests.attention.cases import Case, Inputs, Results

@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 
 from farspan.attention.backends import (
+    BackwardQueries,
     BlockKernel,
     CpuFlash,
     CudaCudnn,
     CudaFlash,
     Padded,
+    Tiled,
+    reference,
+    row_tiles,
     token_first,
+    visible,
 )
 from farspan.attention.chunk import attend
-from farspan.attention.softmax import BackwardQueries, Tiled, reference, row_tiles, visible
 from farspan.program.attention_blocks import Block, plan_blocks
 from farspan.program.layout import chunk_ranges
 from tests.attention.cases import (

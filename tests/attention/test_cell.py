@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farspan.attention.backends import BlockKernel, CpuFlash
+from farspan.attention.backends import BlockKernel, CpuFlash, Tiled, merge_
 from farspan.attention.chunk import AttentionCall, attend, attend_backward, attend_blocks
-from farspan.attention.softmax import Tiled, merge_
 from farspan.program.attention_blocks import Block
 from farspan.program.layout import part
 from tests.attention.cases import (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from farspan.attention.softmax import accumulate_dtype, add_sinks, merge_, sink_gradient
+from farspan.attention.backends import accumulate_dtype, add_sinks, merge_, sink_gradient
 from tests.numerics import assert_exact, relative_error
 
 SHAPE = (2, 3, 5)  # B, H, Sq

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import _scoped_library
 
-from farspan.attention.softmax import accumulate_dtype
+from farspan.attention.backends import accumulate_dtype
 
 FORWARD_FLASH, BACKWARD_FLASH = "_flash_attention_forward", "_flash_attention_backward"
 FORWARD_CUDNN = "_scaled_dot_product_cudnn_attention"

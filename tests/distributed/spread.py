@@ -9,8 +9,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from farspan.attention.backends import accumulate_dtype
 from farspan.attention.chunk import AttentionCall
-from farspan.attention.softmax import accumulate_dtype
 from farspan.distributed.collectives import Communicator
 from tests.attention.cases import Case, Inputs, expected, limits, make_inputs
 from tests.attention.held import Rows, Spread, lopsided, positions

@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash
+from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash, Tiled
 from farspan.attention.choose import Flash4
-from farspan.attention.softmax import Tiled
 from farspan.engine.kernels import (
     AttentionKernels,
     chunk_lengths,

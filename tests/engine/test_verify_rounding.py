@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.attention import chunk as attention
-from farspan.attention.softmax import merge_
+from farspan.attention.backends import merge_
 from farspan.engine.buffers import KVPrefix
 from farspan.engine.gradients import GradientAccumulator
 from farspan.engine.loss import StepInputs, make_inputs

@@ -318,7 +318,7 @@ def interpreted() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
-PLACES = "hf.fused_layers", "engine.step", "engine.loss", "attention.softmax", "attention.chunk"
+PLACES = "hf.fused_layers", "engine.step", "engine.loss", "attention.backends", "attention.chunk"
 
 
 def _fused(*_: Any) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.attention.softmax import merge_ as reference
+from farspan.attention.backends import merge_ as reference
 from farspan.kernels.joining import add_, merge_
 from farspan.spec import UnsupportedError
 from tests.grids import crossed

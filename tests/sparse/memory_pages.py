@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from farspan.attention.softmax import accumulate_dtype
+from farspan.attention.backends import accumulate_dtype
 from farspan.plan.cell.sparse import MOST_UNITS
 from farspan.sparse.pages import Resident, Slab, Units, ends_of, index_of, page_means, slabs_of
 

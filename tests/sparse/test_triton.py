@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from farspan.attention.softmax import BackwardQueries
+from farspan.attention.backends import BackwardQueries
 from farspan.sparse.kernel_calls import (
     PagedCall,
     PageGradients,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.attention.softmax import BackwardQueries
+from farspan.attention.backends import BackwardQueries
 from farspan.kernels.launch import Launch
 from farspan.lazy import load
 from farspan.sparse.kernel_calls import (

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.attention.softmax import BackwardQueries
+from farspan.attention.backends import BackwardQueries
 from farspan.sparse.attend import FarCall, sparse_reference
 from farspan.sparse.kernel_calls import (
     PagedCall,

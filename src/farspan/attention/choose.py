@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.nn import attention
 
 from farspan.attention.backends import (
+    BackwardQueries,
     BlockKernel,
     CpuFlash,
     CudaCudnn,
     CudaFlash,
     Gradients,
     Padded,
+    Tiled,
 )
-from farspan.attention.softmax import BackwardQueries, Tiled
 from farspan.lazy import load
 from farspan.program.attention_blocks import Block
 from farspan.spec import AttentionKernel, UnsupportedError

@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from farspan.attention.backends import BlockKernel, token_first
-from farspan.attention.softmax import (
+from farspan.attention.backends import (
     BackwardQueries,
+    BlockKernel,
     accumulate_dtype,
     add_,
     add_sinks,
@@ -28,6 +28,7 @@ from farspan.attention.softmax import (
     merge_,
     merged,
     sink_gradient,
+    token_first,
 )
 from farspan.kernels.launch import fused_for
 from farspan.program.attention_blocks import Block

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from farspan.attention.backends import add_sinks, merge_, sink_gradient
 from farspan.attention.chunk import AttentionCall, KeyValues, attend_backward, attend_blocks
-from farspan.attention.softmax import add_sinks, merge_, sink_gradient
 from farspan.distributed.collectives import Communicator, Counts
 from farspan.distributed.ring import Ring, WholeRows
 

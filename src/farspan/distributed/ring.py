@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from farspan.attention.backends import accumulate_dtype, add_sinks, sink_gradient
 from farspan.attention.chunk import (
     AttentionCall,
     KeyValues,
@@ -30,7 +31,6 @@ from farspan.attention.chunk import (
     attend_earlier,
     attend_earlier_backward,
 )
-from farspan.attention.softmax import accumulate_dtype, add_sinks, sink_gradient
 from farspan.distributed.collectives import Communicator
 from farspan.program.attention_blocks import Block
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.attention.softmax import accumulate_dtype, add_
+from farspan.attention.backends import accumulate_dtype, add_
 from farspan.engine.tiers import Arena, CopyEngine
 from farspan.program import buffer_names as names
 from farspan.program.attention_blocks import Block

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 
 from farspan.activations import SavedActivations
-from farspan.attention.softmax import accumulate_dtype
+from farspan.attention.backends import accumulate_dtype
 from farspan.hf.fused_layers import Linears
 from farspan.kernels.operations import Act, swiglu_again
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from farspan.attention.softmax import accumulate_dtype
+from farspan.attention.backends import accumulate_dtype
 from farspan.engine.gradients import GradientAccumulator
 from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import fused_for

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farspan.attention.softmax import accumulate_dtype
+from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import gradient_dtype, local
 from farspan.engine.step import ADVICE, Progress, Step

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from farspan.attention.softmax import accumulate_dtype
+from farspan.attention.backends import accumulate_dtype
 from farspan.engine.buffers import ProgramBuffers
 from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator, uncast
 from farspan.engine.interpreter import Interpreter

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farspan.attention.backends import BlockKernel, CpuFlash, Gradients, Padded
-from farspan.attention.softmax import BackwardQueries
+from farspan.attention.backends import BackwardQueries, BlockKernel, CpuFlash, Gradients, Padded
 from farspan.engine.attention_op import AttentionContext, ChunkAttention
 from farspan.engine.buffers import KVPrefix
 from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator

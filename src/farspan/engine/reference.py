@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from farspan.attention.softmax import accumulate_dtype, reference
+from farspan.attention.backends import accumulate_dtype, reference
 from farspan.engine.loss import IGNORED, StepInputs, make_inputs
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.stages import CausalLMStages

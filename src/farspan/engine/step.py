@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farspan.attention.backends import BlockKernel
-from farspan.attention.softmax import accumulate_dtype
+from farspan.attention.backends import BlockKernel, accumulate_dtype
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import Stage
 from farspan.engine.buffers import ProgramBuffers

@@ -18,8 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from farspan.attention.backends import BlockKernel, CudaFlash
-from farspan.attention.softmax import accumulate_dtype
+from farspan.attention.backends import BlockKernel, CudaFlash, accumulate_dtype
 from farspan.engine.buffers import ProgramBuffers
 from farspan.engine.gradients import GradientAccumulator, uncast
 from farspan.engine.interpreter import Interpreter, Layers

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farspan.attention.softmax import reference
+from farspan.attention.backends import reference
 from farspan.engine.loss import IGNORED, make_inputs
 from farspan.engine.reference import Attention, gradients_of, reference_loss
 from farspan.engine.step import Step

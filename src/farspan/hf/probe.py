@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-from farspan.attention.softmax import reference
+from farspan.attention.backends import reference
 from farspan.hf.attention_interface import answering, eager_experts, routed, watching_masks
 from farspan.hf.recurrent import RecurrentStates, run_piece, state_spec, takes_two, with_states
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer, uncompiled

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan.activations import SavedActivations
-from farspan.attention.softmax import reference
+from farspan.attention.backends import reference
 from farspan.hf.attention_interface import answering, eager_experts, routed
 from farspan.hf.probe import CUT, MIXING, TOKENS, cast_call, distance
 from farspan.hf.stages import CausalLMStages, LayerCall, StandIn, copy_module, run_layer, uncompiled

@@ -1,6 +1,6 @@
 """A part joins the softmax over the others, or is added to their sum, in one launch and in place.
 
-`merge_` is `attention.softmax.merge_`, and `add_` is `total.add_(part)`: 10 bytes an element for a
+`merge_` is `attention.backends.merge_`, and `add_` is `total.add_(part)`: 10 bytes an element for a
 total in fp32 and a part in bf16, 12 for two parts at once, 2 less where the total is narrow before
 or after.
 """

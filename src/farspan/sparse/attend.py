@@ -26,8 +26,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from farspan.attention.backends import BackwardQueries, accumulate_dtype, add_sinks, merge_
 from farspan.attention.chunk import AttentionCall, KeyValues, attend_backward, attend_blocks
-from farspan.attention.softmax import BackwardQueries, accumulate_dtype, add_sinks, merge_
 from farspan.program.attention_blocks import near_blocks
 from farspan.sparse.pages import Pages
 from farspan.sparse.select import Candidates, Selector, vote

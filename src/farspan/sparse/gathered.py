@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from farspan.attention.softmax import BackwardQueries, accumulate_dtype
+from farspan.attention.backends import BackwardQueries, accumulate_dtype
 from farspan.plan.cell.sparse import PART_BYTES, FarRow
 from farspan.sparse.attend import FarCall, FarKernel
 from farspan.sparse.pages import Pages, Slab, Units

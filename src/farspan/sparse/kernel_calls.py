@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farspan.attention.softmax import BackwardQueries
+from farspan.attention.backends import BackwardQueries
 from farspan.kernels.launch import DTYPES, Heads, Launch, heads_of, padded, veiled
 from farspan.sparse.attend import FarCall
 from farspan.sparse.pages import Pages, Resident, Slab

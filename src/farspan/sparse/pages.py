@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from farspan.attention.backends import accumulate_dtype
 from farspan.attention.chunk import KeyValues
-from farspan.attention.softmax import accumulate_dtype
 
 MOST_PAGES = 2**31  # more than an int32 names: no device is asked for the largest of a choice
 Ends = tuple[tuple[int, int], ...]  # of slabs: the page of queries behind each, and its units

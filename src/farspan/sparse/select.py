@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from farspan.attention.softmax import accumulate_dtype
+from farspan.attention.backends import accumulate_dtype
 from farspan.spec import UnsupportedError
 
 # The most scores at one time: on a CPU what its cache holds (1 MB in fp32, twice as fast as 32 MB),

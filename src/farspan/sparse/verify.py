@@ -12,7 +12,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from farspan.attention.softmax import reference
+from farspan.attention.backends import reference
 from farspan.engine.reference import Attention, SparseReference
 from farspan.hf.describe import describe
 from farspan.hf.stages import CausalLMStages

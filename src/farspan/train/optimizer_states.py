@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from farspan.attention.softmax import accumulate_dtype
+from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.context import ParallelContext
 from farspan.engine.tiers import Arena, CopyEngine, refuse_beyond_together
 from farspan.lazy import load

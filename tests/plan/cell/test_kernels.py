@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from farspan.attention import backends
+from farspan.attention.backends import BackwardQueries, Tiled
 from farspan.attention.chunk import AttentionCall, attend
-from farspan.attention.softmax import BackwardQueries, Tiled
 from farspan.engine.memory import PeakMemory
 from farspan.plan.cell import kernels
 from farspan.plan.cell.attending import attend as phantom_attend

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.attention.softmax import BackwardQueries
+from farspan.attention.backends import BackwardQueries
 from farspan.engine.memory import LiveStorage
 from farspan.plan.cell.sparse import MOST_UNITS, PART_BYTES, Far, far_bytes, slab_units
 from farspan.sparse.attend import FarCall

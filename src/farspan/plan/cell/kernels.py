@@ -12,7 +12,7 @@ from farspan.plan.cell.operations import as_width
 from farspan.plan.cell.phantom import Memory, Phantom, copied, dense, layout, pointwise, reduced
 from farspan.program.attention_blocks import Block, tile_window
 
-TILE = 512  # of attention.softmax.Tiled
+TILE = 512  # of attention.backends.Tiled
 SEEN_TILES = 2  # as many equal tiles, one after the other, show all there is to see
 
 
