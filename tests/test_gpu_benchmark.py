@@ -31,7 +31,7 @@ from farspan.planner.request import Plan
 from farspan.program.strategies import strategy
 from farspan.spec import UnsupportedError
 from farspan.train.config import StatesPlace
-from farspan.train.optimizer import Placed
+from farspan.train.memory import Placed
 from tests.grids import part_of
 
 GIB = 2**30

@@ -25,7 +25,7 @@ from farspan.planner.states import states, update_seconds
 from farspan.program.strategies import strategy
 from farspan.spec import MachineSpec, ModelSpec, RunSpec, Schedule
 from farspan.train.config import StatesPlace
-from farspan.train.optimizer import Placed, choose_place
+from farspan.train.memory import Placed, choose_place
 from farspan.train.planning import PLANNED
 
 GIB = 2**30

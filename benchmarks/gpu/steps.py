@@ -12,7 +12,7 @@ from benchmarks.gpu.device import Peaks, draw, make_model, synchronize
 from farspan import Schedule, Sparse, Step
 from farspan.memory.host import refuse_beyond
 from farspan.spec import Tier
-from farspan.train.optimizer_states import widen_gradient
+from farspan.train.optimizer import widen_gradient
 
 ADVICE = "measure fewer tokens, or say with --host-memory what the machine has"
 OneStep = Callable[[Tensor], float]  # input_ids [1, tokens] to the loss; gradients are in .grad

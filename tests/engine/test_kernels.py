@@ -242,6 +242,7 @@ def test_flash_attention_3_is_on_while_a_step_runs(monkeypatch: pytest.MonkeyPat
     assert not any(seen)
     seen.clear()
     step.kernels = ThirdOnCpu(step.boundary.device, step.boundary.dtype, AttentionKernel.FA3)
+    step._settings = step.kernels.ready
     run_step(model, step, data)
     assert seen
     assert all(seen)

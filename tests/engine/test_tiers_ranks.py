@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from farspan.distributed.context import ParallelContext
-from farspan.engine.parallelize import parallelize
+from farspan.engine.parallelize import parallelize, sharded_parameters
 from farspan.engine.step import Step
 from farspan.engine.tiers import refuse_beyond_together
 from farspan.memory.host import GIB, TooLarge
 from farspan.program.layout import Layout
 from farspan.spec import Schedule
 from farspan.train.config import OptimizerConfig, StatesPlace
-from farspan.train.optimizer import TrainingOptimizer, sharded_parameters
+from farspan.train.optimizer import TrainingOptimizer
 from tests.ranks import run_ranks
 from tests.zoo import make_model
 

@@ -22,7 +22,7 @@ from farspan.spec import MachineSpec, RunSpec, Schedule, Tier, UnsupportedError
 from farspan.train.config import StatesPlace
 from farspan.train.context import InspectedModel, inspect_model
 from farspan.train.oom import USUAL, Shortage, advice, explain_none_fits, lighter_schedule, needed
-from farspan.train.optimizer_states import StateBytes
+from farspan.train.optimizer import StateBytes
 from farspan.train.planning import (
     RETRY_SHARE,
     Choice,

@@ -21,10 +21,9 @@ from farspan.planner.request import Optimizer as Planned
 from farspan.planner.request import Question
 from farspan.planner.states import states
 from farspan.spec import RunSpec, UnsupportedError
-from farspan.train import optimizer_states as optimizer_8bit
+from farspan.train import optimizer as optimizer_8bit
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, StatesPlace
-from farspan.train.optimizer import TrainingOptimizer, decays
-from farspan.train.optimizer_states import Rule
+from farspan.train.optimizer import Rule, TrainingOptimizer, decays
 from tests.train.eightbit import BLOCK, LEAST, AdamW8bit
 from tests.train.planner import one_memory
 from tests.train.test_interrupt import same_weights

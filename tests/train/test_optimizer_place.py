@@ -14,7 +14,7 @@ from farspan.planner.request import Fit, Optimizer, Question
 from farspan.spec import MachineSpec
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, StatesPlace
 from farspan.train.context import Components, inspect_model
-from farspan.train.optimizer import Placed, bare_machine, choose_place
+from farspan.train.memory import Placed, bare_machine, choose_place
 from farspan.train.planning import place_states, question_of
 from tests.train.planner import GIB, one_memory, planned_components
 from tests.train.tiny import MODEL, Quiet, fit, load_tiny, replaced, tiny_run

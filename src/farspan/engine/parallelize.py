@@ -1,5 +1,5 @@
 """Shard a model over ranks: which weights each holds and when they are whole, and how gradients
-are summed.
+are summed; and what an optimizer updates of it.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.context import (
@@ -17,9 +18,17 @@ from farspan.distributed.context import (
     refuse_unlike_models,
     run_on_rank0,
 )
-from farspan.distributed.fsdp import ShardedParameters, Stage
+from farspan.distributed.fsdp import (
+    ShardedParameters,
+    ShardPlacement,
+    Stage,
+    gradient_dtype,
+    local,
+    placement_along,
+    square_norm,
+)
 from farspan.distributed.tensor import TensorParallel, check_layers
-from farspan.distributed.tensor_plan import plan_tensor
+from farspan.distributed.tensor_plan import ParameterCut, plan_tensor
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.describe import describe
 from farspan.hf.fused_layers import fuse
@@ -34,6 +43,7 @@ from farspan.program.layout import (
     group_ranges,
     local_heads,
     own_groups,
+    part,
     refuse_together,
 )
 from farspan.program.program import Program
@@ -219,3 +229,95 @@ def _drop_other_stages(
             for layer in boundary.layers[start:stop]:
                 layer.to("meta")
     return here
+
+
+# -- what an optimizer updates -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedUpdate:
+    """AdamW is elementwise: what all ranks make of their pieces is what one makes of the whole.
+
+    Invariant: a piece's `.grad`, where it has one, is the piece of the weight's.
+    """
+
+    sharded_model: ShardedModel
+    trained: Mapping[str, nn.Parameter]  # by their names; none of other pipeline stages
+    pieces: Mapping[str, nn.Parameter]  # the frozen ones too
+    places: dict[str, ShardPlacement]  # of the pieces, in the whole
+    counted: frozenset[str]  # those whose gradient this rank counts: of several that hold it, one
+
+    def take(self) -> None:
+        """Gradients of the weights become those of the pieces."""
+        for name, own in self.sharded_model.sharded.parameters().items():
+            piece = self.pieces[name]
+            if piece is not own:
+                piece.grad = None if own.grad is None else local(own.grad)
+
+    def clear(self) -> None:
+        """Drops all gradients."""
+        for name, own in self.sharded_model.sharded.parameters().items():
+            own.grad = self.pieces[name].grad = None
+
+    def widen(self) -> None:
+        """Weights take gradients in the dtype in which their pieces do."""
+        for name, own in self.sharded_model.sharded.parameters().items():
+            wanted = gradient_dtype(self.pieces[name])
+            if wanted != gradient_dtype(own):
+                own.grad_dtype = wanted
+
+    def norm(self) -> Tensor:
+        """L2 norm of the gradient of the whole model, the same bits on every rank; fp32, or float64
+        of a float64 model."""
+        ranks = self.sharded_model.ranks
+        gradients = [p.grad for n, p in self.trained.items() if n in self.counted]
+        square = square_norm((g for g in gradients if g is not None), ranks.device)
+        peers = ranks.among(*AXES)
+        total = peers.gather(square[None], [1] * peers.size).sum()  # in the order of ranks
+        wide = torch.float64 if self.sharded_model.dtype == torch.float64 else torch.float32
+        return total.sqrt().to(wide)
+
+    def held_bytes(self) -> int:
+        """Of this rank's weights between steps."""
+        return sum(piece.nbytes for piece in self.pieces.values())
+
+
+def sharded_parameters(sharded_model: ShardedModel) -> ShardedUpdate:
+    sharded = sharded_model.sharded
+    pieces = {name: _piece(own) for name, own in sharded.parameters().items()}
+    trained = {name: piece for name, piece in pieces.items() if piece.requires_grad}
+    outer = sharded.whole(sharded.outer).keys()
+    counted = frozenset(
+        name for name in trained if _counts(sharded_model, name, outer=name in outer)
+    )
+    return ShardedUpdate(
+        sharded_model, trained, pieces, sharded.places(_slices(sharded_model)), counted
+    )
+
+
+def _piece(own: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(local(own), own.requires_grad) if isinstance(own, DTensor) else own
+
+
+def _counts(sharded_model: ShardedModel, name: str, *, outer: bool) -> bool:
+    tensor = sharded_model.tensor
+    if tensor is not None and not tensor.is_cut(name) and tensor.peers.index > 0:
+        return False
+    holders = sharded_model.ranks.among(*WHOLE, *("pipeline",) * outer)
+    return sharded_model.sharded.stage is not Stage.ZERO_0 or holders.index == 0
+
+
+def _slices(sharded_model: ShardedModel) -> dict[str, ShardPlacement]:
+    """Where this rank's slices of the weights that are cut over `tensor` lie."""
+    tensor = sharded_model.tensor
+    if tensor is None:
+        return {}
+
+    def place(cut: ParameterCut) -> ShardPlacement:
+        ranges, start = [], 0
+        for size in cut.parts:
+            ranges.append(part((start, start + size), tensor.peers.index, tensor.peers.size))
+            start += size
+        return placement_along(cut.shape, cut.dim, ranges)
+
+    return {name: place(cut) for name, cut in tensor.plan.cuts.items()}

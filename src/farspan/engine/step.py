@@ -489,6 +489,7 @@ class Step:
         gradients: GradientAccumulator,
     ) -> Interpreter:
         boundary, tokens = self.boundary, self.schedule.loss_chunk_size
+        prepared.storage.copies = self.copies  # others, where they are recorded or replayed
         return Interpreter(
             boundary=boundary,
             program=prepared.program,

@@ -16,7 +16,7 @@ from farspan.distributed.run_context import DistributedContext
 from farspan.engine.calibrate import here
 from farspan.engine.gradients import adds_products
 from farspan.engine.loss import trained_token_count
-from farspan.engine.parallelize import ShardedModel
+from farspan.engine.parallelize import ShardedModel, ShardedUpdate
 from farspan.engine.step import Step
 from farspan.hf.describe import describe, with_work
 from farspan.hf.fused_layers import fuse
@@ -37,12 +37,12 @@ from farspan.train.config import DeviceAllocator, RunConfig
 from farspan.train.memory import (
     DeviceMemory,
     Expected,
+    Placed,
     choose_allocator,
     expect_memory,
     rehearse_apart,
 )
-from farspan.train.optimizer import Placed, ShardedUpdate, TrainingOptimizer
-from farspan.train.optimizer_states import StateBytes
+from farspan.train.optimizer import StateBytes, TrainingOptimizer
 
 
 class CellsDone(Protocol):

@@ -1,4 +1,5 @@
-"""What a step is expected to take and what it took; the allocator of the device's memory."""
+"""What a step is expected to take and what it took; where the optimizer's states lie; the device's
+allocator."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ import torch
 from farspan.engine import allocator
 from farspan.engine.memory import dry_run_apart as apart
 from farspan.engine.memory import estimate_memory, refuse_known, refuse_too_large
-from farspan.spec import UnsupportedError
-from farspan.train.config import DeviceAllocator
-from farspan.train.optimizer_states import StateBytes
+from farspan.memory.host import available_host_bytes
+from farspan.planner.request import Fit
+from farspan.spec import MachineSpec, UnsupportedError
+from farspan.train.config import DeviceAllocator, StatesPlace
+from farspan.train.optimizer import StateBytes
 
 MIB, GIB = 2**20, 2**30
 
@@ -88,6 +91,77 @@ def describe_measured(predicted: int, measured: int) -> str:
 def show_bytes(size: int) -> str:
     """Bytes for a person."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
+
+
+# -- where the optimizer's states lie ------------------------------------------------------------
+
+STATES_KEY = "states"  # their place in about.json
+
+WHERE = {
+    StatesPlace.DEVICE: "on the device",
+    StatesPlace.HOST: "in main memory, updated there",
+    StatesPlace.EIGHT_BIT: "on the device, moments of 8 bits: other results than AdamW's",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A place that is not `auto`, and why."""
+
+    states: StatesPlace
+    reason: str
+
+    def describe(self) -> str:
+        """For the opening lines."""
+        return f"{WHERE[self.states]} ({self.reason})"
+
+
+BESIDE_WEIGHTS = Placed(StatesPlace.DEVICE, "both tiers lie in main memory")
+
+
+def choose_place(fit: Callable[[StatesPlace], Fit], before: str | None) -> Placed:
+    """The device if a step fits beside them and leaves the margin, else the host if it
+    fits better there. States that were on the host stay there, so that a run goes on to the same
+    bits. Never 8 bits: that is not AdamW."""
+    if before == StatesPlace.HOST:
+        return Placed(StatesPlace.HOST, "as before")
+    beside = fit(StatesPlace.DEVICE)
+    if beside is Fit.ROOMY:
+        return Placed(StatesPlace.DEVICE, "they fit beside the step")
+    if fit(StatesPlace.HOST) > beside:
+        tightly = " but tightly" if beside is Fit.TIGHT else ""
+        why = f"by the plan they do not fit beside the step on the device{tightly}"
+        return Placed(StatesPlace.HOST, why)
+    if beside is Fit.TIGHT:
+        return Placed(StatesPlace.DEVICE, "they fit beside the step, but tightly")
+    return Placed(StatesPlace.DEVICE, "the plan finds room for the step nowhere")
+
+
+def bare_machine(device: torch.device) -> MachineSpec:
+    """A GPU and its main memory by their bytes alone, for whoever does not ask for time."""
+    free, total = torch.cuda.mem_get_info(device)
+    rate = float("inf")
+    return MachineSpec(
+        name=torch.cuda.get_device_name(device),
+        devices=1,
+        device_bytes=total,
+        host_bytes=available_host_bytes(),
+        rates={},
+        memory=rate,
+        fetch=rate,
+        evict=rate,
+        fetch_together=rate,
+        evict_together=rate,
+        host_memory=rate,
+        peer=rate,
+        network=rate,
+        latency=0.0,
+        overhead=0.0,
+        reserve=total - free - torch.cuda.memory_reserved(device),
+    )
+
+
+# -- the allocator -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,48 +1,428 @@
-"""AdamW for a run: the learning rate, the gradient's norm, and where its states go."""
+"""AdamW for a run: the learning rate, the update, and its states, on the device, in 8 bits or in
+main memory.
+
+`DeviceStates` keeps fp32 masters and moments beside the weights.
+
+`EightBitStates` keeps moments of one byte an element, by torchao (arXiv 2110.02861), and follows
+another rule than AdamW's: after each update a moment is rounded to one of 256 values, relative to
+the largest of its 256 neighbours; a moment of fewer than 4,096 elements, or of a number that 256
+does not divide, keeps the parameter's dtype. Weights have no master: bfloat16 ones are rounded
+stochastically, by torch's generator of the device, so that small updates count on average.
+
+`HostStates` keeps states in main memory, where the update happens. It cuts parameters into pieces
+that pass through slots of pinned memory:
+
+    evict   g0   g1   g2   g3           gradients to the host, a slot each
+    CPU          u0   u1   u2   u3      fused AdamW on master and moments; the weight rounded
+    fetch             w0   w1   w2      new weights back to the device
+
+AdamW is elementwise, so pieces change nothing; on a CPU the bits are those of `DeviceStates`.
+
+Note: [A gradient that has not arrived]. The CPU waits for the event behind a piece's copies before
+it reads their slot.
+Note: [A weight that has not left]. A slot's weight is written again (by the CPU, or by an evict
+where a parameter has no master) only behind the event of the fetch that read it last."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
+from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.context import ParallelContext
-from farspan.distributed.fsdp import (
-    ShardPlacement,
-    Stage,
-    gradient_dtype,
-    local,
-    placement_along,
-    square_norm,
-)
-from farspan.distributed.tensor_plan import ParameterCut
-from farspan.engine.parallelize import WHOLE, ShardedModel
-from farspan.memory.host import available_host_bytes
-from farspan.planner.request import Fit
-from farspan.program.layout import AXES, part
-from farspan.spec import MachineSpec
+from farspan.engine.parallelize import ShardedUpdate
+from farspan.engine.tiers import Arena, CopyEngine, refuse_beyond_together
+from farspan.lazy import load
+from farspan.planner.states import MOMENTS, SLOTS, staged_elements
+from farspan.program.dependencies import Lane
+from farspan.spec import Tier, UnsupportedError
 from farspan.train.config import Decay, OptimizerConfig, StatesPlace
-from farspan.train.optimizer_states import (
-    LOW_PRECISION,
-    DeviceStates,
-    EightBitStates,
-    HostStates,
-    OptimizerStates,
-    Parameters,
-    Rule,
-    StateBytes,
+
+# Below 32 bits, adding a small update to a weight may change nothing at all.
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+Parameters = Mapping[str, nn.Parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes of an optimizer. On a CPU both tiers lie in main memory."""
+
+    device: int
+    host: int
+    untouched: int  # of these, zeros that the machine hands out only when they are first written
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What AdamW does to the parameters, the learning rate aside."""
+
+    config: OptimizerConfig
+    decays: Mapping[str, bool]
+
+    def weight_decay(self, name: str) -> float:
+        return self.config.weight_decay if self.decays[name] else 0.0
+
+    def groups(self, weights: Mapping[str, Tensor]) -> list[dict[str, object]]:
+        """Parameter groups for an optimizer of torch's making."""
+        return [
+            {
+                "params": [weights[name] for name in weights if self.decays[name] is chosen],
+                "weight_decay": self.config.weight_decay if chosen else 0.0,
+            }
+            for chosen in (True, False)
+        ]
+
+
+class OptimizerStates(Protocol):
+    """The states of one kind, in one place.
+
+    `.grad` of a parameter has the dtype in which these states take it: whoever makes them has set
+    `grad_dtype` accordingly.
+    """
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that changes besides the parameters, live: restored by copying into it."""
+
+    def held(self) -> StateBytes:
+        """What they take, counters included."""
+
+    def update(self, lr: float) -> None:
+        """One update of every parameter that has a `.grad`, from it. On CUDA it is ordered before
+        whatever the computing stream does next."""
+
+
+def is_low(parameter: nn.Parameter) -> bool:
+    """Whether it has an fp32 master."""
+    return parameter.dtype in LOW_PRECISION
+
+
+def widen_gradient(parameter: nn.Parameter) -> None:
+    """Lets `.grad` of a narrow parameter add up in fp32."""
+    if is_low(parameter):
+        parameter.grad_dtype = torch.float32
+
+
+class DeviceStates:
+    """Invariant: a bfloat16 or float16 parameter equals its fp32 master rounded."""
+
+    def __init__(self, parameters: Parameters, rule: Rule) -> None:
+        self._parameters = parameters
+        self._masters: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            widen_gradient(parameter)
+            if is_low(parameter):
+                self._masters[name] = parameter.detach().to(torch.float32, copy=True)
+        self._adam = self._make_adam(rule)
+
+    def _weight(self, name: str) -> Tensor | nn.Parameter:
+        return self._masters.get(name, self._parameters[name])
+
+    def _make_adam(self, rule: Rule) -> torch.optim.AdamW:
+        config = rule.config
+        weights = {name: self._weight(name) for name in self._parameters}
+        adam = torch.optim.AdamW(
+            rule.groups(weights), config.lr, config.betas, config.eps, fused=True
+        )
+        # AdamW makes its state at the first step; made now, it has one form from the start.
+        for weight in weights.values():
+            adam.state[weight] = {
+                "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                "exp_avg": torch.zeros_like(weight),
+                "exp_avg_sq": torch.zeros_like(weight),
+            }
+        return adam
+
+    def tensors(self) -> dict[str, Tensor]:
+        live = {f"master/{name}": master for name, master in self._masters.items()}
+        for name in self._parameters:
+            for key, value in self._adam.state[self._weight(name)].items():
+                live[f"{key}/{name}"] = value
+        return live
+
+    def held(self) -> StateBytes:
+        everything = self.tensors()
+        began = any(float(value) > 0 for name, value in everything.items() if name[:5] == "step/")
+        zeros = sum(t.nbytes for name, t in everything.items() if name[:7] != "master/")
+        return StateBytes(
+            device=sum(tensor.nbytes for tensor in everything.values()),
+            host=0,
+            untouched=0 if began else zeros,
+        )
+
+    def update(self, lr: float) -> None:
+        for name, master in self._masters.items():
+            master.grad = self._parameters[name].grad
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        self._adam.step()
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                self._parameters[name].copy_(master)
+                master.grad = None
+
+
+NO_TORCHAO = (
+    "optimizer.states: 8bit needs torchao, which cannot be imported here ({error}); pip install "
+    "'farspan[8bit]', or set states to auto, device or host"
+)
+EIGHT_BIT_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # and whether its values have a sign
+EIGHT_BIT_PARTS = (
+    "codes",
+    "scale",
+    "qmap",
+)  # of a moment of one byte: uint8, fp32 a block, 256 values
+
+
+def load_adamw() -> Any:
+    """torchao's class. Raises UnsupportedError where it is not installed."""
+    try:
+        return load("torchao.optim", "AdamW8bit")
+    except ImportError as error:
+        raise UnsupportedError(NO_TORCHAO.format(error=error)) from error
+
+
+class EightBitStates:
+    """`.grad` has the parameters' dtype: in bfloat16 it is rounded once, when its layers' chunks
+    have been added up in fp32."""
+
+    def __init__(self, parameters: Parameters, rule: Rule) -> None:
+        """Raises UnsupportedError without torchao."""
+        adamw, config = load_adamw(), rule.config
+        self._parameters = parameters
+        self._adam = adamw(
+            rule.groups(parameters),
+            config.lr,
+            config.betas,
+            config.eps,
+            bf16_stochastic_round=True,
+        )
+        for parameter in parameters.values():
+            self._adam.state[parameter] = self._zeros(parameter)
+
+    def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state as the library makes it at a first step; made now, it has one form from the
+        start. The library has no public way to: `_new_buffer(parameter, signed)` answers zeros,
+        one byte an element or in the parameter's dtype, by the rule above."""
+        made = {
+            key: self._adam._new_buffer(parameter, sign) for key, sign in EIGHT_BIT_MOMENTS.items()
+        }
+        return {"step": torch.tensor(0.0), **made}
+
+    def tensors(self) -> dict[str, Tensor]:
+        live: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            for key, value in self._adam.state[parameter].items():
+                if hasattr(value, EIGHT_BIT_PARTS[0]):
+                    live |= {
+                        f"{key}.{part}/{name}": getattr(value, part) for part in EIGHT_BIT_PARTS
+                    }
+                else:
+                    live[f"{key}/{name}"] = value
+        return live
+
+    def held(self) -> StateBytes:
+        everything = self.tensors()
+        began = any(float(value) > 0 for name, value in everything.items() if name[:5] == "step/")
+        size = sum(tensor.nbytes for tensor in everything.values())
+        return StateBytes(size, 0, 0 if began else size)
+
+    def update(self, lr: float) -> None:
+        for group in self._adam.param_groups:
+            group["lr"].fill_(lr)
+        self._adam.step()
+
+
+ADVICE = (
+    "set optimizer.states to device, or to 8bit (other results than AdamW's), or train fewer "
+    "parameters"
 )
 
-STATES_KEY = "states"  # their place in about.json
 
-WHERE = {
-    StatesPlace.DEVICE: "on the device",
-    StatesPlace.HOST: "in main memory, updated there",
-    StatesPlace.EIGHT_BIT: "on the device, moments of 8 bits: other results than AdamW's",
-}
+@dataclass(frozen=True, slots=True)
+class _ParameterSlice:
+    """Elements [start, stop) of a parameter, counted along its memory."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class _StagingSlot:
+    """Where a piece passes through. Invariant: `sent` is the event of the last copy out of it."""
+
+    gradient: Tensor  # uint8
+    weight: Tensor  # uint8
+    arrived: Any = None
+    sent: Any = None
+
+    def view(self, memory: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        return memory[: count * dtype.itemsize].view(dtype)
+
+
+class HostStates:
+    """Invariant: between updates a bfloat16 or float16 parameter equals its fp32 master rounded,
+    and no copy is under way."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        rule: Rule,
+        copies: CopyEngine | None = None,
+        ranks: ParallelContext | None = None,
+        room: int | None = None,
+    ) -> None:
+        """Takes all of its memory now. Raises TooLarge when the host cannot hold it, and what the
+        other ranks there take now, or it is more than `room` bytes."""
+        for name, parameter in parameters.items():
+            if not parameter.is_contiguous():
+                raise UnsupportedError(
+                    f"optimizer.states: host takes contiguous parameters and {name} has strides "
+                    f"{parameter.stride()}; set states to device"
+                )
+        self._parameters = parameters
+        self._rule = rule
+        device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        self._copies = copies or CopyEngine(device, overlap=device.type == "cuda")
+        # In line on CUDA there are no events to wait for before the CPU reads what was evicted.
+        assert self._copies.overlap or device.type != "cuda"
+        self._arena = Arena(Tier.HOST, device)
+        self._states: dict[str, Tensor] = {}
+        self._updates = {name: torch.zeros(()) for name in parameters}
+        self._staged = staged_elements(sum(p.numel() for p in parameters.values()))
+        self._slots = self._lay_out(ranks, room)
+        self._began = False
+        for name, parameter in parameters.items():
+            widen_gradient(parameter)
+            if is_low(parameter):
+                self._states[f"master/{name}"].copy_(parameter.detach())
+
+    def _lay_out(self, ranks: ParallelContext | None, room: int | None) -> list[_StagingSlot]:
+        """Masters and moments, the widest elements first so that each is aligned; then slots."""
+        wide = {name: accumulate_dtype(p.dtype) for name, p in self._parameters.items()}
+        names = sorted(wide, key=lambda name: -wide[name].itemsize)
+        gradient = self._staged * max((dtype.itemsize for dtype in wide.values()), default=0)
+        weight = self._staged * max((p.itemsize for p in self._parameters.values()), default=0)
+        lasting = sum(
+            p.numel() * wide[name].itemsize * (MOMENTS + is_low(p))
+            for name, p in self._parameters.items()
+        )
+        size = lasting + SLOTS * (gradient + weight)
+        what = "the optimizer's states in main memory"
+        refuse_beyond_together(ranks, size, what, ADVICE, room)
+        self._arena.reserve(size)
+        address = 0
+        for name in names:
+            parameter = self._parameters[name]
+            keys = ("master",) * is_low(parameter) + ("exp_avg", "exp_avg_sq")
+            for key in keys:
+                view = self._arena.view(address, tuple(parameter.shape), wide[name])
+                self._states[f"{key}/{name}"] = view.zero_()
+                address += view.nbytes
+        gradients = [address + i * gradient for i in range(SLOTS)]
+        weights = [address + SLOTS * gradient + i * weight for i in range(SLOTS)]
+        return [
+            _StagingSlot(
+                self._arena.view(of_gradient, (gradient,), torch.uint8),
+                self._arena.view(of_weight, (weight,), torch.uint8),
+            )
+            for of_gradient, of_weight in zip(gradients, weights, strict=True)
+        ]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._states | {f"step/{name}": count for name, count in self._updates.items()}
+
+    def held(self) -> StateBytes:
+        counters = sum(count.nbytes for count in self._updates.values())
+        slots = sum(slot.gradient.nbytes + slot.weight.nbytes for slot in self._slots)
+        pinned = self._copies.device.type == "cuda"
+        return StateBytes(0, self._arena.nbytes + counters, 0 if pinned or self._began else slots)
+
+    @torch.no_grad()
+    def update(self, lr: float) -> None:
+        pieces = list(self._pieces())
+        for parameter in self._parameters.values():
+            if parameter.grad is not None and not parameter.grad.is_contiguous():
+                parameter.grad = parameter.grad.contiguous()
+        self._copies.begin()
+        try:
+            for index in range(len(pieces) + SLOTS - 1):
+                if index < len(pieces):
+                    self._bring(pieces[index], self._slots[index % SLOTS])
+                done = index - SLOTS + 1
+                if done >= 0:
+                    self._update(pieces[done], self._slots[done % SLOTS], lr)
+        finally:
+            self._copies.end()
+        self._began = True
+
+    def _pieces(self) -> Iterator[_ParameterSlice]:
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._updates[name] += 1
+                for start in range(0, parameter.numel(), self._staged):
+                    yield _ParameterSlice(name, start, min(start + self._staged, parameter.numel()))
+
+    def _bring(self, piece: _ParameterSlice, slot: _StagingSlot) -> None:
+        """Issues the copies to the host. See Note: [A weight that has not left]."""
+        parameter = self._parameters[piece.name]
+        assert parameter.grad is not None, "a piece is of a parameter with a gradient"
+        gradient = _part(parameter.grad, piece)
+        self._copies.evict(slot.view(slot.gradient, len(gradient), gradient.dtype), gradient)
+        if not is_low(parameter):
+            self._copies.wait(Lane.EVICT, slot.sent)
+            weight = _part(parameter, piece)
+            self._copies.evict(slot.view(slot.weight, len(weight), weight.dtype), weight)
+        slot.arrived = self._copies.record(Lane.EVICT)
+
+    def _update(self, piece: _ParameterSlice, slot: _StagingSlot, lr: float) -> None:
+        """Updates a piece and issues its way back."""
+        config, parameter = self._rule.config, self._parameters[piece.name]
+        count = piece.stop - piece.start
+        out = slot.view(slot.weight, count, parameter.dtype)
+        _await(slot.arrived)  # Note: [A gradient that has not arrived]
+        master = self._states.get(f"master/{piece.name}")
+        weight = out if master is None else _part(master, piece)
+        adamw(
+            [weight],
+            [slot.view(slot.gradient, count, weight.dtype)],
+            [_part(self._states[f"exp_avg/{piece.name}"], piece)],
+            [_part(self._states[f"exp_avg_sq/{piece.name}"], piece)],
+            [],
+            [self._updates[piece.name] - 1],  # a copy: it is counted up for each piece
+            fused=True,
+            amsgrad=False,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            lr=lr,
+            weight_decay=self._rule.weight_decay(piece.name),
+            eps=config.eps,
+            maximize=False,
+        )
+        if master is not None:
+            _await(slot.sent)  # Note: [A weight that has not left]
+            out.copy_(weight)
+        self._copies.fetch(_part(parameter, piece), out)
+        slot.sent = self._copies.record(Lane.FETCH)
+
+
+def _part(tensor: Tensor | nn.Parameter, piece: _ParameterSlice) -> Tensor:
+    return tensor.detach().view(-1)[piece.start : piece.stop]
+
+
+def _await(event: Any) -> None:
+    """The CPU waits; None is of a copy that has happened, or never was."""
+    if event is not None:
+        event.synchronize()
+
+
+# -- the update ----------------------------------------------------------------------------------
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]:
@@ -83,95 +463,6 @@ def decays(model: nn.Module) -> dict[str, bool]:
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters that are updated, each once, under the first of its names."""
     return ((n, p) for n, p in model.named_parameters() if p.requires_grad)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedUpdate:
-    """AdamW is elementwise: what all ranks make of their pieces is what one makes of the whole.
-
-    Invariant: a piece's `.grad`, where it has one, is the piece of the weight's.
-    """
-
-    sharded_model: ShardedModel
-    trained: Parameters  # by the names of the model; no weights of other pipeline stages
-    pieces: Parameters  # the frozen ones too
-    places: dict[str, ShardPlacement]  # of the pieces, in the whole
-    counted: frozenset[str]  # those whose gradient this rank counts: of several that hold it, one
-
-    def take(self) -> None:
-        """Gradients of the weights become those of the pieces."""
-        for name, own in self.sharded_model.sharded.parameters().items():
-            piece = self.pieces[name]
-            if piece is not own:
-                piece.grad = None if own.grad is None else local(own.grad)
-
-    def clear(self) -> None:
-        """Drops all gradients."""
-        for name, own in self.sharded_model.sharded.parameters().items():
-            own.grad = self.pieces[name].grad = None
-
-    def widen(self) -> None:
-        """Weights take gradients in the dtype in which their pieces do."""
-        for name, own in self.sharded_model.sharded.parameters().items():
-            wanted = gradient_dtype(self.pieces[name])
-            if wanted != gradient_dtype(own):
-                own.grad_dtype = wanted
-
-    def norm(self) -> Tensor:
-        """L2 norm of the gradient of the whole model, the same bits on every rank; fp32, or float64
-        of a float64 model."""
-        ranks = self.sharded_model.ranks
-        gradients = [p.grad for n, p in self.trained.items() if n in self.counted]
-        square = square_norm((g for g in gradients if g is not None), ranks.device)
-        peers = ranks.among(*AXES)
-        total = peers.gather(square[None], [1] * peers.size).sum()  # in the order of ranks
-        wide = torch.float64 if self.sharded_model.dtype == torch.float64 else torch.float32
-        return total.sqrt().to(wide)
-
-    def held_bytes(self) -> int:
-        """Of this rank's weights between steps."""
-        return sum(piece.nbytes for piece in self.pieces.values())
-
-
-def sharded_parameters(sharded_model: ShardedModel) -> ShardedUpdate:
-    sharded = sharded_model.sharded
-    pieces = {name: _piece(own) for name, own in sharded.parameters().items()}
-    trained = {name: piece for name, piece in pieces.items() if piece.requires_grad}
-    outer = sharded.whole(sharded.outer).keys()
-    counted = frozenset(
-        name for name in trained if _counts(sharded_model, name, outer=name in outer)
-    )
-    return ShardedUpdate(
-        sharded_model, trained, pieces, sharded.places(_slices(sharded_model)), counted
-    )
-
-
-def _piece(own: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(local(own), own.requires_grad) if isinstance(own, DTensor) else own
-
-
-def _counts(sharded_model: ShardedModel, name: str, *, outer: bool) -> bool:
-    tensor = sharded_model.tensor
-    if tensor is not None and not tensor.is_cut(name) and tensor.peers.index > 0:
-        return False
-    holders = sharded_model.ranks.among(*WHOLE, *("pipeline",) * outer)
-    return sharded_model.sharded.stage is not Stage.ZERO_0 or holders.index == 0
-
-
-def _slices(sharded_model: ShardedModel) -> dict[str, ShardPlacement]:
-    """Where this rank's slices of the weights that are cut over `tensor` lie."""
-    tensor = sharded_model.tensor
-    if tensor is None:
-        return {}
-
-    def place(cut: ParameterCut) -> ShardPlacement:
-        ranges, start = [], 0
-        for size in cut.parts:
-            ranges.append(part((start, start + size), tensor.peers.index, tensor.peers.size))
-            start += size
-        return placement_along(cut.shape, cut.dim, ranges)
-
-    return {name: place(cut) for name, cut in tensor.plan.cuts.items()}
 
 
 class TrainingOptimizer:
@@ -239,60 +530,3 @@ class TrainingOptimizer:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self._config.clip, norm)
         self._states.update(lr)
         self.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A place that is not `auto`, and why."""
-
-    states: StatesPlace
-    reason: str
-
-    def describe(self) -> str:
-        """For the opening lines."""
-        return f"{WHERE[self.states]} ({self.reason})"
-
-
-BESIDE_WEIGHTS = Placed(StatesPlace.DEVICE, "both tiers lie in main memory")
-
-
-def choose_place(fit: Callable[[StatesPlace], Fit], before: str | None) -> Placed:
-    """The device if a step fits beside them and leaves the margin, else the host if it
-    fits better there. States that were on the host stay there, so that a run goes on to the same
-    bits. Never 8 bits: that is not AdamW."""
-    if before == StatesPlace.HOST:
-        return Placed(StatesPlace.HOST, "as before")
-    beside = fit(StatesPlace.DEVICE)
-    if beside is Fit.ROOMY:
-        return Placed(StatesPlace.DEVICE, "they fit beside the step")
-    if fit(StatesPlace.HOST) > beside:
-        tightly = " but tightly" if beside is Fit.TIGHT else ""
-        why = f"by the plan they do not fit beside the step on the device{tightly}"
-        return Placed(StatesPlace.HOST, why)
-    if beside is Fit.TIGHT:
-        return Placed(StatesPlace.DEVICE, "they fit beside the step, but tightly")
-    return Placed(StatesPlace.DEVICE, "the plan finds room for the step nowhere")
-
-
-def bare_machine(device: torch.device) -> MachineSpec:
-    """A GPU and its main memory by their bytes alone, for whoever does not ask for time."""
-    free, total = torch.cuda.mem_get_info(device)
-    rate = float("inf")
-    return MachineSpec(
-        name=torch.cuda.get_device_name(device),
-        devices=1,
-        device_bytes=total,
-        host_bytes=available_host_bytes(),
-        rates={},
-        memory=rate,
-        fetch=rate,
-        evict=rate,
-        fetch_together=rate,
-        evict_together=rate,
-        host_memory=rate,
-        peer=rate,
-        network=rate,
-        latency=0.0,
-        overhead=0.0,
-        reserve=total - free - torch.cuda.memory_reserved(device),
-    )

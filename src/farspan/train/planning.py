@@ -35,9 +35,15 @@ from farspan.train.context import (
     inspect_model,
     torch_dtype,
 )
-from farspan.train.memory import Expected
+from farspan.train.memory import (
+    BESIDE_WEIGHTS,
+    STATES_KEY,
+    Expected,
+    Placed,
+    bare_machine,
+    choose_place,
+)
 from farspan.train.oom import Shortage, explain_none_fits, lighter_schedule
-from farspan.train.optimizer import BESIDE_WEIGHTS, STATES_KEY, Placed, bare_machine, choose_place
 from farspan.train.run_folder import RunFolder
 from farspan.train.yaml_config import convert, to_mapping
 

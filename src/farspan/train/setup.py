@@ -14,7 +14,7 @@ from farspan.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 from farspan.distributed.context import broadcast_from_rank0
 from farspan.distributed.failure import activity
 from farspan.distributed.run_context import DistributedContext
-from farspan.engine.parallelize import ShardedModel, parallelize
+from farspan.engine.parallelize import ShardedModel, parallelize, sharded_parameters
 from farspan.hf.describe import describe
 from farspan.hf.load import (
     Weights,
@@ -40,11 +40,7 @@ from farspan.train.config import (
 )
 from farspan.train.console import Observer
 from farspan.train.context import Components, RunContext, host_share, torch_dtype
-from farspan.train.optimizer import (
-    TrainingOptimizer,
-    sharded_parameters,
-)
-from farspan.train.optimizer_states import load_adamw
+from farspan.train.optimizer import TrainingOptimizer, load_adamw
 from farspan.train.origin import begin, with_base
 from farspan.train.planning import inspect_for, place_states
 

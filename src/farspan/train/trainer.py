@@ -58,8 +58,9 @@ from farspan.train.context import (
     restore_rng,
 )
 from farspan.train.loggers import LoggerThread, LoggingReporter, make_loggers
+from farspan.train.memory import STATES_KEY
 from farspan.train.oom import NoScheduleFits, OneRankOutOfMemory
-from farspan.train.optimizer import STATES_KEY, learning_rate
+from farspan.train.optimizer import learning_rate
 from farspan.train.origin import as_begun, checkpoints_of, latest
 from farspan.train.planning import EarlierPart, make_policy
 from farspan.train.run_folder import (
