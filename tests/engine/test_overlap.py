@@ -261,7 +261,7 @@ def test_without_waits_of_instructions(hazard: Hazard, name: str) -> None:
     without = waits(program, EVERY - {hazard})
     with pytest.raises(ProgramError, match="races"):
         check_order(program, without)
-    step.prepared(*DATA.input_ids.shape)._orders = without
+    step.prepared(*DATA.input_ids.shape).orders = without
     assert goes_wrong(step, DATA, expected)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,35 +60,29 @@ _FLAGS = ("gradient_checkpointing", "is_causal", "merged_adapters")
 _ROUTER_LOSS = "output_router_logits"
 
 
-@dataclass(slots=True)
+@dataclass
 class PreparedProgram:
     """A program, and what all steps ask of it; each is found out once."""
 
     program: Program
     storage: ProgramBuffers
     kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)
-    _orders: tuple[Order, ...] | None = None
-    _unread: frozenset[Cell] | None = None
-    _work: tuple[float, ...] | None = None
 
+    @cached_property
     def orders(self) -> tuple[Order, ...]:
         """Waits of copies that run beside the computation."""
-        if self._orders is None:
-            self._orders = waits(self.program)
-        return self._orders
+        return waits(self.program)
 
+    @cached_property
     def unread(self) -> frozenset[Cell]:
         """Cells whose output only autograd asks for."""
-        if self._unread is None:
-            self._unread = unread_outputs(self.program)
-        return self._unread
+        return unread_outputs(self.program)
 
+    @cached_property
     def work(self) -> tuple[float, ...]:
         """FLOP of each cell."""
-        if self._work is None:
-            cells = (i for i in self.program.instructions if isinstance(i, _CELLS))
-            self._work = tuple(work_of(self.program, i) for i in cells)
-        return self._work
+        cells = (i for i in self.program.instructions if isinstance(i, _CELLS))
+        return tuple(work_of(self.program, i) for i in cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,7 +450,7 @@ class Step:
             if self.weights is not None:
                 self.weights.begin(prepared.program, self.arenas[Tier.DEVICE])
             interpreter = self._interpreter(prepared, inputs, count, gradients)
-            orders = prepared.orders() if self.copies.overlap else None
+            orders = prepared.orders if self.copies.overlap else None
             self.copies.begin()
             try:
                 model = self.boundary.model
@@ -528,7 +523,7 @@ class Step:
             return CutLayers(self.boundary, self.sharded_model.tensor, prepared.program)
         if tokens is None and not self._spared:
             return Layers(self.boundary)
-        unread = prepared.unread()
+        unread = prepared.unread
         if tokens is None:
             return SparingLayers(self.boundary, self._adding, unread, self._spared)
         return TiledLayers(self.boundary, self._tokenwise, tokens, unread, gradients.add)
@@ -567,7 +562,7 @@ class _Counter:
         self._progress = progress
         self._cells, self._done = 0, 0.0
         if progress is not None:
-            self._work = prepared.work()
+            self._work = prepared.work
             self._total = sum(self._work)
 
     def __call__(self, instruction: Instruction) -> None:
