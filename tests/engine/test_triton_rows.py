@@ -20,12 +20,12 @@ SIZES += [(PROGRAMS * TILE_BYTES // 4 // 64 + 77, 64, PROGRAMS * TILE_BYTES // 4
 
 
 def added(total: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    launch_rows(load("farspan.engine.triton_rows", "add_rows"), total, values, rows)
+    launch_rows(load("farspan.kernels.triton_kernels", "add_rows"), total, values, rows)
     return total
 
 
 def taken(source: Tensor, rows: Tensor, target: Tensor) -> Tensor:
-    launch_rows(load("farspan.engine.triton_rows", "take_rows"), target, source, rows)
+    launch_rows(load("farspan.kernels.triton_kernels", "take_rows"), target, source, rows)
     return target
 
 

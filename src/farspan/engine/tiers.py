@@ -286,7 +286,7 @@ class CopyEngine:
             if source.device != wide.device:
                 wide.copy_(source[rows.cpu()])
             elif wide.device.type == "cuda":
-                launch_rows(load("farspan.engine.triton_rows", "take_rows"), wide, source, rows)
+                launch_rows(load("farspan.kernels.triton_kernels", "take_rows"), wide, source, rows)
             else:
                 torch.index_select(source, 0, rows, out=wide)
         self.fetched += target.nbytes
@@ -298,7 +298,7 @@ class CopyEngine:
             if total.device != values.device:
                 total.index_add_(0, rows.cpu(), values.cpu())
             elif total.device.type == "cuda":
-                launch_rows(load("farspan.engine.triton_rows", "add_rows"), total, values, rows)
+                launch_rows(load("farspan.kernels.triton_kernels", "add_rows"), total, values, rows)
             else:
                 total.index_add_(0, rows, values)
         self.fetched += values.nbytes

@@ -399,3 +399,35 @@ def merge_kernel(
     # Several warps may have read a row's lse: none overwrites it before all have.
     tl.debug_barrier()
     tl.store(lse.base + number_offsets(lse, row, sizes), mine, mask=fits)
+
+
+# -- rows of main memory, beside the computation -------------------------------------------------
+
+
+# Triton reads annotations of parameters itself: only tl.constexpr may stand there.
+# mypy: disable-error-code="no-untyped-def"
+
+
+@triton.jit(do_not_specialize=["count"])
+def take_rows(target, source, rows, count, width, padded: tl.constexpr, tile: tl.constexpr):
+    """Row i of target [count, width] becomes row rows[i] of source [T, width]."""
+    column = tl.arange(0, padded)[None, :]
+    for first in range(tl.program_id(0) * tile, count, tl.num_programs(0) * tile):
+        i = tl.arange(0, tile).to(tl.int64) + first
+        mask = (i < count)[:, None] & (column < width)
+        row = tl.load(rows + i, mask=i < count, other=0)
+        value = tl.load(source + row[:, None] * width + column, mask=mask)
+        tl.store(target + i[:, None] * width + column, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def add_rows(total, values, rows, count, width, padded: tl.constexpr, tile: tl.constexpr):
+    """Add row i of values [count, width] to row rows[i] of total [T, width]."""
+    column = tl.arange(0, padded)[None, :]
+    for first in range(tl.program_id(0) * tile, count, tl.num_programs(0) * tile):
+        i = tl.arange(0, tile).to(tl.int64) + first
+        mask = (i < count)[:, None] & (column < width)
+        row = tl.load(rows + i, mask=i < count, other=0)
+        place = total + row[:, None] * width + column
+        value = tl.load(values + i[:, None] * width + column, mask=mask)
+        tl.store(place, tl.load(place, mask=mask) + value, mask=mask)
