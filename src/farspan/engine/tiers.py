@@ -387,7 +387,7 @@ def _divides(whole: int, rows: Tensor) -> bool:
 
 
 def launch_rows(kernel: Any, one: Tensor, other: Tensor, rows: Tensor) -> None:
-    """By one of `triton_rows`; all contiguous. `rows` are of the longer tensor."""
+    """By `take_rows` or `add_rows`; all contiguous. `rows` are of the longer tensor."""
     width = one.shape[1]
     padded = 1 << (width - 1).bit_length()
     tile = max(1, TILE_BYTES // (padded * one.element_size()))

@@ -1,4 +1,4 @@
-"""The Triton kernels of `operations` and `joining`; loaded by name when one is launched.
+"""The Triton kernels of `operations`, of `joining` and of copies of rows; loaded by name when one is launched.
 
     norm     a program has a tile of whole rows: one wide row, or many narrow ones. The backward
              runs as many programs as the GPU runs at one time, each over its tiles in turn: dx, and
@@ -10,6 +10,11 @@
              gradient takes the place of the logits. A row of 152,064 bf16 logits is 0.3 MB: the
              second read is likely from the L2 cache
     joining  a part joins a softmax, or is added to a sum, in place: a tile of rows a program
+    rows     of main memory, taken to the device and added to where they lie, while something else
+             needs the GPU's places for programs: so a few programs take all tiles in turn, each
+             with enough under way for its share of the link. One kernel reads sums, adds and
+             writes, so that rows cross the link both ways at once. Every row is another one:
+             there are no atomics, which would not all cross the link
 
 Offsets are int64, since tensors go beyond 2**31 elements. Written for Triton 3.6 to 3.9.
 """
