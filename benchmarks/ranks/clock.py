@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from farspan.attention import chunk as cell
 from farspan.distributed import collectives as peers
-from farspan.distributed import ring
+from farspan.distributed import kv_sharding
 from farspan.distributed.collectives import Communicator, Pipeline
 
 ATTENTION, REST, COLLECTIVES = "attention", "rest", "collectives"
@@ -146,8 +146,8 @@ class Clock:
             (peers.PendingExchange, "wait", self._meeting(END, self._ended)),
             (Pipeline, "send", self._meeting(SEND, next_stage)),
             (Pipeline, "receive", self._meeting(RECEIVE, stage_before)),
-            (ring, "_pass_on", self._meeting(SEND, self._passed)),
-            (ring._Pass, "wait", self._meeting(RECEIVE, self._heard)),
+            (kv_sharding, "_pass_on", self._meeting(SEND, self._passed)),
+            (kv_sharding._Pass, "wait", self._meeting(RECEIVE, self._heard)),
             *((cell, name, self._attending) for name in KERNELS),
         ]
         with ExitStack() as stack:

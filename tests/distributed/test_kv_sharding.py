@@ -6,8 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from farspan.distributed.collectives import Communicator
-from farspan.distributed.kv_sharding import KVShards
-from farspan.distributed.ring import Ring
+from farspan.distributed.kv_sharding import KVShards, Ring
 from farspan.program.attention_blocks import Held
 from farspan.program.layout import Range
 from farspan.program.work import shards_backward, shards_forward

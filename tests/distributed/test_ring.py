@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from farspan.distributed.collectives import Communicator
-from farspan.distributed.ring import Ring
+from farspan.distributed.kv_sharding import Ring
 from farspan.program.attention_blocks import Held
 from farspan.program.work import ring_backward, ring_forward
 from tests.attention.held import Spread, fastest

@@ -34,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, total: int, host: int) -> None:
     on_cpu = lambda m, d, _, rank, kernels: inspect_model(m, d, CPU, rank, kernels)  # noqa: E731
     monkeypatch.setattr("farspan.train.planning.inspect_model", on_cpu)
     monkeypatch.setattr("farspan.train.planning.available_host_bytes", lambda: host)
-    monkeypatch.setattr("farspan.train.optimizer.available_host_bytes", lambda: host)
+    monkeypatch.setattr("farspan.train.memory.available_host_bytes", lambda: host)
 
 
 def run_of(tmp_path: Path, **changes: Any) -> RunConfig:

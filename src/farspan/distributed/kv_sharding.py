@@ -1,7 +1,8 @@
-"""Attention of one cell with K, V of each chunk sharded over ranks: queries travel, keys stay.
+"""Attention of one cell with K, V of each chunk sharded over ranks: queries travel to the keys, or
+keys round a ring.
 
-A shard holds K, V of its part of every chunk (program/attention_blocks.py) and dK, dV of them,
-which never move.
+A rank holds K, V of its part of every chunk (program/attention_blocks.py) and dK, dV of them.
+`KVShards` gathers queries, and keys never move:
 
     forward     gather q | attend to own keys | all-to-all of partial O, LSE | merge
     backward    gather q, O, dO, LSE | dQ of all queries, dK, dV of own keys | sum dQ at its owner
@@ -9,18 +10,226 @@ which never move.
 Partial O and LSE and sums of dQ are in the accumulate dtype, and are taken in the order of ranks.
 What a rank sends does not grow with the prefix (program/work.py).
 
-Legend: B batch, C tokens of the chunk, H query heads, Hk key-value heads, D head dim; rows of
-tokens are [tokens, B, heads, D]."""
+In a `Ring` (Liu et al. 2023) queries stay. In step s a rank attends to the rows of the rank s
+places before it, which are on their way to the next rank meanwhile. In the backward they travel
+once more, and dK, dV of theirs follow them, in the accumulate dtype and summed in the order of the
+ring, one hop further, to the rank that holds them:
 
-from dataclasses import dataclass
+    step        0             1                           2                           home
+    compute     own rows      rows of rank - 1            rows of rank - 2            add dK, dV
+    K, V        own sent      those sent                  |
+    dK, dV      |             | those sent, made in 1     | theirs added and sent     |
+
+What a rank sends grows with the prefix.
+
+Legend: B batch, C tokens of the chunk, n queries, T rows, H query heads, Hk key-value heads, D head
+dim; rows of tokens are [tokens, B, heads, D]."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from farspan.attention.backends import add_sinks, merge_, sink_gradient
-from farspan.attention.chunk import AttentionCall, KeyValues, attend_backward, attend_blocks
+from farspan.attention.backends import accumulate_dtype, add_sinks, merge_, sink_gradient
+from farspan.attention.chunk import (
+    AttentionCall,
+    KeyValues,
+    attend_backward,
+    attend_blocks,
+    attend_earlier,
+    attend_earlier_backward,
+)
 from farspan.distributed.collectives import Communicator, Counts
-from farspan.distributed.ring import Ring, WholeRows
+from farspan.program.attention_blocks import Block
+
+
+@runtime_checkable
+class WholeRows(KeyValues, Protocol):
+    """Keys and values of earlier chunks that can be had whole, as they travel."""
+
+    def prefix_rows(self) -> tuple[Tensor, Tensor]:
+        """K [T, B, Hk, D] and V [T, B, Hk, Dv] of all rows before the chunk's own, where there are
+        any; valid until the cell is done."""
+
+    def add_rows(self, dk: Tensor, dv: Tensor) -> None:
+        """Add to dK, dV of the same rows, in the accumulate dtype. Called once in a backward, after
+        all calls of `keys` and `add_gradient`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Attention of one chunk round the ring. Calls hold the blocks of this rank's queries against
+    its own rows, and their q_start is the first of its queries."""
+
+    peers: Communicator
+    rows: Sequence[tuple[int, int]]  # that each of them holds: before the chunk, and of the chunk
+    blocks: Callable[[int], tuple[Block, ...]]  # of this rank's queries, in the rows of a peer
+
+    @torch.no_grad()
+    def attend(
+        self,
+        call: AttentionCall,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_values: WholeRows,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `chunk.attend`, for the queries q [B, H, n, D] and keys k, v [B, Hk, n, D] of
+        this rank's part of the chunk: over the keys of all."""
+        out, lse = self.attend_blocks(call, q, k, v, key_values)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
+        return out.to(q.dtype), lse
+
+    @torch.no_grad()
+    def attend_blocks(
+        self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, key_values: WholeRows
+    ) -> tuple[Tensor, Tensor]:
+        """The same without sinks, before it is rounded."""
+        others = self._others(k, v, key_values)
+        out, lse = attend_blocks(call, q, k, v, key_values)
+        out = out.to(lse.dtype)
+        for source, rows in others:
+            out, lse = attend_earlier(self._call(call, source), q, (out, lse), rows)
+        return out, lse
+
+    @torch.no_grad()
+    def attend_backward(
+        self,
+        call: AttentionCall,
+        dout: Tensor,
+        of_keys: tuple[Tensor, Tensor, Tensor],
+        attended: tuple[Tensor, Tensor],
+        key_values: WholeRows,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """As `chunk.attend_backward`: dq, dk and dv of this rank's part of the chunk,
+        complete, and what its queries give to d sinks. Gradients of its earlier rows, from its own
+        queries and from others', go to `key_values`."""
+        q, k, v = of_keys
+        others = self._others(k, v, key_values)
+        dq, dk, dv, _ = attend_backward(call, dout, q, k, v, attended, key_values)
+        sums = None
+        for source, rows in others:
+            rows.want_gradients()
+            dq += attend_earlier_backward(self._call(call, source), dout, q, attended, rows)
+            if sums is not None:
+                rows.add(*sums.wait())
+            sums = self._pass_gradients(rows, source)
+        if sums is not None:
+            earlier = self.rows[self.peers.index][0]
+            for_earlier, for_own = zip(
+                *(x.tensor_split([earlier]) for x in sums.wait()), strict=True
+            )
+            if earlier:
+                key_values.add_rows(*for_earlier)
+            dk, dv = (
+                x + part.permute(1, 2, 0, 3) for x, part in zip((dk, dv), for_own, strict=True)
+            )
+        dsinks = None if sinks is None else sink_gradient(dout, *attended, sinks)
+        return dq, dk, dv, dsinks
+
+    def _call(self, call: AttentionCall, source: int) -> AttentionCall:
+        """Against the rows of another peer, all of which are earlier keys."""
+        return replace(call, blocks=self.blocks(source), k_start=sum(self.rows[source]))
+
+    def _others(
+        self, k: Tensor, v: Tensor, key_values: WholeRows
+    ) -> Iterator[tuple[int, "_PeerRows"]]:
+        """Every other peer and its rows, the one before this one first. Own rows are on their way
+        when this returns, and so are those of the next peer while one's are used."""
+        if self.peers.size == 1:
+            return iter(())
+        index = self.peers.index
+        own = [x.permute(2, 0, 1, 3).contiguous() for x in (k, v)]
+        earlier = [x[:0] for x in own]
+        if self.rows[index][0]:
+            earlier = [x.contiguous() for x in key_values.prefix_rows()]
+        return self._arrivals(self._pass_rows([*earlier, *own], index))
+
+    def _arrivals(self, coming: "_Pass") -> Iterator[tuple[int, "_PeerRows"]]:
+        for step in range(1, self.peers.size):
+            source = (self.peers.index - step) % self.peers.size
+            k, v = coming.wait()
+            if step < self.peers.size - 1:
+                earlier = self.rows[source][0]
+                parts = [x[part] for part in (slice(earlier), slice(earlier, None)) for x in (k, v)]
+                coming = self._pass_rows(parts, source)
+            yield source, _PeerRows(k, v)
+
+    def _pass_rows(self, parts: list[Tensor], source: int) -> "_Pass":
+        """Send K, V of `source`, of earlier chunks and of this one; those of the peer before it
+        arrive."""
+        earlier, own = self.rows[(source - 1) % self.peers.size]
+        k, v = (x.new_empty(earlier + own, *x.shape[1:]) for x in parts[:2])
+        places = [x[part] for part in (slice(earlier), slice(earlier, None)) for x in (k, v)]
+        return _pass_on(self.peers, parts, places, (k, v))
+
+    def _pass_gradients(self, rows: "_PeerRows", source: int) -> "_Pass":
+        """Send dK, dV of `source`; those of the peer before it arrive."""
+        count = sum(self.rows[(source - 1) % self.peers.size])
+        dk, dv = (x.new_empty(count, *x.shape[1:]) for x in rows.gradients)
+        return _pass_on(self.peers, rows.gradients, (dk, dv), (dk, dv))
+
+
+@dataclass(slots=True)
+class _PeerRows:
+    """K [T, B, Hk, D] and V [T, B, Hk, Dv] of a peer: `KeyValues` of earlier keys alone."""
+
+    k: Tensor
+    v: Tensor
+    gradients: tuple[Tensor, ...] = ()
+
+    def want_gradients(self) -> None:
+        dtype = accumulate_dtype(self.k.dtype)
+        self.gradients = tuple(torch.zeros_like(x, dtype=dtype) for x in (self.k, self.v))
+
+    def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        k, v = (x[start:stop].permute(1, 2, 0, 3) for x in (self.k, self.v))
+        return k, v
+
+    def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
+        for total, part in zip(self.gradients, (dk, dv), strict=True):
+            total[start:stop, rows] += part.permute(2, 0, 1, 3)
+
+    def add(self, dk: Tensor, dv: Tensor) -> None:
+        """Of all rows, from peers that had them before."""
+        for total, part in zip(self.gradients, (dk, dv), strict=True):
+            total += part
+
+
+@dataclass(slots=True)
+class _Pass:
+    """Tensors on their way to the next peer, which are kept as long, and from the last one."""
+
+    works: list[dist.Work]
+    sent: Sequence[Tensor]
+    received: tuple[Tensor, Tensor]
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """What has come."""
+        for work in self.works:
+            work.wait()
+        self.sent = ()
+        return self.received
+
+
+def _pass_on(
+    peers: Communicator,
+    sent: Sequence[Tensor],
+    places: Sequence[Tensor],
+    received: tuple[Tensor, Tensor],
+) -> _Pass:
+    """Start it. `places` are parts of `received`, of the shapes that the peer before sends."""
+    return _Pass(peers.pass_round(sent, places), sent, received)
+
+
+# -- queries travel ------------------------------------------------------------------------------
+
 
 OfKeys = tuple[Tensor, Tensor, Tensor]  # q, k, v
 Attended = tuple[Tensor, Tensor]  # out, lse

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from farspan.attention.backends import BlockKernel
 from farspan.attention.chunk import AttentionCall, attend, attend_backward
 from farspan.distributed.context import ParallelContext
-from farspan.distributed.kv_sharding import KVShards
-from farspan.distributed.ring import Ring
+from farspan.distributed.kv_sharding import KVShards, Ring
 from farspan.engine.buffers import (
     KVHeads,
     KVPrefix,
