@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from benchmarks.children import add_row, words_of
 from benchmarks.gpu.device import dtype_of, give_back
-from farspan.attention.choose import select_kernel
 from farspan.engine.calibrate import Calibration
+from farspan.engine.kernels import select_kernel
 from farspan.engine.microbench import GLANCE, QUICK, AttentionProblem, Bench
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.families import architecture_from

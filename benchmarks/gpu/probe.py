@@ -27,7 +27,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
 from benchmarks.gpu.device import give_back, synchronize
 from farspan.attention.backends import BackwardQueries, BlockKernel, CudaCudnn, CudaFlash, merge_
-from farspan.attention.choose import select_kernel
+from farspan.engine.kernels import select_kernel
 from farspan.engine.microbench import describe_machine
 from farspan.engine.tiers import Arena
 from farspan.program.attention_blocks import Block

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from farspan.attention.backends import BlockKernel, accumulate_dtype, reference
-from farspan.attention.choose import select_kernel
 from farspan.attention.chunk import AttentionCall, attend, attend_backward
+from farspan.engine.kernels import select_kernel
 from farspan.program.attention_blocks import document_runs, plan_blocks
 from tests.numerics import relative_error
 

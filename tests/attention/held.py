@@ -14,8 +14,8 @@ from farspan.attention.backends import (
     merge_,
     sink_gradient,
 )
-from farspan.attention.choose import select_kernel
 from farspan.attention.chunk import AttentionCall, attend_backward, attend_blocks
+from farspan.engine.kernels import select_kernel
 from farspan.program.attention_blocks import Block, Held, document_runs, plan_held_blocks
 from farspan.program.layout import Range, part
 from tests.attention.cases import Case, Inputs, Results

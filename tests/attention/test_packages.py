@@ -13,7 +13,7 @@ from torch.library import Library
 from torch.nn import attention
 
 from farspan.attention.backends import CudaFlash
-from farspan.attention.choose import (
+from farspan.engine.kernels import (
     NAME,
     PACKAGES,
     Flash4,

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from farspan.attention.backends import BlockKernel, CudaCudnn, CudaFlash, Tiled
-from farspan.attention.choose import Flash4
 from farspan.engine.kernels import (
     AttentionKernels,
+    Flash4,
     chunk_lengths,
     deterministic_algorithms,
     measured_here,

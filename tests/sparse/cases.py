@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from farspan.attention.backends import accumulate_dtype
-from farspan.attention.choose import select_kernel
 from farspan.attention.chunk import AttentionCall
+from farspan.engine.kernels import select_kernel
 from farspan.plan.cell.sparse import MOST_UNITS
 from farspan.program.attention_blocks import Run, document_runs, plan_blocks
 from farspan.sparse.attend import (

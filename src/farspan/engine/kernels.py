@@ -1,29 +1,289 @@
-"""Which kernels a program's attention runs on, and what they could not index."""
+"""Which kernel computes a layer's attention: the fastest exact one there is, or a named one.
+
+FlashAttention-3 and FlashAttention-4 are packages of their own. PyTorch registers three under the
+aten names that `backends.CudaFlash` calls. That holds for the whole process, so it is undone after
+a step. PyTorch can register four as well, but takes neither its soft caps nor, in 2.11, its
+windows, and unpacks two results where the package has given four since 2026-06-24: `Flash4` calls
+the package itself.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from os import environ
 
 import torch
+from torch import Tensor
+from torch.nn import attention
 from torch.utils import deterministic as memory
 
-from farspan.attention.backends import BlockKernel
-from farspan.attention.choose import (
-    WIDEST,
-    flash_4_fault,
-    flash_attention_3,
-    refuse_missing,
-    select_kernel,
+from farspan.attention.backends import (
+    BackwardQueries,
+    BlockKernel,
+    CpuFlash,
+    CudaCudnn,
+    CudaFlash,
+    Gradients,
+    Padded,
+    Tiled,
 )
+from farspan.lazy import load
 from farspan.planner.machines import read, user_file
-from farspan.program.attention_blocks import most_of
+from farspan.program.attention_blocks import Block, most_of
 from farspan.program.program import Program
 from farspan.sparse.attend import FarKernel
 from farspan.sparse.gathered import select_far
 from farspan.sparse.kernel_calls import TritonFar, supports
 from farspan.spec import AttentionKernel, Kernels, LayerSpec, ModelSpec, UnsupportedError
+
+WIDEST = 256  # elements of a head in flash attention
+CUDNN_WIDEST = 128
+
+
+def of_card(capability: tuple[int, int]) -> AttentionKernel:
+    """The fastest that every PyTorch has, by a CUDA device's compute capability.
+
+    cuDNN trains 1.7 to 2.3 times as fast as flash attention 2 on an H100 (9.0) and takes 1.07 to
+    1.2 times as long on Ampere (8.x), Ada (8.9) and consumer Blackwell (12.x): measured by
+    transformers' issue 48163. On data-centre Blackwell (10.x) it is the better guess until
+    `farspan calibrate` has measured: flash attention 2 is not made for it.
+    """
+    return AttentionKernel.CUDNN if capability[0] in (9, 10) else AttentionKernel.FLASH
+
+
+def select_kernel(
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    softcap: float | None,
+    capability: tuple[int, int] = (9, 0),
+    choice: AttentionKernel = AttentionKernel.AUTO,
+    queries: tuple[int, ...] | None = None,
+) -> BlockKernel:
+    """The fastest exact kernel for these heads, or the one that is chosen.
+
+    `capability` is the CUDA device's; vendor kernels need (8, 0). Heads that no vendor kernel
+    takes as they are get one on wider heads (`Padded`). cuDNN's backward is not deterministic, so
+    it is left out under `torch.use_deterministic_algorithms`, and where
+    `torch.backends.cuda.enable_cudnn_sdp(False)` switched it off. `queries` are the lengths of
+    whole chunks. Raises UnsupportedError for a dtype that is not a floating type of 16 bits or
+    more, and where a choice cannot be met.
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    if not half and dtype not in (torch.float32, torch.float64):
+        raise UnsupportedError(
+            f"dtype: expected float64, float32, bfloat16 or float16 for attention, got {dtype}; "
+            "load the model in one of these"
+        )
+    widest = max(head_dim, value_dim)
+    on_cuda = device_type == "cuda" and capability >= (8, 0)
+    if not (on_cuda and half and widest <= WIDEST):
+        _refuse_choice(
+            choice,
+            "a CUDA GPU of compute capability 8.0 or more, bfloat16 or "
+            f"float16, and heads of up to {WIDEST} elements",
+        )
+        if softcap is not None or device_type != "cpu":
+            return Tiled(softcap)
+        return _at_width(CpuFlash(), widest, head_dim, value_dim)
+    width = -(-widest // 8) * 8
+    if choice is AttentionKernel.FA4:
+        return _flash_4(softcap, capability, width, head_dim, value_dim)
+    if softcap is not None:
+        _refuse_choice(choice, "heads without a soft cap, which fa4 alone has")
+        return Tiled(softcap)
+    if choice is AttentionKernel.FA3 and capability[0] != 9:
+        _refuse_choice(choice, "a GPU of compute capability 9 (Hopper)")
+    wanted = of_card(capability) if choice is AttentionKernel.AUTO else choice
+    kernel: BlockKernel = CudaFlash()
+    if wanted is AttentionKernel.CUDNN:
+        switched_off = not torch.backends.cuda.cudnn_sdp_enabled()
+        if width > CUDNN_WIDEST or switched_off or torch.are_deterministic_algorithms_enabled():
+            _refuse_choice(
+                choice,
+                f"heads of up to {CUDNN_WIDEST} elements, torch.backends.cuda.enable_cudnn_sdp, "
+                "and neither kernels.deterministic nor torch.use_deterministic_algorithms",
+            )
+        else:
+            kernel = CudaCudnn(kernel, queries=queries)
+    return _at_width(kernel, width, head_dim, value_dim)
+
+
+def _at_width(kernel: BlockKernel, width: int, head_dim: int, value_dim: int) -> BlockKernel:
+    return kernel if head_dim == value_dim == width else Padded(kernel, width)
+
+
+def _flash_4(
+    softcap: float | None, capability: tuple[int, int], width: int, head_dim: int, value_dim: int
+) -> BlockKernel:
+    if capability[0] not in (9, 10):
+        needs = "a GPU of compute capability 9 (Hopper) or 10 (data-centre Blackwell)"
+        _refuse_choice(AttentionKernel.FA4, needs)
+    if capability[0] == 10 and width > 128:  # heads of 8 to 128 elements, or of 256
+        width = WIDEST
+    return _at_width(Flash4(softcap), width, head_dim, value_dim)
+
+
+def _refuse_choice(choice: AttentionKernel, needs: str) -> None:
+    if choice is not AttentionKernel.AUTO:
+        raise UnsupportedError(f"attention: {choice.value} needs {needs}; choose auto")
+
+
+# -- FlashAttention-3 and -4 --------------------------------------------------------------------
+
+
+NAME = "FA3"  # in PyTorch's registry
+PACKAGES = {
+    AttentionKernel.FA3: (
+        "flash_attn_interface",
+        "FlashAttention-3, built from its sources for a Hopper GPU",
+    ),
+    AttentionKernel.FA4: ("flash_attn.cute.interface", "pip install flash-attn-4"),
+}
+# Of a probe's results, relative: rounding to bfloat16 gives 0.004, a wrong mask or scale 0.1.
+TRUE_WITHIN = 0.02
+
+
+def refuse_missing(choice: AttentionKernel) -> None:
+    """Raises UnsupportedError where the package of a kernel, if it needs one, is not there."""
+    if choice not in PACKAGES:
+        return
+    known = getattr(attention, "list_flash_attention_impls", list)
+    if choice is AttentionKernel.FA3 and NAME not in known():
+        raise UnsupportedError("attention: fa3 needs PyTorch 2.11 or later; choose auto or flash")
+    package, words = PACKAGES[choice]
+    if not _is_there(package):
+        raise UnsupportedError(
+            f"attention: {choice.value} needs the package {package} ({words}), which is not "
+            "installed; install it, or choose auto or flash"
+        )
+
+
+@contextmanager
+def flash_attention_3() -> Iterator[None]:
+    """Inside it aten's flash attention is FlashAttention-3. Raises UnsupportedError where its
+    package is not what PyTorch expects."""
+    before = attention.current_flash_attention_impl()
+    if before == NAME:
+        yield
+        return
+    try:
+        attention.activate_flash_attention_impl(NAME)
+    except (ImportError, RuntimeError, OSError) as error:
+        raise UnsupportedError(
+            f"attention: fa3 cannot be loaded: {error}; choose auto or flash"
+        ) from error
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl(_raise_warn=False)
+        if before is not None:
+            attention.activate_flash_attention_impl(before)
+
+
+@dataclass(frozen=True, slots=True)
+class Flash4:
+    """FlashAttention-4 for Hopper and data-centre Blackwell: bf16, fp16; D == Dv, a multiple of 8
+    up to 128, or 256 (any up to 256 on Hopper); GQA, windows and soft caps inside; tensors are
+    [B, S, H, D].
+
+    Causal masks and windows are aligned bottom right, None is all keys of a side. It sums dQ in a
+    fixed order under `torch.use_deterministic_algorithms`. It compiles its kernels when they are
+    first called, seconds each.
+    """
+
+    softcap: float | None = None
+
+    def split(self, block: Block) -> tuple[Block, ...]:
+        return (block,)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        call = load("flash_attn.cute.interface", "_flash_attn_fwd")
+        out_BSHD, lse, *_ = call(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            softmax_scale=scale,
+            causal=block.causal,
+            softcap=self.softcap or 0.0,
+            window_size_left=self._left(block),
+            return_lse=True,
+        )
+        return out_BSHD.transpose(1, 2), lse
+
+    def backward(
+        self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
+    ) -> Gradients:
+        call = load("flash_attn.cute.interface", "_flash_attn_bwd")
+        dq, dk, dv, *_ = call(
+            *(x.transpose(1, 2) for x in (queries.q, k, v, queries.out, queries.dout)),
+            queries.lse.contiguous(),
+            softmax_scale=scale,
+            causal=block.causal,
+            softcap=self.softcap or 0.0,
+            window_size_left=self._left(block),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    def _left(self, block: Block) -> int | None:
+        """Keys to the left of the aligned diagonal, as `CudaFlash` counts them."""
+        left, _ = CudaFlash().window(block)
+        return None if left < 0 else left
+
+
+@cache
+def flash_4_fault(softcap: float | None, width: int, device: torch.device) -> str | None:
+    """What is wrong with FlashAttention-4 on this device, for heads of `width`; None: nothing.
+
+    A causal square, a rectangle and a window, forward and backward, are held against plain
+    PyTorch: the package changes its private functions, which farspan's backward needs, as it likes.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(heads: int, tokens: int) -> Tensor:
+        shape = 1, tokens, heads, width
+        x = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        return x.transpose(1, 2)
+
+    kernel, plain, scale = Flash4(softcap), Tiled(softcap), width**-0.5
+    for block in (
+        Block(0, None, 0, 200, 0, 200, True),
+        Block(0, None, 0, 200, 0, 200, True, window=70),
+        Block(0, None, 300, 500, 0, 300, False),
+        Block(0, None, 300, 500, 71, 300, False, window=230),
+    ):
+        q, dout = random(4, block.queries), random(4, block.queries)
+        k, v = random(2, block.keys), random(2, block.keys)
+        wanted = plain.forward(q, k, v, block, scale)
+        try:
+            found = kernel.forward(q, k, v, block, scale)
+            queries = BackwardQueries(dout, q, *wanted)
+            pairs = zip(
+                (*found, *kernel.backward(queries, k, v, block, scale)),
+                (*wanted, *plain.backward(queries, k, v, block, scale)),
+                strict=True,
+            )
+            errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
+        except Exception as error:  # whatever its compiler or a changed signature raises
+            return f"{type(error).__name__}: {error}"
+        if not max(errors) <= TRUE_WITHIN:
+            return f"a call is off by {max(errors):.2g} of its result"
+    return None
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):  # its parent is missing; a name imported without a file
+        return False
+
+
+# -- the kernels of a program --------------------------------------------------------------------
+
 
 CUBLAS, SAME = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # what cuBLAS needs for same bits
 

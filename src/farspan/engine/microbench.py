@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from farspan.attention.backends import BackwardQueries, BlockKernel, accumulate_dtype
-from farspan.attention.choose import select_kernel
+from farspan.engine.kernels import select_kernel
 from farspan.engine.memory import PeakMemory
 from farspan.engine.tiers import Arena, CopyEngine
 from farspan.program.attention_blocks import Block

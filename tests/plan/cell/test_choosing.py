@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from farspan.attention.choose import select_kernel
 from farspan.attention.chunk import AttentionCall
+from farspan.engine.kernels import select_kernel
 from farspan.engine.memory import PeakMemory
 from farspan.plan.cell.choosing import SAMPLES, WATCHED_KEYS, choice_bytes, watch_bytes
 from farspan.plan.cell.sparse import Far

@@ -200,7 +200,7 @@ def chunk_call(
 
 
 def kernel_of(attention: Attention | LayerSpec) -> Kernel:
-    """As `attention.choose.select_kernel` has it on a CPU."""
+    """As `engine.kernels.select_kernel` has it on a CPU."""
     if attention.softcap is not None:
         return PhantomTiled(capped=True)
     if attention.head_dim == attention.value_dim:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from farspan.attention.backends import BlockKernel, CpuFlash, CudaCudnn, CudaFlash, Padded, Tiled
-from farspan.attention.choose import Flash4, of_card, select_kernel
+from farspan.engine.kernels import Flash4, of_card, select_kernel
 from farspan.spec import AttentionKernel, UnsupportedError
 
 BF16, FP32 = torch.bfloat16, torch.float32
