@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from farspan.distributed import failure as faults
-from farspan.distributed import launch as launched
+from farspan.distributed import run_context as launched
 from farspan.distributed.context import run_on_rank0
 from farspan.distributed.failure import activity, is_shared
-from farspan.distributed.launch import launch_env, process_group
+from farspan.distributed.run_context import launch_env, process_group
 from farspan.spec import UnsupportedError
 from tests.distributed.launched import Ended, launch
 from tests.grids import exhaustive

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farspan.distributed.launch import LaunchEnv, launch_env, process_group
+from farspan.distributed.run_context import LaunchEnv, launch_env, process_group
 from farspan.version import VERSION
 from tests.distributed.launched import launch
 from tests.ranks import run_ranks

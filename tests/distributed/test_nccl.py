@@ -18,7 +18,7 @@ from farspan.distributed.context import (
     run_on_rank0,
 )
 from farspan.distributed.fsdp import ShardedParameters, Stage, local
-from farspan.distributed.launch import LaunchEnv, process_group
+from farspan.distributed.run_context import LaunchEnv, process_group
 from farspan.engine.tiers import refuse_beyond_together
 from farspan.program.layout import Layout
 from farspan.train.config import Auto

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farspan.distributed import failure as faults
-from farspan.distributed import launch
+from farspan.distributed import run_context as launch
 from farspan.distributed.failure import CooperativeStop
 from farspan.engine.step import Progress, Step
 from farspan.program.builder import build_evaluation, build_program

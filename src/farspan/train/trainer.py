@@ -27,11 +27,11 @@ from farspan.checkpoint.local import (
     folder_name,
     is_exported,
 )
-from farspan.distributed.launch import launch_env
 from farspan.distributed.run_context import (
     DistributedContext,
     StopPoint,
     join_run,
+    launch_env,
 )
 from farspan.durable import read_json
 from farspan.sparse.engine import Seen
