@@ -20,8 +20,9 @@ from benchmarks.gpu_allocator.prepared import Prepared, mallocs
 from benchmarks.gpu_allocator.replayed import COMPLETED, OUT_OF_MEMORY, Pass, serve, smallest
 from benchmarks.gpu_allocator.served import CONTENDERS, Contender, Modelled, limit_pytorch
 from benchmarks.gpu_allocator.traces import divided
-from farspan.memory.compare.allocators import MIB, CachingAllocator
+from farspan.memory.compare.allocators import CachingAllocator
 from farspan.memory.compare.compare import FREED
+from farspan.memory.host import MIB
 from farspan.memory.trace import FreeEvent, Malloc, Trace
 from tests.engine.cpu_allocator import build_driver, once
 

@@ -30,7 +30,7 @@ import torch
 from benchmarks.children import ROOT, Clock, words_of
 from benchmarks.gpu_allocator import parts
 from farspan.engine.microbench import describe_machine
-from farspan.memory.compare.allocators import MIB
+from farspan.memory.host import MIB
 from farspan.memory.native import library
 from farspan.spec import UnsupportedError
 

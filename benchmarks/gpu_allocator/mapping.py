@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.children import Row, add_row, settings_of, words_of
 from farspan.engine.allocator_torch import DRIVER
-from farspan.memory.compare.allocators import MIB
+from farspan.memory.host import MIB
 from farspan.memory.native import Allocator, AllocatorOptions, Backend
 
 CHUNKS = (2 * MIB, 8 * MIB, 32 * MIB, 128 * MIB, 512 * MIB)

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.children import Clock, Outcome, Row, run_child
 from benchmarks.gpu_allocator.served import CONTENDERS, MARGIN, Contender
 from benchmarks.gpu_allocator.work import FULL, TINY, WARM
-from farspan.memory.compare.allocators import MIB
+from farspan.memory.host import MIB
 
 PACKAGE = "benchmarks.gpu_allocator"
 PREPARE_SECONDS, MAPPING_SECONDS, RUN_SECONDS = 120.0, 60.0, 75.0

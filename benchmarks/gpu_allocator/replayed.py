@@ -26,8 +26,8 @@ from benchmarks.gpu_allocator.served import (
     rows_of,
     serving,
 )
-from farspan.memory.compare.allocators import MIB
 from farspan.memory.compare.compare import FREED, LEAST_STEP, STEP
+from farspan.memory.host import MIB
 from farspan.memory.native import AllocatorOptions, Backend
 
 # The least memory is looked for upwards: most allocators complete within 1% of what is alive, and

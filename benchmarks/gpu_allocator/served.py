@@ -14,7 +14,8 @@ import torch
 from farspan import memory
 from farspan.memory import native
 from farspan.memory.compare import allocators
-from farspan.memory.compare.allocators import MIB, UNLIMITED, ExpandableAllocator
+from farspan.memory.compare.allocators import ExpandableAllocator
+from farspan.memory.host import MIB, UNLIMITED
 from farspan.memory.native import LIBRARY, AllocatorOptions, PlanRow, library, verify
 
 DEVICE = 0

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from farspan.program.program import ALIGNMENT, aligned
+from farspan.program.layout import ALIGNMENT
+from farspan.program.program import aligned
 
 MORE = (
     "a cell saved more than planned, as when a router chose more experts; the rest stays on the "

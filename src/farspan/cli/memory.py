@@ -15,7 +15,13 @@ import typer
 from farspan.cli import FAILED, LazyCommand, lazy_group, typer_app
 from farspan.formatting import read_bytes
 from farspan.memory.compare.allocators import NAMES, read_settings
-from farspan.memory.compare.compare import PUBLISHED, AllocatorComparison, compare, contenders
+from farspan.memory.compare.compare import (
+    ALIGNMENT,
+    PUBLISHED,
+    AllocatorComparison,
+    compare,
+    contenders,
+)
 from farspan.memory.exact import (
     Solution,
     place_bilevel,
@@ -60,7 +66,6 @@ app = lazy_group(
 place_app = typer_app()
 
 # PyTorch's allocators round to it, and kernels may rely on the alignment.
-ALIGNMENT = 512
 # Of the time, when `auto` has layers to fall back on.
 EXACT_SHARE = 0.75
 STDOUT, STDERR = 1, 2

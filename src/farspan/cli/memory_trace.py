@@ -8,19 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from farspan.cli import typer_app
+from farspan.cli.plan import MODELS
 from farspan.engine.allocator import record_script
 from farspan.engine.trace import Temporaries, Temporary
 from farspan.engine.trace_steps import OWN, Checkpointing, Recording, TraceRequest
 from farspan.formatting import read_tokens
 from farspan.memory.host import GIB
 from farspan.memory.trace import Malloc, Trace, write_trace
-from farspan.plan.model.catalog import presets
 from farspan.program.strategies import STRATEGIES
 from farspan.spec import UnsupportedError
 
 app = typer_app()
 
-MODELS = ", ".join(preset.name for preset in presets())
 NOTHING = "none"
 
 Model = Annotated[

@@ -35,12 +35,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from farspan.hf.stages import CausalLMStages
+from farspan.memory.host import MIB
 from farspan.memory.trace import Event, FreeEvent, Malloc, Mark, Trace
 from farspan.spec import UnsupportedError
 
 aten = torch.ops.aten
 
-MIB = 2**20
 CUBLAS_WORKSPACE = 32 * MIB  # on Hopper and newer; 8.1 MiB before. One a thread and stream
 FLASH_ROWS = 128  # FlashAttention rounds lengths to these
 FLASH_HEAD_DIM = 32  # and head sizes up to these

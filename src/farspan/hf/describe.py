@@ -21,7 +21,7 @@ from farspan.hf.probe import TOKENS, ask_layers, probe_layers
 from farspan.hf.recurrent import RecurrentStates, with_states, zero_states
 from farspan.hf.stages import CausalLMStages, is_compiled, run_layer, uncompiled
 from farspan.hf.unsupported import refuse_dropout, refuse_model
-from farspan.program.program import ALIGNMENT
+from farspan.program.layout import ALIGNMENT
 from farspan.spec import LayerSpec, LayerWork, ModelSpec, UnsupportedError
 
 SIZES = 4 * TOKENS, 8 * TOKENS  # of cells whose saved tensors are counted

@@ -25,7 +25,7 @@ from farspan.lazy import load
 from farspan.plan.model.catalog import is_on_hub, refuse_absent
 from farspan.spec import UnsupportedError
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 SOURCE = "farspan.json"  # what a run says of its adapters
 PREFIX = "base_model.model."  # of a name of peft's before the model's own
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -64,14 +64,14 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
     adapters = _adapters_in(source)
     if os.path.lexists(folder):
         raise UnsupportedError(f"output: {folder} is there already; name a folder that is not")
-    config = read_json(adapters / CONFIG)
+    config = read_json(adapters / ADAPTER_CONFIG)
     if config is None:
-        raise UnsupportedError(f"{adapters / CONFIG}: cannot be read as JSON")
+        raise UnsupportedError(f"{adapters / ADAPTER_CONFIG}: cannot be read as JSON")
     told = read_json(adapters / SOURCE) or {}
     overrides = told.pop("overrides", {})
     model = _base_folder(config, base, adapters)
     partial = folder.with_name(f"{PARTIAL}{folder.name}")
-    with _opened(adapters / TENSORS) as tensors:
+    with _opened(adapters / ADAPTER_TENSORS) as tensors:
         names = list(tensors.keys())
         files = _weight_files(model)
         plain = _is_plain(config) and _fit(names, files)
@@ -84,7 +84,7 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
                     made.save_pretrained(partial)
             else:
                 _merge_in_memory(model, adapters, overrides, partial)
-            _copy_others(adapters, partial, CONFIG, SOURCE, "README.md")  # the run's tokenizer
+            _copy_others(adapters, partial, ADAPTER_CONFIG, SOURCE, "README.md")
             write_bytes(partial / SOURCE, json.dumps({**told, "merged": True}).encode("utf-8"))
     publish(partial, folder)
     modules = {name.partition(".lora_")[0] for name in names}
@@ -94,7 +94,7 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
 def _adapters_in(source: Path) -> Path:
     """The folder that has a run's adapters, or those of `source` itself."""
     for folder in (source / "model", source):
-        if (folder / CONFIG).is_file():
+        if (folder / ADAPTER_CONFIG).is_file():
             return folder
         if (folder / "config.json").is_file():
             raise UnsupportedError(f"{folder}: holds a whole model; there are no adapters to merge")
@@ -104,7 +104,7 @@ def _adapters_in(source: Path) -> Path:
             "its last steps first"
         )
     raise UnsupportedError(
-        f"{source}: holds no adapters; give a run's folder, or one with {CONFIG}"
+        f"{source}: holds no adapters; give a run's folder, or one with {ADAPTER_CONFIG}"
     )
 
 
@@ -113,7 +113,7 @@ def _base_folder(config: Mapping[str, Any], base: str | None, adapters: Path) ->
     name = base or config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UnsupportedError(
-            f"{adapters / CONFIG}: names no model that they are for; give it as --base"
+            f"{adapters / ADAPTER_CONFIG}: names no model that they are for; give it as --base"
         )
     refuse_absent("base", name)
     if not is_on_hub(name):

@@ -7,8 +7,8 @@ import psutil
 
 from farspan.spec import UnsupportedError
 
-GIB = 2**30
-# An "unlimited" control group of version 1 names a number near 2**63 instead.
+MIB, GIB = 2**20, 2**30
+# More than any memory has; an "unlimited" control group of version 1 names a number near 2**63.
 UNLIMITED = 2**60
 
 
@@ -59,7 +59,7 @@ def refuse_beyond(
 
 def _size(number: int) -> str:
     """Bytes in a unit that leaves something of them; the planner's own words lie above."""
-    for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
         if number >= unit:
             return f"{number / unit:.2f} {name}"
     return f"{number} bytes"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from farspan.formatting import write_tokens
+from farspan.memory.host import GIB, MIB
 from farspan.plan.cell.describe import model_spec
 from farspan.planner.machines import machine as find_machine
 from farspan.planner.machines import names, with_main_memory
@@ -16,7 +17,6 @@ from farspan.planner.request import Optimizer, Question, Remedy, margin_of
 from farspan.program.layout import sequence_layout
 from farspan.spec import LayerSpec, ModelSpec, RunSpec
 
-MIB, GIB = 2**20, 2**30
 SMALL = 8 * GIB  # below it a whole GiB is much of the memory
 MOST_DEVICES = 64
 LEAST_CONTEXT = 1024  # tokens

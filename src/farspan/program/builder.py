@@ -33,8 +33,8 @@ def build_program(
     """The program of one training step; `chunks` where they are cut as somebody else says.
 
     Every linear extension of the grid's order gives the same gradients; this one walks group by
-    group, forward and then back (DESIGN section 1). Raises UnsupportedError when the schedule's
-    groups do not fit the model, and where a batch is too wide for attention's kernels.
+    group, forward and then back. Raises UnsupportedError when the schedule's groups do not fit the
+    model, and where a batch is too wide for attention's kernels.
     """
     ledger = _ledger(model, run, schedule, rank, chunks)
     passes = [GroupPasses(ledger, index) for index in own_groups(rank, len(ledger.groups))]

@@ -239,7 +239,9 @@ def refuse_shared_states(model: ModelSpec, layout: Layout) -> None:
         )
 
 
-LINE = 64  # bytes to which each saved tensor is padded
+# Tensors start on cache-line boundaries: vendor kernels want at least 16 bytes, and a packed tensor
+# of any dtype must be viewable at its offset.
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +336,7 @@ def exchanging(model: ModelSpec, layout: Layout) -> ModelSpec:
             layer,
             activation_bytes=layer.activation_bytes + layer.output_elements() * model.element_bytes,
             # Queries are saved in pieces, each padded.
-            activation_constant=layer.activation_constant + LINE * (1 + layer.kv_heads),
+            activation_constant=layer.activation_constant + ALIGNMENT * (1 + layer.kv_heads),
         )
         for layer in model.layers
     )

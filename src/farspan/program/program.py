@@ -14,7 +14,7 @@ Sizes. A buffer holds one or more tensors, each of a shape a token and a precisi
 from dataclasses import dataclass
 from enum import StrEnum
 
-from farspan.program.layout import Range, Share, own_groups
+from farspan.program.layout import ALIGNMENT, Range, Share, own_groups
 from farspan.program.residency import RESIDENCY, CutInto, Kind
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
 
@@ -297,11 +297,6 @@ class Program:
     def trains(self) -> bool:
         """Does it compute gradients, and not only the loss?"""
         return any(isinstance(i, Close) for i in reversed(self.instructions))
-
-
-# Regions start on cache-line boundaries: vendor kernels want at least 16 bytes, and a packed
-# tensor of any dtype must be viewable at its offset.
-ALIGNMENT = 64
 
 
 INDEX_BYTES = 8  # int64: of a token's number, of its target, of its position

@@ -16,7 +16,7 @@ from farspan.spec import LayerSpec, ModelSpec, Schedule, Tier
 
 
 class Kind(StrEnum):
-    """What a buffer holds; the classes of DESIGN section 1."""
+    """What a buffer holds."""
 
     X = "x"
     KV = "kv"

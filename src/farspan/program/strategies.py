@@ -1,4 +1,4 @@
-"""Published systems as schedules: points of one space, each runnable by name (DESIGN section 2)."""
+"""Published systems as schedules: points of one space, each runnable by name."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace

@@ -11,13 +11,11 @@ import torch
 from farspan.engine import allocator
 from farspan.engine.memory import dry_run_apart as apart
 from farspan.engine.memory import estimate_memory, refuse_known, refuse_too_large
-from farspan.memory.host import available_host_bytes
+from farspan.memory.host import GIB, MIB, available_host_bytes
 from farspan.planner.request import Fit
 from farspan.spec import MachineSpec, UnsupportedError
 from farspan.train.config import DeviceAllocator, StatesPlace
 from farspan.train.optimizer import StateBytes
-
-MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True, slots=True)

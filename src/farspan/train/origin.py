@@ -26,6 +26,7 @@ from farspan.checkpoint.local import (
 )
 from farspan.durable import read_json
 from farspan.hf.load import frozen_digest
+from farspan.hf.merge import ADAPTER_CONFIG, ADAPTER_TENSORS
 from farspan.spec import UnsupportedError
 from farspan.train.config import LoraConfig, ModelConfig, RunConfig, StartConfig
 from farspan.train.yaml_config import build, read_mapping
@@ -36,7 +37,6 @@ ELSEWHERE = (
     "name another run or checkpoint, or what this one was trained with in the run file: model, "
     "optimizer.states"
 )
-ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # Of an adapter_config.json: what makes of adapters others than W x + alpha / r * B(A(x)).
 OTHER_KINDS = (
     *("use_dora", "use_rslora", "use_qalora", "modules_to_save", "trainable_token_indices"),

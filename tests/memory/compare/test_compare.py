@@ -10,7 +10,6 @@ from farspan.memory.compare.allocators import (
     ACCESS,
     CREATE,
     MAP,
-    UNLIMITED,
     CachingAllocator,
     SimulatedOutOfMemory,
 )
@@ -38,6 +37,7 @@ from farspan.memory.compare.compare import (
     run,
     steps_of,
 )
+from farspan.memory.host import UNLIMITED
 from farspan.memory.native import Allocator, AllocatorOptions, NativeError
 from farspan.memory.placement import live_peak
 from farspan.memory.trace import Event, FreeEvent, Malloc, Mark, Trace

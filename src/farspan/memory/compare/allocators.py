@@ -31,14 +31,12 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 
+from farspan.memory.host import MIB, UNLIMITED
 from farspan.spec import UnsupportedError
 
 MALLOC, FREE = "cudaMalloc", "cudaFree"
 RESERVE, CREATE, MAP, ACCESS = "cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"
 UNMAP, RELEASE, VACATE = "cuMemUnmap", "cuMemRelease", "cuMemAddressFree"
-
-MIB = 2**20
-UNLIMITED = 2**60  # bytes, more than any device has
 
 
 # -- settings -----------------------------------------------------------------------------------

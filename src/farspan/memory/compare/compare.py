@@ -23,10 +23,8 @@ from farspan.memory.compare.allocators import (
     FREE,
     MALLOC,
     MAP,
-    MIB,
     RELEASE,
     RESERVE,
-    UNLIMITED,
     UNMAP,
     VACATE,
     CachingAllocator,
@@ -35,6 +33,7 @@ from farspan.memory.compare.allocators import (
     SimulatedOutOfMemory,
 )
 from farspan.memory.exact import place_exactly
+from farspan.memory.host import MIB, UNLIMITED
 from farspan.memory.placement import sweep_placement
 from farspan.memory.replay import rounded
 from farspan.memory.trace import FreeEvent, Malloc, Mark, Trace
