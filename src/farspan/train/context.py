@@ -18,30 +18,24 @@ from farspan.engine.gradients import adds_products
 from farspan.engine.loss import trained_token_count
 from farspan.engine.parallelize import ShardedModel, ShardedUpdate
 from farspan.engine.step import Step
+from farspan.hf import load
 from farspan.hf.describe import describe, with_work
 from farspan.hf.fused_layers import fuse
-from farspan.hf.load import load_model
 from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import fused_for
 from farspan.plan.cell.describe import model_spec
 from farspan.plan.model.architecture import Architecture
 from farspan.plan.model.families import architecture_from
-from farspan.planner.evaluate import evaluate
-from farspan.planner.plans import best_plan
-from farspan.planner.request import Plan, Question
-from farspan.program.strategies import AUTO, strategy
+from farspan.planner import evaluate as evaluation
+from farspan.planner import plans
+from farspan.program import strategies
+from farspan.program.strategies import AUTO
 from farspan.sparse.engine import Seen
 from farspan.sparse.train import fraction_of
 from farspan.spec import Kernels, MachineSpec, ModelSpec, Schedule, UnsupportedError
-from farspan.train.config import DeviceAllocator, RunConfig
-from farspan.train.memory import (
-    DeviceMemory,
-    Expected,
-    Placed,
-    choose_allocator,
-    expect_memory,
-    rehearse_apart,
-)
+from farspan.train import memory
+from farspan.train.config import RunConfig
+from farspan.train.memory import DeviceMemory, Placed
 from farspan.train.optimizer import StateBytes, TrainingOptimizer
 
 
@@ -106,65 +100,19 @@ class Components:
     """What training is made of besides the data: farspan's own, each of which a subclass or an
     instance may give otherwise."""
 
+    load_model = staticmethod(load.load_model)
+    make_step: Callable[..., StepLike] = Step  # named are only what differs from its defaults
+    strategy = staticmethod(strategies.strategy)
+    count_trained = staticmethod(trained_token_count)
+    expect_memory = staticmethod(memory.expect_memory)
+    rehearse_apart = staticmethod(memory.rehearse_apart)
+    choose_allocator = staticmethod(memory.choose_allocator)
+    machine = staticmethod(machine_of)
+    best_plan = staticmethod(plans.best_plan)
+    evaluate = staticmethod(evaluation.evaluate)
+
     def __init__(self) -> None:
         self._machines: dict[tuple[torch.device, torch.dtype], MachineSpec] = {}
-
-    def load_model(self, **how: Any) -> Any:
-        """A PreTrainedModel; `how` are the arguments of `farspan.hf.load.load_model`."""
-        return load_model(**how)
-
-    def make_step(self, model: Any, schedule: Schedule, **how: Any) -> StepLike:
-        """The engine. `how` holds only what differs from its defaults: kernels, selector, ranks."""
-        return Step(model, schedule, **how)
-
-    def strategy(self, name: str, layers: int, tokens: int) -> Schedule:
-        """The schedule of a strategy by its name."""
-        return strategy(name, layers, tokens)
-
-    def count_trained(self, labels: Tensor, document_ids: Tensor | None) -> int:
-        """How many tokens of a batch have a target."""
-        return trained_token_count(labels, document_ids)
-
-    def expect_memory(
-        self,
-        step: Any,
-        batch: int,
-        tokens: int,
-        optimizer: StateBytes,
-        watch: Callable[[Any], None],
-        accumulate: bool,
-    ) -> Expected:
-        """As `farspan.train.memory.expect_memory`."""
-        return expect_memory(step, batch, tokens, optimizer, watch, accumulate)
-
-    def rehearse_apart(
-        self,
-        step: Any,
-        batch: int,
-        tokens: int,
-        watch: Callable[[Any], None],
-        accumulate: bool,
-    ) -> None:
-        """As `farspan.train.memory.rehearse_apart`."""
-        rehearse_apart(step, batch, tokens, watch, accumulate)
-
-    def choose_allocator(self, name: DeviceAllocator, device: torch.device) -> DeviceMemory:
-        """As `farspan.train.memory.choose_allocator`."""
-        return choose_allocator(name, device)
-
-    def machine(
-        self, device: torch.device, dtype: torch.dtype, progress: Callable[[str], None]
-    ) -> MachineSpec:
-        """The machine at hand, for the planner."""
-        return machine_of(device, dtype, progress)
-
-    def best_plan(self, question: Question) -> Plan:
-        """The planner's best schedule."""
-        return best_plan(question)
-
-    def evaluate(self, question: Question, name: str, schedule: Schedule) -> Plan:
-        """What the planner says of one schedule."""
-        return evaluate(question, name, schedule)
 
     def machine_once(
         self, device: torch.device, dtype: torch.dtype, progress: Callable[[str], None]
