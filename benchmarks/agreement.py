@@ -24,12 +24,11 @@ from farspan.engine.calibrate import Calibration
 from farspan.engine.memory import PeakMemory
 from farspan.engine.microbench import THOROUGH, Bench, describe_machine
 from farspan.engine.step import Step
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.architecture import Architecture
-from farspan.plan.model.families import architecture_from
 from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import MachineFile, to_json
 from farspan.planner.request import Optimizer, Plan, Question
+from farspan.profile.model import Variant
+from farspan.profile.store import profiles_of
 from farspan.program.strategies import STRATEGIES
 from farspan.spec import MachineSpec, RunSpec, Schedule
 
@@ -61,7 +60,8 @@ class Bed:
         self.device, self.dtype = device, dtype
         model: nn.Module = Qwen2ForCausalLM(self.config)
         self.model = model.to(device=device, dtype=dtype).train()
-        self.architecture: Architecture = architecture_from(self.config.to_dict())
+        profiles = profiles_of(self.config.to_dict(), "agreement")
+        self.profile = profiles.of(Variant(self.dtype_name))
         self.clock: Callable[[], float] = time.perf_counter
         if device.type == "cpu":
             torch.set_num_threads(1)
@@ -100,12 +100,12 @@ class Bed:
     def plan(self, name: str, tokens: int, spec: MachineSpec, batch: int = 1) -> Plan:
         """What planning says of the same step."""
         question = Question(
-            model=model_spec(self.architecture, self.dtype_name),
+            model=self.profile.spec,
             run=RunSpec(batch, tokens),
             machine=spec,
             optimizer=Optimizer.NONE,
             dtype=self.dtype_name,
-            architecture=self.architecture,
+            profile=self.profile,
         )
         return evaluate(question, name, self.schedule(name, tokens))
 

@@ -29,15 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.coarse import Coarse, even_cuts
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.architecture import Architecture
-from farspan.plan.model.catalog import find_architecture
 from farspan.planner.evaluate import evaluate, most_layers, stage_schedule
 from farspan.planner.machines import machine
 from farspan.planner.plans import best_plan, named_schedule
 from farspan.planner.request import Budget, Plan, Question
 from farspan.planner.search import search, something_fits
 from farspan.planner.space import whole_space
+from farspan.profile.model import ModelProfile, Variant
+from farspan.profile.store import find_profiles
 from farspan.program.layout import Layout
 from farspan.spec import ModelSpec, RunSpec
 
@@ -58,39 +57,39 @@ class System:
     """One way to spread a step over devices."""
 
     name: str
-    layouts: Callable[[Architecture, int], Iterator[Layout]]  # of devices that share a sequence
+    layouts: Callable[[ModelSpec, int], Iterator[Layout]]  # of devices that share a sequence
     strategies: tuple[str, ...]  # by which it may run; empty: farspan's search
-    most: Callable[[Architecture], int]  # devices that can share a sequence
+    most: Callable[[ModelSpec], int]  # devices that can share a sequence
 
 
-def _any(_: Architecture) -> int:
+def _any(_: ModelSpec) -> int:
     return max(GPUS)
 
 
-def _query_heads(architecture: Architecture) -> int:
-    return min(block.attention.query_heads for block in architecture.blocks)
+def _query_heads(model: ModelSpec) -> int:
+    return min(layer.query_heads for layer in model.layers)
 
 
-def _kv_heads(architecture: Architecture) -> int:
-    return min(block.attention.kv_heads for block in architecture.blocks)
+def _kv_heads(model: ModelSpec) -> int:
+    return min(layer.kv_heads for layer in model.layers)
 
 
-def _grouped(architecture: Architecture, devices: int) -> Iterator[Layout]:
-    heads = min(devices, _kv_heads(architecture))
+def _grouped(model: ModelSpec, devices: int) -> Iterator[Layout]:
+    heads = min(devices, _kv_heads(model))
     for stages in (1, 4, 16):
         if devices % (heads * stages) == 0:
             yield Layout(ulysses=heads, shards=devices // (heads * stages), pipeline=stages)
 
 
-def _ulysses(_: Architecture, devices: int) -> Iterator[Layout]:
+def _ulysses(_: ModelSpec, devices: int) -> Iterator[Layout]:
     yield Layout(ulysses=devices)
 
 
-def _ring(_: Architecture, devices: int) -> Iterator[Layout]:
+def _ring(_: ModelSpec, devices: int) -> Iterator[Layout]:
     yield Layout(ring=devices)
 
 
-def _tensor(_: Architecture, devices: int) -> Iterator[Layout]:
+def _tensor(_: ModelSpec, devices: int) -> Iterator[Layout]:
     yield Layout(tensor=NODE, ring=devices // NODE)
 
 
@@ -121,30 +120,30 @@ SYSTEMS = (
 
 
 @cache
-def architecture_of(name: str) -> Architecture:
-    return find_architecture(name)
+def profile_of(name: str) -> ModelProfile:
+    return find_profiles(name).of(Variant())
 
 
 @cache
 def model_of(name: str, copies: int) -> ModelSpec:
     """The model with every K, V head held `copies` times: K, V of Ulysses over more devices than
     heads. What a cell holds for a moment is left as it is, in the baseline's favour."""
-    model = model_spec(architecture_of(name))
+    model = profile_of(name).spec
     layers = [replace(layer, kv_heads=copies * layer.kv_heads) for layer in model.layers]
     return replace(model, layers=tuple(layers))
 
 
 def ask(name: str, tokens: int, layout: Layout) -> Question:
     """One sequence for each replica."""
-    architecture = architecture_of(name)
-    heads = _kv_heads(architecture)
+    profile = profile_of(name)
+    heads = _kv_heads(profile.spec)
     copies = max(1, layout.ulysses * layout.tensor // heads)
     return Question(
         model=model_of(name, copies),
         run=RunSpec(1, tokens),
         machine=machine(MACHINE),
         layout=layout,
-        architecture=architecture,
+        profile=profile,
         overlap=True,
     )
 
@@ -176,12 +175,12 @@ def plans(system: System, question: Question) -> Iterator[Plan]:
 def fastest(system: System, name: str, tokens: int, gpus: int) -> Plan | None:
     """The plan of the highest MFU that fits, over layouts and numbers of replicas: as many as there
     may be, then fewer until fewer are slower."""
-    architecture, best = architecture_of(name), None
+    model, best = profile_of(name).spec, None
     replicas = min(TOKENS_A_STEP // tokens, gpus // NODE)
     while replicas >= 1:
         found = []
-        if gpus // replicas <= system.most(architecture):
-            for layout in system.layouts(architecture, gpus // replicas):
+        if gpus // replicas <= system.most(model):
+            for layout in system.layouts(model, gpus // replicas):
                 question = ask(name, tokens, replace(layout, data=replicas))
                 found += [plan for plan in plans(system, question) if plan.fits]
         one = max(found, key=lambda plan: plan.mfu, default=None)
@@ -258,9 +257,9 @@ def _lacks(system: System, question: Question) -> Iterator[Lack]:
 
 def _questions(system: System, name: str, tokens: int, gpus: int) -> Iterator[Question]:
     """All devices that can share the one sequence do."""
-    architecture = architecture_of(name)
-    shared = min(gpus, system.most(architecture))
-    for layout in system.layouts(architecture, shared):
+    model = profile_of(name).spec
+    shared = min(gpus, system.most(model))
+    for layout in system.layouts(model, shared):
         yield ask(name, tokens, replace(layout, data=gpus // shared))
 
 
@@ -269,7 +268,7 @@ def breaks(system: System, name: str, gpus: int, lack: Lack | None) -> dict[str,
     if lack is None:
         return {"what": "nothing", "why": "no longer context was tried"}
     tier, budget = ("device", lack.device) if lack.device.left < 0 else ("host", lack.host)
-    most = system.most(architecture_of(name))
+    most = system.most(profile_of(name).spec)
     what = f"{tier} memory"
     if gpus > most:
         what = f"heads: at most {most} devices share a sequence, then {what}"

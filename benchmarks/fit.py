@@ -22,13 +22,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.catalog import find_architecture
 from farspan.planner.api import as_run
 from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import machine
 from farspan.planner.plans import LEAST, longest_contexts, named_schedule
 from farspan.planner.request import Optimizer, Plan, Question, margin_of
+from farspan.profile.model import Variant
+from farspan.profile.store import find_profiles
 from farspan.program.strategies import STRATEGIES
 from farspan.spec import MachineSpec, RunSpec, Schedule
 
@@ -66,17 +66,17 @@ def one_device(name: str) -> MachineSpec:
 
 
 def ask(model: str, way: Way, on: MachineSpec, tokens: int) -> Question:
-    architecture = replace(find_architecture(model), adapter_rank=way.adapter_rank)
+    profiles = find_profiles(model)
     question = Question(
-        model_spec(architecture),
+        profiles.of(Variant(rank=way.adapter_rank)).spec,
         RunSpec(1, tokens),
         on,
         optimizer=way.optimizer,
-        architecture=architecture,
+        profiles=profiles,
         overlap=True,
         margin=margin_of(None, on),
     )
-    return as_run(question)
+    return as_run(question, way.adapter_rank)
 
 
 def longest() -> Iterator[dict[str, Any]]:

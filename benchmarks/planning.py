@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from farspan.lazy import load
-from farspan.plan.model.catalog import presets
 from farspan.planner.api import Request
 from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.request import Plan
+from farspan.profile.catalog import presets
 
 LIMIT = 10.0  # seconds that an answer may take
 SWEEP = ("128K", "1M")

@@ -16,7 +16,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -42,9 +42,11 @@ from farspan.hf.fused_layers import in_shells, rules
 from farspan.hf.load import blank_model, config_from_fields
 from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import Launch
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.catalog import find_architecture, find_config
+from farspan.planner.evaluate import stage_model
 from farspan.planner.machines import machine
+from farspan.profile.catalog import find_config
+from farspan.profile.model import Variant
+from farspan.profile.store import find_profiles
 from farspan.program import program as instructions
 from farspan.program.attention_blocks import Block
 from farspan.program.builder import build_program
@@ -198,8 +200,7 @@ def count_step(tokens: int, how: str, schedule: Schedule = SCHEDULE) -> dict[Kin
     for parameter in model.parameters():
         parameter.grad_dtype = torch.float32
         parameter.grad = torch.empty_like(parameter, dtype=torch.float32)  # of an earlier chunk
-    architecture = find_architecture(MODEL)
-    spec = model_spec(replace(architecture, blocks=architecture.blocks[:LAYERS]))
+    spec = stage_model(find_profiles(MODEL).of(Variant()).spec, (0, LAYERS))
     program = build_program(spec, RunSpec(1, tokens), schedule)
     count, boundary = Count(), CausalLMStages(model)
     with _as(how, count, model):
@@ -299,7 +300,7 @@ def lines(works: dict[Kind, Work], card: MachineSpec) -> list[Line]:
     """All of a step, longest first. All layers but the last are as the first."""
     layers = find_config(MODEL)["num_hidden_layers"]
     rates = card.rates["bfloat16"]
-    layer = model_spec(find_architecture(MODEL)).layers[0]
+    layer = find_profiles(MODEL).of(Variant()).spec.layers[0]
     found: dict[str, Line] = {}
 
     def add(name: str, seconds: float, floor: float = 0.0) -> None:

@@ -168,8 +168,8 @@ def test_repeated_heads_are_what_a_rank_holds() -> None:
 
 def test_baselines_hold_the_whole_sequence() -> None:
     for system in cluster.SYSTEMS[1:]:
-        architecture = cluster.architecture_of("Llama-3-8B")
-        (layout,) = system.layouts(architecture, 16)
+        model = cluster.profile_of("Llama-3-8B").spec
+        (layout,) = system.layouts(model, 16)
         question = cluster.ask("Llama-3-8B", 2**18, layout)
         plans = list(cluster.plans(system, question))
         assert [plan.schedule.chunk for plan in plans] == [2**18] * len(plans)

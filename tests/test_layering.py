@@ -24,7 +24,6 @@ ORDER = (
     {"distributed"},
     {"attention", "activations"},
     {"kernels"},
-    {"plan"},
     {"planner"},
     {"program"},
     {"formatting"},
@@ -38,26 +37,23 @@ INSIDE = {
     "sparse.verify": "engine",
     "sparse.train": "train",
     "sparse.planner": "planner",
-    # What a cell takes is read by builder and planner; the package above is the public function.
-    "plan.cell": "program",
-    "plan.model": "program",
+    # What a cell takes is read by builder and planner.
+    "sparse.sizes": "program",
     "profile": "program",
 }
 HEIGHT = {layer: -row for row, layers in enumerate(ORDER) for layer in layers}
 TORCH_FREE = (
-    *("__init__", "formatting", "lazy", "memory", "plan", "planner", "profile", "program"),
+    *("__init__", "formatting", "lazy", "memory", "planner", "profile", "program"),
     *("report", "spec", "version"),
 )
 TORCH = ("torch", "transformers")
 SEAM = "farspan.lazy"  # the only module that may import by name
 # A user of the seam, and what stands above it and is loaded all the same: whoever plans for `here`
-# has the machine measured, whoever plans a family that is not known has its layers run, whoever
-# asks for a profile that does not ship has it measured, whoever prints a plan sees its tables,
-# whoever installs the allocator installs it in torch. A step that is to choose its schedule asks
-# who chooses a run's.
+# has the machine measured, whoever asks for a profile that does not ship has it measured, whoever
+# prints a plan sees its tables, whoever installs the allocator installs it in torch. A step that is
+# to choose its schedule asks who chooses a run's.
 UPWARD = {
     ("farspan.planner.api", "farspan.engine.calibrate"),
-    ("farspan.planner.api", "farspan.hf.describe"),
     ("farspan.planner.request", "farspan.report.plan"),
     ("farspan.memory", "farspan.engine.allocator"),
     ("farspan.engine.step", "farspan.train.planning"),
@@ -69,7 +65,7 @@ Import = tuple[str, int]  # module name, line
 
 
 def read_sources() -> Sources:
-    """Every module of the package; `farspan/plan/__init__.py` is `farspan.plan`."""
+    """Every module of the package; `farspan/memory/__init__.py` is `farspan.memory`."""
     sources = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -280,10 +276,10 @@ def test_the_exception_upward_is_used() -> None:
 def test_imports_that_go_down_pass() -> None:
     sources = {
         "farspan": "from farspan.engine.step import Step\nfrom farspan.spec import Schedule",
-        "farspan.cli": "import json\nfrom farspan.plan import grid\nimport farspan.report.tables",
+        "farspan.cli": "import json\nfrom farspan import planner\nimport farspan.report.tables",
         "farspan.engine.step": "from farspan.engine.attention_op import forward\nimport torch",
         "farspan.engine.attention_op": "from farspan.spec import Schedule",
-        "farspan.plan": "",
+        "farspan.planner": "",
         "farspan.program.layout": "from farspan.memory.buffer import Buffer",
     }
     gates = (wrong_direction, private_exports, cycles, hidden_imports, torch_imports)

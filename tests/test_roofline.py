@@ -9,11 +9,10 @@ import pytest
 from benchmarks import roofline
 from benchmarks.gpu.floor import Ceilings, floor
 from benchmarks.roofline import AFTER, BEFORE, MODEL, SCHEDULE, count_step, lines
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.catalog import find_architecture
 from farspan.planner.machines import machine
 from farspan.planner.request import Question
 from farspan.spec import Curve, RunSpec
+from tests.profiles import spec_of
 from tests.versions import FLOAT_POSITIONS
 
 RECORD = Path(roofline.__file__).parent / "results" / "roofline.json"
@@ -51,10 +50,7 @@ def test_the_floor_is_the_formula_s() -> None:
         causal_backward=None,
     )
     card = replace(card, rates={"bfloat16": rates})
-    architecture = find_architecture(MODEL)
-    question = Question(
-        model_spec(architecture), RunSpec(1, tokens), card, architecture=architecture
-    )
+    question = Question(spec_of(MODEL), RunSpec(1, tokens), card)
     needed = floor(question, Ceilings(1e15, 1e15, 1e15)).total
     for how in (BEFORE, AFTER):
         counted = lines(count_step(tokens, how, replace(SCHEDULE, chunk=512, kv_block=512)), card)

@@ -16,11 +16,11 @@ from benchmarks.gpu.device import dtype_of, give_back
 from farspan.engine.calibrate import Calibration
 from farspan.engine.kernels import select_kernel
 from farspan.engine.microbench import GLANCE, QUICK, AttentionProblem, Bench
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.families import architecture_from
 from farspan.planner.machines import contradictions, to_json
+from farspan.profile.model import Variant
+from farspan.profile.store import profiles_of
 from farspan.program.attention_blocks import Block
-from farspan.spec import LayerSpec
+from farspan.spec import LayerSpec, dtype_name
 
 LOOKS = 2
 TOKENS = (4096, 16384)  # of a product: chunks
@@ -54,7 +54,8 @@ def run(settings: Mapping[str, Any]) -> None:
     add_row(settings, {"machine_file": to_json(file), "contradiction": wrong})
     give_back(settings["device"])
     bench = Bench(device, effort)
-    layer = model_spec(architecture_from(settings["config"]), settings["dtype"]).layers[0]
+    profiles = profiles_of(settings["config"], "ceilings")
+    layer = profiles.of(Variant(dtype_name(settings["dtype"]))).spec.layers[0]
     for row in products(bench, settings, layer):
         add_row(settings, {"product": row})
     for row in attentions(bench, settings, layer):

@@ -7,23 +7,22 @@ beside every number that was measured.
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from math import log
 from typing import Any
 
 from benchmarks.children import Row
 from benchmarks.gpu.work import AUTO, SPARSE, Item, Work
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.architecture import Architecture
-from farspan.plan.model.families import architecture_from
+from farspan.planner.api import as_run
 from farspan.planner.evaluate import evaluate, useful_flop
 from farspan.planner.machines import machine, preset_of_gpu
 from farspan.planner.plans import best_plan
 from farspan.planner.prices import rates_of
 from farspan.planner.request import Fit, Optimizer, Plan, Question
 from farspan.planner.states import states, update_seconds
+from farspan.profile.model import Variant
+from farspan.profile.store import profiles_of
 from farspan.program.strategies import strategy
-from farspan.spec import MachineSpec, ModelSpec, RunSpec, Schedule
+from farspan.spec import MachineSpec, RunSpec, Schedule
 from farspan.train.config import StatesPlace
 from farspan.train.memory import Placed, choose_place
 from farspan.train.planning import PLANNED
@@ -144,18 +143,18 @@ class Planner:
     def question(self, tokens: int, layers: int, room: float = ROOM) -> Question:
         device = int(room * self.machine.device_bytes)
         config = self.work.config | {"num_hidden_layers": layers}
-        architecture = architecture_from(config)
+        profiles = profiles_of(config, "works")
         question = Question(
-            model=_described(architecture, self.work.dtype),
+            model=profiles.of(Variant(self.work.dtype)).spec,
             run=RunSpec(1, tokens),
             machine=replace(self.machine, device_bytes=device),
             optimizer=Optimizer.NONE,
             dtype=self.work.dtype,
             overlap=not self.machine.unified,
             wide_gradients=True,  # as in training
+            profiles=profiles,
         )
-        made = question.runs(architecture)
-        return replace(question, architecture=made, model=_described(made, self.work.dtype))
+        return as_run(question)
 
     def update(self, layers: int) -> Update:
         """Of so many layers, the states where training at the middle length has them."""
@@ -208,12 +207,6 @@ class Planner:
             question = replace(question, sparse=self.work.sparse)
         names = None if name in (AUTO, SPARSE) else [name]
         return best_plan(question, names, seconds=SEARCH_SECONDS)
-
-
-@lru_cache
-def _described(architecture: Architecture, dtype: str) -> ModelSpec:
-    """It takes 8 ms, and a session asks of a few depths some hundred times."""
-    return model_spec(architecture, dtype)
 
 
 def host_room(available: int) -> int:

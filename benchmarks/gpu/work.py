@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from farspan.plan.model.catalog import find_config
+from farspan.profile.catalog import find_config
 from farspan.spec import Sparse
 
 AUTO = "auto"

@@ -1,6 +1,6 @@
 """farspan trains Hugging Face language models on sequences far longer than memory, exactly."""
 
-from farspan import memory, plan
+from farspan import memory
 from farspan.lazy import attributes
 from farspan.program.layout import Layout
 from farspan.program.strategies import strategy
@@ -22,6 +22,7 @@ __getattr__, __dir__ = attributes(
         "Verification": "farspan.engine.verify",
         "VerificationRun": "farspan.engine.verify",
         "parallelize": "farspan.engine.parallelize",
+        "plan": "farspan.planner.api",
         "verify": "farspan.engine.verify",
     },
 )

@@ -417,3 +417,18 @@ class Schedule:
         size = min(self.groups, layers)
         full, rest = divmod(layers, size)
         return (rest,) * bool(rest) + (size,) * full
+
+
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+SHORT_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+
+def dtype_name(dtype: str) -> str:
+    """torch's name of a dtype that a model can be trained in. Raises UnsupportedError for any
+    other."""
+    name = SHORT_NAMES.get(dtype, dtype)
+    if name not in ELEMENT_BYTES:
+        raise UnsupportedError(
+            f"dtype: expected one of {', '.join((*ELEMENT_BYTES, *SHORT_NAMES))}, got {dtype!r}"
+        )
+    return name

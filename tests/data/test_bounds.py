@@ -17,14 +17,13 @@ import torch
 from farspan.data.tokenizers import load_tokenizer
 from farspan.formatting import MOST_TOKENS, read_tokens
 from farspan.hf.load import Weights, load_config, load_model
-from farspan.plan.model.catalog import (
+from farspan.planner.api import MOST_DEVICES, Request
+from farspan.profile.catalog import (
     LARGEST_CONFIG,
-    find_architecture,
     find_config,
     presets,
     refuse_huge,
 )
-from farspan.planner.api import MOST_DEVICES, Request
 from farspan.spec import UnsupportedError
 from farspan.train.config import MOST_BATCHES, MOST_PIECES, load_run
 from farspan.train.yaml_config import LONGEST_FILE, MOST_VALUES, read_mapping
@@ -181,7 +180,7 @@ def test_sizes_that_no_model_has(tmp_path: Path, fields: dict[str, int], words: 
         (lambda: load(config=config), "model.config."),
         (lambda: load(config=TINY, overrides=fields), "model.overrides."),
         (lambda: load(path=str(tmp_path)), f"model.path: {tmp_path}/config.json: "),
-        (lambda: find_architecture(str(tmp_path)), f"model: {tmp_path}/config.json: "),
+        (lambda: find_config(str(tmp_path)), f"model: {tmp_path}/config.json: "),
         (lambda: load_tokenizer(str(tmp_path)), f"data.tokenizer: {tmp_path}/config.json: "),
     ):
         if name not in TINY and "overrides" in where:

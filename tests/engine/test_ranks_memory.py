@@ -42,7 +42,8 @@ def bytes_of(layout: Layout, schedules: list[Schedule]) -> list[tuple[dict[str, 
         node = replace(machine("h100"), devices=1, reserve=0)
         question = Question(
             *(looked.model, RunSpec(1, TOKENS), node, layout, Optimizer.NONE, "float32"),
-            architecture=looked.architecture,
+            profile=looked.profile,
+            profiles=looked.profiles,
         )
         sharded_model = parallelize(model, schedule, ranks)
         step = Step(model, schedule, ranks=sharded_model)

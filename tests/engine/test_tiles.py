@@ -12,8 +12,6 @@ import farspan.hf.tiled_mlp as mechanism
 from farspan.engine.step import Step
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.tiled_mlp import tokenwise
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.families import architecture_from
 from farspan.program.builder import build_program
 from farspan.program.dependencies import feed_forward_passes, unread_outputs
 from farspan.program.program import Forward
@@ -29,6 +27,7 @@ from tests.engine.checks import (
     run_step,
 )
 from tests.grids import part_of
+from tests.profiles import spec_of
 from tests.zoo import FAMILIES, LAYERS, make_model, shared_model
 
 TILED = Schedule(chunk=16, groups=2, mlp_chunk_size=5)
@@ -298,7 +297,7 @@ def test_what_is_found(name: str, found: dict[str, bool]) -> None:
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "gpt_neox", "gemma2", "mixtral"])
 def test_plans_know_whose_value_is_needed(name: str) -> None:
     model = shared_model(name)
-    layers = model_spec(architecture_from(model.config)).layers
+    layers = spec_of(model.config.to_dict()).layers
     for layer, children in zip(layers, tokenwise(CausalLMStages(model)), strict=True):
         (mlp,) = (child for child in children if child.name == "mlp")
         assert layer.work.skippable is not mlp.needed

@@ -40,11 +40,7 @@ def sized(name: str, rank: int = 0, optimizer: str = "none") -> Sized:
         optimizer=optimizer,
         kernels=Kernels(fused=False, accumulate=False),  # a trace is of the model's own modules
     )
-    question = request.question()
-    assert question.architecture is not None
-    architecture = replace(question.architecture, adapter_rank=rank)
-    question = replace(question, architecture=architecture)
-    return size(question, strategy(name, LAYERS, TOKENS))
+    return size(request.question(), strategy(name, LAYERS, TOKENS))
 
 
 @cache

@@ -18,13 +18,12 @@ from farspan.hf.fused_layers import in_shells, rules, spared_layers
 from farspan.hf.stages import CausalLMStages
 from farspan.kernels import reference
 from farspan.kernels.operations import Norm
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.families import architecture_from
 from farspan.spec import Kernels, Schedule
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.grids import crossed, exhaustive
 from tests.kernels.cases import round_bfloat16
 from tests.numerics import relative_error
+from tests.profiles import spec_of
 from tests.sparse.triton_cases import interpreter
 from tests.zoo import make_model
 
@@ -351,8 +350,8 @@ def _errors(family: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[st
         found[name] = [float(relative_error(named[1], wide)), evaluated]
         found[f"{name} loss"] = [float(relative_error(runs[1].loss, expected.loss))]
         layers = [layer.activation_bytes for layer in step.model_spec.layers]
-        how = replace(architecture_from(exact.config), fused=fused)
-        planned = model_spec(how, str(dtype).removeprefix("torch.")).layers
+        kept = str(dtype).removeprefix("torch.")
+        planned = spec_of(exact.config.to_dict(), dtype=kept, fused=fused).layers
         assert layers == [layer.activation_bytes for layer in planned]
         found[f"{name} bytes"] = [float(sum(layers))]
     return found

@@ -8,11 +8,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from farspan.hf.load import Weights, add_adapters, load_model, stacked_experts
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.families import architecture_from
 from farspan.program.strategies import strategy
 from farspan.spec import UnsupportedError
 from tests.engine.checks import assert_close, draw, gradients, run_oracle, run_step
+from tests.profiles import spec_of
 from tests.zoo import make_model
 
 TOKENS = 41
@@ -83,7 +82,7 @@ def test_adapters_follow_from_the_seed_alone() -> None:
 
 
 def test_they_are_those_that_the_planner_counts() -> None:
-    counted = model_spec(architecture_from(QWEN), adapter_rank=4).trainable
+    counted = spec_of(QWEN, rank=4).trainable
     for weights in (Weights.SAVED, Weights.NONE):
         assert sum(t.numel() for t in trained(adapted(weights=weights)).values()) == counted
 

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 import farspan
 from farspan.cli import app
-from farspan.plan.cell.transient import Walk
 from farspan.planner import api as ask
 from farspan.planner.api import Options, Request, as_run
 from farspan.planner.machines import machine
 from farspan.planner.request import Optimizer
 from farspan.planner.states import gradient_bytes, states
+from farspan.planner.walk import Walk
 from farspan.profile.model import Variant
 from farspan.program.builder import build_program
 from farspan.program.layout import Layout
@@ -133,7 +133,8 @@ def test_cells_have_the_gradients_of_what_is_trained(lora: int) -> None:
     """A walk takes off its bytes what the states count: both must mean the same weights."""
     question = Request(CONFIG, 64, "h200", lora=lora).question()
     program = build_program(question.model, question.run, Schedule(chunk=16))
-    found = Walk(program, question.architecture, gradient_bytes=gradient_bytes(question)).run()
+    assert question.profile is not None
+    found = Walk(program, question.profile, gradient_bytes=gradient_bytes(question)).run()
     assert found.gradients == states(question, program.groups).gradients
 
 
@@ -265,7 +266,8 @@ def test_what_cells_of_a_profile_hold_is_planned() -> None:
         plan.question,
         build_program(plan.question.model, plan.question.run, plan.schedule),
     )
-    walk = Walk(program, None, gradient_bytes=gradient_bytes(question), profile=question.profile)
+    assert question.profile is not None
+    walk = Walk(program, question.profile, gradient_bytes=gradient_bytes(question))
     assert plan.device.parts["cells"] == walk.run().transient
     assert question.longest() == 131072
     assert not question.learned_positions()

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.catalog import find_architecture
 from farspan.planner import feasibility as quick
 from farspan.planner.bounds import all_frames, tiers_of
 from farspan.planner.evaluate import PAGE, evaluate, size
@@ -22,6 +20,7 @@ from tests.planner.test_bound import CLOSE
 from tests.planner.test_ranks import LAYOUTS as PRICED
 from tests.planner.test_ranks import SCHEDULES, runs
 from tests.planner.test_ranks import asked as odd_question
+from tests.profiles import profile_of, spec_of
 
 TOKENS = 64 * 1024
 LAYOUTS = [
@@ -35,14 +34,13 @@ LAYOUTS = [
 
 
 def question(layout: Layout) -> Question:
-    whole = find_architecture("Qwen2.5-0.5B")
-    architecture = replace(whole, blocks=whole.blocks[:7])
+    profile = profile_of("Qwen2.5-0.5B", 7, fused=True, adds=True)
     return Question(
-        model_spec(architecture),
+        profile.spec,
         RunSpec(1, TOKENS),
         replace(machine("rtx4090"), devices=layout.devices()),
         layout,
-        architecture=architecture,
+        profile=profile,
     )
 
 
@@ -92,7 +90,7 @@ def test_bounds_of_several_ranks_hold(layout: Layout) -> None:
 def test_a_pipeline_is_bounded_by_its_fullest_and_slowest_stage() -> None:
     """A 7B model at 1M on four stages: main memory to a millionth, which is cells' padding, and the
     device to a thousandth."""
-    model = model_spec(find_architecture("Qwen2.5-7B"))
+    model = spec_of("Qwen2.5-7B")
     whole = Question(model, RunSpec(1, 2**20), machine("h200"), Layout(pipeline=4))
     schedule = Schedule(
         chunk=2**14, kv=Tier.HOST, attention_save_fraction=0.5, activation_save_fraction=0.1

@@ -6,8 +6,6 @@ from itertools import count
 
 import pytest
 
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.catalog import find_architecture
 from farspan.planner import feasibility as quick
 from farspan.planner import plans
 from farspan.planner.api import Request
@@ -20,15 +18,15 @@ from farspan.planner.search import TOLERANCE
 from farspan.program.layout import Layout
 from farspan.program.strategies import STRATEGIES
 from farspan.spec import RunSpec, UnsupportedError
+from tests.profiles import profile_of
 
 GIB = 2**30
 
 
 def question(tokens: int, host: int = 64 * GIB, **fields: object) -> Question:
-    whole = find_architecture("Qwen2.5-0.5B")
-    architecture = replace(whole, blocks=whole.blocks[:6])
+    profile = profile_of("Qwen2.5-0.5B", 6, fused=True, adds=True)
     here = replace(machine("rtx4090"), host_bytes=host)
-    asked = Question(model_spec(architecture), RunSpec(1, tokens), here, architecture=architecture)
+    asked = Question(profile.spec, RunSpec(1, tokens), here, profile=profile)
     return replace(asked, **fields)  # type: ignore[arg-type]
 
 

@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.catalog import find_architecture
 from farspan.planner.evaluate import (
     arena_parts,
     evaluate,
@@ -39,6 +37,7 @@ from farspan.spec import (
 )
 from tests.planner.machines import slow_machine
 from tests.planner.test_bound import with_work
+from tests.profiles import spec_of
 
 LAYOUTS = [
     Layout(ulysses=2),
@@ -166,7 +165,7 @@ def test_a_plan_takes_the_fullest_device_and_the_slowest_rank(layout: Layout) ->
 def test_a_pipeline_takes_what_its_middle_takes() -> None:
     """A 7B model of four stages at 1M: stages between the ends keep O of all their layers, and what
     they receive; the last has O of its top layer for one chunk at a time."""
-    model = model_spec(find_architecture("Qwen2.5-7B"))
+    model = spec_of("Qwen2.5-7B")
     schedule = Schedule(chunk=2**14, kv=Tier.HOST, attention_save_fraction=1.0)
     question = Question(model, RunSpec(1, 2**20), machine("h200"), Layout(pipeline=4))
     alone = replace(question, machine=replace(question.machine, devices=1))
@@ -179,7 +178,7 @@ def test_a_pipeline_takes_what_its_middle_takes() -> None:
 
 # -- kinds of rank -------------------------------------------------------------------------------
 
-LLAMA = model_spec(find_architecture("Llama-3-8B"))
+LLAMA = spec_of("Llama-3-8B")
 
 
 def ask(layout: Layout, model: ModelSpec = LLAMA) -> Question:

@@ -5,21 +5,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from farspan.formatting import read_bytes
-from farspan.hf.describe import describe_shapes
-from farspan.hf.load import add_adapters, blank_model
 from farspan.planner.api import Request
 from farspan.planner.machines import machine, with_main_memory
 from farspan.planner.plans import best_plan
 from farspan.planner.remedies import RANK, remedies_of
 from farspan.planner.request import Margin, Optimizer, Question, margin_of
+from farspan.profile.estimate import estimated
+from farspan.profile.model import ModelProfile, Variant
+from farspan.profile.store import Profiles
 from farspan.program.layout import Layout
 from farspan.spec import RunSpec, Sparse
+from tests.profiles import spec_of
 from tests.program.cases import model_of
 from tests.report.cases import GIB
-from tests.zoo import make_model
 
 Helps = Callable[[Question], bool]
 HERE = machine("h100")
@@ -28,8 +28,19 @@ HERE = machine("h100")
 def asked(optimizer: Optimizer = Optimizer.ADAMW, **changes: Any) -> Question:
     model = model_of(2)
     model = replace(model, hidden=64, parameters=10, trainable=10)
-    made = Question(model, RunSpec(4, 2**14), HERE, Layout(), optimizer)
+    made = Question(model, RunSpec(4, 2**14), HERE, Layout(), optimizer, profiles=TOYS)
     return replace(made, **changes)
+
+
+class Toys(Profiles):
+    """A model with adapters, by what is known of it."""
+
+    def of(self, variant: Variant) -> ModelProfile:
+        model = replace(model_of(2), hidden=64, parameters=10 + bool(variant.rank), trainable=10)
+        return replace(estimated(model), variant=variant)
+
+
+TOYS = Toys({}, "toys")
 
 
 def options(question: Question, helps: Helps) -> list[str]:
@@ -140,25 +151,10 @@ def test_adapters_that_are_tried_are_those_of_the_option() -> None:
     assert {again.adapter_rank() for again in tried(adapted)} == {RANK}
 
 
-def test_of_a_family_that_is_not_known_they_take_no_less_than_described() -> None:
-    config = make_model("olmo2", torch.bfloat16).config
-    config.hidden_size = 8 * config.hidden_size
-    config.head_dim = config.hidden_size // config.num_attention_heads
-    blank, with_them = (blank_model(config, torch.bfloat16) for _ in range(2))
-    add_adapters(with_them, rank=RANK, alpha=RANK)
-    whole, expected = describe_shapes(blank), describe_shapes(with_them)
-    found = next(filter(has_adapters, tried(asked(model=whole)))).model
-    assert found.trainable == expected.trainable
-    assert found.parameters == expected.parameters
-    for layer, other in zip(found.layers, expected.layers, strict=True):
-        assert other.activation_bytes <= layer.activation_bytes <= 2 * other.activation_bytes
-        assert layer.work.trainable == other.work.trainable
-
-
-def test_of_experts_they_are_not_guessed() -> None:
-    blank = blank_model(make_model("mixtral", torch.bfloat16).config, torch.bfloat16)
-    model = replace(describe_shapes(blank), hidden=64)
-    assert not any("--lora" in text for text in options(asked(model=model), lambda _: True))
+def test_of_a_model_that_is_only_described_they_are_not_guessed() -> None:
+    model = replace(spec_of("Qwen2.5-0.5B"), hidden=64)
+    question = asked(model=model, profiles=None)
+    assert not any("--lora" in text for text in options(question, lambda _: True))
 
 
 # -- machines -------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ from itertools import pairwise
 
 import pytest
 
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.catalog import find_architecture
 from farspan.planner.prices import Prices
 from farspan.planner.request import Optimizer, Question
 from farspan.program.builder import build_program
@@ -14,6 +12,7 @@ from farspan.program.dependencies import TiledCells, feed_forward_passes
 from farspan.program.program import Backward, Forward, Program
 from farspan.spec import Curve, MachineSpec, ModelSpec, RunSpec, Schedule
 from tests.planner.machines import slow_machine
+from tests.profiles import spec_of
 
 RUN = RunSpec(batch=2, tokens=2000)
 RATE = 1e12
@@ -56,7 +55,7 @@ def cells(model: ModelSpec, schedule: Schedule, machine: MachineSpec) -> float:
 def test_tiles_add_the_passes_that_they_add(
     name: str, feed_forward: int, skippable: bool, layer_checkpoint: bool
 ) -> None:
-    model = model_spec(find_architecture(name), "float32")
+    model = spec_of(name, dtype="float32")
     assert {layer.work.feed_forward for layer in model.layers} == {feed_forward}
     assert all(layer.work.skippable for layer in model.layers)
     works = (replace(layer.work, skippable=skippable) for layer in model.layers)
@@ -76,7 +75,7 @@ def test_tiles_add_the_passes_that_they_add(
 
 def test_a_pass_is_saved_and_spent() -> None:
     """Of a cell rebuilt for its backward alone."""
-    model = model_spec(find_architecture("qwen2.5-0.5b"), "float32")
+    model = spec_of("qwen2.5-0.5b", dtype="float32")
     program, priced = prices(model, TILED, products_alone())
     _, plain = prices(model, WHOLE, products_alone())
     tiled = TiledCells(program)
@@ -95,7 +94,7 @@ def test_a_pass_is_saved_and_spent() -> None:
 
 
 def test_small_tiles_pass_weight_gradients_more_often() -> None:
-    model = model_spec(find_architecture("qwen2.5-0.5b"), "float32")
+    model = spec_of("qwen2.5-0.5b", dtype="float32")
     machine = replace(products_alone(), memory=1e9)
     seconds = [cells(model, replace(TILED, mlp_chunk_size=t), machine) for t in (400, 200, 100, 50)]
     assert seconds == sorted(seconds)

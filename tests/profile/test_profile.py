@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,78 +12,14 @@ import torch
 from farspan.engine import profile as engine
 from farspan.engine.profile import measure
 from farspan.engine.step import Step
-from farspan.plan.cell.transient import Walk
-from farspan.plan.model.catalog import find_config, presets
 from farspan.profile import store
-from farspan.profile.model import ModelProfile, Variant, highest
-from farspan.profile.store import RANKS, Profiles, between, from_json, to_json
-from farspan.program.strategies import STRATEGIES, strategy
-from tests.plan.cell.test_transient import (
-    CLOSE,
-    EXACT,
-    INDEX,
-    LAYERS,
-    OTHERS,
-    SCHEDULES,
-    WIDE,
-    gradient_bytes,
-    make,
-    measured,
-)
+from farspan.profile.catalog import find_config, presets
+from farspan.profile.model import Variant, highest
+from farspan.profile.store import RANKS, Profiles, between, to_json
+from farspan.program.strategies import strategy
+from tests.planner.test_walk import CLOSE, LAYERS, agree, make
 
-LEARNED = "gpt2"  # of its norms the meta device counts what CUDA saves, 4 bytes a token more
-
-
-@cache
-def _profile(config: str, variant: Variant) -> ModelProfile:
-    # As planning has it: through plain values.
-    (value,) = to_json([measure(json.loads(config), variant)])
-    return from_json(json.loads(json.dumps(value)))
-
-
-def profile_of(step: Step, *, adds: bool = False) -> ModelProfile:
-    model = step.boundary.model
-    dtype = str(model.dtype).removeprefix("torch.")
-    config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
-    return _profile(config, Variant(dtype, adds=adds))
-
-
-def predicted(step: Step, batch: int, tokens: int, **options: Any) -> int:
-    program, adds = step.program(batch, tokens), options.pop("adds", False)
-    made = profile_of(step, adds=adds)
-    walk = Walk(program, None, gradient_bytes=gradient_bytes(step), profile=made, **options)
-    inputs = INDEX * (batch * tokens + tokens)  # what the step itself makes of them
-    return sum(program.arena_bytes.values()) + inputs + walk.run().bytes
-
-
-def agree(step: Step, batch: int, tokens: int, limit: float) -> None:
-    assert predicted(step, batch, tokens) == pytest.approx(measured(step, batch, tokens), rel=limit)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "batch", "tokens"),
-    [(torch.float32, 2, 118), (torch.bfloat16, 1, 192), (WIDE, 1, 192)],
-    ids=str,
-)
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_is_predicted(
-    name: str, dtype: torch.dtype | str, batch: int, tokens: int
-) -> None:
-    agree(Step(make("llama", dtype), strategy(name, LAYERS, tokens)), batch, tokens, EXACT)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [(torch.float32, "grouped"), (torch.bfloat16, "oomb"), (WIDE, "memo")],
-    ids=str,
-)
-@pytest.mark.parametrize("family", OTHERS)
-def test_every_family_is_predicted(family: str, dtype: torch.dtype | str, name: str) -> None:
-    model = make(family, dtype, **OTHERS[family])
-    agree(Step(model, strategy(name, LAYERS, 230)), 1, 230, CLOSE)
-
-
-# Families that no statement stands for: windows of every other kind, and keys wider than values.
+# Windows of every other kind, and keys wider than values.
 FURTHER: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 90, "layer_types": ["sliding_attention", "full_attention"]},
     "deepseek_v3": {
@@ -107,27 +42,9 @@ FURTHER: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ["grouped", "recompute", "memo"])
 @pytest.mark.parametrize("family", FURTHER)
-def test_families_without_statements_are_predicted(family: str, name: str) -> None:
+def test_further_families_are_predicted(family: str, name: str) -> None:
     model = make(family, torch.bfloat16, **FURTHER[family])
     agree(Step(model, strategy(name, LAYERS, 230)), 1, 230, CLOSE)
-
-
-@pytest.mark.parametrize("name", [n for n, s in SCHEDULES.items() if s.mlp_chunk_size is None])
-def test_every_schedule_is_predicted(name: str) -> None:
-    step = Step(make("qwen2", torch.bfloat16, tie_word_embeddings=True), SCHEDULES[name])
-    for accumulates in (False, True):
-        expected = predicted(step, 2, 250, accumulates=accumulates)
-        found = measured(step, 2, 250, accumulates=accumulates)
-        assert expected == pytest.approx(found, rel=EXACT)
-
-
-@pytest.mark.parametrize("name", ["open", "kept graphs", "streamed"])
-def test_products_that_add_are_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, since a CPU adds products to sums of their own dtype alone."""
-    monkeypatch.setattr("farspan.engine.step.adds_products", lambda *_: True)
-    step = Step(make("qwen2", torch.float32), SCHEDULES[name])
-    found = measured(step, 1, 250)
-    assert predicted(step, 1, 250, adds=True) == pytest.approx(found, rel=EXACT)
 
 
 SMALL = {**find_config("Qwen2.5-0.5B"), "num_hidden_layers": 3}

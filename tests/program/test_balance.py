@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.catalog import find_architecture
 from farspan.planner.bounds import all_frames, tiers_of
 from farspan.planner.evaluate import evaluate, size, slowest
 from farspan.planner.feasibility import slowest as slowest_bound
@@ -32,6 +30,7 @@ from tests.oracles.check import check_program
 from tests.oracles.check_order import check_order
 from tests.planner.machines import slow_machine
 from tests.planner.test_bound import CLOSE, with_work
+from tests.profiles import spec_of
 
 Ranges = tuple[Range, ...]
 
@@ -217,7 +216,7 @@ def idle(model: ModelSpec, chunks: Ranges, stages: int) -> float:
 def test_stages_wait_less() -> None:
     """A 7B model at 256K in chunks of 16K on four stages: a stage waits 25% of the forwards where
     chunks are equal, 13% with as many equal ones as there are balanced ones, and 8% so."""
-    model = model_spec(find_architecture("Qwen2.5-7B"))
+    model = spec_of("Qwen2.5-7B")
     balanced = balanced_ranges(costs_of(model), 2**18, 2**14)
     equal = chunk_ranges(2**18, 2**14)
     many = chunk_ranges(2**18, -(-(2**18) // len(balanced)))
@@ -233,7 +232,7 @@ def asked(layout: Layout, tokens: int, model: ModelSpec = MODEL) -> Question:
 
 def test_a_plan_waits_as_the_stages_do() -> None:
     """What its price adds for three stages that wait: three times the dearest of its chunks."""
-    model = model_spec(find_architecture("Qwen2.5-7B"))
+    model = spec_of("Qwen2.5-7B")
     question = Question(model, RunSpec(1, 2**18), machine("h200"), Layout(pipeline=4))
     schedule = Schedule(chunk=2**14, groups=28)
     sized = size(question, schedule)

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.catalog import find_architecture
 from farspan.planner.evaluate import useful_flop
 from farspan.planner.machines import machine
 from farspan.planner.request import Question
@@ -15,6 +13,7 @@ from farspan.program.program import Program
 from farspan.program.simulate import simulate
 from farspan.program.work import work_of
 from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
+from tests.profiles import spec_of
 
 RUN = RunSpec(batch=3, tokens=9000)
 SCHEDULES = [
@@ -62,7 +61,7 @@ def forward_products(model: ModelSpec, *, projections: bool = False) -> float:
 def test_a_step_is_what_mfu_counts_and_what_is_done_again(
     name: str, rank: int, schedule: Schedule
 ) -> None:
-    model = model_spec(find_architecture(name), adapter_rank=rank)
+    model = spec_of(name, rank=rank)
     program = build_program(model, RUN, schedule)
     passes = simulate(program)
     again = (float(passes.attention_passes) - 0.5) * forward_attention(model)
@@ -73,7 +72,7 @@ def test_a_step_is_what_mfu_counts_and_what_is_done_again(
 
 
 def test_an_evaluation_is_one_forward() -> None:
-    model = model_spec(find_architecture(NAMES[0]))
+    model = spec_of(NAMES[0])
     found = total(build_evaluation(model, RUN, SCHEDULES[1]))
     head = 2.0 * RUN.batch * RUN.tokens * model.hidden * model.vocab
     assert found == forward_attention(model) + forward_products(model) + head
@@ -99,7 +98,7 @@ def uncounted(model: ModelSpec, *, parameters: bool) -> ModelSpec:
 def test_weights_stand_for_products_that_nobody_counted(name: str, parameters: bool) -> None:
     """A tied table is one of the parameters, and multiplies once more as the head. Norms and biases
     are the difference: 1 / 1000 of the weights of a small model, less of a large one."""
-    model = model_spec(find_architecture(name))
+    model = spec_of(name)
     bare = uncounted(model, parameters=parameters)
     found, expected = (total(build_program(m, RUN, SCHEDULES[0])) for m in (bare, model))
     assert expected <= found <= 1.001 * expected

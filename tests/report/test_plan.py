@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from farspan.plan.model.architecture import Architecture
 from farspan.planner.api import Request
 from farspan.planner.explain import PARTS, breaks_first, reason_of
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Budget, Optimizer, Remedy
+from farspan.profile.estimate import estimated
 from farspan.program.layout import Layout
 from farspan.program.residency import Kind
 from farspan.report.plan import contexts_view, plan_view
@@ -192,17 +192,17 @@ def test_runners_up_stand_below_the_choice() -> None:
 
 
 def test_a_context_beyond_the_positions_is_noted() -> None:
-    short = Architecture("Some-7B", "llama", 512, 1000, (), longest=32768)
     plan = fitting()
-    noted = replace(plan, question=replace(plan.question, architecture=short))
+    short = replace(estimated(plan.question.model), longest=32768)
+    noted = replace(plan, question=replace(plan.question, profile=short))
     assert "beyond the model's 32K positions" in text_of(plan_view(noted))
-    learned = replace(short, positions=32768)
-    noted = replace(plan, question=replace(plan.question, architecture=learned))
+    learned = replace(short, learned_positions=True)
+    noted = replace(plan, question=replace(plan.question, profile=learned))
     text = text_of(plan_view(noted))
     assert "they cannot be stretched, so farspan train refuses it" in text
     assert "rope" not in text
     far = replace(short, longest=2**20)
-    quiet = replace(plan, question=replace(plan.question, architecture=far))
+    quiet = replace(plan, question=replace(plan.question, profile=far))
     assert "beyond" not in text_of(plan_view(quiet))
 
 

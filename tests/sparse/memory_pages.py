@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from farspan.attention.backends import accumulate_dtype
-from farspan.plan.cell.sparse import MOST_UNITS
 from farspan.sparse.pages import Resident, Slab, Units, ends_of, index_of, page_means, slabs_of
+from farspan.sparse.sizes import MOST_UNITS
 
 
 @dataclass(slots=True)

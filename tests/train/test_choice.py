@@ -195,7 +195,7 @@ def test_gradients_of_earlier_batches_are_the_planners_to_place(
     monkeypatch.setattr("farspan.train.planning.available_host_bytes", lambda: GIB)
     device = replace(one_memory(GIB), unified=False, device_bytes=140 * GIB, reserve=GIB)
     world = DistributedContext(torch.device("cuda"))
-    looked, nothing = InspectedModel(spec(), None), StateBytes(0, 0, 0)
+    looked, nothing = InspectedModel(spec()), StateBytes(0, 0, 0)
     for accumulate in (1, 2):
         run = tiny_run(tmp_path, accumulate=accumulate)
         question = question_of(run, looked, device, StatesPlace.DEVICE, world)
@@ -209,7 +209,7 @@ def test_gradients_of_earlier_batches_are_the_planners_to_place(
 
 def test_a_run_on_a_gpu_is_planned_with_copies_beside_the_computation(tmp_path: Path) -> None:
     """As `farspan plan` does: the engine runs them so, and the fastest schedule is another."""
-    run, world, looked = tiny_run(tmp_path), DistributedContext(CPU), InspectedModel(spec(), None)
+    run, world, looked = tiny_run(tmp_path), DistributedContext(CPU), InspectedModel(spec())
     for machine_ in (machine("h200"), one_memory()):
         question = question_of(run, looked, machine_, StatesPlace.DEVICE, world)
         assert question.overlap is not machine_.unified
@@ -305,34 +305,15 @@ def test_a_schedule_on_one_line() -> None:
     )
 
 
-def test_the_work_of_an_unknown_family_is_estimated_from_its_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = make_model("qwen3_moe", torch.float32)
-    known = inspect_model(model, "float32", CPU).model
-
-    def unknown(*_: object) -> Any:
-        raise UnsupportedError("model_type: not known")
-
-    monkeypatch.setattr("farspan.train.context.architecture_from", unknown)
-    looked = inspect_model(model, "float32", CPU)
-    found, architecture = looked.model, looked.architecture
-    assert architecture is None
-    for ours, theirs in zip(found.layers, known.layers, strict=True):
-        assert ours.work.parameters == theirs.work.parameters
-        assert sum(i * o for i, o in ours.work.products) == pytest.approx(
-            sum(i * o for i, o in theirs.work.products)
-        )
-
-
 def test_frozen_weights_are_not_planned_as_trained() -> None:
     model = make_model("llama", torch.float32)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("mlp" in name)
     looked = inspect_model(model, "float32", CPU)
-    found, architecture = looked.model, looked.architecture
-    assert architecture is None  # a known family's cells hold gradients of every weight
-    for layer in found.layers:
+    assert looked.profile is not None
+    assert looked.profile.variant.rank is None
+    for layer, kind in zip(looked.model.layers, looked.profile.kind_of, strict=True):
+        assert sum(looked.profile.kinds[kind].weights) == layer.work.trainable
         assert layer.work.trainable == 3 * 32 * 48
         assert layer.work.parameters > layer.work.trainable
 
@@ -344,7 +325,8 @@ def test_adapters_everywhere_are_planned_as_the_family_has_them(rank: int, known
     add_adapters(model, rank=4, alpha=8.0)
     looked = inspect_model(model, "float32", CPU, rank)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert (looked.architecture is not None) is known
+    assert looked.profile is not None
+    assert (looked.profile.variant.rank == rank) is known
     assert looked.model.trainable == sum(layer.work.trainable for layer in looked.model.layers)
     assert looked.model.trainable == trained
     assert looked.model.outer_trainable() == 0

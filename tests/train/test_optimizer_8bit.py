@@ -15,8 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.catalog import find_architecture
 from farspan.planner.request import Optimizer as Planned
 from farspan.planner.request import Question
 from farspan.planner.states import states
@@ -24,6 +22,7 @@ from farspan.spec import RunSpec, UnsupportedError
 from farspan.train import optimizer as optimizer_8bit
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, StatesPlace
 from farspan.train.optimizer import Rule, TrainingOptimizer, decays
+from tests.profiles import spec_of
 from tests.train.eightbit import BLOCK, LEAST, AdamW8bit
 from tests.train.planner import one_memory
 from tests.train.test_interrupt import same_weights
@@ -201,8 +200,7 @@ def test_held_bytes_follow_the_rule(dtype: torch.dtype) -> None:
 
 def test_planned_bytes_are_within_two_percent() -> None:
     """On a model of real size: smaller ones have more of their moments in full width."""
-    architecture = find_architecture("Qwen2.5-0.5B")
-    spec = model_spec(architecture, "bfloat16")
+    spec = spec_of("Qwen2.5-0.5B")
     asked = Question(spec, RunSpec(1, 1024), one_memory(), optimizer=Planned.ADAMW8BIT)
     planned = states(asked, ((0, len(spec.layers)),)).optimizer
     config = AutoConfig.for_model(

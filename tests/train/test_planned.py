@@ -102,7 +102,7 @@ def test_the_model_at_hand_is_what_is_planned_for(tmp_path: Path) -> None:
         # 16 + 8 + 8 biases of q, k, v and two norms.
         assert layer.work.parameters == layer.work.trainable == 2304 + 32 + 32
     assert model.outer() == 264 * 16 + 16
-    assert asked[0].architecture is not None
+    assert asked[0].profile is not None
 
 
 def test_predicted_stands_beside_measured_at_the_end(tmp_path: Path) -> None:

@@ -13,18 +13,17 @@ import typer
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
 from farspan.formatting import EXAMPLE, read_seconds, read_sparse, read_tokens
 from farspan.lazy import load
-from farspan.plan.cell.describe import dtype_name
-from farspan.plan.model.catalog import presets
 from farspan.planner.api import AS_IN_RUN_FILES, HERE, Request
 from farspan.planner.machines import HOST_RESERVE
 from farspan.planner.machines import names as machine_names
 from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.request import SHARE, Optimizer, Plan, Question
+from farspan.profile.catalog import presets
 from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.plan import contexts_view, plan_view
 from farspan.report.tables import show
 from farspan.report.timeline import timeline_json
-from farspan.spec import UnsupportedError
+from farspan.spec import UnsupportedError, dtype_name
 from farspan.train.config import DType, LoraConfig, RunConfig, load_run, with_sparse, with_strategy
 
 

@@ -7,8 +7,8 @@ import typer
 
 from farspan.cli import typer_app
 from farspan.engine.profile import measure
-from farspan.plan.model.catalog import find_config, presets
 from farspan.profile import store
+from farspan.profile.catalog import find_config, presets
 from farspan.profile.model import ModelProfile, Variant
 from farspan.spec import UnsupportedError
 

@@ -11,10 +11,9 @@ import typer
 from farspan.cli import RUN_FILES, Settings, typer_app
 from farspan.formatting import EXAMPLE, OFF, ON, read_sparse, read_tokens
 from farspan.lazy import load
-from farspan.plan.cell.describe import SHORT_NAMES
-from farspan.plan.model.catalog import split_revision
+from farspan.profile.catalog import split_revision
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
-from farspan.spec import Schedule, UnsupportedError
+from farspan.spec import SHORT_NAMES, Schedule, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, SparseConfig, default_run, load_run
 
 app = typer_app()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from farspan.plan.model.catalog import pinned, read_config, refuse_absent
+from farspan.profile.catalog import pinned, read_config, refuse_absent
 from farspan.spec import UnsupportedError
 
 TEXT = "text"  # the field of a document that is nothing but text

@@ -19,8 +19,8 @@ from farspan.engine.tiers import DeviceTooSmall, refuse_beyond_together
 from farspan.hf.stages import uncompiled
 from farspan.hf.unsupported import context_limit
 from farspan.memory.host import GIB, UNLIMITED
-from farspan.plan.cell.choosing import grown_bytes
 from farspan.program.program import Program, made_bytes
+from farspan.sparse.sizes import grown_bytes
 from farspan.spec import Tier
 
 

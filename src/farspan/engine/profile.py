@@ -6,39 +6,49 @@ attention is asked for, and when kernels begin and end: what lies between depend
 keys that a chunk sees, and is added where these are known (`farspan.profile.cells`).
 """
 
+import copy
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from farspan.attention.backends import accumulate_dtype
 from farspan.engine.buffers import ProgramBuffers
 from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator, uncast
-from farspan.engine.interpreter import Interpreter
+from farspan.engine.interpreter import Interpreter, Layers, TiledLayers
 from farspan.engine.loss import LossHead, StepInputs
 from farspan.engine.profile_meter import (
     CellPass,
     CellTape,
     GroupedProducts,
+    Lengths,
     MarkedContext,
     MarkedKernels,
     Meter,
     NoSums,
     SparedLayers,
+    fullest_of,
+    less_of,
+    line_of,
+    peak_of,
 )
 from farspan.engine.tiers import Arena, CopyEngine
 from farspan.engine.trace import meta_model, shortened
 from farspan.engine.trace_steps import META, without_garbage_collection
 from farspan.hf.attention_interface import routed
-from farspan.hf.describe import describe_unproven
+from farspan.hf.describe import describe_config, describe_shapes, describe_unproven
 from farspan.hf.fused_layers import fuse, gate_forward
 from farspan.hf.stages import CausalLMStages
+from farspan.hf.tiled_mlp import Tokenwise, likely_tokenwise
 from farspan.hf.unsupported import DROPOUTS, context_limit
 from farspan.kernels.launch import launched
+from farspan.profile.estimate import estimated
 from farspan.profile.model import (
     CellLines,
     KindProfile,
@@ -49,6 +59,7 @@ from farspan.profile.model import (
     Variant,
     form,
 )
+from farspan.profile.store import Profiles
 from farspan.program.builder import build_program
 from farspan.program.program import (
     AttentionMode,
@@ -60,9 +71,19 @@ from farspan.program.program import (
     Instruction,
     Program,
 )
-from farspan.spec import Kernels, LayerWork, ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import (
+    Kernels,
+    LayerWork,
+    ModelSpec,
+    RunSpec,
+    Schedule,
+    Tier,
+    UnsupportedError,
+)
 
 LENGTHS = 512, 768  # tokens of a cell
+# Tokens of a chunk and of a piece of the head, or of a tile: two whole pieces and a rest.
+CHUNKS_AND_PIECES = (320, 128), (352, 128), (352, 160)
 
 
 @dataclass(slots=True)
@@ -75,6 +96,7 @@ class _Subject:
     fused: bool
     arena: Arena = field(default_factory=lambda: Arena(Tier.DEVICE, META))
     heads_first: list[bool] = field(default_factory=list)
+    children: Sequence[Sequence[Tokenwise]] = ()  # of each layer, that run on tiles
 
     def program(self, tokens: int, *, kept: bool = False) -> Program:
         schedule = Schedule(
@@ -93,7 +115,7 @@ class _Subject:
         *,
         piece: int = 1,
         sums: GradientAccumulator | None = None,
-        unread: bool = False,
+        layers: Layers | None = None,
     ) -> Interpreter:
         ids = torch.zeros(1, program.run.tokens, dtype=torch.long, device=META)
         self.arena.reserve(max(program.arena_bytes.values()))
@@ -110,7 +132,7 @@ class _Subject:
             head=LossHead(self.stages, 1, piece, outer, self.fused),
             gradients=gradients,
             after=lambda _: None,
-            layers=SparedLayers(self.stages, self.linears, unread),
+            layers=layers or Layers(self.stages),
             kernels=MarkedKernels(META, dtype, meter=meter, heads_first=self.heads_first),
         )
         own = made.attention
@@ -150,12 +172,32 @@ class _Way:
     kept: bool = False
     fresh: bool = False
     unread: bool = False
+    tiled: bool = False
 
     def name(self) -> str:
-        return form(graph=self.graph, kept=self.kept, fresh=self.fresh, unread=self.unread)
+        return form(
+            graph=self.graph,
+            kept=self.kept,
+            fresh=self.fresh,
+            unread=self.unread,
+            tiled=self.tiled,
+        )
+
+    def lengths(self) -> Lengths:
+        """That its cells run at."""
+        return CHUNKS_AND_PIECES if self.tiled else tuple((c,) for c in LENGTHS)
+
+    def layers(self, measured: _Subject, layer: int, tile: Sequence[int]) -> Layers:
+        if not self.tiled:
+            return SparedLayers(measured.stages, measured.linears, self.unread)
+        unread = frozenset({(layer, 0)} if self.unread else ())
+        return TiledLayers(
+            measured.stages, measured.children, tile[0], unread, GradientAccumulator().add
+        )
 
 
-def _run_cell(measured: _Subject, layer: int, tokens: int, way: _Way) -> _Run:
+def _run_cell(measured: _Subject, layer: int, length: Sequence[int], way: _Way) -> _Run:
+    tokens, *tile = length
     stages, program = measured.stages, measured.program(tokens, kept=way.kept)
     parameters = [p for p in stages.layers[layer].parameters() if p.requires_grad]
     _set_sums(parameters, exist=not way.fresh)
@@ -164,7 +206,7 @@ def _run_cell(measured: _Subject, layer: int, tokens: int, way: _Way) -> _Run:
     forward, backward = _of_layer(program, layer)
     steps = (replace(forward, **_FORWARD, graph=way.graph, kept=way.kept), backward)
     program = replace(program, instructions=steps[: 1 + way.graph])
-    interpreter = measured.interpreter(program, meter, unread=way.unread)
+    interpreter = measured.interpreter(program, meter, layers=way.layers(measured, layer, tile))
     blanks = torch.empty(2, 1, tokens, measured.spec.hidden, dtype=stages.dtype, device=META)
     interpreter.hidden[layer], interpreter.gradient[layer + 1] = (x.clone() for x in blanks)
     again = {layer: blanks[0]} if way.kept else {}  # what a kept graph finds in its buffer
@@ -212,30 +254,11 @@ def _set_sums(parameters: Sequence[nn.Parameter], *, exist: bool) -> None:
 # -- lines through runs -------------------------------------------------------------------------
 
 
-def _line(lengths: Sequence[int], sizes: Sequence[float]) -> Line:
-    """Through the sizes at two lengths."""
-    slope = (sizes[1] - sizes[0]) / (lengths[1] - lengths[0])
-    slope = int(slope) if slope == int(slope) else slope
-    constant = sizes[0] - slope * lengths[0]
-    return constant, slope
-
-
-def _peak(lengths: Sequence[int], found: Sequence[list[int]]) -> Peak:
-    """Lines of moments, where all lengths have as many; else one through the fullest."""
-    if len({len(moments) for moments in found}) == 1:
-        return tuple(_line(lengths, sizes) for sizes in zip(*found, strict=True))
-    return (_line(lengths, [max(moments, default=0) for moments in found]),)
-
-
-def _less(line: Line, a_token: float) -> Line:
-    return (line[0], line[1] - a_token)
-
-
 @dataclass(frozen=True, slots=True)
 class _Fit:
     """Runs of one cell at several lengths. `attended` are bytes a token of O and LSE."""
 
-    lengths: Sequence[int]
+    lengths: Lengths
     runs: Sequence[_Run]
     attended: int
 
@@ -244,56 +267,105 @@ class _Fit:
         backward = [run.backward for run in self.runs if run.backward is not None]
         asked = self._moments(forward, "")
         held = 0 if kept else self.attended  # O and LSE, while a backward waits
-        out = self.runs[0].out // self.lengths[0]
+        out = self.runs[0].out // self.lengths[0][0]
         first, returned = self.runs[0], self._mark(backward, "returned")
         return CellLines(
             asked=asked,
             before=asked + self._moments(forward, "asked"),
             at=self._mark(forward, "attends"),
             after=self._moments(forward, "attended", self.attended),
-            graph=_less(self._mark(forward, "end"), held + out),
+            graph=less_of(self._mark(forward, "end"), held + out),
             saves_input=first.saves_input,
             backward_before=self._moments(backward, "", held),
-            backward_at=_less(self._mark(backward, "attends"), held),
+            backward_at=less_of(self._mark(backward, "attends"), held),
             backward_after=self._moments(backward, "attended"),
-            weight_gradients=int(_less(returned, out)[0]) - first.sums if backward else 0,
+            weight_gradients=int(less_of(returned, out)[0]) - first.sums if backward else 0,
             sums=first.sums,
         )
 
     def _moments(self, passes: Sequence[CellPass], name: str, less: int = 0) -> Peak:
         if not passes:
             return ()
-        found = _peak(self.lengths, [one.moments.get(name, []) for one in passes])
-        return tuple(_less(line, less) for line in found)
+        found = peak_of(self.lengths, [one.moments.get(name, []) for one in passes])
+        return tuple(less_of(line, less) for line in found)
 
     def _mark(self, passes: Sequence[CellPass], name: str) -> Line:
-        return _line(self.lengths, [one.marks.get(name, 0) for one in passes] or [0, 0])
+        return line_of(
+            self.lengths, [one.marks.get(name, 0) for one in passes] or [0] * len(self.lengths)
+        )
 
 
 # -- a model ------------------------------------------------------------------------------------
 
 
 def measure(config: Mapping[str, Any], variant: Variant, name: str = "") -> ModelProfile:
-    """The profile of the model that the content of a config.json stands for. Raises
+    """The profile of the model that the content of a config.json stands for. A family that cannot
+    be run without numbers is estimated from what its layers save on stand-ins. Raises
     UnsupportedError."""
-    dtype = getattr(torch, variant.dtype)
-    whole = _stages(config, dtype, variant.rank)
+    name = name or str(config.get("model_type"))
+    try:
+        found = _of_config(config, variant, name)
+    except (UnsupportedError, NotImplementedError, RuntimeError):
+        return estimated(_on_stand_ins(config, variant, name), variant.rank)
+    if any(layer.state for layer in found.spec.layers):
+        # Whether they go on from what they hand on, and what scans save, takes numbers.
+        seen, layers = _on_stand_ins(config, variant, name), found.spec.layers
+        pairs = zip(seen.layers, layers, strict=True)
+        layers = tuple(replace(layer, work=known.work) for layer, known in pairs)
+        found = replace(found, spec=replace(seen, layers=layers))
+    return found
+
+
+def _on_stand_ins(config: Mapping[str, Any], variant: Variant, name: str) -> ModelSpec:
+    return replace(describe_config(config, variant.dtype, variant.rank or 0), name=name)
+
+
+def _of_config(config: Mapping[str, Any], variant: Variant, name: str) -> ModelProfile:
+    dtype, rank = getattr(torch, variant.dtype), variant.rank or 0
+    whole = _stages(config, dtype, rank)
     with without_garbage_collection(), GroupedProducts():
         with routed(whole.model):
             kinds = whole.kinds()
         # One layer of each kind is enough; the first ones that have all kinds are made.
         last = max(kinds.index(kind) for kind in set(kinds))
-        short = _stages(shortened(dict(config), last + 1), dtype, variant.rank)
+        short = _stages(shortened(dict(config), last + 1), dtype, rank)
         with routed(short.model):
             stages = short if _pattern(short.kinds()) == _pattern(kinds[: last + 1]) else whole
         with routed(stages.model):
             found = _measure(stages, variant)
-    return _of_whole(whole, kinds, found, name or str(config.get("model_type")))
+    return _of_whole(whole, kinds, found, name)
+
+
+def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
+    """Of a model as it is, its adapters included, measured on a copy that has no weights."""
+    tensors = (*model.parameters(), *model.buffers())
+    memo: dict[int, Any] = {id(x): _without_elements(x) for x in tensors}
+    blank = copy.deepcopy(model, memo)
+
+    def made(variant: Variant) -> ModelProfile:
+        stages = _without_dropout(blank)
+        try:
+            with without_garbage_collection(), GroupedProducts(), routed(stages.model):
+                found = _measure(stages, variant)
+        except (UnsupportedError, NotImplementedError, RuntimeError):
+            stood_in = copy.deepcopy(blank)
+            return estimated(replace(describe_shapes(stood_in), name=name), variant.rank)
+        return replace(found, spec=replace(found.spec, name=name))
+
+    return Profiles({}, name, made=made)
+
+
+def _without_elements(x: torch.Tensor) -> torch.Tensor:
+    blank = torch.empty_like(x, device=META)
+    return nn.Parameter(blank, x.requires_grad) if isinstance(x, nn.Parameter) else blank
 
 
 def _stages(config: Mapping[str, Any], dtype: torch.dtype, rank: int) -> CausalLMStages:
-    """The model on the meta device, its dropout off: with it no step would train it."""
-    model = meta_model(dict(config), dtype, rank)
+    return _without_dropout(meta_model(dict(config), dtype, rank))
+
+
+def _without_dropout(model: PreTrainedModel) -> CausalLMStages:
+    """With it no step would train the model."""
     for module in model.modules():
         for name in DROPOUTS:
             if isinstance(getattr(module, name, None), float):
@@ -333,7 +405,8 @@ def _measure(stages: CausalLMStages, variant: Variant) -> ModelProfile:
     # What kernels see of a window is their own affair; and no graph of the last group is kept.
     layers = (*spec.layers, spec.layers[-1])
     seeing_all = replace(spec, layers=tuple(replace(layer, window=None) for layer in layers))
-    measured = _Subject(stages, seeing_all, linears, variant.fused)
+    children = likely_tokenwise(stages) if variant.tiled else ()
+    measured = _Subject(stages, seeing_all, linears, variant.fused, children=children)
     keys = list(zip(stages.kinds(), spec.layers, strict=True))
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     made = [_kind(measured, keys.index(key), variant) for key in numbers]
@@ -365,6 +438,10 @@ def _ways(measured: _Subject, layer: int, variant: Variant) -> Iterator[_Way]:
         yield _Way(graph=True, kept=True, fresh=fresh)
         if spares:
             yield _Way(graph=True, fresh=fresh, unread=True)
+    if variant.tiled:
+        yield _Way(tiled=True)
+        for fresh, unread in product((False, True), repeat=2):
+            yield _Way(graph=True, fresh=fresh, unread=unread, tiled=True)
 
 
 def _is_skippable(measured: _Subject, layer: int) -> bool:
@@ -382,32 +459,33 @@ def _kind(measured: _Subject, layer: int, variant: Variant) -> tuple[KindProfile
     cells: dict[str, CellLines] = {}
     plain: list[_Run] = []
     for way in _ways(measured, layer, variant):
-        runs = [_run_cell(measured, layer, tokens, way) for tokens in LENGTHS]
-        cells[way.name()] = _Fit(LENGTHS, runs, attended).lines(kept=way.kept)
+        runs = [_run_cell(measured, layer, length, way) for length in way.lengths()]
+        cells[way.name()] = _Fit(way.lengths(), runs, attended).lines(kept=way.kept)
         if way.graph and not plain:
             plain = runs
     weights = tuple(p.numel() for p in stages.layers[layer].parameters() if p.requires_grad)
     first = measured.heads_first.pop() if measured.heads_first else False
     measured.heads_first.clear()
-    work = _work(measured, layer, plain, variant.rank)
+    work = _work(measured, layer, plain, variant)
     return KindProfile(weights, first, cells), work
 
 
-def _work(measured: _Subject, layer: int, runs: Sequence[_Run], rank: int) -> LayerWork:
+def _work(measured: _Subject, layer: int, runs: Sequence[_Run], variant: Variant) -> LayerWork:
     parameters = list(measured.stages.layers[layer].parameters())
     counts, tokens = runs[0].forward.counts, LENGTHS[0]
     products = [
         (inner, outer) for inner, outer, rows in counts.products for _ in range(rows // tokens)
     ]
     before = sum(rows // tokens for _, _, rows in counts.products[: counts.before])
-    forward = _line(LENGTHS, [run.forward.counts.traffic for run in runs])
-    backward = _line(LENGTHS, [run.backward.counts.traffic for run in runs if run.backward])
+    lengths = _Way().lengths()
+    forward = line_of(lengths, [run.forward.counts.traffic for run in runs])
+    backward = line_of(lengths, [run.backward.counts.traffic for run in runs if run.backward])
     return LayerWork(
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         products=tuple(products),
         projections=before,
-        feed_forward=max(0, len(products) - before - (3 if rank else 1)),
+        feed_forward=max(0, len(products) - before - (3 if variant.rank else 1)),
         skippable=_is_skippable(measured, layer),
         forward_traffic=int(forward[1]),
         backward_traffic=int(backward[1]),
@@ -415,9 +493,6 @@ def _work(measured: _Subject, layer: int, runs: Sequence[_Run], rank: int) -> La
 
 
 # -- what lies outside the layers ---------------------------------------------------------------
-
-# Tokens of a chunk and of a piece of the head: two whole pieces and a rest.
-CHUNKS_AND_PIECES = (320, 128), (352, 128), (352, 160)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,15 +503,15 @@ class _Outside:
     def profile(self) -> OuterProfile:
         embeds = [self._pass(tokens, Embed(0)) for tokens in LENGTHS]
         hidden = self.measured.spec.hidden * self.measured.spec.element_bytes
-        tables = _less(_line(LENGTHS, [p.marks["end"] for p in embeds]), hidden)
+        tables = less_of(line_of(_Way().lengths(), [p.marks["end"] for p in embeds]), hidden)
         fresh = self._head(self.parameters)
         by_head = tuple(p.grad is not None for p in self.parameters)
         profile = OuterProfile(
             weights=tuple(p.numel() for p in self.parameters),
             by_head=by_head,
-            embed=_highest(LENGTHS, embeds),
+            embed=fullest_of(LENGTHS, embeds),
             tables=tables,
-            tables_peak=_highest(LENGTHS, [self._tables(tokens) for tokens in LENGTHS]),
+            tables_peak=fullest_of(LENGTHS, [self._tables(tokens) for tokens in LENGTHS]),
             head=self._head(),
             head_fresh=fresh,
             head_once=self._once(()),
@@ -485,26 +560,18 @@ class _Outside:
     def _head(self, fresh: Sequence[nn.Parameter] = (), *, gradient: bool = True) -> Peak:
         """Lines in tokens of the chunk and of a piece, those of the rest left out: whole pieces
         hold more."""
-        (c1, p1), (c2, _), (_, p3) = CHUNKS_AND_PIECES
-        passes = [
-            self._pass(tokens, Head(0, gradient), piece=piece, fresh=fresh)
-            for tokens, piece in CHUNKS_AND_PIECES
-        ]
-        found = []
-        for a, b, c in zip(*(one.moments.get("", []) for one in passes), strict=True):
-            by_chunk, by_piece = (b - a) / (c2 - c1), (c - b) / (p3 - p1)
-            if by_piece >= 0:
-                found.append((a - by_chunk * c1 - by_piece * p1, by_chunk, by_piece))
-        return tuple(found)
+        return fullest_of(
+            CHUNKS_AND_PIECES,
+            [
+                self._pass(tokens, Head(0, gradient), piece=piece, fresh=fresh)
+                for tokens, piece in CHUNKS_AND_PIECES
+            ],
+        )
 
     def _once(self, fresh: Sequence[nn.Parameter]) -> Peak:
         passes = [self._pass(c, Head(0), piece=c, fresh=fresh) for c in LENGTHS]
-        return _highest(LENGTHS, passes)
+        return fullest_of(LENGTHS, passes)
 
     def _embed_backward(self, fresh: Sequence[nn.Parameter]) -> Peak:
         step = EmbedBackward(0)
-        return _highest(LENGTHS, [self._pass(c, step, fresh=fresh) for c in LENGTHS])
-
-
-def _highest(lengths: Sequence[int], passes: Sequence[CellPass]) -> Peak:
-    return _peak(lengths, [one.moments.get("", []) for one in passes])
+        return fullest_of(LENGTHS, [self._pass(c, step, fresh=fresh) for c in LENGTHS])

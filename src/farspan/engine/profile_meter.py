@@ -20,6 +20,7 @@ from farspan.engine.trace import Recorder
 from farspan.engine.trace_steps import META
 from farspan.kernels.launch import Launch
 from farspan.memory.trace import FreeEvent, Malloc, Mark
+from farspan.profile.model import Line, Peak
 from farspan.program.attention_blocks import Block
 from farspan.program.program import Forward, Program
 from farspan.spec import LayerSpec
@@ -273,3 +274,38 @@ class CellTape:
                     marks[name] = self.live
         marks["end"] = self.live
         return CellPass(moments, marks, counts)
+
+
+# -- lines through runs --------------------------------------------------------------------------
+
+Lengths = Sequence[tuple[int, ...]]
+
+
+def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
+    """Through the sizes at two lengths; or at three, of chunk and piece, of which one changes at a
+    time."""
+    slopes = []
+    for place in range(len(lengths) - 1):
+        steps = lengths[place + 1][place] - lengths[place][place]
+        slope = (sizes[place + 1] - sizes[place]) / steps
+        slopes.append(int(slope) if slope == int(slope) else slope)
+    constant = sizes[0] - sum(a * b for a, b in zip(slopes, lengths[0], strict=True))
+    return constant, *slopes
+
+
+def peak_of(lengths: Lengths, found: Sequence[list[int]]) -> Peak:
+    """Lines of moments, where all lengths have as many, else one through the fullest. Those of a
+    rest of a piece, which takes less as pieces grow, are left out: whole pieces hold more."""
+    if len({len(moments) for moments in found}) == 1:
+        lines = (line_of(lengths, sizes) for sizes in zip(*found, strict=True))
+        return tuple(line for line in lines if len(line) == 2 or line[2] >= 0)
+    return (line_of(lengths, [max(moments, default=0) for moments in found]),)
+
+
+def less_of(line: Line, a_token: float) -> Line:
+    return (line[0], line[1] - a_token, *line[2:])
+
+
+def fullest_of(lengths: Lengths | Sequence[int], passes: Sequence[CellPass]) -> Peak:
+    of = [length if isinstance(length, tuple) else (length,) for length in lengths]
+    return peak_of(of, [one.moments.get("", []) for one in passes])

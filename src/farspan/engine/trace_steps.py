@@ -37,14 +37,14 @@ from farspan.engine.trace import (
 from farspan.hf.attention_interface import Attention, answering, routed
 from farspan.hf.stages import CausalLMStages
 from farspan.memory.trace import Trace
-from farspan.plan.cell.describe import dtype_name, model_spec
-from farspan.plan.model.catalog import find_config
-from farspan.plan.model.families import architecture_from
+from farspan.profile.catalog import find_config
+from farspan.profile.model import Variant
+from farspan.profile.store import profiles_of
 from farspan.program.builder import build_program
 from farspan.program.program import Backward, EmbedBackward, Forward, Instruction, Program
 from farspan.program.program import Head as HeadInstruction
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.spec import LayerSpec, RunSpec, Tier, UnsupportedError
+from farspan.spec import LayerSpec, RunSpec, Tier, UnsupportedError, dtype_name
 
 Marker = Callable[[str], None]
 
@@ -398,7 +398,8 @@ class TraceRequest:
                 recording=self.recording,
             )
         else:
-            spec = model_spec(architecture_from(config, self.model), self.dtype, self.rank)
+            variant = Variant(dtype_name(self.dtype), self.rank)
+            spec = profiles_of(config, self.model).of(variant).spec
             programs = {
                 tokens: build_program(
                     spec, RunSpec(self.batch, tokens), strategy(own, len(spec.layers), tokens)

@@ -36,7 +36,7 @@ from farspan.durable import read_json
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import freeze_unmet
 from farspan.lazy import load
-from farspan.plan.model.catalog import (
+from farspan.profile.catalog import (
     find_config,
     is_on_hub,
     pinned,

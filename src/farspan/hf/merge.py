@@ -22,7 +22,7 @@ from torch import Tensor
 from farspan.durable import PARTIAL, publish, read_json, write_bytes, writing
 from farspan.hf.load import MISSING, load_config, load_model
 from farspan.lazy import load
-from farspan.plan.model.catalog import is_on_hub, refuse_absent
+from farspan.profile.catalog import is_on_hub, refuse_absent
 from farspan.spec import UnsupportedError
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"

@@ -156,6 +156,7 @@ class _ChildUse:
     arguments: tuple[Any, ...] = ()
     out: Any = None
     saved: int = 0  # bytes, besides input and weights
+    read: bool = False  # autograd saves what it gives within another child
 
 
 def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
@@ -169,6 +170,28 @@ def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
                 known[kind] = _Probe(stages, index).run()
             found.append(known[kind])
     return tuple(found)
+
+
+def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
+    """The same of a model without numbers, by which nothing is proven: gradients depend on what a
+    child gives where autograd saves it."""
+    known: dict[Any, tuple[Tokenwise, ...]] = {}
+    for index, kind in enumerate(stages.kinds()):
+        if kind not in known:
+            outputs: dict[str, Tensor] = {}
+            saved = SavedActivations((), outputs)
+            with saved.hooks():
+                seen = _Probe(stages, index).watch(stages.layers[index], outputs)
+            known[kind] = tuple(
+                Tokenwise(
+                    name,
+                    len(child.out) if isinstance(child.out, tuple) else None,
+                    child.read or name in saved.references,
+                )
+                for name, child in seen.items()
+                if _is_worth(child)
+            )
+    return tuple(known[kind] for kind in stages.kinds())
 
 
 @dataclass(slots=True)
@@ -189,7 +212,7 @@ class _Probe:
 
     def run(self) -> tuple[Tokenwise, ...]:
         layer, dtype = self.stages.layers[self.index], self.stages.dtype
-        seen = self._watch(layer)
+        seen = self.watch(layer, {})
         worth = {name: child for name, child in seen.items() if _is_worth(child)}
         # Rounding must not hide a dependence, nor a router's choice look like one.
         wide = copy.deepcopy(layer).to(dtype if dtype in MIXING else torch.float32)
@@ -209,9 +232,9 @@ class _Probe:
                 f"a time: {why}; {OFF}"
             )
 
-    def _watch(self, layer: nn.Module) -> dict[str, _ChildUse]:
-        """Run the layer, and see what its children do. A forward that was set on the layer itself
-        may call its own children past a shell's."""
+    def watch(self, layer: nn.Module, outputs: dict[str, Tensor]) -> dict[str, _ChildUse]:
+        """Run the layer, and see what its children do and give. A forward that was set on the layer
+        itself may call its own children past a shell's."""
         log: dict[str, _ChildUse] = {}
         if "forward" in layer.__dict__:
             return log
@@ -220,7 +243,7 @@ class _Probe:
         for name, child in layer.named_children():
             # A container is no module that runs.
             if type(child).forward is not nn.Module.forward:
-                shell._modules[name] = _Watch(name, child, log, inside)
+                shell._modules[name] = _Watch(name, child, log, inside, outputs)
 
         def attend(*arguments: Any, **keywords: Any) -> Tensor:
             for name in inside:
@@ -292,23 +315,34 @@ class _Probe:
 class _Watch(StandIn):
     """Takes a child's place and records how it is called and what autograd saves."""
 
-    def __init__(self, name: str, child: nn.Module, log: dict[str, _ChildUse], inside: list[str]):
+    def __init__(
+        self,
+        name: str,
+        child: nn.Module,
+        log: dict[str, _ChildUse],
+        inside: list[str],
+        outputs: dict[str, Tensor],
+    ):
         super().__init__(child)
-        self._name, self._log, self._inside = name, log, inside
+        self._name, self._log, self._inside, self._outputs = name, log, inside, outputs
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         child: nn.Module = self._module
         seen = self._log.setdefault(self._name, _ChildUse())
         given = [x for x in (*arguments, *keywords.values()) if isinstance(x, Tensor)]
-        named = {str(number): x for number, x in enumerate(given)}
+        named = self._outputs | {str(number): x for number, x in enumerate(given)}
         saved = SavedActivations((*child.parameters(), *child.buffers()), named)
         self._inside.append(self._name)
         with saved.hooks():
             out = child(*arguments, **keywords)
         self._inside.pop()
+        for name in saved.references & self._outputs.keys():
+            self._log[name].read = True
         seen.calls += 1
         seen.arguments, seen.out = (*arguments, *keywords.values()), out
         seen.saved += saved.size()
+        if isinstance(_first_of(out), Tensor):
+            self._outputs[self._name] = _first_of(out)
         return out
 
 

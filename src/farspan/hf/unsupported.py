@@ -11,8 +11,11 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from farspan.plan.model.positions import LONG_ROPE, SLICEABLE_ROPE
 from farspan.spec import UnsupportedError
+
+LONG_ROPE = "longrope"  # one of two tables, by the longest position of a sequence
+# A chunk's table of these is the sequence's, sliced, once the sequence's longest position is known.
+SLICEABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional", LONG_ROPE)
 
 # Attributes of modules that hold the probability of something random in training.
 DROPOUTS = (

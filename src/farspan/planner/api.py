@@ -5,24 +5,27 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Any, ParamSpec, TypedDict, Unpack, cast
+from typing import Any, ParamSpec, Protocol, TypedDict, Unpack
 
 from farspan.formatting import did_you_mean, read_memory, read_tokens
 from farspan.lazy import load
-from farspan.plan.cell.describe import dtype_name, model_spec
-from farspan.plan.cell.layer import layer_weights
-from farspan.plan.model.architecture import Architecture
-from farspan.plan.model.catalog import find_architecture, find_config, find_preset
-from farspan.plan.model.families import Configuration, UnknownFamily, architecture_from
 from farspan.planner.machines import machine as find_machine
 from farspan.planner.machines import with_main_memory
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Optimizer, Plan, Question, margin_of
 from farspan.profile.model import Variant
-from farspan.profile.store import Profiles, profiles_of
+from farspan.profile.store import Profiles, find_profiles, profiles_of
 from farspan.program.layout import Layout, sequence_layout
 from farspan.program.strategies import AUTO, check_name
-from farspan.spec import Kernels, MachineSpec, ModelSpec, RunSpec, Sparse, UnsupportedError
+from farspan.spec import (
+    Kernels,
+    MachineSpec,
+    ModelSpec,
+    RunSpec,
+    Sparse,
+    UnsupportedError,
+    dtype_name,
+)
 
 HERE = "here"
 
@@ -30,7 +33,15 @@ HERE = "here"
 AS_IN_RUN_FILES = {"device": Optimizer.ADAMW, "8bit": Optimizer.ADAMW8BIT}
 
 P = ParamSpec("P")
-Config = str | Path | Mapping[str, Any] | Configuration | ModelSpec
+
+
+class Configuration(Protocol):
+    """What a transformers configuration offers."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+Config = str | Path | Mapping[str, Any] | Configuration | ModelSpec | Profiles
 
 
 def _in_silence(_: str) -> None:
@@ -80,10 +91,7 @@ class Request:
 
     def question(self) -> Question:
         """The question for the planner. Raises UnsupportedError naming the field."""
-        profiles = self._profiles()
-        model, architecture = (
-            self._model() if profiles is None else (self._profiled(profiles), None)
-        )
+        model, profiles = self._model()
         optimizer, layout = _optimizer(self.optimizer), _layout(self.gpus, model)
         run = RunSpec(self.batch, read_tokens(self.context, "context"))
         machine = self._machine()  # last: it may have to be measured
@@ -94,7 +102,6 @@ class Request:
             layout=layout,
             optimizer=optimizer,
             dtype=dtype_name(self.dtype),
-            architecture=architecture,
             overlap=machine.pinned and not machine.unified,  # as the engine's copies run
             sparse=self.sparse,
             kernels=self.kernels,
@@ -110,33 +117,14 @@ class Request:
         check_name(self.strategy)
         return [self.strategy]
 
-    def _profiles(self) -> Profiles | None:
-        """Of a preset."""
-        if not isinstance(self.config, str | Path):
-            return None
-        preset = find_preset(str(self.config))
-        if preset is None:
-            return None
-        return profiles_of(preset.config, preset.name, preset.name)
-
-    def _profiled(self, profiles: Profiles) -> ModelSpec:
+    def _model(self) -> tuple[ModelSpec, Profiles | None]:
+        if isinstance(self.config, ModelSpec):
+            return self.config, None
+        profiles, dtype = _profiles(self.config), dtype_name(self.dtype)
         _check_rank(self.lora)
         if self.lora:
             _check_width(self.lora, profiles.widest_rank())
-        return profiles.of(Variant(dtype_name(self.dtype), self.lora)).spec
-
-    def _model(self) -> tuple[ModelSpec, Architecture | None]:
-        """The model, and what it is made of where its family is known."""
-        if isinstance(self.config, ModelSpec):
-            return self.config, None
-        try:
-            architecture = _architecture(self.config)
-        except UnknownFamily as error:
-            return _from_shapes(self.config, dtype_name(self.dtype), self.lora, error), None
-        rank = _adapter_rank(self.lora, architecture)
-        # What a cell holds is asked of the architecture: it must have the adapters too.
-        architecture = replace(architecture, adapter_rank=rank)
-        return model_spec(architecture, self.dtype), architecture
+        return profiles.of(Variant(dtype, profiles.rank(self.lora))).spec, profiles
 
     def _machine(self) -> MachineSpec:
         found: object = self.machine
@@ -161,18 +149,14 @@ class Request:
 
 
 def as_run(question: Question, lora: int = 0) -> Question:
-    """The question with its model as the machine runs it; `lora` is the rank of the adapters of
-    one that has profiles. Of a family that is not known nobody can tell what they save: it is asked
-    as PyTorch's operators run it, which take more."""
-    if question.profiles is not None:
-        rank = lora if question.profile is None else question.profile.variant.rank
-        profile = question.profiles.of(question.variant(rank))
-        return replace(question, model=profile.spec, profile=profile)
-    if question.architecture is None:
+    """The question with its model as the machine runs it; `lora` is the rank of its adapters."""
+    if question.profiles is None:
         return question
-    made = question.runs(question.architecture)
-    model = replace(model_spec(made, question.dtype), name=question.model.name)
-    return replace(question, architecture=made, model=model)
+    profile = question.profile
+    rank = question.profiles.rank(lora) if profile is None else profile.variant.rank
+    profile, name = question.profiles.of(question.variant(rank)), question.model.name
+    model = profile.spec if profile.spec.name == name else replace(profile.spec, name=name)
+    return replace(question, model=model, profile=profile)
 
 
 def _signed(function: Callable[P, Plan]) -> Callable[P, Plan]:
@@ -208,8 +192,8 @@ def plan(
     """The best schedule for a model, a context and a machine, and what a step of it takes.
 
     `config` is a preset such as "Qwen2.5-7B", a folder or file with a configuration, a name on the
-    hub, a transformers configuration or its fields; no weights are read. Of a family that is not
-    known here the layers are run on stand-ins, which needs torch. `context` is in tokens of the
+    hub, a transformers configuration or its fields; no weights are read. Of a model that is no
+    preset a cell is run on the meta device, which needs torch. `context` is in tokens of the
     whole sequence ("1M" is 2**20). `machine` is a preset such as "h200", a file that
     `farspan calibrate` wrote, or "here", which measures this machine where it was not yet. For the
     options and their defaults see `Request`; bytes are numbers or text such as "128GiB".
@@ -222,30 +206,18 @@ def plan(
     return best_plan(request.question(), request.strategies())
 
 
-def _architecture(config: Config) -> Architecture:
+def _profiles(config: str | Path | Mapping[str, Any] | Configuration | Profiles) -> Profiles:
+    if isinstance(config, Profiles):
+        return config
     if isinstance(config, str | Path):
-        return find_architecture(str(config))
-    if isinstance(config, Mapping) or hasattr(config, "to_dict"):
-        return architecture_from(config)
-    raise UnsupportedError(
-        "config: expected a preset's name, a folder, a file, a hub name, a transformers "
-        f"configuration or its fields, got {type(config).__name__}"
-    )
-
-
-def _from_shapes(config: Config, dtype: str, lora: int, unknown: UnknownFamily) -> ModelSpec:
-    """What makes a model of any family needs torch, and stands above planning."""
-    _check_rank(lora)
-    try:
-        describe: Callable[..., ModelSpec] = load("farspan.hf.describe", "describe_config")
-    except ImportError as error:
+        return find_profiles(str(config))
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         raise UnsupportedError(
-            f"{unknown}; planning any other needs torch and transformers ({error})"
-        ) from error
-    if isinstance(config, str | Path):
-        return replace(describe(find_config(str(config)), dtype, lora), name=str(config))
-    fields = config if isinstance(config, Mapping) else cast(Configuration, config).to_dict()
-    return describe(fields, dtype, lora)
+            "config: expected a preset's name, a folder, a file, a hub name, a transformers "
+            f"configuration or its fields, got {type(config).__name__}"
+        )
+    fields = config if isinstance(config, Mapping) else config.to_dict()
+    return profiles_of(fields, str(fields.get("_name_or_path") or fields.get("model_type")))
 
 
 def _here(progress: Callable[[str], None]) -> MachineSpec:
@@ -269,32 +241,12 @@ def _check_rank(rank: object) -> None:
         )
 
 
-def _adapter_rank(rank: int, architecture: Architecture) -> int:
-    _check_rank(rank)
-    if rank:
-        _check_width(rank, _widest_rank(architecture))
-    return rank
-
-
 def _check_width(rank: int, widest: int) -> None:
     if rank > widest:
         raise UnsupportedError(
             f"lora: rank {rank} is above {widest}, the narrower side of the largest linear module "
             f"of a layer, where an adapter is a whole matrix; give {widest} or less"
         )
-
-
-def _widest_rank(architecture: Architecture) -> int:
-    """Of the linear modules that get adapters, the most that the narrower side of one is."""
-    adapted = replace(architecture, adapter_rank=1)
-    widest = 1
-    for block in set(architecture.blocks):
-        shapes = layer_weights(adapted, block)  # A is x.a [1, inner], B is x.b [outer, 1]
-        for name in shapes:
-            if name.endswith(".a"):
-                outer = shapes[name.removesuffix(".a") + ".b"][0]
-                widest = max(widest, min(shapes[name][1], outer))
-    return widest
 
 
 def _optimizer(name: str) -> Optimizer:

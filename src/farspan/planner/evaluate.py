@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from farspan.plan.cell.transient import Walk
 from farspan.planner.collectives import exchange_bytes
 from farspan.planner.prices import Prices, rates_of, workspace_bytes
 from farspan.planner.request import Budget, Plan, Question, Seconds
 from farspan.planner.states import gradient_bytes, sharing_of, states, update_seconds
 from farspan.planner.timeline import Timeline, run_time
+from farspan.planner.walk import Walk
 from farspan.program.attention_blocks import sequence_pairs
 from farspan.program.builder import build_program
 from farspan.program.layout import (
@@ -193,11 +193,9 @@ class RankWalk(Walk):
         own = own_schedule(program.schedule, layout)
         super().__init__(
             replace(program, chunks=program.share.tokens.rows, model=model, schedule=own),
-            question.architecture,
+            question.profiled(tiled=own.mlp_chunk_size is not None),
             gradient_bytes=gradient_bytes(question),
             sharing=sharing_of(question),
-            # Tiles are not profiled.
-            profile=question.profile if own.mlp_chunk_size is None else None,
         )
         self.steps |= {Receive: self._receive, Send: self._send}
         groups = (range(*program.groups[group]) for group in program.own_groups())

@@ -10,18 +10,16 @@ from dataclasses import replace
 
 from farspan.formatting import write_tokens
 from farspan.memory.host import GIB, MIB
-from farspan.plan.cell.describe import model_spec
 from farspan.planner.machines import machine as find_machine
 from farspan.planner.machines import names, with_main_memory
 from farspan.planner.request import Optimizer, Question, Remedy, margin_of
 from farspan.program.layout import sequence_layout
-from farspan.spec import LayerSpec, ModelSpec, RunSpec
+from farspan.spec import RunSpec
 
 SMALL = 8 * GIB  # below it a whole GiB is much of the memory
 MOST_DEVICES = 64
 LEAST_CONTEXT = 1024  # tokens
 LORA, RANK = "--lora", 16  # of the adapters that are tried
-FEW_MORE = 1.05  # weights of a layer over those of its products: norms and biases
 LARGER = 1.1  # of a card's memory, to be another one
 TRIES = 250  # of changes: 4 seconds at 16 ms each, for Llama-3-70B on eight cards
 
@@ -105,46 +103,14 @@ def _batches(question: Question) -> Changes:
 
 
 def _adapters(question: Question) -> Changes:
-    model, architecture = question.model, question.architecture
+    model, profiles = question.model, question.profiles
+    if profiles is None or profiles.rank(RANK) is None:
+        return  # what adapters would hold is not known
     if model.trainable < model.parameters or model.hidden <= RANK:
         return
-    if question.profiles is not None:
-        profile = question.profiles.of(question.variant(RANK))
-        changed = replace(question, model=profile.spec, profile=profile)
-        yield Remedy(f"{LORA} {RANK}", False, "adapters are trained, the weights stay"), changed
-        return
-    if architecture is not None:
-        architecture = replace(architecture, adapter_rank=RANK)
-        adapted = replace(model_spec(architecture, question.dtype), name=model.name)
-    elif any(_has_experts(layer) for layer in model.layers):
-        return  # which of their weights would have adapters is not known
-    else:
-        adapted = _with_adapters(model)
-    changed = replace(question, model=adapted, architecture=architecture)
+    profile = profiles.of(question.variant(RANK))
+    changed = replace(question, model=profile.spec, profile=profile)
     yield Remedy(f"{LORA} {RANK}", False, "adapters are trained, the weights stay"), changed
-
-
-def _has_experts(layer: LayerSpec) -> bool:
-    """Whether a layer has far more weights than a token is multiplied with."""
-    multiplied = sum(inner * outer for inner, outer in layer.work.products)
-    return layer.work.parameters > FEW_MORE * multiplied
-
-
-def _with_adapters(model: ModelSpec) -> ModelSpec:
-    """A model of a family that is not known, with adapters beside every product: what a cell saves
-    then is at most what it saved, and what each adapter hands on."""
-    layers = []
-    for layer in model.layers:
-        work = layer.work
-        adapters = RANK * sum(inner + outer for inner, outer in work.products)
-        saved = RANK * model.element_bytes * len(work.products)
-        parameters = work.parameters + adapters
-        work = replace(work, parameters=parameters, trainable=adapters)
-        more = layer.activation_bytes + saved
-        layers.append(replace(layer, activation_bytes=more, work=work))
-    trainable = sum(layer.work.trainable for layer in layers)
-    parameters = model.parameters + trainable
-    return replace(model, layers=tuple(layers), parameters=parameters, trainable=trainable)
 
 
 def _memory(question: Question) -> Changes:

@@ -12,7 +12,7 @@ from typing import Any
 
 from farspan.formatting import read_memory
 from farspan.lazy import load
-from farspan.plan.model.architecture import Architecture
+from farspan.profile.estimate import estimated
 from farspan.profile.model import ModelProfile, Variant
 from farspan.profile.store import Profiles
 from farspan.program.layout import ALONE, Layout
@@ -54,24 +54,20 @@ class Question:
     layout: Layout = ALONE
     optimizer: Optimizer = Optimizer.ADAMW
     dtype: str = "bfloat16"
-    architecture: Architecture | None = None  # for what a cell holds for a moment
     overlap: bool = False  # copies run beside the computation, as on a GPU
     sparse: Sparse | None = None  # attention that approximates; None: exact
     accumulates: bool = False  # gradients of earlier batches are there when the step begins
     kernels: Kernels = field(default_factory=Kernels)
     margin: Margin = Margin()  # bytes that a plan leaves where any can (`margin_of`)
     wide_gradients: bool = False  # `.grad` in fp32 without an optimizer, too: as training has it
-    profiles: Profiles | None = None  # of the model, where its family has no statements
+    profiles: Profiles | None = None  # of the model; None: nothing but its description is known
     profile: ModelProfile | None = None  # of these, as the machine runs it
 
     def adapter_rank(self) -> int | None:
-        """Of LoRA on every linear module; 0: none; None: not known, of a model that was looked at
-        and is not as its family has it."""
-        if self.profile is not None:
-            return self.profile.variant.rank
-        return None if self.architecture is None else self.architecture.adapter_rank
+        """Of LoRA on every linear module; 0: none; None: not known, or the model has others."""
+        return None if self.profile is None else self.profile.variant.rank
 
-    def variant(self, rank: int) -> Variant:
+    def variant(self, rank: int | None) -> Variant:
         """How the machine runs the model, with adapters of this rank: on a GPU by farspan's own
         kernels, of 16 or 32 bits, unless the question says otherwise. Slices of weights run as the
         model has them."""
@@ -79,35 +75,31 @@ class Question:
         fused = whole and self.kernels.fused and self.dtype != "float64"
         return Variant(self.dtype, rank, fused, whole and self.kernels.accumulate)
 
-    def runs(self, architecture: Architecture) -> Architecture:
-        """The architecture as the machine runs it."""
-        variant = self.variant(architecture.adapter_rank)
-        return replace(architecture, fused=variant.fused, adds=variant.adds)
+    def profiled(self, *, tiled: bool) -> ModelProfile:
+        """The model's profile; of a model that is only described, what can be said of it."""
+        if self.profile is None:
+            return estimated(self.model)
+        if not tiled or self.profiles is None:
+            return self.profile
+        return self.profiles.of(replace(self.profile.variant, tiled=True))
 
     @property
     def fused(self) -> bool:
         """Does the loss run on farspan's own kernel? Of a model that nobody knows, no."""
-        if self.profile is not None:
-            return self.profile.variant.fused
-        return self.architecture is not None and self.architecture.fused
+        return self.profile is not None and self.profile.variant.fused
 
     @property
     def adds(self) -> bool:
         """Do products add weight gradients to their sums?"""
-        if self.profile is not None:
-            return self.profile.variant.adds
-        return self.architecture is not None and self.architecture.adds
+        return self.profile is not None and self.profile.variant.adds
 
     def longest(self) -> int | None:
         """Tokens that the model's positions reach, where that is known and bounded."""
-        found = self.profile or self.architecture
-        return None if found is None else found.longest
+        return None if self.profile is None else self.profile.longest
 
     def learned_positions(self) -> bool:
         """Are positions embedded, so that there are no more?"""
-        if self.profile is not None:
-            return self.profile.learned_positions
-        return self.architecture is not None and self.architecture.positions > 0
+        return self.profile is not None and self.profile.learned_positions
 
     def near(self) -> int:
         """Devices of the layout that share a node."""

@@ -2,12 +2,53 @@
 
 from dataclasses import dataclass, field
 
-from farspan.plan.cell.attending import Call, attention_bytes, chunk_call, sparse_call
-from farspan.plan.cell.cells import CellBytes, CellKind
-from farspan.plan.cell.outside import StageBytes
-from farspan.profile.model import CellLines, ModelProfile, at, form, highest
+from farspan.profile.attention import Call, attention_bytes, chunk_call, sparse_call
+from farspan.profile.model import CellLines, KindProfile, ModelProfile, at, form, highest
 from farspan.program.program import AttentionMode
 from farspan.spec import LayerSpec, Sparse
+
+
+@dataclass(frozen=True, slots=True)
+class CellKind:
+    """What decides the memory of a cell."""
+
+    block: int  # the number of a kind of layer
+    tokens: int
+    q_start: int  # as far as it decides which blocks of keys there are
+    mode: AttentionMode
+    buffered: bool
+    graph: bool
+    kept: bool
+    hold: bool
+    tiled: bool = False  # its token-wise modules run on tiles
+    value: bool = True  # then: its output is read
+    fresh: bool = False  # its backward makes sums of weight gradients while autograd runs
+    chooses: bool = False  # pages are chosen in it
+
+
+@dataclass(frozen=True, slots=True)
+class CellBytes:
+    """Bytes of a cell; rises are above what is alive when the instruction begins."""
+
+    forward_rise: int
+    out: int
+    held: int  # O, LSE that stay in registers
+    graph: int  # what the graph holds, the layer's input aside
+    saves_input: bool
+    backward_rise: int
+    weight_gradients: int  # alive together when autograd returns
+    gradient: int  # of the layer's input
+    sums: int = 0  # of weight gradients, made while autograd runs
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """Bytes of a stage outside the layers."""
+
+    rise: int
+    out: int  # the register it leaves
+    tables: int
+    new: frozenset[str]  # parameters whose sums it begins
 
 
 @dataclass(slots=True)
@@ -19,6 +60,7 @@ class ProfiledCells:
     kv_block: int
     sparse: Sparse | None = None
     in_slots: bool = False  # chosen pages are gathered to slots of the program
+    tile: int = 0  # tokens, of cells that run on tiles
     found: dict[CellKind, CellBytes] = field(default_factory=dict)
 
     def get(self, kind: CellKind) -> CellBytes:
@@ -27,30 +69,27 @@ class ProfiledCells:
         return self.found[kind]
 
     def _bytes(self, kind: CellKind) -> CellBytes:
-        assert isinstance(kind.block, int), "a kind's number"
         layer = self.profile.kind_of.index(kind.block)
         spec, made = self.profile.spec.layers[layer], self.profile.kinds[kind.block]
-        named = form(
-            graph=kind.graph, kept=kind.kept, fresh=kind.fresh, unread=kind.graph and not kind.value
-        )
-        lines = made.cells.get(named) or made.cells[named.removesuffix(" unread")]
-        tokens = self.batch * kind.tokens
-        out = tokens * self.profile.spec.hidden * self.profile.spec.element_bytes
+        lines = _lines_of(made, kind)
+        chunk = self.batch * kind.tokens
+        tokens = (chunk, self.batch * self.tile)[: len(lines.at) - 1]
+        out = chunk * self.profile.spec.hidden * self.profile.spec.element_bytes
         if kind.mode is AttentionMode.NONE:
-            return CellBytes(highest(lines.asked, tokens), 0, 0, 0, False, 0, 0, 0)
+            return CellBytes(highest(lines.asked, *tokens), 0, 0, 0, False, 0, 0, 0)
         computes = kind.mode is AttentionMode.COMPUTE
-        attended = self._attended(spec, tokens)
+        attended = self._attended(spec, chunk)
         forward, backward = 0, 0
         if spec.attends() and (computes or kind.graph):
             forward, backward = self._attention(spec, kind, made.heads_first)
         stays = attended if computes and not kind.buffered else 0
-        moments = [highest(lines.before, tokens), highest(lines.after, tokens) + stays]
+        moments = [highest(lines.before, *tokens), highest(lines.after, *tokens) + stays]
         if computes:
-            moments.append(at(lines.at, tokens) + forward)
+            moments.append(at(lines.at, *tokens) + forward)
         rise = max(moments)
         if not kind.graph:
             return CellBytes(rise, out, stays if kind.hold else 0, 0, False, 0, 0, 0)
-        graph = 0 if kind.kept else at(lines.graph, tokens) + stays
+        graph = 0 if kind.kept else at(lines.graph, *tokens) + stays
         waits = 0 if kind.kept else stays
         return CellBytes(
             rise,
@@ -64,12 +103,14 @@ class ProfiledCells:
             lines.sums,
         )
 
-    def _backward(self, lines: CellLines, tokens: int, waits: int, attention: int) -> int:
+    def _backward(
+        self, lines: CellLines, tokens: tuple[int, ...], waits: int, attention: int
+    ) -> int:
         """Bytes at the fullest moment, what the graph holds included."""
         return max(
-            highest(lines.backward_before, tokens) + waits,
-            at(lines.backward_at, tokens) + waits + attention,
-            highest(lines.backward_after, tokens),
+            highest(lines.backward_before, *tokens) + waits,
+            at(lines.backward_at, *tokens) + waits + attention,
+            highest(lines.backward_after, *tokens),
         )
 
     def _attended(self, spec: LayerSpec, tokens: int) -> int:
@@ -86,6 +127,21 @@ class ProfiledCells:
         if self.sparse is not None and spec.window is None:
             call = sparse_call(call, spec, self.sparse, run, kind.tokens, self.in_slots)
         return attention_bytes(spec, call, run, kind.tokens, heads_first, kind.chooses)
+
+
+def _lines_of(made: KindProfile, kind: CellKind) -> CellLines:
+    """Those of its way to run, or of the nearest that the layer has: without a product that nobody
+    reads, and where tiles were not looked at, as a whole."""
+    named = form(
+        graph=kind.graph,
+        kept=kind.kept,
+        fresh=kind.fresh,
+        unread=kind.graph and not kind.value,
+        tiled=kind.tiled,
+    )
+    whole = named.removesuffix(" tiled")
+    near = named, named.replace(" unread", ""), whole, whole.replace(" unread", "")
+    return next(made.cells[name] for name in (*near, named.split()[0]) if name in made.cells)
 
 
 @dataclass(slots=True)

@@ -32,14 +32,17 @@ class Variant:
     """In what way a model is trained, as far as its cells know it."""
 
     dtype: str = "bfloat16"  # as torch names it
-    rank: int = 0  # of LoRA on every linear module of the layers; 0: all is trained
+    # Of LoRA on every linear module of the layers; 0: all is trained; None: the model has others.
+    rank: int | None = 0
     fused: bool = False  # norms, gates, rotations and the loss by farspan's own kernels
     adds: bool = False  # products add weight gradients to their sums
+    tiled: bool = False  # token-wise modules may run on tiles, too
 
     def key(self) -> str:
         """A name for it."""
         words = [self.dtype, *[f"lora{self.rank}"] * bool(self.rank)]
-        return " ".join([*words, *["fused"] * self.fused, *["adds"] * self.adds])
+        words += [name for name in ("fused", "adds", "tiled") if getattr(self, name)]
+        return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +72,21 @@ class KindProfile:
     cells: dict[str, CellLines]  # by `form`
 
 
-def form(*, graph: bool, kept: bool = False, fresh: bool = False, unread: bool = False) -> str:
+def form(
+    *,
+    graph: bool,
+    kept: bool = False,
+    fresh: bool = False,
+    unread: bool = False,
+    tiled: bool = False,
+) -> str:
     """The name of a way to run a cell: with a graph, one that outlives its chunk, with sums of
-    weight gradients that begin in its backward, and without the product that nobody reads."""
+    weight gradients that begin in its backward, without the product that nobody reads, and with
+    token-wise modules on tiles."""
     if not graph:
-        return "plain"
+        return "plain tiled" if tiled else "plain"
     words = ["kept" if kept else "graph", *["fresh"] * fresh, *["unread"] * (unread and not kept)]
-    return " ".join(words)
+    return " ".join([*words, *["tiled"] * tiled])
 
 
 @dataclass(frozen=True, slots=True)

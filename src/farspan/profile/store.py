@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from farspan.lazy import load
+from farspan.profile.catalog import find_config, find_preset
 from farspan.profile.model import (
     CellLines,
     KindProfile,
@@ -23,7 +24,7 @@ from farspan.profile.model import (
     Peak,
     Variant,
 )
-from farspan.spec import LayerSpec, LayerWork, ModelSpec, StateTensor
+from farspan.spec import LayerSpec, LayerWork, ModelSpec, StateTensor, UnsupportedError
 from farspan.version import VERSION
 
 PRESETS = Path(__file__).parent / "presets"
@@ -41,11 +42,22 @@ Measure = Callable[[Mapping[str, Any], Variant, str], ModelProfile]
 class Profiles:
     """The profiles of one model, each found or measured when it is first asked for."""
 
-    def __init__(self, config: Mapping[str, Any], name: str, preset: str | None = None) -> None:
-        """`preset` is the name of the shipped one that this is."""
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        name: str,
+        preset: str | None = None,
+        made: Callable[[Variant], ModelProfile] | None = None,
+    ) -> None:
+        """`preset` is the name of the shipped one that this is; `made` measures a model that has
+        more to it than its configuration says, such as adapters of its own."""
         self.config, self.name = config, name
-        self._preset = preset
+        self._preset, self._made = preset, made
         self._known: dict[Variant, ModelProfile] = {}
+
+    def rank(self, lora: int) -> int | None:
+        """Of adapters, where so much was asked for."""
+        return lora if self._made is None else None
 
     def widest_rank(self) -> int:
         """Of the linear modules that get adapters, the most that the narrower side of one is."""
@@ -61,9 +73,12 @@ class Profiles:
     def of(self, variant: Variant) -> ModelProfile:
         """The model's in this way. Raises UnsupportedError where the model cannot be profiled."""
         if variant not in self._known:
-            found = self._shipped(variant) or self._cached(variant)
+            found = (self._made or self._found)(variant)
             self._known[variant] = replace(found, spec=replace(found.spec, name=self.name))
         return self._known[variant]
+
+    def _found(self, variant: Variant) -> ModelProfile:
+        return self._shipped(variant) or self._cached(variant)
 
     def _shipped(self, variant: Variant) -> ModelProfile | None:
         made = {} if self._preset is None else shipped(self._preset)
@@ -81,7 +96,13 @@ class Profiles:
             return from_json(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError):  # not there, or broken: made anew
             pass
-        measure: Measure = load("farspan.engine.profile", "measure")
+        try:
+            measure: Measure = load("farspan.engine.profile", "measure")
+        except ImportError as error:
+            raise UnsupportedError(
+                f"model: profiles of {self.name} in {variant.key()} do not ship, and making them "
+                f"needs torch and transformers ({error}); install them, or name a preset"
+            ) from error
         found = measure(self.config, variant, self.name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +117,14 @@ class Profiles:
 def profiles_of(config: Mapping[str, Any], name: str, preset: str | None = None) -> Profiles:
     """A model's, which are there once: questions about one model are equal."""
     return _profiles(json.dumps(config, default=str), name, preset)
+
+
+def find_profiles(model: str) -> Profiles:
+    """Of a model as `find_config` takes it. Raises UnsupportedError."""
+    preset = find_preset(model)
+    if preset is not None:
+        return profiles_of(preset.config, preset.name, preset.name)
+    return profiles_of(find_config(model), model)
 
 
 @lru_cache(maxsize=256)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from farspan.plan.cell.sparse import far_of, slot_bytes
 from farspan.program import buffer_names as names
 from farspan.program.attention_blocks import refuse_wide_calls
 from farspan.program.chunking import chunks_of
@@ -20,6 +19,7 @@ from farspan.program.ledger import Ledger
 from farspan.program.passes import GroupPasses
 from farspan.program.program import Close, Program
 from farspan.program.residency import RESIDENCY, Kind
+from farspan.sparse.sizes import far_of, slot_bytes
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 
 

@@ -34,8 +34,6 @@ from torch import Tensor
 from farspan.attention.chunk import AttentionCall
 from farspan.engine.buffers import KVPrefix, ProgramBuffers, StagingBuffers
 from farspan.engine.kernels import AttentionKernels
-from farspan.plan.cell.choosing import SAMPLES, WATCHED_KEYS
-from farspan.plan.cell.sparse import Far, far_of, most_units_of, slot_parts
 from farspan.program import buffer_names as names
 from farspan.program.dependencies import Hazard, Lane
 from farspan.program.program import CHOICE_BYTES, Backward, Forward, Program, aligned
@@ -62,6 +60,7 @@ from farspan.sparse.pages import (
     units_of,
 )
 from farspan.sparse.select import Checked, Fraction, RandomPages, Selector, TopK
+from farspan.sparse.sizes import SAMPLES, WATCHED_KEYS, Far, far_of, most_units_of, slot_parts
 from farspan.spec import LayerSpec, Sparse, UnsupportedError
 
 ROWS = ("k", "v", "dk", "dv")  # parts of a slot that are rows of keys or values

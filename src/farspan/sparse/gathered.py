@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from farspan.attention.backends import BackwardQueries, accumulate_dtype
-from farspan.plan.cell.sparse import PART_BYTES, FarRow
 from farspan.sparse.attend import FarCall, FarKernel
 from farspan.sparse.pages import Pages, Slab, Units
+from farspan.sparse.sizes import PART_BYTES, FarRow
 
 aten = torch.ops.aten
 

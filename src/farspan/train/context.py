@@ -17,22 +17,22 @@ from farspan.engine.calibrate import here
 from farspan.engine.gradients import adds_products
 from farspan.engine.loss import trained_token_count
 from farspan.engine.parallelize import ShardedModel, ShardedUpdate
+from farspan.engine.profile import profiles_of_model
 from farspan.engine.step import Step
 from farspan.hf import load
 from farspan.hf.describe import describe, with_work
 from farspan.hf.fused_layers import fuse
 from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import fused_for
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.architecture import Architecture
-from farspan.plan.model.families import architecture_from
 from farspan.planner import evaluate as evaluation
 from farspan.planner import plans
+from farspan.profile.model import ModelProfile, Variant
+from farspan.profile.store import Profiles, profiles_of
 from farspan.program import strategies
 from farspan.program.strategies import AUTO
 from farspan.sparse.engine import Seen
 from farspan.sparse.train import fraction_of
-from farspan.spec import Kernels, MachineSpec, ModelSpec, Schedule, UnsupportedError
+from farspan.spec import Kernels, MachineSpec, ModelSpec, Schedule
 from farspan.train import memory
 from farspan.train.config import RunConfig
 from farspan.train.memory import DeviceMemory, Placed
@@ -136,10 +136,11 @@ class Components:
 
 @dataclass(frozen=True, slots=True)
 class InspectedModel:
-    """What was found. A family that is not known has no architecture."""
+    """What was found; without profiles where nothing but that was looked at."""
 
     model: ModelSpec
-    architecture: Architecture | None
+    profiles: Profiles | None = None
+    profile: ModelProfile | None = None  # of these, as the device runs it
 
 
 def inspect_model(
@@ -149,32 +150,29 @@ def inspect_model(
     rank: int = 0,
     kernels: Kernels | None = None,
 ) -> InspectedModel:
-    """The model as it is, with the work of its layers: as its family is known to do it, otherwise
-    estimated from its weights. `device` is where its cells will run, and `rank` that
-    of adapters on every linear module of the layers, 0 where there are others or none. `kernels`
-    are those of the run."""
+    """The model as it is, with its profile and the work of its layers that this tells. `device` is
+    where its cells will run, and `rank` that of adapters on every linear module of the layers, 0
+    where there are others or none. `kernels` are those of the run."""
     boundary, kernels = CausalLMStages(model), kernels or Kernels()
     fuse(boundary, kernels, device)
     fused = kernels.fused and fused_for(device, boundary.dtype)
     adds = kernels.accumulate and adds_products(device, boundary.dtype)
     spec = with_work(boundary, describe(boundary, device))
-    try:
-        architecture = architecture_from(boundary.model.config)
-        architecture = replace(architecture, adapter_rank=rank, fused=fused, adds=adds)
-        known = [layer.work for layer in model_spec(architecture, dtype).layers]
-    except UnsupportedError:
-        architecture, known = None, []
-    layers, as_known = [], True
-    for index, layer in enumerate(spec.layers):
-        guess = layer.work
-        work = known[index] if len(known) == len(spec.layers) else guess
-        if work.parameters != guess.parameters:  # such as adapters, or a family of its own making
-            work = guess
-        as_known = as_known and work.trainable == guess.trainable and work is not guess
-        layers.append(replace(layer, work=replace(work, trainable=guess.trainable)))
-    # What an architecture's cells hold is that of a model that is trained as a whole, or whose
-    # adapters are where it has them.
-    return InspectedModel(replace(spec, layers=tuple(layers)), architecture if as_known else None)
+    variant = Variant(dtype, rank, fused, adds)
+    profiles = profiles_of(boundary.model.config.to_dict(), spec.name)
+    profile = profiles.of(variant)
+    if _sizes(profile.spec) != _sizes(spec):  # such as adapters, or a family of its own making
+        profiles = profiles_of_model(boundary.model, spec.name)
+        profile = profiles.of(replace(variant, rank=None))
+    pairs = zip(spec.layers, profile.spec.layers, strict=True)
+    layers = tuple(replace(layer, work=known.work) for layer, known in pairs)
+    return InspectedModel(replace(spec, layers=layers), profiles, profile)
+
+
+def _sizes(spec: ModelSpec) -> list[tuple[int, int]]:
+    """Elements of its layers and of all of it, and of these the trained ones."""
+    of_layers = [(layer.work.parameters, layer.work.trainable) for layer in spec.layers]
+    return [*of_layers, (spec.parameters, spec.trainable)]
 
 
 def host_share(run: RunConfig, world: DistributedContext) -> int | None:

@@ -6,14 +6,15 @@ from typing import Any, TypedDict
 
 from transformers import PretrainedConfig
 
+from farspan.engine.profile import profiles_of_model
 from farspan.formatting import write_seconds
-from farspan.hf.describe import describe_shapes
 from farspan.hf.load import blank_model, config_for_planning
 from farspan.hf.unsupported import refuse_dropout, refuse_model
 from farspan.planner.api import HERE, Request, as_run
 from farspan.planner.plans import best_plan, longest_contexts, plan_as_written
 from farspan.planner.prices import with_kernels
 from farspan.planner.request import Fit, Optimizer, Plan, Question
+from farspan.profile.store import Profiles
 from farspan.program.layout import ALONE, Layout, group_ranges, sequence_layout
 from farspan.program.strategies import AUTO
 from farspan.spec import MachineSpec, ModelSpec, Schedule, UnsupportedError
@@ -161,9 +162,9 @@ def questions_of_run(
     return QuestionsOfRun(run, tuple(_with_states(run, question, asked.get("optimizer"))))
 
 
-def _model(run: RunConfig) -> PretrainedConfig | ModelSpec:
-    """The configuration of the run's model; with adapters that an architecture cannot tell, what
-    the model is with them. Raises UnsupportedError for what cannot be trained exactly."""
+def _model(run: RunConfig) -> PretrainedConfig | Profiles:
+    """The configuration of the run's model; with adapters of other modules than all, the profiles
+    of the model with them. Raises UnsupportedError for what cannot be trained exactly."""
     model, lora = run.model, run.model.lora
     config = config_for_planning(
         path=model.path,
@@ -177,7 +178,7 @@ def _model(run: RunConfig) -> PretrainedConfig | ModelSpec:
     if lora is None or lora.everywhere():
         return config
     adapt(blank, run)
-    return describe_shapes(blank)
+    return profiles_of_model(blank, model.path or config.model_type)
 
 
 def _in_place_of(run: RunConfig, asked: Asked, question: Question) -> RunConfig:

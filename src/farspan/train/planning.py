@@ -401,12 +401,13 @@ def question_of(
         layout=world.layout,
         optimizer=PLANNED[states],
         dtype=run.model.dtype.value,
-        architecture=inspected.architecture,
         overlap=machine.pinned and not machine.unified,  # as the engine's copies run
         sparse=run.pages(),
         accumulates=run.accumulate > 1,
         kernels=run.kernels,
         margin=margin_of(run.margin, machine),
+        profiles=inspected.profiles,
+        profile=inspected.profile,
     )
 
 

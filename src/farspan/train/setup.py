@@ -25,7 +25,7 @@ from farspan.hf.load import (
 )
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import reads_text_alone, refuse_context, refuse_dropout, refuse_model
-from farspan.plan.model.catalog import is_on_hub, refuse_absent
+from farspan.profile.catalog import is_on_hub, refuse_absent
 from farspan.program.layout import AXES, Layout, group_ranges
 from farspan.program.strategies import AUTO
 from farspan.sparse.train import opening_words

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from farspan.formatting import MOST_TOKENS, did_you_mean, read_pages, read_tokens, shortened
-from farspan.plan.cell.describe import SHORT_NAMES
-from farspan.spec import UnsupportedError
+from farspan.spec import SHORT_NAMES, UnsupportedError
 
 LOG = logging.getLogger(__name__)
 

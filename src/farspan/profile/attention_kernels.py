@@ -1,4 +1,4 @@
-"""Attention of one block on phantoms: what each kernel of `attention.backends` allocates.
+"""Attention of one block: what each kernel of `attention.backends` allocates.
 
 q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv]; out [B, H, Sq, Dv], lse [B, H, Sq].
 """
@@ -8,8 +8,16 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
-from farspan.plan.cell.operations import as_width
-from farspan.plan.cell.phantom import Memory, Phantom, copied, dense, layout, pointwise, reduced
+from farspan.profile.tensor_sizes import (
+    Memory,
+    Outline,
+    as_width,
+    copied,
+    dense,
+    layout,
+    pointwise,
+    reduced,
+)
 from farspan.program.attention_blocks import Block, tile_window
 
 TILE = 512  # of attention.backends.Tiled
@@ -22,12 +30,19 @@ class Kernel(Protocol):
     def split(self, block: Block, /) -> tuple[Block, ...]: ...
 
     def forward(
-        self, q: Phantom, k: Phantom, v: Phantom, block: Block, /
-    ) -> tuple[Phantom, Phantom]: ...
+        self, q: Outline, k: Outline, v: Outline, block: Block, /
+    ) -> tuple[Outline, Outline]: ...
 
     def backward(
-        self, dout: Phantom, q: Phantom, k: Phantom, v: Phantom, out: Phantom, block: Block, /
-    ) -> tuple[Phantom, Phantom, Phantom]: ...
+        self,
+        dout: Outline,
+        q: Outline,
+        k: Outline,
+        v: Outline,
+        out: Outline,
+        block: Block,
+        /,
+    ) -> tuple[Outline, Outline, Outline]: ...
 
 
 def wide(width: int) -> int:
@@ -35,22 +50,22 @@ def wide(width: int) -> int:
     return max(4, width)
 
 
-def part(x: Phantom, tokens: int) -> Phantom:
+def part(x: Outline, tokens: int) -> Outline:
     """As many tokens of a tensor [B, H, T, ...]; which ones does not matter."""
     shape = (*x.shape[:2], tokens, *x.shape[3:])
-    return Phantom(x.storage, shape, x.strides, 0, x.width)
+    return Outline(x.storage, shape, x.strides, x.width)
 
 
-def column(x: Phantom) -> Phantom:
-    return Phantom(x.storage, (*x.shape, 1), (*x.strides, 1), 0, x.width)
+def column(x: Outline) -> Outline:
+    return Outline(x.storage, (*x.shape, 1), (*x.strides, 1), x.width)
 
 
-def like(x: Phantom) -> tuple[int, ...]:
+def like(x: Outline) -> tuple[int, ...]:
     """Strides of a packed tensor with its dimensions in the order that x has them in memory."""
     return layout(x.shape, ((x.shape, x.strides),))
 
 
-def token_first(memory: Memory, shape: tuple[int, ...], width: int) -> Phantom:
+def token_first(memory: Memory, shape: tuple[int, ...], width: int) -> Outline:
     """[B, H, T, ...] whose memory is [B, T, H, ...]."""
     batch, heads, tokens, *rest = shape
     strides = dense((batch, tokens, heads, *rest))
@@ -58,7 +73,7 @@ def token_first(memory: Memory, shape: tuple[int, ...], width: int) -> Phantom:
     return memory.new(shape, width, order)
 
 
-def merge(out: Phantom, lse: Phantom, part_out: Phantom, part_lse: Phantom) -> None:
+def merge(out: Outline, lse: Outline, part_out: Outline, part_lse: Outline) -> None:
     difference = pointwise(part_lse, lse)
     weight = pointwise(difference)
     del difference
@@ -70,14 +85,14 @@ def merge(out: Phantom, lse: Phantom, part_out: Phantom, part_lse: Phantom) -> N
     pointwise(lse, part_lse)
 
 
-class PhantomFlash:
+class FlashSizes:
     """aten's flash attention: outputs only, and a float mask where a window hides keys. The one
     place that knows a vendor kernel: on CUDA the outputs are the same and no mask is built."""
 
     def split(self, block: Block) -> tuple[Block, ...]:
         return tile_window(block)
 
-    def forward(self, q: Phantom, _: Phantom, __: Phantom, block: Block) -> tuple[Phantom, Phantom]:
+    def forward(self, q: Outline, _: Outline, __: Outline, block: Block) -> tuple[Outline, Outline]:
         mask = self._mask(q, block)
         out = q.memory.new(q.shape, q.width, like(q))
         lse = token_first(q.memory, q.shape[:3], wide(q.width))
@@ -85,8 +100,14 @@ class PhantomFlash:
         return out, lse
 
     def backward(
-        self, dout: Phantom, q: Phantom, k: Phantom, v: Phantom, _: Phantom, block: Block
-    ) -> tuple[Phantom, Phantom, Phantom]:
+        self,
+        dout: Outline,
+        q: Outline,
+        k: Outline,
+        v: Outline,
+        _: Outline,
+        block: Block,
+    ) -> tuple[Outline, Outline, Outline]:
         mask = self._mask(q, block)
         if dout.strides[-1] != 1:
             dout = copied(dout)
@@ -94,7 +115,7 @@ class PhantomFlash:
         del mask
         return parts[0], parts[1], parts[2]
 
-    def _mask(self, like: Phantom, block: Block) -> Phantom | None:
+    def _mask(self, like: Outline, block: Block) -> Outline | None:
         if block.window is None:
             return None
         hidden = pointwise(visible(like.memory, block))
@@ -102,39 +123,45 @@ class PhantomFlash:
 
 
 @dataclass(frozen=True, slots=True)
-class PhantomPadded:
+class PaddedSizes:
     """Heads made `width` wide for `inner` by zeros: copies that live as long as its call."""
 
-    inner: PhantomFlash
+    inner: FlashSizes
     width: int
 
     def split(self, block: Block) -> tuple[Block, ...]:
         return self.inner.split(block)
 
-    def forward(self, q: Phantom, k: Phantom, v: Phantom, block: Block) -> tuple[Phantom, Phantom]:
+    def forward(self, q: Outline, k: Outline, v: Outline, block: Block) -> tuple[Outline, Outline]:
         q, k, wide_v = map(self._wide, (q, k, v))
         out, lse = self.inner.forward(q, k, wide_v, block)
         return _cut(out, v.shape[3]), lse
 
     def backward(
-        self, dout: Phantom, q: Phantom, k: Phantom, v: Phantom, out: Phantom, block: Block
-    ) -> tuple[Phantom, Phantom, Phantom]:
+        self,
+        dout: Outline,
+        q: Outline,
+        k: Outline,
+        v: Outline,
+        out: Outline,
+        block: Block,
+    ) -> tuple[Outline, Outline, Outline]:
         dout, out, wide_q, wide_k, wide_v = map(self._wide, (dout, out, q, k, v))
         dq, dk, dv = self.inner.backward(dout, wide_q, wide_k, wide_v, out, block)
         return _cut(dq, q.shape[3]), _cut(dk, k.shape[3]), _cut(dv, v.shape[3])
 
-    def _wide(self, x: Phantom) -> Phantom:
+    def _wide(self, x: Outline) -> Outline:
         if x.shape[3] == self.width:
             return x
         return token_first(x.memory, (*x.shape[:3], self.width), x.width)
 
 
-def _cut(x: Phantom, elements: int) -> Phantom:
+def _cut(x: Outline, elements: int) -> Outline:
     """The first elements of every head."""
-    return Phantom(x.storage, (*x.shape[:3], elements), x.strides, 0, x.width)
+    return Outline(x.storage, (*x.shape[:3], elements), x.strides, x.width)
 
 
-def visible(memory: Memory, block: Block) -> Phantom:
+def visible(memory: Memory, block: Block) -> Outline:
     """bool [Sq, Sk], from distances in int64."""
     distance = memory.new((block.queries, block.keys), 8)
     seen = pointwise(distance, width=1)
@@ -145,7 +172,7 @@ def visible(memory: Memory, block: Block) -> Phantom:
 
 
 @dataclass(frozen=True, slots=True)
-class PhantomTiled:
+class TiledSizes:
     """Plain attention, tile by tile, in the accumulate dtype."""
 
     capped: bool
@@ -153,7 +180,7 @@ class PhantomTiled:
     def split(self, block: Block) -> tuple[Block, ...]:
         return (block,)
 
-    def forward(self, q: Phantom, k: Phantom, v: Phantom, block: Block) -> tuple[Phantom, Phantom]:
+    def forward(self, q: Outline, k: Outline, v: Outline, block: Block) -> tuple[Outline, Outline]:
         width = wide(q.width)
         batch, heads, queries, _ = q.shape
         out = token_first(q.memory, (batch, heads, queries, v.shape[3]), q.width)
@@ -171,14 +198,20 @@ class PhantomTiled:
                 merge(sum_out, sum_lse, own, _flat(part_lse, sum_lse.shape))
         return out, lse
 
-    def _weighted(self, scores: Phantom, lse: Phantom, v: Phantom) -> Phantom:
+    def _weighted(self, scores: Outline, lse: Outline, v: Outline) -> Outline:
         weights = pointwise(pointwise(scores, column(lse)))
         values = as_width(v, scores.width)
         return scores.memory.new((*weights.shape[:3], values.shape[3]), scores.width)
 
     def backward(
-        self, dout: Phantom, q: Phantom, k: Phantom, v: Phantom, out: Phantom, block: Block
-    ) -> tuple[Phantom, Phantom, Phantom]:
+        self,
+        dout: Outline,
+        q: Outline,
+        k: Outline,
+        v: Outline,
+        out: Outline,
+        block: Block,
+    ) -> tuple[Outline, Outline, Outline]:
         width, kv_heads = wide(q.width), k.shape[1]
         dq, dk, dv = (pointwise(x, width=width) for x in (q, k, v))
         for rows, tiles in row_tiles(block):
@@ -201,7 +234,7 @@ class PhantomTiled:
                 del added
         return dq, dk, dv
 
-    def _score_gradient(self, weights: Phantom, delta: Phantom, slope: Phantom | None) -> Phantom:
+    def _score_gradient(self, weights: Outline, delta: Outline, slope: Outline | None) -> Outline:
         upstream = pointwise(weights)
         centred = pointwise(upstream, delta)
         del upstream
@@ -209,7 +242,7 @@ class PhantomTiled:
         del centred
         return pointwise(product, pointwise(slope) if slope is not None else product)
 
-    def _scores(self, q: Phantom, k: Phantom, tile: Block) -> tuple[Phantom, Phantom | None]:
+    def _scores(self, q: Outline, k: Outline, tile: Block) -> tuple[Outline, Outline | None]:
         width = wide(q.width)
         memory, slope = q.memory, None
         scores = self._products(q, k, width)
@@ -222,24 +255,24 @@ class PhantomTiled:
             scores = pointwise(scores, tall)
         return scores, slope
 
-    def _products(self, q: Phantom, k: Phantom, width: int) -> Phantom:
+    def _products(self, q: Outline, k: Outline, width: int) -> Outline:
         stacked = _stack(as_width(q, width), k.shape[1])
         keys = as_width(k, width)
         shape = (*stacked.shape[:3], keys.shape[2])
         return pointwise(q.memory.new(shape, width))
 
 
-def _stack(x: Phantom, kv_heads: int) -> Phantom:
+def _stack(x: Outline, kv_heads: int) -> Outline:
     """[B, H, S, D] -> [B, Hk, H / Hk * S, D], by a copy where heads are not rows in memory."""
     batch, heads, tokens, width = x.shape
     shape = (batch, kv_heads, heads // kv_heads * tokens, width)
     if heads == kv_heads or x.contiguous():
-        return Phantom(x.storage, shape, dense(shape), 0, x.width)
+        return Outline(x.storage, shape, dense(shape), x.width)
     return x.memory.new(shape, x.width)
 
 
-def _flat(x: Phantom, shape: tuple[int, ...]) -> Phantom:
-    return Phantom(x.storage, shape, dense(shape), 0, x.width)
+def _flat(x: Outline, shape: tuple[int, ...]) -> Outline:
+    return Outline(x.storage, shape, dense(shape), x.width)
 
 
 def row_tiles(block: Block) -> Iterator[tuple[int, list[Block]]]:

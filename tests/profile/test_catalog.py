@@ -8,14 +8,12 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
 
-from farspan.hf.load import blank_model, config_from_fields
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.model.catalog import find_architecture, find_config, presets, split_revision
-from farspan.plan.model.families import architecture_from
+from farspan.profile.catalog import find_config, find_preset, presets, split_revision
+from farspan.profile.store import find_profiles
 from farspan.spec import UnsupportedError
 from tests.planner.configurations import config_of
+from tests.profiles import spec_of
 
 TINY = config_of("qwen3")
 
@@ -43,11 +41,9 @@ PUBLISHED = {
     "GPT-OSS-20B": 20_914_757_184,
     "GPT-OSS-120B": 116_829_156_672,
     "GPT-2": 124_439_808,
-}
-# Of families whose layers planning does not know. Gemma 3's files hold eyes, too: 416,866,032
-# elements of the vision tower and (hidden + 1) * 1,152 that join it to the text, taken off here;
-# DeepSeek's hold a layer more, which predicts a second token and which transformers leaves out.
-PUBLISHED_OTHERS = {
+    # Gemma 3's files hold eyes, too: 416,866,032 elements of the vision tower and (hidden + 1) *
+    # 1,152 that join it to the text, taken off here; DeepSeek's hold a layer more, which predicts a
+    # second token and which transformers leaves out.
     "Gemma-3-4B": 4_300_079_472 - 416_866_032 - 2561 * 1152,
     "Gemma-3-12B": 12_187_325_040 - 416_866_032 - 3841 * 1152,
     "Gemma-3-27B": 27_432_406_640 - 416_866_032 - 5377 * 1152,
@@ -75,32 +71,31 @@ def save(folder: Path, config: object = TINY) -> Path:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_presets_are_the_published_models(name: str) -> None:
-    assert model_spec(find_architecture(name)).parameters == PUBLISHED[name]
-
-
-@pytest.mark.parametrize("name", PUBLISHED_OTHERS)
-def test_so_are_those_of_other_families(name: str) -> None:
-    blank = blank_model(config_from_fields(find_config(name)), torch.bfloat16)
-    assert sum(p.numel() for p in blank.parameters()) == PUBLISHED_OTHERS[name]
+    assert spec_of(name).parameters == PUBLISHED[name]
 
 
 def test_presets_of_papers() -> None:
     """MEMO's Table 2: layers, hidden, heads; FFN of four times the width."""
     table = {"7B": (32, 4096, 32), "13B": (40, 5120, 40), "30B": (48, 7168, 56)}
     for size, shape in {**table, "65B": (80, 8192, 64)}.items():
-        made = find_architecture(f"gpt-{size}")
-        block = made.blocks[0]
-        assert (len(made.blocks), made.hidden, block.attention.query_heads) == shape
-        assert (block.feed_forward.width, made.vocab) == (4 * made.hidden, 50257)
+        made = spec_of(f"gpt-{size}")
+        layer = made.layers[0]
+        assert (len(made.layers), made.hidden, layer.query_heads) == shape
+        assert layer.work.products[-2:] == (
+            (made.hidden, 4 * made.hidden),
+            (4 * made.hidden, made.hidden),
+        )
+        assert made.vocab == 50257
         assert made.name == f"GPT-{size}-MEMO"
-    assert find_architecture("GPT-30B-FPDT").hidden != find_architecture("GPT-30B").hidden
+    assert spec_of("GPT-30B-FPDT").hidden != spec_of("GPT-30B").hidden
 
 
 def test_a_window_on_every_other_layer_of_gpt_oss() -> None:
-    blocks = find_architecture("gpt-oss-20b").blocks
-    assert [block.attention.window for block in blocks] == [128, None] * 12
-    assert blocks[0].attention.sinks
-    assert (blocks[0].feed_forward.experts, blocks[0].feed_forward.active) == (32, 4)
+    layers = spec_of("gpt-oss-20b").layers
+    assert [layer.window for layer in layers] == [128, None] * 12
+    assert layers[0].sinks
+    experts = (2880, 32), *((2880, 5760), (2880, 2880)) * 4
+    assert sorted(layers[0].work.products[4:]) == sorted(experts)
 
 
 def test_every_preset_says_where_it_is_from_and_goes_by_its_own_names() -> None:
@@ -127,7 +122,7 @@ def test_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "other.json").write_text(json.dumps(TINY))
     for place in (folder, folder / "config.json", tmp_path / "other.json"):
         assert find_config(str(place)) == TINY
-        assert find_architecture(str(place)) == architecture_from(TINY, str(place))
+        assert find_profiles(str(place)).name == str(place)
     monkeypatch.chdir(tmp_path)
     assert find_config("mine") == TINY
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -139,9 +134,10 @@ def test_a_folder_in_sight_comes_before_a_preset(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen3-8B").mkdir()
-    assert find_architecture("Qwen3-8B").hidden == 4096
+    assert find_config("Qwen3-8B")["hidden_size"] == 4096
     save(tmp_path / "gpt-7b")
-    assert find_architecture("gpt-7b") == architecture_from(TINY, "gpt-7b")
+    assert find_config("gpt-7b") == TINY
+    assert find_preset("gpt-7b") is None
 
 
 def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,10 +155,10 @@ def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
     save(tmp_path / "far")
     save(tmp_path / "near", {**TINY, "vocab_size": 7})
-    assert find_architecture("some/far.model-2") == architecture_from(TINY, "some/far.model-2")
-    assert find_architecture("some/near").vocab == 7
+    assert find_config("some/far.model-2") == TINY
+    assert find_config("some/near")["vocab_size"] == 7
     assert asked == [("some/far.model-2", "config.json", None)]
-    assert find_architecture("Qwen/Qwen2.5-7B").name == "Qwen2.5-7B"
+    assert find_profiles("Qwen/Qwen2.5-7B").name == "Qwen2.5-7B"
     assert len(asked) == 1
     # The preset is of no revision.
     for name in ("some/far.model-2", "Qwen/Qwen2.5-7B"):
@@ -172,7 +168,7 @@ def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unreachable_model_is_refused_with_presets_close_by() -> None:
     with pytest.raises(UnsupportedError) as refused:
-        find_architecture("Qwen/Qwen2.5-7B-Instruct")
+        find_config("Qwen/Qwen2.5-7B-Instruct")
     message = str(refused.value)
     assert message.startswith("model: no config.json of 'Qwen/Qwen2.5-7B-Instruct' could be read")
     assert "(no network)" in message
@@ -205,7 +201,7 @@ def test_slips_of_the_pen(name: str, close: str) -> None:
     with pytest.raises(
         UnsupportedError, match=f"^model: '{name}' is no preset, folder or file.*{close}"
     ):
-        find_architecture(name)
+        find_config(name)
 
 
 def test_no_name_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +229,9 @@ def test_files_that_hold_no_configuration(tmp_path: Path) -> None:
 
 def test_seventy_billion_parameters_cost_no_import_of_seconds() -> None:
     script = (
-        "import sys; from farspan.plan.model.catalog import find_architecture as find; "
-        "print(find('llama-3-70b').vocab, {'torch', 'transformers', 'numpy'} & {*sys.modules})"
+        "import sys; from farspan.profile.store import find_profiles as find; from "
+        "farspan.profile.model import Variant; print(find('llama-3-70b').of(Variant()).spec.vocab, "
+        "{'torch', 'transformers', 'numpy'} & {*sys.modules})"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert found.stdout == "128256 set()\n"

@@ -8,21 +8,21 @@ from farspan.attention import backends
 from farspan.attention.backends import BackwardQueries, Tiled
 from farspan.attention.chunk import AttentionCall, attend
 from farspan.engine.memory import PeakMemory
-from farspan.plan.cell import kernels
-from farspan.plan.cell.attending import attend as phantom_attend
-from farspan.plan.cell.attending import chunk_call
-from farspan.plan.cell.kernels import Kernel, token_first
-from farspan.plan.cell.phantom import Memory, Phantom
-from farspan.plan.model.architecture import Attention
+from farspan.profile import attention_kernels as kernels
+from farspan.profile.attention import attend as attend_sizes
+from farspan.profile.attention import chunk_call
+from farspan.profile.attention_kernels import Kernel, token_first
+from farspan.profile.tensor_sizes import Memory, Outline
 from farspan.program import attention_blocks as blocks_module
 from farspan.program.attention_blocks import Block, cut_wide, most_tokens, plan_blocks
+from farspan.spec import LayerSpec
 
 HEADS, KV_HEADS, TOKENS = 4, 2, 64
 SIZES = [(24, 16), (16, 24), (16, 16)]
 SQUARE = Block(0, None, 0, TOKENS, 0, TOKENS, True)
 
 
-def given(memory: Memory, heads: int, width: int) -> Phantom:
+def given(memory: Memory, heads: int, width: int) -> Outline:
     """A tensor that somebody else counts, token-first, in float32."""
     x = token_first(memory, (1, heads, TOKENS, width), 4)
     memory.live -= x.storage.size
@@ -36,16 +36,16 @@ def real(heads: int, width: int) -> Tensor:
 
 
 def forward_and_backward(
-    dims: tuple[int, int], phantom: Kernel, kernel: backends.BlockKernel
+    dims: tuple[int, int], sizes: Kernel, kernel: backends.BlockKernel
 ) -> tuple[list[int], list[int]]:
     """Peak bytes, said and measured."""
     memory = Memory()
     q, k, v = (given(memory, h, w) for h, w in _sizes(dims))
-    out, lse = phantom.forward(q, k, v, SQUARE)
+    out, lse = sizes.forward(q, k, v, SQUARE)
     said = [memory.peak]
     del out, lse
     dout, out = (given(memory, HEADS, dims[1]) for _ in range(2))
-    gradients = phantom.backward(dout, q, k, v, out, SQUARE)
+    gradients = sizes.backward(dout, q, k, v, out, SQUARE)
     said.append(memory.peak)
     del gradients
     q_, k_, v_ = (real(h, w) for h, w in _sizes(dims))
@@ -68,7 +68,7 @@ def test_heads_padded_with_zeros(dims: tuple[int, int]) -> None:
     width = max(dims)
     said, measured = forward_and_backward(
         dims,
-        kernels.PhantomPadded(kernels.PhantomFlash(), width),
+        kernels.PaddedSizes(kernels.FlashSizes(), width),
         backends.Padded(backends.CpuFlash(), width),
     )
     assert said == measured
@@ -88,14 +88,14 @@ class Nowhere:
 def test_a_square_that_is_cut(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum over the pieces of a square, which begins with those on the diagonal, is wider than
     the output of one call, and planned so."""
-    attention = Attention(HEADS, KV_HEADS, 16, 16, softcap=softcap)
+    attention = LayerSpec(HEADS, KV_HEADS, 16, 16, softcap=softcap)
     row = HEADS * 16
     monkeypatch.setattr(blocks_module, "INDEXED", 25 * row)
     memory = Memory()
     q, k, v = (given(memory, heads, 16) for heads in (HEADS, KV_HEADS, KV_HEADS))
     call = chunk_call(attention, 1, 0, TOKENS, 1024)
     assert len(call.blocks) > 3
-    found = phantom_attend(call, q, k, v, None)
+    found = attend_sizes(call, q, k, v, None)
     said = memory.peak
     del found
     whole = plan_blocks(0, TOKENS, 1024, None)

@@ -6,12 +6,11 @@ import torch
 from farspan.attention.chunk import AttentionCall
 from farspan.engine.kernels import select_kernel
 from farspan.engine.memory import PeakMemory
-from farspan.plan.cell.choosing import SAMPLES, WATCHED_KEYS, choice_bytes, watch_bytes
-from farspan.plan.cell.sparse import Far
 from farspan.program.attention_blocks import plan_blocks
 from farspan.sparse.attend import SparseCall, choose, sampled, seen_mass, sparse_call
 from farspan.sparse.gathered import select_far
 from farspan.sparse.select import TopK
+from farspan.sparse.sizes import SAMPLES, WATCHED_KEYS, Far, choice_bytes, watch_bytes
 from farspan.spec import Sparse
 from tests.sparse.memory_pages import MemoryPages
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from farspan.attention.backends import BackwardQueries
 from farspan.engine.memory import LiveStorage
-from farspan.plan.cell.sparse import MOST_UNITS, PART_BYTES, Far, far_bytes, slab_units
 from farspan.sparse.attend import FarCall
 from farspan.sparse.gathered import FlashPages, Gathered, PlainPages
+from farspan.sparse.sizes import MOST_UNITS, PART_BYTES, Far, far_bytes, slab_units
 from tests.sparse.memory_pages import MemoryPages
 
 LARGE = Far(1, 8, 2, 64, 64, 4, page=64, chosen=16, tokens=1024, candidates=600)

@@ -1,22 +1,16 @@
 """What a step holds for a moment: everything on the device that no buffer of the program is.
 
-A cell's memory depends on its layer, its tokens, the keys before it and how it is run, so cells
-that are equal in these are run once, on phantoms; then the program is walked with what they gave.
+A cell's memory depends on its layer, its tokens, the keys before it and how it is run. The program
+is walked with what the model's profile says of each.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from typing import Any
 
-from farspan.plan.cell.assumed import assumed
-from farspan.plan.cell.cells import CellBytes, CellKind, PhantomCells
-from farspan.plan.cell.layer import layer_weights, trained
-from farspan.plan.cell.outside import Stages, outer_weights
-from farspan.plan.cell.sharing import ALONE, Sharing
-from farspan.plan.model.architecture import Architecture, ArchitectureBlock
-from farspan.profile.cells import ProfiledCells, ProfiledStages, outer_names
+from farspan.planner.states import ALONE, Sharing
+from farspan.profile.cells import CellBytes, CellKind, ProfiledCells, ProfiledStages, outer_names
 from farspan.profile.model import ModelProfile
 from farspan.program.attention_blocks import most_tokens
 from farspan.program.dependencies import unread_outputs
@@ -59,34 +53,14 @@ class Peak:
 # Programs of one model have most of their cells in common; a search walks hundreds of them.
 @lru_cache(maxsize=8)
 def _cells(
-    architecture: Architecture,
+    profile: ModelProfile,
     batch: int,
-    width: int,
     kv_block: int,
-    in_place: bool,
-    tiles: tuple[int, int],
     sparse: Sparse | None,
     on_host: bool,
-) -> PhantomCells:
-    return PhantomCells(architecture, batch, width, kv_block, in_place, *tiles, sparse, on_host)
-
-
-@lru_cache(maxsize=8)
-def _profiled_cells(
-    profile: ModelProfile, batch: int, kv_block: int, sparse: Sparse | None, on_host: bool
+    tile: int,
 ) -> ProfiledCells:
-    return ProfiledCells(profile, batch, kv_block, sparse, on_host)
-
-
-@lru_cache(maxsize=8)
-def _stages(
-    architecture: Architecture,
-    batch: int,
-    width: int,
-    sizes: tuple[int, int],
-    in_place: bool,
-) -> Stages:
-    return Stages(architecture, batch, width, *sizes, in_place)
+    return ProfiledCells(profile, batch, kv_block, sparse, on_host, tile)
 
 
 @dataclass(slots=True)
@@ -103,36 +77,38 @@ class Walk:
     def __init__(
         self,
         program: Program,
-        architecture: Architecture | None,
+        profile: ModelProfile,
         *,
         gradient_bytes: int | None = None,
         sharing: Sharing = ALONE,
-        in_place: bool = False,
         accumulates: bool = False,
-        profile: ModelProfile | None = None,
     ) -> None:
-        """Without an architecture one is assumed, but for its weights where the model counts them;
-        with a profile none is needed.
-        `gradient_bytes` is the width of an element of `.grad`, the model's own by default. For
-        `in_place` see `phantom.Memory`."""
+        """`gradient_bytes` is the width of an element of `.grad`, the model's own by default. With
+        `accumulates` gradients of earlier batches are there from the beginning."""
         model, schedule = program.model, program.schedule
-        width = model.element_bytes
         self.program, self.profile = program, profile
         self.windows = [layer.window for layer in model.layers]
         self.wide = model.accumulate_bytes()
-        self.final = gradient_bytes or width
+        self.final = gradient_bytes or model.element_bytes
         self.sharing = sharing
         self.sums_apart = self.final != self.wide or sharing.apart
         self.tile = schedule.mlp_chunk_size
         self.unread: frozenset[tuple[int, int]] = frozenset()
-        if self.tile is not None or (profile is not None and profile.variant.fused):
+        if self.tile is not None or profile.variant.fused:
             self.unread = unread_outputs(program)
-        most = most_tokens(program.run.batch * model.vocab)  # of a piece, as in engine.loss
+        self.classes = profile.kind_of
+        self.adds = profile.variant.adds
+        batch, sparse = program.run.batch, (schedule.sparse, schedule.kv is Tier.HOST)
+        self.cells = _cells(profile, batch, schedule.kv_block, *sparse, self.tile or 0)
+        most = most_tokens(batch * model.vocab)  # of a piece, as in engine.loss
         piece = min(schedule.loss_chunk_size, max(1, most))
-        if profile is not None:
-            self._use(profile, piece)
-        else:
-            self._use_phantoms(architecture, piece, in_place)
+        self.stages = ProfiledStages(profile, batch, piece)
+        self.weights = [
+            [sharing.slice(size) for size in profile.kinds[kind].weights]
+            for kind in profile.kind_of
+        ]
+        names = outer_names(profile)
+        self.outer_weights = dict(zip(names, profile.outer.weights, strict=True))
         self.live = self.peak = self.loss = 0
         self.hidden: dict[int, int] = {}
         self.gradient: dict[int, int] = {}
@@ -147,51 +123,11 @@ class Walk:
         if accumulates:
             self._begin_with_gradients()
 
-    def _use(self, profile: ModelProfile, piece: int) -> None:
-        """Cells, stages and weights of a profile."""
-        self.classes = list(profile.kind_of)
-        self.blocks: Sequence[Any] = self.classes
-        self.adds = profile.variant.adds
-        batch, schedule = self.program.run.batch, self.program.schedule
-        sparse = schedule.sparse, schedule.kv is Tier.HOST
-        self.cells: Any = _profiled_cells(profile, batch, schedule.kv_block, *sparse)
-        self.stages: Any = ProfiledStages(profile, batch, piece)
-        self.weights = [
-            [self.sharing.slice(size) for size in profile.kinds[kind].weights]
-            for kind in profile.kind_of
-        ]
-        names = outer_names(profile)
-        self.outer_weights = dict(zip(names, profile.outer.weights, strict=True))
-
-    def _use_phantoms(self, architecture: Architecture | None, piece: int, in_place: bool) -> None:
-        program, model, sharing = self.program, self.program.model, self.sharing
-        counted = architecture is None and any(layer.work.trainable for layer in model.layers)
-        architecture = architecture or assumed(model)
-        width = model.element_bytes
-        self.blocks = architecture.blocks[-len(model.layers) :]
-        seen: dict[ArchitectureBlock, int] = {}
-        self.classes = [seen.setdefault(block, len(seen)) for block in self.blocks]
-        self.architecture, self.adds = architecture, architecture.adds
-        schedule = program.schedule
-        how = schedule.kv_block, in_place, (self.tile or 0, self.wide)
-        sparse = schedule.sparse, schedule.kv is Tier.HOST
-        self.cells = _cells(architecture, program.run.batch, width, *how, *sparse)
-        sizes = self.wide, piece
-        self.stages = _stages(architecture, program.run.batch, width, sizes, in_place)
-        weights = [self._weights(block) for block in self.blocks]
-        outer = {name: prod(shape) for name, shape in outer_weights(architecture).items()}
-        if counted:
-            weights = [[layer.work.trainable] for layer in model.layers]
-            # All of it with the first of the names: how it is divided is not known.
-            outer = dict.fromkeys(outer, 0) | {next(iter(outer)): model.outer_trainable()}
-        self.weights = [[sharing.slice(size) for size in of] for of in weights]
-        self.outer_weights = dict.fromkeys(outer, 0) if architecture.adapter_rank else outer
-
     def _begin_with_gradients(self) -> None:
         """Of all weights. Where `.grad` is the sum itself, nothing comes to it any more."""
         self._take(self._final(sum(self.outer_weights.values()) + sum(map(sum, self.weights))))
         if not self.sums_apart:
-            self.begun.update(range(len(self.blocks)))
+            self.begun.update(range(len(self.classes)))
             self.outer = frozenset(self.outer_weights)
 
     def _steps(self) -> dict[type[Instruction], Callable[[Any], None]]:
@@ -207,11 +143,6 @@ class Walk:
             EmbedBackward: self._embed_backward,
             Close: self._close,
         }
-
-    def _weights(self, block: ArchitectureBlock) -> list[int]:
-        """Elements of each trained parameter of a layer."""
-        shapes = layer_weights(self.architecture, block)
-        return [prod(shape) for name, shape in shapes.items() if trained(self.architecture, name)]
 
     def run(self) -> Peak:
         for instruction in self.program.instructions:
@@ -276,7 +207,7 @@ class Walk:
     def _head(self, i: Head) -> None:
         what = "head" if i.gradient else "evaluation"
         stage = self.stages.get(what, self._tokens(i.chunk), self.outer)
-        top = len(self.blocks)
+        top = len(self.classes)
         self._rise(stage.rise)
         self.live += LOSS - self.loss - self.hidden.pop(top)
         self.loss = LOSS
@@ -357,10 +288,9 @@ class Walk:
         key = self.classes[i.layer], i.chunk, *run
         if key not in self.kinds:
             start, stop = self.program.chunks[i.chunk]
-            block = self.blocks[i.layer]
             reads = i.mode is AttentionMode.COMPUTE or i.graph
             kind = CellKind(
-                block,
+                self.classes[i.layer],
                 stop - start,
                 self._start(start, self.windows[i.layer]) if reads else 0,
                 *run,

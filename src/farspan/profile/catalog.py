@@ -1,4 +1,4 @@
-"""Models by name, folder or file: from what a user types to an architecture, without weights."""
+"""Models by name, folder or file: from what a user types to a configuration, without weights."""
 
 import difflib
 import json
@@ -13,8 +13,6 @@ from typing import Any
 
 import huggingface_hub
 
-from farspan.plan.model.architecture import Architecture
-from farspan.plan.model.families import architecture_from
 from farspan.spec import UnsupportedError
 
 PRESETS = Path(__file__).parent / "models.json"
@@ -48,20 +46,36 @@ def presets() -> tuple[Preset, ...]:
     return _presets()
 
 
-def find_architecture(model: str) -> Architecture:
-    """The architecture of a model by folder, preset name, file or name on the hub, which may have
-    a revision behind it: `Qwen/Qwen2.5-7B@main`.
+def find_config(model: str) -> dict[str, Any]:
+    """The configuration of a model by folder, preset name, file or name on the hub, which may have
+    a revision behind it: `Qwen/Qwen2.5-7B@main`. As it stands in its config.json.
 
     A folder in sight is the user's own and comes first. Nothing but a configuration is ever read.
-    Raises UnsupportedError when there is none, or when planning does not know its kind.
+    Raises UnsupportedError when there is none.
     """
-    config, name = _find(model)
-    return architecture_from(config, name)
-
-
-def find_config(model: str) -> dict[str, Any]:
-    """The configuration of the same model, as it stands in its config.json."""
-    return _find(model)[0]
+    if not model:
+        raise UnsupportedError(
+            f"model: expected a name, a folder or a file, got nothing; {_close(model)}"
+        )
+    place = Path(os.path.expanduser(model))
+    if (place / "config.json").is_file():
+        return read_config(place / "config.json")
+    preset = _named().get(model.lower())
+    if preset is not None:
+        return deepcopy(preset.config)
+    if place.is_file():
+        return read_config(place)
+    if place.is_dir():
+        raise UnsupportedError(
+            f"model: {model} holds no config.json; expected a saved model's folder"
+        )
+    name, revision = split_revision(model)
+    if _HUB_NAME.fullmatch(name) and place.suffix != ".json":
+        return read_config(_from_hub(name, revision))
+    raise UnsupportedError(
+        f"model: {model!r} is no preset, folder or file, nor a hub name such as Qwen/Qwen2.5-7B; "
+        f"{_close(model)}"
+    )
 
 
 def find_preset(model: str) -> Preset | None:
@@ -69,33 +83,6 @@ def find_preset(model: str) -> Preset | None:
     if (Path(os.path.expanduser(model)) / "config.json").is_file():
         return None
     return _named().get(model.lower())
-
-
-def _find(model: str) -> tuple[dict[str, Any], str]:
-    """A configuration and what to call it."""
-    if not model:
-        raise UnsupportedError(
-            f"model: expected a name, a folder or a file, got nothing; {_close(model)}"
-        )
-    place = Path(os.path.expanduser(model))
-    if (place / "config.json").is_file():
-        return read_config(place / "config.json"), model
-    preset = _named().get(model.lower())
-    if preset is not None:
-        return deepcopy(preset.config), preset.name
-    if place.is_file():
-        return read_config(place), model
-    if place.is_dir():
-        raise UnsupportedError(
-            f"model: {model} holds no config.json; expected a saved model's folder"
-        )
-    name, revision = split_revision(model)
-    if _HUB_NAME.fullmatch(name) and place.suffix != ".json":
-        return read_config(_from_hub(name, revision)), model
-    raise UnsupportedError(
-        f"model: {model!r} is no preset, folder or file, nor a hub name such as Qwen/Qwen2.5-7B; "
-        f"{_close(model)}"
-    )
 
 
 def refuse_absent(field: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Attention of one cell on phantoms: what `engine.attention_op` and `attention.chunk` allocate.
+"""Attention of one cell: what `engine.attention_op` and `attention.chunk` allocate.
 
 Every statement here stands for one there, and temporaries live as long as theirs. Legend: B batch,
 C tokens of the chunk, H query heads, Hk key-value heads, D head dim.
@@ -7,30 +7,31 @@ C tokens of the chunk, H query heads, Hk key-value heads, D head dim.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from farspan.plan.cell.choosing import choice_bytes, watch_bytes
-from farspan.plan.cell.kernels import (
+from farspan.profile.attention_kernels import (
     SEEN_TILES,
+    FlashSizes,
     Kernel,
-    PhantomFlash,
-    PhantomPadded,
-    PhantomTiled,
+    PaddedSizes,
+    TiledSizes,
     column,
     merge,
     part,
     token_first,
     wide,
 )
-from farspan.plan.cell.operations import Gradients, Saved, as_width, contiguous, permute, transpose
-from farspan.plan.cell.phantom import Found, Memory, Phantom, pointwise, record, reduced
-from farspan.plan.cell.sparse import Far, far_bytes, far_of, most_units_of
-from farspan.plan.model.architecture import Attention
+from farspan.profile.tensor_sizes import (
+    Memory,
+    Outline,
+    as_width,
+    contiguous,
+    permute,
+    pointwise,
+    reduced,
+    transpose,
+)
 from farspan.program.attention_blocks import Block, cut_wide, most_tokens, near_blocks, plan_blocks
-from farspan.program.program import AttentionMode
+from farspan.sparse.sizes import Far, choice_bytes, far_bytes, far_of, most_units_of, watch_bytes
 from farspan.spec import LayerSpec, Sparse
-
-
-class CellDone(Exception):
-    """K, V are written and nothing else is wanted."""
 
 
 @dataclass(slots=True)
@@ -45,101 +46,6 @@ class Call:
     in_slots: bool = False  # to slots of the program
 
 
-@dataclass(slots=True)
-class Attending:
-    """The attention of one cell, from its forward to its backward."""
-
-    mode: AttentionMode
-    call: Call
-    chooses: bool = False  # pages are chosen here
-    buffered: bool = False  # O, LSE are in a buffer: kept there (COMPUTE) or read from it (GIVEN)
-    held: tuple[Phantom, Phantom] | None = None
-    kept: bool = False
-
-    def __call__(self, q: Phantom, k: Phantom, v: Phantom, sinks: Phantom | None) -> Phantom:
-        """[B, C, H, Dv] from q [B, H, C, D] and k, v [B, Hk, C, D]."""
-        if self.mode is AttentionMode.NONE:
-            raise CellDone
-        traffic = q.memory.traffic
-        out = self._attend(q, k, v, sinks)
-        q.memory.traffic = traffic  # attention's own work is counted elsewhere
-        return out
-
-    def _attend(self, q: Phantom, k: Phantom, v: Phantom, sinks: Phantom | None) -> Phantom:
-        inputs = [q, k, v, sinks]
-        k, v = contiguous(k.bare()), contiguous(v.bare())
-        out, lse = self.output(q.bare(), k, v, sinks)
-        own = (None, None) if self.kept else (k, v)
-        output = (None, None) if self.kept and self.buffered else (out, lse)
-        answer = transpose(out, 1, 2)
-        return record(answer, inputs, self._backward(q, v), [q, sinks, *own, *output])
-
-    def output(
-        self, q: Phantom, k: Phantom, v: Phantom, sinks: Phantom | None
-    ) -> tuple[Phantom, Phantom]:
-        if self.mode is AttentionMode.HELD:
-            assert self.held is not None
-            return self.held
-        if self.mode is AttentionMode.GIVEN:
-            self.held = in_buffer(q, v)
-            return self.held
-        if self.chooses and self.call.far is not None:
-            _pass(q.memory, choice_bytes(self.call.far))
-        out, lse = attend(self.call, q, k, v, sinks)
-        if self.chooses and self.call.far is not None:
-            _pass(q.memory, watch_bytes(self.call.far, self.call.q_start))
-        self.held = in_buffer(q, v) if self.buffered else (out, lse)
-        return self.held
-
-    def _backward(self, q: Phantom, v: Phantom) -> "_Backward":
-        return _Backward(self, q.shape, v.shape)
-
-
-@dataclass(slots=True)
-class _Backward:
-    """The gradient of a cell's attention."""
-
-    cell: Attending
-    q_shape: tuple[int, ...]
-    v_shape: tuple[int, ...]
-
-    def __call__(self, gradients: Gradients, saved: Saved) -> Found:
-        dout = gradients[0]
-        q, sinks, k, v, out, lse = saved
-        assert dout is not None
-        assert q is not None
-        memory, width = q.memory, q.width
-        traffic = memory.traffic
-        if k is None or v is None:
-            key_shape = (*self.v_shape[:3], self.q_shape[3])
-            k, v = memory.new(key_shape, width), memory.new(self.v_shape, width)
-        if out is None or lse is None:
-            out, lse = in_buffer(q, v)
-        attended = out, lse
-        dq, dk, dv, dsinks = _attend_backward(
-            self.cell.call, transpose(dout, 1, 2), q, k, v, attended, sinks
-        )
-        found = [as_width(pointwise(own, own), width) for own in (dk, dv)]
-        if dsinks is not None:
-            dsinks = as_width(dsinks, width)
-        answer = [as_width(dq, width), *found, dsinks]
-        memory.traffic = traffic
-        return answer
-
-
-def in_buffer(q: Phantom, v: Phantom) -> tuple[Phantom, Phantom]:
-    """Views of O and LSE in an arena."""
-    batch, heads, tokens, _ = q.shape
-    memory = q.memory
-    out = memory.given((batch, tokens, heads, v.shape[3]), q.width)
-    return transpose(out, 1, 2), memory.given((batch, heads, tokens), wide(q.width))
-
-
-def _pass(memory: Memory, size: int) -> None:
-    """So many bytes that come and go."""
-    memory.new((size,), 1)
-
-
 def attention_bytes(
     heads: LayerSpec,
     call: Call,
@@ -149,11 +55,12 @@ def attention_bytes(
     chooses: bool,
 ) -> tuple[int, int]:
     """Bytes at the fullest moment of a chunk's attention, forward and backward, results included,
-    queries, keys and values left out. `run` is batch and bytes of an element."""
+    queries, keys and values left out. `run` is batch and bytes of an element; `heads_first` says
+    how queries lie in memory, and `chooses` that pages are chosen in this cell."""
     batch, width = run
     memory = Memory()
 
-    def given(count: int, dim: int, *, packed: bool = False) -> Phantom:
+    def given(count: int, dim: int, *, packed: bool = False) -> Outline:
         if packed:
             return memory.given((batch, count, tokens, dim), width)
         return transpose(memory.given((batch, tokens, count, dim), width), 1, 2)
@@ -162,15 +69,23 @@ def attention_bytes(
     k = given(heads.kv_heads, heads.head_dim, packed=True)
     v = given(heads.kv_heads, heads.value_dim, packed=True)
     sinks = memory.given((heads.query_heads,), width) if heads.sinks else None
-    cell = Attending(AttentionMode.COMPUTE, call, chooses)
-    found = cell.output(q, k, v, sinks)
-    forward = memory.peak
+    far = call.far if chooses else None
+    if far is not None:
+        memory.pass_by(choice_bytes(far))
+    found = attend(call, q, k, v, sinks)
+    if far is not None:
+        memory.pass_by(watch_bytes(far, call.q_start))
     del found
-    cell.held = None
-    memory.peak = 0
-    out, lse = in_buffer(q, v)
+    forward, memory.peak = memory.peak, 0
+    out = transpose(memory.given((batch, tokens, heads.query_heads, heads.value_dim), width), 1, 2)
+    lse = memory.given((batch, heads.query_heads, tokens), wide(width))
     dout = memory.given((batch, tokens, heads.query_heads, heads.value_dim), width)
-    _Backward(cell, q.shape, v.shape)([dout], (q, sinks, k, v, out, lse))
+    dq, dk, dv, dsinks = _attend_backward(call, transpose(dout, 1, 2), q, k, v, (out, lse), sinks)
+    # Those of later chunks' queries are added before autograd is handed the sums.
+    _sums = [as_width(pointwise(own, own), width) for own in (dk, dv)]
+    if dsinks is not None:
+        dsinks = as_width(dsinks, width)
+    _answer = [as_width(dq, width), dsinks]
     return forward, memory.peak
 
 
@@ -189,9 +104,7 @@ def sparse_call(
     return replace(call, blocks=blocks, far=far, most_units=units, in_slots=in_slots)
 
 
-def chunk_call(
-    attention: Attention | LayerSpec, batch: int, start: int, stop: int, kv_block: int
-) -> Call:
+def chunk_call(attention: LayerSpec, batch: int, start: int, stop: int, kv_block: int) -> Call:
     """The dense attention of tokens [start, stop) of so many sequences."""
     row = batch * attention.query_heads * max(attention.head_dim, attention.value_dim)
     blocks = plan_blocks(start, stop, kv_block, attention.window)
@@ -199,21 +112,21 @@ def chunk_call(
     return Call(kernel_of(attention), narrow, start)
 
 
-def kernel_of(attention: Attention | LayerSpec) -> Kernel:
+def kernel_of(attention: LayerSpec) -> Kernel:
     """As `engine.kernels.select_kernel` has it on a CPU."""
     if attention.softcap is not None:
-        return PhantomTiled(capped=True)
+        return TiledSizes(capped=True)
     if attention.head_dim == attention.value_dim:
-        return PhantomFlash()
-    return PhantomPadded(PhantomFlash(), max(attention.head_dim, attention.value_dim))
+        return FlashSizes()
+    return PaddedSizes(FlashSizes(), max(attention.head_dim, attention.value_dim))
 
 
 # -- a chunk over its blocks -------------------------------------------------------------------
 
 
 def attend(
-    call: Call, q: Phantom, k: Phantom, v: Phantom, sinks: Phantom | None
-) -> tuple[Phantom, Phantom]:
+    call: Call, q: Outline, k: Outline, v: Outline, sinks: Outline | None
+) -> tuple[Outline, Outline]:
     out, lse = _attend_own(call, q, k, v)
     for visit in visits(call):
         out = as_width(out, lse.width)
@@ -224,7 +137,7 @@ def attend(
             del own
     if call.far is not None:
         out = as_width(out, lse.width)
-        _pass(q.memory, _far_bytes(call, backward=False))
+        q.memory.pass_by(_far_bytes(call, backward=False))
         merge(out, lse, q.memory.new(out.shape, q.width), q.memory.new(lse.shape, lse.width))
     if sinks is not None:
         out, lse = _add_sinks(out, lse)
@@ -236,7 +149,7 @@ def _far_bytes(call: Call, *, backward: bool) -> int:
     return far_bytes(call.far, call.most_units, backward=backward, in_slots=call.in_slots)
 
 
-def _attend_own(call: Call, q: Phantom, k: Phantom, v: Phantom) -> tuple[Phantom, Phantom]:
+def _attend_own(call: Call, q: Outline, k: Outline, v: Outline) -> tuple[Outline, Outline]:
     blocks = own_blocks(call)
     if len(blocks) == 1:
         out, lse = call.kernel.forward(q, k, v, blocks[0])
@@ -253,7 +166,7 @@ def _attend_own(call: Call, q: Phantom, k: Phantom, v: Phantom) -> tuple[Phantom
     return out, lse
 
 
-def _add_sinks(out: Phantom, lse: Phantom) -> tuple[Phantom, Phantom]:
+def _add_sinks(out: Outline, lse: Outline) -> tuple[Outline, Outline]:
     with_sink = pointwise(lse)
     shrunk = as_width(out, lse.width), column(pointwise(pointwise(lse)))
     return pointwise(*shrunk), with_sink
@@ -261,13 +174,13 @@ def _add_sinks(out: Phantom, lse: Phantom) -> tuple[Phantom, Phantom]:
 
 def _attend_backward(
     call: Call,
-    dout: Phantom,
-    q: Phantom,
-    k: Phantom,
-    v: Phantom,
-    attended: tuple[Phantom, Phantom],
-    sinks: Phantom | None,
-) -> tuple[Phantom, Phantom, Phantom, Phantom | None]:
+    dout: Outline,
+    q: Outline,
+    k: Outline,
+    v: Outline,
+    attended: tuple[Outline, Outline],
+    sinks: Outline | None,
+) -> tuple[Outline, Outline, Outline, Outline | None]:
     width = wide(q.width)
     of_queries = dout, q, *attended
     dq = _Sum(q.shape, width)
@@ -281,11 +194,11 @@ def _attend_backward(
     whole = as_width(dq.total(), width)
     dk, dv = as_width(dk, width), as_width(dv, width)
     if call.far is not None:
-        _pass(q.memory, _far_bytes(call, backward=True))
+        q.memory.pass_by(_far_bytes(call, backward=True))
     return whole, dk, dv, dsinks
 
 
-def _sink_gradient(dout: Phantom, out: Phantom, lse: Phantom, sinks: Phantom) -> Phantom:
+def _sink_gradient(dout: Outline, out: Outline, lse: Outline, sinks: Outline) -> Outline:
     width = lse.width
     difference = pointwise(lse)
     weight = pointwise(difference)
@@ -302,9 +215,9 @@ class _Sum:
 
     def __init__(self, shape: tuple[int, ...], width: int) -> None:
         self.shape, self.width = shape, width
-        self.sum: Phantom | None = None
+        self.sum: Outline | None = None
 
-    def add(self, part: Phantom) -> None:
+    def add(self, part: Outline) -> None:
         if self.sum is None and part.shape == self.shape:
             self.sum = part
             return
@@ -312,19 +225,19 @@ class _Sum:
             self.sum = part.memory.new(self.shape, self.width)
         self.sum = as_width(self.sum, self.width)
 
-    def total(self) -> Phantom:
+    def total(self) -> Outline:
         assert self.sum is not None
         return self.sum
 
 
 def _gradients(
     call: Call,
-    of_queries: tuple[Phantom, Phantom, Phantom, Phantom],
-    keys: Phantom,
-    values: Phantom,
+    of_queries: tuple[Outline, Outline, Outline, Outline],
+    keys: Outline,
+    values: Outline,
     visit: tuple[Block, ...],
     dq: _Sum,
-) -> tuple[Phantom, Phantom]:
+) -> tuple[Outline, Outline]:
     dk, dv = _Sum(keys.shape, dq.width), _Sum(values.shape, dq.width)
     for block in visit:
         dout, q, out, _ = (_queries(x, block) for x in of_queries)
@@ -374,7 +287,7 @@ def _extent(block: Block) -> tuple[int, int, bool, bool]:
     return block.queries, block.keys, block.causal, block.window is not None
 
 
-def _stored(like: Phantom, visit: tuple[Block, ...]) -> Phantom:
+def _stored(like: Outline, visit: tuple[Block, ...]) -> Outline:
     """A visit's keys or values where they lie: rows of tokens in an arena."""
     tokens = max(b.k_stop for b in visit) - min(b.k_start for b in visit)
     batch, heads, _, width = like.shape
@@ -382,9 +295,9 @@ def _stored(like: Phantom, visit: tuple[Block, ...]) -> Phantom:
     return permute(rows, (1, 2, 0, 3))
 
 
-def _queries(x: Phantom, block: Block) -> Phantom:
+def _queries(x: Outline, block: Block) -> Outline:
     return part(x, block.queries)
 
 
-def _keys(x: Phantom, block: Block) -> Phantom:
+def _keys(x: Outline, block: Block) -> Outline:
     return part(x, block.keys)

@@ -1,6 +1,8 @@
-"""What a step is said to hold for a moment, without torch, is what it is measured to hold."""
+"""What a step is said to hold by its model's profile is what it is measured to hold."""
 
+import json
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,18 +12,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from farspan.engine.interpreter import Interpreter
 from farspan.engine.memory import LiveStorage, PeakMemory
+from farspan.engine.profile import measure
 from farspan.engine.step import Step
-from farspan.plan.cell.assumed import assumed
-from farspan.plan.cell.describe import model_spec
-from farspan.plan.cell.sharing import Sharing
-from farspan.plan.cell.transient import Walk
-from farspan.plan.model.architecture import ArchitectureBlock
-from farspan.plan.model.catalog import find_architecture
-from farspan.plan.model.families import architecture_from
+from farspan.planner.states import Sharing
+from farspan.planner.walk import Walk
+from farspan.profile.estimate import estimated
+from farspan.profile.model import ModelProfile, Variant
+from farspan.profile.store import from_json, to_json
 from farspan.program.builder import build_program
 from farspan.program.program import Embed, Forward, Instruction, Program
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import RunSpec, Schedule, Sparse, Tier
+from tests.profiles import profile_of as preset_profile
 from tests.versions import FLOAT_POSITIONS
 
 INDEX = 8  # bytes of a token's target or position
@@ -92,13 +94,31 @@ def measured(step: Step, batch: int, tokens: int, *, accumulates: bool = False) 
     return meter.peak
 
 
+@cache
+def _profile(config: str, variant: Variant) -> ModelProfile:
+    # As planning has it: through plain values.
+    (value,) = to_json([measure(json.loads(config), variant)])
+    return from_json(json.loads(json.dumps(value)))
+
+
+def profile_of(model: PreTrainedModel, **how: Any) -> ModelProfile:
+    """`how` are fields of the variant."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    return _profile(config, Variant(dtype, **how))
+
+
+def profile_for(step: Step, *, adds: bool = False) -> ModelProfile:
+    tiled = step.schedule.mlp_chunk_size is not None
+    return profile_of(step.boundary.model, adds=adds, tiled=tiled)
+
+
 def predicted(
     step: Step, batch: int, tokens: int, *, accumulates: bool = False, adds: bool = False
 ) -> int:
-    program = step.program(batch, tokens)
-    architecture = replace(architecture_from(step.boundary.model.config), adds=adds)
+    program, profile = step.program(batch, tokens), profile_for(step, adds=adds)
     width = gradient_bytes(step)
-    found = Walk(program, architecture, gradient_bytes=width, accumulates=accumulates).run()
+    found = Walk(program, profile, gradient_bytes=width, accumulates=accumulates).run()
     inputs = INDEX * (batch * tokens + tokens)  # what the step itself makes of them
     return sum(program.arena_bytes.values()) + inputs + found.bytes
 
@@ -144,7 +164,7 @@ def test_every_family_is_predicted(family: str, dtype: torch.dtype | str, name: 
 @pytest.mark.parametrize("family", OTHERS)
 def test_every_family_is_predicted_on_tiles(family: str, dtype: torch.dtype) -> None:
     schedule = replace(strategy("grouped", LAYERS, 230), chunk=64, mlp_chunk_size=24)
-    agree(Step(make(family, dtype, **OTHERS[family]), schedule), 1, 230, CLOSE)
+    agree(Step(make(family, dtype, **OTHERS[family]), schedule), 1, 250, CLOSE)
 
 
 SPARSE = (
@@ -233,10 +253,10 @@ def test_every_instruction_is_predicted(
     model = make("qwen2", dtype, tie_word_embeddings=True)
     step = Step(model, SCHEDULES[name])
     tokens = 90 if SCHEDULES[name].chunk == 20 else 250  # a fifth chunk or a fourth, not full
-    program = step.program(2, tokens)
-    found = by_instruction(step, 2, tokens, monkeypatch)
+    program, profile = step.program(1, tokens), profile_for(step)
+    found = by_instruction(step, 1, tokens, monkeypatch)
     start = found[0][1]  # nothing is alive yet but arenas and inputs
-    walk = Walk(program, architecture_from(model.config), gradient_bytes=gradient_bytes(step))
+    walk = Walk(program, profile, gradient_bytes=gradient_bytes(step))
     for instruction, (peak, left) in zip(program.instructions, found, strict=True):
         walk.peak = walk.live
         walk.issue(instruction)
@@ -271,9 +291,8 @@ def by_instruction(
 def test_a_frozen_model_has_no_weight_gradients() -> None:
     model = make("llama", torch.float32)
     program = Step(model, BASE).program(1, 200)
-    architecture = architecture_from(model.config)
-    full = Walk(program, architecture).run()
-    adapted = Walk(program, replace(architecture, adapter_rank=2)).run()
+    full = Walk(program, profile_of(model)).run()
+    adapted = Walk(program, profile_of(model, rank=2)).run()
     assert 0 < adapted.gradients < full.gradients / 5
     assert adapted.bytes < full.bytes
 
@@ -287,7 +306,7 @@ def evaluation_agrees(dtype: torch.dtype, schedule: Schedule) -> None:
     model = make("llama", dtype)
     step = Step(model, schedule)
     program = step.program(1, 200, evaluation=True)
-    found = Walk(program, architecture_from(model.config)).run()
+    found = Walk(program, profile_for(step)).run()
     planned = sum(program.arena_bytes.values()) + INDEX * 2 * 200 + found.bytes
     ids = torch.arange(200)[None]
     with PeakMemory(torch.device("cpu")) as meter:
@@ -297,10 +316,9 @@ def evaluation_agrees(dtype: torch.dtype, schedule: Schedule) -> None:
 
 def test_it_does_not_grow_with_the_sequence() -> None:
     """Beyond one full block of earlier keys; and many chunks are walked with few cells."""
-    architecture = architecture_from(make("llama", torch.bfloat16).config)
-    model = model_spec(architecture)
+    profile = profile_of(make("llama", torch.bfloat16))
     schedule = replace(BASE, kv_block=128, groups=2)
-    walks = [Walk(_program(model, tokens, schedule), architecture) for tokens in (1024, 64 * 200)]
+    walks = [Walk(_program(profile.spec, tokens, schedule), profile) for tokens in (1024, 64 * 200)]
     short, long = (walk.run() for walk in walks)
     assert short == long
     assert len(walks[1].cells.found) < 40
@@ -309,16 +327,14 @@ def test_it_does_not_grow_with_the_sequence() -> None:
 def test_tiles_bound_what_an_mlp_takes() -> None:
     """Of layers of Qwen2.5-7B in bf16, of chunks four times as long: without tiles transients grow
     by 151,552 bytes a token for the MLP and 43,008 for two norms, with them by neither."""
-    architecture = find_architecture("qwen2.5-7b")
-    architecture = replace(architecture, blocks=architecture.blocks[:2])
-    model = model_spec(architecture)
+    profile = preset_profile("qwen2.5-7b", 2, tiled=True)
     grown = {}
     for tile in (None, 2048):
         peaks = []
         for chunk in (8192, 32768):
             schedule = Schedule(chunk=chunk, kv_block=8192, mlp_chunk_size=tile)
-            program = _program(model, 2 * chunk, schedule)
-            peaks.append(Walk(program, architecture, gradient_bytes=4, in_place=True).run().bytes)
+            program = _program(profile.spec, 2 * chunk, schedule)
+            peaks.append(Walk(program, profile, gradient_bytes=4).run().bytes)
         grown[tile] = (peaks[1] - peaks[0]) / (32768 - 8192)
     assert grown[None] - grown[2048] >= 151_552 + 43_008
 
@@ -328,31 +344,33 @@ def _program(model: Any, tokens: int, schedule: Schedule) -> Program:
 
 
 def test_layers_that_differ_are_told_apart() -> None:
-    architecture = architecture_from(make("llama", torch.bfloat16).config)
-    narrow = architecture.blocks[0]
-    wide = replace(narrow, feed_forward=replace(narrow.feed_forward, width=500))
-    program = _program(model_spec(architecture), 200, BASE)
+    narrow = profile_of(make("llama", torch.bfloat16))
+    wide = profile_of(make("llama", torch.bfloat16, intermediate_size=500))
+    program = _program(narrow.spec, 200, BASE)
 
-    def graphs(*blocks: ArchitectureBlock) -> dict[tuple[int, int], int]:
+    def graphs(profile: ModelProfile) -> dict[tuple[int, int], int]:
         """Bytes by layer and chunk."""
-        walk, found = Walk(program, replace(architecture, blocks=blocks)), {}
+        walk, found = Walk(program, profile), {}
         for i in program.instructions:
             walk.issue(i)
             if isinstance(i, Forward) and i.graph:
                 found[i.layer, i.chunk] = walk.graphs[i.layer, i.chunk].bytes
         return found
 
-    small, large = graphs(narrow, narrow), graphs(wide, wide)
+    small, large = graphs(narrow), graphs(wide)
     assert all(small[cell] < large[cell] for cell in small)
-    assert graphs(narrow, wide) == {cell: (small, large)[cell[0]][cell] for cell in small}
+    layers = narrow.spec.layers[0], wide.spec.layers[1]
+    both = replace(narrow, kinds=(*narrow.kinds, *wide.kinds), kind_of=(0, 1))
+    both = replace(both, spec=replace(narrow.spec, layers=layers))
+    assert graphs(both) == {cell: (small, large)[cell[0]][cell] for cell in small}
 
 
 def test_wide_gradients_need_no_accumulators() -> None:
     """And shared ones are smaller."""
-    architecture = architecture_from(make("llama", torch.bfloat16).config)
-    program = _program(model_spec(architecture), 200, BASE)
-    narrow, wide = Walk(program, architecture), Walk(program, architecture, gradient_bytes=4)
-    shared = Walk(program, architecture, sharing=Sharing(ranks=2, apart=True))
+    profile = profile_of(make("llama", torch.bfloat16))
+    program = _program(profile.spec, 200, BASE)
+    narrow, wide = Walk(program, profile), Walk(program, profile, gradient_bytes=4)
+    shared = Walk(program, profile, sharing=Sharing(ranks=2, apart=True))
     whole, half = narrow.run(), shared.run()
     assert wide.run().accumulators == 0
     assert wide.run().gradients == 2 * whole.gradients == 4 * half.gradients
@@ -361,12 +379,11 @@ def test_wide_gradients_need_no_accumulators() -> None:
     assert wide.live - narrow.live == whole.gradients
 
 
-@pytest.mark.parametrize("element_bytes", [2, 4])
-def test_without_an_architecture_one_is_assumed_that_saves_as_much(element_bytes: int) -> None:
-    dtype = {2: torch.bfloat16, 4: torch.float32}[element_bytes]
-    model = make("qwen2", dtype)
-    program = Step(model, BASE).program(1, 200)
-    found = Walk(program, architecture_from(model.config)).run().transient
-    made = assumed(program.model)
-    assert made.blocks[0].feed_forward.width == pytest.approx(SIZES["intermediate_size"], rel=0.05)
-    assert Walk(program, None).run().transient == pytest.approx(found, rel=0.05)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_model_that_is_only_described_is_estimated(name: str, dtype: torch.dtype) -> None:
+    program = Step(make("qwen2", dtype), strategy(name, LAYERS, 200)).program(1, 200)
+    found = Walk(program, profile_of(make("qwen2", dtype))).run()
+    guess = Walk(program, estimated(program.model)).run()
+    assert guess.gradients == found.gradients
+    assert found.bytes <= guess.bytes <= 2 * found.bytes

@@ -1,1 +1,0 @@
-"""What one cell holds for a moment: layers written on tensors without elements."""

@@ -1,1 +1,0 @@
-"""A configuration read as an architecture: a model without weights."""
