@@ -5,7 +5,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import hypothesis
 import pytest
@@ -24,6 +24,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("repeatable")
+
+# Twice what the longest takes, and not by the clock: other processes may have the cores as well.
+MOST_SECONDS = 40.0
+BEGUN = pytest.StashKey[float]()
 
 
 def pytest_configure() -> None:
@@ -57,6 +61,31 @@ def float64_throughout() -> Iterator[None]:
         yield
 
 
-def pytest_runtest_setup() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     """A test sees the same random numbers whichever tests ran before it."""
+    item.stash[BEGUN] = cpu_seconds()
     torch.manual_seed(0)
+    yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    yield
+    refuse_long(item, cpu_seconds() - item.stash[BEGUN])
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it started and that have ended."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
+
+
+def refuse_long(item: pytest.Item, seconds: float) -> None:
+    """Fails a test that took so many seconds of CPU, its fixtures included, and runs by default."""
+    if seconds > MOST_SECONDS and not item.get_closest_marker("exhaustive"):
+        pytest.fail(
+            f"{item.nodeid} took {seconds:.0f} s of CPU, and a test that runs by default at most "
+            f"{MOST_SECONDS:.0f}; make it smaller, or mark it exhaustive and leave a part that "
+            "fails on the same fault"
+        )

@@ -63,17 +63,19 @@ def test_importing_farspan_imports_nothing_heavy() -> None:
 
 
 def test_what_needs_torch_comes_when_it_is_read() -> None:
-    script = "import farspan\nprint(farspan.Step.__module__, 'torch' in sys.modules)"
-    assert run(script) == "farspan.engine.step True"
-
-
-def test_the_allocator_is_there_without_another_import() -> None:
-    """As README.md has it: `import farspan`, then `farspan.memory.install("stitch")`."""
+    """As README.md has it: `import farspan`, then `farspan.memory.install("stitch")`. Names of the
+    face, and of the packages that it has, need no other import; what lies deeper is imported by
+    its reader."""
+    parts = (name.split(".") for name in names_in_pages())
+    names = sorted(".".join(n) for n in parts if n[1] in farspan.__all__ and len(n) <= 3)
+    assert "farspan.memory.statistics" in names
     script = (
         "import farspan\nprint(farspan.memory.__name__, 'torch' in sys.modules)\n"
-        "print(farspan.memory.install.__name__, 'torch' in sys.modules)"
+        "print(farspan.memory.install.__name__, 'torch' in sys.modules)\n"
+        "print(farspan.Step.__module__)\n"
     )
-    assert run(script).splitlines() == ["farspan.memory False", "install True"]
+    expected = ["farspan.memory False", "install True", "farspan.engine.step"]
+    assert run(script + "\n".join(names)).splitlines() == expected
 
 
 def names_in_pages() -> set[str]:
@@ -89,14 +91,6 @@ def test_names_in_pages_are_there() -> None:
     assert {"farspan.Step", "farspan.memory.install", "farspan.hf.load"} <= names
     for name in names:
         assert pkgutil.resolve_name(name) is not None
-
-
-def test_names_of_the_face_need_no_other_import() -> None:
-    """Nor do names of the packages that it has; what lies deeper is imported by its reader."""
-    parts = (name.split(".") for name in names_in_pages())
-    names = sorted(".".join(n) for n in parts if n[1] in farspan.__all__ and len(n) <= 3)
-    assert "farspan.memory.statistics" in names
-    run("import farspan\n" + "\n".join(names))
 
 
 def test_a_slip_in_a_run_file_is_told_before_torch_is_imported(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Gate: files and functions stay small, tolerances and exceptions to the rules stay visible."""
+"""Gate: files, functions and tests stay small, tolerances and exceptions to the rules visible."""
 
 import ast
 import io
@@ -6,8 +6,12 @@ import re
 import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from tests.conftest import MOST_SECONDS, refuse_long
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "tests", "benchmarks")
@@ -322,3 +326,12 @@ def test_a_gate_of_the_package_fails() -> None:
     assert too_much({first: "x = 1\n" * SOURCE_LINES}) == []
     assert len(too_much({first: "x = 1\n" * (SOURCE_LINES + 1)})) == 1
     assert len(too_much({f"{SOURCE}{n}.py": "" for n in range(SOURCE_FILES + 1)})) == 1
+
+
+def test_a_test_by_default_does_not_take_long() -> None:
+    default: Any = SimpleNamespace(nodeid="a test", get_closest_marker=lambda _: None)
+    marked: Any = SimpleNamespace(nodeid="a test", get_closest_marker=lambda name: name)
+    refuse_long(default, MOST_SECONDS)
+    refuse_long(marked, 2 * MOST_SECONDS)
+    with pytest.raises(pytest.fail.Exception, match=r"a test took 41 s of CPU.* exhaustive"):
+        refuse_long(default, MOST_SECONDS + 1)

@@ -405,7 +405,7 @@ def fresh_compiler() -> Iterator[None]:
 def test_compiled_modules_are_no_less_accurate(changes: dict[str, Any], tmp_path: Path) -> None:
     """In float32, against float64: no parameter's gradient is off by more than twice what plain
     PyTorch's own is, or by one rounding of the whole; and the model is saved as ever."""
-    sizes = {"num_hidden_layers": 2}
+    sizes = {"num_hidden_layers": 1}
     exact_model = make_model("qwen2", torch.float64, **sizes)
     model = make_model("qwen2", torch.float32, **sizes)
     model.load_state_dict(exact_model.state_dict())
@@ -414,7 +414,7 @@ def test_compiled_modules_are_no_less_accurate(changes: dict[str, Any], tmp_path
     exact, plain = run_oracle(exact_model, data), run_oracle(model, data)
     step = Step(model, Schedule(chunk=16, **changes), kernels=Kernels(compile=True))
     compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
-    assert len(compiled) == 2 * 3
+    assert len(compiled) == 3
     with PeakMemory(torch.device("cpu")):
         run_step(model, step, data)
     found = run_step(model, step, data)

@@ -20,6 +20,7 @@ from farspan.kernels import joining, operations
 from farspan.kernels.launch import Launch
 from farspan.lazy import load
 from tests.compiling import Compiler, compiling
+from tests.grids import exhaustive
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
@@ -157,7 +158,9 @@ def assert_good(name: str, launch: Launch, folder: Path) -> None:
 
 # Everything on Hopper; elsewhere what does not go by the activation.
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize(
+    "capability", [(9, 0), exhaustive((8, 0)), exhaustive((10, 0)), (12, 0)], ids=str
+)
 def test_kernels_compile(capability: tuple[int, int], driver: Any, tmp_path: Path) -> None:
     driver.set_active(Compiler(capability))
     launches = [kind(QWEN, 16) for kind in (of_norms, of_gates, of_attention, of_loss)]

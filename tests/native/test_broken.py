@@ -25,6 +25,7 @@ def steps(seed: int) -> list[Step]:
     return made
 
 
+@pytest.mark.exhaustive  # the build takes 20 s
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [Policy.PAPER, Policy.SHUFFLE])
 def test_a_double_assignment_is_caught(broken: Path, policy: Policy) -> None:

@@ -23,13 +23,13 @@ from tests.zoo import make_model
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 SCHEDULE = Schedule(
-    chunk=12, groups=2, kv_block=20, sparse=Sparse(page=4, budget=8, recent=6, sink_pages=1)
+    chunk=12, groups=1, kv_block=20, sparse=Sparse(page=4, budget=8, recent=6, sink_pages=1)
 )
 DATA = draw(36)
 
 
 def model_of(weights: dict[str, Tensor] | None = None) -> PreTrainedModel:
-    model = make_model("qwen2", torch.float32, num_hidden_layers=2)
+    model = make_model("qwen2", torch.float32, num_hidden_layers=1)
     if weights is not None:
         model.load_state_dict(weights)
     return model

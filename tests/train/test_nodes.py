@@ -153,6 +153,7 @@ def losses(run: RunConfig) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
+@pytest.mark.exhaustive  # four processes that import everything
 def test_two_nodes_have_the_losses_of_one_process(tmp_path: Path, link: Link) -> None:
     run = a_run(tmp_path, parallel=Parallel(ulysses=2, timeout=60.0))
     with running(link, run, *STATIC) as started:

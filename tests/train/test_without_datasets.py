@@ -7,21 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from farspan import cli
 from farspan.cli import USAGE
+from tests.distributed.launched import launch
 from tests.train.tiny import MODEL as TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 # In an interpreter of its own: here the library may be imported already.
 WITHOUT = "import sys\nsys.modules['datasets'] = None\nsys.path.insert(0, {source!r})\n"
-RUN = """
-from farspan import cli
-for arguments in {commands!r}:
-    sys.argv = ["farspan", *arguments]
-    try:
-        cli.main()
-    except SystemExit as stop:
-        print("ended", stop.code, flush=True)
-"""
 COLLECT = """
 import pytest
 asked = "-m gpu -W default --collect-only -q -p no:cacheprovider"
@@ -51,7 +44,19 @@ def run_file(folder: Path, data: dict[str, str]) -> str:
     return str(file)
 
 
-@pytest.mark.slow
+def ends_of(commands: list[list[str]]) -> str:
+    """The exit codes of these commands, in a process that has imported everything but datasets."""
+    assert "datasets" not in sys.modules
+    sys.modules["datasets"] = None  # type: ignore[assignment]
+    codes = []
+    for arguments in commands:
+        sys.argv = ["farspan", *arguments]
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        codes.append(stop.value.code)
+    return str(codes)
+
+
 def test_the_command_line_does_without_it(tmp_path: Path) -> None:
     text = tmp_path / "documents"
     text.mkdir()
@@ -61,11 +66,10 @@ def test_the_command_line_does_without_it(tmp_path: Path) -> None:
         ["train", run_file(tmp_path, {"source": "text", "path": str(text)})],
         ["train", run_file(tmp_path, {"source": "dataset", "path": "a/name"})],
     ]
-    done = without(RUN.format(commands=commands))
-    ended = [line for line in done.stdout.splitlines() if line.startswith("ended")]
-    assert ended == ["ended 0", "ended 0", f"ended {USAGE}"], done.stderr
-    assert "data.source: dataset needs the package datasets" in done.stderr
-    assert "Traceback" not in done.stderr
+    (done,) = launch(tmp_path / "said", 1, ends_of, commands)
+    assert done.said == str([0, 0, USAGE]), done
+    assert "data.source: dataset needs the package datasets" in done.errors
+    assert "Traceback" not in done.errors
 
 
 @pytest.mark.exhaustive
