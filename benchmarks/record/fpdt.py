@@ -39,9 +39,9 @@ from benchmarks.record.models import (
 )
 from farspan.planner.machines import machine
 from farspan.program.layout import Layout
-from farspan.program.simulate import simulate
 from farspan.program.strategies import strategy
 from farspan.spec import MachineSpec, ModelSpec, Tier
+from tests.oracles.simulate import simulate
 
 NODE = 4
 HOST_BYTES = 10**12  # a node's (section 5.1)

@@ -36,8 +36,8 @@ from benchmarks.record.models import (
 )
 from farspan.planner.machines import machine
 from farspan.program.layout import Layout
-from farspan.program.simulate import simulate
 from farspan.spec import MachineSpec, ModelSpec, Schedule, Tier
+from tests.oracles.simulate import simulate
 
 BATCH = 16  # sequences an iteration, from wall time, throughput and length of every row
 SKELETAL = 16  # h-wide tensors a layer saves (section 3.2, Figure 4)

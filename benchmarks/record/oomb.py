@@ -28,8 +28,8 @@ from benchmarks.record.models import (
 from farspan.planner.machines import machine
 from farspan.planner.prices import Prices
 from farspan.program.program import Head, Program
-from farspan.program.simulate import simulate
 from farspan.spec import MachineSpec, Schedule, Tier
+from tests.oracles.simulate import simulate
 
 MIB = 1 << 20
 TABLE = "OOMB 2"

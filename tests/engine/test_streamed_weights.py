@@ -16,7 +16,6 @@ from farspan.program.dependencies import Order, waits
 from farspan.program.layout import Layout, refuse_together
 from farspan.program.program import Close, Gather, aligned
 from farspan.program.residency import Kind
-from farspan.program.simulate import simulate
 from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
 from tests.engine.checks import Outcome, assert_same_bits, draw, gradients, run_oracle, run_step
 from tests.engine.lanes import Manner, Replay
@@ -25,6 +24,7 @@ from tests.grids import part_of
 from tests.oracles.check import check_program
 from tests.oracles.check_order import check_order
 from tests.oracles.contents import ProgramError
+from tests.oracles.simulate import simulate
 from tests.program.cases import model_of
 from tests.zoo import make_model
 

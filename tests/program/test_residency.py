@@ -12,10 +12,10 @@ from farspan.program import residency
 from farspan.program.passes import GroupPasses
 from farspan.program.program import Load, Program, Store
 from farspan.program.residency import RESIDENCY, CutInto, Kind, Residency, RowTensor, Until
-from farspan.program.simulate import simulate
 from farspan.spec import RunSpec, Schedule, Tier
 from tests.oracles.check import check_program
 from tests.oracles.contents import ProgramError
+from tests.oracles.simulate import simulate
 from tests.program.cases import model_of
 from tests.zoo import VOCAB, make_model
 

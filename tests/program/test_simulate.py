@@ -11,7 +11,6 @@ from farspan.program.attention_blocks import seen_pairs
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.dependencies import feed_forward_passes
 from farspan.program.residency import Kind
-from farspan.program.simulate import simulate
 from farspan.spec import (
     LayerSpec,
     LayerWork,
@@ -23,6 +22,7 @@ from farspan.spec import (
     Tier,
 )
 from tests.oracles import formulas
+from tests.oracles.simulate import simulate
 from tests.program import cases
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

@@ -5,10 +5,10 @@ import pytest
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.program import Program
 from farspan.program.residency import Kind
-from farspan.program.simulate import simulate
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import RunSpec, Tier, UnsupportedError
 from tests.oracles.check import check_program
+from tests.oracles.simulate import simulate
 from tests.program import cases
 
 LAYERS = 6

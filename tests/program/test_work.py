@@ -10,7 +10,6 @@ from farspan.planner.request import Question
 from farspan.program.attention_blocks import seen_pairs
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.program import Program
-from farspan.program.simulate import simulate
 from farspan.program.work import work_of
 from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
 from tests.profiles import spec_of

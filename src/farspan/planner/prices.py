@@ -38,8 +38,7 @@ from farspan.program.program import (
     row_bytes,
 )
 from farspan.program.residency import Kind
-from farspan.program.simulate import copied_bytes, streamed_bytes
-from farspan.program.work import pieces_of
+from farspan.program.work import copied_bytes, pieces_of, streamed_bytes
 from farspan.spec import (
     AttentionKernel,
     Curve,

@@ -1,4 +1,5 @@
-"""What a step does, counted from its program: floating-point operations, and bytes that ranks send.
+"""What a step does, counted from its program: floating-point operations, bytes to and from main
+memory, and bytes that ranks send.
 
 A program's sum of operations, in which progress is measured, is MFU's `useful_flop` and, beside it,
 what is computed twice, and half a forward of attention: its backward makes five matrix products
@@ -34,7 +35,7 @@ attention work on all heads too.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farspan.program.attention_blocks import chunk_pairs, sparse_of
+from farspan.program.attention_blocks import chunk_pairs, earlier_rows, sparse_of
 from farspan.program.layout import Layout, Range, Rank, among_heads, part, share_of
 from farspan.program.program import (
     AttentionMode,
@@ -44,7 +45,10 @@ from farspan.program.program import (
     Instruction,
     Program,
     Send,
+    cell_place,
+    row_bytes,
 )
+from farspan.program.residency import RESIDENCY, Kind
 from farspan.spec import BACKWARD_PRODUCTS, LayerSpec, ModelSpec, Schedule, Tier
 
 
@@ -103,6 +107,30 @@ def _attention(program: Program, spec: LayerSpec, chunk: int) -> float:
     pairs = chunk_pairs(program, spec, chunk)
     width = spec.query_heads * (spec.head_dim + spec.value_dim)
     return 2.0 * width * program.run.batch * pairs
+
+
+def copied_bytes(program: Program, source: str, target: str, chunk: int) -> int:
+    """Bytes that a fetch or evict of one chunk moves."""
+    ends = program.buffers[source], program.buffers[target]
+    if RESIDENCY[ends[0].kind].in_cells:
+        places = (cell_place(program, end, chunk) for end in ends)
+        return min(stop - start for start, stop in places)
+    start, stop = program.rows(ends[0].kind, chunk)
+    layer = min(max(end.layer for end in ends), len(program.model.layers) - 1)
+    return _row_bytes(program, ends[0].kind, program.model.layers[layer]) * (stop - start)
+
+
+def _row_bytes(program: Program, kind: Kind, layer: LayerSpec) -> int:
+    return row_bytes(kind, program.model, layer, program.run.batch)
+
+
+def streamed_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
+    """Bytes of a host buffer that the chunk's queries reach among the earlier rows, each once; 0 on
+    the device."""
+    buffer, spec = program.buffers[name], program.model.layers[layer]
+    if buffer.tier is not Tier.HOST:
+        return 0
+    return earlier_rows(program, spec, chunk) * _row_bytes(program, buffer.kind, spec)
 
 
 def sent_bytes(program: Program, i: Instruction) -> dict[str, int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from farspan.program.attention_blocks import chunk_pairs, earlier_rows
+from farspan.program.attention_blocks import chunk_pairs
 from farspan.program.layout import Range
 from farspan.program.program import (
     Allocate,
@@ -21,12 +21,11 @@ from farspan.program.program import (
     Free,
     Gather,
     Program,
-    cell_place,
     group_bytes,
-    row_bytes,
 )
 from farspan.program.residency import RESIDENCY, Kind
-from farspan.spec import LayerSpec, Tier
+from farspan.program.work import copied_bytes, streamed_bytes
+from farspan.spec import Tier
 
 Change = tuple[int, int]  # index of an instruction, bytes alive from then on
 Transfer = tuple[bool, Kind, int]  # to the device, what, bytes
@@ -107,30 +106,6 @@ def _transfers(program: Program) -> Iterator[Transfer]:
 
 def _weight_bytes(program: Program, units: list[Range | None], *, gradients: bool) -> int:
     return sum(group_bytes(program.model, unit, gradients) for unit in units)
-
-
-def copied_bytes(program: Program, source: str, target: str, chunk: int) -> int:
-    """Bytes that a fetch or evict of one chunk moves."""
-    ends = program.buffers[source], program.buffers[target]
-    if RESIDENCY[ends[0].kind].in_cells:
-        places = (cell_place(program, end, chunk) for end in ends)
-        return min(stop - start for start, stop in places)
-    start, stop = program.rows(ends[0].kind, chunk)
-    layer = min(max(end.layer for end in ends), len(program.model.layers) - 1)
-    return _row_bytes(program, ends[0].kind, program.model.layers[layer]) * (stop - start)
-
-
-def _row_bytes(program: Program, kind: Kind, layer: LayerSpec) -> int:
-    return row_bytes(kind, program.model, layer, program.run.batch)
-
-
-def streamed_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
-    """Bytes of a host buffer that the chunk's queries reach among the earlier rows, each once; 0 on
-    the device."""
-    buffer, spec = program.buffers[name], program.model.layers[layer]
-    if buffer.tier is not Tier.HOST:
-        return 0
-    return earlier_rows(program, spec, chunk) * _row_bytes(program, buffer.kind, spec)
 
 
 def _passes(program: Program) -> tuple[Fraction, Fraction, Fraction]:
