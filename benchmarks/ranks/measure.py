@@ -22,7 +22,7 @@ from farspan.engine.parallelize import parallelize
 from farspan.engine.step import _Counter
 from farspan.program.layout import Layout
 from farspan.program.program import AttentionMode, Backward, Forward, Program, Send
-from farspan.program.work import sent_bytes
+from tests.oracles.sent_bytes import sent_bytes
 
 CPU = torch.device("cpu")
 MODEL: dict[str, Any] = {  # Llama's layers, bytes for tokens; as many K, V heads as ranks

@@ -9,11 +9,11 @@ from farspan.distributed.collectives import Communicator
 from farspan.distributed.kv_sharding import KVShards, Ring
 from farspan.program.attention_blocks import Held
 from farspan.program.layout import Range
-from farspan.program.work import shards_backward, shards_forward
 from tests.attention.cases import Case
 from tests.attention.held import Spread, fastest
 from tests.distributed.spread import Done, Sizes, Way, attend_everywhere, compare, everyone, spreads
 from tests.grids import part_of
+from tests.oracles.sent_bytes import shards_backward, shards_forward
 from tests.ranks import run_ranks
 
 

@@ -7,10 +7,10 @@ import pytest
 from farspan.distributed.collectives import Communicator
 from farspan.distributed.kv_sharding import Ring
 from farspan.program.attention_blocks import Held
-from farspan.program.work import ring_backward, ring_forward
 from tests.attention.held import Spread, fastest
 from tests.distributed.spread import Done, Sizes, Way, attend_everywhere, compare, everyone, spreads
 from tests.grids import part_of
+from tests.oracles.sent_bytes import ring_backward, ring_forward
 from tests.ranks import run_ranks
 
 

@@ -22,10 +22,10 @@ from farspan.engine.step import Step
 from farspan.hf.probe import Float64Mode
 from farspan.program.layout import AXES, Layout
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.program.work import sent_bytes
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import Data, Outcome, assert_close, draw, run_oracle, run_step
 from tests.grids import exhaustive
+from tests.oracles.sent_bytes import sent_bytes
 from tests.ranks import run_ranks
 from tests.zoo import make_model
 

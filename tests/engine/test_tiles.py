@@ -13,7 +13,7 @@ from farspan.engine.step import Step
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.tiled_mlp import tokenwise
 from farspan.program.builder import build_program
-from farspan.program.dependencies import feed_forward_passes, unread_outputs
+from farspan.program.dependencies import unread_outputs
 from farspan.program.program import Forward
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import RunSpec, Schedule, Tier, UnsupportedError
@@ -28,6 +28,7 @@ from tests.engine.checks import (
 )
 from tests.grids import part_of
 from tests.profiles import spec_of
+from tests.oracles.simulate import feed_forward_passes
 from tests.zoo import FAMILIES, LAYERS, make_model, shared_model
 
 TILED = Schedule(chunk=16, groups=2, mlp_chunk_size=5)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from farspan.program.attention_blocks import chunk_pairs
+from farspan.program.dependencies import TiledCells
 from farspan.program.layout import Range
 from farspan.program.program import (
     Allocate,
@@ -132,3 +133,20 @@ def _pairs(program: Program, layer: int, chunk: int) -> int:
     spec = program.model.layers[layer]
     pairs = chunk_pairs(program, spec, chunk)
     return pairs * spec.query_heads * (spec.head_dim + spec.value_dim)
+
+
+def feed_forward_passes(program: Program) -> Fraction:
+    """Times that the tokens of a step run forward through the layers' feed-forwards, tiles that a
+    backward recomputes included."""
+    cells, done = TiledCells(program), 0
+    for i in program.instructions:
+        match i:
+            case Forward():
+                runs = i.mode is not AttentionMode.NONE and not cells.skips(i)
+            case Backward():
+                runs = cells.has_tiles(i)
+            case _:
+                continue
+        start, stop = program.chunks[i.chunk]
+        done += runs * (stop - start)
+    return Fraction(done, len(program.model.layers) * program.run.tokens)

@@ -8,9 +8,10 @@ import pytest
 from farspan.planner.prices import Prices
 from farspan.planner.request import Optimizer, Question
 from farspan.program.builder import build_program
-from farspan.program.dependencies import TiledCells, feed_forward_passes
+from farspan.program.dependencies import TiledCells
 from farspan.program.program import Backward, Forward, Program
 from farspan.spec import Curve, MachineSpec, ModelSpec, RunSpec, Schedule
+from tests.oracles.simulate import feed_forward_passes
 from tests.planner.machines import slow_machine
 from tests.profiles import spec_of
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from farspan.program.attention_blocks import seen_pairs
 from farspan.program.builder import build_evaluation, build_program
-from farspan.program.dependencies import feed_forward_passes
 from farspan.program.residency import Kind
 from farspan.spec import (
     LayerSpec,
@@ -22,7 +21,7 @@ from farspan.spec import (
     Tier,
 )
 from tests.oracles import formulas
-from tests.oracles.simulate import simulate
+from tests.oracles.simulate import feed_forward_passes, simulate
 from tests.program import cases
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

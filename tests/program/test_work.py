@@ -12,6 +12,7 @@ from farspan.program.builder import build_evaluation, build_program
 from farspan.program.program import Program
 from farspan.program.work import work_of
 from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
+from tests.oracles.simulate import simulate
 from tests.profiles import spec_of
 
 RUN = RunSpec(batch=3, tokens=9000)

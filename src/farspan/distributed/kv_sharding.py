@@ -8,7 +8,7 @@ A rank holds K, V of its part of every chunk (program/attention_blocks.py) and d
     backward    gather q, O, dO, LSE | dQ of all queries, dK, dV of own keys | sum dQ at its owner
 
 Partial O and LSE and sums of dQ are in the accumulate dtype, and are taken in the order of ranks.
-What a rank sends does not grow with the prefix (program/work.py).
+What a rank sends does not grow with the prefix.
 
 In a `Ring` (Liu et al. 2023) queries stay. In step s a rank attends to the rows of the rank s
 places before it, which are on their way to the next rank meanwhile. In the backward they travel

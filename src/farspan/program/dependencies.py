@@ -33,7 +33,6 @@ Waits that others imply are left out.
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from fractions import Fraction
 from typing import NamedTuple
 
 from farspan.program import buffer_names as names
@@ -522,20 +521,3 @@ class TiledCells:
         skippable = self.program.model.layers[i.layer].work.skippable
         built = i.graph and (i.layer, i.chunk) in self.unread
         return built and skippable and self.has_tiles(i)
-
-
-def feed_forward_passes(program: Program) -> Fraction:
-    """Times that the tokens of a step run forward through the layers' feed-forwards, tiles that a
-    backward recomputes included."""
-    cells, done = TiledCells(program), 0
-    for i in program.instructions:
-        match i:
-            case Forward():
-                runs = i.mode is not AttentionMode.NONE and not cells.skips(i)
-            case Backward():
-                runs = cells.has_tiles(i)
-            case _:
-                continue
-        start, stop = program.chunks[i.chunk]
-        done += runs * (stop - start)
-    return Fraction(done, len(program.model.layers) * program.run.tokens)
