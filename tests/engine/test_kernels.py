@@ -428,3 +428,25 @@ def test_compiled_modules_are_no_less_accurate(changes: dict[str, Any], tmp_path
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     for name, parameter in model.named_parameters():
         assert torch.equal(again.get_parameter(name), parameter)
+
+
+# -- chosen once ---------------------------------------------------------------------------------
+
+
+def test_steps_choose_once_and_anew_where_torch_is_set_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, of = [], AttentionKernels.of
+
+    def heard(self: AttentionKernels, spec: LayerSpec, program: Program | None = None) -> Any:
+        asked.append(torch.are_deterministic_algorithms_enabled())
+        return of(self, spec, program)
+
+    model, data = shared_model("qwen2"), draw(20)
+    step = Step(model, Schedule(chunk=16))
+    monkeypatch.setattr(AttentionKernels, "of", heard)
+    for _ in range(2):
+        run_step(model, step, data)
+    with deterministic_algorithms(True):
+        run_step(model, step, data)
+    assert asked == [False, True]

@@ -381,6 +381,17 @@ class TestModelsOfTheirOwnKind:
             layer.gradient_checkpointing = True
         assert "gradient_checkpointing_disable" in refusal(model)
 
+    def test_gradient_checkpointing_between_two_steps(self) -> None:
+        model, data = make_model("llama"), draw(20)
+        step = Step(model, Schedule(chunk=16))
+        step(*data)
+        model.model.layers[0].gradient_checkpointing = True
+        for run in (step, step.evaluate):
+            with pytest.raises(UnsupportedError, match="gradient_checkpointing_disable"):
+                run(*data)
+        model.model.layers[0].gradient_checkpointing = False
+        step(*data)
+
     def test_fewer_positions_than_the_probe(self) -> None:
         model = make_model("gpt2", n_positions=32, max_position_embeddings=32)
         assert len(Step(model, SCHEDULE).model_spec.layers) == model.config.n_layer

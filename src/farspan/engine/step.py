@@ -289,13 +289,8 @@ class Step:
             self._choose(RunSpec(batch, tokens))
         deterministic = torch.are_deterministic_algorithms_enabled()
         by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-        key = (
-            batch,
-            tokens,
-            evaluation,
-            deterministic,
-            by_cudnn,
-        )  # kernels are chosen by the last two
+        # By the last two kernels are chosen.
+        key = batch, tokens, evaluation, deterministic, by_cudnn
         if key not in self._programs:
             build = build_evaluation if evaluation else build_program
             while len(self._programs) >= PROGRAMS_KEPT:
