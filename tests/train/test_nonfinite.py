@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from farspan.train.config import OnNonfinite
-from farspan.train.run_folder import Diverged, find_nonfinite
+from farspan.train.run_folder import find_nonfinite
+from farspan.train.trainer import Diverged
 from tests.train.tiny import STEPS, Quiet, TinyStep, fit, tiny_run
 
 BAD_STEP = 3  # from 1

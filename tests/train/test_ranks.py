@@ -26,8 +26,7 @@ from farspan.train.config import (
     RunConfig,
     ScheduleConfig,
 )
-from farspan.train.run_folder import Diverged
-from farspan.train.trainer import train
+from farspan.train.trainer import Diverged, train
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.fused import Moment, components_with

@@ -26,8 +26,8 @@ from farspan.spec import Schedule, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, SparseConfig
 from farspan.train.console import make_reporter
 from farspan.train.origin import with_base
-from farspan.train.run_folder import Diverged, as_json
-from farspan.train.trainer import TrainingResult, train
+from farspan.train.run_folder import as_json
+from farspan.train.trainer import Diverged, TrainingResult, train
 
 FURTHEST = "gradients furthest from plain autograd's"
 

@@ -297,10 +297,6 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
 
 
-class Diverged(RuntimeError):
-    """Training met a loss or gradient that is not finite, and `nonfinite: stop` is set."""
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
     """The first parameters, in the order of the model, that are not finite."""
@@ -337,13 +333,12 @@ def diagnosis_json(
     *,
     step: int,
     loss: float,
-    norm: float | None = None,
-    heldout: bool = False,
+    norm: float | None,
 ) -> dict[str, Any]:
-    """The content of diagnosis.json, beside the batches."""
+    """The content of diagnosis.json, beside the batches; without a norm, of held-out text."""
     return {
         "step": step,
-        "not_finite": "held-out loss" if heldout else finding.kind,
+        "not_finite": "held-out loss" if norm is None else finding.kind,
         "loss": as_json(loss),
         "grad_norm": None if norm is None else as_json(norm),
         "first_bad_parameter": finding.weight,

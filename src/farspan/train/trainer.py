@@ -64,8 +64,6 @@ from farspan.train.optimizer import learning_rate
 from farspan.train.origin import as_begun, checkpoints_of, latest
 from farspan.train.planning import EarlierPart, make_policy
 from farspan.train.run_folder import (
-    Diverged,
-    Finding,
     OthersFolder,
     RunFolder,
     as_json,
@@ -76,6 +74,10 @@ from farspan.train.run_folder import (
 from farspan.train.setup import choose_device, introduce, make_context, resolve
 from farspan.train.step_runner import ABOUT, PlanComparison, StepRunner
 from farspan.train.yaml_config import flatten, to_mapping
+
+
+class Diverged(RuntimeError):
+    """Training met a loss or gradient that is not finite, and `nonfinite: stop` is set."""
 
 
 class TrainingLoop:
@@ -200,7 +202,7 @@ class TrainingLoop:
         batches = self._batches.held_out()
         loss = self._runner.attempt(self._heldout_loss, batches)
         if not math.isfinite(loss):
-            self._nonfinite_heldout(batches, loss)
+            self._nonfinite(batches, loss)
         self.held_out[step] = loss
         total = self._batches.trained(batches)
         values = {"step": step, "heldout_loss": loss, "heldout_tokens": total, **self._marks}
@@ -291,44 +293,34 @@ class TrainingLoop:
             )
         )
 
-    def _nonfinite(self, batches: list[Micro], loss: float, norm: float) -> str:
-        """What is not finite. Raises Diverged, after saving, unless such batches are skipped."""
-        finding = self._find(loss)
-        self._ctx.optimizer.clear()
-        number = self.at.step + 1
+    def _nonfinite(self, batches: list[Micro], loss: float, norm: float | None = None) -> str:
+        """What is not finite: of the step that was to come, or, without a norm, of held-out text.
+        Raises Diverged, after saving, unless the run is to go on."""
+        heldout, parameters = norm is None, self._ctx.optimizer.parameters
+        # On every rank that of the first one with a bad weight, or else a bad gradient.
+        found = self._world.all_gather(find_nonfinite(loss, parameters))
+        finding = max(found, key=lambda f: (f.weight is not None, f.gradient is not None))
+        if not heldout:
+            self._ctx.optimizer.clear()
+        step = self.at.step + (not heldout)
         if self._run.nonfinite is OnNonfinite.SKIP and finding.weight is None:
-            self._observer.note(f"step {number} skipped: {finding.kind} is not finite")
+            words = f"step {step} skipped: {finding.kind} is not finite"
+            self._observer.note(
+                f"step {step}: the held-out loss is not finite" if heldout else words
+            )
             return finding.kind
-        values = diagnosis_json(finding, step=number, loss=loss, norm=norm)
+        values = diagnosis_json(finding, step=step, loss=loss, norm=norm)
         path = self._diagnose(values, batches)
         self.save()
+        what, saved = f"{finding.kind} is not finite (loss {loss})", "The step before it"
+        if heldout:
+            what, saved = f"the held-out loss is not finite ({loss})", "This step"
+        on = "anyway" if heldout else "without this batch"
         raise Diverged(
-            f"step {number}: {finding.kind} is not finite (loss {loss}); {finding.describe()}; "
-            f"see {path}. The step before it is saved. Lower optimizer.lr and start in another "
-            "folder, or set nonfinite to skip and run the same command to continue without this "
-            "batch"
+            f"step {step}: {what}; {finding.describe()}; see {path}. {saved} is saved. Lower "
+            "optimizer.lr and start in another folder, or set nonfinite to skip and run the same "
+            f"command to continue {on}"
         )
-
-    def _nonfinite_heldout(self, batches: list[Micro], loss: float) -> None:
-        """Raises Diverged, after saving, unless the run is to go on."""
-        finding = self._find(loss)
-        step = self.at.step
-        if self._run.nonfinite is OnNonfinite.SKIP and finding.weight is None:
-            self._observer.note(f"step {step}: the held-out loss is not finite")
-            return
-        values = diagnosis_json(finding, step=step, loss=loss, heldout=True)
-        path = self._diagnose(values, batches)
-        self.save()
-        raise Diverged(
-            f"step {step}: the held-out loss is not finite ({loss}); {finding.describe()}; see "
-            f"{path}. This step is saved. Lower optimizer.lr and start in another folder, or set "
-            "nonfinite to skip and run the same command to continue anyway"
-        )
-
-    def _find(self, loss: float) -> Finding:
-        """On every rank that of the first one with a bad weight, or else a bad gradient."""
-        found = self._world.all_gather(find_nonfinite(loss, self._ctx.optimizer.parameters))
-        return max(found, key=lambda f: (f.weight is not None, f.gradient is not None))
 
     def _diagnose(self, values: dict[str, Any], batches: list[Micro]) -> Path:
         own = [line for micro in batches for line in micro.describe()]
