@@ -27,8 +27,8 @@ from tests.engine.checks import (
     run_step,
 )
 from tests.grids import part_of
-from tests.profiles import spec_of
 from tests.oracles.simulate import feed_forward_passes
+from tests.profiles import spec_of
 from tests.zoo import FAMILIES, LAYERS, make_model, shared_model
 
 TILED = Schedule(chunk=16, groups=2, mlp_chunk_size=5)
