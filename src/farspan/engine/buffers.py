@@ -36,8 +36,6 @@ from farspan.program.program import Buffer, Program, Region, aligned, cell_place
 from farspan.program.residency import RESIDENCY, Kind
 from farspan.spec import Tier
 
-IN_CELLS = frozenset(kind for kind, row in RESIDENCY.items() if row.in_cells)
-
 
 class ProgramBuffers:
     """The memory of one program's runs."""
@@ -50,7 +48,8 @@ class ProgramBuffers:
         self.dtype = dtype
         self.accumulate_dtype = accumulate_dtype(dtype)
         self.copies = copies
-        self._rows_of = {kind: rows_of(program.share, kind) for kind in Kind}
+        self._rows_of = {kind: rows_of(program.share, kind) for kind in RESIDENCY}
+        self._in_cells = {kind for kind, row in RESIDENCY.items() if row.in_cells}
         self._regions: dict[tuple[str, int], list[tuple[Region, int, torch.dtype]]] = {}
 
     def _regions_of(self, name: str, layer: int) -> list[tuple[Region, int, torch.dtype]]:
@@ -123,7 +122,7 @@ class ProgramBuffers:
         """Copy a chunk between two buffers of different tiers."""
         ends = [self.program.buffers[name] for name in (source, target)]
         move = self.copies.fetch if ends[0].tier is Tier.HOST else self.copies.evict
-        if ends[0].kind in IN_CELLS:
+        if ends[0].kind in self._in_cells:
             cells = self.cell(target, chunk), self.cell(source, chunk)
             used = min(map(len, cells))
             move(cells[0][:used], cells[1][:used])
