@@ -433,9 +433,8 @@ def test_compiled_modules_are_no_less_accurate(changes: dict[str, Any], tmp_path
 # -- chosen once ---------------------------------------------------------------------------------
 
 
-def test_steps_choose_once_and_anew_where_torch_is_set_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kernels_are_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And anew where torch is set otherwise."""
     asked, of = [], AttentionKernels.of
 
     def heard(self: AttentionKernels, spec: LayerSpec, program: Program | None = None) -> Any:

@@ -202,20 +202,6 @@ KERNELS = (
         "slope = share + share * rest * dy",
         ("tests/kernels/test_gate.py::test_gate",),
     ),
-    Fault(
-        "kernels: torch's switches are not asked again",
-        "key = batch, tokens, evaluation, deterministic, by_cudnn",
-        "key = batch, tokens, evaluation, by_cudnn",
-        (
-            "tests/engine/test_kernels.py::test_steps_choose_once_and_anew_where_torch_is_set_otherwise",
-        ),
-    ),
-    Fault(
-        "step: a model that was accepted once is not looked at again",
-        "if self._accepted.get(trains) == now:",
-        "if trains in self._accepted:",
-        ("tests/hf/test_adapters.py::test_a_step_that_would_train_nothing_is_refused",),
-    ),
 )
 
 STATES = (

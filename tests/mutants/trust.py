@@ -1,4 +1,5 @@
-"""Faults in what is believed of files, and in how much work they may ask for."""
+"""Faults in what is believed of files, and in how much work they may ask for; and in what a step
+believes of a model that it has seen."""
 
 from tests.mutants.faults import Fault
 
@@ -46,5 +47,17 @@ TRUST = (
         'refuse_huge(value, f"{where}{name}.")',
         'refuse_huge({}, f"{where}{name}.")',
         (BOUNDS + "test_sizes_in_parts_of_a_configuration",),
+    ),
+    Fault(
+        "kernels: torch's switches are not asked again",
+        "key = batch, tokens, evaluation, deterministic, by_cudnn",
+        "key = batch, tokens, evaluation, by_cudnn",
+        ("tests/engine/test_kernels.py::test_kernels_are_chosen_once",),
+    ),
+    Fault(
+        "step: a model that was accepted once is not looked at again",
+        "if self._accepted.get(trains) == now:",
+        "if trains in self._accepted:",
+        ("tests/hf/test_adapters.py::test_a_step_that_would_train_nothing_is_refused",),
     ),
 )
