@@ -23,6 +23,7 @@ from farspan.program.builder import build_program
 from farspan.program.program import Embed, Forward, Instruction, Program
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import RunSpec, Schedule, Sparse, Tier
+from tests.grids import crossed
 from tests.profiles import profile_of as preset_profile
 from tests.versions import FLOAT_POSITIONS
 
@@ -127,20 +128,17 @@ def agree(step: Step, batch: int, tokens: int, limit: float) -> None:
     assert predicted(step, batch, tokens) == pytest.approx(measured(step, batch, tokens), rel=limit)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "batch", "tokens"),
-    [(torch.float32, 2, 118), (torch.bfloat16, 1, 192), (WIDE, 1, 192)],
-    ids=str,
-)
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_is_predicted(
-    name: str, dtype: torch.dtype | str, batch: int, tokens: int
-) -> None:
+SHAPES = (torch.float32, 2, 118), (torch.bfloat16, 1, 192), (WIDE, 1, 192)
+DTYPES = [torch.float32, torch.bfloat16, WIDE]
+
+
+@pytest.mark.parametrize(("name", "shape"), crossed(STRATEGIES, SHAPES), ids=str)
+def test_every_strategy_is_predicted(name: str, shape: tuple[torch.dtype | str, int, int]) -> None:
+    dtype, batch, tokens = shape
     agree(Step(make("llama", dtype), strategy(name, LAYERS, tokens)), batch, tokens, EXACT)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, WIDE], ids=str)
-@pytest.mark.parametrize("name", [*STRATEGIES, "tiles"])
+@pytest.mark.parametrize(("name", "dtype"), crossed([*STRATEGIES, "tiles"], DTYPES), ids=str)
 def test_gradients_of_an_earlier_batch_are_predicted(name: str, dtype: torch.dtype | str) -> None:
     """They are there from the beginning, and nothing comes to them."""
     schedule = SCHEDULES[name] if name == "tiles" else strategy(name, LAYERS, 192)
@@ -149,19 +147,17 @@ def test_gradients_of_an_earlier_batch_are_predicted(name: str, dtype: torch.dty
     assert expected == pytest.approx(measured(step, 1, 192, accumulates=True), rel=EXACT)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [(torch.float32, "grouped"), (torch.bfloat16, "oomb"), (WIDE, "memo")],
-    ids=str,
-)
-@pytest.mark.parametrize("family", OTHERS)
-def test_every_family_is_predicted(family: str, dtype: torch.dtype | str, name: str) -> None:
+KINDS = (torch.float32, "grouped"), (torch.bfloat16, "oomb"), (WIDE, "memo")
+
+
+@pytest.mark.parametrize(("family", "kind"), crossed(OTHERS, KINDS), ids=str)
+def test_every_family_is_predicted(family: str, kind: tuple[torch.dtype | str, str]) -> None:
+    dtype, name = kind
     model = make(family, dtype, **OTHERS[family])
     agree(Step(model, strategy(name, LAYERS, 230)), 1, 230, CLOSE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize(("family", "dtype"), crossed(OTHERS, DTYPES[:2]), ids=str)
 def test_every_family_is_predicted_on_tiles(family: str, dtype: torch.dtype) -> None:
     schedule = replace(strategy("grouped", LAYERS, 230), chunk=64, mlp_chunk_size=24)
     agree(Step(make(family, dtype, **OTHERS[family]), schedule), 1, 250, CLOSE)
@@ -223,8 +219,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("name", "tied"), crossed(SCHEDULES, [True, False]))
 def test_products_that_add_are_predicted(
     name: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,12 +235,7 @@ def test_products_that_add_are_predicted(
 
 # bfloat16 has all there is: gradients, and accumulators beside them. The others lack one or widen
 # the other, by turns.
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, torch.bfloat16) for name in SCHEDULES]
-    + [(name, (torch.float32, WIDE)[n % 2]) for n, name in enumerate(SCHEDULES)],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "dtype"), crossed(SCHEDULES, DTYPES), ids=str)
 def test_every_instruction_is_predicted(
     name: str, dtype: torch.dtype | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,8 +369,7 @@ def test_wide_gradients_need_no_accumulators() -> None:
     assert wide.live - narrow.live == whole.gradients
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "dtype"), crossed(STRATEGIES, DTYPES[:2]), ids=str)
 def test_a_model_that_is_only_described_is_estimated(name: str, dtype: torch.dtype) -> None:
     program = Step(make("qwen2", dtype), strategy(name, LAYERS, 200)).program(1, 200)
     found = Walk(program, profile_of(make("qwen2", dtype))).run()

@@ -18,6 +18,7 @@ from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, 
 from farspan.train.context import CellsDone
 from farspan.train.trainer import TrainingResult, train
 from farspan.train.yaml_config import to_mapping
+from tests.grids import part_of
 from tests.numerics import assert_exact
 from tests.train.tiny import MODEL, STEPS, Quiet, count_trained, fit, replaced, tiny_run
 
@@ -74,7 +75,7 @@ def test_trained_tokens_are_counted_as_one_would_by_hand() -> None:
     assert trained_token_count(labels, marks) == count_trained(labels, marks) == 20
 
 
-@pytest.mark.parametrize("cells", [1, 30, 77])
+@pytest.mark.parametrize("cells", part_of([1, 30, 77], 30))
 def test_a_step_of_the_engine_is_abandoned_and_made_up_for(tmp_path: Path, cells: int) -> None:
     whole = tiny_run(tmp_path, schedule=SCHEDULE, folder=str(tmp_path / "whole"))
     train(whole, reporter=Quiet())
