@@ -77,7 +77,7 @@ def test_what_is_said_to_help_is_not_refused_and_helps() -> None:
 
 
 def test_what_does_not_fit_says_so() -> None:
-    small = replace(question(1024).machine, device_bytes=3 * 2**30)
+    small = replace(question(1024).machine, device_bytes=2**30)
     plan = best_plan(question(128 * 1024, machine=small, sparse=SPARSE), NAMES, seconds=1.0)
     assert not plan.fits
     assert "breaks first" in plan.reason
