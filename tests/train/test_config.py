@@ -240,7 +240,8 @@ def test_warmup_ends_before_the_run_does() -> None:
 def test_every_field_of_a_schedule_can_be_given() -> None:
     names = {field.name for field in fields(ScheduleConfig)} - {"strategy"}
     # Sparse attention changes results, as no field of a schedule's does: it is the run's own.
-    assert names == {field.name for field in fields(Schedule)} - {"sparse"}
+    # Weights in main memory are not planned yet, so no run has them.
+    assert names == {field.name for field in fields(Schedule)} - {"sparse", "weights"}
     assert ScheduleConfig().apply(Schedule(chunk=7)) == Schedule(chunk=7)
 
 

@@ -49,7 +49,9 @@ def tried(run: RunConfig) -> list[dict[str, Any]]:
 
 def whole(run: RunConfig) -> RunConfig:
     """The run that has from the start the schedule with which another went on."""
-    fields = {key: value for key, value in tried(run)[-1].items() if key != "sparse"}
+    fields = {
+        key: value for key, value in tried(run)[-1].items() if key not in ("sparse", "weights")
+    }
     return replace(run, folder=f"{run.folder}-whole", schedule=ScheduleConfig(None, **fields))
 
 

@@ -91,7 +91,9 @@ def _sparsity_for(most: int, pages: int) -> float:
 
 def mass_json(seen: Sequence[Seen]) -> dict[str, Any]:
     """The attention mass that a step's watched cells saw, for metrics.jsonl: over all of them, the
-    least of a query, and the layer of that one. There is one: no cell is given that hid nothing."""
+    least of a query, and the layer of that one. Empty where no cell hid anything."""
+    if not seen:
+        return {}
     least = min(seen, key=lambda cell: cell.mass.minimum)
     return {
         "attention_mass": as_json(sum(cell.mass.mean for cell in seen) / len(seen)),
