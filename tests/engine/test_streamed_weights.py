@@ -129,6 +129,36 @@ def test_another_part_may_be_trained_from_a_step_on() -> None:
     assert_same_bits(*outcomes)
 
 
+def moved_by_another_step(model: Any) -> None:
+    Step(model, streamed(GROUPED)).evaluate(*DATA)
+
+
+def loaded(model: Any) -> None:
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def given_other_data(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+@pytest.mark.parametrize("change", [moved_by_another_step, loaded, given_other_data])
+def test_weights_that_lie_elsewhere_are_read_there(change: Callable[[Any], None]) -> None:
+    """A step reads what the model has now, not what it had when the step was made."""
+    model, other = pair("qwen2", torch.float32)
+    steps = Step(model, GROUPED), Step(other, streamed(GROUPED))
+    outcomes = []
+    for one, step in zip((model, other), steps, strict=True):
+        step(*DATA)
+        change(one)
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.mul_(0.5)
+        outcomes.append(two_steps(one, step, DATA))
+    assert_same_bits(*outcomes)
+
+
 def test_a_step_that_fails_leaves_the_model_whole() -> None:
     _, other = pair("qwen2", torch.float32)
     before = dict(other.named_parameters())

@@ -388,7 +388,8 @@ class Step:
                 "model: requires_grad or train/eval mode changed after sharding; set them before "
                 "parallelize"
             )
-        if self._state() != self._described:
+        moved = self.weights is not None and not self.weights.is_current()
+        if self._state() != self._described or moved:
             self.model_spec = self._describe()
             self._described = self._state()
         elif self._shells_of is not None and self._shells_of != fingerprint(self.boundary):

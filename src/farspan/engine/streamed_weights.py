@@ -40,6 +40,7 @@ class _Streamed:
     slots: list[ParameterSlot]
     offset: int  # in elements, of its unit's weights
     sum_offset: int  # and of their gradients
+    address: int = 0  # where it is in main memory
     home: Tensor | None = None  # where its gradient's sum is kept in main memory
     sum: Tensor | None = None  # where it is added up, in a slot
 
@@ -58,8 +59,13 @@ class StreamedWeights:
     outside the layers."""
 
     def __init__(self, boundary: CausalLMStages) -> None:
-        """Moves the parameters to main memory, in place. Raises UnsupportedError for a model whose
-        parameters are of several dtypes, or of which layers share one."""
+        """Moves the parameters to main memory, in place. Raises UnsupportedError for a model on a
+        GPU, one whose parameters are of several dtypes, or of which layers share one."""
+        if boundary.device.type != "cpu":
+            raise UnsupportedError(
+                f"weights: host is for models on a CPU so far, this one is on {boundary.device}; "
+                "use device"
+            )
         self._dtype = boundary.dtype
         self._weights, self._sums = (Arena(Tier.HOST, boundary.device) for _ in range(2))
         layers = list(boundary.layers)
@@ -93,11 +99,22 @@ class StreamedWeights:
                 kept = self._weights.view(place, tuple(p.own.shape), dtype)
                 kept.copy_(p.own.detach())
                 p.own.data = kept
+                p.address = kept.data_ptr()
                 if p.own.requires_grad:
                     place = start_of_sums + p.sum_offset * wide.itemsize
                     p.home = self._sums.view(place, tuple(p.own.shape), wide)
             start += aligned(size * dtype.itemsize)
             start_of_sums += aligned(size_of_sums * wide.itemsize)
+
+    def is_current(self) -> bool:
+        """Whether modules still have these parameters, and they still lie here: another step may
+        have moved them, or somebody put others in their place."""
+        return all(
+            module._parameters.get(name) is p.own and p.own.data_ptr() == p.address
+            for one in self._units
+            for p in one.parameters
+            for module, name in p.slots
+        )
 
     def counted(self, spec: ModelSpec) -> ModelSpec:
         """The description of the model with the elements of each layer's weights."""
