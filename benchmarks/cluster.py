@@ -30,11 +30,12 @@ from typing import Any
 
 from benchmarks.coarse import Coarse, even_cuts
 from farspan.planner.evaluate import evaluate, most_layers, stage_schedule
+from farspan.planner.feasibility import families, room, states_do_not_fit, taken
 from farspan.planner.machines import machine
 from farspan.planner.plans import best_plan, named_schedule
 from farspan.planner.request import Budget, Plan, Question
-from farspan.planner.search import search, something_fits
-from farspan.planner.space import whole_space
+from farspan.planner.search import search
+from farspan.planner.space import Space, whole_space
 from farspan.profile.model import ModelProfile, Variant
 from farspan.profile.store import find_profiles
 from farspan.program.layout import Layout
@@ -229,6 +230,14 @@ def _may_fit(system: System, name: str, tokens: int, gpus: int) -> bool:
         if found:
             return True
     return False
+
+
+def something_fits(question: Question, space: Space) -> bool:
+    """Do the bounds leave any schedule of the space?"""
+    if states_do_not_fit(question):
+        return False
+    found = (taken(family)[0] for family, _, _ in families(question, space))
+    return any((room(question, of.device, of.host) >= 0).any() for of in found)
 
 
 def _at(system: System, name: str, tokens: int, gpus: int) -> Iterator[Plan]:

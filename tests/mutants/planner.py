@@ -69,4 +69,16 @@ PLANNER = (
             "tests/planner/test_best_first.py::test_nothing_as_fast_takes_less",
         ),
     ),
+    Fault(
+        "fold: groups that are not built take no time",
+        "self.more += (self.count - 1) * (end - self.free[lane])",
+        "self.more += 0 * (end - self.free[lane])",
+        ("tests/planner/test_timeline.py::test_few_layers_take_the_time_of_all",),
+    ),
+    Fault(
+        "fold: gradients of layers that are not built are not reduced",
+        "times = [of // self.counts[first] for of in self.counts[first:stop]]",
+        "times = [of // self.counts[first] for of in self.counts[:0]]",
+        ("tests/planner/test_timeline.py::test_few_layers_take_the_time_of_all",),
+    ),
 )

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.cluster import something_fits
 from farspan.planner import search as best_first
 from farspan.planner.bounds import TIERS
 from farspan.planner.evaluate import evaluate
 from farspan.planner.feasibility import latest_fraction
 from farspan.planner.request import Optimizer, Plan, Question
-from farspan.planner.search import TOLERANCE, search, something_fits
+from farspan.planner.search import TOLERANCE, search
 from farspan.planner.space import Space, even, tapered, thriftiest, whole_space
 from farspan.program.layout import Layout, chunk_ranges
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule

@@ -10,7 +10,7 @@ from farspan.planner import feasibility as quick
 from farspan.planner import plans
 from farspan.planner.api import Request
 from farspan.planner.evaluate import evaluate
-from farspan.planner.feasibility import estimate
+from farspan.planner.feasibility import plan_of
 from farspan.planner.machines import machine
 from farspan.planner.plans import best_plan, longest_contexts, named_schedule
 from farspan.planner.request import Optimizer, Plan, Question
@@ -146,7 +146,7 @@ def test_an_estimate_has_the_time_of_its_program(
 ) -> None:
     asked = question(200 * 1000, layout=Layout(ulysses=devices), accumulates=accumulates)
     schedule = named_schedule(asked, name)
-    plan, counted = evaluate(asked, name, schedule), estimate(asked, name, schedule)
+    plan, counted = evaluate(asked, name, schedule), plan_of(asked, name, schedule)
     whole = asdict(plan.seconds)
     for lane, took in asdict(counted.seconds).items():
         assert took == whole[lane] or abs(took - whole[lane]) <= 1e-9 * plan.seconds.total

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 
 from farspan.planner.api import Request
+from farspan.planner.evaluate import evaluate, outlined, size
+from farspan.planner.feasibility import composed
 from farspan.planner.prices import Prices
 from farspan.planner.request import Optimizer, Question
-from farspan.planner.timeline import AHEAD, run_time, spans
+from farspan.planner.timeline import AHEAD, fold, run_time, spans
 from farspan.program.builder import build_program
 from farspan.program.dependencies import Lane, waits
 from farspan.program.layout import Layout
@@ -247,3 +249,47 @@ def test_copies_hide_on_a_gpu(name: str, tokens: int) -> None:
     line = run_time(Prices(question, program, together=True), overlap=True)
     assert line.fetch + line.evict > 0.04 * line.total  # there is something to hide
     assert line.total - line.compute < 0.04 * line.total
+
+
+def of_groups(tokens: str, *, gpus: int = 1) -> Question:
+    return Request("Qwen2.5-7B", tokens, "h200", gpus=gpus).question()
+
+
+FOLDED = (
+    Schedule(2**13, 1, Tier.HOST, attention_save_fraction=0.5, attention=Tier.HOST),
+    Schedule(2**13, 1, kv=Tier.HOST),
+    Schedule(2**13, 2, kv=Tier.HOST, kv_kept=True, attention_save_fraction=1.0),
+    Schedule(2**13, (4,) * 7, attention_open=True, layer_checkpoint=True),
+    Schedule(2**14, (2,) * 5 + (3,) * 6, kv=Tier.HOST, activation_save_fraction=0.5),
+    Schedule(2**13, (28,), attention_save_fraction=0.25),
+)
+
+
+@pytest.mark.parametrize(("gpus", "slower"), [(1, 1), (4, 1), (4, 50)])
+@pytest.mark.parametrize("schedule", FOLDED, ids=range(6))
+def test_few_layers_take_the_time_of_all(schedule: Schedule, gpus: int, slower: int) -> None:
+    """Where devices wait for each other, too; and outlines of programs take the bytes of the whole
+    ones."""
+    asked = of_groups("96K", gpus=gpus)
+    peer = asked.machine.peer / slower
+    roomy = replace(asked.machine, device_bytes=2**45, host_bytes=2**45, peer=peer)
+    asked = replace(asked, machine=roomy)
+    sized, outline = size(asked, schedule), outlined(asked, schedule)
+    assert (outline.device, outline.host) == (sized.device, sized.host)
+    whole = evaluate(asked, "grouped", schedule, sized)
+    few, (program,) = composed(asked, "grouped", schedule, outline)
+    assert len(program.instructions) < 0.8 * len(sized.programs[0].instructions)
+    assert few.seconds.total == pytest.approx(whole.seconds.total, rel=0.01)
+    lanes = {field.name for field in fields(whole.seconds)} - {"total", "bound"}
+    for lane in lanes:
+        assert getattr(few.seconds, lane) == pytest.approx(getattr(whole.seconds, lane))
+
+
+def test_a_fold_stands_for_every_layer() -> None:
+    kinds, row = "abcbcbcbcbcbcd", [(at, at + 1) for at in range(14)]
+    layers, counts, sizes = fold(kinds, row)
+    assert "".join(kinds[layer] for layer in layers) == "abcbcbcd"
+    assert counts == (1, 1, 1, 4, 4, 1, 1, 1)
+    assert sizes == (1,) * 8
+    assert fold("x" * 12, [(0, 10), (10, 12)])[1:] == ((1, 1, 6, 1, 1, 1, 1), (5, 2))
+    assert fold("abc", [(0, 3)])[1] == (1, 1, 1)

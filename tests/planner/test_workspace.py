@@ -6,7 +6,7 @@ import pytest
 
 from farspan.planner import feasibility as quick
 from farspan.planner.evaluate import evaluate
-from farspan.planner.feasibility import estimate
+from farspan.planner.feasibility import plan_of
 from farspan.planner.machines import from_json, machine, names, to_json
 from farspan.planner.machines import read as read_machine
 from farspan.planner.plans import best_plan, named_schedule
@@ -65,7 +65,7 @@ def test_the_searches_bounds_grow_alike(name: str) -> None:
     grown = after.device.total - before.device.total
     left = quick.left(before.question, before.schedule)[0]
     assert left - quick.left(known, after.schedule)[0] == grown
-    counted = [estimate(plan.question, name, plan.schedule).device for plan in (before, after)]
+    counted = [plan_of(plan.question, name, plan.schedule).device for plan in (before, after)]
     assert counted[1].total - counted[0].total == grown
 
 

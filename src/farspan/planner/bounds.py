@@ -21,7 +21,6 @@ from farspan.planner.evaluate import INPUT_BYTES, kinds_of
 from farspan.planner.pass_counts import CellCounts, Counts, Cuts, Kept, Part, Role, cells
 from farspan.planner.request import Question
 from farspan.program.layout import kept_chunks
-from farspan.program.residency import Kind
 from farspan.spec import LayerSpec, Schedule, Tier
 
 TIERS = tuple(product(Tier, repeat=3))  # of x, attention, activations
@@ -47,6 +46,12 @@ class Frames:
     def last_graphs(self) -> NDArray[np.int64]:
         """[K, F]: chunks whose activations the rank's last group keeps."""
         return np.where(self.cuts.alone, 0, self.kept.graphs)
+
+    @cached_property
+    def lanes(self) -> tuple[Array, Array]:
+        """[K, 5, F]: seconds of every lane, without its update and without [K, 2, 3, F]: seconds
+        that fetch and evict take for x, attention and activations, where they are on host."""
+        return _lanes(self)
 
     @property
     def zero(self) -> Array:
@@ -113,12 +118,13 @@ LANES = 5
 LINK = 2  # fetch, evict
 
 
-def seconds(frames: Frames) -> Array:
-    """[K, F, T]: of a step, its update included; memory is not looked at."""
+def seconds(frames: Frames, *, in_line: bool = False) -> Array:
+    """[K, F, T]: of a step, its update included; memory is not looked at. `in_line`: as if nothing
+    overlapped."""
     cell_prices, question = frames.cell_prices, frames.cell_prices.question
-    work, copies = lanes(frames)
+    work, copies = frames.lanes
     working = work[:, COMPUTE] + work[:, COLLECTIVE]
-    if question.overlap:
+    if question.overlap and not in_line:
         # FSDP's gathers go on beside the cells, whose own collectives they wait for.
         gathers = frames.cuts.gathers(cell_prices.prices)
         busy = np.maximum(np.maximum(working - gathers, gathers), work[:, HOST])
@@ -131,9 +137,7 @@ def seconds(frames: Frames) -> Array:
     return np.asarray(total * ((count + stages - 1) / count) + cell_prices.update)
 
 
-def lanes(frames: Frames) -> tuple[Array, Array]:
-    """[K, 5, F]: seconds of every lane, without its update and without [K, 2, 3, F]: seconds that
-    fetch and evict take for x, attention and activations, where they are on host."""
+def _lanes(frames: Frames) -> tuple[Array, Array]:
     cell_prices, cuts, kv_kept = frames.cell_prices, frames.cuts, frames.schedule.kv_kept
     parts, counts = cuts.parts
     each = [_part(frames, part) for part in parts]
@@ -173,6 +177,8 @@ def _cells(frames: Frames, part: Part, found: CellCounts) -> Array:
     work += cell_prices.lanes.given[spec].total(found.given, choices)
     work += cell_prices.lanes.project[spec].total(found.project, choices)
     work += cell_prices.lanes.backward[spec].total(np.ones_like(found.compute), choices)
+    if frames.schedule.kv is Tier.DEVICE:
+        work[FETCH : EVICT + 1] = 0.0  # no prefix is streamed
     sizes, keys = choices.over(cell_prices.sizes), choices.over(cell_prices.keys)
     kv, dkv = cell_prices.kv_row(spec) * keys, cell_prices.dkv_row(spec) * keys
     # Copies on the device into the program's buffers.
@@ -247,6 +253,15 @@ class Peaks:
 
 def peaks(frames: Frames) -> Peaks:
     """Everything but what cells hold for a moment beyond their graphs."""
+    s, once = frames.schedule, frames.cell_prices.once
+    key = "peaks", frames.cuts, s.kv_kept, s.kv_home, s.attention_open
+    device, host = once(key, lambda: _fullest(frames))
+    held = [[[states.optimizer_on_host]] for states in frames.cuts.held]
+    return Peaks(device + fixed(frames), host + np.array(held))
+
+
+def _fullest(frames: Frames) -> Array:
+    """[2, K, F, T]: what arenas take of device and host."""
     groups = frames.cuts.groups
     once, cuts = frames.cell_prices.once, frames.cuts
     device = once(("on device", cuts), lambda: spread(_kept(frames), ON_DEVICE))
@@ -261,40 +276,7 @@ def peaks(frames: Frames) -> Peaks:
     else:
         device = device + np.maximum(first[0], backward[0])
         host = host + np.maximum(first[1], backward[1])
-    fullest = np.maximum.reduceat(device, groups.at), np.maximum.reduceat(host, groups.at)
-    held = [[[states.optimizer_on_host]] for states in frames.cuts.held]
-    return Peaks(fullest[0] + fixed(frames), fullest[1] + np.array(held))
-
-
-def parts(frames: Frames, tiers: tuple[Tier, ...]) -> dict[Tier, dict[Kind, float]]:
-    """Bytes of each kind on each tier, slots left out, in the fullest phase of a single schedule
-    with these tiers for x, attention and activations."""
-    kept, kv_tier = _kept(frames)[..., 0], frames.schedule.kv
-    own, gradients, waiting = (column[:, 0] for column in _kv(frames))
-    still = np.zeros_like(own)
-    opened = _open(frames)[:, 0] if frames.schedule.attention_open else still
-    away = own * frames.kv_goes_home(Role.TOP) * ~frames.cuts.groups.is_last[:, 0]
-    home = kv_tier if kv_tier is Tier.HOST else frames.schedule.kv_home
-    found = {}
-    for tier in Tier:
-        at = [of is tier for of in tiers]
-        kv = own * (kv_tier is tier) + waiting * (home is tier)
-        first = {
-            Kind.X: kept[:, 0] * at[0],
-            Kind.KV: kv + away * (tier is Tier.HOST),
-            Kind.DKV: still,
-            Kind.ATTENTION: kept[:, 1] * at[1],
-            Kind.ACTIVATIONS: kept[:, 2] * at[2],
-        }
-        backward = first | {
-            Kind.KV: kv,
-            Kind.DKV: gradients * (kv_tier is tier),
-            Kind.ATTENTION: (kept[:, 1] + opened) * at[1],
-        }
-        totals = np.stack([sum(first.values(), still), sum(backward.values(), still)])
-        phase, group = np.unravel_index(totals.argmax(), totals.shape)
-        found[tier] = {kind: float(size[group]) for kind, size in (first, backward)[phase].items()}
-    return found
+    return np.stack([np.maximum.reduceat(of, groups.at) for of in (device, host)])
 
 
 # -- phases ------------------------------------------------------------------------------------
@@ -374,6 +356,16 @@ def _open(frames: Frames) -> Array:
 
 
 # -- whatever the phase ------------------------------------------------------------------------
+
+
+def differing(frames: Frames) -> NDArray[np.bool_]:
+    """[K, F, T]: choices of which none before is the same schedule but for the tier of something
+    that it does not have. Stages of a pipeline have all that they hand on."""
+    kept, several = frames.kept, frames.cuts.counts > 1
+    has_x = several | (frames.last_graphs > 0) | frames.cuts.kind.is_stage
+    has_attention = (kept.attention > 0) | frames.schedule.attention_open
+    has = np.stack(np.broadcast_arrays(has_x, has_attention, kept.graphs > 0), axis=-1)
+    return np.asarray((has[..., None, :] | (ON_HOST == 0.0)).all(axis=-1))
 
 
 def fixed(frames: Frames) -> Array:

@@ -80,7 +80,7 @@ class Sums:
 
 
 class CellSeconds:
-    """Seconds of the cells of one chunk size and one tier of K, V: all kinds of rank share them."""
+    """Seconds of the cells of one chunk size, K, V on host: all kinds of rank share them."""
 
     def __init__(
         self, question: Question, schedule: Schedule, model: ModelSpec, rank: Rank
@@ -89,7 +89,7 @@ class CellSeconds:
         self.count = range(len(chunks))
         share, whole = share_of(chunks, rank), (0, question.run.tokens)
         buffers = {
-            name: Buffer(name, kind, 0, schedule.kv, *whole, 0, 0, 0, 0, 0)
+            name: Buffer(name, kind, 0, Tier.HOST, *whole, 0, 0, 0, 0, 0)
             for name, kind in (("kv", Kind.KV), ("dkv", Kind.DKV))
         }
         groups = group_ranges(schedule, len(model.layers), question.layout.pipeline)

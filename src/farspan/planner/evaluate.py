@@ -10,21 +10,24 @@ and stages equally long.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from farspan.planner.collectives import exchange_bytes
 from farspan.planner.prices import Prices, rates_of, workspace_bytes
 from farspan.planner.request import Budget, Plan, Question, Seconds
 from farspan.planner.states import gradient_bytes, sharing_of, states, update_seconds
-from farspan.planner.timeline import Timeline, run_time
+from farspan.planner.timeline import Timeline, fold, folded_time, run_time
 from farspan.planner.walk import Walk
 from farspan.program.attention_blocks import sequence_pairs
 from farspan.program.builder import build_program
+from farspan.program.chunking import chunks_of
 from farspan.program.layout import (
     Layout,
     Range,
     Rank,
     exchanging,
     group_ranges,
+    kept_chunks,
     refuse_shared_states,
 )
 from farspan.program.program import (
@@ -95,15 +98,20 @@ def part_of(question: Question, kind: RankKind) -> Question:
 
 def stage_model(model: ModelSpec, layers: Range) -> ModelSpec:
     """The model with these layers alone, and what lies outside them."""
-    if layers == (0, len(model.layers)):
+    return with_layers(model, range(*layers))
+
+
+def with_layers(model: ModelSpec, layers: Sequence[int]) -> ModelSpec:
+    """The same, with any of its layers."""
+    if layers == range(len(model.layers)):
         return model
-    first, stop = layers
-    others = model.layers[:first] + model.layers[stop:]
+    own = tuple(model.layers[layer] for layer in layers)
+    gone = Counter(model.layers) - Counter(own)
     return replace(
         model,
-        layers=model.layers[first:stop],
-        parameters=model.parameters - sum(layer.work.parameters for layer in others),
-        trainable=model.trainable - sum(layer.work.trainable for layer in others),
+        layers=own,
+        parameters=model.parameters - sum(n * spec.work.parameters for spec, n in gone.items()),
+        trainable=model.trainable - sum(n * spec.work.trainable for spec, n in gone.items()),
     )
 
 
@@ -247,19 +255,44 @@ class Walked:
     transient: int
 
 
-def programs(question: Question, schedule: Schedule) -> list[tuple[RankKind, Program]]:
-    """What each kind of rank runs. Raises UnsupportedError when the groups do not fit."""
+def programs(
+    question: Question, schedule: Schedule, walked: Sequence[int] | None = None
+) -> list[tuple[RankKind, Program]]:
+    """What each kind of rank runs; for `walked` see `build_program`. Raises UnsupportedError when
+    the groups do not fit."""
     model, run = question.model, question.run
-    kinds = kinds_of(question, schedule)
-    return [(kind, build_program(model, run, schedule, kind.rank)) for kind in kinds]
+    return [
+        (kind, build_program(model, run, schedule, kind.rank, walked=walked))
+        for kind in kinds_of(question, schedule)
+    ]
 
 
-def walk(question: Question, schedule: Schedule) -> tuple[Walked, ...]:
+def walk(
+    question: Question, schedule: Schedule, walked: Sequence[int] | None = None
+) -> tuple[Walked, ...]:
     """The same, with what their cells hold."""
     return tuple(
         Walked(kind, program, RankWalk(question, program).run().transient)
-        for kind, program in programs(question, schedule)
+        for kind, program in programs(question, schedule, walked)
     )
+
+
+ENDS = 2  # chunks at either end of those that are kept alike: as many as slots take turns
+
+
+def telling_chunks(question: Question, schedule: Schedule) -> list[int] | None:
+    """Chunks in which a program is as full as in any: the first and the last of those that keep
+    the same. None for all of them, as where queries choose pages, which differ in every chunk."""
+    if schedule.sparse is not None:
+        return None
+    chunks = chunks_of(question.model, question.run.tokens, schedule, question.layout)
+    fractions = schedule.attention_save_fraction, schedule.activation_save_fraction
+    count = len(chunks)
+    borders = {0, count, *(count - len(kept_chunks(of, chunks)) for of in fractions)}
+    found: set[int] = set()
+    for start, stop in pairwise(sorted(borders)):
+        found.update(range(start, min(stop, start + ENDS)), range(max(start, stop - ENDS), stop))
+    return sorted(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,9 +313,18 @@ class Sized:
         return min(self.device.left, self.host.left) >= 0
 
 
+def outlined(question: Question, schedule: Schedule) -> Sized:
+    """`size` by outlines of the programs: the same bytes but where lifetimes as long as each other
+    are placed in another order, in a tenth of the time."""
+    return _sized(question, walk(question, schedule, telling_chunks(question, schedule)))
+
+
 def size(question: Question, schedule: Schedule) -> Sized:
     """The programs of a schedule with their bytes, their time not asked for."""
-    walked = walk(question, schedule)
+    return _sized(question, walk(question, schedule))
+
+
+def _sized(question: Question, walked: tuple[Walked, ...]) -> Sized:
     parts = [_parts(question, one) for one in walked]
     devices, hosts = [device for device, _ in parts], [host for _, host in parts]
     kinds = [one.kind for one in walked]
@@ -312,6 +354,16 @@ def evaluate(
         mfu=useful_flop(question, schedule)
         / (rates_of(question).peak * _devices(question) * seconds.total),
     )
+
+
+def composed_seconds(question: Question, schedule: Schedule) -> tuple[float, Program]:
+    """Seconds of a step on lanes side by side, its update left out, by a program of fewer layers
+    (`timeline.Fold`), which comes along. Of one stage of a pipeline only."""
+    layers = question.model.layers
+    few, counts, sizes = fold(layers, group_ranges(schedule, len(layers)))
+    asked = replace(question, model=with_layers(question.model, few))
+    ((_, program),) = programs(asked, replace(schedule, groups=sizes))
+    return folded_time(Prices(asked, program), counts), program
 
 
 def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:

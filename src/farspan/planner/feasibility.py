@@ -7,16 +7,15 @@ moment comes from the program of the few chunks that tell: of chunks that are ke
 which has the most keys before it. They are cells of the whole program in its order, so its fullest
 moment is at least as full.
 
-And as a plan by counting, enough for a schedule that does not fit: its time is that of its program
-where nothing overlaps; its memory is a bound, short of padding and of what lies between buffers, so
-it may look as if a little less were missing, never more.
+And as a plan that is composed: its bytes are those of an outline of its program, its time is
+counted where nothing overlaps, and else that of a program of fewer layers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from farspan.planner.bounds import (
     COLLECTIVE,
@@ -29,11 +28,8 @@ from farspan.planner.bounds import (
     Frames,
     Peaks,
     all_frames,
-    device_slots,
+    differing,
     frames_of,
-    lanes,
-    momentary,
-    parts,
     peaks,
     seconds,
     tiers_of,
@@ -41,24 +37,27 @@ from farspan.planner.bounds import (
 from farspan.planner.cell_prices import Array, CellPrices
 from farspan.planner.collectives import exchange_bytes
 from farspan.planner.evaluate import (
-    INPUT_BYTES,
     RankKind,
     RankWalk,
+    Sized,
+    composed_seconds,
     evaluate,
     kinds_of,
     on_machines,
+    outlined,
     own_schedule,
     part_of,
+    size,
     useful_flop,
     whole_schedule,
 )
 from farspan.planner.pass_counts import Cuts, Kept
 from farspan.planner.prices import rates_of, workspace_bytes
-from farspan.planner.request import Budget, Plan, Question, Seconds
+from farspan.planner.request import Plan, Question, Seconds
 from farspan.planner.space import Cut, Space
 from farspan.planner.states import states
 from farspan.program.builder import build_program
-from farspan.program.program import Close, EmbedBackward
+from farspan.program.program import Close, EmbedBackward, Program
 from farspan.spec import Schedule, Tier
 
 
@@ -69,11 +68,11 @@ def families(
     cuts: dict[tuple[tuple[Cut, ...], RankKind], Cuts] = {}
     known_prices: dict[object, CellPrices] = {}
     kept: dict[int, Kept] = {}
-    chunk = 0
+    chunk, like = 0, None
     for schedule, sizes in space.families():
         if schedule.chunk != chunk:
-            chunk, known_prices, kept = schedule.chunk, {}, {}
-        found, like = list[Frames](), None
+            chunk, known_prices, kept, like = schedule.chunk, {}, {}, None
+        found = list[Frames]()
         for kind in kinds_of(question, replace(schedule, groups=sizes[0])):
             key = schedule.kv, kind.rank
             if key not in known_prices:
@@ -127,9 +126,9 @@ def together(family: Family, sizes: Array) -> Array:
     return np.asarray(np.tensordot(counts, sizes, axes=1).max(axis=0))
 
 
-def slowest(family: Family) -> Array:
-    """[K, F, T]: seconds of a step at least, of the rank that takes the longest."""
-    return np.asarray(np.max([seconds(frames) for frames in family], axis=0))
+def slowest(family: Family, *, in_line: bool = False) -> Array:
+    """[K, F, T]: seconds of a step at least, of the rank that takes the longest; see `seconds`."""
+    return np.asarray(np.max([seconds(frames, in_line=in_line) for frames in family], axis=0))
 
 
 def limits(question: Question) -> tuple[int, int]:
@@ -147,6 +146,12 @@ def room(question: Question, device: Array, host: Array) -> Array:
     if question.machine.unified:
         return np.asarray(1 - (device + host) / first)
     return np.asarray(np.minimum(1 - device / max(1, first), 1 - host / max(1, second)))
+
+
+def may_fit(family: Family, device: Array, host: Array) -> NDArray[np.bool_]:
+    """[K, F, T]: choices that do by these bytes; of those that are one schedule the first."""
+    question = family[0].cell_prices.whole
+    return np.asarray((room(question, device, host) >= 0) & differing(family[-1]))
 
 
 def states_do_not_fit(question: Question) -> bool:
@@ -183,24 +188,12 @@ def roomiest(question: Question, space: Space, count: int) -> list[Schedule]:
 
 
 Chunks = tuple[tuple[int, int], ...]
-Telling = tuple[tuple[int, bool, bool], ...]  # chunk; are O and LSE kept; are activations
 
 
 def left(question: Question, schedule: Schedule) -> tuple[int, int]:
     """Bytes to spare on the device and on its share of the host, negative where it is too much."""
-    family, tiers = all_frames(question, schedule), tiers_of(schedule)
-    found, devices = taken(family)
-    host = float(found.host[0, 0, tiers])
-    each = [float(size) for size in devices[:, 0, 0, tiers]]
-    for place, frames in enumerate(family):
-        held = frames.cuts.held[0]
-        gradients = held.gradients + max(0, held.accumulators + cell_bytes(frames))
-        each[place] += gradients - momentary(frames)[0, 0]
-    device = float(fullest(family, np.array(each)))
-    first, second = limits(question)
-    if question.machine.unified:
-        return int(first - device - host), int(first - device - host)
-    return int(first - device), int(second - host)
+    sized = outlined(question, schedule)
+    return sized.device.left, sized.host.left
 
 
 def fits(question: Question, schedule: Schedule) -> bool:
@@ -211,31 +204,27 @@ def fits(question: Question, schedule: Schedule) -> bool:
     return bool(free.min() >= 0) and min(left(question, schedule)) >= 0
 
 
-def cell_bytes(frames: Frames) -> int:
-    """Bytes that cells of a single schedule hold for a moment, as `Peak.transient`."""
-    kept = frames.kept
-    chosen = int(kept.attention[0]), int(kept.graphs[0])
-    telling = latest(kept.chunks, *chosen, first=not frames.cell_prices.are_equal)
-    return transient(frames.cell_prices, frames.schedule, telling)
-
-
-def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> Telling:
+def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> list[int]:
     """The chunks that tell: the latest of those kept alike, and of the earliest kind one more,
     which runs backward when all layers have gradients; where chunks differ the `first` too, which
     is the longest."""
     borders = sorted({0, chunks - attention, chunks - graphs, chunks})
-    found: set[int] = {0} if first else set()
-    for start, stop in pairwise(borders):
-        found.add(stop - 1)
-        if start == 0:
-            found.add(max(0, stop - 2))
-    return tuple((c, c >= chunks - attention, c >= chunks - graphs) for c in sorted(found))
+    found = {0} if first else set[int]()
+    found.update(stop - 1 for stop in borders[1:])
+    return sorted(found | {max(0, borders[1] - 2)})
 
 
-def transient(cell_prices: CellPrices, schedule: Schedule, telling: Telling) -> int:
+def transient(
+    cell_prices: CellPrices, schedule: Schedule, attention: int, graphs: int, walked: Sequence[int]
+) -> int:
     """Bytes that cells of the cell_prices's rank hold for a moment, as `Peak.transient`, in these
-    of its chunks."""
-    return _walk(cell_prices, schedule, telling).run().transient
+    of its chunks, of which so many of the latest are kept."""
+    chosen = replace(
+        schedule,
+        attention_save_fraction=latest_fraction(cell_prices.chunks, attention),
+        activation_save_fraction=latest_fraction(cell_prices.chunks, graphs),
+    )
+    return _walk(cell_prices, chosen, walked).run().transient
 
 
 def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
@@ -255,28 +244,11 @@ def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
     return walk.peak
 
 
-def _walk(cell_prices: CellPrices, schedule: Schedule, telling: Telling) -> RankWalk:
-    """Through a program of these chunks alone. Tiers make no difference: what is held is on the
-    device."""
-    chosen = [chunk for chunk, _, _ in telling]
-    chunks = tuple(cell_prices.chunks[chunk] for chunk in chosen)
-    few = tuple(pairwise(accumulate((stop - start for start, stop in chunks), initial=0)))
-    short = replace(
-        schedule,
-        boundary_inputs=Tier.DEVICE,
-        kv=Tier.DEVICE,
-        kv_home=Tier.DEVICE,
-        attention=Tier.DEVICE,
-        activations=Tier.DEVICE,
-        attention_save_fraction=latest_fraction(few, sum(kept for _, kept, _ in telling)),
-        activation_save_fraction=latest_fraction(few, sum(graph for _, _, graph in telling)),
-    )
-    run = replace(cell_prices.run, tokens=few[-1][1])
-    program = build_program(cell_prices.whole.model, run, short, cell_prices.kind.rank, few)
-    # At their places in the sequence: what they hold depends on the keys before them.
-    rows = tuple(cell_prices.share.tokens.rows[chunk] for chunk in chosen)
-    share = replace(program.share, tokens=replace(program.share.tokens, rows=rows))
-    return RankWalk(cell_prices.whole, replace(program, chunks=chunks, share=share))
+def _walk(cell_prices: CellPrices, schedule: Schedule, walked: Sequence[int]) -> RankWalk:
+    """Through a program's outline of these chunks."""
+    whole, rank = cell_prices.whole, cell_prices.kind.rank
+    program = build_program(whole.model, whole.run, schedule, rank, walked=walked)
+    return RankWalk(whole, program)
 
 
 def latest_fraction(chunks: Chunks, count: int) -> float:
@@ -287,32 +259,40 @@ def latest_fraction(chunks: Chunks, count: int) -> float:
 
 
 def plan_of(question: Question, strategy: str, schedule: Schedule) -> Plan:
-    """`evaluate`, but for what surely does not fit: then by counting, where that gives its time."""
-    in_line = not question.overlap and question.layout.pipeline == 1
-    if in_line and not fits(question, schedule):
-        return estimate(question, strategy, schedule)
-    return evaluate(question, strategy, schedule)
+    """`evaluate` in a fraction of its time; see `composed`."""
+    return composed(question, strategy, schedule, outlined(question, schedule))[0]
 
 
-def estimate(question: Question, strategy: str, schedule: Schedule) -> Plan:
-    """Of one pipeline stage, nothing overlapping."""
-    frames, tiers = frames_of(question, schedule), tiers_of(schedule)
-    device, host = _budgets(question, frames, tiers)
-    took = _estimated_seconds(frames, tiers)
-    devices = question.layout.devices()
-    return Plan(
+def composed(
+    question: Question, strategy: str, schedule: Schedule, sized: Sized
+) -> tuple[Plan, tuple[Program, ...]]:
+    """`evaluate` of an outline, and the programs that were built for its time. What lanes take is
+    counted; where they overlap and it fits, a step takes what fewer layers say. A pipeline's
+    programs, and those with sparse attention, are walked whole."""
+    if question.layout.pipeline > 1 or schedule.sparse is not None:
+        whole = size(question, schedule) if schedule.sparse is None else sized
+        return evaluate(question, strategy, schedule, whole), whole.programs
+    took, built = _counted_seconds(question, schedule), tuple[Program, ...]()
+    if question.overlap and sized.fits:
+        total, program = composed_seconds(question, schedule)
+        took, built = replace(took, total=total + took.optimizer), (program,)
+    peak = rates_of(question).peak * question.layout.devices()
+    plan = Plan(
         strategy=strategy,
         schedule=schedule,
         question=question,
-        device=device,
-        host=host,
+        device=sized.device,
+        host=sized.host,
         seconds=took,
-        mfu=useful_flop(question) / (rates_of(question).peak * devices * took.total),
+        mfu=useful_flop(question, schedule) / (peak * took.total),
     )
+    return plan, built
 
 
-def _estimated_seconds(frames: Frames, tiers: int) -> Seconds:
-    work, copies = lanes(frames)
+def _counted_seconds(question: Question, schedule: Schedule) -> Seconds:
+    """Of one pipeline stage: that of the busiest lane, or of all where nothing overlaps."""
+    frames, tiers = frames_of(question, schedule), tiers_of(schedule)
+    work, copies = frames.lanes
     on_host = [tier is Tier.HOST for tier in TIERS[tiers]]
     fetched, evicted = (float(copies[0, way, :, 0] @ on_host) for way in range(2))
     busy = {
@@ -331,33 +311,3 @@ def _estimated_seconds(frames: Frames, tiers: int) -> Seconds:
         bound=max(bounds, key=lambda name: bounds[name]),
         **busy,
     )
-
-
-def _budgets(question: Question, frames: Frames, tiers: int) -> tuple[Budget, Budget]:
-    cell_prices, held, cells = frames.cell_prices, frames.cuts.held[0], cell_bytes(frames)
-    arenas, own = parts(frames, TIERS[tiers]), own_schedule(frames.schedule, question.layout)
-    device = {
-        "weights": held.weights,
-        "gathered": held.gathered,
-        "gradients": held.gradients,
-        "accumulators": max(0, held.accumulators + min(0, cells)),
-        "optimizer": held.optimizer,
-        **{str(kind): int(size) for kind, size in arenas[Tier.DEVICE].items()},
-        "slots": int(device_slots(frames)[0, 0, tiers]),
-        "cells": max(0, cells) + workspace_bytes(cell_prices.question, own),
-        "exchange": exchange_bytes(cell_prices.question, own.chunk),
-        "inputs": INPUT_BYTES * cell_prices.run.batch * cell_prices.tokens,
-        "reserve": question.machine.reserve,
-    }
-    host = {
-        "optimizer": held.optimizer_on_host,
-        **{str(kind): int(size) for kind, size in arenas[Tier.HOST].items()},
-    }
-    device, host = ({k: v for k, v in of.items() if v} for of in (device, host))
-    first, second = limits(question)
-    if question.machine.unified:
-        # One memory: what one tier takes the other cannot have.
-        return Budget(device, first - sum(host.values())), Budget(
-            host, first - sum(device.values())
-        )
-    return Budget(device, first), Budget(host, second)

@@ -31,6 +31,7 @@ from farspan.spec import RunSpec, Schedule, UnsupportedError
 
 FINEST = 64  # the longest context is found to within 1 / FINEST of itself
 LEAST = 1024  # tokens
+NEAR = 0.003  # of a step's time, for which no other schedule is looked at
 PIECES = 16  # sizes of pieces may take a part of the seconds that the search may
 # Where a step's time is limited, contexts are looked for until a step takes CLOSE of it.
 CLOSE, AIM = 0.95, 0.985
@@ -42,7 +43,7 @@ MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
 
 
 def best_plan(
-    question: Question, strategies: Sequence[str] | None = None, seconds: float = 6.0
+    question: Question, strategies: Sequence[str] | None = None, seconds: float = 2.5
 ) -> Plan:
     """The fastest plan that fits, or one as fast within `search.TOLERANCE` that takes the least
     main memory found, or as much and less of the device; the others as its alternatives.
@@ -62,9 +63,8 @@ def best_plan(
     if question.sparse is not None:
         dense = partial(_plans, names=strategies or list(STRATEGIES), seconds=seconds)
         return best_sparse(question, dense, partial(_remedies, strategies=strategies))
-    best, others = chosen(_plans(question, strategies or list(STRATEGIES), seconds))
+    best, others = _whole(question, _plans(question, strategies or list(STRATEGIES), seconds))
     if not best.fits:
-        best = evaluate(question, best.strategy, best.schedule)
         return replace(
             best,
             reason=breaks_first(best),
@@ -75,6 +75,17 @@ def best_plan(
     lowest = min(p.seconds.total / (1 + p.gap) for p in (best, *others) if p.fit is best.fit)
     off = gap(best, lowest)
     return replace(best, gap=off, reason=reason_of(best, others), alternatives=others)
+
+
+def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
+    """`chosen`, the chosen plan by its whole program; the others are composed."""
+    best, others = chosen(plans)
+    if not best.fits:
+        return best, others
+    whole = evaluate(question, best.strategy, best.schedule)
+    if whole.fit < best.fit and others:  # for want of a few bytes between buffers
+        return _whole(question, [replace(whole, gap=best.gap), *others])
+    return replace(whole, gap=best.gap), others
 
 
 def plan_as_written(
@@ -315,15 +326,8 @@ def _searched(
 def _found(question: Question, fitting: list[Plan], seconds: float, tolerance: float) -> list[Plan]:
     """By a search that has the fastest of the `fitting` to beat."""
     others = tuple(fitting)
-    if question.overlap:
-        # Where copies run beside the computation many schedules have nearly one bound. What is
-        # fastest without that is close to what is fastest with it, and soon found.
-        in_line = replace(question, overlap=False)
-        first = search(in_line, whole_space(in_line), seconds)
-        fitting += [plan_of(question, GROUPED, first.best.schedule)] if first.best else []
-        seconds = max(seconds / 4, seconds - first.effort)
     known = min(fitting, key=Plan.rank, default=None)
-    outcome = search(question, whole_space(question), seconds, known, tolerance)
+    outcome = search(question, whole_space(question), seconds, known, tolerance, NEAR)
     if outcome.best is None or outcome.fastest is None:
         found = [plan_of(question, GROUPED, _thrifty(question, GROUPED))]
     else:

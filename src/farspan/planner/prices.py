@@ -16,6 +16,7 @@ have them for every machine, for no other kernel has as many.
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
+from operator import mul
 from typing import Any
 
 from farspan.planner.collectives import Collectives
@@ -497,15 +498,18 @@ class Prices:
         """All-gather of a layer's weights before a pass of its group."""
         return self.collectives.gather(self.question.model.layers[layer].work.parameters)
 
-    def reduce(self, group: int) -> float:
-        """Reduce-scatter of a group's weight gradients when it closes. All stages of a pipeline
-        have some of what lies outside the layers."""
+    def reduce(self, group: int, times: Sequence[int] = ()) -> float:
+        """Reduce-scatter of a group's weight gradients when it closes, each layer's so many times
+        where it says. All stages of a pipeline have some of what lies outside the layers."""
         first = self.program.own_groups()[0]
-        return self._reduce(self.program.groups[group], is_first=group == first)
+        return self._reduce(self.program.groups[group], times, is_first=group == first)
 
-    def _reduce(self, layers: tuple[int, int], *, is_first: bool) -> float:
+    def _reduce(
+        self, layers: tuple[int, int], times: Sequence[int] = (), *, is_first: bool
+    ) -> float:
         model = self.question.model
-        elements = sum(layer.work.trainable for layer in model.layers[slice(*layers)])
+        trainable = [layer.work.trainable for layer in model.layers[slice(*layers)]]
+        elements = sum(map(mul, trainable, times)) if times else sum(trainable)
         if is_first:
             elements += model.outer_trainable()
         width = model.accumulate_bytes()

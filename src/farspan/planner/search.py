@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from farspan.planner import feasibility as quick
 from farspan.planner.bounds import TIERS, Family, Frames, momentary
 from farspan.planner.cell_prices import Array, CellPrices
-from farspan.planner.evaluate import PAGE, evaluate, refuse_layout, size
+from farspan.planner.evaluate import PAGE, outlined, refuse_layout
 from farspan.planner.feasibility import families, fullest, room, slowest, states_do_not_fit, taken
 from farspan.planner.request import Plan, Question
 from farspan.planner.space import Cut, Space
@@ -90,7 +90,7 @@ class SearchEffort:
         self.left -= 7e-6 * sum(len(program.instructions) for program in programs)
 
     def bound(self, choices: int) -> None:
-        self.left -= 0.4e-6 * choices
+        self.left -= 0.2e-6 * choices
 
     def walk(self) -> None:
         self.left -= 7e-3
@@ -112,9 +112,13 @@ class Frontier:
         schedule: Schedule,
         cuts: tuple[Cut, ...],
         effort: SearchEffort,
+        *,
+        in_line: bool = False,
     ) -> None:
+        """`in_line`: seconds as if nothing overlapped."""
         self.question = question
         self.effort = effort
+        self.in_line = in_line
         self.family = family
         self.schedule = schedule  # what the family has in common
         self.cuts = cuts
@@ -123,8 +127,9 @@ class Frontier:
         self.known: set[int] = set()  # kinds whose cells are counted
         found, _ = taken(family)
         effort.bound(found.device.size)
-        fits = room(question, found.device, found.host) >= 0
-        self.bound = float(np.min(slowest(family), where=fits, initial=INFINITE))
+        fits = quick.may_fit(family, found.device, found.host)
+        times = slowest(family, in_line=in_line)
+        self.bound = float(np.min(times, where=fits, initial=INFINITE))
         self.lowest = self.bound
 
     def open(self, best: float, cells: "CellMoments") -> None:
@@ -135,10 +140,11 @@ class Frontier:
     def within(self, limit: float, cells: "CellMoments") -> Choices:
         """All choices, in no order, that may fit and may be faster than `limit` seconds; cells of
         no kind are counted."""
-        times, (found, devices) = slowest(self.family), taken(self.family)
+        times = slowest(self.family, in_line=self.in_line)
+        found, devices = taken(self.family)
         devices += np.stack([cells.least(frames) for frames in self.family])[..., None]
         device = fullest(self.family, devices)
-        fits = (room(self.question, device, found.host) >= 0) & (times < limit)
+        fits = quick.may_fit(self.family, device, found.host) & (times < limit)
         index = np.flatnonzero(fits)
         cut, choice = np.divmod(index // len(TIERS), len(self.kept.graphs))
         return Choices(
@@ -204,6 +210,32 @@ class Frontier:
         )
 
 
+class _Queue:
+    """Frontiers, of which that with the lowest bound comes first."""
+
+    def __init__(self, frontiers: Sequence[Frontier]) -> None:
+        self._heap = [(f.lowest, at, f) for at, f in enumerate(frontiers) if f.lowest < INFINITE]
+        heapq.heapify(self._heap)
+
+    @property
+    def lowest(self) -> float:
+        """A bound of the seconds of whatever is open."""
+        return self._heap[0][0] if self._heap else INFINITE
+
+    def step(self, best: float, cells: "CellMoments") -> Schedule | None:
+        """One look closer at the lowest: the schedule that it comes to, if it does. What cannot
+        be faster than `best` seconds is left out."""
+        _, at, frontier = heapq.heappop(self._heap)
+        schedule = None
+        if frontier.choices is None:
+            frontier.open(best, cells)
+        else:
+            schedule = frontier.step(cells)
+        if frontier.lowest < INFINITE:
+            heapq.heappush(self._heap, (frontier.lowest, at, frontier))
+        return schedule
+
+
 class CellMoments:
     """What cells hold for a moment, by kind; families share it."""
 
@@ -226,12 +258,12 @@ class CellMoments:
         of = kept.alike == alike
         # Of all choices of the kind those chunks that have the fewest keys before them.
         most = int(kept.attention[of].max()), int(kept.graphs[of].max())
-        telling = quick.latest(kept.chunks, *most, first=not frames.cell_prices.are_equal)
+        walked = quick.latest(kept.chunks, *most, first=not frames.cell_prices.are_equal)
         rank = frames.cuts.kind.rank
-        key = s.chunk, sizes, rank, s.kv_kept, s.attention_open, s.layer_checkpoint, telling
+        key = s.chunk, sizes, rank, s.kv_kept, s.attention_open, s.layer_checkpoint, *most
         if key not in self._known:
             own = s if frames.cuts.kind.is_stage else replace(s, groups=sizes)
-            self._known[key] = quick.transient(frames.cell_prices, own, telling)
+            self._known[key] = quick.transient(frames.cell_prices, own, *most, walked)
         held = frames.cuts.held[cut]
         gradients = held.gradients + max(0, held.accumulators + self._known[key])
         return float(gradients - momentary(frames)[cut, np.flatnonzero(of)[0]])
@@ -341,17 +373,19 @@ class Thrift:
 def simulated(
     question: Question, strategy: str, schedule: Schedule, effort: SearchEffort
 ) -> Plan | None:
-    """The plan of a schedule, or None where it does not fit."""
-    sized = size(question, schedule)
+    """The plan of a schedule as `feasibility.composed` has it, or None where it does not fit."""
+    sized = outlined(question, schedule)
     effort.build(sized.programs)
     if not sized.fits:
         return None
-    effort.time(sized.programs)
-    return evaluate(question, strategy, schedule, sized)
+    plan, programs = quick.composed(question, strategy, schedule, sized)
+    effort.build(programs)
+    effort.time(programs)
+    return plan
 
 
 THRIFT = 8  # the search for bytes may take a part of the seconds that the search for time may,
-LEAST_THRIFT = 2.0  # and so many seconds whatever is left: what it spares are tens of GiB
+LEAST_THRIFT = 0.4  # and so many seconds whatever is left: what it spares are tens of GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +396,6 @@ class Outcome:
     fastest: Plan | None  # that, or what it was preferred to for the bytes that it takes
     lowest: float  # seconds: whatever fits takes at least so long; or infinite
     simulated: int  # programs built
-    effort: float = 0.0  # seconds of `SearchEffort` that the search for time took
 
     @property
     def gap(self) -> float:
@@ -384,11 +417,13 @@ def search(
     seconds: float = 8.0,
     best: Plan | None = None,
     tolerance: float = 0.0,
+    near: float = SLACK,
 ) -> Outcome:
     """The best schedule of the space by its simulated time, or `best` where none is faster; of
     those that take at most a fraction of `tolerance` longer, the one with the least footprint that
     was found.
 
+    No more is looked at when nothing is left that may be faster by a fraction of `near`.
     `seconds` are those of `SearchEffort`, so that any machine finds the same; an eighth more at
     most go to the footprint, or `LEAST_THRIFT`. Raises UnsupportedError for a layout that
     the model cannot take.
@@ -396,46 +431,49 @@ def search(
     refuse_layout(question)
     if states_do_not_fit(question):
         return Outcome(best, best, INFINITE, 0)
-    effort = SearchEffort(seconds)
-    frontiers = [Frontier(question, *family, effort) for family in families(question, space)]
-    heap = [(f.lowest, place, f) for place, f in enumerate(frontiers) if f.lowest < INFINITE]
-    heapq.heapify(heap)
-    cells, count = CellMoments(), 0
+    effort, cells, count = SearchEffort(seconds), CellMoments(), 0
+    every = list(families(question, space))
     known = [] if best is None else [best]
-    while heap and heap[0][0] < _to_beat(best) and not effort.is_spent:
-        _, place, frontier = heapq.heappop(heap)
-        if frontier.choices is None:
-            frontier.open(_to_beat(best), cells)
-        else:
-            schedule = frontier.step(cells)
-            if schedule is not None:
-                count += 1
-                plan = simulated(question, GROUPED, schedule, effort)
-                if plan is not None:
-                    known.append(plan)
-                    best = plan if plan.seconds.total < _seconds(best) else best
-        if frontier.lowest < INFINITE:
-            heapq.heappush(heap, (frontier.lowest, place, frontier))
-    lowest = min(heap[0][0] if heap else INFINITE, _seconds(best))
+    if question.overlap and (first := _first_in_line(question, every, cells, effort)):
+        known.append(first)
+        best = min(known, key=_seconds)
+    frontiers = [Frontier(question, *family, effort) for family in every]
+    queue = _Queue(frontiers)
+    while queue.lowest < _seconds(best) * (1 - near) and not effort.is_spent:
+        schedule = queue.step(_to_beat(best), cells)
+        if schedule is None:
+            continue
+        count += 1
+        plan = simulated(question, GROUPED, schedule, effort)
+        if plan is not None:
+            known.append(plan)
+            best = plan if plan.seconds.total < _seconds(best) else best
+    lowest = min(queue.lowest, _seconds(best))
     if best is None or tolerance == 0.0:
-        return Outcome(best, best, lowest, count, seconds - effort.left)
+        return Outcome(best, best, lowest, count)
     thrift = Thrift(question, frontiers, cells)
     limit = _seconds(best) * (1 + tolerance)
-    near = lightest(known, tolerance)
-    took = seconds - effort.left
-    least = thrift.search(near, limit, SearchEffort(max(LEAST_THRIFT, seconds / THRIFT)))
-    return Outcome(least, best, lowest, count + thrift.simulated, took)
+    light = lightest(known, tolerance)
+    least = thrift.search(light, limit, SearchEffort(max(LEAST_THRIFT, seconds / THRIFT)))
+    return Outcome(least, best, lowest, count + thrift.simulated)
 
 
-def something_fits(question: Question, space: Space) -> bool:
-    """Do the bounds leave any schedule of the space?"""
-    if states_do_not_fit(question):
-        return False
-    for family, _, _ in families(question, space):
-        bytes_, _ = taken(family)
-        if (room(question, bytes_.device, bytes_.host) >= 0).any():
-            return True
-    return False
+def _first_in_line(
+    question: Question,
+    every: Sequence[tuple[Family, Schedule, tuple[Cut, ...]]],
+    cells: CellMoments,
+    effort: SearchEffort,
+) -> Plan | None:
+    """The plan of what fits and is fastest if nothing overlaps. Where copies run beside the
+    computation many schedules have nearly one bound; this is close to the fastest, and soon found.
+    """
+    queue = _Queue([Frontier(question, *family, effort, in_line=True) for family in every])
+    while queue.lowest < INFINITE and not effort.is_spent:
+        schedule = queue.step(INFINITE, cells)
+        plan = schedule and simulated(question, GROUPED, schedule, effort)
+        if plan:
+            return plan
+    return None
 
 
 def _seconds(best: Plan | None) -> float:

@@ -24,13 +24,23 @@ With `overlap=False` there is one lane: that is what a copy on the computing str
 CPU is, which issues with the cores that compute."""
 
 from collections import deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from farspan.planner.prices import Cost, Prices
 from farspan.program.dependencies import WHOLE, Access, Lane, footprints, lane_of, overlap
-from farspan.program.program import Allocate, Backward, Buffer, Close, Forward, Free
+from farspan.program.program import (
+    Allocate,
+    Backward,
+    Buffer,
+    Close,
+    Forward,
+    Free,
+)
 
+WITHIN = BETWEEN = 1  # that stand for themselves, on either side of what is counted
+LONGEST_PERIOD = 12  # of layers, and of groups, that repeat
 BLOCK_SLOTS = 2  # blocks of the prefix on the device at a time
 # Cells that are issued and not done: CUDA queues some 1,024 launches, a cell is 50 to 170.
 AHEAD = 8
@@ -122,6 +132,9 @@ class _Clock:
     queued: deque[float] = field(default_factory=lambda: deque(maxlen=AHEAD))  # ends of cells
     spans: list[Span] | None = None  # filled when somebody wants to look
     index: int = 0
+    counts: Sequence[int] = ()  # of each layer: how many groups its group stands for
+    count: int = 1  # of the last cell's
+    more: float = 0.0  # seconds that computing takes in the groups that are not there
 
     def run(self) -> float:
         program = self.prices.program
@@ -144,7 +157,7 @@ class _Clock:
                     start = self._start(lane)
                     self._do(lane, start, start + cost.in_line())
                 self._note_uses(accesses)
-        return max(self.collective, *self.free)
+        return max(self.collective, *self.free) + self.more
 
     # -- places ---
 
@@ -174,9 +187,10 @@ class _Clock:
         return max(self.free[lane], self.ready[lane], self.issued)
 
     def _do(self, lane: Lane, start: float, end: float) -> None:
-        self.free[lane] = self.ends[lane] = end
         if lane is Lane.COMPUTE:
             self.last_start = start
+            self.more += (self.count - 1) * (end - self.free[lane])
+        self.free[lane] = self.ends[lane] = end
         if self.spans is not None:
             self._span(lane.name.lower(), start, end)
 
@@ -189,6 +203,8 @@ class _Clock:
     def _cell(self, i: Forward | Backward, cost: Cost, accesses: list[Access]) -> None:
         if len(self.queued) == AHEAD:
             self.issued = max(self.issued, self.queued[0])
+        if self.counts:
+            self.count = self.counts[i.layer]
         self._gather(i.layer)
         start = max(self._start(Lane.COMPUTE), self.weights.get(i.layer, 0.0))
         busy = cost.compute + cost.collective
@@ -240,7 +256,60 @@ class _Clock:
 
     def _close(self, i: Close) -> None:
         start = max(self.collective, self.free[Lane.COMPUTE])
-        self.collective = start + self.prices.reduce(i.group)
+        first, stop = self.prices.program.groups[i.group]
+        # Of a fold, layers that stand for others in their group.
+        times = [of // self.counts[first] for of in self.counts[first:stop]]
+        self.collective = start + self.prices.reduce(i.group, times)
+
+
+def fold(
+    layers: Sequence[Hashable], groups: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Fewer layers that stand for all of these groups, equal ones being the same; for how many each
+    stands, and the sizes of the groups that are left."""
+    kinds = [tuple(layers[first:stop]) for first, stop in groups]
+    found, sizes = list[tuple[int, int]](), list[int]()
+    for group, count in _folded(kinds, once=BETWEEN):
+        first, stop = groups[group]
+        few = _folded(layers[first:stop], once=WITHIN)
+        found += [(first + layer, times * count) for layer, times in few]
+        sizes.append(len(few))
+    of, counts = zip(*found, strict=True)
+    return of, counts, tuple(sizes)
+
+
+def _folded(kinds: Sequence[Hashable], once: int) -> list[tuple[int, int]]:
+    """Places that are left of a row, and how many each stands for: its ends, and in between of what
+    repeats a period, between so many on either side that stand for themselves."""
+    found, place, end = [(0, 1)], 1, len(kinds) - 1
+    while place < end:
+        period, repeats = max(
+            ((p, _repeats(kinds, place, end, p)) for p in range(1, LONGEST_PERIOD + 1)),
+            key=lambda pair: (pair[1] - 1 - 2 * once) * pair[0],
+        )
+        if repeats <= 2 * once + 1:
+            found.append((place, 1))
+            place += 1
+            continue
+        for turn in range(2 * once + 1):
+            stands = repeats - 2 * once if turn == once else 1
+            found += [(place + turn * period + at, stands) for at in range(period)]
+        place += repeats * period
+    return found + [(end, 1)] * (end > 0)
+
+
+def _repeats(kinds: Sequence[Hashable], start: int, end: int, period: int) -> int:
+    """How often the period at `start` comes before `end`, itself counted."""
+    stop = start + period
+    while stop < end and kinds[stop] == kinds[stop - period]:
+        stop += 1
+    return (stop - start) // period if stop <= end else 1
+
+
+def folded_time(prices: Prices, counts: Sequence[int]) -> float:
+    """Seconds of a step, the update left out, whose program has the layers of a `fold`: those of
+    one period count for all of them, which is exact where lanes have come into step by then."""
+    return _Clock(prices, _costs(prices), counts=counts).run()
 
 
 def run_time(prices: Prices, *, overlap: bool, simulated: bool = True) -> Timeline:

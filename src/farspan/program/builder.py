@@ -1,5 +1,6 @@
 """Build the program of one step from a model, a run and a schedule."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from farspan.program import buffer_names as names
@@ -29,14 +30,17 @@ def build_program(
     schedule: Schedule,
     rank: Rank = ONLY,
     chunks: tuple[Range, ...] | None = None,
+    walked: Sequence[int] | None = None,
 ) -> Program:
     """The program of one training step; `chunks` where they are cut as somebody else says.
+    With `walked`, chunks in order, passes skip the others: an outline, which has every buffer at
+    its size and in its order and cannot be run.
 
     Every linear extension of the grid's order gives the same gradients; this one walks group by
     group, forward and then back. Raises UnsupportedError when the schedule's groups do not fit the
     model, and where a batch is too wide for attention's kernels.
     """
-    ledger = _ledger(model, run, schedule, rank, chunks)
+    ledger = _ledger(model, run, schedule, rank, chunks, walked)
     passes = [GroupPasses(ledger, index) for index in own_groups(rank, len(ledger.groups))]
     _open_slots(ledger, passes)
     for group in passes:
@@ -74,6 +78,7 @@ def _ledger(
     schedule: Schedule,
     rank: Rank,
     chunks: tuple[Range, ...] | None = None,
+    walked: Sequence[int] | None = None,
 ) -> Ledger:
     refuse_wide_calls(model, run)
     if chunks is None:
@@ -85,6 +90,7 @@ def _ledger(
         chunks,
         group_ranges(schedule, len(model.layers), rank.layout.pipeline),
         share_of(chunks, rank),
+        range(len(chunks)) if walked is None else walked,
     )
 
 

@@ -1,6 +1,7 @@
 """The ledger a program is written into: instructions in order, and the buffers they name."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import get_args
@@ -27,7 +28,7 @@ from farspan.program.program import (
     rows_of,
 )
 from farspan.program.residency import RESIDENCY, Kind
-from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier
 
 
 @dataclass(slots=True)
@@ -45,12 +46,19 @@ class Ledger:
     chunks: tuple[Range, ...]
     groups: tuple[Range, ...]
     share: Share
+    walked: Sequence[int]  # chunks that passes go through: all, but in an outline
     instructions: list[Instruction] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
+    born: dict[str, int] = field(default_factory=dict)  # index of a buffer's Allocate
+    dies: dict[str, int] = field(default_factory=dict)  # and of its Free
     written: dict[str, set[int]] = field(default_factory=dict)
     covered: dict[str, range] = field(default_factory=dict)  # chunks a buffer has room for
     turns: dict[tuple[str, ...], int] = field(default_factory=dict)  # of rings of slots
     fetched: dict[int, int] = field(default_factory=dict)  # slot of weights: the group in it
+    specs: tuple[LayerSpec, ...] = field(init=False)  # that differ
+
+    def __post_init__(self) -> None:
+        self.specs = tuple(dict.fromkeys(self.model.layers))
 
     def emit(self, *instructions: Instruction) -> None:
         self.instructions.extend(instructions)
@@ -70,17 +78,16 @@ class Ledger:
         rows = rows_of(self.share, kind)
         start, stop = rows[chunks[0]][0], rows[chunks[-1]][1]
         self.covered[name] = chunks
-        size = self._size(kind, min(layer, len(self.model.layers) - 1), stop - start)
-        self._open(Buffer(name, kind, layer, tier, start, stop, 0, size, 0, -1, 0))
+        spec = self.model.layers[min(layer, len(self.model.layers) - 1)]
+        self._open(name, kind, layer, tier, (start, stop), self._size(kind, spec, stop - start))
 
     def allocate_slot(self, name: str, kind: Kind, tokens: int) -> None:
         """Open a device buffer that can hold `tokens` rows of any layer."""
-        size = max(self._size(kind, layer, tokens) for layer in range(len(self.model.layers)))
-        self._open(Buffer(name, kind, -1, Tier.DEVICE, 0, tokens, 0, size, 0, -1, 0))
+        size = max(self._size(kind, spec, tokens) for spec in self.specs)
+        self._open(name, kind, -1, Tier.DEVICE, (0, tokens), size)
 
-    def _size(self, kind: Kind, layer: int, tokens: int) -> int:
-        found = regions(kind, self.model, self.model.layers[layer], self.run.batch, tokens)
-        return regions_bytes(found, tokens)
+    def _size(self, kind: Kind, spec: LayerSpec, tokens: int) -> int:
+        return regions_bytes(regions(kind, self.model, spec, self.run.batch, tokens), tokens)
 
     def allocate_cells(
         self,
@@ -97,15 +104,26 @@ class Ledger:
         rows = rows_of(self.share, kind)[cells.start : cells.stop]
         start, stop = (rows[0][0], rows[-1][1]) if rows else (0, 0)
         size = sum(map(aligned, cell_sizes(rows, cell_bytes, cell_row)))
-        self._open(
-            Buffer(name, kind, layer, tier, start, stop, cell_bytes, size, 0, -1, 0, cell_row)
-        )
+        self._open(name, kind, layer, tier, (start, stop), size, cell_bytes, cell_row)
 
-    def _open(self, buffer: Buffer) -> None:
-        assert buffer.name not in self.buffers, buffer.name
-        self.buffers[buffer.name] = replace(buffer, born=len(self.instructions))
-        self.written[buffer.name] = set()
-        self.instructions.append(Allocate(buffer.name))
+    def _open(
+        self,
+        name: str,
+        kind: Kind,
+        layer: int,
+        tier: Tier,
+        rows: Range,
+        size: int,
+        cell_bytes: int = 0,
+        cell_row: int = 0,
+    ) -> None:
+        assert name not in self.buffers, name
+        self.buffers[name] = Buffer(
+            name, kind, layer, tier, *rows, cell_bytes, size, 0, 0, 0, cell_row
+        )
+        self.born[name] = len(self.instructions)
+        self.written[name] = set()
+        self.instructions.append(Allocate(name))
 
     def allocate_cell_slots(self, kind: Kind, cell_bytes: int) -> None:
         """Open device buffers that can hold a cell of any layer."""
@@ -113,8 +131,7 @@ class Ledger:
             for name in ring:
                 size = aligned(cell_bytes)
                 stop = rows_of(self.share, kind)[0][1]
-                tier = Tier.DEVICE
-                self._open(Buffer(name, kind, -1, tier, 0, stop, cell_bytes, size, 0, -1, 0))
+                self._open(name, kind, -1, Tier.DEVICE, (0, stop), size, cell_bytes)
 
     def allocate_group_slots(self, kind: Kind) -> None:
         """Open device buffers for the weights, or their gradients, of two groups of layers, those
@@ -128,7 +145,7 @@ class Ledger:
 
     def _open_bytes(self, name: str, kind: Kind, size: int) -> None:
         size = aligned(size)
-        self._open(Buffer(name, kind, -1, Tier.DEVICE, 0, 0, size, size, 0, -1, 0))
+        self._open(name, kind, -1, Tier.DEVICE, (0, 0), size, size)
 
     def clear(self, name: str) -> None:
         """Zero dK, dV. What is on host gets its zeros from a slot, so that the link's lane orders
@@ -137,7 +154,7 @@ class Ledger:
             self.emit(Clear(name))
             return
         zeros = self.turn(names.DKV_OWN)
-        self.emit(Clear(zeros), *(Evict(zeros, name, c) for c in range(len(self.chunks))))
+        self.emit(Clear(zeros), *(Evict(zeros, name, c) for c in self.walked))
 
     def turn(self, ring: tuple[str, ...]) -> str:
         """The slot of a ring whose turn it is."""
@@ -155,7 +172,7 @@ class Ledger:
         """Close the buffer if it is open."""
         if name not in self.written:
             return
-        self.buffers[name] = replace(self.buffers[name], dies=len(self.instructions))
+        self.dies[name] = len(self.instructions)
         self.instructions.append(Free(name))
         del self.written[name]
 
@@ -174,15 +191,9 @@ class Ledger:
         ]
         for index in reversed(dropped):
             del self.instructions[index]
-        self.buffers = {
-            name: replace(
-                buffer,
-                born=buffer.born - bisect_left(dropped, buffer.born),
-                dies=buffer.dies - bisect_left(dropped, buffer.dies),
-            )
-            for name, buffer in self.buffers.items()
-            if name in used
-        }
+        self.buffers = {name: held for name, held in self.buffers.items() if name in used}
+        for ends in self.born, self.dies:
+            ends.update({name: end - bisect_left(dropped, end) for name, end in ends.items()})
 
     def _used(self) -> set[str | None]:
         """Buffers that instructions read or write; opening and clearing one is no use of it."""
@@ -212,9 +223,12 @@ class Ledger:
         arena_bytes = {}
         for tier in Tier:
             held = [b for b in self.buffers.values() if b.tier is tier]
-            found = place([PlacementRequest(b.bytes, b.born, b.dies) for b in held])
-            for buffer, address in zip(held, found.addresses, strict=True):
-                self.buffers[buffer.name] = replace(buffer, address=address)
+            lives = [(self.born[b.name], self.dies[b.name]) for b in held]
+            found = place(
+                [PlacementRequest(b.bytes, *ends) for b, ends in zip(held, lives, strict=True)]
+            )
+            for b, (born, dies), address in zip(held, lives, found.addresses, strict=True):
+                self.buffers[b.name] = replace(b, born=born, dies=dies, address=address)
             arena_bytes[tier] = found.height
         return Program(
             self.model,

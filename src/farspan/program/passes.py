@@ -339,7 +339,7 @@ class GroupPasses(Group):
     def first(self) -> None:
         self.gather(self._above())
         self.open_first()
-        for chunk in self.chunks:
+        for chunk in self.ledger.walked:
             kept = chunk in self.graphs
             is_read = not self.is_last or kept
             if chunk == self.chunks[-1] and not is_read:
@@ -363,7 +363,7 @@ class GroupPasses(Group):
         """Forward only."""
         self.gather(self._above())
         self.open_first()
-        for chunk in self.chunks:
+        for chunk in self.ledger.walked:
             self.enter(chunk)
             for layer in self.layers:
                 self.forward(layer, chunk)
@@ -386,14 +386,14 @@ class GroupPasses(Group):
             ledger.allocate(names.kv_again(layer), Kind.KV, layer)
         if self.kv_goes_home():
             for layer in self.layers:
-                for chunk in self.chunks:
+                for chunk in self.ledger.walked:
                     ledger.emit(Fetch(names.kv_home(layer), names.kv_again(layer), chunk))
                     ledger.written[names.kv_again(layer)].add(chunk)
                 ledger.free(names.kv_home(layer))
             return
         self.gather(self._below())
         self.open_attention_of_open_group()
-        for chunk in self.chunks:
+        for chunk in self.ledger.walked:
             if chunk == self.chunks[-1] and chunk not in self.graphs:
                 continue
             self.enter(chunk)
@@ -408,7 +408,7 @@ class GroupPasses(Group):
         for layer in self.layers:
             ledger.allocate(names.dkv(layer), Kind.DKV, layer)
         ledger.clear(names.dkv(self.top))
-        for chunk in reversed(self.chunks):
+        for chunk in reversed(self.ledger.walked):
             self.enter(chunk)
             if chunk in self.graphs:
                 self.enter_backward(chunk)
