@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,46 @@ LIMIT = 3.0  # seconds that a collective waits
 # A busy machine starts processes late, and pulses come late there.
 BUSY = 2.0  # and so much later, then
 SOON = LIMIT + faults.HEARTBEAT_TIMEOUT + 12.0
+AT_ONCE = 5  # cases; of some seconds each they compute for a tenth of one
+
+
+@dataclass(frozen=True)
+class Case:
+    """Ranks of one test."""
+
+    ranks: int
+    function: Callable[..., str]
+    arguments: tuple[Any, ...] = ()
+    seconds: float = SOON
+    lost: int | None = None
+
+    def ended(self, folder: Path) -> list[Ended]:
+        return launch(
+            folder, self.ranks, self.function, *self.arguments, seconds=self.seconds, lost=self.lost
+        )
+
+
+@pytest.fixture(scope="module")
+def launched_cases(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Case, Future[list[Ended]]]]:
+    """Of all tests here that were asked for, side by side: their ranks mostly wait."""
+    asked: list[Any] = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.module is request.module
+        and "case" in item.fixturenames
+    ]
+    launch(tmp_path_factory.mktemp("first"), 1, str)  # behind it the fork server has its imports
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {c: pool.submit(c.ended, tmp_path_factory.mktemp("ranks")) for c in asked}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def ended(case: Case, launched_cases: dict[Case, Future[list[Ended]]]) -> list[Ended]:
+    return launched_cases[case].result()
 
 
 def run(fault: str, culprit: int) -> str:
@@ -77,38 +119,50 @@ def refuse() -> None:
         raise
 
 
+def of_run(
+    fault: str, culprit: int, ranks: int = 3, seconds: float = SOON, lost: int | None = None
+) -> Case:
+    return Case(ranks, run, (fault, culprit), seconds, lost)
+
+
 def others(ended: list[Ended], culprit: int) -> list[Ended]:
     return [end for rank, end in enumerate(ended) if rank != culprit]
 
 
 @pytest.mark.parametrize(
-    ("fault", "culprit", "cause"),
+    ("case", "culprit", "cause"),
     [
-        ("raises", 1, "rank 1: ValueError: no such thing"),
-        exhaustive("refused", 1, "rank 1: memory: ran out with\n  (1) this\n  (2) and that"),
-        exhaustive("out of memory", 0, "rank 0: OutOfMemoryError: tried to allocate 3 GiB"),
-        ("killed", 2, "rank 2: exited without reporting an error (killed?)"),
-        exhaustive("leaves", 1, "rank 1: exited without reporting an error (killed?)"),
+        (of_run("raises", 1), 1, "rank 1: ValueError: no such thing"),
+        exhaustive(
+            of_run("refused", 1), 1, "rank 1: memory: ran out with\n  (1) this\n  (2) and that"
+        ),
+        exhaustive(
+            of_run("out of memory", 0), 0, "rank 0: OutOfMemoryError: tried to allocate 3 GiB"
+        ),
+        (of_run("killed", 2), 2, "rank 2: exited without reporting an error (killed?)"),
+        exhaustive(of_run("leaves", 1), 1, "rank 1: exited without reporting an error (killed?)"),
     ],
 )
 def test_the_others_name_the_rank_and_its_cause(
-    tmp_path: Path, fault: str, culprit: int, cause: str
+    ended: list[Ended], culprit: int, cause: str
 ) -> None:
-    ended = launch(tmp_path, 3, run, fault, culprit, seconds=SOON)
     for end in others(ended, culprit):
         assert end.code == 1, end
         assert end.said == f"RankFailed: {cause}"
         assert end.seconds < SOON, end
 
 
-@pytest.mark.parametrize(("culprit", "computes"), [(0, False), (1, False), exhaustive(0, True)])
-def test_a_frozen_rank_is_named_and_not_called_dead(
-    tmp_path: Path, culprit: int, computes: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("case", "culprit"),
+    [
+        (of_run("stopped", 0, seconds=2 * SOON, lost=0), 0),
+        (of_run("stopped", 1, seconds=2 * SOON, lost=1), 1),
+        exhaustive(of_run("stopped, others compute", 0, seconds=2 * SOON, lost=0), 0),
+    ],
+)
+def test_a_frozen_rank_is_named_and_not_called_dead(ended: list[Ended], culprit: int) -> None:
     """Rank 0 has the store, which does not answer then. Ranks that wait for none of the others end
     as well if it is frozen: nobody could tell them of anything."""
-    fault = "stopped, others compute" if computes else "stopped"
-    ended = launch(tmp_path, 3, run, fault, culprit, seconds=2 * SOON, lost=culprit)
     frozen = float(ended[culprit].errors.split()[0])
     for end in others(ended, culprit):
         assert end.code == 1, end
@@ -116,6 +170,25 @@ def test_a_frozen_rank_is_named_and_not_called_dead(
         words = rf"rank {culprit}: does not answer: its process \d+ is there, but stopped"
         assert re.fullmatch(f"(RankFailed|farspan): {words}", said), end
         assert end.at - frozen < LIMIT + 5.0 + BUSY, end
+
+
+def fail_beside_a_silent_store() -> str:
+    """Ranks that wait for nobody, and whose collectives would wait for long."""
+    place = launch_env()
+    assert place is not None
+    with process_group(place, CPU, 3 * SOON):
+        dist.all_reduce(torch.ones(1))
+        if place.rank == 0:
+            happen("stopped")
+        time.sleep(4 * faults.HEARTBEAT)
+        raise ValueError("no such thing")
+
+
+@pytest.mark.parametrize("case", [Case(2, fail_beside_a_silent_store, seconds=2 * SOON, lost=0)])
+def test_a_silent_store_is_not_waited_for(ended: list[Ended]) -> None:
+    frozen, end = float(ended[0].errors.split()[0]), ended[1]
+    assert (end.code, end.said) == (1, "ValueError: no such thing")
+    assert end.at - frozen < LIMIT + 5.0 + BUSY
 
 
 @pytest.mark.exhaustive
@@ -156,8 +229,8 @@ def test_under_torchrun(tmp_path: Path, fault: str, culprit: int) -> None:
     assert named <= ({str(culprit)} if fault == "killed" else set())
 
 
-def test_a_rank_that_waits_for_no_collective_ends_too(tmp_path: Path) -> None:
-    ended = launch(tmp_path, 2, run, "waits elsewhere", 1, seconds=SOON)
+@pytest.mark.parametrize("case", [of_run("waits elsewhere", 1, ranks=2)])
+def test_a_rank_that_waits_for_no_collective_ends_too(ended: list[Ended]) -> None:
     assert (ended[0].code, ended[0].said) == (faults.FAILED, "")
     assert ended[0].errors.endswith("farspan: rank 1: ValueError: no such thing\n")
     assert ended[0].seconds < SOON
@@ -179,8 +252,9 @@ def wait_for(late: int, seconds: float, within: bool) -> str:
     return "went on"
 
 
-def test_a_rank_that_waited_too_long_names_what_the_first_does(tmp_path: Path) -> None:
-    first, other = launch(tmp_path, 2, wait_for, 0, 60.0, True, seconds=SOON)
+@pytest.mark.parametrize("case", [Case(2, wait_for, (0, 60.0, True))])
+def test_a_rank_that_waited_too_long_names_what_the_first_does(ended: list[Ended]) -> None:
+    first, other = ended
     words = "rank 0: loading the model takes longer than ranks wait for each other; "
     assert other.said.startswith(f"RankFailed: {words}raise parallel.timeout")
     assert f"farspan: {words}" in first.errors
@@ -188,14 +262,22 @@ def test_a_rank_that_waited_too_long_names_what_the_first_does(tmp_path: Path) -
     assert max(first.seconds, other.seconds) < SOON
 
 
+def of_late(late: int, within: bool) -> Case:
+    return Case(3, wait_for, (late, LIMIT + 1.5, within), seconds=2 * SOON)
+
+
 @pytest.mark.parametrize(
-    ("late", "within"), [exhaustive(0, True), (0, False), exhaustive(1, False)]
+    ("case", "words"),
+    [
+        exhaustive(of_late(0, True), "rank 0: loading the model"),
+        (of_late(0, False), "rank 0: reading the data"),
+        exhaustive(of_late(1, False), "rank 1: reading the data"),
+    ],
 )
-def test_all_blame_the_rank_that_is_late(tmp_path: Path, late: int, within: bool) -> None:
+def test_all_blame_the_rank_that_is_late(ended: list[Ended], words: str) -> None:
     """Itself too, when it comes after all; and not the one whom they were to hear."""
-    what = "loading the model" if within else "reading the data"
-    for end in launch(tmp_path, 3, wait_for, late, LIMIT + 1.5, within, seconds=2 * SOON):
-        assert end.said == f"RankFailed: rank {late}: {what} takes {faults._TOO_LONG}", end
+    for end in ended:
+        assert end.said == f"RankFailed: {words} takes {faults._TOO_LONG}", end
 
 
 def wait_within() -> str:
@@ -211,14 +293,15 @@ def wait_within() -> str:
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_waits_within_a_step_does_not_say_that_it_was_late(tmp_path: Path) -> None:
-    for end in launch(tmp_path, 2, wait_within, seconds=SOON):
+@pytest.mark.parametrize("case", [Case(2, wait_within)])
+def test_a_rank_that_waits_within_a_step_does_not_say_that_it_was_late(ended: list[Ended]) -> None:
+    for end in ended:
         assert end.said == f"RankFailed: rank 0: waited for another rank {faults._TOO_LONG}"
 
 
-def test_the_rank_that_has_the_store_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [of_run("killed", 0)])
+def test_the_rank_that_has_the_store_is_killed(ended: list[Ended]) -> None:
     """Without torchrun, whose agent outlives it."""
-    ended = launch(tmp_path, 3, run, "killed", 0, seconds=SOON)
     for end in ended[1:]:
         assert end.code == 1, end
         assert end.said == "RankFailed: rank 0: exited without reporting an error (killed?)"
@@ -242,8 +325,9 @@ def killed_at_once() -> str:
     return "went on"
 
 
-def test_the_rank_that_has_the_store_is_killed_at_once(tmp_path: Path) -> None:
-    _, end = launch(tmp_path, 2, killed_at_once)
+@pytest.mark.parametrize("case", [Case(2, killed_at_once)])
+def test_the_rank_that_has_the_store_is_killed_at_once(ended: list[Ended]) -> None:
+    _, end = ended
     assert (end.code, end.said) == (
         1,
         "RankFailed: rank 0: exited without reporting an error (killed?)",
@@ -277,34 +361,52 @@ def join(moment: str, culprit: int) -> str:
     return "went on"
 
 
+def of_join(moment: str, culprit: int) -> Case:
+    return Case(2, join, (moment, culprit), seconds=2 * SOON, lost=culprit)
+
+
 @pytest.mark.parametrize(
-    ("moment", "culprit", "words"),
+    ("case", "culprit", "words"),
     [
         # The store's own timeout or the watchdog, whichever is first.
         (
-            "store",
+            of_join("store", 0),
             0,
             "rank 1: rank 0, which .* at localhost:.*, has not (started|answered for 5 s)",
         ),
-        ("group", 0, "rank 1: rank 0, which .*, has not answered for 5 s while .* its process is"),
-        exhaustive("detector", 0, "rank 1: rank 0, which .*, has not answered for 5 s while"),
-        exhaustive("store", 1, "rank 0: .*waiting for clients.*another rank has not started"),
-        exhaustive("group", 1, "rank 0: .*another rank has not started, has ended or is frozen"),
-        ("detector", 1, "rank 1: has not joined the others in time: it has ended, or is frozen"),
+        (
+            of_join("group", 0),
+            0,
+            "rank 1: rank 0, which .*, has not answered for 5 s while .* its process is",
+        ),
+        exhaustive(
+            of_join("detector", 0), 0, "rank 1: rank 0, which .*, has not answered for 5 s while"
+        ),
+        exhaustive(
+            of_join("store", 1), 1, "rank 0: .*waiting for clients.*another rank has not started"
+        ),
+        exhaustive(
+            of_join("group", 1), 1, "rank 0: .*another rank has not started, has ended or is frozen"
+        ),
+        (
+            of_join("detector", 1),
+            1,
+            "rank 1: has not joined the others in time: it has ended, or is frozen",
+        ),
     ],
 )
 def test_a_rank_that_freezes_while_all_join_is_named(
-    tmp_path: Path, moment: str, culprit: int, words: str
+    ended: list[Ended], culprit: int, words: str
 ) -> None:
-    ended = launch(tmp_path, 2, join, moment, culprit, seconds=2 * SOON, lost=culprit)
     end, frozen = ended[1 - culprit], float(ended[culprit].errors.split()[0])
     assert end.code == 1, end
     assert re.search(rf"(RankFailed|farspan): {words}", end.said or end.errors), end
     assert end.at - frozen < LIMIT + 5.0 + BUSY, end
 
 
-def test_what_all_refuse_is_no_fault_of_one(tmp_path: Path) -> None:
-    for end in launch(tmp_path, 3, run, "all refuse", -1, seconds=SOON):
+@pytest.mark.parametrize("case", [of_run("all refuse", -1)])
+def test_what_all_refuse_is_no_fault_of_one(ended: list[Ended]) -> None:
+    for end in ended:
         assert end.said == "UnsupportedError: chunk: too large"
 
 
@@ -319,13 +421,9 @@ def shared() -> str:
     return "nothing was raised"
 
 
-def test_one_rank_says_it_for_all(tmp_path: Path) -> None:
-    assert [end.said for end in launch(tmp_path, 3, shared)] == ["False", "True", "True"]
-
-
-def test_ranks_that_end_well_are_not_missed(tmp_path: Path) -> None:
-    """One leaves long before the others."""
-    assert {end.said for end in launch(tmp_path, 2, linger)} == {"fine"}
+@pytest.mark.parametrize("case", [Case(3, shared)])
+def test_one_rank_says_it_for_all(ended: list[Ended]) -> None:
+    assert [end.said for end in ended] == ["False", "True", "True"]
 
 
 def linger() -> str:
@@ -335,3 +433,9 @@ def linger() -> str:
         dist.all_reduce(torch.ones(1))
         time.sleep(4 * faults.HEARTBEAT * (1 - place.rank))
     return "fine"
+
+
+@pytest.mark.parametrize("case", [Case(2, linger)])
+def test_ranks_that_end_well_are_not_missed(ended: list[Ended]) -> None:
+    """One leaves long before the others."""
+    assert {end.said for end in ended} == {"fine"}

@@ -482,7 +482,7 @@ RANKS = (
         "ranks: a silent store is waited for",
         "while work.is_alive() and self._silence < SILENCE:",
         "while work.is_alive():",
-        ("tests/distributed/test_failure.py::test_a_frozen_rank_is_named_and_not_called_dead",),
+        ("tests/distributed/test_failure.py::test_a_silent_store_is_not_waited_for",),
     ),
     Fault(
         "ranks: a store that is silent while all join is waited for",
@@ -493,7 +493,7 @@ RANKS = (
     Fault(
         "ranks: a process that is there is called dead",
         "        if not self._lives(rank):\n            return _exited(rank)",
-        "        if rank in self._where:\n            return _exited(rank)",
+        "        if self._where:\n            return _exited(rank)",
         ("tests/distributed/test_failure.py::test_a_frozen_rank_is_named_and_not_called_dead",),
     ),
     Fault(
