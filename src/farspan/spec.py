@@ -23,6 +23,12 @@ class Tier(StrEnum):
     HOST = "host"
 
 
+class Quantization(StrEnum):
+    """How frozen weights of linear modules are kept while adapters are trained."""
+
+    NF4 = "nf4"  # four bits, and eight for each block of 64 (bitsandbytes, double quantisation)
+
+
 class AttentionKernel(StrEnum):
     """Who computes attention on a CUDA GPU. Named ones are for comparisons: `auto` is fastest."""
 

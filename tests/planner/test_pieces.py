@@ -12,7 +12,7 @@ from farspan.planner.request import Fit, Margin, Plan, Question
 from farspan.planner.search import WORTH, with_pieces
 from farspan.program.strategies import STRATEGIES
 from farspan.spec import Curve, Schedule, Sparse, Tier
-from farspan.train.config import as_yaml
+from farspan.train.yaml_config import as_yaml
 
 SECONDS = 1.0
 WHOLE = Schedule(chunk=8192, groups=24, kv=Tier.DEVICE, layer_checkpoint=True)

@@ -12,12 +12,11 @@ from farspan.train.config import (
     RunConfig,
     ScheduleConfig,
     SparseConfig,
-    as_yaml,
     default_run,
     load_run,
     with_strategy,
 )
-from farspan.train.yaml_config import build, to_mapping
+from farspan.train.yaml_config import as_yaml, build, to_mapping
 
 RUN = """
 model: {path: some/model, overrides: {attention_dropout: 0.0}, dtype: bfloat16}

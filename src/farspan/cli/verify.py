@@ -4,7 +4,7 @@ file is told at once."""
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -79,7 +79,7 @@ def verify_command(
     own = run is not None and run.schedule.chunk is not None
     written = chunk is not None or (strategy_name is None and own)
     schedule = replace_attention(replace_cuts(base, chunk, groups), attention, written)
-    said = [text for text in (note, ranks_note(run)) if text is not None]
+    said = [text for text in (note, ranks_note(run), packed_note(loaded, dtype)) if text]
     load("farspan.cli.with_torch", "verify_and_tell")(
         loaded,
         schedule,
@@ -148,6 +148,13 @@ def ranks_note(run: RunConfig | None) -> str | None:
     if run is None or run.parallel is None:
         return None
     return "parallel: left out: one process runs the whole step here, not the ranks of the run"
+
+
+def packed_note(model: Any, asked: str) -> str | None:
+    """In which dtype is compared where the one asked for is not that of the model's products."""
+    found = str(model.dtype).removeprefix("torch.")
+    where = f"dtype: {found} in place of {asked}, in which quantised weights have no products"
+    return None if found == asked else where
 
 
 def replace_attention(

@@ -19,6 +19,7 @@ from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.formatting import sparse_words
 from farspan.hf.load import Weights, add_adapters, load_model
 from farspan.hf.merge import merge
+from farspan.hf.quantized import is_quantized_folder, refuse_whole
 from farspan.report.tables import show
 from farspan.sparse.train import fraction_of
 from farspan.sparse.verify import Approximation
@@ -78,8 +79,11 @@ def result_json(result: TrainingResult) -> dict[str, Any]:
 def model_for(source: ModelConfig, drawn: bool, dtype: str, seed: int) -> PreTrainedModel:
     """The model to verify, in evaluation mode: dropout plays no part in exactness. Adapters are
     drawn whole: of zeros half of their gradients would be zeros. For a folder of adapters: the
-    model that they are for, with such."""
+    model that they are for, with such. Quantised weights are in float32 where float64 is asked
+    for."""
     source, _ = with_base(source)
+    if dtype == "float64" and (source.quantize or is_quantized_folder(source.path)):
+        dtype = "float32"  # packed weights have no products in float64
     model = load_model(
         path=source.path,
         config=source.config,
@@ -89,9 +93,12 @@ def model_for(source: ModelConfig, drawn: bool, dtype: str, seed: int) -> PreTra
         seed=seed,
         trust_remote_code=source.trust_remote_code,
         revision=source.revision,
+        nf4=source.quantize is not None,
     )
     lora = source.lora
-    if lora is not None:
+    if lora is None:
+        refuse_whole(model.config)
+    else:
         add_adapters(
             model,
             rank=lora.rank,

@@ -16,6 +16,7 @@ from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import gradient_dtype, local
 from farspan.engine.step import ADVICE, Progress, Step
 from farspan.engine.tiers import DeviceTooSmall, refuse_beyond_together
+from farspan.hf.quantized import state_bytes
 from farspan.hf.stages import uncompiled
 from farspan.hf.unsupported import context_limit
 from farspan.memory.host import GIB, UNLIMITED
@@ -257,7 +258,7 @@ def _static(step: Step, program: Program, *, documents: bool) -> MemoryEstimate:
         device_arena=program.arena_bytes[Tier.DEVICE],
         host_arena=program.arena_bytes[Tier.HOST],
         inputs=made_bytes(program.run.batch, program.run.tokens, documents=documents),
-        weights=sum(local(p).nbytes for p in parameters),
+        weights=sum(local(p).nbytes + state_bytes(p) for p in parameters),
         gradients=sum(local(p).numel() * gradient_dtype(p).itemsize for p in trained),
         accumulators=_accumulators(step, program),
         transient=0,

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -44,6 +45,7 @@ from farspan.engine.trace_steps import META, without_garbage_collection
 from farspan.hf.attention_interface import routed
 from farspan.hf.describe import describe_config, describe_shapes, describe_unproven
 from farspan.hf.fused_layers import fuse, gate_forward
+from farspan.hf.quantized import plain_linears, shape_of
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.tiled_mlp import Tokenwise, likely_tokenwise
 from farspan.hf.unsupported import DROPOUTS, context_limit
@@ -340,6 +342,7 @@ def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
     """Of a model as it is, its adapters included, measured on a copy that has no weights."""
     tensors = (*model.parameters(), *model.buffers())
     memo: dict[int, Any] = {id(x): _without_elements(x) for x in tensors}
+    memo |= plain_linears(model, partial(_without_packed, model.dtype))
     blank = copy.deepcopy(model, memo)
 
     def made(variant: Variant) -> ModelProfile:
@@ -358,6 +361,10 @@ def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
 def _without_elements(x: torch.Tensor) -> torch.Tensor:
     blank = torch.empty_like(x, device=META)
     return nn.Parameter(blank, x.requires_grad) if isinstance(x, nn.Parameter) else blank
+
+
+def _without_packed(dtype: torch.dtype, module: Any) -> torch.Tensor:
+    return torch.empty(shape_of(module.weight), dtype=dtype, device=META)
 
 
 def _stages(config: Mapping[str, Any], dtype: torch.dtype, rank: int) -> CausalLMStages:

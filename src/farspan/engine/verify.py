@@ -32,7 +32,6 @@ The geometric mean of all ratios has little chance in it, and a fault of attenti
 them: it may be sqrt(2) and no more.
 """
 
-import copy
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -53,6 +52,7 @@ from farspan.engine.reference import Attention, gradients_of, reference_loss
 from farspan.engine.step import Step
 from farspan.hf.attention_interface import eager_experts
 from farspan.hf.probe import Float64Mode
+from farspan.hf.quantized import is_quantized, unpacked
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import refuse_context
 from farspan.sparse.engine import PageFunction
@@ -333,7 +333,8 @@ def verify(
     A float64 model must agree to 1e-12 in relative L2 norm for every parameter, or as far as
     rounding moves the reference itself (`exactly`); what its own code
     computes in float32 is computed in float64 meanwhile, on both sides. In a lower precision two
-    things are asked. A float64 copy must pass that test with the same schedule, which is where a
+    things are asked. A float64 copy (of quantised weights, of what they stand for) must pass that
+    test with the same schedule, which is where a
     wrong order, a lost block or a wrong weight shows, however small. And what the precision adds,
     with its own kernels, may be no more than rounding: against the float64 copy, errors of two
     steps whose inputs are a rounding apart, beside those of plain autograd on the same inputs, may
@@ -361,14 +362,15 @@ def verify(
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """Of the parameters; of several dtypes, the first that is not float64."""
-    every = [p.dtype for p in model.parameters()]
+    """In which the model computes: that of the parameters, but of packed ones; of several dtypes,
+    the first that is not float64."""
+    every = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return next((dtype for dtype in every if dtype is not torch.float64), torch.float64)
 
 
 def _verify(model: nn.Module, function: Function, data: Data, worst: int) -> Verification:
     in_double = function.dtype is torch.float64
-    twin = model if in_double else copy.deepcopy(model).double()
+    twin: nn.Module = model if in_double else unpacked(model, torch.float64)
     dense = None
     with eager_experts(twin), Float64Mode():
         exact = _plain(twin, data, function.exact())
@@ -459,7 +461,8 @@ def _structure(twin: nn.Module, function: Function, data: Data, exact: Outcome) 
 def _rounded(model: nn.Module, data: Data, plains: _Side, steps: _Side) -> Judged:
     chooses = _chooses(model, data)
     judged = beside_plain(plains.errors, steps.errors, plains.losses, chooses=chooses)
-    rule = f"a step by this schedule in float64 to {EXACT:g}; in {_dtype(model)}, "
+    packed = " of what packed weights stand for" if is_quantized(model) else ""
+    rule = f"a step by this schedule in float64{packed} to {EXACT:g}; in {_dtype(model)}, "
     return replace(judged, rule=rule + judged.rule)
 
 

@@ -18,6 +18,7 @@ from farspan.activations import SavedActivations
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.load import add_adapters, blank_model, config_from_fields
 from farspan.hf.probe import TOKENS, ask_layers, probe_layers
+from farspan.hf.quantized import elements, shape_of
 from farspan.hf.recurrent import RecurrentStates, with_states, zero_states
 from farspan.hf.stages import CausalLMStages, is_compiled, run_layer, uncompiled
 from farspan.hf.unsupported import refuse_dropout, refuse_model
@@ -73,7 +74,7 @@ def _described(
         vocab=stages.vocab,
         layers=tuple(layers),
         element_bytes=stages.dtype.itemsize,
-        parameters=sum(p.numel() for p in parameters),
+        parameters=sum(map(elements, parameters)),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
     )
 
@@ -217,12 +218,12 @@ def _estimate(layer: nn.Module, active: int, saved: int) -> LayerWork:
     few tokens are left out. What autograd saves is written once and read once: elementwise work
     moves at least so much."""
     weights = list(layer.parameters())
-    products = [(w.shape[1], w.shape[0]) for w in weights if w.ndim == 2]
+    products = [(w[1], w[0]) for w in map(shape_of, weights) if len(w) == 2]
     narrow = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Conv1d)}
     stacked = [w for w in weights if w.ndim == 3 and id(w) not in narrow]
     products += [(w.shape[1], w.shape[2]) for w in stacked for _ in range(active)]
     return LayerWork(
-        parameters=sum(w.numel() for w in weights),
+        parameters=sum(map(elements, weights)),
         trainable=sum(w.numel() for w in weights if w.requires_grad),
         products=tuple(products),
         projections=min(PROJECTIONS, len(products)),

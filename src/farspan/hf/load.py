@@ -3,7 +3,6 @@ put LoRA adapters on it and save them (the only place that imports peft).
 """
 
 import copy
-import hashlib
 import inspect
 import re
 import warnings
@@ -33,6 +32,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
 from farspan.durable import read_json
+from farspan.hf import quantized
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import freeze_unmet
 from farspan.lazy import load
@@ -81,6 +81,7 @@ def load_config(
         )
     if path is not None:
         found = _config_at(path, trust_remote_code, revision)
+        quantized.refuse_untrainable(found, path)
     else:
         assert config is not None
         found = _config_of(config)
@@ -145,11 +146,13 @@ def load_model(
     trust_remote_code: bool = False,
     weights: Weights = Weights.SAVED,
     revision: str | None = None,
+    nf4: bool = False,
 ) -> PreTrainedModel:
     """A model in training mode on `device`. Random weights are drawn from `seed`.
 
     What text does not meet, such as an encoder of images, is frozen. Only safetensors weights are
-    read. Raises UnsupportedError when the folder holds none, or not all that
+    read. With `nf4` saved weights of linear modules become four bits an element as they are read.
+    Raises UnsupportedError when the folder holds none, or not all that
     the model has; warns of weights that the model has no place for.
     """
     made = load_config(
@@ -167,7 +170,9 @@ def load_model(
                 torch.manual_seed(seed)
                 model: Any = _with_random_weights(made, dtype, trust_remote_code, revision)
         else:
-            model = _with_saved_weights(path, made, dtype, trust_remote_code, revision)
+            packing = quantized.arguments(made, nf4, dtype, device)
+            given = {**pinned(revision), **packing}
+            model = _with_saved_weights(path, made, dtype, trust_remote_code, given)
     model = _prepared(model, dtype)
     return model.to(device)
 
@@ -186,6 +191,7 @@ def blank_model(
 
 def _prepared(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     freeze_unmet(model)
+    quantized.settle(model, dtype)
     if dtype is torch.float64:
         # Transformers 5.24 keeps a router of DeepSeek-V3's kind in float32 whatever is asked for;
         # that is meant for what is narrower.
@@ -256,7 +262,7 @@ def _with_saved_weights(
     config: PretrainedConfig,
     dtype: torch.dtype,
     trust_remote_code: bool,
-    revision: str | None,
+    given: dict[str, Any],
 ) -> PreTrainedModel:
     try:
         loaded: Any = _auto(config).from_pretrained(
@@ -266,7 +272,7 @@ def _with_saved_weights(
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            **pinned(revision),
+            **given,
         )
     except Exception as error:  # unreadable files, sizes that do not match, other kinds
         raise UnsupportedError(
@@ -485,7 +491,7 @@ def add_adapters(
     except ImportError as error:
         raise UnsupportedError(MISSING.format(error=error)) from error
     modules = _targeted(_linears(model), targets)
-    widest = max(min(module.weight.shape) for module in modules.values())
+    widest = max(min(quantized.shape_of(module.weight)) for module in modules.values())
     if rank > widest:
         raise UnsupportedError(
             f"model.lora.rank: {rank} is above {widest}, the narrower side of the largest linear "
@@ -511,6 +517,9 @@ def add_adapters(
     # As transformers' add_adapter leaves it, so that its save_pretrained saves adapters alone. That
     # itself is not called: 5.24 refuses every peft that is out, all of which work with it.
     model._hf_peft_config_loaded = True
+    for parameter in model.parameters():  # beside packed weights peft makes them float32
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(model.dtype)
     _check_adapted(model, modules)
 
 
@@ -535,18 +544,6 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = 
 def stacked_experts(model: nn.Module) -> bool:
     """Whether weights of experts lie in one tensor, which is no linear module."""
     return any(p.ndim == 3 and "expert" in name for name, p in model.named_parameters())
-
-
-def frozen_digest(model: nn.Module) -> str | None:
-    """Of all weights that are not trained, which checkpoints leave out; None where all are."""
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    if not frozen:
-        return None
-    read = (
-        (name, torch.hash_tensor(p.detach()).view(torch.int64).item())
-        for name, p in sorted(frozen.items())
-    )
-    return hashlib.sha256(repr(list(read)).encode()).hexdigest()
 
 
 def _linears(model: Any) -> dict[str, Any]:

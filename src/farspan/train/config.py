@@ -7,14 +7,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from farspan.data.config import DataConfig, SourceKind
 from farspan.formatting import MOST_TOKENS, read_memory
 from farspan.planner.request import read_margin
 from farspan.program.layout import ALONE, AXES, Layout, sequence_layout
 from farspan.program.strategies import AUTO, check_name
-from farspan.spec import Kernels, ModelSpec, Schedule, Sparse, Tier, UnsupportedError
+from farspan.spec import (
+    Kernels,
+    ModelSpec,
+    Quantization,
+    Schedule,
+    Sparse,
+    Tier,
+    UnsupportedError,
+)
 from farspan.train.yaml_config import build, read_file, to_mapping, with_settings
 
 COMMAND = "torchrun --nproc-per-node {} -m farspan train RUN.yaml"
@@ -202,6 +208,8 @@ class ModelConfig:
     revision: str | None = None  # of a name on the hub: a commit or a branch
     trust_remote_code: bool = False
     lora: LoraConfig | None = None  # null: every weight is trained
+    # With lora, of a folder whose weights are plain; one that is quantised is taken as it is.
+    quantize: Quantization | None = None
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -211,6 +219,11 @@ class ModelConfig:
             )
         if self.config is not None and "model_type" not in self.config:
             raise UnsupportedError("config: model_type is missing; give one such as qwen2 or llama")
+        if self.quantize is not None and (self.config or self.dtype is DType.FLOAT64):
+            wrong = "float64 products" if self.config is None else "weights to read in config"
+            raise UnsupportedError(
+                f"quantize: {self.quantize} has no {wrong}; give path, in bfloat16 or float32"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,20 +520,6 @@ def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
             f"without {fields_text}, which belonged to it"
         )
     return replace(run, schedule=ScheduleConfig(strategy=name)), note
-
-
-def as_yaml(schedule: Schedule, layers: int | None = None) -> str:
-    """A schedule as a run file's line, groups of so many layers by their size where that says it;
-    what is sparse of it has a key of its own there."""
-    if layers is not None:
-        size = max(schedule.group_sizes(layers))
-        if replace(schedule, groups=size).group_sizes(layers) == schedule.group_sizes(layers):
-            schedule = replace(schedule, groups=size)
-    default, fields_ = to_mapping(Schedule()), to_mapping(schedule)
-    named = {k: v for k, v in fields_.items() if v != default[k] and k != "sparse"}
-    mapping = {"schedule": {"strategy": None, **named}}
-    text = yaml.safe_dump(mapping, default_flow_style=True, sort_keys=False, width=10**6)
-    return text.strip().removeprefix("{").removesuffix("}")
 
 
 def with_sparse(run: RunConfig, sparse: Sparse | None) -> tuple[RunConfig, str | None]:

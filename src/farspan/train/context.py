@@ -22,6 +22,7 @@ from farspan.engine.step import Step
 from farspan.hf import load
 from farspan.hf.describe import describe, with_work
 from farspan.hf.fused_layers import fuse
+from farspan.hf.quantized import held_bytes
 from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import fused_for
 from farspan.planner import evaluate as evaluation
@@ -258,7 +259,7 @@ class RunContext:
     def _weights(self) -> int:
         if self.pieces is not None:
             return self.pieces.held_bytes()
-        return sum(parameter.nbytes for parameter in self.model.parameters())
+        return sum(map(held_bytes, self.model.parameters()))
 
 
 def capture_rng() -> dict[str, Tensor]:

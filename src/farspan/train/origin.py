@@ -25,8 +25,8 @@ from farspan.checkpoint.local import (
     verify_checkpoint,
 )
 from farspan.durable import read_json
-from farspan.hf.load import frozen_digest
 from farspan.hf.merge import ADAPTER_CONFIG, ADAPTER_TENSORS
+from farspan.hf.quantized import WHOLE, frozen_digest
 from farspan.spec import UnsupportedError
 from farspan.train.config import LoraConfig, ModelConfig, RunConfig, StartConfig
 from farspan.train.yaml_config import build, read_mapping
@@ -51,9 +51,12 @@ def is_adapters(path: Path) -> bool:
 
 def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
     """Of a model whose path is a folder of adapters: the model that they are for, with adapters
-    like them, and their folder; of another one itself. Raises UnsupportedError naming the field."""
+    like them, and their folder; of another one itself. Raises UnsupportedError naming the field,
+    also for quantised weights without adapters."""
     path = None if model.path is None else Path(model.path).expanduser()
     if path is None or not is_adapters(path):
+        if model.quantize is not None and model.lora is None:
+            raise UnsupportedError(WHOLE.format(instead="leave model.quantize out"))
         return model, None
     config = expect_json(path / ADAPTER_CONFIG)
     base = config.get("base_model_name_or_path")

@@ -18,12 +18,12 @@ from farspan.profile.store import Profiles
 from farspan.program.layout import ALONE, Layout, group_ranges, sequence_layout
 from farspan.program.strategies import AUTO
 from farspan.spec import MachineSpec, ModelSpec, Schedule, UnsupportedError
-from farspan.train.config import Given, Parallel, RunConfig, StatesPlace, as_yaml
+from farspan.train.config import Given, Parallel, RunConfig, StatesPlace
 from farspan.train.context import Components, machine_of, torch_dtype
 from farspan.train.origin import with_base
 from farspan.train.planning import OWN, PLANNED, allowed
 from farspan.train.setup import adapt, choose_device, is_sharded, refuse_groups
-from farspan.train.yaml_config import to_mapping
+from farspan.train.yaml_config import as_yaml, to_mapping
 
 
 class Asked(TypedDict, total=False):

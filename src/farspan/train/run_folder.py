@@ -84,7 +84,10 @@ SAME_STATES = (None, StatesPlace.AUTO, StatesPlace.DEVICE, StatesPlace.HOST)
 STEPS = "steps"
 DECAY = "optimizer.decay"
 # Folders from before there were these keys do not have them: null is as if they were not given.
-LATER = ("start", "sparse", "optimizer.decay_steps", "data.sources", "model.revision")
+LATER = (
+    *("start", "sparse", "optimizer.decay_steps", "data.sources", "model.revision"),
+    "model.quantize",
+)
 
 
 def identity(run: RunConfig) -> str:

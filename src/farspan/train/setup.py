@@ -16,13 +16,8 @@ from farspan.distributed.failure import activity
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.parallelize import ShardedModel, parallelize, sharded_parameters
 from farspan.hf.describe import describe
-from farspan.hf.load import (
-    Weights,
-    add_adapters,
-    frozen_digest,
-    refuse_unpinned,
-    stacked_experts,
-)
+from farspan.hf.load import Weights, add_adapters, refuse_unpinned, stacked_experts
+from farspan.hf.quantized import elements, format_of, frozen_digest, refuse_whole
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import reads_text_alone, refuse_context, refuse_dropout, refuse_model
 from farspan.profile.catalog import is_on_hub, refuse_absent
@@ -47,6 +42,7 @@ from farspan.train.planning import inspect_for, place_states
 NO_DEVICE = "device: cannot train on {name!r}; give auto, cpu, cuda or cuda:1"
 EXPERTS = "none on the experts, whose weights are stacked, not linear modules; they stay frozen"
 
+SHARED = "parallel: quantised weights are for one device so far; leave it out, or model.quantize"
 TEXT = "only text is trained: the image encoder stays as it is and is saved with the model"
 
 
@@ -96,7 +92,7 @@ def make_context(
     world.set_layout(layout_of(run.parallel, world.size, partial(_describe_on_rank0, world, model)))
     world.refuse_unlike("data", corpus.identity)
     placed = place_states(run, components, world, model, before, observer.measuring)
-    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]  # while they are whole
+    counts = [(elements(p), p.requires_grad) for p in model.parameters()]  # while they are whole
     frozen = world.run_on_rank0(lambda: frozen_digest(model), "reading the frozen weights")
     inspected = None
     if run.schedule.strategy == AUTO:
@@ -149,6 +145,8 @@ def _blank_model(run: RunConfig, components: Components, world: DistributedConte
         blank = _load(run, components, torch.device("cpu"), Weights.NONE)
         refuse_model(blank)
         refuse_dropout(blank)
+        if world.size > 1 and (run.model.quantize or format_of(blank.config)):
+            raise UnsupportedError(SHARED)
         stages = run.parallel.pipeline if isinstance(run.parallel, Parallel) else 1
         layers = blank.config.get_text_config().num_hidden_layers
         refuse_groups(components.schedule_of(run, blank), layers, stages)
@@ -194,6 +192,7 @@ def _load(run: RunConfig, components: Components, device: torch.device, weights:
         trust_remote_code=run.model.trust_remote_code,
         revision=run.model.revision,
         weights=weights,
+        nf4=run.model.quantize is not None,
     )
     adapt(model, run)
     # Dropout, where a model has any, is then seen and refused rather than silently left out.
@@ -202,9 +201,12 @@ def _load(run: RunConfig, components: Components, device: torch.device, weights:
 
 
 def adapt(model: Any, run: RunConfig) -> None:
-    """Gives the model the adapters of the run file, if it has any."""
+    """Gives the model the adapters of the run file, if it has any. Raises UnsupportedError, also
+    for a quantised model that is to have none."""
     lora = run.model.lora
-    if lora is not None:
+    if lora is None:
+        refuse_whole(model.config)
+    else:
         add_adapters(model, rank=lora.rank, alpha=lora.scale(), targets=lora.targets, seed=run.seed)
 
 

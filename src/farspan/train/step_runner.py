@@ -12,7 +12,6 @@ from farspan.engine.memory import PeakMemory
 from farspan.program.layout import group_ranges
 from farspan.sparse.train import hides, marks, other_chunk
 from farspan.spec import Tier, UnsupportedError
-from farspan.train.config import as_yaml
 from farspan.train.console import Observer
 from farspan.train.context import CellsDone, RunContext, RunState, StepLike, restore_rng
 from farspan.train.memory import Expected, describe_expected, describe_measured, show_bytes
@@ -35,7 +34,7 @@ from farspan.train.planning import (
     plan_json,
 )
 from farspan.train.run_folder import RunFolder
-from farspan.train.yaml_config import to_mapping
+from farspan.train.yaml_config import as_yaml, to_mapping
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -9,7 +9,7 @@ import re
 import types
 import typing
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from farspan.formatting import MOST_TOKENS, did_you_mean, read_pages, read_tokens, shortened
-from farspan.spec import SHORT_NAMES, UnsupportedError
+from farspan.spec import SHORT_NAMES, Schedule, UnsupportedError
 
 LOG = logging.getLogger(__name__)
 
@@ -265,6 +265,20 @@ def to_mapping(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_mapping(inner) for inner in value]
     return value
+
+
+def as_yaml(schedule: Schedule, layers: int | None = None) -> str:
+    """A schedule as a run file's line, groups of so many layers by their size where that says it;
+    what is sparse of it has a key of its own there."""
+    if layers is not None:
+        size = max(schedule.group_sizes(layers))
+        if replace(schedule, groups=size).group_sizes(layers) == schedule.group_sizes(layers):
+            schedule = replace(schedule, groups=size)
+    default, fields_ = to_mapping(Schedule()), to_mapping(schedule)
+    named = {k: v for k, v in fields_.items() if v != default[k] and k != "sparse"}
+    mapping = {"schedule": {"strategy": None, **named}}
+    text = yaml.safe_dump(mapping, default_flow_style=True, sort_keys=False, width=10**6)
+    return text.strip().removeprefix("{").removesuffix("}")
 
 
 def flatten(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:

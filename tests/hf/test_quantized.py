@@ -1,0 +1,216 @@
+"""Frozen weights of four bits under adapters: the gradients of plain autograd on the same model."""
+
+import copy
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import pytest
+import torch
+
+from farspan.engine.step import Step
+from farspan.engine.verify import TWO_ROUNDINGS, VerificationRun, verify
+from farspan.hf.load import add_adapters, load_model
+from farspan.hf.quantized import (
+    elements,
+    frozen_digest,
+    held_bytes,
+    is_packed,
+    shape_of,
+    unpacked,
+)
+from farspan.program.strategies import strategy
+from farspan.spec import Schedule, Tier, UnsupportedError
+from tests.engine.checks import assert_close, draw, errors, gradients, run_oracle, run_step
+from tests.zoo import make_model
+
+pytest.importorskip("bitsandbytes")
+
+TOKENS = 41
+SCHEDULES = {
+    "grouped": replace(strategy("grouped", 4, TOKENS), chunk=12, groups=(1, 2, 1)),
+    "memo": replace(strategy("memo", 4, TOKENS), chunk=17),
+    "fpdt": replace(strategy("fpdt", 4, TOKENS), chunk=12, kv_block=12),
+    "oomb": replace(strategy("oomb", 4, TOKENS), chunk=16),
+    "recompute": strategy("recompute", 4, TOKENS),
+    "checkpointed": Schedule(chunk=9, groups=4, layer_checkpoint=True),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose query projections have a bias, in bfloat16."""
+    path = tmp_path_factory.mktemp("plain") / "model"
+    torch.manual_seed(0)
+    make_model("llama", attention_bias=True).bfloat16().save_pretrained(path)
+    return path
+
+
+def packed(folder: Path, dtype: torch.dtype = torch.float32, rank: int = 4) -> Any:
+    model = load_model(path=str(folder), dtype=dtype, nf4=True)
+    if rank:
+        add_adapters(model, rank=rank, alpha=8.0, zero=False)
+    return model
+
+
+def descend(model: Any, gradients_: dict[str, torch.Tensor]) -> None:
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, gradient in gradients_.items():
+            named[name].sub_(0.1 * gradient)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_two_steps_have_the_gradients_of_plain_autograd(folder: Path, name: str) -> None:
+    """In float32 it is as far from float64 as plain autograd: on the whole sqrt(2) times, two
+    roundings against one, and nowhere twice as far as that at its worst. A float64 model of what
+    the packed weights stand for gives the same to 1e-12."""
+    ours = packed(folder)
+    plain, exact = copy.deepcopy(ours), unpacked(ours, torch.float64)
+    for seed in (0, 1):
+        data = draw(TOKENS, documents=seed * 2, seed=seed)
+        expected = run_oracle(exact, data)
+        assert_close(run_step(exact, SCHEDULES[name], data), expected)
+        found, beside = run_step(ours, SCHEDULES[name], data), run_oracle(plain, data)
+        assert len(found.gradients) == 4 * 7 * 2
+        assert all(g.any() for g in expected.gradients.values())
+        mine, theirs = (errors(one.gradients, expected.gradients) for one in (found, beside))
+        assert max(mine.values()) <= 2 * max(theirs.values())
+        assert geometric_mean(e / theirs[n] for n, e in mine.items()) <= TWO_ROUNDINGS
+        for model, outcome in (ours, found), (plain, beside), (exact, expected):
+            descend(model, outcome.gradients)
+
+
+def test_all_but_the_head_and_the_embeddings_is_packed(folder: Path) -> None:
+    model, bare = packed(folder), packed(folder, rank=0)
+    names = {name for name, module in bare.named_modules() if is_packed(module)}
+    assert len(names) == 4 * 7
+    assert all(".layers." in name for name in names)
+    assert {p.dtype for p in model.parameters()} == {torch.float32, torch.uint8}
+    plain = load_model(path=str(folder), dtype=torch.float32)
+    shapes = {n: p.shape for n, p in plain.named_parameters()}
+    assert {n: shape_of(p) for n, p in bare.named_parameters()} == shapes
+    assert sum(map(elements, bare.parameters())) == sum(p.numel() for p in plain.parameters())
+
+
+def test_adapters_beside_packed_weights_have_the_models_dtype(folder: Path) -> None:
+    model = packed(folder, torch.bfloat16)
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    assert trained == {torch.bfloat16} == {model.dtype}
+    run_step(model, SCHEDULES["grouped"], draw(TOKENS))
+    assert all(g.isfinite().all() and g.any() for g in gradients(model).values())
+
+
+def test_the_limit_of_the_rank_is_that_of_what_is_packed(folder: Path) -> None:
+    plain = load_model(path=str(folder), dtype=torch.float32)
+    widest = max(
+        min(p.shape) for n, p in plain.named_parameters() if ".layers." in n and p.ndim > 1
+    )
+    packed(folder, rank=widest)
+    with pytest.raises(UnsupportedError, match=rf"rank: {widest + 1} is above {widest}"):
+        packed(folder, rank=widest + 1)
+
+
+def test_a_folder_that_is_packed_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
+    packed(folder, rank=0).save_pretrained(tmp_path)
+    first, again = packed(folder), load_model(path=str(tmp_path), dtype=torch.float32)
+    add_adapters(again, rank=4, alpha=8.0, zero=False)
+    assert frozen_digest(first) == frozen_digest(again)
+    data = draw(TOKENS)
+    found, expected = (run_step(m, SCHEDULES["grouped"], data) for m in (again, first))
+    assert all(torch.equal(g, expected.gradients[n]) for n, g in found.gradients.items())
+
+
+def test_scales_are_part_of_the_frozen_weights(folder: Path) -> None:
+    model = packed(folder)
+    before, state = (
+        frozen_digest(model),
+        model.model.layers[2].mlp.up_proj.base_layer.weight.quant_state,
+    )
+    state.state2.absmax += 1e-6
+    assert frozen_digest(model) != before
+
+
+def test_what_evaluates_keeps_its_gradients(folder: Path) -> None:
+    """bitsandbytes packs weights anew on some processors for modules that evaluate."""
+    model = packed(folder)
+    linears = [m for m in model.modules() if is_packed(m)]
+    assert not any(m.support_avx512bf16_for_cpu for m in linears)
+    before = frozen_digest(model)
+    model.eval()
+    data = draw(TOKENS)
+    Step(model, SCHEDULES["grouped"]).evaluate(*data)
+    assert frozen_digest(model) == before
+    assert any(g.any() for g in run_step(model, SCHEDULES["grouped"], data).gradients.values())
+
+
+def test_it_verifies_in_the_dtype_that_it_computes_in(folder: Path) -> None:
+    outcome = verify(packed(folder), SCHEDULES["grouped"], VerificationRun(tokens=TOKENS))
+    assert outcome.passed
+    assert outcome.dtype == "float32"
+    assert outcome.checked_parameters == 4 * 7 * 2
+    assert outcome.float64_error is not None
+    assert outcome.float64_error <= 1e-12
+    assert outcome.rule.startswith(
+        "a step by this schedule in float64 of what packed weights stand"
+    )
+
+
+def test_a_wrong_step_over_packed_weights_is_seen(folder: Path) -> None:
+    model = packed(folder)
+    layer = model.model.layers[1].mlp.up_proj
+
+    def wrong(_: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out if args[0].shape[1] == TOKENS else out * (1 + 1e-4)
+
+    layer.register_forward_hook(wrong)
+    assert not verify(model, SCHEDULES["grouped"], VerificationRun(tokens=TOKENS)).passed
+
+
+def test_bytes_are_those_of_the_packing(folder: Path) -> None:
+    """64 elements a block, whose scale has one byte; 256 such scales have one of four bytes."""
+    weight = packed(folder, rank=0).model.layers[0].mlp.down_proj.weight
+    count = elements(weight)
+    blocks = -(-count // 64)
+    tables = 4 * (16 + 256) + 4
+    assert held_bytes(weight) == -(-count // 2) + blocks + 4 * -(-blocks // 256) + tables
+
+
+def test_streamed_weights_are_refused(folder: Path) -> None:
+    schedule = Schedule(chunk=12, weights=Tier.HOST)
+    with pytest.raises(UnsupportedError, match=r"weights: .* is in torch.uint8"):
+        run_step(packed(folder), schedule, draw(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"quant_method": "mxfp4"}, "quantised as MXFP4, which transformers cannot train"),
+        ({"quant_method": "nvfp4"}, "quantised as NVFP4, .*has no backward.*model.quantize: nf4"),
+        (
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            "quantised as NVFP4",
+        ),
+        ({"quant_method": "fbgemm_fp8"}, "quantised as FBGEMM_FP8"),
+        ({"quant_method": "of our own"}, "does not know the quantised weights"),
+    ],
+)
+def test_formats_without_gradients_are_refused_before_anything_is_loaded(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    make_model("llama").config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": given}))
+    with pytest.raises(UnsupportedError, match=rf"model\.path: .*{message}"):
+        load_model(path=str(tmp_path), dtype=torch.float32)  # of a folder without weights
+
+
+def test_without_bitsandbytes_it_says_what_to_install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
+    with pytest.raises(UnsupportedError, match=r'pip install "farspan\[quantize\]"'):
+        packed(folder)

@@ -1,0 +1,166 @@
+"""A run that trains adapters beside weights of four bits: by a run file, resumed, given out."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from farspan import cli
+from farspan.hf.load import load_model
+from farspan.spec import Quantization, UnsupportedError
+from farspan.train.config import DType, ModelConfig, Parallel, RunConfig, load_run
+from farspan.train.setup import resolve
+from farspan.train.trainer import train
+from farspan.train.yaml_config import to_mapping
+from tests.numerics import relative_error
+from tests.ranks import run_ranks
+from tests.train.test_lora import LORA, a_run, adapters_of, fit_all
+from tests.train.tiny import Quiet, Stopped, Stopping
+
+pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+
+def qlora(root: Path, name: str, **changes: Any) -> RunConfig:
+    run = a_run(root, name, **changes)
+    model = replace(run.model, dtype=DType.FLOAT32, quantize=Quantization.NF4)
+    return replace(run, model=model)
+
+
+def run_file(path: Path, run: RunConfig) -> Path:
+    path.write_text(yaml.safe_dump(to_mapping(run)))
+    return path
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["farspan", *words])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+def test_a_run_file_resumes_to_the_same_bits_and_is_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = qlora(tmp_path, "whole")
+    run = load_run(run_file(tmp_path / "run.yaml", replace(whole, folder=str(tmp_path / "run"))))
+    assert run.model.quantize is Quantization.NF4
+    fit_all([whole])
+    with pytest.raises(Stopped):
+        train(run, reporter=Stopping(4))
+    fit_all([run])
+    expected = adapters_of(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapters_of(run).items())
+    about = json.loads((Path(run.folder) / "about.json").read_text())
+    plain = load_model(path=str(run.model.path), dtype=torch.float32)
+    trained = sum(t.numel() for t in expected.values())
+    assert about["trainable"] == trained
+    assert about["parameters"] == trained + sum(p.numel() for p in plain.parameters())
+    merged_into_the_plain_base(run, tmp_path / "out", monkeypatch)
+    assert "adapters of 14 modules merged" in capsys.readouterr().out
+
+
+def merged_into_the_plain_base(run: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, as peft adds the adapters to it."""
+    base: Any = AutoModelForCausalLM.from_pretrained(str(run.model.path), dtype=torch.bfloat16)
+    base.save_pretrained(str(out.parent / "bf16"))
+    assert (
+        command(
+            monkeypatch, "merge", run.folder, "-o", str(out), "--base", str(out.parent / "bf16")
+        )
+        == 0
+    )
+    found: Any = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert {p.dtype for p in found.parameters()} == {torch.bfloat16}
+    wide = base.float()
+    plain = {n: p.clone() for n, p in wide.named_parameters()}
+    exact: Any = PeftModel.from_pretrained(wide, str(Path(run.folder) / "model"))
+    summed = dict(exact.merge_and_unload().named_parameters())
+    moved = 0
+    for name, weight in found.named_parameters():
+        assert relative_error(weight, summed[name]) <= 2**-8
+        moved += not torch.equal(weight.float(), plain[name])
+    assert moved == 14
+
+
+def test_adapters_go_on_in_another_run(tmp_path: Path) -> None:
+    """Whose model.path is the adapters' folder: their base is quantised as before."""
+    first = qlora(tmp_path, "first", steps=2)
+    fit_all([first])
+    model = ModelConfig(
+        path=f"{first.folder}/model", dtype=DType.FLOAT32, quantize=Quantization.NF4
+    )
+    then = resolve(replace(first, folder=str(tmp_path / "then"), model=model))
+    assert then.model.path == first.model.path
+    assert then.model.lora is not None
+    fit_all([replace(then, steps=1, optimizer=replace(then.optimizer, warmup=0))])
+
+
+def test_a_quantised_folder_is_trained_as_it_is(tmp_path: Path) -> None:
+    run = qlora(tmp_path, "run")
+    folder = str(tmp_path / "packed")
+    load_model(path=str(run.model.path), dtype=torch.float32, nf4=True).save_pretrained(folder)
+    fit_all([run])
+    again = replace(run, folder=str(tmp_path / "again"), model=replace(run.model, path=folder))
+    unsaid = replace(
+        again, folder=str(tmp_path / "unsaid"), model=replace(again.model, quantize=None)
+    )
+    fit_all([again, unsaid])
+    for other in again, unsaid:
+        found = adapters_of(other)
+        assert all(torch.equal(tensor, found[name]) for name, tensor in adapters_of(run).items())
+    bare = replace(no_lora(unsaid), folder=str(tmp_path / "bare"))
+    with pytest.raises(UnsupportedError, match=r"model\.lora: missing.*a plain checkpoint"):
+        train(bare, reporter=Quiet())
+
+
+def two_ranks(run: RunConfig) -> str:
+    with pytest.raises(UnsupportedError) as refused:
+        train(run, reporter=Quiet())
+    return str(refused.value)
+
+
+def test_several_ranks_are_refused_before_any_text_is_read(tmp_path: Path) -> None:
+    run = qlora(tmp_path, "run", parallel=Parallel(data=2))
+    run = replace(run, data=replace(run.data, path=str(tmp_path / "none")))
+    for said in run_ranks(2, two_ranks, run):
+        assert "parallel: quantised weights are for one device so far" in said
+
+
+def test_verify_says_in_what_it_compares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(run_file(tmp_path / "run.yaml", qlora(tmp_path, "run")))
+    assert command(monkeypatch, "verify", path, "--context", "40", "--chunk", "12") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "dtype: float32 in place of float64, in which quantised weights have no products" in said
+    assert "exact: 28 parameters in float32" in said
+    assert "in float64 of what packed weights stand for" in said
+
+
+def no_lora(run: RunConfig) -> RunConfig:
+    return replace(run, model=replace(run.model, lora=None))
+
+
+def test_quantised_weights_are_for_adapters(tmp_path: Path) -> None:
+    run = no_lora(qlora(tmp_path, "run"))
+    with pytest.raises(UnsupportedError, match=r"model\.lora: missing, .*or leave model\.quantize"):
+        train(run, reporter=Quiet())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"config": {"model_type": "llama"}}, "nf4 has no weights to read in config"),
+        ({"path": "some/model", "dtype": DType.FLOAT64}, "nf4 has no float64 products"),
+    ],
+)
+def test_what_cannot_be_quantised(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        ModelConfig(quantize=Quantization.NF4, lora=LORA, **given)
