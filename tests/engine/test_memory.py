@@ -31,6 +31,7 @@ SCHEDULES = {
     "kv kept": replace(BASE, groups=2, kv_kept=True),
     "kv kept on device": replace(BASE, groups=2, kv_kept=True, kv_home=Tier.DEVICE),
     "streamed": replace(BASE, groups=4, kv=Tier.HOST, layer_checkpoint=True),
+    "weights": replace(BASE, groups=1, weights=Tier.HOST),
 }
 
 
@@ -74,9 +75,9 @@ def test_many_small_pages_take_no_more_than_predicted(page: int) -> None:
     part_of(
         [(name, torch.float32) for name in SCHEDULES]
         # Gradients narrower than their sums: the accumulators of the open group count as well.
-        + [(name, torch.bfloat16) for name in ("g = 2", "alpha")],
+        + [(name, torch.bfloat16) for name in ("g = 2", "alpha", "weights")],
         *[(name, torch.float32) for name in list(SCHEDULES)[::2]],
-        ("alpha", torch.bfloat16),
+        *[(name, torch.bfloat16) for name in ("alpha", "weights")],
     ),
 )
 def test_predicted_is_measured(name: str, dtype: torch.dtype) -> None:
@@ -86,7 +87,7 @@ def test_predicted_is_measured(name: str, dtype: torch.dtype) -> None:
     rest = set()
     for tokens in (192, 408):
         expected = estimate_memory(step, 1, tokens)
-        planned = expected.new_device + expected.host_arena
+        planned = expected.new_device + expected.new_host
         assert measure(step, 1, tokens) == pytest.approx(planned, rel=0.02)
         rest.add(expected.transient)
     assert max(rest) == min(rest)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from farspan.cli.overrides import with_strategy
 from farspan.spec import AttentionKernel, Kernels, Schedule, Sparse, Tier, UnsupportedError
 from farspan.train.config import (
     OptimizerConfig,
@@ -14,7 +15,6 @@ from farspan.train.config import (
     SparseConfig,
     default_run,
     load_run,
-    with_strategy,
 )
 from farspan.train.yaml_config import as_yaml, build, to_mapping
 
@@ -239,8 +239,7 @@ def test_warmup_ends_before_the_run_does() -> None:
 def test_every_field_of_a_schedule_can_be_given() -> None:
     names = {field.name for field in fields(ScheduleConfig)} - {"strategy"}
     # Sparse attention changes results, as no field of a schedule's does: it is the run's own.
-    # Weights in main memory are not planned yet, so no run has them.
-    assert names == {field.name for field in fields(Schedule)} - {"sparse", "weights"}
+    assert names == {field.name for field in fields(Schedule)} - {"sparse"}
     assert ScheduleConfig().apply(Schedule(chunk=7)) == Schedule(chunk=7)
 
 

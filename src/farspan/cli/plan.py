@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
+from farspan.cli.overrides import with_sparse, with_strategy
 from farspan.formatting import EXAMPLE, read_seconds, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.planner.api import AS_IN_RUN_FILES, HERE, Request
@@ -24,7 +25,7 @@ from farspan.report.plan import contexts_view, plan_view
 from farspan.report.tables import show
 from farspan.report.timeline import timeline_json
 from farspan.spec import UnsupportedError, dtype_name
-from farspan.train.config import DType, LoraConfig, RunConfig, load_run, with_sparse, with_strategy
+from farspan.train.config import DType, LoraConfig, RunConfig, load_run
 
 
 @dataclass(frozen=True, slots=True)

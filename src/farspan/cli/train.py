@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from farspan.cli import Settings, typer_app
+from farspan.cli.overrides import with_sparse, with_strategy
 from farspan.formatting import EXAMPLE, OFF, ON, read_sparse
 from farspan.lazy import load
 from farspan.planner.request import SHARE
@@ -17,8 +18,6 @@ from farspan.train.config import (
     StartConfig,
     default_run,
     load_run,
-    with_sparse,
-    with_strategy,
 )
 
 app = typer_app()

@@ -125,6 +125,19 @@ class MemoryEstimate:
     gradients: int
     accumulators: int  # fp32 sums of the widest open group, where `.grad` is narrower
     transient: int  # of a cell: activations, logits, one layer's weight gradients
+    # Where they live in main memory; `weights`, `gradients` and `accumulators` are then 0.
+    host_weights: int = 0
+    host_gradients: int = 0
+
+    @property
+    def host(self) -> int:
+        """Bytes of main memory, optimizer states aside."""
+        return self.new_host + self.host_weights
+
+    @property
+    def new_host(self) -> int:
+        """Bytes of main memory that a first step allocates beside the weights."""
+        return self.host_arena + self.host_gradients
 
     @property
     def device(self) -> int:
@@ -137,7 +150,7 @@ class MemoryEstimate:
         return self.device_arena + self.inputs + self.gradients + self.accumulators + self.transient
 
     def to_json(self) -> dict[str, int]:
-        return {**asdict(self), "device": self.device, "host": self.host_arena}
+        return {**asdict(self), "device": self.device, "host": self.host}
 
 
 def estimate_memory(
@@ -162,7 +175,7 @@ def estimate_memory(
     dry = _static(step, step.program(batch, short), documents=limit < short)
     peak = _dry_run(step, batch, short, limit, progress, accumulate)
     on_cpu = step.boundary.device.type == "cpu"
-    known = dry.new_device + (dry.host_arena if on_cpu else 0)
+    known = dry.new_device + (dry.new_host if on_cpu else 0)
     # Of a longer prefix more pages are chosen, until gathers are as large as they come.
     grown = grown_bytes(step.model_spec, schedule, batch, (short, tokens))
     return MemoryEstimate(**{**asdict(static), "transient": max(0, peak - known) + grown})
@@ -198,13 +211,16 @@ def refuse_too_large(step: Step, expected: MemoryEstimate, optimizer: int) -> No
     it; of several ranks, which all call it, the same on all when one of them is short."""
     ranks = None if step.sharded_model is None else step.sharded_model.ranks
     _refuse_too_small(step.boundary.device, expected, ranks)
-    needed = expected.host_arena
+    needed = expected.new_host
     what = f"the host arena ({expected.host_arena:,} bytes)"
+    if expected.host_gradients:
+        what += f" with the gradients ({expected.host_gradients:,})"
     if step.boundary.device.type == "cpu":
         needed += expected.new_device + optimizer
         what = (
             f"a step (arenas {expected.host_arena + expected.device_arena:,} bytes, gradients "
-            f"{expected.gradients:,}, optimizer {optimizer:,}, cells {expected.transient:,})"
+            f"{expected.gradients + expected.host_gradients:,}, optimizer {optimizer:,}, cells "
+            f"{expected.transient:,})"
         )
     refuse_beyond_together(ranks, needed, what, ADVICE, step.host_room)
 
@@ -254,14 +270,26 @@ def _static(step: Step, program: Program, *, documents: bool) -> MemoryEstimate:
     # Of a sharded model, this rank's parts; layers of other stages have no memory.
     parameters = {id(p): p for p in step.boundary.model.parameters() if not p.is_meta}.values()
     trained = [p for p in parameters if p.requires_grad]
-    return MemoryEstimate(
+    found = MemoryEstimate(
         device_arena=program.arena_bytes[Tier.DEVICE],
         host_arena=program.arena_bytes[Tier.HOST],
         inputs=made_bytes(program.run.batch, program.run.tokens, documents=documents),
+        weights=0,
+        gradients=0,
+        accumulators=0,
+        transient=0,
+    )
+    if step.weights is not None:
+        return replace(
+            found,
+            host_weights=step.weights.nbytes,
+            host_gradients=step.weights.gradient_bytes(),
+        )
+    return replace(
+        found,
         weights=sum(local(p).nbytes + state_bytes(p) for p in parameters),
         gradients=sum(local(p).numel() * gradient_dtype(p).itemsize for p in trained),
         accumulators=_accumulators(step, program),
-        transient=0,
     )
 
 
@@ -325,8 +353,10 @@ def _dry_run(
     step.release()
     try:
         with PeakMemory(boundary.device) as meter:
+            if accumulate and step.weights is not None:
+                step.weights.zero_gradients()
             for parameter in before if accumulate else ():
-                if parameter.requires_grad:
+                if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
             step(ids, ids, documents if limit < tokens else None)
     finally:

@@ -136,6 +136,7 @@ class Step:
         kernels: Kernels | None = None,
         selector: Selector | PageFunction | None = None,
         ranks: ParallelContext | ShardedModel | None = None,
+        weights: StreamedWeights | None = None,
     ) -> None:
         """`progress` is called after every cell and may raise to abandon the step. `poison` fills
         the arenas with NaN before every step: nothing may depend on what they held. With `overlap`
@@ -147,7 +148,8 @@ class Step:
         `budget // page`, which depends on nothing but its arguments. With `ranks` all of them make
         the same call with the same sequences (but for replicas along `data`, which bring their own)
         and have the same loss after it; weights and gradients stay whole on each rank, unless
-        `parallelize` has sharded the model."""
+        `parallelize` has sharded the model. With `schedule.weights` HOST, `weights` are those of
+        another step of this model, which are then used where they lie."""
         self._schedule, self._planner = _written(schedule, selector, ranks)
         self._plans: list[Plan] = []  # where the planner chooses
         kernels = kernels or Kernels()
@@ -170,7 +172,7 @@ class Step:
         on_cuda = device.type == "cuda"
         self.copies = CopyEngine(device, overlap=on_cuda if overlap is None else overlap)
         self.arenas = {tier: Arena(tier, device) for tier in Tier}
-        self.weights: StreamedWeights | None = None
+        self.weights = weights
         self._settings = nullcontext if self.kernels.is_ready() else self.kernels.ready
         self._programs: dict[tuple[int | bool, ...], PreparedProgram] = {}
         self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()
@@ -331,6 +333,8 @@ class Step:
         """Give the arenas' memory back; the next step takes it again."""
         for arena in self.arenas.values():
             arena.release()
+        if self.weights is not None:
+            self.weights.release()
 
     def _state(self) -> tuple[bool, ...]:
         """What may change between steps and decides what a cell saves and draws."""
@@ -363,8 +367,11 @@ class Step:
         self._fuse()
         spec = describe(self.boundary) if self.sharded_model is None else self.sharded_model.spec
         if self._schedule is not None and self._schedule.weights is Tier.HOST:
-            self.weights = StreamedWeights(self.boundary)
+            if self.weights is None or not self.weights.is_of(self.boundary):
+                self.weights = StreamedWeights(self.boundary)
             spec = self.weights.counted(spec)
+        else:
+            self.weights = None
         self.kernels.refuse(spec)
         if self._schedule is not None:
             self._schedule.group_sizes(len(spec.layers))
@@ -388,7 +395,7 @@ class Step:
                 "model: requires_grad or train/eval mode changed after sharding; set them before "
                 "parallelize"
             )
-        moved = self.weights is not None and not self.weights.is_current()
+        moved = self.weights is not None and not self.weights.is_of(self.boundary)
         if self._state() != self._described or moved:
             self.model_spec = self._describe()
             self._described = self._state()

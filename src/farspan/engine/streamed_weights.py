@@ -15,14 +15,14 @@ Gradients are added up in slots like them, in fp32, and leave once, when their g
 the bits, of a step whose gradients stay on the device.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from farspan.attention.backends import accumulate_dtype
-from farspan.distributed.fsdp import ParameterSlot, find_parameters
+from farspan.distributed.fsdp import ParameterSlot, find_parameters, gradient_dtype
 from farspan.engine.gradients import GradientAccumulator
 from farspan.engine.tiers import Arena, CopyEngine
 from farspan.hf.stages import CausalLMStages
@@ -38,11 +38,15 @@ class _Streamed:
     own: nn.Parameter  # the user's, in main memory
     used: nn.Parameter  # what modules have while a step runs, in a slot
     slots: list[ParameterSlot]
-    offset: int  # in elements, of its unit's weights
-    sum_offset: int  # and of their gradients
+    trained: bool
+    offset: int = 0  # in bytes, of its unit's weights
+    sum_offset: int = 0  # and of their gradients
     address: int = 0  # where it is in main memory
     home: Tensor | None = None  # where its gradient's sum is kept in main memory
     sum: Tensor | None = None  # where it is added up, in a slot
+
+    def sum_bytes(self) -> int:
+        return self.own.numel() * accumulate_dtype(self.own.dtype).itemsize * self.trained
 
 
 @dataclass(slots=True)
@@ -50,89 +54,141 @@ class _StreamedUnit:
     """A layer, or everything outside the layers."""
 
     parameters: list[_Streamed] = field(default_factory=list)
+    size: int = 0  # bytes of their weights
+    sum_size: int = 0  # and of their gradients
     memory: Tensor | None = None  # uint8: the weights of all, in main memory
     place: Tensor | None = None  # uint8: where they come to
+
+    def lay_out(self) -> None:
+        """The parameters one behind the other. A multiple of 4 KiB comes before one of 2 KiB, and
+        so on: all then begin where the widest loads can, whatever their dtypes, with no room
+        between them."""
+        for p in sorted(self.parameters, key=lambda p: _divides(p.own.nbytes)):
+            p.offset, self.size = self.size, self.size + p.own.nbytes
+        for p in sorted(self.parameters, key=lambda p: _divides(p.sum_bytes())):
+            p.sum_offset, self.sum_size = self.sum_size, self.sum_size + p.sum_bytes()
+        self.size, self.sum_size = (-(-n // _LOAD) * _LOAD for n in (self.size, self.sum_size))
 
 
 class StreamedWeights:
     """The weights of a model that live in main memory. Unit l is layer l, the last is everything
-    outside the layers."""
+    outside the layers. Memory for gradients is taken by the first step that has some."""
 
     def __init__(self, boundary: CausalLMStages) -> None:
         """Moves the parameters to main memory, in place. Raises UnsupportedError for a model on a
-        GPU, one whose parameters are of several dtypes, or of which layers share one."""
+        GPU, one with parameters that are more than their numbers, or of which layers share one."""
         if boundary.device.type != "cpu":
             raise UnsupportedError(
                 f"weights: host is for models on a CPU so far, this one is on {boundary.device}; "
                 "use device"
             )
-        self._dtype = boundary.dtype
+        self._model = boundary.model
         self._weights, self._sums = (Arena(Tier.HOST, boundary.device) for _ in range(2))
         layers = list(boundary.layers)
         found = find_parameters(boundary.model, layers, range(len(layers)))
         self._units = [_StreamedUnit() for _ in found]
         self._left: list[_Streamed] = []  # whose gradients have left in this step
-        sizes, sums = [0] * len(found), [0] * len(found)
-        for unit, (one, parameters) in enumerate(zip(self._units, found, strict=True)):
+        for one, parameters in zip(self._units, found, strict=True):
             for own, (name, slots) in parameters.items():
-                if own.dtype != boundary.dtype:
+                if type(own) is not nn.Parameter:
                     raise UnsupportedError(
-                        f"weights: {name} is in {own.dtype} and others in {boundary.dtype}; load "
-                        "the model in one dtype, or set weights: device"
+                        f"weights: {name} is a {type(own).__name__}, not a plain parameter, and "
+                        "host moves numbers alone; use device"
                     )
                 used = nn.Parameter(own.new_empty(0), own.requires_grad)
-                one.parameters.append(_Streamed(own, used, slots, sizes[unit], sums[unit]))
-                sizes[unit] += own.numel()
-                sums[unit] += own.numel() * own.requires_grad
-        self._move(sizes, sums)
+                one.parameters.append(_Streamed(own, used, slots, own.requires_grad))
+            one.lay_out()
+        self._move()
 
-    def _move(self, sizes: Sequence[int], sums: Sequence[int]) -> None:
-        """Have the parameters lie one behind the other, and make room for their gradients."""
-        dtype, wide = self._dtype, accumulate_dtype(self._dtype)
-        self._weights.reserve(sum(aligned(size * dtype.itemsize) for size in sizes))
-        self._sums.reserve(sum(aligned(size * wide.itemsize) for size in sums))
-        start = start_of_sums = 0
-        for one, size, size_of_sums in zip(self._units, sizes, sums, strict=True):
-            one.memory = self._weights.view(start, (size * dtype.itemsize,), torch.uint8)
+    def _move(self) -> None:
+        """Have the parameters lie one behind the other."""
+        self._weights.reserve(sum(aligned(one.size) for one in self._units))
+        start = 0
+        for one in self._units:
+            one.memory = self._weights.view(start, (one.size,), torch.uint8)
             for p in one.parameters:
-                place = start + p.offset * dtype.itemsize
-                kept = self._weights.view(place, tuple(p.own.shape), dtype)
+                kept = self._weights.view(start + p.offset, tuple(p.own.shape), p.own.dtype)
                 kept.copy_(p.own.detach())
                 p.own.data = kept
                 p.address = kept.data_ptr()
-                if p.own.requires_grad:
-                    place = start_of_sums + p.sum_offset * wide.itemsize
-                    p.home = self._sums.view(place, tuple(p.own.shape), wide)
-            start += aligned(size * dtype.itemsize)
-            start_of_sums += aligned(size_of_sums * wide.itemsize)
+            start += aligned(one.size)
 
-    def is_current(self) -> bool:
-        """Whether modules still have these parameters, and they still lie here: another step may
-        have moved them, or somebody put others in their place."""
-        return all(
-            module._parameters.get(name) is p.own and p.own.data_ptr() == p.address
-            for one in self._units
-            for p in one.parameters
+    def reserve_sums(self) -> None:
+        """Have room for gradients."""
+        self._sums.reserve(sum(aligned(one.sum_size) for one in self._units))
+        start = 0
+        for one in self._units:
+            for p in one.parameters:
+                if p.trained and p.home is None:
+                    wide = accumulate_dtype(p.own.dtype)
+                    p.home = self._sums.view(start + p.sum_offset, tuple(p.own.shape), wide)
+            start += aligned(one.sum_size)
+
+    def zero_gradients(self) -> None:
+        """Have `.grad` hold zeros where a step would leave its sums."""
+        self.reserve_sums()
+        for p in self._all():
+            if p.home is not None and _takes_sums(p.own):
+                p.own.grad = p.home.zero_()
+
+    def release(self) -> None:
+        """Give back the room for gradients; those that `.grad` has keep their numbers."""
+        for p in self._all():
+            p.home = None
+        self._sums.release()
+
+    def is_of(self, boundary: CausalLMStages) -> bool:
+        """Whether it is this model's, as it is now: modules have these parameters, of which the
+        same are trained, and they still lie here. Another step may have moved them, or somebody put
+        others in their place."""
+        return self._model is boundary.model and all(
+            module._parameters.get(name) is p.own
+            and p.own.data_ptr() == p.address
+            and p.own.requires_grad == p.trained
+            for p in self._all()
             for module, name in p.slots
         )
 
     def counted(self, spec: ModelSpec) -> ModelSpec:
-        """The description of the model with the elements of each layer's weights."""
+        """The description of the model with each layer's weights, in as many elements of its dtype
+        as their bytes make."""
+        wide = spec.accumulate_bytes()
         layers = []
         for layer, one in zip(spec.layers, self._units, strict=False):
-            elements = [(p.own.numel(), p.own.requires_grad) for p in one.parameters]
             work = replace(
                 layer.work,
-                parameters=sum(count for count, _ in elements),
-                trainable=sum(count for count, trained in elements if trained),
+                parameters=one.size // spec.element_bytes,
+                trainable=one.sum_size // wide,
             )
             layers.append(replace(layer, work=work))
-        return replace(spec, layers=tuple(layers))
+        return replace(
+            spec,
+            layers=tuple(layers),
+            parameters=sum(one.size for one in self._units) // spec.element_bytes,
+            trainable=sum(one.sum_size for one in self._units) // wide,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights, in main memory."""
+        return self._weights.nbytes
+
+    def gradient_bytes(self) -> int:
+        """In main memory: sums, and what `.grad` has beside them where it is narrower."""
+        trained = [p.own for p in self._all() if p.trained]
+        narrow = (p.numel() * gradient_dtype(p).itemsize for p in trained if not _takes_sums(p))
+        return sum(aligned(one.sum_size) for one in self._units) + sum(narrow)
+
+    def _all(self) -> Iterator[_Streamed]:
+        for one in self._units:
+            yield from one.parameters
 
     # -- a step ---------------------------------------------------------------------------------
 
     def begin(self, program: Program, device: Arena) -> None:
         """Modules have the parameters that lie in the program's slots of the device's arena."""
+        if program.trains():
+            self.reserve_sums()
         for number, group in enumerate(program.groups):
             units = [self._units[layer] for layer in range(*group)]
             self._place(program, device, units, number % 2)
@@ -142,7 +198,7 @@ class StreamedWeights:
     def _place(
         self, program: Program, device: Arena, units: list[_StreamedUnit], slot: int | None
     ) -> None:
-        buffers, dtype, wide = program.buffers, self._dtype, accumulate_dtype(self._dtype)
+        buffers = program.buffers
         outer = names.WEIGHTS_OUTER, names.WEIGHT_GRADIENTS_OUTER
         weights, sums = outer if slot is None else (w[slot] for w in _RINGS)
         start = buffers[weights].address
@@ -151,18 +207,16 @@ class StreamedWeights:
             assert one.memory is not None
             one.place = device.view(start, tuple(one.memory.shape), torch.uint8)
             for p in one.parameters:
-                shape = tuple(p.own.shape)
-                p.used.data = device.view(start + p.offset * dtype.itemsize, shape, dtype)
-                p.used.requires_grad_(p.own.requires_grad)
+                shape, dtype = tuple(p.own.shape), p.own.dtype
+                p.used.data = device.view(start + p.offset, shape, dtype)
                 p.used.grad_dtype = p.own.grad_dtype
                 p.sum = None
-                if start_of_sums is not None and p.own.requires_grad:
-                    place = start_of_sums + p.sum_offset * wide.itemsize
-                    p.sum = device.view(place, shape, wide)
-            start += len(one.memory)
+                if start_of_sums is not None and p.trained:
+                    place = start_of_sums + p.sum_offset
+                    p.sum = device.view(place, shape, accumulate_dtype(dtype))
+            start += one.size
             if start_of_sums is not None:
-                trained = sum(p.own.numel() for p in one.parameters if p.own.requires_grad)
-                start_of_sums += trained * wide.itemsize
+                start_of_sums += one.sum_size
 
     def fetch(self, program: Program, i: Gather, copies: CopyEngine) -> None:
         """The weights of a group come to their slot."""
@@ -215,7 +269,7 @@ class StreamedWeights:
 
     def trained_outside(self) -> tuple[nn.Parameter, ...]:
         """What modules outside the layers have while a step runs, and is trained."""
-        return tuple(p.used for p in self._units[-1].parameters if p.own.requires_grad)
+        return tuple(p.used for p in self._units[-1].parameters if p.trained)
 
     def _of(self, program: Program, group: int, *, outer: bool) -> list[_StreamedUnit]:
         start, stop = program.groups[group]
@@ -223,16 +277,21 @@ class StreamedWeights:
 
     def _trained(self, program: Program, group: int, *, outer: bool) -> Iterator[_Streamed]:
         for one in self._of(program, group, outer=outer):
-            yield from (p for p in one.parameters if p.own.requires_grad)
+            yield from (p for p in one.parameters if p.trained)
 
     def _put(self, *, used: bool) -> None:
-        for one in self._units:
-            for p in one.parameters:
-                for module, name in p.slots:
-                    module._parameters[name] = p.used if used else p.own
+        for p in self._all():
+            for module, name in p.slots:
+                module._parameters[name] = p.used if used else p.own
 
 
 _RINGS = names.WEIGHTS, names.WEIGHT_GRADIENTS
+_LOAD = 16  # bytes, the widest that a kernel loads at once
+
+
+def _divides(size: int) -> int:
+    """Smaller for what a larger power of two divides, up to 4 KiB."""
+    return -(size & -size & 4095 or 4096)
 
 
 def _takes_sums(parameter: nn.Parameter) -> bool:

@@ -77,6 +77,7 @@ def sequence_layout(model: ModelSpec, devices: int) -> Layout:
 
 
 ALONE = Layout()  # of one device
+WEIGHTS_OF_ONE = "weights: host is for one device so far; use device, and fsdp to share weights"
 
 
 def refuse_together(schedule: Schedule, layout: Layout) -> None:
@@ -87,9 +88,7 @@ def refuse_together(schedule: Schedule, layout: Layout) -> None:
             "ranks; use ulysses"
         )
     if schedule.weights is Tier.HOST and layout.devices() > 1:
-        raise UnsupportedError(
-            "weights: host is for one device so far; use device, and fsdp to share weights"
-        )
+        raise UnsupportedError(WEIGHTS_OF_ONE)
     if layout.ring > 1 and schedule.kv is Tier.HOST:
         raise UnsupportedError(
             "kv: a ring sends K, V from the device; use device, or shards for the ring"

@@ -251,6 +251,7 @@ class ScheduleConfig:
     loss_chunk_size: int | None = None
     mlp_chunk_size: int | None = None
     alltoall_splits: int | None = None
+    weights: Tier | None = None
 
     def __post_init__(self) -> None:
         self.apply(Schedule())
@@ -442,7 +443,18 @@ class RunConfig:
         self._check_chunk()
         if self.model.lora is not None:
             self._check_lora()
-        eight_bit = self.optimizer.states is StatesPlace.EIGHT_BIT
+        self._check_states()
+
+    def _check_states(self) -> None:
+        states = self.optimizer.states
+        beside = states not in (StatesPlace.AUTO, StatesPlace.HOST)
+        if self.schedule.weights is Tier.HOST and beside:
+            raise UnsupportedError(
+                f"optimizer.states: {states} are updated on the device, and with schedule.weights: "
+                "host weights and gradients are in main memory; set states to host or auto, or "
+                "weights to device"
+            )
+        eight_bit = states is StatesPlace.EIGHT_BIT
         if eight_bit and self.model.dtype is DType.FLOAT64:
             raise UnsupportedError(
                 "optimizer.states: 8bit updates in float32, less than model.dtype float64; set "
@@ -506,35 +518,6 @@ class RunConfig:
             self.sparse.spec().check_chunk(self.schedule.chunk)
         except UnsupportedError as error:
             raise UnsupportedError(f"schedule.{error} (sparse.page)") from error
-
-
-def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
-    """The run with another strategy, whole: fields meant for the one before go with it. Also a
-    sentence that says which, where there were any."""
-    dropped = run.schedule.given()
-    note = None
-    if dropped:
-        fields_text = ", ".join(f"{key}: {value}" for key, value in to_mapping(dropped).items())
-        note = (
-            f"schedule: {name} in place of {run.schedule.strategy or 'the one written out'}, "
-            f"without {fields_text}, which belonged to it"
-        )
-    return replace(run, schedule=ScheduleConfig(strategy=name)), note
-
-
-def with_sparse(run: RunConfig, sparse: Sparse | None) -> tuple[RunConfig, str | None]:
-    """The run with this attention in place of its own, of which the threshold of its warning stays.
-    Also a sentence that says what went, if anything did."""
-    before, note = run.sparse, None
-    if sparse is None:
-        if before is not None:
-            note = "sparse: dense attention in place of the run file's sparse one"
-        return replace(run, sparse=None), note
-    before = before or SparseConfig()
-    if before.sparsity is not None:
-        note = f"sparse: without sparsity: {before.sparsity}, which belonged to the run file's"
-    pages = {f.name: getattr(sparse, f.name) for f in fields(Sparse)}
-    return replace(run, sparse=SparseConfig(**pages, warn_below=before.warn_below)), note
 
 
 def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:

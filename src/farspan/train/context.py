@@ -19,6 +19,7 @@ from farspan.engine.loss import trained_token_count
 from farspan.engine.parallelize import ShardedModel, ShardedUpdate
 from farspan.engine.profile import profiles_of_model
 from farspan.engine.step import Step
+from farspan.engine.streamed_weights import StreamedWeights
 from farspan.hf import load
 from farspan.hf.describe import describe, with_work
 from farspan.hf.fused_layers import fuse
@@ -33,7 +34,7 @@ from farspan.program import strategies
 from farspan.program.strategies import AUTO
 from farspan.sparse.engine import Seen
 from farspan.sparse.train import fraction_of
-from farspan.spec import Kernels, MachineSpec, ModelSpec, Schedule
+from farspan.spec import Kernels, MachineSpec, ModelSpec, Schedule, Tier
 from farspan.train import memory
 from farspan.train.config import RunConfig
 from farspan.train.memory import DeviceMemory, Placed
@@ -200,6 +201,7 @@ class RunContext:
     trainable: int  # elements of those that are trained
     inspected: InspectedModel | None  # if the planner is asked
     frozen: str | None  # digest of the weights that are not trained; None: all are
+    weights: StreamedWeights | None = None  # of a model that lives in main memory
 
     @property
     def device(self) -> torch.device:
@@ -219,16 +221,26 @@ class RunContext:
         selector = fraction_of(self.run.sparse, schedule, self.run.context)
         if selector is not None:
             how["selector"] = selector
-        if self.world.ranks is not None:
+        if schedule.weights is Tier.HOST:
+            how["weights"] = self.weights
+        elif self.world.ranks is not None:
             how["ranks"] = self.sharded_model or self.world.ranks
         step = self.components.make_step(self.model, schedule, **how)
         step.host_room = self.host_room()
         return step
 
+    def describe(self) -> ModelSpec:
+        """The model as programs are made for it."""
+        if self.sharded_model is not None:
+            return self.sharded_model.spec
+        found = describe(CausalLMStages(self.model, self.device))
+        return found if self.weights is None else self.weights.counted(found)
+
     def held_bytes(self) -> int:
         """Weights and optimizer states on the device; on a CPU both tiers are that."""
-        held = self.optimizer.held()
-        return self._weights() + held.device + (held.host if self.device.type == "cpu" else 0)
+        held, both = self.optimizer.held(), self.device.type == "cpu"
+        weights = self._weights() if both or self.weights is None else 0
+        return weights + held.device + (held.host if both else 0)
 
     def touched_bytes(self) -> StateBytes:
         """What is held and was written: memory of zeros is handed out at the first write."""
@@ -236,6 +248,8 @@ class RunContext:
         if self.device.type == "cpu":
             written = held.device + held.host - held.untouched
             return StateBytes(self._weights() + written, 0, 0)
+        if self.weights is not None:
+            return StateBytes(held.device, self._weights() + held.host, 0)
         return StateBytes(self._weights() + held.device, held.host, 0)
 
     def host_room(self) -> int | None:

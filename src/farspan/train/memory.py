@@ -44,9 +44,9 @@ def expect_memory(
     refuse_too_large(step, found, optimizer.untouched)
     on_cpu = step.boundary.device.type == "cpu"
     return Expected(
-        new=found.new_device + (found.host_arena if on_cpu else 0),
+        new=found.new_device + (found.new_host if on_cpu else 0),
         device=found.device + optimizer.device,
-        host=found.host_arena + optimizer.host,
+        host=found.host + optimizer.host,
         parts=found.to_json()
         | {"optimizer": optimizer.device, "optimizer_on_host": optimizer.host},
     )
@@ -70,12 +70,23 @@ def describe_expected(expected: Expected) -> str:
         if name in expected.parts
     ]
     inside = f" ({', '.join(parts)})" if parts else ""
-    states = expected.parts.get("optimizer_on_host", 0)
-    there = f" (optimizer {show_bytes(states)})" if states else ""
+    there = ", ".join(
+        f"{words} {show_bytes(expected.parts[name])}"
+        for name, words in _ON_HOST.items()
+        if expected.parts.get(name)
+    )
+    there = f" ({there})" if there else ""
     return (
         f"expected memory: device {show_bytes(expected.device)}{inside}; "
         f"host {show_bytes(expected.host)}{there}"
     )
+
+
+_ON_HOST = {
+    "host_weights": "weights",
+    "optimizer_on_host": "optimizer",
+    "host_gradients": "gradients",
+}
 
 
 def describe_measured(predicted: int, measured: int) -> str:
@@ -114,6 +125,7 @@ class Placed:
         return f"{WHERE[self.states]} ({self.reason})"
 
 
+WITH_WEIGHTS = Placed(StatesPlace.HOST, "where weights and gradients are")
 BESIDE_WEIGHTS = Placed(StatesPlace.DEVICE, "both tiers lie in main memory")
 
 

@@ -1,7 +1,8 @@
 """AdamW for a run: the learning rate, the update, and its states, on the device, in 8 bits or in
 main memory.
 
-`DeviceStates` keeps fp32 masters and moments beside the weights.
+`ResidentStates` keeps fp32 masters and moments beside the weights, on the device, or in main memory
+where these live there.
 
 `EightBitStates` keeps moments of one byte an element, by torchao (arXiv 2110.02861), and follows
 another rule than AdamW's: after each update a moment is rounded to one of 256 values, relative to
@@ -16,7 +17,7 @@ that pass through slots of pinned memory:
     CPU          u0   u1   u2   u3      fused AdamW on master and moments; the weight rounded
     fetch             w0   w1   w2      new weights back to the device
 
-AdamW is elementwise, so pieces change nothing; on a CPU the bits are those of `DeviceStates`.
+AdamW is elementwise, so pieces change nothing; on a CPU the bits are those of `ResidentStates`.
 
 Note: [A gradient that has not arrived]. The CPU waits for the event behind a piece's copies before
 it reads their slot.
@@ -108,11 +109,32 @@ def widen_gradient(parameter: nn.Parameter) -> None:
         parameter.grad_dtype = torch.float32
 
 
-class DeviceStates:
+def lasting_bytes(parameter: nn.Parameter) -> int:
+    """Of its moments, and of a master where it has one."""
+    wide = accumulate_dtype(parameter.dtype).itemsize
+    return parameter.numel() * wide * (MOMENTS + is_low(parameter))
+
+
+STATES_THERE = "the optimizer's states in main memory"
+ADVICE = (
+    "set optimizer.states to device, or to 8bit (other results than AdamW's), or train fewer "
+    "parameters"
+)
+
+
+class ResidentStates:
     """Invariant: a bfloat16 or float16 parameter equals its fp32 master rounded."""
 
-    def __init__(self, parameters: Parameters, rule: Rule) -> None:
-        self._parameters = parameters
+    def __init__(
+        self, parameters: Parameters, rule: Rule, host: bool = False, room: int | None = None
+    ) -> None:
+        """`host`: weights, gradients and states are in main memory. Raises TooLarge when it cannot
+        hold the states, or they are more than `room` bytes of it."""
+        self._parameters, self._host = parameters, host
+        if host:
+            size = sum(lasting_bytes(p) for p in parameters.values())
+            advice = "train fewer parameters (model.lora), or a smaller model"
+            refuse_beyond_together(None, size, STATES_THERE, advice, room)
         self._masters: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             widen_gradient(parameter)
@@ -149,11 +171,8 @@ class DeviceStates:
         everything = self.tensors()
         began = any(float(value) > 0 for name, value in everything.items() if name[:5] == "step/")
         zeros = sum(t.nbytes for name, t in everything.items() if name[:7] != "master/")
-        return StateBytes(
-            device=sum(tensor.nbytes for tensor in everything.values()),
-            host=0,
-            untouched=0 if began else zeros,
-        )
+        size, untouched = sum(t.nbytes for t in everything.values()), 0 if began else zeros
+        return StateBytes(0, size, untouched) if self._host else StateBytes(size, 0, untouched)
 
     def update(self, lr: float) -> None:
         for name, master in self._masters.items():
@@ -238,12 +257,6 @@ class EightBitStates:
         self._adam.step()
 
 
-ADVICE = (
-    "set optimizer.states to device, or to 8bit (other results than AdamW's), or train fewer "
-    "parameters"
-)
-
-
 @dataclass(frozen=True, slots=True)
 class _ParameterSlice:
     """Elements [start, stop) of a parameter, counted along its memory."""
@@ -309,13 +322,9 @@ class HostStates:
         names = sorted(wide, key=lambda name: -wide[name].itemsize)
         gradient = self._staged * max((dtype.itemsize for dtype in wide.values()), default=0)
         weight = self._staged * max((p.itemsize for p in self._parameters.values()), default=0)
-        lasting = sum(
-            p.numel() * wide[name].itemsize * (MOMENTS + is_low(p))
-            for name, p in self._parameters.items()
-        )
+        lasting = sum(lasting_bytes(p) for p in self._parameters.values())
         size = lasting + SLOTS * (gradient + weight)
-        what = "the optimizer's states in main memory"
-        refuse_beyond_together(ranks, size, what, ADVICE, room)
+        refuse_beyond_together(ranks, size, STATES_THERE, ADVICE, room)
         self._arena.reserve(size)
         address = 0
         for name in names:
@@ -479,9 +488,11 @@ class TrainingOptimizer:
         pieces: ShardedUpdate | None = None,
         ranks: ParallelContext | None = None,
         room: int | None = None,
+        weights: Tier = Tier.DEVICE,
     ) -> None:
         """Takes the memory of all states; `room` is of main memory, where nothing else of this
-        process's is counted yet. Raises UnsupportedError, TooLarge."""
+        process's is counted yet. `weights` says where the parameters live, with their gradients.
+        Raises UnsupportedError, TooLarge."""
         self._config = config
         self._pieces = pieces
         self.parameters: dict[str, nn.Parameter] = dict(
@@ -491,7 +502,9 @@ class TrainingOptimizer:
             StatesPlace.HOST: partial(HostStates, ranks=ranks, room=room),
             StatesPlace.EIGHT_BIT: EightBitStates,
         }
-        make = kinds.get(config.states, DeviceStates)
+        if weights is Tier.HOST:  # nothing passes through slots
+            kinds[StatesPlace.HOST] = partial(ResidentStates, host=True, room=room)
+        make = kinds.get(config.states, ResidentStates)
         self._states = make(self.parameters, Rule(config, decays(model)))
         if pieces is not None:
             pieces.widen()

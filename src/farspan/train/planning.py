@@ -16,8 +16,6 @@ from farspan.durable import read_json
 from farspan.engine.microbench import describe_machine
 from farspan.engine.parallelize import ShardedModel
 from farspan.formatting import sparse_words
-from farspan.hf.describe import describe
-from farspan.hf.stages import CausalLMStages
 from farspan.memory.host import available_host_bytes
 from farspan.planner.evaluate import size
 from farspan.planner.prices import with_kernels
@@ -38,6 +36,7 @@ from farspan.train.context import (
 from farspan.train.memory import (
     BESIDE_WEIGHTS,
     STATES_KEY,
+    WITH_WEIGHTS,
     Expected,
     Placed,
     bare_machine,
@@ -210,11 +209,7 @@ def make_policy(
         strategy=named or OWN,
         schedule=ctx.components.schedule_of(run, ctx.model),
         run=RunSpec(run.batch, run.context),
-        model=lambda: (
-            describe(CausalLMStages(ctx.model))
-            if ctx.sharded_model is None
-            else ctx.sharded_model.spec
-        ),
+        model=ctx.describe,
         unified=ctx.device.type == "cpu",
         layout=ctx.world.layout,
         short=earlier.named_shortage,
@@ -313,6 +308,8 @@ def describe_schedule(choice: Choice, *, hides: bool = True) -> str:
     ]
     if schedule.layer_checkpoint:
         parts.append("backward layer by layer")
+    if schedule.weights is Tier.HOST:
+        parts.append("weights and their gradients on host")
     if schedule.sparse is not None:
         parts.append(sparse_words(schedule.sparse, hides=hides))
     return f"{choice.strategy}: {'; '.join(parts)}"
@@ -437,6 +434,8 @@ def _place_states(
     device = world.device
     if run.optimizer.states is not StatesPlace.AUTO:
         return Placed(run.optimizer.states, "as the run file says")
+    if run.schedule.weights is Tier.HOST:
+        return WITH_WEIGHTS
     if device.type == "cpu":
         return BESIDE_WEIGHTS
     machine = bare_machine(device)

@@ -15,16 +15,17 @@ from farspan.distributed.context import broadcast_from_rank0
 from farspan.distributed.failure import activity
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.parallelize import ShardedModel, parallelize, sharded_parameters
+from farspan.engine.streamed_weights import StreamedWeights
 from farspan.hf.describe import describe
 from farspan.hf.load import Weights, add_adapters, refuse_unpinned, stacked_experts
 from farspan.hf.quantized import elements, format_of, frozen_digest, refuse_whole
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import reads_text_alone, refuse_context, refuse_dropout, refuse_model
 from farspan.profile.catalog import is_on_hub, refuse_absent
-from farspan.program.layout import AXES, Layout, group_ranges
+from farspan.program.layout import AXES, WEIGHTS_OF_ONE, Layout, group_ranges
 from farspan.program.strategies import AUTO
 from farspan.sparse.train import opening_words
-from farspan.spec import ModelSpec, Schedule, UnsupportedError
+from farspan.spec import ModelSpec, Schedule, Tier, UnsupportedError
 from farspan.train.config import (
     Parallel,
     RunConfig,
@@ -99,13 +100,16 @@ def make_context(
         inspected = world.run_on_rank0(lambda: inspect_for(run, model, world.device))
     sharded_model = shard_model(run, components, model, world)
     pieces = None if sharded_model is None else sharded_parameters(sharded_model)
-    states = replace(run.optimizer, states=placed.states)
+    states, weights, lives = replace(run.optimizer, states=placed.states), None, Tier.DEVICE
+    if run.schedule.weights is Tier.HOST:  # before anything refers to where they lie
+        weights, lives = StreamedWeights(CausalLMStages(model, world.device)), Tier.HOST
+    room = host_share(run, world)
     return RunContext(
         run=run,
         components=components,
         world=world,
         model=model,
-        optimizer=TrainingOptimizer(model, states, pieces, world.ranks, host_share(run, world)),
+        optimizer=TrainingOptimizer(model, states, pieces, world.ranks, room, lives),
         corpus=corpus,
         tokenizer=tokenizer,
         memory=memory,
@@ -115,6 +119,7 @@ def make_context(
         trainable=sum(n for n, trained in counts if trained),
         inspected=inspected,
         frozen=frozen,
+        weights=weights,
     )
 
 
@@ -149,7 +154,10 @@ def _blank_model(run: RunConfig, components: Components, world: DistributedConte
             raise UnsupportedError(SHARED)
         stages = run.parallel.pipeline if isinstance(run.parallel, Parallel) else 1
         layers = blank.config.get_text_config().num_hidden_layers
-        refuse_groups(components.schedule_of(run, blank), layers, stages)
+        schedule = components.schedule_of(run, blank)
+        refuse_groups(schedule, layers, stages)
+        if schedule.weights is Tier.HOST and world.size > 1:
+            raise UnsupportedError(f"schedule.{WEIGHTS_OF_ONE}")
         found.append(blank)
 
     found: list[Any] = []
@@ -168,7 +176,8 @@ def _load_model(
     """Of several ranks the first loads it, into main memory: weights go to devices when it is known
     which go where. The others have the blank one."""
     torch.manual_seed(run.seed)
-    device = world.device if world.size == 1 else torch.device("cpu")
+    stays = world.size == 1 and run.schedule.weights is not Tier.HOST
+    device = world.device if stays else torch.device("cpu")
     found: list[Any] = []
 
     def read() -> None:

@@ -1,0 +1,213 @@
+"""Runs whose weights, gradients and states live in main memory: the bits of those that have them on
+the device."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from farspan.distributed.run_context import DistributedContext
+from farspan.engine.streamed_weights import StreamedWeights
+from farspan.hf.load import load_model
+from farspan.hf.stages import CausalLMStages
+from farspan.memory.host import TooLarge
+from farspan.spec import Tier, UnsupportedError
+from farspan.train.config import (
+    DType,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    StatesPlace,
+)
+from farspan.train.console import Interrupt, Observer
+from farspan.train.context import Components, RunContext
+from farspan.train.optimizer import TrainingOptimizer
+from farspan.train.setup import make_context, resolve
+from farspan.train.trainer import train
+from tests.train.tiny import MODEL, Quiet, Stopped, Stopping, load_tiny, tiny_run
+
+RESIDENT = ScheduleConfig(strategy="grouped", chunk=16)
+STREAMED = replace(RESIDENT, weights=Tier.HOST)
+BF16 = ModelConfig(config=MODEL, dtype=DType.BFLOAT16)
+
+
+def run_of(root: Path, schedule: ScheduleConfig = STREAMED, **changes: Any) -> RunConfig:
+    """In a folder of its own, by whether its weights are streamed."""
+    name = "streamed" if schedule.weights else "resident"
+    return tiny_run(root, folder=str(root / name), schedule=schedule, **changes)
+
+
+def outcome(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """What a run wrote of its steps, and every tensor of its last checkpoint and its model."""
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "heldout_loss")
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    last = sorted((folder / "checkpoints").iterdir())[-1]
+    files = [*last.glob("*.safetensors"), *(folder / "model").glob("*.safetensors")]
+    tensors = {f"{f.name}/{k}": t for f in files for k, t in load_file(f).items()}
+    return [{key: line.get(key) for key in keys} for line in lines], tensors
+
+
+def assert_same(ours: tuple[Any, Mapping[str, Tensor]], theirs: Any) -> None:
+    assert ours[0] == theirs[0]
+    assert ours[1].keys() == theirs[1].keys()
+    for name, tensor in ours[1].items():
+        assert torch.equal(tensor, theirs[1][name]), name
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "bfloat16": {"model": BF16},
+    "float32": {"batch": 2, "accumulate": 1},
+    "lora": {"model": replace(BF16, lora=LoraConfig(rank=2))},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_is_the_resident_one(tmp_path: Path, name: str) -> None:
+    """With batches that add up, clipping, evaluations, checkpoints and what it exports."""
+    changes = CASES[name]
+    optimizer = OptimizerConfig(lr=1e-2, warmup=2, clip=0.05)
+    found = []
+    for schedule in (RESIDENT, STREAMED):
+        run = run_of(tmp_path, schedule, optimizer=optimizer, **changes)
+        quiet = Quiet()
+        train(run, reporter=quiet)
+        found.append(outcome(Path(run.folder)))
+    assert_same(*found)
+    norms = [line["grad_norm"] for line in found[0][0] if line["grad_norm"]]
+    assert max(norms) > 0.05
+    text = "\n".join(quiet.notes)
+    assert "weights and their gradients on host" in text
+    assert "optimizer states: in main memory, updated there" in text
+
+
+@pytest.mark.parametrize(
+    "turns", [(STREAMED, STREAMED), (RESIDENT, STREAMED, RESIDENT)], ids=["streamed", "by turns"]
+)
+def test_a_stopped_run_goes_on_to_the_same_bits(
+    tmp_path: Path, turns: tuple[ScheduleConfig, ...]
+) -> None:
+    """Behind checkpoints of steps 2 and 4, whatever place its weights had before."""
+    run = run_of(tmp_path, model=BF16)
+    train(run, reporter=Quiet())
+    stopped = replace(run, folder=str(tmp_path / "stopped"))
+    for step, schedule in zip((3, 5), turns[:-1], strict=False):
+        with pytest.raises(Stopped):
+            train(replace(stopped, schedule=schedule), reporter=Stopping(step))
+    train(replace(stopped, schedule=turns[-1]), reporter=Quiet())
+    assert_same(outcome(Path(stopped.folder)), outcome(Path(run.folder)))
+
+
+# -- where everything lives ---------------------------------------------------------------------
+
+
+ONE = DistributedContext(torch.device("cpu"))
+
+
+def context(run: RunConfig, world: DistributedContext | None = None) -> RunContext:
+    with Interrupt() as interrupt:
+        observer = Observer(Quiet(), interrupt)
+        return make_context(resolve(run), Components(), world or ONE, observer, None)
+
+
+def storages(tensors: Any) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def test_everything_refers_to_the_weights_where_they_lie(tmp_path: Path) -> None:
+    """In one slab, before the optimizer and the checkpoints look at them, and whatever steps are
+    made: one whose memory ran out, and the next."""
+    ctx = context(run_of(tmp_path))
+    assert ctx.weights is not None
+    (slab,) = storages(ctx.model.parameters())
+    steps = [ctx.make_step(STREAMED.apply(ctx.components.strategy("grouped", 2, 48))) for _ in "12"]
+    assert all(step.weights is ctx.weights for step in steps)  # type: ignore[attr-defined]
+    assert storages(ctx.model.parameters()) == {slab}
+    assert storages(ctx.saver()._live.model.values()) == {slab}  # type: ignore[attr-defined]
+
+
+def mapped_from(path: Path) -> Callable[[int], bool]:
+    """Whether an address is one at which the kernel shows the file."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    found = [line.split()[0].split("-") for line in lines if line.endswith(str(path))]
+    ranges = [range(int(first, 16), int(last, 16)) for first, last in found]
+    return lambda address: any(address in r for r in ranges)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux for what is mapped")
+def test_a_folders_weights_are_mapped_until_they_are_in_the_slab(tmp_path: Path) -> None:
+    """So that main memory holds them once: pages of a file are no memory of the process."""
+    saved = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=0)
+    saved.save_pretrained(tmp_path)  # type: ignore[operator]
+    model = load_model(path=str(tmp_path), dtype=torch.bfloat16)
+    assert all(map(mapped_from(tmp_path / "model.safetensors"), storages(model.parameters())))
+    StreamedWeights(CausalLMStages(model))
+    assert len(storages(model.parameters())) == 1
+    assert not any(map(mapped_from(tmp_path / "model.safetensors"), storages(model.parameters())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_made_beside_the_weights(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """As many bytes as on the device, no slots, and refused before they are taken."""
+    model = load_tiny(config=MODEL, dtype=dtype, seed=1)
+    host = OptimizerConfig(states=StatesPlace.HOST)
+    held = TrainingOptimizer(model, host, weights=Tier.HOST).held()
+    assert (held.device, held.host) == (
+        0,
+        TrainingOptimizer(model, OptimizerConfig()).held().device,
+    )
+    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: 50_000)
+    with pytest.raises(
+        TooLarge, match=r"optimizer's states in main memory needs .* \(model\.lora\)"
+    ):
+        TrainingOptimizer(model, host, weights=Tier.HOST)
+
+
+def test_expected_memory_is_where_it_is(tmp_path: Path) -> None:
+    run = run_of(tmp_path, model=BF16)
+    quiet = Quiet()
+    train(run, reporter=quiet)
+    line = next(note for note in quiet.notes if note.startswith("expected memory"))
+    assert "host" in line
+    assert "weights 0.0 MiB, optimizer 0.1 MiB, gradients 0.0 MiB)" in line.partition("; host ")[2]
+    memory = json.loads((Path(run.folder) / "about.json").read_text())["memory"]
+    assert memory["host_weights"] >= 2 * 8976
+    assert memory["host_gradients"] >= 4 * 8976
+    assert memory["weights"] == memory["gradients"] == memory["optimizer"] == 0
+    lines = map(json.loads, (Path(run.folder) / "metrics.jsonl").read_text().splitlines())
+    first = next(line for line in lines if "memory_measured_bytes" in line)
+    assert first["memory_measured_bytes"] == pytest.approx(
+        first["memory_predicted_bytes"], rel=0.02
+    )
+
+
+# -- refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("states", [StatesPlace.DEVICE, StatesPlace.EIGHT_BIT])
+def test_states_on_the_device_are_refused(tmp_path: Path, states: StatesPlace) -> None:
+    wanted = rf"^optimizer\.states: {states} .* schedule\.weights: host .* set states to host or"
+    with pytest.raises(UnsupportedError, match=wanted):
+        run_of(tmp_path, optimizer=OptimizerConfig(states=states))
+
+
+def test_several_ranks_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    class Two(DistributedContext):
+        """The first of two."""
+
+        size = 2
+
+        def run_on_rank0(self, function: Any, *_: Any) -> Any:
+            return function()
+
+    with pytest.raises(UnsupportedError, match=r"^schedule\.weights: host is for one device"):
+        context(run_of(tmp_path), Two(torch.device("cpu")))
