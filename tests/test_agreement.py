@@ -14,6 +14,7 @@ from farspan.engine.microbench import QUICK
 from farspan.engine.step import Step
 from farspan.planner.machines import from_json, machine
 from farspan.program.strategies import STRATEGIES
+from tests.grids import crossed
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "agreement.json"
@@ -60,9 +61,11 @@ def test_planning_still_agrees_with_what_was_measured(result: dict[str, Any]) ->
         assert abs(size / row["bytes"]["measured"] - 1) <= BYTES, row["strategy"]
 
 
-@pytest.mark.parametrize(("dtype", "batch"), [(torch.float32, 2), (torch.bfloat16, 1)])
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_peak_bytes_agree(name: str, dtype: torch.dtype, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"), crossed(STRATEGIES, [(torch.float32, 2), (torch.bfloat16, 1)])
+)
+def test_peak_bytes_agree(name: str, kind: tuple[torch.dtype, int]) -> None:
+    dtype, batch = kind
     bed = agreement.Bed(TINY, torch.device("cpu"), dtype)
     spec = replace(machine("h200"), unified=True)
     row = agreement.row(agreement.Case(bed, name, 640, batch), spec, [3.0, 2.0, 4.0])

@@ -14,6 +14,7 @@ from farspan.planner.api import Request
 from farspan.planner.evaluate import Sized, size
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import Kernels, Tier, UnsupportedError
+from tests.grids import part_of
 
 LAYERS, TOKENS, RANK = 3, 500, 4
 LLAMA: dict[str, Any] = {
@@ -65,7 +66,11 @@ def predicted(found: Sized) -> int:
     return sum(parts[part] for part in parts if part not in NOT_OF_A_STEP) + buffers()
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+# The others are traced with the states of an optimizer, which are in memory beside the same.
+WITHOUT_STATES = part_of(STRATEGIES, "offload", "swap", "memo", "fpdt")
+
+
+@pytest.mark.parametrize("name", WITHOUT_STATES)
 def test_the_peak_is_what_plans_say(name: str) -> None:
     assert traced(name).live_peak() == predicted(sized(name))
 
@@ -82,7 +87,7 @@ def test_so_it_is_with_states_of_an_optimizer(name: str) -> None:
     assert traced(name, optimizer="adamw").live_peak() == predicted(found)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", WITHOUT_STATES)
 def test_nothing_of_a_step_outlives_it_but_the_arena(name: str) -> None:
     trace = traced(name)
     alive = {event.tensor: event.size for event in trace.events if isinstance(event, Malloc)}

@@ -276,7 +276,7 @@ def test_what_does_more_does_so_in_shells(
 ) -> None:
     """Before shells are made, and after a step."""
     monkeypatch.setattr("farspan.engine.step.adds_products", lambda *_: True)
-    model, data = make_model("qwen2"), draw(25)
+    model, data = make_model("qwen2", num_hidden_layers=2), draw(25)
     schedule = Schedule(chunk=8, groups=1, attention_save_fraction=0.5)
     step = Step(model, schedule) if later else None
     if step is not None:

@@ -156,7 +156,11 @@ def assert_good(name: str, launch: Launch, folder: Path) -> None:
     assert not re.search(r"\b(atom|red)\.", ptx), name
 
 
-# Everything on Hopper; elsewhere what does not go by the activation.
+# Everything on Hopper; elsewhere what does not go by the activation. Of the kernels that run ahead
+# and of one that does not, the widths of loads that Blackwell has.
+BLACKWELL = r"norm True|norm backward True|silu|rotary True|loss 1\.0"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "capability", [(9, 0), exhaustive((8, 0)), exhaustive((10, 0)), (12, 0)], ids=str
@@ -165,6 +169,8 @@ def test_kernels_compile(capability: tuple[int, int], driver: Any, tmp_path: Pat
     driver.set_active(Compiler(capability))
     launches = [kind(QWEN, 16) for kind in (of_norms, of_gates, of_attention, of_loss)]
     for name, launch in (pair for of_kind in launches for pair in of_kind):
+        if capability == (12, 0) and not re.fullmatch(BLACKWELL, name):
+            continue
         if capability == (9, 0) or not re.search(r"gelu|False|fp32|capped", name):
             assert_good(name, launch, tmp_path)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -36,6 +37,7 @@ from farspan.program.program import (
 )
 from farspan.program.residency import Kind
 from farspan.spec import ModelSpec, RunSpec, Schedule, Sparse, Tier
+from tests.grids import part_of
 from tests.oracles.check import check_program
 from tests.oracles.check_placement import check_placement
 from tests.oracles.contents import ProgramError
@@ -100,9 +102,18 @@ RICH = {
 }
 
 
-@pytest.fixture(params=RICH)
+# Between these, too, is every instruction, mode and tier (a test below says so).
+DEFAULT = "streamed", "device", "home", "sparse, held"
+
+
+@cache
+def rich(name: str) -> Program:
+    return build_program(cases.model_of(5), RunSpec(1, 46), RICH[name])
+
+
+@pytest.fixture(params=part_of(RICH, *DEFAULT))
 def program(request: pytest.FixtureRequest) -> Program:
-    return build_program(cases.model_of(5), RunSpec(1, 46), RICH[request.param])
+    return rich(request.param)
 
 
 def arena_requests(program: Program, tier: Tier) -> tuple[list[PlacementRequest], Placement]:
@@ -149,7 +160,10 @@ def test_a_rich_program_passes(program: Program) -> None:
 
 
 def test_rich_programs_hold_every_instruction_and_mode() -> None:
-    programs = [build_program(cases.model_of(5), RunSpec(1, 46), s) for s in RICH.values()]
+    programs = [rich(name) for name in DEFAULT]
+    assert {(b.kind, b.tier) for program in programs for b in program.buffers.values()} == {
+        (b.kind, b.tier) for name in RICH for b in rich(name).buffers.values()
+    }
     instructions = [i for program in programs for i in program.instructions]
     of_ranks = {Gather, Release, Receive, Send}  # tests/program/test_share.py
     assert {type(i) for i in instructions} == set(Instruction.__args__) - of_ranks

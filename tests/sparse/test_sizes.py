@@ -12,6 +12,7 @@ from farspan.engine.memory import LiveStorage
 from farspan.sparse.attend import FarCall
 from farspan.sparse.gathered import FlashPages, Gathered, PlainPages
 from farspan.sparse.sizes import MOST_UNITS, PART_BYTES, Far, far_bytes, slab_units
+from tests.grids import crossed
 from tests.sparse.memory_pages import MemoryPages
 
 LARGE = Far(1, 8, 2, 64, 64, 4, page=64, chosen=16, tokens=1024, candidates=600)
@@ -66,11 +67,11 @@ class Worst:
         return forward, backward
 
 
-@pytest.mark.parametrize("width", DTYPES)
 @pytest.mark.parametrize(
-    ("most_units", "part"), [(256, 2**23), (100, 2**21), (10**6, 2**21)], ids=str
+    ("width", "limits"), crossed(DTYPES, [(256, 2**23), (100, 2**21), (10**6, 2**21)]), ids=str
 )
-def test_the_worst_choice_reaches_the_bound(width: int, most_units: int, part: int) -> None:
+def test_the_worst_choice_reaches_the_bound(width: int, limits: tuple[int, int]) -> None:
+    most_units, part = limits
     worst = Worst(replace(LARGE, width=width), most_units, part)
     whole = worst.measure()
     masked = replace(worst, hidden=True).measure()
@@ -89,8 +90,8 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("far", SMALL, ids=str)
-@pytest.mark.parametrize("width", DTYPES)
+# Every choice in one width, with all limits; only the bytes of an element go by the width.
+@pytest.mark.parametrize(("far", "width"), crossed(SMALL, DTYPES), ids=str)
 def test_no_choice_holds_more_than_the_bound(far: Far, width: int) -> None:
     far = replace(far, width=width)
     # Masks by turns, so that each is met with every number of units, part and width.
