@@ -27,8 +27,8 @@ from tests.profiles import spec_of
 from tests.sparse.triton_cases import interpreter
 from tests.zoo import make_model
 
-# Few programs: interpreting one takes 5 ms.
-DATA = draw(19, documents=2)
+# Few programs, of two chunks: interpreting one takes 5 ms.
+DATA = draw(13, documents=2)
 SCHEDULE = Schedule(
     chunk=8, groups=1, attention_save_fraction=0.5, activation_save_fraction=0.5, loss_chunk_size=5
 )

@@ -25,7 +25,7 @@ from tests.engine.checks import (
     run_step,
 )
 from tests.engine.test_exact import LAYERS, any_schedule
-from tests.grids import examples, part_of
+from tests.grids import crossed, examples, part_of
 from tests.numerics import EXACT, relative_error
 from tests.zoo import FAMILIES, make_model, shared_model
 
@@ -132,8 +132,7 @@ class TestSelectors:
 
     @pytest.mark.parametrize(
         ("name", "select"),
-        [(name, select) for name in SCHEDULES for select in (RandomPages(2, seed=3), Fraction(0.7))]
-        + [("device", Fraction(1.0))],
+        [*crossed(SCHEDULES, [RandomPages(2, seed=3), Fraction(0.7)]), ("device", Fraction(1.0))],
     )
     def test_own(self, name: str, select: Selector) -> None:
         model = shared_model("qwen2")
