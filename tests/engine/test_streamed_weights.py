@@ -3,13 +3,22 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from farspan.attention.backends import accumulate_dtype
+from farspan.engine.loss import StepInputs
 from farspan.engine.step import Step
+from farspan.engine.streamed_weights import _Streamed, _StreamedUnit, computing_device
+from farspan.engine.tiers import CopyEngine
+from farspan.engine.trace_steps import META, MetaKernels
 from farspan.hf.load import add_adapters
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.dependencies import Order, waits
@@ -83,6 +92,64 @@ def adapted(model: Any) -> None:
 def wide(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad_dtype = torch.float32
+
+
+def widened(name: str) -> Callable[[Any], None]:
+    """Parameters of so many names in float32, as a router that is kept in it."""
+
+    def change(model: nn.Module) -> None:
+        for own, parameter in model.named_parameters():
+            if name in own:
+                parameter.data = parameter.data.float()
+
+    return change
+
+
+def adapted_widely(model: Any) -> None:
+    adapted(model)
+    widened("lora_")(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("qwen2", adapted_widely),
+        ("deepseek_v3", widened("mlp.gate.")),
+        ("gemma3_text", widened("norm")),
+    ],
+)
+def test_dtypes_may_differ(name: str, change: Callable[[Any], None]) -> None:
+    """Of adapters, a router and norms in a bfloat16 model; nothing is rounded on its way."""
+    model, other = pair(name, torch.bfloat16)
+    for one in (model, other):
+        torch.manual_seed(3)
+        change(one)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
+    expected = two_steps(model, Step(model, GROUPED), DATA)
+    step = Step(other, streamed(GROUPED), poison=True)
+    assert_same_bits(two_steps(other, step, DATA), expected)
+    assert step.weights is not None
+    assert step.weights.nbytes - sum(p.nbytes for p in other.parameters()) < 5 * 256
+
+
+def test_no_room_is_left_between_parameters_of_any_size() -> None:
+    """Each begins where its numbers may, and those of whole lines at whole lines."""
+    unit = _StreamedUnit()
+    sizes = [(3, torch.bfloat16), (1, torch.float64), (256, torch.bfloat16), (5, torch.float32)]
+    for count, dtype in [*sizes, (2048, torch.bfloat16), (7, torch.uint8)]:
+        own = nn.Parameter(torch.zeros(count, dtype=dtype), dtype.is_floating_point)
+        unit.parameters.append(_Streamed(own, own, [], own.requires_grad))
+    unit.lay_out()
+    end = 0
+    for p in sorted(unit.parameters, key=lambda p: p.offset):
+        assert p.offset == end
+        assert p.offset % p.own.itemsize == 0
+        assert p.own.nbytes % 256 or p.offset % 256 == 0
+        end += p.own.nbytes
+    assert 0 <= unit.size - end < 16
+    trained = sorted((p for p in unit.parameters if p.trained), key=lambda p: p.sum_offset)
+    assert [p.sum_offset for p in trained] == [0, *accumulate(p.sum_bytes() for p in trained)][:-1]
+    assert all(p.sum_offset % accumulate_dtype(p.own.dtype).itemsize == 0 for p in trained)
 
 
 @pytest.mark.parametrize("change", [frozen, adapted, wide, None])
@@ -173,6 +240,76 @@ def test_a_step_that_fails_leaves_the_model_whole() -> None:
     assert torch.isfinite(Step(other, streamed(GROUPED))(*DATA))
 
 
+# -- devices ------------------------------------------------------------------------------------
+
+
+class BetweenTiers(CopyEngine):
+    """To and from a device without memory."""
+
+    def fetch(self, target: Tensor, source: Tensor) -> None:
+        assert (target.device.type, source.device.type) == ("meta", "cpu")
+        self.fetched += source.nbytes
+
+    def evict(self, target: Tensor, source: Tensor) -> None:
+        assert (target.device.type, source.device.type) == ("cpu", "meta")
+        self.evicted += source.nbytes
+
+
+# What makes tensors and views of the slab, copies buffers to the device, and rounds gradients.
+ON_HOST = {"empty", "set_", "view", "_to_copy"}
+
+
+class ComputesOn(TorchDispatchMode):
+    """Every other operator has the device's tensors alone. Counts buffers that are copied to it:
+    rotary embeddings would do so in every chunk, for which the CPU would wait."""
+
+    copied = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        met = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        devices = {x.device.type for x in met if x.numel() > 1}
+        if func.overloadpacket.__name__ in ON_HOST:
+            self.copied += len(devices) > 1
+        else:
+            assert devices <= {"meta"}, func
+        return out
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "lfm2"])
+def test_a_device_apart_computes_everything_and_main_memory_keeps_the_model(name: str) -> None:
+    """On the meta device, by the code that runs on a GPU: all operators of a step, rotary tables
+    and other buffers among their tensors; copies alone go between the two."""
+    model: Any = make_model(name, torch.bfloat16)
+    step = Step(model, streamed(GROUPED), device="meta")
+    step.kernels, step.copies = MetaKernels(META, torch.bfloat16), BetweenTiers(META)
+    ids = torch.zeros(2, TOKENS, dtype=torch.long, device=META)
+    prepared = step.prepared(2, TOKENS)
+    with ComputesOn() as computed:
+        step._run(prepared, StepInputs(ids, ids, torch.zeros_like(ids[:1]), None), TOKENS)
+    assert computed.copied == len(list(model.named_buffers(remove_duplicate=False))) > 0
+    moved = simulate(prepared.program)
+    assert step.copies.fetched == sum(moved.fetched.values())
+    assert step.copies.evicted == sum(moved.evicted.values())
+    gradients_ = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients_) == len(list(model.parameters()))
+    kept = (*model.parameters(), *model.buffers(), *gradients_)
+    assert {tensor.device.type for tensor in kept} == {"cpu"}
+    assert step.arenas[Tier.DEVICE]._slab.is_meta
+
+
+def test_a_device_is_given_for_weights_in_main_memory_alone() -> None:
+    model, _ = pair("qwen2", torch.float32)
+    with pytest.raises(UnsupportedError, match=r"^device: the model is on cpu, not on meta; move"):
+        Step(model, GROUPED, device="meta")
+    step = Step(model, streamed(GROUPED), device="meta")
+    assert step.boundary.device == META
+    assert Step(model, streamed(GROUPED), weights=step.weights).boundary.device == META
+    assert Step(model, GROUPED, device="cpu").boundary.device == torch.device("cpu")
+
+
 # -- programs -----------------------------------------------------------------------------------
 
 
@@ -261,6 +398,13 @@ def test_what_is_not_done_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"^weights: expected .* got .disk"):
         Schedule(weights="disk")  # type: ignore[arg-type]
     model, _ = pair("qwen2", torch.bfloat16)
-    model.lm_head.weight.data = model.lm_head.weight.data.float()
-    with pytest.raises(UnsupportedError, match=r"^(weights|model): "):
+    ranks: Any = SimpleNamespace(sharded=SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(UnsupportedError, match=r"^weights: host is for one device so far.* ranks"):
+        computing_device(torch.device("cpu"), None, True, ranks)
+
+    class Packed(nn.Parameter):
+        """Numbers and what says how to read them."""
+
+    model.lm_head.weight = Packed(model.lm_head.weight.detach())
+    with pytest.raises(UnsupportedError, match=r"^weights: lm_head\.weight is a Packed, not a pl"):
         Step(model, streamed(GROUPED))

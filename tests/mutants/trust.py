@@ -1,9 +1,11 @@
 """Faults in what is believed of files, and in how much work they may ask for; and in what a step
-believes of a model that it has seen."""
+believes of a model that it has seen, or has in main memory."""
 
 from tests.mutants.faults import Fault
 
 BOUNDS = "tests/data/test_bounds.py::"
+MOVED = "tests/train/test_streamed_weights.py::"
+STREAMED = "tests/engine/test_streamed_weights.py::"
 CACHE = "tests/data/test_store.py::"
 TRUST = (
     Fault(
@@ -59,5 +61,23 @@ TRUST = (
         "if self._accepted.get(trains) == now:",
         "if trains in self._accepted:",
         ("tests/hf/test_adapters.py::test_a_step_that_would_train_nothing_is_refused",),
+    ),
+    Fault(
+        "weights on the host: buffers stay there while a step runs",
+        "module._buffers[name] = buffer.to(self.device)",
+        "module._buffers[name] = buffer",
+        (STREAMED + "test_a_device_apart_computes_everything_and_main_memory_keeps_the_model",),
+    ),
+    Fault(
+        "weights on the host: gradients lie in the order of the weights",
+        "sorted(self.parameters, key=lambda p: _divides(p.sum_bytes())):",
+        "self.parameters:",
+        (STREAMED + "test_no_room_is_left_between_parameters_of_any_size",),
+    ),
+    Fault(
+        "weights on the host: a step moves those that checkpoints refer to",
+        'how["weights"] = self.weights',
+        'how["weights"] = None',
+        (MOVED + "test_everything_refers_to_the_weights_where_they_lie",),
     ),
 )

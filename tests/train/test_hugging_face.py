@@ -1,6 +1,7 @@
 """Runs of transformers' Trainer by farspan's steps are those of the plain one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 import farspan
-from farspan.spec import Schedule, UnsupportedError
+from farspan.spec import Schedule, Tier, UnsupportedError
 from farspan.train import planning
 from tests.grids import part_of
 from tests.numerics import assert_exact
@@ -77,7 +78,8 @@ def make(tmp_path: Path) -> Make:
             "disable_tqdm": True,
         }
         own = {"schedule": SCHEDULE} if issubclass(kind, farspan.LongContext) else {}
-        given = {key: changes.pop(key) for key in ("compute_metrics",) if key in changes}
+        chosen = ("compute_metrics", "schedule")
+        given = {key: changes.pop(key) for key in chosen if key in changes}
         model = load_tiny(config=MODEL, dtype=torch.float64, seed=0)
         return kind(
             model=model,
@@ -85,8 +87,7 @@ def make(tmp_path: Path) -> Make:
             data_collator=collate,
             train_dataset=rows(),
             eval_dataset=rows((7, 19, 12)),
-            **own,
-            **given,
+            **own | given,
         )
 
     return trainer
@@ -116,6 +117,22 @@ def test_a_run_is_the_plain_trainer_s(make: Make, collate: Any) -> None:
         assert_exact(found, expected, limit=1e-6)
     for one, other in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
         assert_exact(one.detach(), other.detach(), limit=1e-5)
+
+
+def test_weights_may_stay_in_main_memory(make: Make) -> None:
+    """The Trainer leaves them there, and its losses and weights are the same bits."""
+    trainers = make(), make(schedule=replace(SCHEDULE, weights=Tier.HOST))
+    for trainer in trainers:
+        trainer.train()
+    resident, streamed = trainers
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert torch.equal(logs(streamed, key), logs(resident, key))
+    pairs = zip(streamed.model.parameters(), resident.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert not streamed.accelerator.device_placement
+    for trainer, device in ((streamed, "cpu"), (resident, "meta")):
+        trainer._move_model_to_device(trainer.model, torch.device("meta"))
+        assert {p.device.type for p in trainer.model.parameters()} == {device}
 
 
 def test_a_subclass_of_a_trainer_takes_it_too(make: Make) -> None:

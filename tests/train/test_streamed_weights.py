@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from farspan.distributed.run_context import DistributedContext
+from farspan.engine.memory import _static
 from farspan.engine.streamed_weights import StreamedWeights
 from farspan.hf.load import load_model
 from farspan.hf.stages import CausalLMStages
@@ -131,6 +132,27 @@ def test_everything_refers_to_the_weights_where_they_lie(tmp_path: Path) -> None
     assert all(step.weights is ctx.weights for step in steps)  # type: ignore[attr-defined]
     assert storages(ctx.model.parameters()) == {slab}
     assert storages(ctx.saver()._live.model.values()) == {slab}  # type: ignore[attr-defined]
+
+
+def test_a_device_apart_is_given_nothing_but_steps(tmp_path: Path) -> None:
+    """Of a run on another device, here one without memory: weights, states and what checkpoints
+    are made of stay in main memory, and steps compute there."""
+    meta = torch.device("meta")
+    ctx = context(run_of(tmp_path, model=BF16), DistributedContext(meta))
+    step: Any = ctx.make_step(STREAMED.apply(ctx.components.strategy("grouped", 2, 48)))
+    assert ctx.weights is not None
+    assert step.weights is ctx.weights
+    assert step.boundary.device == step.copies.device == ctx.weights.device == meta
+    live = ctx.saver()._live  # type: ignore[attr-defined]
+    kept = (*ctx.model.parameters(), *ctx.model.buffers(), *live.model.values())
+    assert {t.device.type for t in (*kept, *live.optimizer.values())} == {"cpu"}
+    held, weights = ctx.optimizer.held(), ctx.weights.nbytes
+    assert ctx.held_bytes() == ctx.touched_bytes().device == held.device == 0
+    assert ctx.touched_bytes().host == held.host + sum(p.nbytes for p in ctx.model.parameters())
+    assert 12 * 8976 <= held.host < 12 * 8976 + 4 * 30
+    found = _static(step, step.program(1, 48), documents=True)
+    assert (found.weights, found.gradients, found.host_weights) == (0, 0, weights)
+    assert found.host == found.host_arena + weights + found.host_gradients
 
 
 def mapped_from(path: Path) -> Callable[[int], bool]:

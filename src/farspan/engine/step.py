@@ -18,7 +18,7 @@ from farspan.engine.interpreter import CutLayers, Interpreter, Layers, SparingLa
 from farspan.engine.kernels import attention_kernels
 from farspan.engine.loss import LossHead, StepInputs, make_inputs
 from farspan.engine.parallelize import ShardedModel, parallelize, refuse_schedule
-from farspan.engine.streamed_weights import StreamedWeights
+from farspan.engine.streamed_weights import StreamedWeights, computing_device
 from farspan.engine.tiers import Arena, CopyEngine, refuse_beyond_together, reserve_together
 from farspan.hf.attention_interface import routed
 from farspan.hf.describe import describe
@@ -136,6 +136,7 @@ class Step:
         kernels: Kernels | None = None,
         selector: Selector | PageFunction | None = None,
         ranks: ParallelContext | ShardedModel | None = None,
+        device: torch.device | str | None = None,
         weights: StreamedWeights | None = None,
     ) -> None:
         """`progress` is called after every cell and may raise to abandon the step. `poison` fills
@@ -148,8 +149,8 @@ class Step:
         `budget // page`, which depends on nothing but its arguments. With `ranks` all of them make
         the same call with the same sequences (but for replicas along `data`, which bring their own)
         and have the same loss after it; weights and gradients stay whole on each rank, unless
-        `parallelize` has sharded the model. With `schedule.weights` HOST, `weights` are those of
-        another step of this model, which are then used where they lie."""
+        `parallelize` has sharded the model. With `schedule.weights` HOST the model is moved to main
+        memory; `device` is where to compute then, `weights` those of another step of it."""
         self._schedule, self._planner = _written(schedule, selector, ranks)
         self._plans: list[Plan] = []  # where the planner chooses
         kernels = kernels or Kernels()
@@ -157,6 +158,10 @@ class Step:
             ranks = self._shared(model, self.schedule, ranks, kernels)
         self.sharded_model = ranks
         self.boundary = CausalLMStages(model, None if ranks is None else ranks.sharded.device)
+        if self._on_host or device is not None:
+            device = device or getattr(weights, "device", None)
+            here = computing_device(self.boundary.device, device, self._on_host, ranks)
+            self.boundary = CausalLMStages(model, here)
         self.progress = progress
         self.poison = poison
         sparse = None if self._schedule is None else self._schedule.sparse
@@ -211,6 +216,12 @@ class Step:
         if found.schedule is not self._schedule:
             self._programs.clear()
             self._schedule = found.schedule
+            if self._on_host != (self.weights is not None):
+                self.model_spec = self._describe()
+
+    @property
+    def _on_host(self) -> bool:
+        return self._schedule is not None and self._schedule.weights is Tier.HOST
 
     @staticmethod
     def _shared(
@@ -365,13 +376,15 @@ class Step:
         if self.sharded_model is None:
             refuse_places(model)
         self._fuse()
-        spec = describe(self.boundary) if self.sharded_model is None else self.sharded_model.spec
-        if self._schedule is not None and self._schedule.weights is Tier.HOST:
+        spec = None if self.sharded_model is None else self.sharded_model.spec
+        if spec is None:
+            spec = describe(self.boundary.in_place(), self.boundary.device)
+        if not self._on_host:
+            self.weights = None
+        else:
             if self.weights is None or not self.weights.is_of(self.boundary):
                 self.weights = StreamedWeights(self.boundary)
             spec = self.weights.counted(spec)
-        else:
-            self.weights = None
         self.kernels.refuse(spec)
         if self._schedule is not None:
             self._schedule.group_sizes(len(spec.layers))
@@ -381,7 +394,7 @@ class Step:
 
     def _tiles(self) -> tuple[tuple[Tokenwise, ...], ...]:
         if self.sharded_model is None:
-            return tokenwise(self.boundary)
+            return tokenwise(self.boundary.in_place())
         if not self.sharded_model.tiles:
             raise UnsupportedError(
                 "mlp_chunk_size: the model was sharded for a schedule without; call parallelize "

@@ -27,6 +27,7 @@ from farspan.engine.gradients import GradientAccumulator
 from farspan.engine.tiers import Arena, CopyEngine
 from farspan.hf.stages import CausalLMStages
 from farspan.program import buffer_names as names
+from farspan.program.layout import WEIGHTS_OF_ONE
 from farspan.program.program import Gather, Program, aligned
 from farspan.spec import ModelSpec, Tier, UnsupportedError
 
@@ -75,14 +76,12 @@ class StreamedWeights:
     outside the layers. Memory for gradients is taken by the first step that has some."""
 
     def __init__(self, boundary: CausalLMStages) -> None:
-        """Moves the parameters to main memory, in place. Raises UnsupportedError for a model on a
-        GPU, one with parameters that are more than their numbers, or of which layers share one."""
-        if boundary.device.type != "cpu":
-            raise UnsupportedError(
-                f"weights: host is for models on a CPU so far, this one is on {boundary.device}; "
-                "use device"
-            )
+        """Moves the model to main memory, in place; steps compute on the boundary's device. Raises
+        UnsupportedError for a model with parameters that are more than their numbers, or of which
+        layers share one."""
+        self.device = boundary.device
         self._model = boundary.model
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []  # while a step runs, those here
         self._weights, self._sums = (Arena(Tier.HOST, boundary.device) for _ in range(2))
         layers = list(boundary.layers)
         found = find_parameters(boundary.model, layers, range(len(layers)))
@@ -95,10 +94,14 @@ class StreamedWeights:
                         f"weights: {name} is a {type(own).__name__}, not a plain parameter, and "
                         "host moves numbers alone; use device"
                     )
-                used = nn.Parameter(own.new_empty(0), own.requires_grad)
+                used = nn.Parameter(
+                    torch.empty(0, dtype=own.dtype, device=self.device), own.requires_grad
+                )
                 one.parameters.append(_Streamed(own, used, slots, own.requires_grad))
             one.lay_out()
         self._move()
+        for module, name, buffer in _buffers_of(self._model):
+            module._buffers[name] = buffer.cpu()
 
     def _move(self) -> None:
         """Have the parameters lie one behind the other."""
@@ -141,7 +144,8 @@ class StreamedWeights:
         """Whether it is this model's, as it is now: modules have these parameters, of which the
         same are trained, and they still lie here. Another step may have moved them, or somebody put
         others in their place."""
-        return self._model is boundary.model and all(
+        known = self._model is boundary.model and self.device == boundary.device
+        return known and all(
             module._parameters.get(name) is p.own
             and p.own.data_ptr() == p.address
             and p.own.requires_grad == p.trained
@@ -283,6 +287,33 @@ class StreamedWeights:
         for p in self._all():
             for module, name in p.slots:
                 module._parameters[name] = p.used if used else p.own
+        for module, name, buffer in self._buffers:
+            module._buffers[name] = buffer
+        self._buffers = list(_buffers_of(self._model)) if used else []
+        for module, name, buffer in self._buffers:
+            module._buffers[name] = buffer.to(self.device)
+
+
+def _buffers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Where a model has which, such as rotary tables."""
+    for module in model.modules():
+        yield from ((module, name, b) for name, b in module._buffers.items() if b is not None)
+
+
+def computing_device(
+    here: torch.device, wanted: torch.device | str | None, on_host: bool, ranks: object
+) -> torch.device:
+    """Where a step computes, with its number: where the model is (`here`), or elsewhere if its
+    weights are to come from main memory. Raises UnsupportedError."""
+    if on_host and ranks is not None:
+        raise UnsupportedError(f"{WEIGHTS_OF_ONE}; of one, leave ranks out")
+    found = here if wanted is None else torch.empty(0, device=wanted).device
+    if found != here and not on_host:
+        raise UnsupportedError(
+            f"device: the model is on {here}, not on {found}; move it there (model.to), or set "
+            "schedule.weights to host"
+        )
+    return found
 
 
 _RINGS = names.WEIGHTS, names.WEIGHT_GRADIENTS

@@ -328,7 +328,7 @@ def spared_layers(stages: CausalLMStages) -> frozenset[int]:
     """Layers that may leave out the last product of their one gated MLP where nobody reads what
     they give: no gradient depends on its value (`tokenwise` looks)."""
     try:
-        children = tokenwise(stages)
+        children = tokenwise(stages.in_place())
     except (UnsupportedError, RuntimeError):  # a weight that is computed cannot be copied
         return frozenset()
     return frozenset(i for i, layer in enumerate(stages.layers) if _spares(layer, children[i]))

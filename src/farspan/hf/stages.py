@@ -227,6 +227,12 @@ class CausalLMStages:
         if self._by_length:
             self._settled = settled(self.decoder, longest, self.device)
 
+    def in_place(self) -> "CausalLMStages":
+        """The same stages, run where the parameters lie."""
+        twin = copy.copy(self)
+        twin._device = None
+        return twin
+
     @property
     def device(self) -> torch.device:
         return self._device or next(self.model.parameters()).device

@@ -239,7 +239,9 @@ def settled(decoder: nn.Module, longest: int, device: torch.device) -> dict[str,
 def _settle(rope: nn.Module, longest: int, device: torch.device) -> nn.Module:
     twin: Any = copy.copy(rope)
     # A forward fills a buffer anew in one release of transformers and replaces it in another.
-    buffers = {name: b if b is None else b.clone() for name, b in rope._buffers.items()}
+    buffers = {
+        name: b if b is None else b.to(device, copy=True) for name, b in rope._buffers.items()
+    }
     twin.__dict__["_buffers"] = buffers
     blank = torch.zeros((), device=device)
     ends = torch.tensor([[min(1, longest - 1), longest - 1]], device=device)

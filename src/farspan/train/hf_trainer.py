@@ -18,7 +18,7 @@ from transformers import Trainer as HuggingFaceTrainer
 from farspan.engine.loss import IGNORED, document_starts, trained_token_count
 from farspan.engine.step import Step
 from farspan.program.strategies import AUTO
-from farspan.spec import Kernels, Schedule, UnsupportedError
+from farspan.spec import Kernels, Schedule, Tier, UnsupportedError
 
 LOG = logging.getLogger(__name__)
 _READ = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
@@ -79,9 +79,11 @@ class LongContext:
         **kwargs: Any,
     ) -> None:
         self._refuse_other_methods()
-        super().__init__(*args, **kwargs)
         self._schedule = schedule
         self._kernels = kernels
+        super().__init__(*args, **kwargs)
+        if self._on_host():  # the accelerator places batches and states as well
+            self.accelerator.device_placement = False
         self._step: Step | None = None
         self._stepped: Any = None  # the model that it is of
         self._refuse_other_arguments()
@@ -136,9 +138,18 @@ class LongContext:
         self._refuse_other_arguments()  # somebody may have changed them since
         # `model_init`, and a search for hyperparameters, put another model in the place of one.
         if self._step is None or self._stepped is not self.model:
-            self._step = Step(self.model, self._schedule, kernels=self._kernels)
+            device = self.args.device if self._on_host() else None
+            self._step = Step(self.model, self._schedule, kernels=self._kernels, device=device)
             self._stepped = self.model
         return self._step
+
+    def _on_host(self) -> bool:
+        return isinstance(self._schedule, Schedule) and self._schedule.weights is Tier.HOST
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leaves a model in main memory that is to stay there."""
+        if not self._on_host():
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def _refuse_other_methods(self) -> None:
         """Raises UnsupportedError where the class computes another loss, as far as can be seen."""
