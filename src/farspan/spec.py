@@ -83,6 +83,7 @@ class LayerWork:
     backward_traffic: int = 0
     feed_forward: int = 0  # how many of the products, the last ones, are of the feed-forward
     skippable: bool = True  # no gradient depends on the value of the feed-forward's output
+    packed: int = 0  # bytes that quantised weights take less than in the model's dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,22 @@ def test_a_plan_says_that_it_is_for_adapters() -> None:
         assert json.loads(call(*arguments, str(rank), "--json").stdout)["lora"] == rank
 
 
+def test_a_plan_says_that_the_base_is_quantised() -> None:
+    arguments = (*SMALL, "--context", "8K", "--strategy", "oomb", "--lora", "4")
+    packed = (*arguments, "--quantize", "nf4")
+    assert "Qwen2.5-0.5B, lora 4, nf4, 8K tokens" in " ".join(call(*packed).output.split())
+    plain, less = (json.loads(call(*of, "--json").stdout) for of in (arguments, packed))
+    assert (plain["quantize"], less["quantize"]) == (None, "nf4")
+    weights = [found["device_bytes"]["parts"]["weights"] for found in (plain, less)]
+    spared = 0
+    for inner, outer in [(896, 896)] * 2 + [(896, 128)] * 2 + [(896, 4864)] * 3:
+        blocks = inner * outer // 64
+        tables = 4 * (16 + 256) + 4
+        spared += 2 * inner * outer
+        spared -= inner * outer // 2 + blocks + 4 * -(-blocks // 256) + tables
+    assert weights[0] - weights[1] == 24 * spared
+
+
 def test_a_sparse_plan_that_hides_nothing_says_so() -> None:
     """4K tokens in chunks of 4K, and 8K of chosen pages."""
     arguments = (*SMALL, "--context", "8K", "--strategy", "oomb", "--sparse", "on")
@@ -244,6 +260,19 @@ def test_no_context_fits(monkeypatch: pytest.MonkeyPatch, asked: object) -> None
         (["--context", "1M", "--device-memory", "-1GiB"], "device_memory: expected bytes"),
         (["--context", "1M", "--optimizer", "sgd"], "optimizer: expected one of adamw"),
         (["--context", "1M", "--lora", "-1"], "lora: expected the rank of adapters, such as 16"),
+        (["--context", "1M", "--quantize", "nf4"], "quantize: quantised weights stay as they are"),
+        (
+            ["--context", "1M", "--lora", "8", "--quantize", "int2"],
+            "quantize: expected nf4, got 'int2'",
+        ),
+        (
+            ["--context", "1M", "--lora", "8", "--quantize", "nf4", "--gpus", "2"],
+            "quantize: quantised weights are for one device so far",
+        ),
+        (
+            ["--context", "1M", "--lora", "8", "--quantize", "nf4", "--dtype", "fp64"],
+            "quantize: quantised weights have no products in float64",
+        ),
         (["--context", "1M", "--strategy", "magic"], "strategy: 'magic' is not known"),
         (["--context", "1M", "--dtype", "int8"], "dtype: expected one of"),
         (["--context", "1M", "--machine", "h2000"], "machine: 'h2000' is neither a preset nor"),

@@ -14,7 +14,14 @@ from transformers import AutoModelForCausalLM
 from farspan import cli
 from farspan.hf.load import load_model
 from farspan.spec import Quantization, UnsupportedError
-from farspan.train.config import DType, ModelConfig, Parallel, RunConfig, load_run
+from farspan.train.config import (
+    DType,
+    ModelConfig,
+    Parallel,
+    RunConfig,
+    ScheduleConfig,
+    load_run,
+)
 from farspan.train.setup import resolve
 from farspan.train.trainer import train
 from farspan.train.yaml_config import to_mapping
@@ -131,6 +138,40 @@ def test_several_ranks_are_refused_before_any_text_is_read(tmp_path: Path) -> No
     run = replace(run, data=replace(run.data, path=str(tmp_path / "none")))
     for said in run_ranks(2, two_ranks, run):
         assert "parallel: quantised weights are for one device so far" in said
+
+
+@pytest.mark.exhaustive
+def test_the_planner_plans_for_quantised_weights(tmp_path: Path) -> None:
+    run = qlora(tmp_path, "run", schedule=ScheduleConfig(strategy="auto"), steps=3)
+    train(run, reporter=Quiet())
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    (first,) = (line for line in map(json.loads, lines) if "memory_measured_bytes" in line)
+    predicted, measured = (first[f"memory_{how}_bytes"] for how in ("predicted", "measured"))
+    assert abs(predicted - measured) < 0.02 * measured
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["quantize"] == "nf4"
+
+
+def test_a_run_file_is_planned_with_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the folder alone says that it is quantised; several devices are refused."""
+    run = qlora(tmp_path, "run")
+    folder = str(tmp_path / "packed")
+    load_model(path=str(run.model.path), dtype=torch.float32, nf4=True).save_pretrained(folder)
+    there = replace(run, model=replace(run.model, path=folder, quantize=None))
+    weights = []
+    for name, one in (("plain", run), ("packed", there)):
+        path = str(run_file(tmp_path / f"{name}.yaml", one))
+        assert command(monkeypatch, "plan", path, "--machine", "h200", "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["quantize"] == "nf4"
+        weights.append(found["device_bytes"]["parts"]["weights"])
+    assert weights[0] == weights[1]
+    shared = str(run_file(tmp_path / "shared.yaml", replace(run, parallel=Parallel(data=2))))
+    monkeypatch.setattr("sys.argv", ["farspan", "plan", shared, "--machine", "h200"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "quantised weights are for one device" in capsys.readouterr().err
 
 
 def test_verify_says_in_what_it_compares(

@@ -24,8 +24,9 @@ from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.plan import contexts_view, plan_view
 from farspan.report.tables import show
 from farspan.report.timeline import timeline_json
-from farspan.spec import UnsupportedError, dtype_name
+from farspan.spec import Quantization, UnsupportedError, dtype_name
 from farspan.train.config import DType, LoraConfig, RunConfig, load_run
+from farspan.train.yaml_config import convert
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,13 @@ Lora = Annotated[
     int | None,
     typer.Option(help="Rank of adapters on every linear module; 0, the default: none."),
 ]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{', '.join(Quantization)}, with --lora: the frozen weights of linear modules have "
+        "four bits (QLoRA)."
+    ),
+]
 SparseText = Annotated[
     str | None,
     typer.Option(
@@ -205,6 +213,7 @@ def plan_command(
     strategy: StrategyName = None,
     optimizer: OptimizerName = None,
     lora: Lora = None,
+    quantize: Quantize = None,
     dtype: DTypeName = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
@@ -221,7 +230,7 @@ def plan_command(
         **{"model": model, "context": context, "machine": machine, "gpus": gpus, "batch": batch},
         **{"strategy": strategy, "optimizer": optimizer, "lora": lora, "dtype": dtype},
         **{"device_memory": device_memory, "host_memory": host_memory, "sparse": sparse},
-        **{"margin": margin},
+        **{"margin": margin, "quantize": quantize},
     }
     given = {name: value for name, value in options.items() if value is not None}
     limit = math.inf if max_step is None else read_seconds(max_step, "max_step")
@@ -296,6 +305,8 @@ def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, li
         model = replace(model, dtype=DType(dtype_name(given["dtype"])))
     if "lora" in given:
         model = replace(model, lora=_lora(given["lora"]))
+    if "quantize" in given:
+        model = replace(model, quantize=convert(Quantization, given["quantize"], "quantize"))
     run = replace(run, model=model, batch=given.get("batch", run.batch))
     if "context" in given:
         run = replace(run, context=read_tokens(given["context"], "context"))

@@ -45,7 +45,7 @@ from farspan.engine.trace_steps import META, without_garbage_collection
 from farspan.hf.attention_interface import routed
 from farspan.hf.describe import describe_config, describe_shapes, describe_unproven
 from farspan.hf.fused_layers import fuse, gate_forward
-from farspan.hf.quantized import plain_linears, shape_of
+from farspan.hf.quantized import linear_widths, plain_linears, shape_of
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.tiled_mlp import Tokenwise, likely_tokenwise
 from farspan.hf.unsupported import DROPOUTS, context_limit
@@ -61,6 +61,7 @@ from farspan.profile.model import (
     Variant,
     form,
 )
+from farspan.profile.packed import packed
 from farspan.profile.store import Profiles
 from farspan.program.builder import build_program
 from farspan.program.program import (
@@ -345,7 +346,7 @@ def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
     memo |= plain_linears(model, partial(_without_packed, model.dtype))
     blank = copy.deepcopy(model, memo)
 
-    def made(variant: Variant) -> ModelProfile:
+    def measured(variant: Variant) -> ModelProfile:
         stages = _without_dropout(blank)
         try:
             with without_garbage_collection(), GroupedProducts(), routed(stages.model):
@@ -354,6 +355,13 @@ def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
             stood_in = copy.deepcopy(blank)
             return estimated(replace(describe_shapes(stood_in), name=name), variant.rank)
         return replace(found, spec=replace(found.spec, name=name))
+
+    def made(variant: Variant) -> ModelProfile:
+        found = measured(replace(variant, nf4=False))
+        if not variant.nf4:
+            return found
+        layers = [linear_widths(layer) for layer in CausalLMStages(blank).layers]
+        return packed(found, dict(zip(found.kind_of, layers, strict=True)))
 
     return Profiles({}, name, made=made)
 

@@ -18,7 +18,7 @@ from farspan.activations import SavedActivations
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.load import add_adapters, blank_model, config_from_fields
 from farspan.hf.probe import TOKENS, ask_layers, probe_layers
-from farspan.hf.quantized import elements, shape_of
+from farspan.hf.quantized import elements, held_bytes, shape_of
 from farspan.hf.recurrent import RecurrentStates, with_states, zero_states
 from farspan.hf.stages import CausalLMStages, is_compiled, run_layer, uncompiled
 from farspan.hf.unsupported import refuse_dropout, refuse_model
@@ -207,13 +207,13 @@ def with_work(stages: CausalLMStages, spec: ModelSpec) -> ModelSpec:
     active = getattr(config, "num_experts_per_tok", None) or 1
     pairs = zip(stages.layers, spec.layers, strict=True)
     layers = (
-        replace(layer, work=_estimate(module, active, layer.activation_bytes))
+        replace(layer, work=_estimate(module, active, layer.activation_bytes, spec.element_bytes))
         for module, layer in pairs
     )
     return replace(spec, layers=tuple(layers))
 
 
-def _estimate(layer: nn.Module, active: int, saved: int) -> LayerWork:
+def _estimate(layer: nn.Module, active: int, saved: int, width: int) -> LayerWork:
     """Every matrix is multiplied once a token; of stacked experts, `active` are. Convolutions of a
     few tokens are left out. What autograd saves is written once and read once: elementwise work
     moves at least so much."""
@@ -229,6 +229,9 @@ def _estimate(layer: nn.Module, active: int, saved: int) -> LayerWork:
         projections=min(PROJECTIONS, len(products)),
         forward_traffic=saved,
         backward_traffic=saved,
+        packed=sum(
+            elements(w) * width - held_bytes(w) for w in weights if not w.is_floating_point()
+        ),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PretrainedConfig
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from farspan.durable import read_json
@@ -114,6 +115,17 @@ def is_packed(module: nn.Module) -> bool:
     """Whether it is a linear module of four bits an element; peft's around one has its weight, too,
     but as a property."""
     return _state(module._parameters.get("weight")) is not None
+
+
+def linear_widths(layer: nn.Module) -> list[tuple[int, int]]:
+    """Inner and outer width of each linear module of a layer that is, or could be, packed: of all
+    but adapters."""
+    found: list[tuple[int, int]] = []
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in name:
+            outer, inner = shape_of(module.weight)
+            found.append((inner, outer))
+    return found
 
 
 def shape_of(weight: Tensor) -> torch.Size:

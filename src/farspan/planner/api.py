@@ -21,6 +21,7 @@ from farspan.spec import (
     Kernels,
     MachineSpec,
     ModelSpec,
+    Quantization,
     RunSpec,
     Sparse,
     UnsupportedError,
@@ -55,6 +56,7 @@ class Options(TypedDict, total=False):
     batch: int
     optimizer: str
     lora: int
+    quantize: str | None
     strategy: str
     dtype: str
     device_memory: str | int | None
@@ -78,6 +80,7 @@ class Request:
     batch: int = 1  # sequences a step, for each group of devices that shares one
     optimizer: str = Optimizer.ADAMW
     lora: int = 0  # rank of adapters on every linear module of the layers; 0: all is trained
+    quantize: str | None = None  # nf4, with lora: frozen weights of linear modules have four bits
     strategy: str = AUTO  # the best of all of them
     dtype: str = "bfloat16"
     device_memory: str | int | None = None  # in place of what the machine's device has
@@ -106,6 +109,7 @@ class Request:
             sparse=self.sparse,
             kernels=self.kernels,
             margin=margin_of(self.margin, machine),
+            nf4=self.quantize is not None,
             profiles=profiles,
         )
         return as_run(question, self.lora)
@@ -118,6 +122,7 @@ class Request:
         return [self.strategy]
 
     def _model(self) -> tuple[ModelSpec, Profiles | None]:
+        self._check_quantize()
         if isinstance(self.config, ModelSpec):
             return self.config, None
         profiles, dtype = _profiles(self.config), dtype_name(self.dtype)
@@ -125,6 +130,25 @@ class Request:
         if self.lora:
             _check_width(self.lora, profiles.widest_rank())
         return profiles.of(Variant(dtype, profiles.rank(self.lora))).spec, profiles
+
+    def _check_quantize(self) -> None:
+        if self.quantize is None:
+            return
+        wrong = None
+        if self.quantize not in tuple(Quantization):
+            wrong = f"expected {' or '.join(Quantization)}, got {self.quantize!r}"
+        elif isinstance(self.config, ModelSpec):
+            wrong = "a described model has no such weights; give a model that can be profiled"
+        elif not self.lora and not isinstance(self.config, Profiles):
+            wrong = (
+                "quantised weights stay as they are; give lora, the rank of adapters, such as 16"
+            )
+        elif dtype_name(self.dtype) == "float64":
+            wrong = "quantised weights have no products in float64; give dtype bf16 or fp32"
+        elif self.gpus != 1:
+            wrong = "quantised weights are for one device so far; give gpus 1"
+        if wrong is not None:
+            raise UnsupportedError(f"quantize: {wrong}")
 
     def _machine(self) -> MachineSpec:
         found: object = self.machine

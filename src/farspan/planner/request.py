@@ -20,6 +20,7 @@ from farspan.spec import (
     Kernels,
     MachineSpec,
     ModelSpec,
+    Quantization,
     RunSpec,
     Schedule,
     Sparse,
@@ -60,6 +61,7 @@ class Question:
     kernels: Kernels = field(default_factory=Kernels)
     margin: Margin = Margin()  # bytes that a plan leaves where any can (`margin_of`)
     wide_gradients: bool = False  # `.grad` in fp32 without an optimizer, too: as training has it
+    nf4: bool = False  # frozen weights of linear modules have four bits
     profiles: Profiles | None = None  # of the model; None: nothing but its description is known
     profile: ModelProfile | None = None  # of these, as the machine runs it
 
@@ -73,7 +75,8 @@ class Question:
         model has them."""
         whole = not self.machine.unified and self.layout.tensor == 1
         fused = whole and self.kernels.fused and self.dtype != "float64"
-        return Variant(self.dtype, rank, fused, whole and self.kernels.accumulate)
+        adds = whole and self.kernels.accumulate
+        return Variant(self.dtype, rank, fused, adds, nf4=self.nf4)
 
     def profiled(self, *, tiled: bool) -> ModelProfile:
         """The model's profile; of a model that is only described, what can be said of it."""
@@ -260,6 +263,7 @@ class Plan:
             "dtype": question.dtype,
             "optimizer": question.optimizer.value,
             "lora": question.adapter_rank(),
+            "quantize": Quantization.NF4.value if question.nf4 else None,
             "gpus": question.layout.devices(),
             "layout": asdict(question.layout),
             "batch": question.run.batch,

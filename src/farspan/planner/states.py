@@ -68,13 +68,18 @@ def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> Sta
     own = _own(sharing, model.trainable, outer_trained)
     on_device, on_host = _optimizer_bytes(model, question.optimizer, own)
     return States(
-        weights=_own(sharing, model.parameters, outer) * model.element_bytes,
+        weights=_own(sharing, model.parameters, outer) * model.element_bytes - _packed(model),
         gathered=whole * model.element_bytes if sharing.ranks > 1 else 0,
         gradients=own * final,
         accumulators=(sharing.slice(trained) + outer_trained) * wide if needs_sum else 0,
         optimizer=on_device,
         optimizer_on_host=on_host,
     )
+
+
+def _packed(model: ModelSpec) -> int:
+    """Bytes that quantised weights, which one device has whole, take less."""
+    return sum(layer.work.packed for layer in model.layers)
 
 
 def sharing_of(question: Question) -> Sharing:

@@ -37,11 +37,12 @@ class Variant:
     fused: bool = False  # norms, gates, rotations and the loss by farspan's own kernels
     adds: bool = False  # products add weight gradients to their sums
     tiled: bool = False  # token-wise modules may run on tiles, too
+    nf4: bool = False  # frozen weights of linear modules have four bits
 
     def key(self) -> str:
         """A name for it."""
         words = [self.dtype, *[f"lora{self.rank}"] * bool(self.rank)]
-        words += [name for name in ("fused", "adds", "tiled") if getattr(self, name)]
+        words += [name for name in ("fused", "adds", "tiled", "nf4") if getattr(self, name)]
         return " ".join(words)
 
 

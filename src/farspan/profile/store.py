@@ -24,6 +24,7 @@ from farspan.profile.model import (
     Peak,
     Variant,
 )
+from farspan.profile.packed import adapted, packed
 from farspan.spec import LayerSpec, LayerWork, ModelSpec, StateTensor, UnsupportedError
 from farspan.version import VERSION
 
@@ -62,20 +63,25 @@ class Profiles:
     def widest_rank(self) -> int:
         """Of the linear modules that get adapters, the most that the narrower side of one is."""
         rank = RANKS[0]
-        found = [1]
-        for work in {layer.work for layer in self.of(Variant(rank=rank)).spec.layers}:
-            of = work.products
-            for (inner, outer), down, up in zip(of, of[1:], of[2:], strict=False):
-                if (down, up) == ((inner, rank), (rank, outer)):
-                    found.append(min(inner, outer))
-        return max(found)
+        layers = set(self.of(Variant(rank=rank)).spec.layers)
+        return max((min(widths) for one in layers for widths in adapted(one, rank)), default=1)
 
     def of(self, variant: Variant) -> ModelProfile:
         """The model's in this way. Raises UnsupportedError where the model cannot be profiled."""
         if variant not in self._known:
-            found = (self._made or self._found)(variant)
+            found = self._plain(variant)
             self._known[variant] = replace(found, spec=replace(found.spec, name=self.name))
         return self._known[variant]
+
+    def _plain(self, variant: Variant) -> ModelProfile:
+        if self._made is not None:
+            return self._made(variant)
+        if not variant.nf4:
+            return self._found(variant)
+        # Those of the layers that have adapters are all linear modules there are.
+        plain, rank = self.of(replace(variant, nf4=False)), variant.rank or 0
+        of = {kind: adapted(plain.spec.layers[i], rank) for i, kind in enumerate(plain.kind_of)}
+        return packed(plain, of)
 
     def _found(self, variant: Variant) -> ModelProfile:
         return self._shipped(variant) or self._cached(variant)
@@ -196,6 +202,9 @@ def _plain(profile: ModelProfile) -> dict[str, Any]:
     value = asdict(profile)
     layers = [profile.kind_of.index(kind) for kind in range(len(profile.kinds))]
     value["spec"]["layers"] = [value["spec"]["layers"][layer] for layer in layers]
+    for layer in value["spec"]["layers"]:  # packed weights follow from plain ones
+        del layer["work"]["packed"]
+    del value["variant"]["nf4"]
     found: dict[str, Any] = _whole(value)
     return found
 

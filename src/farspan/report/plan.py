@@ -23,6 +23,7 @@ from farspan.report.tables import (
     plain_lines,
     schedule_words,
 )
+from farspan.spec import Quantization
 
 MFU_CONVENTION = (
     "FLOP of one forward and twice that for the backward, attention over the keys a query sees, "
@@ -162,6 +163,7 @@ def subject(plan: Plan) -> str:
         adapters = (
             f", {question.model.trainable / question.model.parameters:.2%} of the weights trained"
         )
+    adapters += f", {Quantization.NF4}" * question.nf4
     sequences = f"{run.batch} sequences of " if run.batch > 1 else ""
     return (
         f"{question.model.name}{adapters}, {sequences}{write_tokens(run.tokens)} tokens, "

@@ -23,7 +23,7 @@ from farspan.engine.streamed_weights import StreamedWeights
 from farspan.hf import load
 from farspan.hf.describe import describe, with_work
 from farspan.hf.fused_layers import fuse
-from farspan.hf.quantized import held_bytes
+from farspan.hf.quantized import held_bytes, is_packed
 from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import fused_for
 from farspan.planner import evaluate as evaluation
@@ -160,14 +160,18 @@ def inspect_model(
     fused = kernels.fused and fused_for(device, boundary.dtype)
     adds = kernels.accumulate and adds_products(device, boundary.dtype)
     spec = with_work(boundary, describe(boundary, device))
-    variant = Variant(dtype, rank, fused, adds)
+    nf4 = any(map(is_packed, model.modules()))
+    variant = Variant(dtype, rank, fused, adds, nf4=nf4)
     profiles = profiles_of(boundary.model.config.to_dict(), spec.name)
     profile = profiles.of(variant)
     if _sizes(profile.spec) != _sizes(spec):  # such as adapters, or a family of its own making
         profiles = profiles_of_model(boundary.model, spec.name)
         profile = profiles.of(replace(variant, rank=None))
     pairs = zip(spec.layers, profile.spec.layers, strict=True)
-    layers = tuple(replace(layer, work=known.work) for layer, known in pairs)
+    # What packed weights hold is known here, and which ones are.
+    layers = tuple(
+        replace(layer, work=replace(known.work, packed=layer.work.packed)) for layer, known in pairs
+    )
     return InspectedModel(replace(spec, layers=layers), profiles, profile)
 
 

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 from farspan.engine.profile import profiles_of_model
 from farspan.formatting import write_seconds
 from farspan.hf.load import blank_model, config_for_planning
+from farspan.hf.quantized import format_of, refuse_untrainable, refuse_whole
 from farspan.hf.unsupported import refuse_dropout, refuse_model
 from farspan.planner.api import HERE, Request, as_run
 from farspan.planner.plans import best_plan, longest_contexts, plan_as_written
@@ -17,12 +18,12 @@ from farspan.planner.request import Fit, Optimizer, Plan, Question
 from farspan.profile.store import Profiles
 from farspan.program.layout import ALONE, Layout, group_ranges, sequence_layout
 from farspan.program.strategies import AUTO
-from farspan.spec import MachineSpec, ModelSpec, Schedule, UnsupportedError
+from farspan.spec import MachineSpec, ModelSpec, Quantization, Schedule, UnsupportedError
 from farspan.train.config import Given, Parallel, RunConfig, StatesPlace
 from farspan.train.context import Components, machine_of, torch_dtype
 from farspan.train.origin import with_base
 from farspan.train.planning import OWN, PLANNED, allowed
-from farspan.train.setup import adapt, choose_device, is_sharded, refuse_groups
+from farspan.train.setup import SHARED, adapt, choose_device, is_sharded, refuse_groups
 from farspan.train.yaml_config import as_yaml, to_mapping
 
 
@@ -141,13 +142,15 @@ def questions_of_run(
     machine = asked.get("machine", HERE)
     if machine == HERE:
         machine = machine_of(choose_device(run.device), torch_dtype(run), progress)
+    model, packed = _model(run)
     question = Request(
-        config=_model(run),
+        config=model,
         context=run.context,
         machine=machine,
         batch=run.batch,
         optimizer=asked.get("optimizer", Optimizer.ADAMW),
         lora=0 if run.model.lora is None else run.model.lora.everywhere(),
+        quantize=Quantization.NF4 if packed else None,
         dtype=run.model.dtype.value,
         device_memory=asked.get("device_memory"),
         host_memory=asked.get("host_memory"),
@@ -162,9 +165,10 @@ def questions_of_run(
     return QuestionsOfRun(run, tuple(_with_states(run, question, asked.get("optimizer"))))
 
 
-def _model(run: RunConfig) -> PretrainedConfig | Profiles:
+def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
     """The configuration of the run's model; with adapters of other modules than all, the profiles
-    of the model with them. Raises UnsupportedError for what cannot be trained exactly."""
+    of the model with them. And whether its linear modules have weights of four bits. Raises
+    UnsupportedError for what cannot be trained exactly."""
     model, lora = run.model, run.model.lora
     config = config_for_planning(
         path=model.path,
@@ -172,13 +176,18 @@ def _model(run: RunConfig) -> PretrainedConfig | Profiles:
         overrides=model.overrides,
         revision=model.revision,
     )
+    refuse_untrainable(config, str(model.path))
+    there = format_of(config)
+    packed = bool(model.quantize if there is None else there.get("load_in_4bit"))
     blank = blank_model(config, torch_dtype(run))
     refuse_model(blank)
     refuse_dropout(blank)
+    if lora is None:
+        refuse_whole(config)
     if lora is None or lora.everywhere():
-        return config
+        return config, packed
     adapt(blank, run)
-    return profiles_of_model(blank, model.path or config.model_type)
+    return profiles_of_model(blank, model.path or config.model_type), packed
 
 
 def _in_place_of(run: RunConfig, asked: Asked, question: Question) -> RunConfig:
@@ -196,6 +205,8 @@ def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
     """The question on the devices that share the run, with what they may take of the machine."""
     machine = question.machine
     layout = _layout(run.parallel, gpus, question.model, machine)
+    if question.nf4 and layout.devices() > 1:
+        raise UnsupportedError(SHARED)
     is_sharded(run, layout)  # refuses what sharded weights cannot have
     if machine.unified:  # the ranks of a CPU are processes beside each other
         machine = replace(machine, devices=layout.devices())

@@ -16,6 +16,7 @@ from farspan.durable import read_json
 from farspan.engine.microbench import describe_machine
 from farspan.engine.parallelize import ShardedModel
 from farspan.formatting import sparse_words
+from farspan.hf.quantized import held_bytes
 from farspan.memory.host import available_host_bytes
 from farspan.planner.evaluate import size
 from farspan.planner.prices import with_kernels
@@ -367,7 +368,7 @@ class StepPlanner:
         world = DistributedContext(device)
         question = question_of(asked, inspected, machine, StatesPlace.DEVICE, world)
         gradients = (p.grad for p in parameters if p.grad is not None)
-        held = sum(tensor.nbytes for tensor in (*parameters, *gradients))
+        held = sum(map(held_bytes, (*parameters, *gradients)))
         free = free_now(device, held).limit(question.machine)
         plan = self.components.best_plan(replace(question, machine=free))
         if not plan.fits:
@@ -403,6 +404,7 @@ def question_of(
         accumulates=run.accumulate > 1,
         kernels=run.kernels,
         margin=margin_of(run.margin, machine),
+        nf4=inspected.profile is not None and inspected.profile.variant.nf4,
         profiles=inspected.profiles,
         profile=inspected.profile,
     )
@@ -442,7 +444,7 @@ def _place_states(
     if run.schedule.strategy == AUTO:
         machine = components.machine_once(device, torch_dtype(run), progress)
     # Of several ranks this one has the weights, in main memory, until they are sharded.
-    there = sum(parameter.nbytes for parameter in model.parameters()) * (world.size > 1)
+    there = sum(map(held_bytes, model.parameters())) * (world.size > 1)
     machine = allowed(run, free_now(device, 0, there).limit(machine))
     inspected = inspect_for(run, model, device)
 
