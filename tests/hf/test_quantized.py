@@ -181,7 +181,7 @@ def test_bytes_are_those_of_the_packing(folder: Path) -> None:
 
 def test_streamed_weights_are_refused(folder: Path) -> None:
     schedule = Schedule(chunk=12, weights=Tier.HOST)
-    with pytest.raises(UnsupportedError, match=r"weights: .* is in torch.uint8"):
+    with pytest.raises(UnsupportedError, match=r"weights: .* is a Params4bit.*; use device"):
         run_step(packed(folder), schedule, draw(TOKENS))
 
 
