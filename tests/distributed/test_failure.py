@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +31,9 @@ LIMIT = 3.0  # seconds that a collective waits
 # A busy machine starts processes late, and pulses come late there.
 BUSY = 2.0  # and so much later, then
 SOON = LIMIT + faults.HEARTBEAT_TIMEOUT + 12.0
-AT_ONCE = 5  # cases; of some seconds each they compute for a tenth of one
+AT_ONCE = 3  # cases; of some seconds each they compute for a tenth of one
+# Seconds between two: ranks that one process starts with many others join later than LIMIT.
+APART, STARTING = 1.0, threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Case:
     lost: int | None = None
 
     def ended(self, folder: Path) -> list[Ended]:
+        with STARTING:
+            time.sleep(APART)
         return launch(
             folder, self.ranks, self.function, *self.arguments, seconds=self.seconds, lost=self.lost
         )
@@ -108,6 +113,13 @@ def happen(fault: str) -> None:
         os._exit(0)
 
 
+def moment_of(end: Ended) -> float:
+    """When it happened, beside which torch may have warned."""
+    found = re.search(r"^(\d+\.\d+)$", end.errors, re.MULTILINE)
+    assert found is not None, end
+    return float(found[1])
+
+
 def refuse() -> None:
     """All ranks the same, one after the other."""
     try:
@@ -163,7 +175,7 @@ def test_the_others_name_the_rank_and_its_cause(
 def test_a_frozen_rank_is_named_and_not_called_dead(ended: list[Ended], culprit: int) -> None:
     """Rank 0 has the store, which does not answer then. Ranks that wait for none of the others end
     as well if it is frozen: nobody could tell them of anything."""
-    frozen = float(ended[culprit].errors.split()[0])
+    frozen = moment_of(ended[culprit])
     for end in others(ended, culprit):
         assert end.code == 1, end
         said = end.errors.splitlines()[-1] if culprit == 0 else end.said
@@ -186,7 +198,7 @@ def fail_beside_a_silent_store() -> str:
 
 @pytest.mark.parametrize("case", [Case(2, fail_beside_a_silent_store, seconds=2 * SOON, lost=0)])
 def test_a_silent_store_is_not_waited_for(ended: list[Ended]) -> None:
-    frozen, end = float(ended[0].errors.split()[0]), ended[1]
+    frozen, end = moment_of(ended[0]), ended[1]
     assert (end.code, end.said) == (1, "ValueError: no such thing")
     assert end.at - frozen < LIMIT + 5.0 + BUSY
 
@@ -305,7 +317,7 @@ def test_the_rank_that_has_the_store_is_killed(ended: list[Ended]) -> None:
     for end in ended[1:]:
         assert end.code == 1, end
         assert end.said == "RankFailed: rank 0: exited without reporting an error (killed?)"
-        assert end.at - float(ended[0].errors) < LIMIT + 5.0 + BUSY
+        assert end.at - moment_of(ended[0]) < LIMIT + 5.0 + BUSY
 
 
 def silent(self: faults.FailureDetector) -> None:
@@ -398,7 +410,7 @@ def of_join(moment: str, culprit: int) -> Case:
 def test_a_rank_that_freezes_while_all_join_is_named(
     ended: list[Ended], culprit: int, words: str
 ) -> None:
-    end, frozen = ended[1 - culprit], float(ended[culprit].errors.split()[0])
+    end, frozen = ended[1 - culprit], moment_of(ended[culprit])
     assert end.code == 1, end
     assert re.search(rf"(RankFailed|farspan): {words}", end.said or end.errors), end
     assert end.at - frozen < LIMIT + 5.0 + BUSY, end
