@@ -8,15 +8,17 @@ import pytest
 
 from farspan.formatting import read_bytes
 from farspan.planner.api import Request
+from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import machine, with_main_memory
 from farspan.planner.plans import best_plan
 from farspan.planner.remedies import RANK, remedies_of
 from farspan.planner.request import Margin, Optimizer, Question, margin_of
+from farspan.planner.space import even
 from farspan.profile.estimate import estimated
 from farspan.profile.model import ModelProfile, Variant
 from farspan.profile.store import Profiles
 from farspan.program.layout import Layout
-from farspan.spec import RunSpec, Sparse
+from farspan.spec import RunSpec, Schedule, Sparse, Tier
 from tests.profiles import spec_of
 from tests.program.cases import model_of
 from tests.report.cases import GIB
@@ -238,9 +240,50 @@ def test_a_whole_model_on_a_small_card_is_told_of_adapters_and_of_a_larger_one()
     request = Request("Qwen2.5-7B", "64K", "rtx4090", host_memory="64GiB")
     plan = best_plan(request.question(), None, 1.0)
     assert not plan.fits
-    assert [remedy.options for remedy in plan.remedies] == ["--lora 16", "--machine h200"]
+    on_host = "--optimizer host --weights host --host-memory 256GiB"
+    assert [remedy.options for remedy in plan.remedies] == ["--lora 16", on_host, "--machine h200"]
     assert plan.remedy == plan.to_json()["remedy"] == "--lora 16"
     assert best_plan(replace(request, lora=16).question(), ["grouped"], 1.0).fits
+
+
+def test_weights_go_to_main_memory_with_the_states() -> None:
+    def there(q: Question) -> bool:
+        return q.weights is Tier.HOST
+
+    assert options(asked(), there) == ["--optimizer host --weights host"]
+    assert options(asked(Optimizer.HOST), there) == ["--weights host"]
+    assert not options(asked(Optimizer.ADAMW8BIT), there)
+    assert not options(asked(layout=Layout(shards=2)), there)
+    both = options(asked(), lambda q: there(q) and has_adapters(q))
+    assert both == ["--lora 16 --optimizer host --weights host"]
+
+
+# Full fine-tuning on one device, as docs/decisions/034 promises it.
+ONE_DEVICE = {
+    "Qwen2.5-7B": ("rtx4090", "128K", "192GiB", 2**13, 10, 0.875, Tier.HOST),
+    "Qwen3-32B": ("h100", "256K", "768GiB", 2**14, 13, 0.375, Tier.HOST),
+    "Llama-3-70B": ("h200", "128K", "1536GiB", 2**14, 16, 0.875, Tier.DEVICE),
+}
+
+
+@pytest.mark.parametrize("model", ONE_DEVICE)
+def test_a_model_is_trained_on_one_device(model: str) -> None:
+    """Its schedules were found by `farspan plan`; copies hide."""
+    card, context, memory, chunk, groups, attention, inputs = ONE_DEVICE[model]
+    request = Request(model, context, card, host_memory=memory, optimizer="host", weights="host")
+    question, kept = request.question(), context == "128K"
+    schedule = Schedule(
+        chunk,
+        even(len(question.model.layers), groups),
+        inputs,
+        kv_kept=kept,
+        attention_save_fraction=attention,
+        attention_open=not kept,
+        weights=Tier.HOST,
+    )
+    plan = evaluate(question, "grouped", schedule)
+    assert plan.fits
+    assert plan.seconds.total <= 1.15 * plan.seconds.compute
 
 
 @pytest.mark.exhaustive

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from farspan.planner.api import Request
 from farspan.planner.evaluate import evaluate, outlined, size
@@ -26,6 +27,7 @@ from farspan.program.program import (
     Fetch,
     Forward,
     Free,
+    Gather,
     Instruction,
     Load,
     LoadGradient,
@@ -35,11 +37,12 @@ from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 from tests.grids import examples
 from tests.planner.machines import slow_machine
-from tests.planner.test_bound import with_work
+from tests.planner.test_bound import anywhere, with_work
 from tests.program.cases import model_of, steps
 
 Place = tuple[str, int]
 CLOSE = 1e-9
+ANYWHERE = st.builds(anywhere, steps(), st.booleans())  # weights are on the device or on host
 
 
 def prices_of(
@@ -127,7 +130,7 @@ def check_addresses(prices: Prices) -> None:
 
 
 @settings(max_examples=examples(80))
-@given(steps())
+@given(ANYWHERE)
 def test_no_race(step: tuple[ModelSpec, RunSpec, Schedule]) -> None:
     prices = prices_of(*step)
     check(prices)
@@ -145,7 +148,7 @@ def test_kept_kv_is_waited_for(home: Tier) -> None:
 
 
 @settings(max_examples=examples(80))
-@given(steps())
+@given(ANYWHERE)
 def test_overlap_is_no_longer_than_in_line_and_no_shorter_than_a_lane(
     step: tuple[ModelSpec, RunSpec, Schedule],
 ) -> None:
@@ -198,12 +201,14 @@ def ends_by_waits(prices: Prices) -> dict[tuple[str, int], float]:
     orders, issued, cells = waits(program), 0.0, list[float]()
     for index, (i, order) in enumerate(zip(program.instructions, orders, strict=True)):
         cost, is_cell = prices.of(i), isinstance(i, Forward | Backward)
+        is_copied = isinstance(i, Gather | Close)  # weights: what computes only issues it
         if is_cell and len(cells) >= AHEAD:
             issued = max(issued, cells[-AHEAD])
         for lane, after in order.items():
             earlier = (ends[other.name.lower(), awaited] for other, awaited in after)
             begin = max([free[lane], issued, *earlier])
-            free[lane] = max(begin + cost.in_line() - cost.host, issued + cost.host)
+            busy = 0.0 if is_copied and lane is Lane.COMPUTE else cost.in_line() - cost.host
+            free[lane] = max(begin + busy, issued + cost.host)
             ends[lane.name.lower(), index] = free[lane]
         issued += cost.host
         if is_cell:
@@ -213,7 +218,7 @@ def ends_by_waits(prices: Prices) -> dict[tuple[str, int], float]:
 
 @pytest.mark.parametrize("overhead", [0.0, 1e-4, 1e-2, 10.0])
 @pytest.mark.parametrize("tier", Tier)
-@given(step=steps())
+@given(step=ANYWHERE)
 @settings(max_examples=examples(20))
 def test_times_are_those_of_the_engines_waits(
     tier: Tier, overhead: float, step: tuple[ModelSpec, RunSpec, Schedule]
@@ -262,15 +267,19 @@ FOLDED = (
     Schedule(2**13, (4,) * 7, attention_open=True, layer_checkpoint=True),
     Schedule(2**14, (2,) * 5 + (3,) * 6, kv=Tier.HOST, activation_save_fraction=0.5),
     Schedule(2**13, (28,), attention_save_fraction=0.25),
+    Schedule(2**13, (2,) * 14, kv_kept=True, weights=Tier.HOST),
 )
 
 
-@pytest.mark.parametrize(("gpus", "slower"), [(1, 1), (4, 1), (4, 50)])
-@pytest.mark.parametrize("schedule", FOLDED, ids=range(6))
+# Of weights in main memory a single device.
+CASES = [(of, *to) for of in FOLDED for to in ((1, 1), (4, 1), (4, 50))][: 3 * 6 + 1]
+
+
+@pytest.mark.parametrize(("schedule", "gpus", "slower"), CASES, ids=range(19))
 def test_few_layers_take_the_time_of_all(schedule: Schedule, gpus: int, slower: int) -> None:
     """Where devices wait for each other, too; and outlines of programs take the bytes of the whole
     ones."""
-    asked = of_groups("96K", gpus=gpus)
+    asked = replace(of_groups("96K", gpus=gpus), weights=schedule.weights)
     peer = asked.machine.peer / slower
     roomy = replace(asked.machine, device_bytes=2**45, host_bytes=2**45, peer=peer)
     asked = replace(asked, machine=roomy)

@@ -152,6 +152,13 @@ OptimizerName = Annotated[
         f"{', '.join((*AS_IN_RUN_FILES, Optimizer.HOST))}; default: {Optimizer.ADAMW}."
     ),
 ]
+WeightsTier = Annotated[
+    str | None,
+    typer.Option(
+        help="Where weights and their gradients live: device, the default, or host, with "
+        f"--optimizer {Optimizer.HOST}: those of two groups of layers are on the device."
+    ),
+]
 DTypeName = Annotated[str | None, typer.Option(help="bf16, fp32 or fp64; default: bf16.")]
 DeviceMemory = Annotated[
     str | None, typer.Option(help="Of one device, in place of the machine's: 80GB, 80GiB.")
@@ -212,6 +219,7 @@ def plan_command(
     batch: Batch = None,
     strategy: StrategyName = None,
     optimizer: OptimizerName = None,
+    weights: WeightsTier = None,
     lora: Lora = None,
     quantize: Quantize = None,
     dtype: DTypeName = None,
@@ -230,7 +238,7 @@ def plan_command(
         **{"model": model, "context": context, "machine": machine, "gpus": gpus, "batch": batch},
         **{"strategy": strategy, "optimizer": optimizer, "lora": lora, "dtype": dtype},
         **{"device_memory": device_memory, "host_memory": host_memory, "sparse": sparse},
-        **{"margin": margin, "quantize": quantize},
+        **{"margin": margin, "quantize": quantize, "weights": weights},
     }
     given = {name: value for name, value in options.items() if value is not None}
     limit = math.inf if max_step is None else read_seconds(max_step, "max_step")

@@ -24,6 +24,7 @@ from farspan.spec import (
     Quantization,
     RunSpec,
     Sparse,
+    Tier,
     UnsupportedError,
     dtype_name,
 )
@@ -55,6 +56,7 @@ class Options(TypedDict, total=False):
     gpus: int
     batch: int
     optimizer: str
+    weights: str
     lora: int
     quantize: str | None
     strategy: str
@@ -79,6 +81,7 @@ class Request:
     gpus: int = 1
     batch: int = 1  # sequences a step, for each group of devices that shares one
     optimizer: str = Optimizer.ADAMW
+    weights: str = Tier.DEVICE  # or host, with their gradients: then the optimizer is there, too
     lora: int = 0  # rank of adapters on every linear module of the layers; 0: all is trained
     quantize: str | None = None  # nf4, with lora: frozen weights of linear modules have four bits
     strategy: str = AUTO  # the best of all of them
@@ -104,6 +107,7 @@ class Request:
             machine=machine,
             layout=layout,
             optimizer=optimizer,
+            weights=_weights(self.weights, optimizer, self.gpus),
             dtype=dtype_name(self.dtype),
             overlap=machine.pinned and not machine.unified,  # as the engine's copies run
             sparse=self.sparse,
@@ -147,6 +151,8 @@ class Request:
             wrong = "quantised weights have no products in float64; give dtype bf16 or fp32"
         elif self.gpus != 1:
             wrong = "quantised weights are for one device so far; give gpus 1"
+        elif self.weights != Tier.DEVICE:
+            wrong = "quantised weights do not come from main memory yet; give weights device"
         if wrong is not None:
             raise UnsupportedError(f"quantize: {wrong}")
 
@@ -279,6 +285,24 @@ def _optimizer(name: str) -> Optimizer:
         known = ", ".join((*Optimizer, *AS_IN_RUN_FILES))
         raise UnsupportedError(f"optimizer: expected one of {known}, got {name!r}")
     return Optimizer(found)
+
+
+def _weights(name: str, optimizer: Optimizer, gpus: int) -> Tier:
+    if name not in tuple(Tier):
+        raise UnsupportedError(f"weights: expected {' or '.join(Tier)}, got {name!r}")
+    if name == Tier.DEVICE:
+        return Tier.DEVICE
+    if optimizer not in (Optimizer.HOST, Optimizer.NONE):
+        raise UnsupportedError(
+            f"weights: host goes with optimizer states on the host, not with {optimizer}; give "
+            f"optimizer {Optimizer.HOST}, or weights {Tier.DEVICE}"
+        )
+    if gpus > 1:
+        raise UnsupportedError(
+            f"weights: host is for one device so far, not for {gpus}, which cut weights into "
+            f"shards; give gpus 1, or weights {Tier.DEVICE}"
+        )
+    return Tier.HOST
 
 
 MOST_DEVICES = 2**16  # that one sequence is shared by: no machine has as many

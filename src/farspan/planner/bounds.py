@@ -149,6 +149,8 @@ def _lanes(frames: Frames) -> tuple[Array, Array]:
     if frames.schedule.kv is Tier.HOST:
         work[:, EVICT] += cell_prices.zeros
     work[:, COLLECTIVE] += cuts.gathers(cell_prices.prices)
+    if frames.schedule.weights is Tier.HOST:
+        work[:, FETCH : EVICT + 1] += cuts.streamed(cell_prices.prices)[..., None]
     moved = counts @ np.stack([moved for _, moved in each]).reshape(len(parts), -1)
     moved = moved.reshape(size, LINK, 3, choices)
     moved += cell_prices.once(("x", cuts, kv_kept), lambda: _boundaries(frames))
@@ -256,7 +258,7 @@ def peaks(frames: Frames) -> Peaks:
     s, once = frames.schedule, frames.cell_prices.once
     key = "peaks", frames.cuts, s.kv_kept, s.kv_home, s.attention_open
     device, host = once(key, lambda: _fullest(frames))
-    held = [[[states.optimizer_on_host]] for states in frames.cuts.held]
+    held = [[[states.on_host]] for states in frames.cuts.held]
     return Peaks(device + fixed(frames), host + np.array(held))
 
 
@@ -267,6 +269,9 @@ def _fullest(frames: Frames) -> Array:
     device = once(("on device", cuts), lambda: spread(_kept(frames), ON_DEVICE))
     host = once(("on host", cuts), lambda: spread(_kept(frames), ON_HOST))
     first, backward = _first(frames), _backward(frames)
+    if frames.schedule.weights is Tier.HOST:
+        sums = frames.cuts.weight_slots(frames.cell_prices.prices, gradients=True)
+        backward = backward[0] + sums[groups.cut][..., None], backward[1]
     if _is_open(frames):
         size = _open(frames)[..., None]
         device = np.maximum(
@@ -416,6 +421,8 @@ def device_slots(frames: Frames) -> Array:
         kv, dkv = max(map(cell_prices.kv_row, layers)), max(map(cell_prices.dkv_row, layers))
         own = np.minimum(2, _crossings(frames, lambda found: found.kv_written + found.graph))
         size = size + ((own * chunk + 2 * block) * kv + 2 * (chunk + block) * dkv)[..., None]
+    if frames.schedule.weights is Tier.HOST:
+        size = size + frames.cuts.weight_slots(cell_prices.prices, gradients=False)[..., None]
     return np.asarray(size)
 
 

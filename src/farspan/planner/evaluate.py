@@ -42,7 +42,7 @@ from farspan.program.program import (
     Release,
     Send,
 )
-from farspan.program.residency import RESIDENCY
+from farspan.program.residency import RESIDENCY, CutInto
 from farspan.spec import LayerSpec, ModelSpec, Schedule, Tier, UnsupportedError
 
 
@@ -209,7 +209,7 @@ class RankWalk(Walk):
         groups = (range(*program.groups[group]) for group in program.own_groups())
         here = {layer for group in groups for layer in group}
         self.weights = [of if layer in here else [] for layer, of in enumerate(self.weights)]
-        if question.accumulates:
+        if question.accumulates and not self.streams:
             self.replaces = self.sums_apart
             self._begin_with_gradients()
 
@@ -363,7 +363,7 @@ def composed_seconds(question: Question, schedule: Schedule) -> tuple[float, Pro
     few, counts, sizes = fold(layers, group_ranges(schedule, len(layers)))
     asked = replace(question, model=with_layers(question.model, few))
     ((_, program),) = programs(asked, replace(schedule, groups=sizes))
-    return folded_time(Prices(asked, program), counts), program
+    return folded_time(Prices(asked, program, counts=counts)), program
 
 
 def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:
@@ -395,7 +395,12 @@ def _parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict[str
     if walked.transient < 0:
         # Cells are fullest while some gradients do not exist yet; at the end of a step all do.
         device["accumulators"] = max(0, held.accumulators + walked.transient)
-    host = {"optimizer": held.optimizer_on_host, **arena_parts(program, Tier.HOST)}
+    host = {
+        "weights": held.weights_on_host,
+        "gradients": held.gradients_on_host,
+        "optimizer": held.optimizer_on_host,
+        **arena_parts(program, Tier.HOST),
+    }
     host["pages"] = -sum(host.values()) % PAGE
     return device, host
 
@@ -452,7 +457,8 @@ def arena_parts(program: Program, tier: Tier) -> dict[str, int]:
         if buffer.tier is not tier:
             continue
         size = buffer.bytes if isinstance(instruction, Allocate) else -buffer.bytes
-        part = "slots" if buffer.layer < 0 else str(buffer.kind)
+        is_slot = buffer.layer < 0 and RESIDENCY[buffer.kind].rows is not CutInto.GROUPS
+        part = "slots" if is_slot else str(buffer.kind)
         live[part] = live.get(part, 0) + size
         total += size
         if total > most:

@@ -161,9 +161,8 @@ def states_do_not_fit(question: Question) -> bool:
     for kind in kinds:
         part = part_of(question, kind)
         held = states(part, tuple((i, i + 1) for i in range(len(part.model.layers))))
-        size = held.weights + held.gathered + held.gradients + held.optimizer
-        device.append(size + question.machine.reserve)
-        host.append(held.optimizer_on_host)
+        device.append(held.on_device + held.gradients + question.machine.reserve)
+        host.append(held.on_host)
     first, second = limits(question)
     if question.machine.unified:
         return min(map(sum, zip(device, host, strict=True))) > first

@@ -115,10 +115,10 @@ def _host(cell_prices: CellPrices, layer: _Layer) -> float:
     machine = question.machine
     share = machine.host_bytes // min(machine.devices, question.layout.devices())
     swapped = len(cell_prices.model.layers) - 1
-    room = share - held.optimizer_on_host - swapped * layer.always
+    room = share - held.on_host - swapped * layer.always
     if machine.unified:
         # What else a device would hold lies in the same memory.
-        room -= held.weights + held.gradients + held.accumulators + held.optimizer
+        room -= held.on_device + held.gradients + held.accumulators
         kv = max(
             cell_prices.kv_row(spec) + cell_prices.dkv_row(spec) for spec in cell_prices.classes
         )
@@ -134,7 +134,7 @@ def _buffers(cell_prices: CellPrices, schedule: Schedule) -> float:
     held = states(question, tuple((i, i + 1) for i in range(len(cell_prices.model.layers))))
     cell = max(cell_prices.cell_bytes(spec, with_attention=False) for spec in cell_prices.classes)
     kv = max(cell_prices.kv_row(spec) + cell_prices.dkv_row(spec) for spec in cell_prices.classes)
-    taken = held.weights + held.gathered + held.gradients + held.accumulators + held.optimizer
+    taken = held.on_device + held.gradients + held.accumulators
     taken += question.machine.reserve + kv * cell_prices.share.keys.total
     taken += 4 * cell_prices.x_row() * schedule.chunk
     return 1.0 if taken + 2 * cell <= question.machine.device_bytes else 0.0

@@ -299,7 +299,7 @@ class Cuts:
     @cached_property
     def fixed(self) -> Array:
         """[K, 1]: bytes of weights, gathered weights and optimizer states on the device."""
-        sizes = [[held.weights + held.gathered + held.optimizer] for held in self.held]
+        sizes = [[held.on_device] for held in self.held]
         return np.array(sizes, dtype=np.float64)
 
     def gathers(self, prices: Prices) -> Array:
@@ -309,6 +309,14 @@ class Cuts:
             cuts = ([(start + first, stop + first) for start, stop in of] for of in self.bounds)
             self.__dict__["_gathers"] = np.array([[prices.gathers_of(cut)] for cut in cuts])
         return np.asarray(self.__dict__["_gathers"])
+
+    def streamed(self, prices: Prices) -> Array:
+        """[K, 2]: seconds of fetching weights from main memory and evicting their gradients."""
+        return np.array([prices.streamed(cut) for cut in self.bounds])
+
+    def weight_slots(self, prices: Prices, *, gradients: bool) -> Array:
+        """[K, 1]: bytes of the slots of groups' weights, or of their gradients."""
+        return np.array([[prices.weight_slots(cut, gradients)] for cut in self.bounds], dtype=float)
 
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:
         """[K, 1] each: what the layers of a group save a token, in the group that saves the most

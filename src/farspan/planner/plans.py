@@ -276,7 +276,7 @@ def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Sch
     """A strategy's schedule for this question: memo's alpha solved, and chunks of which there
     would be more than `most` cells made wider."""
     tokens, layers = question.run.tokens, most_layers(question)
-    schedule = strategy(name, layers, tokens)
+    schedule = replace(strategy(name, layers, tokens), weights=question.weights)
     if question.layout.pipeline > 1:  # whose stages are the groups
         schedule = whole_schedule(question, replace(schedule, groups=1))
     least = -(-tokens * layers // most)

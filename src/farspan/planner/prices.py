@@ -13,29 +13,32 @@ which it adds up in a fixed order: 5 of them with 28 heads on an H100, 1.2 GB at
 have them for every machine, for no other kernel has as many.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from operator import mul
 from typing import Any
 
 from farspan.planner.collectives import Collectives
 from farspan.planner.request import Question
 from farspan.program.attention_blocks import chosen_pages, seen_pairs, sparse_of
 from farspan.program.dependencies import TiledCells
-from farspan.program.layout import local_layer
+from farspan.program.layout import Range, local_layer
 from farspan.program.program import (
     AttentionMode,
     Backward,
     Clear,
+    Close,
     Embed,
     EmbedBackward,
     Evict,
     Fetch,
     Forward,
+    Gather,
     Head,
     Instruction,
     Program,
+    aligned,
+    group_bytes,
     row_bytes,
 )
 from farspan.program.residency import Kind
@@ -47,6 +50,7 @@ from farspan.spec import (
     MachineSpec,
     Rates,
     Schedule,
+    Tier,
     UnsupportedError,
 )
 
@@ -259,6 +263,7 @@ class Prices:
     question: Question
     program: Program
     together: bool = True
+    counts: Sequence[int] = ()  # for how many each layer stands, in a fold (timeline.fold)
     rates: Rates = field(init=False)
     collectives: Collectives = field(init=False)
     sparse: SparsePrices = field(init=False)
@@ -295,7 +300,11 @@ class Prices:
             # By size, not by name: a bound has one buffer, which is of every layer in turn.
             return buffers[i.buffer].bytes, buffers[i.buffer].tier
 
-        return {
+        streamed = {
+            Gather: _Tariff(lambda i: i, self._gather),
+            Close: _Tariff(lambda i: i, self._close),
+        }
+        return (streamed if self.program.schedule.weights is Tier.HOST else {}) | {
             Forward: _Tariff(forward, self._forward),
             Backward: _Tariff(backward, self._backward),
             Fetch: _Tariff(copy, self._fetch),
@@ -498,18 +507,21 @@ class Prices:
         """All-gather of a layer's weights before a pass of its group."""
         return self.collectives.gather(self.question.model.layers[layer].work.parameters)
 
-    def reduce(self, group: int, times: Sequence[int] = ()) -> float:
-        """Reduce-scatter of a group's weight gradients when it closes, each layer's so many times
-        where it says. All stages of a pipeline have some of what lies outside the layers."""
+    def reduce(self, group: int) -> float:
+        """Reduce-scatter of a group's weight gradients when it closes. All stages of a pipeline
+        have some of what lies outside the layers."""
         first = self.program.own_groups()[0]
-        return self._reduce(self.program.groups[group], times, is_first=group == first)
+        return self._reduce(self.program.groups[group], is_first=group == first)
 
-    def _reduce(
-        self, layers: tuple[int, int], times: Sequence[int] = (), *, is_first: bool
-    ) -> float:
+    def _times(self, layers: Range) -> Iterator[tuple[int, int]]:
+        """The group's layers, and for how many of its own each stands."""
+        counts = self.counts or (1,) * len(self.question.model.layers)
+        return ((layer, counts[layer] // counts[layers[0]]) for layer in range(*layers))
+
+    def _reduce(self, layers: Range, *, is_first: bool) -> float:
         model = self.question.model
-        trainable = [layer.work.trainable for layer in model.layers[slice(*layers)]]
-        elements = sum(map(mul, trainable, times)) if times else sum(trainable)
+        each = (n * model.layers[layer].work.trainable for layer, n in self._times(layers))
+        elements = sum(each)
         if is_first:
             elements += model.outer_trainable()
         width = model.accumulate_bytes()
@@ -528,6 +540,45 @@ class Prices:
             seconds += once * (1 if group == last else 2)
             seconds += self._reduce(layers, is_first=group == 0)
         return seconds
+
+    # -- weights in main memory --------------------------------------------------------------------
+
+    def _group_bytes(self, layers: Range | None, *, gradients: bool) -> int:
+        model = self.question.model
+        if layers is None:
+            return group_bytes(model, None, gradients)
+        each = ((group_bytes(model, (i, i + 1), gradients), n) for i, n in self._times(layers))
+        return sum(size * times for size, times in each)
+
+    def _gather(self, i: Gather) -> Cost:
+        """Weights are fetched, or the sums of earlier batches; without such, there are zeros."""
+        size = self._group_bytes(self.program.groups[i.group], gradients=i.gradients)
+        size += self._group_bytes(None, gradients=i.gradients) * i.outer
+        is_fetched = not i.gradients or self.question.accumulates
+        return Cost(fetch=size / (self.fetch_rate() if is_fetched else self._memory()))
+
+    def _close(self, i: Close) -> Cost:
+        size = self._group_bytes(self.program.groups[i.group], gradients=True)
+        size += self._group_bytes(None, gradients=True) * (i.group == 0)
+        return Cost(evict=size / self.evict_rate())
+
+    def streamed(self, groups: Sequence[Range]) -> tuple[float, float]:
+        """Seconds of fetch and evict of all groups of a cut, in a step. The backward begins with
+        the last two, which are still there."""
+        passes = (*groups, *groups[:-2], None)
+        fetched = sum(self._group_bytes(of, gradients=False) for of in passes)
+        sums = sum(self._group_bytes(of, gradients=True) for of in (*groups, None))
+        begun = sums / (self.fetch_rate() if self.question.accumulates else self._memory())
+        return fetched / self.fetch_rate() + begun, sums / self.evict_rate()
+
+    def weight_slots(self, groups: Sequence[Range], gradients: bool) -> int:
+        """Bytes of two groups' slots and those of what is outside the layers."""
+        rings = [groups[0::2], groups[1::2], [None]]
+        found = [[self._group_bytes(of, gradients=gradients) for of in ring] for ring in rings]
+        return sum(aligned(max(sizes)) for sizes in found if sizes)
+
+    def _memory(self) -> float:
+        return self.question.machine.memory
 
     # -- bytes a token, batch included -----------------------------------------------------------
 

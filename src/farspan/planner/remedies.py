@@ -14,12 +14,13 @@ from farspan.planner.machines import machine as find_machine
 from farspan.planner.machines import names, with_main_memory
 from farspan.planner.request import Optimizer, Question, Remedy, margin_of
 from farspan.program.layout import sequence_layout
-from farspan.spec import RunSpec
+from farspan.spec import RunSpec, Tier
 
 SMALL = 8 * GIB  # below it a whole GiB is much of the memory
 MOST_DEVICES = 64
 LEAST_CONTEXT = 1024  # tokens
 LORA, RANK = "--lora", 16  # of the adapters that are tried
+WEIGHTS = f"--weights {Tier.HOST}"
 LARGER = 1.1  # of a card's memory, to be another one
 TRIES = 250  # of changes: 4 seconds at 16 ms each, for Llama-3-70B on eight cards
 
@@ -46,13 +47,14 @@ def remedies_of(question: Question, fits: Fits, tries: int = TRIES) -> tuple[Rem
                     found.append(remedy)
                 return
 
-    for kind in (_on_host, _batches, _adapters, _eight_bit, _memory, _devices, _cards, _contexts):
+    near = _on_host, _batches, _adapters, _eight_bit, _memory, _more_on_host
+    for kind in (*near, _devices, _cards, _contexts):
         first(kind(question))
     if not any(remedy.options.startswith(LORA) for remedy in found):
-        for kind in (_memory, _devices, _cards):
+        for kind in (_on_host, _memory, _devices, _cards):
             first(_both(_adapters, kind, question))
     exact = (
-        *(_both(_on_host, kind, question) for kind in (_memory, _devices, _cards)),
+        *(_both(_on_host, kind, question) for kind in (_devices, _cards)),
         _nodes(question),
         _both(_on_host, _nodes, question),
         _machines(question),
@@ -78,6 +80,18 @@ def _both(first: Kind, second: Kind, question: Question) -> Changes:
 def _on_host(question: Question) -> Changes:
     if question.optimizer is Optimizer.ADAMW:
         yield _optimizer(question, Optimizer.HOST, same=True)
+    if question.optimizer is Optimizer.ADAMW8BIT or question.weights is Tier.HOST:
+        return
+    if question.layout.devices() == 1 and not question.nf4:
+        is_there = question.optimizer is not Optimizer.ADAMW
+        optimizer = question.optimizer if is_there else Optimizer.HOST
+        options = WEIGHTS if is_there else f"--optimizer {optimizer} {WEIGHTS}"
+        moved = replace(question, optimizer=optimizer, weights=Tier.HOST)
+        yield Remedy(options, True, "with their gradients"), moved
+
+
+def _more_on_host(question: Question) -> Changes:
+    return _both(_on_host, _memory, question)
 
 
 def _eight_bit(question: Question) -> Changes:
@@ -143,8 +157,8 @@ def _machines(question: Question) -> Changes:
 
 
 def _sharing(question: Question, most: int) -> Changes:
-    # Sparse attention is planned for one device.
-    if question.sparse is not None:
+    # Sparse attention is planned for one device, and so are weights in main memory.
+    if question.sparse is not None or question.weights is Tier.HOST:
         return
     model, each = question.model, question.machine.devices
     devices = 2 * question.layout.devices()

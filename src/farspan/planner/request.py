@@ -24,6 +24,7 @@ from farspan.spec import (
     RunSpec,
     Schedule,
     Sparse,
+    Tier,
     UnsupportedError,
 )
 
@@ -60,6 +61,7 @@ class Question:
     accumulates: bool = False  # gradients of earlier batches are there when the step begins
     kernels: Kernels = field(default_factory=Kernels)
     margin: Margin = Margin()  # bytes that a plan leaves where any can (`margin_of`)
+    weights: Tier = Tier.DEVICE  # HOST: with their gradients (engine.streamed_weights)
     wide_gradients: bool = False  # `.grad` in fp32 without an optimizer, too: as training has it
     nf4: bool = False  # frozen weights of linear modules have four bits
     profiles: Profiles | None = None  # of the model; None: nothing but its description is known
@@ -262,6 +264,7 @@ class Plan:
             "machine": question.machine.name,
             "dtype": question.dtype,
             "optimizer": question.optimizer.value,
+            "weights": question.weights.value,
             "lora": question.adapter_rank(),
             "quantize": Quantization.NF4.value if question.nf4 else None,
             "gpus": question.layout.devices(),

@@ -248,7 +248,8 @@ class CellMoments:
         the layers."""
         chunk = frames.schedule.chunk
         if chunk not in self._outside:
-            plain = Schedule(chunk, kv_block=frames.schedule.kv_block, kv_kept=True)
+            given = frames.schedule
+            plain = Schedule(chunk, kv_block=given.kv_block, kv_kept=True, weights=given.weights)
             self._outside[chunk] = quick.outside(frames.cell_prices, plain)
         return np.asarray(np.maximum(0.0, self._outside[chunk] - momentary(frames)))
 

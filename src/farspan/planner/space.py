@@ -36,6 +36,7 @@ class Space:
     kv: tuple[Tier, ...] = tuple(Tier)
     staged: bool = False  # its groups are stages, whose K, V stay where they are
     lean: bool = False  # only switches that keep nothing which can be made again
+    weights: Tier = Tier.DEVICE
 
     def schedules(self) -> Iterator[Schedule]:
         """One for every chunk, cut and set of switches that makes a difference."""
@@ -67,6 +68,7 @@ class Space:
                             kv_home=home,
                             attention_open=is_open,
                             layer_checkpoint=checkpoint,
+                            weights=self.weights,
                         )
 
     def _homes(self, cut: Cut, kv: Tier) -> Iterator[tuple[bool, Tier]]:
@@ -91,6 +93,7 @@ def whole_space(question: Question) -> Space:
         activations if layout.tensor == 1 else (0.0,),
         kv=tuple(Tier) if layout.ring == 1 else (Tier.DEVICE,),
         staged=layout.pipeline > 1,
+        weights=question.weights,
     )
 
 

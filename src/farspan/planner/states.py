@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from farspan.planner.collectives import fsdp_ranks
 from farspan.planner.request import Optimizer, Question
-from farspan.spec import ModelSpec
+from farspan.spec import ModelSpec, Tier
 
 MOMENTS = 2  # of AdamW, an element
 BLOCK = 256  # elements that share a scale of four bytes, where a moment has one byte an element
@@ -53,10 +53,24 @@ class States:
     accumulators: int
     optimizer: int
     optimizer_on_host: int
+    weights_on_host: int = 0
+    gradients_on_host: int = 0
+
+    @property
+    def on_device(self) -> int:
+        """That a device holds all step long, gradients left out."""
+        return self.weights + self.gathered + self.optimizer
+
+    @property
+    def on_host(self) -> int:
+        return self.optimizer_on_host + self.weights_on_host + self.gradients_on_host
 
 
 def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> States:
-    """Of one device. `group_layers` are the layer ranges of the schedule's groups."""
+    """Of one device. `group_layers` are the layer ranges of the schedule's groups. Weights that
+    are on host pass through the program's own buffers, and so do their gradients."""
+    if question.weights is Tier.HOST:
+        return _states_on_host(question)
     model, sharing = question.model, sharing_of(question)
     wide, final = _sum_bytes(model), gradient_bytes(question)
     outer, outer_trained = model.outer(), model.outer_trainable()
@@ -66,7 +80,7 @@ def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> Sta
     whole = sharing.slice(group) + outer
     needs_sum = sharing.apart or final < wide
     own = _own(sharing, model.trainable, outer_trained)
-    on_device, on_host = _optimizer_bytes(model, question.optimizer, own)
+    on_device, on_host = _optimizer_bytes(question, own)
     return States(
         weights=_own(sharing, model.parameters, outer) * model.element_bytes - _packed(model),
         gathered=whole * model.element_bytes if sharing.ranks > 1 else 0,
@@ -80,6 +94,16 @@ def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> Sta
 def _packed(model: ModelSpec) -> int:
     """Bytes that quantised weights, which one device has whole, take less."""
     return sum(layer.work.packed for layer in model.layers)
+
+
+def _states_on_host(question: Question) -> States:
+    """Sums of gradients are `.grad`, unless that is narrower."""
+    model = question.model
+    wide, final = _sum_bytes(model), gradient_bytes(question)
+    on_device, on_host = _optimizer_bytes(question, model.trainable)
+    gradients = model.trainable * (wide + final * (final < wide))
+    weights = model.parameters * model.element_bytes
+    return States(0, 0, 0, 0, on_device, on_host, weights, gradients)
 
 
 def sharing_of(question: Question) -> Sharing:
@@ -104,19 +128,19 @@ def gradient_bytes(question: Question) -> int:
 
 def update_seconds(question: Question) -> float:
     """One update: every byte of gradients and states is read, and written, once. With the states
-    on host, gradients go there and weights come back beside the update."""
+    alone on host, gradients go there and weights come back beside the update."""
     model, machine = question.model, question.machine
     if question.optimizer is Optimizer.NONE or not model.trainable:
         return 0.0
     trained = _own(sharing_of(question), model.trainable, model.outer_trainable())
     final, element = gradient_bytes(question), model.element_bytes
-    if question.optimizer is Optimizer.HOST:
+    if question.optimizer is Optimizer.HOST and question.weights is Tier.DEVICE:
         # On the device the gradient is read for its norm, and scaled.
         return trained * (3 * final / machine.memory + _away(question, final, element))
-    on_device, _ = _optimizer_bytes(model, question.optimizer, trained)
     # The gradient is read for its norm and again for the update; states are read and written.
-    moved = (2 * final + element) * trained + 2 * on_device
-    return moved / machine.memory
+    moved = (2 * final + element) * trained + 2 * sum(_optimizer_bytes(question, trained))
+    on_host = question.weights is Tier.HOST
+    return moved / (machine.host_memory / question.near() if on_host else machine.memory)
 
 
 def _away(question: Question, final: int, element: int) -> float:
@@ -140,22 +164,23 @@ def staged_elements(trainable: int) -> int:
     return min(STAGED, trainable)
 
 
-def _optimizer_bytes(model: ModelSpec, optimizer: Optimizer, trained: int) -> tuple[int, int]:
+def _optimizer_bytes(question: Question, trained: int) -> tuple[int, int]:
     """On one device and on host, of its `trained` elements. Left out: four bytes a parameter
     tensor, which count its updates.
 
     With moments of one byte an element, weights are rounded stochastically and have no master;
     tensors of fewer than 4,096 elements or of broken blocks keep wide moments, and are few.
     """
-    wide = _sum_bytes(model)
+    model, wide = question.model, _sum_bytes(question.model)
     master = wide if model.element_bytes < wide else 0
-    match optimizer:
+    match question.optimizer:
         case Optimizer.ADAMW:
             return trained * (MOMENTS * wide + master), 0
         case Optimizer.ADAMW8BIT:
             return trained * MOMENTS + trained * MOMENTS * 4 // BLOCK, 0
         case Optimizer.HOST:
             slots = SLOTS * staged_elements(trained) * (wide + model.element_bytes)
+            slots *= question.weights is Tier.DEVICE  # else nothing passes
             return 0, trained * (MOMENTS * wide + master) + slots
         case Optimizer.NONE:
             return 0, 0

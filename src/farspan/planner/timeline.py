@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from farspan.planner.prices import Cost, Prices
-from farspan.program.dependencies import WHOLE, Access, Lane, footprints, lane_of, overlap
+from farspan.program.dependencies import WHOLE, Access, Lane, footprints, overlap
 from farspan.program.program import (
     Allocate,
     Backward,
@@ -132,7 +132,6 @@ class _Clock:
     queued: deque[float] = field(default_factory=lambda: deque(maxlen=AHEAD))  # ends of cells
     spans: list[Span] | None = None  # filled when somebody wants to look
     index: int = 0
-    counts: Sequence[int] = ()  # of each layer: how many groups its group stands for
     count: int = 1  # of the last cell's
     more: float = 0.0  # seconds that computing takes in the groups that are not there
 
@@ -145,7 +144,7 @@ class _Clock:
                 self._allocate(i.buffer)
             elif isinstance(i, Free):
                 self.freed.append(self.held.pop(i.buffer))
-            elif isinstance(i, Close):
+            elif isinstance(i, Close) and not accesses:
                 self._close(i)
             else:
                 self._look(accesses)
@@ -153,7 +152,7 @@ class _Clock:
                 if isinstance(i, Forward | Backward):
                     self._cell(i, cost, accesses)
                 else:
-                    lane = lane_of(i)
+                    lane = accesses[0].lane if accesses else Lane.COMPUTE
                     start = self._start(lane)
                     self._do(lane, start, start + cost.in_line())
                 self._note_uses(accesses)
@@ -203,8 +202,8 @@ class _Clock:
     def _cell(self, i: Forward | Backward, cost: Cost, accesses: list[Access]) -> None:
         if len(self.queued) == AHEAD:
             self.issued = max(self.issued, self.queued[0])
-        if self.counts:
-            self.count = self.counts[i.layer]
+        if self.prices.counts:
+            self.count = self.prices.counts[i.layer]
         self._gather(i.layer)
         start = max(self._start(Lane.COMPUTE), self.weights.get(i.layer, 0.0))
         busy = cost.compute + cost.collective
@@ -256,10 +255,7 @@ class _Clock:
 
     def _close(self, i: Close) -> None:
         start = max(self.collective, self.free[Lane.COMPUTE])
-        first, stop = self.prices.program.groups[i.group]
-        # Of a fold, layers that stand for others in their group.
-        times = [of // self.counts[first] for of in self.counts[first:stop]]
-        self.collective = start + self.prices.reduce(i.group, times)
+        self.collective = start + self.prices.reduce(i.group)
 
 
 def fold(
@@ -306,10 +302,10 @@ def _repeats(kinds: Sequence[Hashable], start: int, end: int, period: int) -> in
     return (stop - start) // period if stop <= end else 1
 
 
-def folded_time(prices: Prices, counts: Sequence[int]) -> float:
+def folded_time(prices: Prices) -> float:
     """Seconds of a step, the update left out, whose program has the layers of a `fold`: those of
     one period count for all of them, which is exact where lanes have come into step by then."""
-    return _Clock(prices, _costs(prices), counts=counts).run()
+    return _Clock(prices, _costs(prices)).run()
 
 
 def run_time(prices: Prices, *, overlap: bool, simulated: bool = True) -> Timeline:

@@ -91,7 +91,9 @@ class Walk:
         self.wide = model.accumulate_bytes()
         self.final = gradient_bytes or model.element_bytes
         self.sharing = sharing
-        self.sums_apart = self.final != self.wide or sharing.apart
+        # Of weights in main memory all sums lie in the program's buffers, and are there.
+        self.streams = schedule.weights is Tier.HOST
+        self.sums_apart = (self.final != self.wide or sharing.apart) and not self.streams
         self.tile = schedule.mlp_chunk_size
         self.unread: frozenset[tuple[int, int]] = frozenset()
         if self.tile is not None or profile.variant.fused:
@@ -120,12 +122,13 @@ class Walk:
         self.kinds: dict[tuple[object, ...], CellBytes] = {}
         self.steps = self._steps()
         self.replaces = accumulates and self.sums_apart  # `.grad` of earlier batches, when closed
-        if accumulates:
+        if accumulates or self.streams:
             self._begin_with_gradients()
 
     def _begin_with_gradients(self) -> None:
         """Of all weights. Where `.grad` is the sum itself, nothing comes to it any more."""
-        self._take(self._final(sum(self.outer_weights.values()) + sum(map(sum, self.weights))))
+        if not self.streams:
+            self._take(self._final(sum(self.outer_weights.values()) + sum(map(sum, self.weights))))
         if not self.sums_apart:
             self.begun.update(range(len(self.classes)))
             self.outer = frozenset(self.outer_weights)
@@ -147,6 +150,8 @@ class Walk:
     def run(self) -> Peak:
         for instruction in self.program.instructions:
             self.issue(instruction)
+        if self.streams:
+            return Peak(self.peak, 0, 0)
         layers = [sum(map(sum, self.weights[slice(*group)])) for group in self.program.groups]
         outer = sum(self.outer_weights.values())
         gradients = self._final(outer + sum(layers))

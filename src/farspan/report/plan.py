@@ -23,7 +23,7 @@ from farspan.report.tables import (
     plain_lines,
     schedule_words,
 )
-from farspan.spec import Quantization
+from farspan.spec import Quantization, Tier
 
 MFU_CONVENTION = (
     "FLOP of one forward and twice that for the backward, attention over the keys a query sees, "
@@ -137,7 +137,9 @@ def notes(plan: Plan) -> Iterator[str]:
             yield f"beyond the model's {reach} positions; scale its rope to train it"
     advised = " ".join(remedy.options for remedy in plan.remedies)
     asked = f"--optimizer {question.optimizer} {advised} "
-    if f"--optimizer {Optimizer.HOST} " in asked:
+    if question.weights is Tier.HOST or f"--weights {Tier.HOST}" in advised:
+        yield "farspan train has these with schedule.weights: host and optimizer.states: host"
+    elif f"--optimizer {Optimizer.HOST} " in asked:
         yield "farspan train has these with optimizer.states: host, and with auto where it has to"
     if f"--optimizer {Optimizer.ADAMW8BIT} " in asked:
         yield EIGHT_BIT
@@ -159,6 +161,7 @@ def subject(plan: Plan) -> str:
         attention = f", sparse attention ({'approximate' if plan.hides else 'nothing is hidden'})"
     rank = question.adapter_rank()
     adapters = f", lora {rank}" if rank else ""
+    weights = ", weights on host" if question.weights is Tier.HOST else ""
     if rank is None and question.model.trainable < question.model.parameters:
         adapters = (
             f", {question.model.trainable / question.model.parameters:.2%} of the weights trained"
@@ -167,7 +170,8 @@ def subject(plan: Plan) -> str:
     sequences = f"{run.batch} sequences of " if run.batch > 1 else ""
     return (
         f"{question.model.name}{adapters}, {sequences}{write_tokens(run.tokens)} tokens, "
-        f"{devices_words(question)}, {question.dtype}, optimizer {question.optimizer}{attention}"
+        f"{devices_words(question)}, {question.dtype}, optimizer {question.optimizer}{weights}"
+        f"{attention}"
     )
 
 

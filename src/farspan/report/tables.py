@@ -76,6 +76,8 @@ def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
     if schedule.sparse is not None:
         hides = schedule.sparse.hides(chunks * schedule.chunk, schedule.chunk)
         lines.append(sparse_words(schedule.sparse, hides=hides))
+    if schedule.weights is Tier.HOST:
+        lines.append("weights and their gradients on the host, those of two groups on the device")
     if schedule.attention_open:
         lines.append("attention outputs of the open group kept while it is rebuilt")
     if schedule.layer_checkpoint:
