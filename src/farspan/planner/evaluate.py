@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from farspan.planner.collectives import exchange_bytes
-from farspan.planner.prices import Prices, rates_of, workspace_bytes
+from farspan.planner.prices import Prices, rates_of
 from farspan.planner.request import Budget, Plan, Question, Seconds
 from farspan.planner.states import gradient_bytes, sharing_of, states, update_seconds
 from farspan.planner.timeline import Timeline, fold, folded_time, run_time
-from farspan.planner.walk import Walk
+from farspan.planner.walk import Walk, workspace_bytes
 from farspan.program.attention_blocks import sequence_pairs
 from farspan.program.builder import build_program
 from farspan.program.chunking import chunks_of

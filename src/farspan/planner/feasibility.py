@@ -52,10 +52,11 @@ from farspan.planner.evaluate import (
     whole_schedule,
 )
 from farspan.planner.pass_counts import Cuts, Kept
-from farspan.planner.prices import rates_of, workspace_bytes
+from farspan.planner.prices import rates_of
 from farspan.planner.request import Plan, Question, Seconds
 from farspan.planner.space import Cut, Space
 from farspan.planner.states import states
+from farspan.planner.walk import workspace_bytes
 from farspan.program.builder import build_program
 from farspan.program.program import Close, EmbedBackward, Program
 from farspan.spec import Schedule, Tier

@@ -15,7 +15,6 @@ have them for every machine, for no other kernel has as many.
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
 from typing import Any
 
 from farspan.planner.collectives import Collectives
@@ -44,12 +43,10 @@ from farspan.program.program import (
 from farspan.program.residency import Kind
 from farspan.program.work import copied_bytes, pieces_of, streamed_bytes
 from farspan.spec import (
-    AttentionKernel,
     Curve,
     LayerSpec,
     MachineSpec,
     Rates,
-    Schedule,
     Tier,
     UnsupportedError,
 )
@@ -101,53 +98,6 @@ class TiledPrices:
     def _tokens(self, i: Forward | Backward) -> int:
         start, stop = self.program.share.tokens.rows[i.chunk]
         return stop - start
-
-
-MOST_PROCESSORS = 192  # of a device whose machine file does not say: more than any has
-ROWS, COLUMNS = 128, 32  # flash attention rounds queries and heads up to multiples of them
-HALF = ("bfloat16", "float16")
-
-
-def workspace_bytes(question: Question, schedule: Schedule) -> int:
-    """Device bytes that the largest call takes beside its inputs and results; the schedule is the
-    device's own. 0 where that was not measured, but for what same bits take."""
-    return max(_bytes(question, schedule, spec) for spec in question.model.layers)
-
-
-def _bytes(question: Question, schedule: Schedule, spec: LayerSpec) -> int:
-    rates, batch = question.machine.rates.get(question.dtype), question.run.batch
-    queries, keys = _rows(question, schedule)
-    width = max(spec.head_dim, spec.value_dim)
-    measured = 0.0 if rates is None else rates.attention_workspace
-    found = ceil(measured * batch * (queries + keys) * spec.query_heads * width)
-    if not spec.attends() or not _sums_apart(question):
-        return found
-    processors = question.machine.processors or MOST_PROCESSORS
-    layout = question.layout
-    heads = batch * ceil(spec.query_heads / (layout.ulysses * layout.tensor))  # of this device
-    sums = ceil(processors / heads) - (measured > 0)  # one of them was measured
-    of_one = _up(queries, ROWS) * batch * spec.query_heads * _up(width, COLUMNS) * 4
-    return found + sums * of_one
-
-
-def _sums_apart(question: Question) -> bool:
-    """Is dQ summed by flash attention 2, and the same way each time?"""
-    kernels = question.kernels
-    flash = kernels.attention in (AttentionKernel.AUTO, AttentionKernel.FLASH)
-    on_gpu = not question.machine.unified and question.dtype in HALF
-    return kernels.deterministic and flash and on_gpu
-
-
-def _rows(question: Question, schedule: Schedule) -> tuple[int, int]:
-    """Of queries and of keys in a sequence's call, in every query head of this device."""
-    layout = question.layout
-    # What ranks share by heads counts as much in tokens of this one; shards see the queries of all.
-    own = -(-question.run.tokens // layout.sequence())
-    return min(own, schedule.chunk) * layout.shards, min(own, schedule.kv_block)
-
-
-def _up(count: int, unit: int) -> int:
-    return -(-count // unit) * unit
 
 
 def with_kernels(machine: MachineSpec, *, deterministic: bool) -> MachineSpec:

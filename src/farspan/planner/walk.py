@@ -7,8 +7,10 @@ is walked with what the model's profile says of each.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 from typing import Any
 
+from farspan.planner.request import Question
 from farspan.planner.states import ALONE, Sharing
 from farspan.profile.cells import CellBytes, CellKind, ProfiledCells, ProfiledStages, outer_names
 from farspan.profile.model import ModelProfile
@@ -29,7 +31,7 @@ from farspan.program.program import (
     Store,
     StoreGradient,
 )
-from farspan.spec import Sparse, Tier
+from farspan.spec import AttentionKernel, LayerSpec, Schedule, Sparse, Tier
 
 # Chunks whose prefixes are told apart to the token; of more, prefixes are rounded up to 1 / STARTS
 # of a block of keys.
@@ -323,3 +325,52 @@ class Walk:
             return start  # how many pages there are to choose from is in it
         first = 0 if window is None else start - min(start, window + size)
         return start - max(0, first // size if window is not None else start // size - 2) * size
+
+
+# -- kernels' workspaces ------------------------------------------------------------------------
+
+MOST_PROCESSORS = 192  # of a device whose machine file does not say: more than any has
+ROWS, COLUMNS = 128, 32  # flash attention rounds queries and heads up to multiples of them
+HALF = ("bfloat16", "float16")
+
+
+def workspace_bytes(question: Question, schedule: Schedule) -> int:
+    """Device bytes that the largest call takes beside its inputs and results; the schedule is the
+    device's own. 0 where that was not measured, but for what same bits take."""
+    return max(_bytes(question, schedule, spec) for spec in question.model.layers)
+
+
+def _bytes(question: Question, schedule: Schedule, spec: LayerSpec) -> int:
+    rates, batch = question.machine.rates.get(question.dtype), question.run.batch
+    queries, keys = _rows(question, schedule)
+    width = max(spec.head_dim, spec.value_dim)
+    measured = 0.0 if rates is None else rates.attention_workspace
+    found = ceil(measured * batch * (queries + keys) * spec.query_heads * width)
+    if not spec.attends() or not _sums_apart(question):
+        return found
+    processors = question.machine.processors or MOST_PROCESSORS
+    layout = question.layout
+    heads = batch * ceil(spec.query_heads / (layout.ulysses * layout.tensor))  # of this device
+    sums = ceil(processors / heads) - (measured > 0)  # one of them was measured
+    of_one = _up(queries, ROWS) * batch * spec.query_heads * _up(width, COLUMNS) * 4
+    return found + sums * of_one
+
+
+def _sums_apart(question: Question) -> bool:
+    """Is dQ summed by flash attention 2, and the same way each time?"""
+    kernels = question.kernels
+    flash = kernels.attention in (AttentionKernel.AUTO, AttentionKernel.FLASH)
+    on_gpu = not question.machine.unified and question.dtype in HALF
+    return kernels.deterministic and flash and on_gpu
+
+
+def _rows(question: Question, schedule: Schedule) -> tuple[int, int]:
+    """Of queries and of keys in a sequence's call, in every query head of this device."""
+    layout = question.layout
+    # What ranks share by heads counts as much in tokens of this one; shards see the queries of all.
+    own = -(-question.run.tokens // layout.sequence())
+    return min(own, schedule.chunk) * layout.shards, min(own, schedule.kv_block)
+
+
+def _up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
