@@ -6,6 +6,7 @@ from tests.mutants.faults import Fault
 BOUNDS = "tests/data/test_bounds.py::"
 MOVED = "tests/train/test_streamed_weights.py::"
 STREAMED = "tests/engine/test_streamed_weights.py::"
+PACKED = "tests/hf/test_quantized.py::"
 CACHE = "tests/data/test_store.py::"
 TRUST = (
     Fault(
@@ -79,5 +80,23 @@ TRUST = (
         'how["weights"] = self.weights',
         'how["weights"] = None',
         (MOVED + "test_everything_refers_to_the_weights_where_they_lie",),
+    ),
+    Fault(
+        "quantised: the rank's limit is that of the packed shape",
+        "min(quantized.shape_of(module.weight))",
+        "min(module.weight.shape)",
+        (PACKED + "test_the_limit_of_the_rank_is_that_of_what_is_packed",),
+    ),
+    Fault(
+        "quantised: another scale of a frozen block goes unseen",
+        "for part in parts_of(p)",
+        "for part in parts_of(p)[:1]",
+        (PACKED + "test_scales_are_part_of_the_frozen_weights",),
+    ),
+    Fault(
+        "quantised: bitsandbytes packs anew what evaluates",
+        "module.support_avx512bf16_for_cpu = False",
+        "module.support_avx512bf16_for_cpu = True",
+        (PACKED + "test_what_evaluates_keeps_its_gradients",),
     ),
 )
