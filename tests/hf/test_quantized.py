@@ -147,6 +147,24 @@ def test_what_evaluates_keeps_its_gradients(folder: Path) -> None:
     assert any(g.any() for g in run_step(model, SCHEDULES["grouped"], data).gradients.values())
 
 
+@pytest.mark.parametrize("packed_already", [False, True])
+def test_weights_that_are_packed_for_inference_are_refused(
+    folder: Path, packed_already: bool
+) -> None:
+    """As those of one's own model on a processor with AVX512-BF16, which evaluates or has done."""
+    model = packed(folder)
+    linear = next(m for m in model.modules() if is_packed(m))
+    linear.support_avx512bf16_for_cpu = True
+    step = Step(model, SCHEDULES["grouped"])
+    step(*draw(TOKENS))
+    if packed_already:
+        linear.weight.quant_state.packing_format_for_cpu = True
+    else:
+        model.eval()
+    with pytest.raises(UnsupportedError, match=r"q_proj\.base_layer anew for inference"):
+        Step(model, SCHEDULES["grouped"])(*draw(TOKENS))
+
+
 def test_it_verifies_in_the_dtype_that_it_computes_in(folder: Path) -> None:
     outcome = verify(packed(folder), SCHEDULES["grouped"], VerificationRun(tokens=TOKENS))
     assert outcome.passed

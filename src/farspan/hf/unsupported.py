@@ -70,6 +70,13 @@ def refuse_model(model: PreTrainedModel) -> None:
             "is recomputed; call model.gradient_checkpointing_disable(), and in a Trainer set "
             "gradient_checkpointing=False in its arguments"
         )
+    for path, module in model.named_modules():
+        if _packs_for_inference(module):
+            raise UnsupportedError(
+                f"model: bitsandbytes packs the weight of {path} anew for inference on this CPU, "
+                "which leaves no gradients; load the model again, and call model.train() before "
+                "anything else"
+            )
     if getattr(config, "output_router_logits", False):
         raise UnsupportedError(
             "output_router_logits: the router's load-balancing loss needs statistics of the "
@@ -132,6 +139,16 @@ def refuse_untrained(model: nn.Module) -> None:
                 f"model: the adapters of {name} are merged into its weights and would get no "
                 "gradients; call unmerge_adapter()"
             )
+
+
+def _packs_for_inference(module: nn.Module) -> bool:
+    """Whether a four-bit linear module has other weights for processors with AVX512-BF16, or makes
+    them as soon as it evaluates (bitsandbytes 0.50)."""
+    weight: Any = module._parameters.get("weight")
+    if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
+        return True
+    here = weight is not None and weight.device.type == "cpu" and not module.training
+    return here and bool(getattr(module, "support_avx512bf16_for_cpu", False))
 
 
 def refuse_places(model: nn.Module) -> None:
