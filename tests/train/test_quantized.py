@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from farspan import cli
 from farspan.hf.load import load_model
-from farspan.spec import Quantization, UnsupportedError
+from farspan.spec import Quantization, Tier, UnsupportedError
 from farspan.train.config import (
     DType,
     ModelConfig,
@@ -138,6 +138,12 @@ def test_several_ranks_are_refused_before_any_text_is_read(tmp_path: Path) -> No
     run = replace(run, data=replace(run.data, path=str(tmp_path / "none")))
     for said in run_ranks(2, two_ranks, run):
         assert "parallel: quantised weights are for one device so far" in said
+
+
+def test_they_stay_on_the_device(tmp_path: Path) -> None:
+    run = qlora(tmp_path, "run")
+    with pytest.raises(UnsupportedError, match=r"schedule\.weights: quantised weights"):
+        replace(run, schedule=replace(run.schedule, weights=Tier.HOST))
 
 
 @pytest.mark.exhaustive
