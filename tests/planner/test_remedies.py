@@ -153,6 +153,17 @@ def test_adapters_that_are_tried_are_those_of_the_option() -> None:
     assert {again.adapter_rank() for again in tried(adapted)} == {RANK}
 
 
+def test_the_weights_beside_adapters_are_quantised() -> None:
+    """What is tried is the question of the options; not of several devices, nor twice."""
+    request = Request("Qwen2.5-0.5B", "4K", "h100")
+    adapted = replace(request, lora=RANK)
+    packed = replace(adapted, quantize="nf4").question()
+    assert options(request.question(), lambda q: q == packed) == ["--lora 16 --quantize nf4"]
+    assert options(adapted.question(), lambda q: q == packed) == ["--quantize nf4"]
+    assert not options(replace(adapted, gpus=2).question(), lambda q: q.nf4)
+    assert not any("--quantize" in text for text in options(packed, lambda _: True))
+
+
 def test_of_a_model_that_is_only_described_they_are_not_guessed() -> None:
     model = replace(spec_of("Qwen2.5-0.5B"), hidden=64)
     question = asked(model=model, profiles=None)

@@ -14,7 +14,7 @@ from farspan.planner.machines import machine as find_machine
 from farspan.planner.machines import names, with_main_memory
 from farspan.planner.request import Optimizer, Question, Remedy, margin_of
 from farspan.program.layout import sequence_layout
-from farspan.spec import RunSpec, Tier
+from farspan.spec import Quantization, RunSpec, Tier
 
 SMALL = 8 * GIB  # below it a whole GiB is much of the memory
 MOST_DEVICES = 64
@@ -47,11 +47,11 @@ def remedies_of(question: Question, fits: Fits, tries: int = TRIES) -> tuple[Rem
                     found.append(remedy)
                 return
 
-    near = _on_host, _batches, _adapters, _eight_bit, _memory, _more_on_host
+    near = _on_host, _batches, _adapters, _quantized, _eight_bit, _memory, _more_on_host
     for kind in (*near, _devices, _cards, _contexts):
         first(kind(question))
     if not any(remedy.options.startswith(LORA) for remedy in found):
-        for kind in (_on_host, _memory, _devices, _cards):
+        for kind in (_quantized, _on_host, _memory, _devices, _cards):
             first(_both(_adapters, kind, question))
     exact = (
         *(_both(_on_host, kind, question) for kind in (_devices, _cards)),
@@ -125,6 +125,20 @@ def _adapters(question: Question) -> Changes:
     profile = profiles.of(question.variant(RANK))
     changed = replace(question, model=profile.spec, profile=profile)
     yield Remedy(f"{LORA} {RANK}", False, "adapters are trained, the weights stay"), changed
+
+
+def _quantized(question: Question) -> Changes:
+    """Of the weights beside adapters."""
+    profiles, rank = question.profiles, question.adapter_rank()
+    if profiles is None or not rank or question.nf4 or question.dtype == "float64":
+        return
+    if question.layout.devices() > 1 or question.weights is Tier.HOST:
+        return
+    asked = replace(question, nf4=True)
+    profile = profiles.of(asked.variant(rank))
+    changed = replace(asked, model=profile.spec, profile=profile)
+    options = f"--quantize {Quantization.NF4}"
+    yield Remedy(options, False, "the frozen weights are rounded to four bits"), changed
 
 
 def _memory(question: Question) -> Changes:
