@@ -210,6 +210,19 @@ def test_states_go_where_they_fit(file: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [question.optimizer for question in unified] == ["adamw"]
 
 
+@pytest.mark.parametrize("schedule", [{}, {"strategy": "auto"}], ids=["written", "auto"])
+def test_weights_live_where_the_file_says(file: Path, schedule: dict[str, str]) -> None:
+    write(file, schedule={**schedule, "weights": "host"})
+    found = planned(file)
+    assert (found["weights"], found["optimizer"]) == ("host", "host")
+    assert not {"weights", "gradients", "optimizer"} & found["device_bytes"]["parts"].keys()
+    assert {"weights", "gradients", "optimizer"} <= found["host_bytes"]["parts"].keys()
+    assert planned(file, "--weights", "device")["weights"] == "device"
+    assert planned(write(file, schedule=schedule), "--weights", "host") == found
+    outcome = call(file, "--weights", "host", "--gpus", "2")
+    assert "weights: host is for one device" in str(outcome.exception)
+
+
 def test_ranks_share_it_as_the_file_says(file: Path) -> None:
     write(file, parallel={"ulysses": 2, "data": 2})
     found = planned(file)
@@ -320,22 +333,23 @@ def test_a_model_is_not_a_run_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "tolerance"),
+    ("model", "tolerance", "weights"),
     [
-        ({"config": MODEL}, 0.02),
-        ({"config": MODEL, "lora": {"rank": 2}}, 0.02),
-        ({"config": MODEL, "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}}, 0),
-        ({"config": {**MODEL, "model_type": "olmo2"}}, 0),
+        ({"config": MODEL}, 0.02, "device"),
+        ({"config": MODEL}, 0.02, "host"),
+        ({"config": MODEL, "lora": {"rank": 2}}, 0.02, "device"),
+        ({"config": MODEL, "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}}, 0, "host"),
+        ({"config": {**MODEL, "model_type": "olmo2"}}, 0, "device"),
     ],
 )
 def test_it_is_what_the_run_itself_plans(
-    tmp_path: Path, model: dict[str, Any], tolerance: float
+    tmp_path: Path, model: dict[str, Any], tolerance: float, weights: str
 ) -> None:
     """`farspan train` looks at the model; this has only the configuration, and where that does not
     tell all, layers without their weights."""
     run = tiny_run(tmp_path)
     file = tmp_path / "run.yaml"
-    auto = {"strategy": "auto"}
+    auto = {"strategy": "auto", "weights": weights}
     values = {
         "model": {**model, "dtype": run.model.dtype.value},
         "data": {"source": "text", "path": run.data.path, "tokenizer": "bytes", "held_out": 0},
@@ -345,7 +359,7 @@ def test_it_is_what_the_run_itself_plans(
     file.write_text(yaml.safe_dump(values))
     train(load_run(file), components=replaced(machine=lambda *_: one_memory()), reporter=Quiet())
     written = json.loads((tmp_path / "folder" / "plan.json").read_text())
-    found = asked(file, one_memory()).plan().to_json()
+    found = json.loads(json.dumps(asked(file, one_memory()).plan().to_json()))
     assert found["schedule"] == written["schedule"]
     for tier in ("device_bytes", "host_bytes"):
         assert found[tier]["total"] == pytest.approx(written[tier]["total"], rel=tolerance)

@@ -8,9 +8,10 @@ from farspan.train.yaml_config import to_mapping
 
 
 def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
-    """The run with another strategy, whole: fields meant for the one before go with it. Also a
-    sentence that says which, where there were any."""
-    dropped = run.schedule.given()
+    """The run with another strategy, whole: fields meant for the one before go with it, but not
+    where weights live. Also a sentence that says which, where there were any."""
+    weights = run.schedule.weights
+    dropped = replace(run.schedule, weights=None).given()
     note = None
     if dropped:
         fields_text = ", ".join(f"{key}: {value}" for key, value in to_mapping(dropped).items())
@@ -18,7 +19,7 @@ def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
             f"schedule: {name} in place of {run.schedule.strategy or 'the one written out'}, "
             f"without {fields_text}, which belonged to it"
         )
-    return replace(run, schedule=ScheduleConfig(strategy=name)), note
+    return replace(run, schedule=ScheduleConfig(strategy=name, weights=weights)), note
 
 
 def with_sparse(run: RunConfig, sparse: Sparse | None) -> tuple[RunConfig, str | None]:

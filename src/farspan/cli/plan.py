@@ -24,7 +24,7 @@ from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.plan import contexts_view, plan_view
 from farspan.report.tables import show
 from farspan.report.timeline import timeline_json
-from farspan.spec import Quantization, UnsupportedError, dtype_name
+from farspan.spec import Quantization, Tier, UnsupportedError, dtype_name
 from farspan.train.config import DType, LoraConfig, RunConfig, load_run
 from farspan.train.yaml_config import convert
 
@@ -321,6 +321,9 @@ def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, li
     if "strategy" in given:
         run, note = with_strategy(run, given["strategy"])
         notes.append(note)
+    if "weights" in given:
+        weights = convert(Tier, given["weights"], "weights")
+        run = replace(run, schedule=replace(run.schedule, weights=weights))
     if "sparse" in given:
         run, note = with_sparse(run, read_sparse(given["sparse"]))
         notes.append(note)
@@ -329,7 +332,7 @@ def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, li
 
 def without_fields(run: RunConfig) -> list[str]:
     """What of a written schedule the longest contexts do not keep."""
-    given = ", ".join(run.schedule.given())
+    given = ", ".join(replace(run.schedule, weights=None).given())
     return [f"the longest contexts leave open what the schedule says of {given}"] if given else []
 
 

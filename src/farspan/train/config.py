@@ -257,9 +257,10 @@ class ScheduleConfig:
         self.apply(Schedule())
         if self.strategy is not None:
             check_name(self.strategy)
-        if self.strategy == AUTO and self.given():
+        chosen = [name for name in self.given() if name != "weights"]
+        if self.strategy == AUTO and chosen:
             raise UnsupportedError(
-                f"{next(iter(self.given()))}: strategy auto chooses this for the machine; leave it "
+                f"{chosen[0]}: strategy auto chooses this for the machine; leave it "
                 "out, or name another strategy"
             )
 

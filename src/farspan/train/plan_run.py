@@ -16,9 +16,22 @@ from farspan.planner.plans import best_plan, longest_contexts, plan_as_written
 from farspan.planner.prices import with_kernels
 from farspan.planner.request import Fit, Optimizer, Plan, Question
 from farspan.profile.store import Profiles
-from farspan.program.layout import ALONE, Layout, group_ranges, sequence_layout
+from farspan.program.layout import (
+    ALONE,
+    Layout,
+    group_ranges,
+    refuse_together,
+    sequence_layout,
+)
 from farspan.program.strategies import AUTO
-from farspan.spec import MachineSpec, ModelSpec, Quantization, Schedule, UnsupportedError
+from farspan.spec import (
+    MachineSpec,
+    ModelSpec,
+    Quantization,
+    Schedule,
+    Tier,
+    UnsupportedError,
+)
 from farspan.train.config import Given, Parallel, RunConfig, StatesPlace
 from farspan.train.context import Components, machine_of, torch_dtype
 from farspan.train.origin import with_base
@@ -143,12 +156,14 @@ def questions_of_run(
     if machine == HERE:
         machine = machine_of(choose_device(run.device), torch_dtype(run), progress)
     model, packed = _model(run)
+    on_host = run.schedule.weights is Tier.HOST
     question = Request(
         config=model,
         context=run.context,
         machine=machine,
         batch=run.batch,
-        optimizer=asked.get("optimizer", Optimizer.ADAMW),
+        optimizer=asked.get("optimizer", Optimizer.HOST if on_host else Optimizer.ADAMW),
+        weights=Tier.HOST if on_host else Tier.DEVICE,
         lora=0 if run.model.lora is None else run.model.lora.everywhere(),
         quantize=Quantization.NF4 if packed else None,
         dtype=run.model.dtype.value,
@@ -207,6 +222,7 @@ def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
     layout = _layout(run.parallel, gpus, question.model, machine)
     if question.nf4 and layout.devices() > 1:
         raise UnsupportedError(SHARED)
+    refuse_together(Schedule(weights=question.weights), layout)
     is_sharded(run, layout)  # refuses what sharded weights cannot have
     if machine.unified:  # the ranks of a CPU are processes beside each other
         machine = replace(machine, devices=layout.devices())
@@ -231,6 +247,8 @@ def _layout(given: Given, gpus: int | None, model: ModelSpec, machine: MachineSp
 def _with_states(run: RunConfig, question: Question, named: str | None) -> Iterator[Question]:
     """The question with AdamW's states in each place that may be taken."""
     states, places = run.optimizer.states, [question.optimizer]
+    if question.weights is Tier.HOST:
+        named = question.optimizer
     if named is None and states is not StatesPlace.AUTO:
         places = [PLANNED[states]]
     elif named is None and not question.machine.unified:

@@ -398,6 +398,7 @@ def question_of(
         ),
         layout=world.layout,
         optimizer=PLANNED[states],
+        weights=run.schedule.weights or Tier.DEVICE,
         dtype=run.model.dtype.value,
         overlap=machine.pinned and not machine.unified,  # as the engine's copies run
         sparse=run.pages(),
