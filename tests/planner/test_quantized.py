@@ -79,6 +79,7 @@ def test_a_run_plans_with_the_bytes_that_are_there(tmp_path: Path) -> None:
     assert planned(question) == resident(model)
 
 
+@pytest.mark.exhaustive
 def test_adapters_on_some_modules_leave_the_others_packed(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     model = load_model(path=str(tmp_path), dtype=torch.float32, nf4=True)

@@ -133,6 +133,7 @@ def two_ranks(run: RunConfig) -> str:
     return str(refused.value)
 
 
+@pytest.mark.exhaustive
 def test_several_ranks_are_refused_before_any_text_is_read(tmp_path: Path) -> None:
     run = qlora(tmp_path, "run", parallel=Parallel(data=2))
     run = replace(run, data=replace(run.data, path=str(tmp_path / "none")))
