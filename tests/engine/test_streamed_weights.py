@@ -1,6 +1,8 @@
 """Weights and gradients in main memory: the bits of a step that has them on the device."""
 
+import contextlib
 import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
@@ -15,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from farspan.attention.backends import accumulate_dtype
 from farspan.engine.loss import StepInputs
-from farspan.engine.step import Step
+from farspan.engine.step import Progress, Step
 from farspan.engine.streamed_weights import _Streamed, _StreamedUnit, computing_device
 from farspan.engine.tiers import CopyEngine
 from farspan.engine.trace_steps import META, MetaKernels
@@ -238,6 +240,35 @@ def test_a_step_that_fails_leaves_the_model_whole() -> None:
     after = dict(other.named_parameters())
     assert all(after[name] is p for name, p in before.items())
     assert torch.isfinite(Step(other, streamed(GROUPED))(*DATA))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_is_given_back(fails: bool) -> None:
+    """Of the device's slots and of gradients, also after a step that failed; `.grad` keeps its
+    numbers."""
+    _, other = pair("qwen2", torch.float32)
+    step = Step(other, streamed(GROUPED))
+    step(*DATA)
+    kept = gradients(other)
+
+    def fail(done: Progress) -> None:
+        if done.cells_done == done.cells - 3:
+            raise RuntimeError("stop")
+
+    if fails:
+        step.progress = fail
+        with contextlib.suppress(RuntimeError):
+            step(*DATA)
+    slabs = [step.arenas[tier]._slab for tier in Tier]
+    held = [weakref.ref(slab.untyped_storage()) for slab in slabs]
+    del slabs
+    step.release()
+    assert [storage() for storage in held] == [None, None]
+    if not fails:
+        assert all(torch.equal(p.grad, kept[n]) for n, p in other.named_parameters())
+        other.zero_grad()
+        step(*DATA)
+        assert all(torch.equal(p.grad, kept[n]) for n, p in other.named_parameters())
 
 
 # -- devices ------------------------------------------------------------------------------------

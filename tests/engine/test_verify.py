@@ -94,6 +94,12 @@ def test_every_strategy(name: str) -> None:
     assert verify(shared_model("qwen2"), schedule, RUN).passed
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_in_main_memory(dtype: torch.dtype) -> None:
+    schedule = replace(SCHEDULE, weights=Tier.HOST)
+    assert verify(make_model("qwen2", dtype), schedule, RUN).passed
+
+
 def test_json() -> None:
     found = verify(shared_model("qwen2"), SCHEDULE, RUN, worst=3)
     data = json.loads(json.dumps(found.to_json()))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.memory import _static
+from farspan.engine.step import Step
 from farspan.engine.streamed_weights import StreamedWeights
 from farspan.hf.load import load_model
 from farspan.hf.stages import CausalLMStages
@@ -33,7 +34,8 @@ from farspan.train.context import Components, RunContext
 from farspan.train.optimizer import TrainingOptimizer
 from farspan.train.setup import make_context, resolve
 from farspan.train.trainer import train
-from tests.train.tiny import MODEL, Quiet, Stopped, Stopping, load_tiny, tiny_run
+from tests.numerics import assert_exact
+from tests.train.tiny import MODEL, Quiet, Stopped, Stopping, load_tiny, replaced, tiny_run
 
 RESIDENT = ScheduleConfig(strategy="grouped", chunk=16)
 STREAMED = replace(RESIDENT, weights=Tier.HOST)
@@ -104,6 +106,32 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
             train(replace(stopped, schedule=schedule), reporter=Stopping(step))
     train(replace(stopped, schedule=turns[-1]), reporter=Quiet())
     assert_same(outcome(Path(stopped.folder)), outcome(Path(run.folder)))
+
+
+class Short(Step):
+    """Runs out of memory in its second update, at the first schedule."""
+
+    calls = 0
+
+    def __call__(self, *args: Any, **named: Any) -> Tensor:
+        loss = super().__call__(*args, **named)
+        self.calls += self.progress is not None
+        if self.calls == 3 and self.schedule.chunk == 16:
+            raise MemoryError
+        return loss
+
+
+def test_a_step_whose_memory_ran_out_is_taken_again(tmp_path: Path) -> None:
+    """By a schedule that needs less, of the same weights where they lie."""
+    run, quiet = run_of(tmp_path), Quiet()
+    assert train(run, components=replaced(make_step=Short), reporter=quiet).step == run.steps
+    (retry,) = (note for note in quiet.notes if "retry 1 of" in note)
+    assert "weights and their gradients on host" in retry
+    whole = replace(run, folder=str(tmp_path / "whole"))
+    train(whole, reporter=Quiet())
+    lines = [outcome(Path(r.folder))[0] for r in (run, whole)]
+    losses = [torch.tensor([x["loss"] for x in found if x["loss"]]) for found in lines]
+    assert_exact(losses[0].double(), losses[1].double(), limit=1e-5)
 
 
 # -- where everything lives ---------------------------------------------------------------------

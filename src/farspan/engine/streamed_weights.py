@@ -287,6 +287,10 @@ class StreamedWeights:
         for p in self._all():
             for module, name in p.slots:
                 module._parameters[name] = p.used if used else p.own
+            if not used:  # nothing holds on to the slots' memory
+                p.used.data, p.sum = p.used.new_empty(0), None
+        for one in [] if used else self._units:
+            one.place = None
         for module, name, buffer in self._buffers:
             module._buffers[name] = buffer
         self._buffers = list(_buffers_of(self._model)) if used else []

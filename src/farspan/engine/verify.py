@@ -356,6 +356,7 @@ def verify(
         # Both refuse now, not after the references, which take time and memory by the length
         # squared.
         Step(model, schedule, selector=selector)
+        model.to(data[0].device)  # from where the schedule may have its weights
         positions = make_inputs(*data, boundary.vocab).position_ids
         refuse_context(boundary.model.config, int(positions.max()) + 1)
         return _verify(model, function, data, worst)
@@ -477,6 +478,7 @@ def _stepped(model: nn.Module, function: Function, data: Data) -> Outcome:
     selector = function.selector(model, *data[0].shape)
     with _own_gradients(model):
         loss = Step(model, function.schedule, poison=True, selector=selector)(*data)
+        model.to(data[0].device)
         return loss, {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for name, p in model.named_parameters()
