@@ -20,7 +20,7 @@ storage does not count as a change.
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -60,10 +60,15 @@ def line_aligned(size: int) -> int:
 
 
 def find_parameters(
-    model: nn.Module, layers: Sequence[nn.Module], here: Collection[int]
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    here: Collection[int],
+    field: str = "fsdp",
+    otherwise: str = "fsdp: false",
 ) -> list[UnitParameters]:
     """The parameters of each unit, with their first names and everywhere they are; none of layers
-    that are not `here`."""
+    that are not `here`. Raises UnsupportedError, beginning with `field`, for what cannot be moved
+    unit by unit: a parameter that several layers have, or two that have memory in common."""
     unit_of = {id(m): index for index, layer in enumerate(layers) for m in layer.modules()}
     units: list[UnitParameters] = [{} for _ in range(len(layers) + 1)]
     seen: dict[nn.Parameter, int] = {}
@@ -76,9 +81,29 @@ def find_parameters(
                 continue
             full = f"{path}.{name}" if path else name
             if seen.setdefault(parameter, index) != index:
-                raise UnsupportedError(f"fsdp: {full} is shared by several layers; set fsdp: false")
+                raise UnsupportedError(
+                    f"{field}: {full} is shared by several layers; set {otherwise}"
+                )
             units[index].setdefault(parameter, (full, []))[1].append((module, name))
+    _refuse_overlaps(units, field, otherwise)
     return units
+
+
+def _refuse_overlaps(units: Sequence[UnitParameters], field: str, otherwise: str) -> None:
+    """Elsewhere, each would be updated alone, where an update of one was one of the other."""
+    found = []
+    for unit in units:
+        for x, (name, _) in unit.items():
+            if x.numel() and x.data_ptr():  # it has memory
+                steps = zip(x.shape, x.stride(), strict=True)
+                last = sum((extent - 1) * step for extent, step in steps)
+                found.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize, name))
+    for (_, stop, one), (start, _, other) in pairwise(sorted(found)):
+        if start < stop:
+            raise UnsupportedError(
+                f"{field}: {other} and {one} are two parameters in the same memory; make them one "
+                f"parameter, or set {otherwise}"
+            )
 
 
 def refuse_unshardable(parameter: nn.Parameter, name: str) -> None:

@@ -410,7 +410,8 @@ class Step:
             )
         moved = self.weights is not None and not self.weights.is_of(self.boundary)
         if self._state() != self._described or moved:
-            self.model_spec = self._describe()
+            with torch.inference_mode(False):  # of an evaluation: cells are run with a graph
+                self.model_spec = self._describe()
             self._described = self._state()
         elif self._shells_of is not None and self._shells_of != fingerprint(self.boundary):
             self._fuse()
@@ -463,12 +464,12 @@ class Step:
         try:
             self._reserve(prepared.program)
             self._adding.gradients = gradients
-            if self.weights is not None:
-                self.weights.begin(prepared.program, self.arenas[Tier.DEVICE])
-            interpreter = self._interpreter(prepared, inputs, count, gradients)
             orders = prepared.orders if self.copies.overlap else None
             self.copies.begin()
             try:
+                if self.weights is not None:
+                    self.weights.begin(prepared.program, self.arenas[Tier.DEVICE])
+                interpreter = self._interpreter(prepared, inputs, count, gradients)
                 model = self.boundary.model
                 with routed(model), uncast(model.parameters()), self._settings():
                     loss = interpreter.run(orders)

@@ -84,7 +84,8 @@ class StreamedWeights:
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []  # while a step runs, those here
         self._weights, self._sums = (Arena(Tier.HOST, boundary.device) for _ in range(2))
         layers = list(boundary.layers)
-        found = find_parameters(boundary.model, layers, range(len(layers)))
+        every = range(len(layers))
+        found = find_parameters(boundary.model, layers, every, "weights", "weights: device")
         self._units = [_StreamedUnit() for _ in found]
         self._left: list[_Streamed] = []  # whose gradients have left in this step
         for one, parameters in zip(self._units, found, strict=True):
@@ -214,6 +215,7 @@ class StreamedWeights:
                 shape, dtype = tuple(p.own.shape), p.own.dtype
                 p.used.data = device.view(start + p.offset, shape, dtype)
                 p.used.grad_dtype = p.own.grad_dtype
+                p.used._backward_hooks = p.own._backward_hooks
                 p.sum = None
                 if start_of_sums is not None and p.trained:
                     place = start_of_sums + p.sum_offset
