@@ -271,6 +271,44 @@ def test_memory_is_given_back(fails: bool) -> None:
         assert all(torch.equal(p.grad, kept[n]) for n, p in other.named_parameters())
 
 
+def test_a_step_that_cannot_begin_leaves_the_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is raised between the change of weights and the first instruction."""
+    _, other = pair("qwen2", torch.float32)
+    step, before = Step(other, streamed(GROUPED)), dict(other.named_parameters())
+
+    def fail(*_: object) -> None:
+        raise MemoryError("stop")
+
+    monkeypatch.setattr(step, "_interpreter", fail)
+    with pytest.raises(MemoryError, match="stop"):
+        step(*DATA)
+    after = dict(other.named_parameters())
+    assert all(after[name] is p for name, p in before.items())
+
+
+def test_weights_that_moved_are_found_by_an_evaluation_in_inference_mode() -> None:
+    """And the next step trains them."""
+    model, other = pair("qwen2", torch.float32)
+    outcomes = []
+    for one, step in zip((model, other), (GROUPED, streamed(GROUPED)), strict=True):
+        made = Step(one, step)
+        given_other_data(one)
+        with torch.inference_mode():
+            made.evaluate(*DATA)
+        torch.optim.SGD(one.parameters(), lr=1.0).step()
+        outcomes.append(two_steps(one, made, DATA))
+    assert_same_bits(*outcomes)
+
+
+def test_hooks_of_weights_are_heard() -> None:
+    model, other = pair("qwen2", torch.float32)
+    for one in (model, other):
+        one.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 0.5 * gradient)
+        one.model.norm.weight.register_hook(lambda gradient: -gradient)
+    expected = run_step(model, GROUPED, DATA)
+    assert_same_bits(run_step(other, streamed(GROUPED), DATA), expected)
+
+
 # -- devices ------------------------------------------------------------------------------------
 
 
@@ -439,4 +477,22 @@ def test_what_is_not_done_is_refused() -> None:
 
     model.lm_head.weight = Packed(model.lm_head.weight.detach())
     with pytest.raises(UnsupportedError, match=r"^weights: lm_head\.weight is a Packed, not a pl"):
+        Step(model, streamed(GROUPED))
+
+
+def shared_by_layers(model: Any) -> None:
+    first, second = model.model.layers[:2]
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+
+
+def two_in_one_memory(model: Any) -> None:
+    """An update of one is one of the other, as long as neither is moved."""
+    model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.data)
+
+
+@pytest.mark.parametrize("change", [shared_by_layers, two_in_one_memory])
+def test_weights_that_are_not_each_of_one_place_are_refused(change: Callable[[Any], None]) -> None:
+    model, _ = pair("qwen2", torch.float32)
+    change(model)
+    with pytest.raises(UnsupportedError, match=r"^weights: .*set weights: device$"):
         Step(model, streamed(GROUPED))

@@ -158,6 +158,13 @@ def test_every_family_is_predicted(family: str, kind: tuple[torch.dtype | str, s
     agree(Step(model, strategy(name, LAYERS, 230)), 1, 230, CLOSE)
 
 
+@pytest.mark.parametrize("heads", [{"head_dim": 32}, {"num_key_value_heads": 1}])
+def test_heads_wider_than_the_model_are_predicted(heads: dict[str, int]) -> None:
+    """Their attention is the fullest moment of a backward."""
+    model = make("qwen3", torch.bfloat16, intermediate_size=16, **heads)
+    agree(Step(model, Schedule(chunk=64, kv_block=48, loss_chunk_size=20)), 1, 211, EXACT)
+
+
 # Of Qwen 2 tiles are measured below. Linear modules of another kind, and experts; the rest have the
 # modules of these.
 TILED = ("gpt2", torch.bfloat16), ("gpt_oss", torch.float32)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import farspan
 from farspan.engine import profile as engine
 from farspan.engine.profile import measure
 from farspan.engine.step import Step
@@ -17,6 +18,7 @@ from farspan.profile.catalog import find_config, presets
 from farspan.profile.model import Variant, highest
 from farspan.profile.store import RANKS, Profiles, between, to_json
 from farspan.program.strategies import strategy
+from farspan.spec import UnsupportedError
 from tests.planner.test_walk import CLOSE, LAYERS, agree, make
 
 # Windows of every other kind, and keys wider than values.
@@ -115,11 +117,24 @@ def test_a_model_that_does_not_ship_is_measured_once(
     again = Profiles(SMALL, "mine").of(Variant())
     assert to_json([again]) == to_json([first])
     assert first.spec.name == "mine"
-    for path in (tmp_path / "farspan" / "profiles").iterdir():
-        path.write_text("{")
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert to_json([Profiles(SMALL, "mine").of(Variant())]) == to_json([first])
+    (path,) = (tmp_path / "farspan" / "profiles").iterdir()
+    value = json.loads(path.read_text())
+    layerless = {**value, "kinds": [], "kind_of": [3]}
+    for broken in "{", "[]", json.dumps(layerless), json.dumps({**value, "kinds": [{"cells": 1}]}):
+        path.write_text(broken)
+        assert to_json([Profiles(SMALL, "mine").of(Variant())]) == to_json([first])
+        assert json.loads(path.read_text()) == value
+
+
+def test_a_model_with_dropout_is_refused_as_it_is_for_training(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = {**SMALL, "attention_dropout": 0.25}
+    with pytest.raises(UnsupportedError, match=r"model: dropout 0\.25 at .*attention_dropout"):
+        farspan.plan(config, context="16K", machine="h200")
 
 
 def test_another_release_of_a_library_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +142,9 @@ def test_another_release_of_a_library_is_measured_anew(monkeypatch: pytest.Monke
     assert before == store.digest(dict(reversed(SMALL.items())), Variant())
     assert before != store.digest({**SMALL, "hidden_size": 64}, Variant())
     assert before != store.digest(SMALL, Variant(rank=4))
+    with monkeypatch.context() as changed:  # as by an edit of the engine
+        changed.setattr(store, "_measuring", lambda: "other")
+        assert before != store.digest(SMALL, Variant())
     monkeypatch.setattr(store, "version", lambda name: f"a later {name}")
     assert before != store.digest(SMALL, Variant())
 

@@ -271,7 +271,8 @@ class _Attend(torch.autograd.Function):
             dq, dk, dv, dsinks = cell.attend_backward(
                 ctx.call, dout, of_keys, (out, lse), cell.key_values, own_sinks
             )
-            dq, (dk, dv) = dq.to(q.dtype), cell.with_later(dk, dv, slice(None))
+            dk, dv = cell.with_later(dk, dv, slice(None))
+            dq = dq.to(q.dtype)
             if exchange is not None:
                 dq, dk, dv = exchange.to_tokens(dq, dk, dv)
         cell.key_values.done()

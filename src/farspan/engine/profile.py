@@ -48,7 +48,7 @@ from farspan.hf.fused_layers import fuse, gate_forward
 from farspan.hf.quantized import linear_widths, plain_linears, shape_of
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.tiled_mlp import Tokenwise, likely_tokenwise
-from farspan.hf.unsupported import DROPOUTS, context_limit
+from farspan.hf.unsupported import context_limit, refuse_dropout
 from farspan.kernels.launch import launched
 from farspan.profile.estimate import estimated
 from farspan.profile.model import (
@@ -331,12 +331,23 @@ def _of_config(config: Mapping[str, Any], variant: Variant, name: str) -> ModelP
             kinds = whole.kinds()
         # One layer of each kind is enough; the first ones that have all kinds are made.
         last = max(kinds.index(kind) for kind in set(kinds))
-        short = _stages(shortened(dict(config), last + 1), dtype, rank)
-        with routed(short.model):
-            stages = short if _pattern(short.kinds()) == _pattern(kinds[: last + 1]) else whole
+        stages = _first_layers(config, last + 1, dtype, rank) or whole
+        with routed(stages.model):
+            alike = _pattern(stages.kinds()) == _pattern(kinds[: len(stages.layers)])
+        stages = stages if alike else whole
         with routed(stages.model):
             found = _measure(stages, variant)
     return _of_whole(whole, kinds, found, name)
+
+
+def _first_layers(
+    config: Mapping[str, Any], layers: int, dtype: torch.dtype, rank: int
+) -> CausalLMStages | None:
+    """None where a family has more that is of each layer than its number, and cannot be cut."""
+    try:
+        return _stages(shortened(dict(config), layers), dtype, rank)
+    except UnsupportedError:
+        return None
 
 
 def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
@@ -347,7 +358,7 @@ def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
     blank = copy.deepcopy(model, memo)
 
     def measured(variant: Variant) -> ModelProfile:
-        stages = _without_dropout(blank)
+        stages = CausalLMStages(blank)
         try:
             with without_garbage_collection(), GroupedProducts(), routed(stages.model):
                 found = _measure(stages, variant)
@@ -376,17 +387,8 @@ def _without_packed(dtype: torch.dtype, module: Any) -> torch.Tensor:
 
 
 def _stages(config: Mapping[str, Any], dtype: torch.dtype, rank: int) -> CausalLMStages:
-    return _without_dropout(meta_model(dict(config), dtype, rank))
-
-
-def _without_dropout(model: PreTrainedModel) -> CausalLMStages:
-    """With it no step would train the model."""
-    for module in model.modules():
-        for name in DROPOUTS:
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    model = meta_model(dict(config), dtype, rank)
+    refuse_dropout(model)
     return CausalLMStages(model)
 
 

@@ -15,6 +15,7 @@ gradients, which tell whether it continues from what it is given.
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from math import prod
@@ -432,7 +433,8 @@ def _with_gradient(
     """The output of a recurrent layer on these pieces, and the gradient of its input."""
     leaf, outs, states = hidden.detach().requires_grad_(), [], RecurrentStates()
     given: dict[str, Tensor] = {}
-    with eager_experts(layer):
+    # One by one they take numbers: which experts have tokens at all.
+    with nullcontext() if hidden.is_meta else eager_experts(layer):
         for start, stop in cuts:
             # Tensors of their own: the piece that left a state may read it for its output too.
             states = RecurrentStates({name: x.view_as(x) for name, x in states.after.items()})

@@ -82,7 +82,7 @@ def attention_bytes(
     dout = memory.given((batch, tokens, heads.query_heads, heads.value_dim), width)
     dq, dk, dv, dsinks = _attend_backward(call, transpose(dout, 1, 2), q, k, v, (out, lse), sinks)
     # Those of later chunks' queries are added before autograd is handed the sums.
-    _sums = [as_width(pointwise(own, own), width) for own in (dk, dv)]
+    dk, dv = [as_width(pointwise(own, own), width) for own in (dk, dv)]
     if dsinks is not None:
         dsinks = as_width(dsinks, width)
     _answer = [as_width(dq, width), dsinks]

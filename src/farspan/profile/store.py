@@ -26,7 +26,6 @@ from farspan.profile.model import (
 )
 from farspan.profile.packed import adapted, packed
 from farspan.spec import LayerSpec, LayerWork, ModelSpec, StateTensor, UnsupportedError
-from farspan.version import VERSION
 
 PRESETS = Path(__file__).parent / "presets"
 RANKS = 8, 16  # of adapters, that are measured
@@ -100,7 +99,7 @@ class Profiles:
         path = cache_folder() / f"{digest(self.config, variant)}.json"
         try:
             return from_json(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError):  # not there, or broken: made anew
+        except Exception:  # not there, or broken, in whatever way: made anew
             pass
         try:
             measure: Measure = load("farspan.engine.profile", "measure")
@@ -113,8 +112,11 @@ class Profiles:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             apart = path.with_suffix(f".{os.getpid()}")
-            apart.write_text(json.dumps(to_json([found])[0]), encoding="utf-8")
-            apart.replace(path)
+            try:
+                apart.write_text(json.dumps(to_json([found])[0]), encoding="utf-8")
+                apart.replace(path)
+            finally:
+                apart.unlink(missing_ok=True)  # of a disk that is full
         except OSError:  # a cache is no promise
             pass
         return found
@@ -182,9 +184,19 @@ def cache_folder() -> Path:
 def digest(config: Mapping[str, Any], variant: Variant) -> str:
     """A name for what a profile depends on, releases of libraries included: they write the layers
     and decide what operators allocate."""
-    releases = [VERSION, *map(version, ("torch", "transformers"))]
+    releases = [_measuring(), *map(version, ("torch", "transformers"))]
     text = json.dumps([releases, variant.key(), config], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@cache
+def _measuring() -> str:
+    """The code that measures: between two releases of it there are others."""
+    found = hashlib.sha256()
+    for part in "attention", "engine", "hf", "kernels", "profile":
+        for path in sorted((Path(__file__).parents[1] / part).glob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 # -- as plain values ----------------------------------------------------------------------------
