@@ -20,6 +20,8 @@ from farspan.profile.store import RANKS, Profiles, between, to_json
 from farspan.program.strategies import strategy
 from farspan.spec import UnsupportedError
 from tests.planner.test_walk import CLOSE, LAYERS, agree, make
+from tests.zoo import FURTHER as ZOO
+from tests.zoo import RECURRENT, make_model
 
 # Windows of every other kind, and keys wider than values.
 FURTHER: dict[str, dict[str, Any]] = {
@@ -47,6 +49,18 @@ FURTHER: dict[str, dict[str, Any]] = {
 def test_further_families_are_predicted(family: str, name: str) -> None:
     model = make(family, torch.bfloat16, **FURTHER[family])
     agree(Step(model, strategy(name, LAYERS, 230)), 1, 230, CLOSE)
+
+
+# Experts beside states, and fields of each layer that nobody cuts.
+WHOLE = [name for name in ("lfm2_moe", "laguna") if name in {**ZOO, **RECURRENT}]
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_cells_of_further_families_are_run(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not estimated, which takes up to a third more."""
+    config = make_model(family, torch.float32).config.to_dict()
+    monkeypatch.setattr(engine, "estimated", None)
+    assert measure(config, Variant("float32")).kinds
 
 
 SMALL = {**find_config("Qwen2.5-0.5B"), "num_hidden_layers": 3}
