@@ -22,6 +22,7 @@ from farspan.engine.streamed_weights import _Streamed, _StreamedUnit, computing_
 from farspan.engine.tiers import CopyEngine
 from farspan.engine.trace_steps import META, MetaKernels
 from farspan.hf.load import add_adapters
+from farspan.memory.host import TooLarge
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.dependencies import Order, waits
 from farspan.program.layout import Layout, refuse_together
@@ -263,7 +264,7 @@ def test_memory_is_given_back(fails: bool) -> None:
     held = [weakref.ref(slab.untyped_storage()) for slab in slabs]
     del slabs
     step.release()
-    assert [storage() for storage in held] == [None, None]
+    assert all(storage() is None for storage in held)
     if not fails:
         assert all(torch.equal(p.grad, kept[n]) for n, p in other.named_parameters())
         other.zero_grad()
@@ -307,6 +308,25 @@ def test_hooks_of_weights_are_heard() -> None:
         one.model.norm.weight.register_hook(lambda gradient: -gradient)
     expected = run_step(model, GROUPED, DATA)
     assert_same_bits(run_step(other, streamed(GROUPED), DATA), expected)
+
+
+def test_too_little_main_memory_is_refused_before_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of gradients with the first step that has some; of weights where they do not lie already."""
+    model, other = pair("qwen2", torch.float32)
+    step = Step(model, streamed(GROUPED))
+    sizes = step.program(2, TOKENS).arena_bytes.values()
+    assert step.weights is not None
+    room = sum(sizes) + step.weights.gradient_bytes() - 1
+    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: room)
+    step.evaluate(*DATA)
+    step.release()
+    with pytest.raises(TooLarge, match=r"^host memory: a step of 42 tokens needs"):
+        step(*DATA)
+    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: 1000)
+    with pytest.raises(TooLarge, match=r"^host memory: the model's weights in main memory needs"):
+        Step(other, streamed(GROUPED), device="meta")
 
 
 # -- devices ------------------------------------------------------------------------------------

@@ -322,6 +322,8 @@ class Step:
         }
         on_cpu = self.boundary.device.type == "cpu"
         needed = max(0, grows[Tier.HOST]) + (max(0, grows[Tier.DEVICE]) if on_cpu else 0)
+        if self.weights is not None and program.trains():
+            needed += self.weights.missing_bytes()
         # All ranks ask, also those whose arenas are large enough: the others must hear of them.
         ranks = None if self.sharded_model is None else self.sharded_model.ranks
         refuse_beyond_together(ranks, needed, f"a step of {program.run.tokens:,} tokens", ADVICE)

@@ -26,6 +26,7 @@ from farspan.distributed.fsdp import ParameterSlot, find_parameters, gradient_dt
 from farspan.engine.gradients import GradientAccumulator
 from farspan.engine.tiers import Arena, CopyEngine
 from farspan.hf.stages import CausalLMStages
+from farspan.memory.host import refuse_beyond
 from farspan.program import buffer_names as names
 from farspan.program.layout import WEIGHTS_OF_ONE
 from farspan.program.program import Gather, Program, aligned
@@ -105,8 +106,12 @@ class StreamedWeights:
             module._buffers[name] = buffer.cpu()
 
     def _move(self) -> None:
-        """Have the parameters lie one behind the other."""
-        self._weights.reserve(sum(aligned(one.size) for one in self._units))
+        """Have the parameters lie one behind the other. Raises TooLarge."""
+        size = sum(aligned(one.size) for one in self._units)
+        if self.device.type != "cpu":  # there, pages come as those of the parameters go
+            what = "the model's weights in main memory"
+            refuse_beyond(size, what, "use a smaller model, or a machine with more of it")
+        self._weights.reserve(size)
         start = 0
         for one in self._units:
             one.memory = self._weights.view(start, (one.size,), torch.uint8)
@@ -119,7 +124,7 @@ class StreamedWeights:
 
     def reserve_sums(self) -> None:
         """Have room for gradients."""
-        self._sums.reserve(sum(aligned(one.sum_size) for one in self._units))
+        self._sums.reserve(self._sum_bytes())
         start = 0
         for one in self._units:
             for p in one.parameters:
@@ -182,7 +187,14 @@ class StreamedWeights:
         """In main memory: sums, and what `.grad` has beside them where it is narrower."""
         trained = [p.own for p in self._all() if p.trained]
         narrow = (p.numel() * gradient_dtype(p).itemsize for p in trained if not _takes_sums(p))
-        return sum(aligned(one.sum_size) for one in self._units) + sum(narrow)
+        return self._sum_bytes() + sum(narrow)
+
+    def missing_bytes(self) -> int:
+        """Of main memory, which the next step with gradients takes for them."""
+        return self._sum_bytes() - self._sums.nbytes
+
+    def _sum_bytes(self) -> int:
+        return sum(aligned(one.sum_size) for one in self._units)
 
     def _all(self) -> Iterator[_Streamed]:
         for one in self._units:
