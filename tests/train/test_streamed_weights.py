@@ -19,6 +19,8 @@ from farspan.engine.streamed_weights import StreamedWeights
 from farspan.hf.load import load_model
 from farspan.hf.stages import CausalLMStages
 from farspan.memory.host import TooLarge
+from farspan.planner.evaluate import evaluate
+from farspan.planner.plans import best_plan
 from farspan.spec import Tier, UnsupportedError
 from farspan.train.config import (
     DType,
@@ -35,6 +37,7 @@ from farspan.train.optimizer import TrainingOptimizer
 from farspan.train.setup import make_context, resolve
 from farspan.train.trainer import train
 from tests.numerics import assert_exact
+from tests.train.planner import planned_components
 from tests.train.tiny import MODEL, Quiet, Stopped, Stopping, load_tiny, replaced, tiny_run
 
 RESIDENT = ScheduleConfig(strategy="grouped", chunk=16)
@@ -105,6 +108,22 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
         with pytest.raises(Stopped):
             train(replace(stopped, schedule=schedule), reporter=Stopping(step))
     train(replace(stopped, schedule=turns[-1]), reporter=Quiet())
+    assert_same(outcome(Path(stopped.folder)), outcome(Path(run.folder)))
+
+
+def test_auto_plans_within_it_and_takes_what_it_said(tmp_path: Path) -> None:
+    """Planned, forecast and measured; stopped, and gone on with by the same plan."""
+    run = run_of(tmp_path, ScheduleConfig(strategy="auto", weights=Tier.HOST), model=BF16)
+    parts = replaced(planned_components(()), best_plan=best_plan, evaluate=evaluate)
+    found = train(run, components=parts, reporter=Quiet()).comparison
+    assert found is not None
+    assert abs(found.predicted_bytes / found.measured_bytes - 1) < 0.02
+    plan = json.loads((Path(run.folder) / "plan.json").read_text())
+    assert plan["fields"]["weights"] == "host"
+    stopped = replace(run, folder=str(tmp_path / "stopped"))
+    with pytest.raises(Stopped):
+        train(stopped, components=parts, reporter=Stopping(4))
+    train(stopped, components=parts, reporter=Quiet())
     assert_same(outcome(Path(stopped.folder)), outcome(Path(run.folder)))
 
 
