@@ -86,8 +86,9 @@ COMMANDS = {
         "Measure this machine and write the file that `farspan plan` reads.",
     ),
     "profile": LazyCommand(
-        "farspan.cli.profile",
+        "farspan.cli.calibrate",
         "Measure what a model costs, which `farspan plan` reads; no weights, on any machine.",
+        "profile_app",
     ),
     "memory": LazyCommand(
         "farspan.cli.memory",

@@ -50,7 +50,7 @@ from farspan.hf.stages import CausalLMStages
 from farspan.hf.tiled_mlp import Tokenwise, likely_tokenwise
 from farspan.hf.unsupported import context_limit, refuse_dropout
 from farspan.kernels.launch import launched
-from farspan.profile.estimate import estimated
+from farspan.profile.estimate import estimated, packed
 from farspan.profile.model import (
     CellLines,
     KindProfile,
@@ -61,7 +61,6 @@ from farspan.profile.model import (
     Variant,
     form,
 )
-from farspan.profile.packed import packed
 from farspan.profile.store import Profiles
 from farspan.program.builder import build_program
 from farspan.program.program import (

@@ -16,6 +16,7 @@ from typing import Any
 
 from farspan.lazy import load
 from farspan.profile.catalog import find_config, find_preset
+from farspan.profile.estimate import adapted, packed
 from farspan.profile.model import (
     CellLines,
     KindProfile,
@@ -24,7 +25,6 @@ from farspan.profile.model import (
     Peak,
     Variant,
 )
-from farspan.profile.packed import adapted, packed
 from farspan.spec import LayerSpec, LayerWork, ModelSpec, StateTensor, UnsupportedError
 
 PRESETS = Path(__file__).parent / "presets"
