@@ -12,9 +12,9 @@ leaves the margin that plans leave by default.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,14 +22,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from farspan.planner.api import as_run
+from farspan.planner.api import Request, as_run
 from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import machine
 from farspan.planner.plans import LEAST, longest_contexts, named_schedule
 from farspan.planner.request import Optimizer, Plan, Question, margin_of
 from farspan.profile.model import Variant
 from farspan.profile.store import find_profiles
-from farspan.program.strategies import STRATEGIES
+from farspan.program.strategies import GROUPED, STRATEGIES
 from farspan.spec import MachineSpec, RunSpec, Schedule
 
 MACHINES = ("rtx4090", "l40s", "a100-80g", "h100", "h200", "b200")
@@ -57,6 +57,15 @@ MODELS = (
     ("Llama-3-8B", LORA),
     ("Qwen2.5-32B", LORA),
 )
+
+
+# Models that do not fit one device: its machine with this main memory, in GiB, and the ways.
+LARGE = ("Qwen2.5-7B", "Qwen2.5-14B", "Qwen3-32B", "Llama-3-70B")
+NODES = (("rtx4090", 256), ("h100", 1024), ("h200", 1536))
+ON_HOST: dict[str, dict[str, Any]] = {
+    "full": {"optimizer": "host", "weights": "host"},
+    "QLoRA": {"lora": 16, "quantize": "nf4"},
+}
 
 
 def one_device(name: str) -> MachineSpec:
@@ -91,6 +100,15 @@ def longest() -> Iterator[dict[str, Any]]:
             "host_gib": on.host_bytes / 2**30,
             "strategies": {s: cell(found[s]) if s in found else None for s in STRATEGIES},
         }
+
+
+def on_host() -> Iterator[dict[str, Any]]:
+    """The longest contexts of large models on one device, weights in main memory or in NF4."""
+    for model, (way, options), (name, memory) in product(LARGE, ON_HOST.items(), NODES):
+        asked = Request(model, LEAST, name, host_memory=f"{memory}GiB", **options)
+        found = longest_contexts(asked.question(), [GROUPED], SECONDS)
+        best = cell(found[GROUPED]) if GROUPED in found else None
+        yield {"model": model, "way": way, "machine": name, "host_gib": memory, "longest": best}
 
 
 def cell(plan: Plan) -> dict[str, Any]:
@@ -148,12 +166,17 @@ def commands() -> Iterator[dict[str, str]]:
         code = "from farspan.cli import main; main()"
         done = subprocess.run(
             [sys.executable, "-c", code, *words],
-            env={**os.environ, "COLUMNS": "100"},
             capture_output=True,
             text=True,
         )
-        output = "\n".join(line.rstrip() for line in done.stdout.splitlines())
+        output = "\n".join(map(_wrapped, done.stdout.splitlines()))
         yield {"command": f"farspan plan {options}", "output": output}
+
+
+def _wrapped(line: str) -> str:
+    """As on a terminal of a hundred columns."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    return "\n".join(textwrap.wrap(line.rstrip(), 100, subsequent_indent=indent))
 
 
 def main() -> None:
@@ -170,6 +193,7 @@ def main() -> None:
         "about": "planned on presets' rates, one device, copies beside the computation",
         "commands": list(commands()),
         "longest": rows,
+        "on_host": list(on_host()),
         "bytes_a_token": {"between": [SHORT, LONG], "rows": list(slopes())},
     }
     if arguments.out:

@@ -44,6 +44,7 @@ def tables(fit: Record, cluster: Record) -> dict[str, str]:
     return {
         **{f"command {index}": command(entry) for index, entry in enumerate(fit["commands"])},
         "longest": longest(fit),
+        "on host": on_host(fit),
         "bytes": bytes_a_token(fit),
         "cluster longest": reach(cluster),
         "cluster mfu": mfu(cluster),
@@ -76,6 +77,18 @@ def longest(fit: Record) -> str:
         ]
         parts.append(f"{model}, {way}:\n\n{_grid(['', *names], rows)}")
     return "\n\n".join(parts)
+
+
+def on_host(fit: Record) -> str:
+    """Large models on one device, with its main memory."""
+    rows = fit["on_host"]
+    nodes = list(dict.fromkeys((row["machine"], row["host_gib"]) for row in rows))
+    by_place = {(r["model"], r["way"], r["machine"], r["host_gib"]): r["longest"] for r in rows}
+    body = [
+        [f"{model}, {way}", *(_reach(by_place[model, way, *node]) for node in nodes)]
+        for model, way in dict.fromkeys((row["model"], row["way"]) for row in rows)
+    ]
+    return _grid(["", *(f"{machine}, {memory} GiB" for machine, memory in nodes)], body)
 
 
 def _reach(cell: Record | None) -> str:

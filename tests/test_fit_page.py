@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def test_every_model_and_machine_was_asked_for(planned: dict[str, Any]) -> None:
     expected = [(m, way.name, name) for m, way in fit.MODELS for name in fit.MACHINES]
     assert found == expected
     assert all(list(row["strategies"]) == list(STRATEGIES) for row in planned["longest"])
+
+
+def test_large_models_fit_one_device(planned: dict[str, Any]) -> None:
+    """In full with weights in main memory, each on the largest node at least."""
+    found = {
+        (r["model"], r["way"], r["machine"], r["host_gib"]): r["longest"]
+        for r in planned["on_host"]
+    }
+    assert list(found) == [(m, w, *n) for m, w, n in product(fit.LARGE, fit.ON_HOST, fit.NODES)]
+    assert all(found[model, "full", *fit.NODES[-1]]["tokens"] >= 2**17 for model in fit.LARGE)
+    assert found["Qwen2.5-7B", "full", "rtx4090", 256]["tokens"] >= 2**17
 
 
 def test_farspan_reaches_as_far_as_any_strategy(planned: dict[str, Any]) -> None:
