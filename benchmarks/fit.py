@@ -25,7 +25,7 @@ from typing import Any
 from farspan.planner.api import Request, as_run
 from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import machine
-from farspan.planner.plans import LEAST, longest_contexts, named_schedule
+from farspan.planner.plans import LEAST, best_plan, longest_contexts, named_schedule
 from farspan.planner.request import Optimizer, Plan, Question, margin_of
 from farspan.profile.model import Variant
 from farspan.profile.store import find_profiles
@@ -111,6 +111,30 @@ def on_host() -> Iterator[dict[str, Any]]:
         yield {"model": model, "way": way, "machine": name, "host_gib": memory, "longest": best}
 
 
+# Full fine-tuning with weights, gradients and states in main memory: docs/comparison.md.
+STEPS = (
+    ("Qwen2.5-7B", "4K", "rtx4090", 192),
+    ("Qwen2.5-7B", "32K", "rtx4090", 192),
+    ("Qwen2.5-7B", "128K", "rtx4090", 192),
+    ("Qwen3-32B", "256K", "h100", 768),
+    ("Llama-3-70B", "128K", "h200", 1536),
+)
+
+
+def steps_on_host() -> Iterator[dict[str, Any]]:
+    """What a step of each takes."""
+    for model, context, name, memory in STEPS:
+        asked = Request(
+            model, context, name, host_memory=f"{memory}GiB", optimizer="host", weights="host"
+        )
+        plan = best_plan(asked.question())
+        yield {
+            **{"model": model, "context": context, "machine": name, "host_gib": memory},
+            **{"fits": plan.fits, "seconds": plan.seconds.total},
+            **{"compute": plan.seconds.compute, "update": plan.seconds.optimizer},
+        }
+
+
 def cell(plan: Plan) -> dict[str, Any]:
     """What the page and the figures show of a plan."""
     return {
@@ -194,6 +218,7 @@ def main() -> None:
         "commands": list(commands()),
         "longest": rows,
         "on_host": list(on_host()),
+        "steps_on_host": list(steps_on_host()),
         "bytes_a_token": {"between": [SHORT, LONG], "rows": list(slopes())},
     }
     if arguments.out:

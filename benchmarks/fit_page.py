@@ -91,6 +91,19 @@ def on_host(fit: Record) -> str:
     return _grid(["", *(f"{machine}, {memory} GiB" for machine, memory in nodes)], body)
 
 
+def steps_on_host(fit: Record) -> str:
+    """Rows of the table of docs/comparison.md."""
+    rows = []
+    for row in fit["steps_on_host"]:
+        gib = row["host_gib"]
+        memory = f"{gib / 1024:g} TiB" if gib > 1024 else f"{gib} GiB"
+        card = row["machine"].upper().replace("RTX", "RTX ")
+        name = f"{row['model']}, {row['context']} tokens, {card}"
+        times = (write_seconds(row[part]) for part in ("seconds", "compute", "update"))
+        rows.append(f"| {name} | {memory} | {' | '.join(times)} |")
+    return "\n".join(rows)
+
+
 def _reach(cell: Record | None) -> str:
     return f"{_short(cell['tokens'])}, {write_seconds(cell['seconds'])}" if cell else "-"
 

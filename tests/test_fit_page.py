@@ -83,6 +83,12 @@ def test_large_models_fit_one_device(planned: dict[str, Any]) -> None:
     assert found["Qwen2.5-7B", "full", "rtx4090", 256]["tokens"] >= 2**17
 
 
+def test_planned_steps_of_the_comparison_are_the_datas(planned: dict[str, Any]) -> None:
+    assert all(row["fits"] for row in planned["steps_on_host"])
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    assert fit_page.steps_on_host(planned) in page
+
+
 def test_farspan_reaches_as_far_as_any_strategy(planned: dict[str, Any]) -> None:
     """The strategies' schedules are points of its space; only its coarse part was searched."""
     for row in planned["longest"]:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from farspan import cli
 from farspan.planner import plans
 from farspan.planner.evaluate import evaluate
+from farspan.planner.request import Plan, Question, Remedy
 from farspan.program.strategies import strategy
 from farspan.spec import MachineSpec, RunSpec, Schedule, Sparse, UnsupportedError
 from farspan.train.config import load_run
@@ -113,6 +114,21 @@ def test_what_does_not_fit_as_written(file: Path) -> None:
     assert "the run:" not in words
     outcome = call(file, *little, "--strategy", "auto")
     assert outcome.exit_code == 0
+
+
+def test_what_helps_a_written_schedule_was_tried_with_any(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_fits(asked: Question, *_: object) -> Plan:
+        remedies = Remedy("--gpus 2", True), Remedy("--lora 16", False)
+        return replace(evaluate(asked, "auto", Schedule()), remedies=remedies)
+
+    monkeypatch.setattr(plans, "best_plan", none_fits)
+    write(file, schedule={"strategy": "plain"}, optimizer={"states": "device"})
+    reserve = asked(file).questions[0].machine.reserve
+    found = planned(file, "--device-memory", f"{reserve // 1024 + 1}KiB")["remedies"]
+    options = [remedy["options"] for remedy in found]
+    assert options == ["--gpus 2 --strategy auto", "--lora 16 --strategy auto"]
 
 
 def test_options_go_before_what_the_file_says(file: Path) -> None:

@@ -269,6 +269,12 @@ def test_weights_go_to_main_memory_with_the_states() -> None:
     assert both == ["--lora 16 --optimizer host --weights host"]
 
 
+def test_quantised_weights_are_of_one_device_and_on_it() -> None:
+    for changed in tried(asked(nf4=True)):
+        assert changed.layout.devices() == 1
+        assert changed.weights is Tier.DEVICE
+
+
 # Full fine-tuning on one device, as docs/decisions/034 promises it.
 ONE_DEVICE = {
     "Qwen2.5-7B": ("rtx4090", "128K", "192GiB", 2**13, 10, 0.875, Tier.HOST),
@@ -304,6 +310,7 @@ def test_a_model_is_trained_on_one_device(model: str) -> None:
         ("Qwen3-8B", {"machine": "h100", "host_memory": "256GiB"}),
         ("Qwen3-8B", {"machine": "rtx4090", "lora": 16, "context": "1M"}),
         ("Llama-3.1-70B", {"machine": "h100", "gpus": 8}),
+        ("Llama-3-70B", {"machine": "rtx4090", "lora": 16, "quantize": "nf4"}),
     ],
 )
 def test_what_is_told_fits(model: str, changes: dict[str, Any]) -> None:

@@ -38,6 +38,26 @@ def test_what_is_not_priced_is_said() -> None:
     assert words in text_of(plan_view(replace(plain, question=recurrent)))
 
 
+@pytest.mark.parametrize(("spared", "is_said"), [(0.1, True), (0.7, False)])
+def test_four_bits_that_spare_little_are_said(spared: float, is_said: bool) -> None:
+    plain = fitting()
+    model = replace(plain.question.model, parameters=10**9)
+    packed = int(spared * model.parameters * model.element_bytes / len(model.layers))
+    layers = tuple(replace(of, work=replace(of.work, packed=packed)) for of in model.layers)
+    asked = replace(plain.question, nf4=True, model=replace(model, layers=layers))
+    text = " ".join(text_of(plan_view(replace(plain, question=asked))).split())
+    assert ("only linear modules have four, not embeddings" in text) is is_said
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer.HOST, Optimizer.NONE])
+def test_keys_of_weights_in_main_memory_are_said(optimizer: Optimizer) -> None:
+    plain = fitting()
+    asked = replace(plain.question, weights=Tier.HOST, optimizer=optimizer)
+    text = " ".join(text_of(plan_view(replace(plain, question=asked))).split())
+    assert "farspan train has these with schedule.weights: host" in text
+    assert ("and optimizer.states: host" in text) is (optimizer is Optimizer.HOST)
+
+
 def test_every_part_is_shown_the_largest_first() -> None:
     text = text_of(plan_view(fitting()))
     places = [text.index(part) for part in ("K, V 16.0 GiB", "weights 14.0 GiB")]

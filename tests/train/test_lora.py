@@ -31,7 +31,7 @@ from farspan.train.trainer import train
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.test_ranks import WIDE
-from tests.train.tiny import Quiet, Stopped, Stopping, tiny_run
+from tests.train.tiny import Quiet, Stopped, Stopping, memory_of, tiny_run
 
 LORA = LoraConfig(rank=4)
 ADAPTER = "adapter_model.safetensors"
@@ -238,9 +238,7 @@ def test_a_run_says_that_experts_stay_frozen(tmp_path: Path) -> None:
 def test_the_planner_plans_for_adapters(tmp_path: Path) -> None:
     run = a_run(tmp_path, "run", schedule=ScheduleConfig(strategy="auto"), steps=3)
     train(run, reporter=Quiet())
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    (first,) = (line for line in map(json.loads, lines) if "memory_measured_bytes" in line)
-    predicted, measured = (first[f"memory_{how}_bytes"] for how in ("predicted", "measured"))
+    predicted, measured = memory_of(tmp_path / "run")
     assert abs(predicted - measured) < 0.02 * measured
     about = json.loads((tmp_path / "run" / "about.json").read_text())
     assert about["trainable"] == sum(t.numel() for t in adapters_of(run).values())

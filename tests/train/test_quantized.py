@@ -28,7 +28,7 @@ from farspan.train.yaml_config import to_mapping
 from tests.numerics import relative_error
 from tests.ranks import run_ranks
 from tests.train.test_lora import LORA, a_run, adapters_of, fit_all
-from tests.train.tiny import Quiet, Stopped, Stopping
+from tests.train.tiny import Quiet, Stopped, Stopping, memory_of
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -151,9 +151,7 @@ def test_they_stay_on_the_device(tmp_path: Path) -> None:
 def test_the_planner_plans_for_quantised_weights(tmp_path: Path) -> None:
     run = qlora(tmp_path, "run", schedule=ScheduleConfig(strategy="auto"), steps=3)
     train(run, reporter=Quiet())
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    (first,) = (line for line in map(json.loads, lines) if "memory_measured_bytes" in line)
-    predicted, measured = (first[f"memory_{how}_bytes"] for how in ("predicted", "measured"))
+    predicted, measured = memory_of(tmp_path / "run")
     assert abs(predicted - measured) < 0.02 * measured
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["quantize"] == "nf4"
 

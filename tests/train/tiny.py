@@ -1,5 +1,6 @@
 """A run that takes a fraction of a second: a tiny model, a few documents, a plain autograd step."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -222,3 +223,10 @@ class Stopping(Quiet):
     def begin(self, step: int) -> None:
         if step == self.step:
             raise Stopped
+
+
+def memory_of(folder: Path) -> tuple[int, int]:
+    """Bytes that a run's first step was predicted and measured to take."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (first,) = (line for line in map(json.loads, lines) if "memory_measured_bytes" in line)
+    return first["memory_predicted_bytes"], first["memory_measured_bytes"]

@@ -156,7 +156,8 @@ WeightsTier = Annotated[
     str | None,
     typer.Option(
         help="Where weights and their gradients live: device, the default, or host, with "
-        f"--optimizer {Optimizer.HOST}: those of two groups of layers are on the device."
+        f"--optimizer {Optimizer.HOST}: the device has those of two groups of layers, the "
+        "embedding and the head."
     ),
 ]
 DTypeName = Annotated[str | None, typer.Option(help="bf16, fp32 or fp64; default: bf16.")]

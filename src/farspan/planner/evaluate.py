@@ -380,29 +380,44 @@ def _parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict[str
     program, part = walked.program, part_of(question, walked.kind)
     held = states(part, own_ranges(program))
     own = own_schedule(program.schedule, question.layout)
-    device = {
-        "weights": held.weights,
-        "gathered": held.gathered,
-        "gradients": held.gradients,
-        "accumulators": held.accumulators,
-        "optimizer": held.optimizer,
-        **arena_parts(program, Tier.DEVICE),
-        "cells": max(0, walked.transient) + workspace_bytes(part, own),
-        "exchange": exchange_bytes(part, own.chunk),
-        "inputs": INPUT_BYTES * program.run.batch * program.share.tokens.total,
-        "reserve": question.machine.reserve,
-    }
+    device = _joined(
+        {
+            "weights": held.weights,
+            "gathered": held.gathered,
+            "gradients": held.gradients,
+            "accumulators": held.accumulators,
+            "optimizer": held.optimizer,
+        },
+        arena_parts(program, Tier.DEVICE),
+        {
+            "cells": max(0, walked.transient) + workspace_bytes(part, own),
+            "exchange": exchange_bytes(part, own.chunk),
+            "inputs": INPUT_BYTES * program.run.batch * program.share.tokens.total,
+            "reserve": question.machine.reserve,
+        },
+    )
     if walked.transient < 0:
         # Cells are fullest while some gradients do not exist yet; at the end of a step all do.
         device["accumulators"] = max(0, held.accumulators + walked.transient)
-    host = {
-        "weights": held.weights_on_host,
-        "gradients": held.gradients_on_host,
-        "optimizer": held.optimizer_on_host,
-        **arena_parts(program, Tier.HOST),
-    }
+    host = _joined(
+        {
+            "weights": held.weights_on_host,
+            "gradients": held.gradients_on_host,
+            "optimizer": held.optimizer_on_host,
+        },
+        arena_parts(program, Tier.HOST),
+    )
     host["pages"] = -sum(host.values()) % PAGE
     return device, host
+
+
+def _joined(*parts: dict[str, int]) -> dict[str, int]:
+    """One budget's parts, each of its own name."""
+    found: dict[str, int] = {}
+    for of in parts:
+        assert not found.keys() & of.keys(), found.keys() & of.keys()
+        found |= of
+    return found
 
 
 def own_ranges(program: Program) -> tuple[Range, ...]:

@@ -102,7 +102,9 @@ def plan_as_written(
     others = (replace(best, strategy=AUTO, alternatives=()),) if is_other else ()
     if plan.fits:
         return replace(plan, reason=_beside(plan, best), alternatives=others)
-    remedies = (ANY_STRATEGY,) if best.fits else best.remedies
+    # What helps was tried with any strategy.
+    any_too = (replace(of, options=f"{of.options} {ANY_STRATEGY.options}") for of in best.remedies)
+    remedies = (ANY_STRATEGY,) if best.fits else tuple(any_too)
     return replace(plan, reason=breaks_first(plan), remedies=remedies, alternatives=others)
 
 

@@ -87,7 +87,7 @@ def _on_host(question: Question) -> Changes:
         optimizer = question.optimizer if is_there else Optimizer.HOST
         options = WEIGHTS if is_there else f"--optimizer {optimizer} {WEIGHTS}"
         moved = replace(question, optimizer=optimizer, weights=Tier.HOST)
-        yield Remedy(options, True, "with their gradients"), moved
+        yield Remedy(options, True, "weights and gradients go to main memory"), moved
 
 
 def _more_on_host(question: Question) -> Changes:
@@ -171,8 +171,8 @@ def _machines(question: Question) -> Changes:
 
 
 def _sharing(question: Question, most: int) -> Changes:
-    # Sparse attention is planned for one device, and so are weights in main memory.
-    if question.sparse is not None or question.weights is Tier.HOST:
+    # Of one device are sparse attention, weights in main memory and quantised ones.
+    if question.sparse is not None or question.weights is Tier.HOST or question.nf4:
         return
     model, each = question.model, question.machine.devices
     devices = 2 * question.layout.devices()

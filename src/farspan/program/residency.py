@@ -194,7 +194,7 @@ RESIDENCY: dict[Kind, Residency] = {
         slots=(names.PAGES,),
     ),
     Kind.WEIGHTS: Residency(
-        words="weights of two groups",
+        words="weights: two groups, embedding, head",
         rows=CutInto.GROUPS,
         written="nobody: they come from main memory",
         read="every cell of the group, embedding and head",
@@ -202,7 +202,7 @@ RESIDENCY: dict[Kind, Residency] = {
         slots=(names.WEIGHTS, (names.WEIGHTS_OUTER,)),
     ),
     Kind.WEIGHT_GRADIENTS: Residency(
-        words="weight gradients of two groups",
+        words="gradients: two groups, embedding, head",
         rows=CutInto.GROUPS,
         written="the group's backward, embedding and head, which add to it",
         read="nobody: they leave for main memory when the group closes",

@@ -138,11 +138,14 @@ def notes(plan: Plan) -> Iterator[str]:
     advised = " ".join(remedy.options for remedy in plan.remedies)
     asked = f"--optimizer {question.optimizer} {advised} "
     if question.weights is Tier.HOST or f"--weights {Tier.HOST}" in advised:
-        yield "farspan train has these with schedule.weights: host and optimizer.states: host"
+        states = "" if question.optimizer is Optimizer.NONE else " and optimizer.states: host"
+        yield f"farspan train has these with schedule.weights: host{states}"
     elif f"--optimizer {Optimizer.HOST} " in asked:
         yield "farspan train has these with optimizer.states: host, and with auto where it has to"
     if f"--optimizer {Optimizer.ADAMW8BIT} " in asked:
         yield EIGHT_BIT
+    if question.nf4:
+        yield from _packed(question)
     if question.sparse is not None:
         yield SPARSE if plan.hides else SEES_ALL
     if question.model.is_recurrent():
@@ -151,6 +154,19 @@ def notes(plan: Plan) -> Iterator[str]:
         yield f"to start it: {launch_words(question)}"
     elif "--gpus" in advised:
         yield "with --gpus the plan says how farspan train is started on them"
+
+
+def _packed(question: Question) -> Iterator[str]:
+    """Where four bits save less than half of the weights."""
+    model = question.model
+    plain = model.parameters * model.element_bytes
+    packed = plain - sum(layer.work.packed for layer in model.layers)
+    if packed > plain / 2:
+        yield (
+            f"weights take {write_bytes(packed)} with four bits and {write_bytes(plain)} without: "
+            "only linear modules have four, not embeddings, and not experts whose weights are "
+            "stacked"
+        )
 
 
 def subject(plan: Plan) -> str:

@@ -77,7 +77,10 @@ def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
         hides = schedule.sparse.hides(chunks * schedule.chunk, schedule.chunk)
         lines.append(sparse_words(schedule.sparse, hides=hides))
     if schedule.weights is Tier.HOST:
-        lines.append("weights and their gradients on the host, those of two groups on the device")
+        lines.append(
+            "weights and their gradients on the host; on the device those of two groups, the "
+            "embedding and the head"
+        )
     if schedule.attention_open:
         lines.append("attention outputs of the open group kept while it is rebuilt")
     if schedule.layer_checkpoint:
