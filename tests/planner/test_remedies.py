@@ -310,7 +310,7 @@ def test_a_model_is_trained_on_one_device(model: str) -> None:
         ("Qwen3-8B", {"machine": "h100", "host_memory": "256GiB"}),
         ("Qwen3-8B", {"machine": "rtx4090", "lora": 16, "context": "1M"}),
         ("Llama-3.1-70B", {"machine": "h100", "gpus": 8}),
-        ("Llama-3-70B", {"machine": "rtx4090", "lora": 16, "quantize": "nf4"}),
+        ("Qwen2.5-32B", {"machine": "rtx4090", "lora": 16, "quantize": "nf4", "context": "4M"}),
     ],
 )
 def test_what_is_told_fits(model: str, changes: dict[str, Any]) -> None:

@@ -165,7 +165,8 @@ def _packed(question: Question) -> Iterator[str]:
         yield (
             f"weights take {write_bytes(packed)} with four bits and {write_bytes(plain)} without: "
             "only linear modules have four, not embeddings, and not experts whose weights are "
-            "stacked"
+            f"stacked; if that is too much, give --optimizer {Optimizer.HOST} --weights "
+            f"{Tier.HOST} in place of --quantize"
         )
 
 
