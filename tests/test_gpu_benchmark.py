@@ -24,7 +24,7 @@ from benchmarks.gpu.planned import (
 from benchmarks.gpu.rows import is_done
 from benchmarks.gpu.session import Session
 from benchmarks.gpu.split import LINES
-from benchmarks.gpu.work import AUTO, SPARSE, Place, full, items, tiny
+from benchmarks.gpu.work import AUTO, SPARSE, STREAMED, Place, full, items, tiny
 from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import machine
 from farspan.planner.request import Plan
@@ -109,7 +109,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def planned(planner: Planner, name: str, tokens: int, room: float) -> Plan:
         if (name, tokens, room) not in PLANS:
-            best = name != SPARSE and (name != AUTO or tokens <= full().lengths[-1])
+            best = name not in (SPARSE, STREAMED) and (name != AUTO or tokens <= full().lengths[-1])
             how = make if best else grouped
             PLANS[name, tokens, room] = how(planner, name, tokens, room)
         return PLANS[name, tokens, room]

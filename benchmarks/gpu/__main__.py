@@ -123,6 +123,10 @@ def main() -> None:
     parser.add_argument(
         "--host-memory", help="such as 118GiB, where less of main memory is shown than there is"
     )
+    parser.add_argument(
+        "--only", nargs="+", default=(), metavar="NAME",
+        help="measure these alone, in this order, such as ceilings 'auto at 131072'",
+    )  # fmt: skip
     parser.add_argument("--traces", type=Path, help="folder for the profile, which Perfetto draws")
     parser.add_argument("--show", type=Path, help="print a result file and measure nothing")
     given = parser.parse_args()
@@ -142,6 +146,7 @@ def main() -> None:
         nursery = Nursery(CHILD, EXPANDABLE if device == "cuda" else "")
         session = Session(work, device, clock, record, save, say, given.traces, nursery=nursery)
         session.card, session.host_memory = card, host
+        session.only = tuple(given.only)
         session.run()
     except UnsupportedError as error:
         sys.exit(f"farspan: {error}")

@@ -27,11 +27,8 @@ LEAST_SECONDS = 10.0  # a part that has less is left to the next call
 END_SECONDS = 8.0  # of the time left, that no part has
 SHOWN = 6  # last lines of a log
 ALLOCATORS = ("default", "stitch", "replay")
-# By name: to collect all tests takes longer than these take.
-TESTS = (
-    *("tests/transfer", "tests/attention/test_backends.py", "tests/engine/test_no_waiting.py"),
-    *("tests/distributed/test_nccl.py", "tests/sparse/test_triton.py"),
-)
+TINY_TESTS = ("tests/attention/test_backends.py",)
+MARK = "mark.gpu"
 RUN_FILE = """\
 model:
   dtype: bfloat16
@@ -70,12 +67,14 @@ def parts(out: Path, tiny: bool, host_memory: str | None) -> list[Part]:
     quick = ("--quick",) if tiny else ()
     calibrated = ("--device", device, "--output", str(out / "machine.json"), *quick)
     memory = () if host_memory is None else ("--host-memory", host_memory)
-    tests = TESTS[1:2] if tiny else TESTS
+    # By name: to collect all tests takes longer than these take.
+    tests = TINY_TESTS if tiny else tuple(tests_of_a_gpu())
+    many = () if tiny else ("-n", "8")
     return [
         Part(
             "probe", 150, ("-m", "benchmarks.gpu.probe", "--out", str(out / "probe.json"), *small)
         ),
-        Part("tests", 180, ("-m", "pytest", "-q", "-m", "gpu", "-W", "default", *tests)),
+        Part("tests", 180, ("-m", "pytest", "-q", "-m", "gpu", "-W", "default", *many, *tests)),
         Part("verify-float64", 60, (*verify, "float64")),
         Part("verify-bfloat16", 60, (*verify, "bfloat16")),
         *(
@@ -95,6 +94,12 @@ def parts(out: Path, tiny: bool, host_memory: str | None) -> list[Part]:
             ("-m", "benchmarks.gpu_allocator", "--out", str(out / "allocator.json"), *small),
         ),
     ]
+
+
+def tests_of_a_gpu() -> list[str]:
+    """Files with tests that need one."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(f.relative_to(ROOT)) for f in files if MARK in f.read_text(encoding="utf-8")]
 
 
 def write_run(out: Path, name: str, tiny: bool, device: str) -> Path:

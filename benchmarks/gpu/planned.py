@@ -11,7 +11,7 @@ from math import log
 from typing import Any
 
 from benchmarks.children import Row
-from benchmarks.gpu.work import AUTO, SPARSE, Item, Work
+from benchmarks.gpu.work import AUTO, SPARSE, STREAMED, Item, Work
 from farspan.planner.api import as_run
 from farspan.planner.evaluate import evaluate, useful_flop
 from farspan.planner.machines import machine, preset_of_gpu
@@ -22,7 +22,7 @@ from farspan.planner.states import states, update_seconds
 from farspan.profile.model import Variant
 from farspan.profile.store import profiles_of
 from farspan.program.strategies import strategy
-from farspan.spec import MachineSpec, RunSpec, Schedule
+from farspan.spec import MachineSpec, RunSpec, Schedule, Tier
 from farspan.train.config import StatesPlace
 from farspan.train.memory import Placed, choose_place
 from farspan.train.planning import PLANNED
@@ -132,7 +132,7 @@ class Planner:
         question = self.question(plan.question.run.tokens, layers)
         asked = plan.question
         question = replace(question, machine=asked.machine, sparse=schedule.sparse)
-        question = replace(question, wide_gradients=asked.wide_gradients)
+        question = replace(question, wide_gradients=asked.wide_gradients, weights=asked.weights)
         return evaluate(question, plan.strategy, schedule)
 
     def share(self, tokens: int, layers: int) -> float:
@@ -205,7 +205,9 @@ class Planner:
             return evaluate(question, name, strategy(name, self.work.layers, tokens))
         if name == SPARSE:
             question = replace(question, sparse=self.work.sparse)
-        names = None if name in (AUTO, SPARSE) else [name]
+        if name == STREAMED:
+            question = replace(question, weights=Tier.HOST)
+        names = None if name in (AUTO, SPARSE, STREAMED) else [name]
         return best_plan(question, names, seconds=SEARCH_SECONDS)
 
 

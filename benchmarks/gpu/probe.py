@@ -347,7 +347,7 @@ def launches(bench: Bench) -> Lines:
 
 PROBES: tuple[Callable[[Bench], Lines], ...] = (
     *(memory, blocks, rectangles, joins, weight_gradients),
-    *(head, compiled, fused, locked, launches),
+    *(head, fused, locked, launches, compiled),
 )
 
 

@@ -75,6 +75,7 @@ class Session:
     slower: dict[str, float] = field(default_factory=dict)  # measured over planned, by work
     shallow: dict[str, int] = field(default_factory=dict)  # layers of what was measured on few
     ran_out: dict[str, Row] = field(default_factory=dict)  # with the first plan, of the device
+    only: tuple[str, ...] = ()  # names of what to measure, in this order; (): all
 
     def run(self) -> None:
         """Everything that the record has not yet, and then deeper what it has of fewer layers."""
@@ -82,8 +83,8 @@ class Session:
         made = {name: row for name, row in rows.items() if is_done(row)}
         self.ran_out = {name: short_of(row) for name, row in rows.items() if may_take_less(row)}
         self.shallow = {name: row["layers"] for name, row in made.items() if is_cut(row)}
-        todo = [item for item in items(self.work) if item.name not in made]
-        again = (item for item in items(self.work) if item.name in self.shallow)
+        todo = [item for item in self._asked() if item.name not in made]
+        again = (item for item in self._asked() if item.name in self.shallow)
         todo += [replace(item, share=DEEPER) for item in again]
         run = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "seconds": self.clock.left}
         run["main_memory"] = describe_host() | {"given": self.host_memory}
@@ -106,6 +107,18 @@ class Session:
             if item.work == "ceilings":
                 self._plan_with(todo)
             self.save(self.record)
+
+    def _asked(self) -> list[Item]:
+        """Everything, or what is wanted alone, which may take the time. Raises UnsupportedError."""
+        every = {item.name: item for item in items(self.work)}
+        if not self.only:
+            return list(every.values())
+        for name in self.only:
+            if name not in every:
+                raise UnsupportedError(
+                    f"only: nothing is called {name!r}; give names of {', '.join(every)}"
+                )
+        return [replace(every[name], share=1.0) for name in self.only]
 
     def _add(self, row: Row) -> None:
         found = self.record["measurements"]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.children import Row, add_row
-from benchmarks.gpu.device import Peaks, draw, make_model, synchronize
+from benchmarks.gpu.device import Peaks, draw, give_back, make_model, synchronize
 from farspan import Schedule, Sparse, Step
 from farspan.memory.host import refuse_beyond
 from farspan.spec import Tier
@@ -21,8 +21,12 @@ OneStep = Callable[[Tensor], float]  # input_ids [1, tokens] to the loss; gradie
 def run(settings: Mapping[str, Any]) -> None:
     """The arenas, a short step that builds attention's plans, then one step or two."""
     began = time.perf_counter()
-    model = widened(make_model(settings, settings["layers"]))
-    step = Step(model, schedule_of(settings["schedule"]))
+    schedule = schedule_of(settings["schedule"])
+    model = make_model(settings, settings["layers"])
+    if schedule.weights is Tier.HOST:
+        model.cpu()  # drawn on the device: one core would take a minute
+        give_back(settings["device"])
+    step = Step(widened(model), schedule, device=settings["device"])
     synchronize(settings["device"])
     add_row(settings, {"ready_seconds": time.perf_counter() - began})
     add_row(settings, reserve(settings, step))

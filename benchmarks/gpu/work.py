@@ -10,6 +10,7 @@ from farspan.spec import Sparse
 
 AUTO = "auto"
 SPARSE = "sparse"  # auto's choice with page-sparse attention, which approximates
+STREAMED = "streamed"  # auto's choice with weights and gradients in main memory
 KILO = 1024
 
 
@@ -135,6 +136,8 @@ def items(work: Work) -> Iterator[Item]:
         yield Item("huggingface", 0.3, tokens, compiled=True)
     for name in work.strategies:
         yield Item("step", 0.15, middle, name)
+    for tokens in (*small[:1], middle):
+        yield Item("step", 0.3, tokens, STREAMED)
     for tokens in (middle, headline, *small[-1:]):
         yield Item("step", 0.3, tokens, SPARSE)
     yield Item("longest", 0.4)

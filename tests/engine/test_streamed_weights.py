@@ -28,8 +28,16 @@ from farspan.program.dependencies import Order, waits
 from farspan.program.layout import Layout, refuse_together
 from farspan.program.program import Close, Gather, aligned
 from farspan.program.residency import Kind
-from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
-from tests.engine.checks import Outcome, assert_same_bits, draw, gradients, run_oracle, run_step
+from farspan.spec import Kernels, LayerWork, ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
+from tests.engine.checks import (
+    Data,
+    Outcome,
+    assert_same_bits,
+    draw,
+    gradients,
+    run_oracle,
+    run_step,
+)
 from tests.engine.lanes import Manner, Replay
 from tests.engine.test_overlap import SCHEDULES, recorded, two_steps
 from tests.grids import part_of
@@ -516,3 +524,23 @@ def test_weights_that_are_not_each_of_one_place_are_refused(change: Callable[[An
     change(model)
     with pytest.raises(UnsupportedError, match=r"^weights: .*set weights: device$"):
         Step(model, streamed(GROUPED))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_gpu_computes_over_main_memory(
+    dtype: torch.dtype, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of a step whose weights are on the GPU, the gradients of two batches added up."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    model: Any = make_model("qwen2", dtype, head_dim=64)
+    other, data = copy.deepcopy(model), Data(*(x.cuda() for x in DATA))
+    given: Any = {"kernels": Kernels(deterministic=True), "poison": True}
+    expected = two_steps(model.cuda(), Step(model, GROUPED, **given), data)
+    step = Step(other, streamed(GROUPED), device="cuda", overlap=overlap, **given)
+    found = two_steps(other, step, data)
+    assert {t.device.type for p in other.parameters() for t in (p, p.grad)} == {"cpu"}
+    assert torch.equal(found.loss, expected.loss)
+    for name, gradient in expected.gradients.items():
+        assert torch.equal(found.gradients[name], gradient.cpu()), name

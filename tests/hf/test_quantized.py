@@ -24,7 +24,7 @@ from farspan.hf.quantized import (
 )
 from farspan.program.strategies import strategy
 from farspan.spec import Schedule, Tier, UnsupportedError
-from tests.engine.checks import assert_close, draw, errors, gradients, run_oracle, run_step
+from tests.engine.checks import Data, assert_close, draw, errors, gradients, run_oracle, run_step
 from tests.zoo import make_model
 
 pytest.importorskip("bitsandbytes")
@@ -232,3 +232,17 @@ def test_without_bitsandbytes_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
     with pytest.raises(UnsupportedError, match=r'pip install "farspan\[quantize\]"'):
         packed(folder)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_no_less_accurate_than_plain_autograd(folder: Path) -> None:
+    ours = packed(folder).cuda()
+    plain, exact = copy.deepcopy(ours), unpacked(ours, torch.float64)
+    here = draw(TOKENS)
+    data = Data(here.input_ids.cuda(), here.labels.cuda())
+    expected, beside = run_oracle(exact, data), run_oracle(plain, data)
+    step = Step(ours, SCHEDULES["grouped"], poison=True)
+    for _ in range(2):
+        found = run_step(ours, step, data)
+    mine, theirs = (errors(one.gradients, expected.gradients) for one in (found, beside))
+    assert max(mine.values()) <= 2 * max(theirs.values())
