@@ -83,7 +83,7 @@ def cpu_seconds() -> float:
 
 def refuse_long(item: pytest.Item, seconds: float) -> None:
     """Fails a test that took so many seconds of CPU, its fixtures included, and runs by default."""
-    if seconds > MOST_SECONDS and not item.get_closest_marker("exhaustive"):
+    if seconds > MOST_SECONDS and not any(map(item.get_closest_marker, ("exhaustive", "gpu"))):
         pytest.fail(
             f"{item.nodeid} took {seconds:.0f} s of CPU, and a test that runs by default at most "
             f"{MOST_SECONDS:.0f}; make it smaller, or mark it exhaustive and leave a part that "

@@ -13,6 +13,7 @@ from farspan.engine.step import Step
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import Schedule, Sparse, Tier
 from tests.engine.checks import draw
+from tests.numerics import relative_error
 from tests.zoo import LAYERS, make_model
 
 TOKENS = 101
@@ -57,7 +58,9 @@ def test_chosen_pages_are_moved_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     sparse = replace(BASE, sparse=SPARSE)
     _, expected = results(sparse)
     _, found = without_locks(monkeypatch, replace(sparse, kv=Tier.HOST))
-    assert all(map(torch.equal, found, expected))
+    # Of float32, added up on the GPU in any order.
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, theirs) <= 1e-5
 
 
 def without_locks(monkeypatch: pytest.MonkeyPatch, schedule: Schedule) -> tuple[Step, list[Tensor]]:

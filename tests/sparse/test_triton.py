@@ -54,6 +54,7 @@ def assert_no_less_accurate(
     found: Results, exact: Results, plain: Results, roundings: int = 1
 ) -> None:
     """Twice the error of PyTorch in the same dtype, and roundings of the result."""
+    found = {name: x.cpu() for name, x in found.items()}
     for name, tensor in exact.items():
         if name == "lse":
             assert torch.equal(found[name].isinf(), tensor.isinf())
@@ -63,7 +64,7 @@ def assert_no_less_accurate(
         # Results of the kernels that are fp32 are no excuse for more.
         eps = torch.finfo(plain[name].dtype).eps
         limit = 2 * relative_error(plain[name], tensor) + roundings * eps
-        error = relative_error(found[name].cpu(), tensor)
+        error = relative_error(found[name], tensor)
         assert error <= limit, f"{name}: {error:.3g} > {limit:.3g}"
 
 
