@@ -1,24 +1,40 @@
-"""The tables of docs/performance.md: what is planned for an H200, and floors.
+"""The tables of docs/performance.md: what was measured on an H200, and what is planned for one.
 
     python -m benchmarks.performance
 
-Everything is computed from the machine's preset, by the planner that `benchmarks.gpu` uses; nothing
-here is measured. The picture is drawn by `python -m benchmarks.figures` (performance_figures.py).
+Measured tables are read from the record of `benchmarks.gpu`. What is planned is computed from the
+machine's preset, by the planner that `benchmarks.gpu` uses. The picture is drawn by
+`python -m benchmarks.figures` (performance_figures.py).
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from benchmarks.children import Row
 from benchmarks.gpu.floor import Ceilings, floor
 from benchmarks.gpu.planned import Planner
-from benchmarks.gpu.show import PUBLISHED
-from benchmarks.gpu.work import AUTO, Item, full
+from benchmarks.gpu.show import PUBLISHED, is_exact
+from benchmarks.gpu.work import AUTO, STREAMED, Item, Place, full
 from farspan.formatting import write_tokens
-from farspan.planner.machines import machine
+from farspan.planner.evaluate import evaluate
+from farspan.planner.machines import from_json, machine
 from farspan.planner.request import Plan
+from farspan.spec import Curve, MachineSpec, Schedule, Tier
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+RECORD = Path(__file__).parent / "results" / "gpu_h200.json"
+# What the calls of the record's `sustained` limit.
+LIMITED = {
+    "matmul": "product input",
+    "weights": "product weight",
+    "attention_forward": "attention 16384 x 16384 whole forward",
+    "attention_backward": "attention 16384 x 16384 whole backward",
+    "causal_forward": "attention 32768 x 32768 causal forward",
+    "causal_backward": "attention 32768 x 32768 causal backward",
+}
 OPENING, CLOSING = "<!-- table {} -->", "<!-- end -->"
 GIB = 2**30
 HOST_BYTES = 118 * GIB  # what a machine of 128 GiB has free
@@ -41,10 +57,79 @@ def tables() -> dict[str, str]:
         for tokens in lengths
         for name in (AUTO, *work.strategies)
     }
-    return {
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    return measured(record) | {
         "planned": _planned(made, plans, lengths),
         "strategies": _strategies(plans, lengths, work.strategies),
     }
+
+
+def measured(record: Row) -> dict[str, str]:
+    """Tables of a record: steps beside their plans, and beside Hugging Face's."""
+    steps = sorted(filter(is_exact, record["measurements"]), key=lambda row: int(row["tokens"]))
+    rows = []
+    for row in steps:
+        planned, last = row["planned"], row["runs"][-1]
+        published = PUBLISHED.get(row["tokens"])
+        kind = ", weights on host" if row["strategy"] == STREAMED else ""
+        rows.append(
+            [
+                write_tokens(row["tokens"]) + kind,
+                f"{row['seconds']:.2f}",
+                f"{row['tokens_a_second']:,.0f}",
+                f"{row['mfu']:.1%}",
+                f"{replanned(record, row).seconds.total:.2f}",
+                f"{last['allocated'] / GIB:.1f}",
+                f"{planned['device_bytes'] / GIB:.1f}",
+                f"{published / row['seconds']:.1f}" if published and not kind else "",
+            ]
+        )
+    head = ["tokens", "step, s", "tokens/s", "MFU", "planned, s", "device, GiB", "planned, GiB"]
+    return {
+        "measured": _grid([*head, "times OOMB's speed"], rows),
+        "beside": _beside(record["measurements"]),
+    }
+
+
+def _beside(rows: Sequence[Row]) -> str:
+    """farspan's step beside those of transformers, of the lengths that it was measured at."""
+    places = (Place.DEVICE, Place.KEPT)
+    found = {row["name"]: row["seconds"] for row in rows if row.get("seconds") is not None}
+    lines = []
+    for tokens in full().lengths:
+        own = found.get(f"{AUTO} at {tokens}")
+        theirs = [found.get(f"huggingface at {tokens}, {place}") for place in places]
+        if own is None or None in theirs:
+            continue
+        cells = (cell for other in theirs for cell in (f"{other:.2f}", f"{own / other:.2f}"))
+        lines.append([write_tokens(tokens), f"{own:.2f}", *cells])
+    head = ["tokens", "farspan, s", "checkpointing, s", "ratio", "attention's outputs kept, s"]
+    return _grid([*head, "ratio"], lines)
+
+
+def under_load(record: Row) -> MachineSpec:
+    """The machine of a record, no call faster than it is after half a second of work."""
+    ceilings = next(row for row in record["measurements"] if row["work"] == "ceilings")
+    spec = from_json(ceilings["rows"][0]["machine_file"], "ceilings").spec
+    rates = {row["call"]: row["under_load"] for row in record["sustained"]["rows"]}
+    now = spec.rates["bfloat16"]
+    curves: dict[str, Any] = {}
+    for name, call in LIMITED.items():
+        points = getattr(now, name).points
+        curves[name] = Curve(tuple((size, min(rate, rates[call])) for size, rate in points))
+    return replace(spec, rates=spec.rates | {"bfloat16": replace(now, **curves)})
+
+
+def replanned(record: Row, row: Row) -> Plan:
+    """What is planned for the schedule that was measured, at the rates under load."""
+    fields = dict(row["planned"]["schedule"])
+    tiers = fields.pop("tiers")
+    weights = Tier.HOST if row["strategy"] == STREAMED else Tier.DEVICE
+    schedule = Schedule(**fields | tiers | {"weights": weights})
+    host = record["runs"][0]["main_memory"]["available"]
+    made = Planner(full(), replace(under_load(record), host_bytes=host))
+    question = replace(made.question(row["tokens"], row["layers"]), weights=weights)
+    return evaluate(question, row["strategy"], schedule)
 
 
 def _planned(made: Planner, plans: dict[tuple[str, int], Plan], lengths: Sequence[int]) -> str:

@@ -11,7 +11,6 @@ from benchmarks.gpu import ceilings, child, exact, huggingface
 from benchmarks.gpu.device import Peaks, make_model
 from benchmarks.gpu.floor import Ceilings, ceilings_of, floor, gap
 from benchmarks.gpu.planned import Planner, cut_sizes
-from benchmarks.gpu.session import warm_tokens
 from benchmarks.gpu.split import COPIES, HOST, Busy, attributed, kind_of, read
 from benchmarks.gpu.steps import reserve
 from benchmarks.gpu.work import Place, Work, full, items, tiny
@@ -55,7 +54,6 @@ def test_plans_of_few_layers_are_those_of_all(name: str) -> None:
     assert cut.schedule.chunk == whole.schedule.chunk
     # A share of the time is planned with it.
     assert cut.seconds.total / whole.seconds.total == pytest.approx(made.share(131072, 4), rel=0.2)
-    assert warm_tokens(whole) <= 131072 // 2
 
 
 def test_time_is_attributed_once() -> None:

@@ -1,13 +1,11 @@
 """docs/performance.md is written from plans, and promises nothing that was not measured."""
 
-from pathlib import Path
+import json
 
 import pytest
 
 from benchmarks import performance
-from benchmarks.gpu.show import PUBLISHED
-
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+from benchmarks.gpu.show import PUBLISHED, is_exact
 
 
 def test_tables_stand_between_their_marks() -> None:
@@ -25,7 +23,17 @@ def test_published_numbers_are_the_papers() -> None:
         assert f"{seconds} s" in text
 
 
-def test_nothing_is_claimed_without_a_record() -> None:
+def test_what_was_measured_is_the_records() -> None:
+    """On both pages, and planned within 4% at the rates under load."""
+    record = json.loads(performance.RECORD.read_text(encoding="utf-8"))
     text = performance.PAGE.read_text(encoding="utf-8")
-    is_measured = any(RESULTS.glob("gpu*.json"))
-    assert is_measured or "No number of farspan has been measured on a GPU yet" in text
+    assert performance.filled(text, performance.measured(record)) == text
+    steps = [row for row in record["measurements"] if is_exact(row)]
+    assert len(steps) == 5
+    readme = (performance.PAGE.parent.parent / "README.md").read_text(encoding="utf-8")
+    for row in steps:
+        planned = performance.replanned(record, row).seconds.total
+        assert row["seconds"] / planned == pytest.approx(1.0, abs=0.04)
+        assert row["device_bytes_over_planned"] == pytest.approx(1.0, abs=0.015)
+        cells = f"| {row['seconds']:.2f} s | {row['tokens_a_second']:,.0f} | {row['mfu']:.1%} |"
+        assert f"{cells} {planned:.2f} s |" in readme

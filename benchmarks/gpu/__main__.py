@@ -39,9 +39,9 @@ of = torch.cuda.get_device_properties(0)
 print(json.dumps([of.name, of.total_memory, of.major + of.minor / 10]))"""
 CONVENTIONS = {
     "seconds": "forward and backward of one step with all gradients, no update; the last of "
-    "`runs`, after a shorter step of `warm` tokens; the baseline's after one of the same length on "
-    "`warm_layers` layers, and with `locked_bytes` of main memory locked for it as arenas are",
-    "variance": "the slowest of `runs` over the fastest; attention's plans may be built in a first",
+    "`runs`, after one of the same length on `warm_layers` layers; the baseline's with "
+    "`locked_bytes` of main memory locked for it as arenas are",
+    "variance": "the slowest of `runs` over the fastest",
     "gradients": "of farspan in fp32, as `farspan train` has them; of the baseline in bf16",
     "update": "AdamW where `farspan train` would have its states, after a short step; in no step",
     "room": "of the device's bytes, what was planned with; `ran_out_before`: with more it ran out",

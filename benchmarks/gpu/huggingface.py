@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.children import Clock, Row, add_row
 from benchmarks.gpu.device import Peaks, draw, dtype_of, give_back, make_model, synchronize
 from benchmarks.gpu.kept import Kept
-from benchmarks.gpu.steps import ADVICE, time_steps
+from benchmarks.gpu.steps import ADVICE, WARM_LAYERS, time_steps
 from benchmarks.gpu.work import Place
 from farspan.memory.host import TooLarge, available_host_bytes, refuse_beyond
 
@@ -34,7 +34,6 @@ PIECE = 1024  # tokens whose logits exist at a time
 IGNORED = -100
 GROWTH = 4.4  # of the seconds of a step on twice the tokens, at most
 BISECTIONS = 3
-WARM_LAYERS = 1
 MORE = 1  # beside what layers keep: the last norm's input
 LIGER = "liger_kernel.transformers"
 

@@ -65,12 +65,12 @@ class Bench:
     def ms(self, call: Callable[[], object]) -> float:
         """The fastest of a few runs, after one that loads kernels. What is short is called often in
         a run: to wait for the device takes some 20 us."""
-        self._run(call, 1)
-        once = self._run(call, 1)
+        self.run(call, 1)
+        once = self.run(call, 1)
         count = max(1, min(MOST_CALLS, int(LEAST_MS / once)))
-        return min(self._run(call, count) for _ in range(RUNS))
+        return min(self.run(call, count) for _ in range(RUNS))
 
-    def _run(self, call: Callable[[], object], count: int) -> float:
+    def run(self, call: Callable[[], object], count: int) -> float:
         synchronize(self.device)
         began = time.perf_counter()
         for _ in range(count):
@@ -185,6 +185,35 @@ def rectangles(bench: Bench) -> Lines:
             f"{backward:.2f} ms, {2.5 * flop / backward:.0f} backward; the first call {first:.1f} "
             f"s; {taken:.0f} MiB at most"
         )
+
+
+def sustained(bench: Bench) -> Lines:
+    """A product and attention at first, and after a second in which a GPU reaches its limit of
+    power and lowers its clock."""
+    tokens, (many, _, width) = bench.size(16384, 64), bench.heads
+    inner, outer = bench.size(3584, 32), bench.size(18944, 48)
+    x, weight = bench.random(tokens, inner), bench.random(outer, inner)
+    flop = 2e-12 * tokens * inner * outer
+    yield f"product: {at_first_and_later(bench, flop, lambda: x @ weight.t())}"
+    kernel = kernels(bench)[0]
+    given = Block(0, None, tokens, 2 * tokens, 0, tokens, False), width**-0.5
+    q, k, v = laid_out(bench, tokens, prefix=True)
+    queries = BackwardQueries(q, q, *kernel.forward(q, k, v, *given))
+    flop = 4e-12 * many * width * tokens**2
+    forward = partial(kernel.forward, q, k, v, *given)
+    backward = partial(kernel.backward, queries, k, v, *given)
+    yield f"attention forward: {at_first_and_later(bench, flop, forward)}"
+    yield f"attention backward: {at_first_and_later(bench, 2.5 * flop, backward)}"
+
+
+def at_first_and_later(bench: Bench, tera: float, call: Callable[[], object]) -> str:
+    """Rates of a call of so many TFLOP."""
+    time.sleep(bench.size(300, 0) / 1e3)  # in which a GPU cools down
+    bench.run(call, 1)
+    first = bench.run(call, 1)
+    bench.run(call, max(1, int(bench.size(1000, 1) / first)))
+    later = bench.run(call, max(1, int(bench.size(500, 1) / first)))
+    return f"{1e3 * tera / first:.0f} TFLOP/s at first, {1e3 * tera / later:.0f} after a second"
 
 
 def joins(bench: Bench) -> Lines:
@@ -351,7 +380,7 @@ def launches(bench: Bench) -> Lines:
 
 
 PROBES: tuple[Callable[[Bench], Lines], ...] = (
-    *(memory, blocks, rectangles, joins, weight_gradients),
+    *(memory, blocks, rectangles, sustained, joins, weight_gradients),
     *(head, fused, locked, launches, compiled),
 )
 

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.children import EXPANDABLE, LEAST_SECONDS, Clock, Nursery, Outcome, Row, run_child
 from benchmarks.gpu import child
 from benchmarks.gpu.floor import Floor, ceilings_of, floor, gap
-from benchmarks.gpu.huggingface import WARM_LAYERS, locked_bytes
+from benchmarks.gpu.huggingface import locked_bytes
 from benchmarks.gpu.planned import LESS_ROOM, ROOM, Card, Planner, plan_json, preset_for
 from benchmarks.gpu.rows import (
     as_row,
@@ -22,6 +22,7 @@ from benchmarks.gpu.rows import (
     variance,
     words_of,
 )
+from benchmarks.gpu.steps import WARM_LAYERS
 from benchmarks.gpu.work import SPARSE, Item, Work, items
 from farspan.memory.host import available_host_bytes, describe_host
 from farspan.planner.machines import from_json
@@ -243,10 +244,10 @@ class Session:
             asked: Row = {"tokens": item.tokens, "layers": layers, "place": item.place}
             pieces, size = locked_bytes(self._common() | asked)
             fixed += pieces * size / self._pinned() + COMPILE_SECONDS * item.compiled
-            return fixed + one * self.planner.share(item.tokens, WARM_LAYERS) / share, one
-        fixed += full.host.total * layers / self.work.layers / self._pinned()
-        warm = one if item.work == "split" else one * warm_tokens(full) / item.tokens
-        return fixed + warm, one
+        else:
+            fixed += full.host.total * layers / self.work.layers / self._pinned()
+        warm = 1.0 if item.work == "split" else self.planner.share(item.tokens, WARM_LAYERS) / share
+        return fixed + warm * one, one
 
     def _pinned(self) -> float:
         """Bytes of host memory that a second makes ready for copies."""
@@ -257,11 +258,10 @@ class Session:
     def _settings(self, item: Item, plan: Plan, layers: int) -> Row:
         found: Row = {"tokens": item.tokens, "layers": layers}
         if item.work == "huggingface":
-            found |= {"place": item.place, "compiled": item.compiled}
-            return found | {"warm": item.tokens}  # on one layer
+            return found | {"place": item.place, "compiled": item.compiled}
         if item.work == "split" and self.traces is not None:
             found["trace"] = str(self.traces / f"step-{item.tokens}-{layers}-layers.json")
-        return found | {"schedule": as_row(plan.schedule), "warm": warm_tokens(plan)}
+        return found | {"schedule": as_row(plan.schedule)}
 
     # -- measuring -------------------------------------------------------------------------------
 
@@ -322,7 +322,7 @@ class Session:
         assert arranged.full is not None
         settings = arranged.settings
         row = merged(rows)
-        row |= {key: settings[key] for key in ("tokens", "layers", "warm")}
+        row |= {key: settings[key] for key in ("tokens", "layers")}
         row |= {"of_layers": self.work.layers, "planned": plan_json(arranged.plan)}
         if item.work in PLANNED:
             row["room"] = self._room(item)
@@ -383,11 +383,3 @@ class Session:
 def kind_of(item: Item) -> str:
     """Measurements that are off their plans by about as much."""
     return SPARSE if item.strategy == SPARSE else item.work
-
-
-def warm_tokens(plan: Plan) -> int:
-    """Of a short step that meets every shape of attention but ragged ones; where it would be half a
-    step, of one that loads kernels only."""
-    schedule, tokens = plan.schedule, plan.question.run.tokens
-    whole = 2 * max(min(schedule.chunk, tokens), schedule.kv_block)
-    return whole if 2 * whole <= tokens else min(SHORT, tokens // 2)

@@ -31,7 +31,7 @@ KINDS = (
         ("bprop", "dot_do_o", "convert_dq", "flash_bwd", "flashattnbwd", "_for_cpu_backward"),
     ),
     ("attention forward", ("fprop", "flash_fwd", "flashattnfwd", "attention_for_cpu")),
-    ("loss", ("softmax", "nll_loss", "cross_entropy")),
+    ("loss", ("softmax", "nll_loss", "cross_entropy", "loss_kernel")),
     ("linear", ("gemm", "nvjet", "cutlass", "cublas", "splitk", "aten::mm", "aten::addmm")),
 )
 OTHER = "elementwise"  # norms, rotations, activations, sums, copies on the device

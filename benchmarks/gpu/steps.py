@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,12 +16,14 @@ from farspan.memory.host import refuse_beyond
 from farspan.spec import Tier
 from farspan.train.optimizer import widen_gradient
 
+WARM_LAYERS = 1
 ADVICE = "measure fewer tokens, or say with --host-memory what the machine has"
 OneStep = Callable[[Tensor], float]  # input_ids [1, tokens] to the loss; gradients are in .grad
 
 
 def run(settings: Mapping[str, Any]) -> None:
-    """The arenas, a short step that builds attention's plans, then one step or two."""
+    """The arenas, a step on one layer that builds what libraries build for a shape, then one step
+    or two."""
     began = time.perf_counter()
     schedule = schedule_of(settings["schedule"])
     model = make_model(settings, settings["layers"])
@@ -30,14 +34,19 @@ def run(settings: Mapping[str, Any]) -> None:
     synchronize(settings["device"])
     add_row(settings, {"ready_seconds": time.perf_counter() - began})
     add_row(settings, reserve(settings, step))
-    one_step = one_step_of(step)
+    time_steps(settings, model, one_step_of(step), partial(warm_up, settings, schedule))
 
-    def warm_up(ids: Tensor) -> Row:
-        if settings["warm"]:
-            one_step(ids[:, : settings["warm"]])
-        return {}
 
-    time_steps(settings, model, one_step, warm_up)
+def warm_up(settings: Mapping[str, Any], schedule: Schedule, ids: Tensor) -> Row:
+    """A step of the full length on another model, which has the first layer alone."""
+    model = widened(make_model(settings, WARM_LAYERS))
+    step = Step(model, replace(schedule, groups=WARM_LAYERS, weights=Tier.DEVICE))
+    step(ids, ids)
+    synchronize(settings["device"])
+    step.release()
+    del model, step
+    give_back(settings["device"])
+    return {"warm_layers": WARM_LAYERS}
 
 
 def widened(model: PreTrainedModel) -> PreTrainedModel:

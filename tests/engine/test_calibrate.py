@@ -15,6 +15,8 @@ from farspan.engine.calibrate import Calibration, _name, _peak, calibrate, here
 from farspan.engine.microbench import (
     GLANCE,
     HEAD_DIM,
+    HEAVY,
+    QUICK,
     AttentionProblem,
     Bench,
     attention,
@@ -260,6 +262,27 @@ def test_a_difference_is_of_the_fastest_runs() -> None:
 
     timed = bench(clock=lambda: now[0])
     assert timed.difference("softmax", take(5.0), take(3.0)) == pytest.approx(1.0)
+
+
+def test_a_gpu_is_timed_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call takes once the clock has gone down, which it does after 0.25 s of work; a short
+    call is timed as it is."""
+    now, begun = [0.0], [0.0]
+    monkeypatch.setattr(Bench, "on_cpu", False)
+    monkeypatch.setattr(Bench, "wait", lambda _: None)
+
+    def call(seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            now[0] += seconds if now[0] - begun[0] < 0.25 else 1.25 * seconds
+
+        begun[0] = now[0]
+        return run
+
+    timed = Bench(CPU, replace(QUICK, loaded=0.6), lambda: now[0])
+    assert timed.seconds("product", call(1e-3)) == pytest.approx(1.25e-3)
+    assert timed.seconds("small", call(HEAVY / 2)) == pytest.approx(HEAVY / 2)
+    glance = Bench(CPU, GLANCE, lambda: now[0])
+    assert glance.seconds("product", call(1e-3)) == pytest.approx(1e-3)
 
 
 def test_a_settled_curve_is_not_made_again() -> None:
