@@ -282,8 +282,8 @@ def test_a_run_without_ceilings_plans_with_the_preset_of_the_gpu() -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_what_is_much_slower_than_planned_is_measured_all_the_same() -> None:
-    """And at full depth as long as there is time for it, which at 2.6 times the plan 64K lacks."""
-    for factor, deep in ((2.6, [28, 20, 28]), (2.4, [28] * 3)):
+    """And at full depth as long as there is time for it, which 64K lacks at 3 times the plan."""
+    for factor, deep in ((3.0, [28, 20, 28]), (2.8, [28] * 3)):
         record = simulate(510, factor=factor)
         rows = {row["name"]: row for row in record["measurements"]}
         found = [rows[f"auto at {tokens}"] for tokens in full().lengths[:3]]
