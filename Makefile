@@ -31,6 +31,9 @@ ONLY_thread       := test_threads
 # OpenMP threads that wait without spinning: beside another process on two cores a step of the
 # default run took 3.5 to 4.4 s with this and 5 to 30 s without.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Or every process that tests start compiles the package anew, which takes 2 s, and every worker the
+# tests, which takes 11.
+unexport PYTHONDONTWRITEBYTECODE
 
 train: $(STAMP)
 	$(BIN)/farspan train $(ARGS)

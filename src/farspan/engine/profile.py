@@ -447,8 +447,10 @@ def _learns_positions(stages: CausalLMStages) -> bool:
 
 def _ways(measured: _Subject, layer: int, variant: Variant) -> Iterator[_Way]:
     yield _Way()
-    fused_gates = [m for m in measured.stages.layers[layer].modules() if gate_forward(m)]
-    spares = variant.fused and len(fused_gates) == 1 and _is_skippable(measured, layer)
+    spares = variant.fused and _is_skippable(measured, layer)
+    if spares:  # looking takes long: modules run on numbers
+        modules = measured.stages.layers[layer].modules()
+        spares = len([m for m in modules if gate_forward(m)]) == 1
     for fresh in (False, True)[: 1 + variant.adds]:
         yield _Way(graph=True, fresh=fresh)
         yield _Way(graph=True, kept=True, fresh=fresh)

@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func is ADD and self._in_place and self._accumulates(args):
             func = ADD_IN_PLACE
-        out = func(*args, **(kwargs or {}))
+        out = result_of(func, args, kwargs or {})
         if isinstance(out, Tensor):
             self._meet(out, args)
         elif isinstance(out, tuple | list):
@@ -224,6 +224,59 @@ class Recorder(TorchDispatchMode):
             self.lasting.add(self._malloc(workspace))
         taken = [self._malloc(size) for size in self._temporaries.within(func, args)]
         self.events.extend(map(FreeEvent, reversed(taken)))
+
+
+# Of operations on the meta device, by what they depend on: shape, strides and dtype of the result.
+_RESULTS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+MOST_RESULTS = 1 << 16
+
+
+def result_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What the operation returns. On the meta device torch 2.13 finds by Python what most of them
+    do, in 0.2 ms; what one is known to return is made anew in a tenth of that."""
+    key: list[Any] = [func, *kwargs]
+    if not _returns_new(func) or not _describe((*args, *kwargs.values()), key):
+        return func(*args, **kwargs)
+    known = _RESULTS.get(tuple(key))
+    if known is not None:
+        return _blank(*known)
+    out = func(*args, **kwargs)
+    made = out.shape, out.stride(), out.dtype
+    storage = out.untyped_storage()
+    apart = out.is_meta and not _is_of(storage._cdata, args)
+    if apart and storage.nbytes() == _blank(*made).nbytes:
+        if len(_RESULTS) == MOST_RESULTS:
+            _RESULTS.clear()
+        _RESULTS[tuple(key)] = made
+    return out
+
+
+def _blank(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+@cache
+def _returns_new(func: Any) -> bool:
+    """Is it one of torch's that returns one tensor and says of none that it is changed or seen?"""
+    schema = func._schema
+    returned = [(str(one.type), one.alias_info) for one in schema.returns]
+    return (func.namespace, schema.is_mutable, returned) == ("aten", False, [("Tensor", None)])
+
+
+def _describe(values: Iterable[Any], key: list[Any]) -> bool:
+    """Adds to the key what a result depends on; False where a tensor has numbers."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if not value.is_meta:
+                return False
+            key += value.shape, value.stride(), value.dtype
+        elif isinstance(value, list | tuple):
+            key.append(len(value))
+            if not _describe(value, key):
+                return False
+        else:
+            key += type(value), value
+    return True
 
 
 def in_backward() -> bool:
