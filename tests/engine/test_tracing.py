@@ -26,6 +26,7 @@ from farspan.engine.trace import (
     add_adapters,
     meta_model,
     refuse_value_dependence,
+    result_of,
     shortened,
 )
 from farspan.engine.trace_steps import Checkpointing, Recording, adamw, run_training, trace_training
@@ -336,6 +337,42 @@ def test_views_of_what_was_there_before_are_no_memory() -> None:
         torch.empty(0, device="meta")
         torch.empty(5)
     assert recorder.events == [Malloc(0, 61 * 64 * 4), FreeEvent(0)]
+
+
+META = {"device": "meta"}
+ROWS = torch.empty(3, 4, **META)  # type: ignore[call-overload]
+COLUMNS = torch.empty(4, 3, dtype=torch.bfloat16, **META).t()  # type: ignore[call-overload]
+ROWS_OF_HALVES = torch.empty(3, 4, dtype=torch.bfloat16, **META)  # type: ignore[call-overload]
+WHOLE = torch.empty(3, 4, dtype=torch.long, **META)  # type: ignore[call-overload]
+aten = torch.ops.aten
+
+
+def test_results_that_are_known_are_those_of_torch() -> None:
+    """The second time, too, and of what only looks alike."""
+    for func, args, options in (
+        (aten.mul.Tensor, (ROWS, COLUMNS), {}),
+        (aten.mul.Tensor, (COLUMNS, COLUMNS), {}),
+        (aten.mul.Tensor, (ROWS_OF_HALVES, ROWS_OF_HALVES), {}),
+        (aten.add.Tensor, (WHOLE, 1), {}),
+        (aten.add.Tensor, (WHOLE, 1.0), {}),
+        (aten.add.Tensor, (WHOLE, torch.tensor([1.0], dtype=torch.float64)[0]), {}),
+        (aten.cat.default, ([ROWS, ROWS], 0), {}),
+        (aten.cat.default, ([ROWS, ROWS], 1), {}),
+        (aten.cat.default, ([ROWS, ROWS, ROWS], 1), {}),
+        (aten._unsafe_view.default, (ROWS, [4, 3]), {}),
+        (aten.sum.dim_IntList, (ROWS, [0], True), {}),
+        (aten.sum.dim_IntList, (ROWS, [0], True), {"dtype": torch.float64}),
+        (aten.empty.memory_format, ([2, 3],), META),
+        (aten.empty.memory_format, ([2, 3],), {"device": "cpu"}),
+    ):
+        expected = func(*args, **options)
+        for _ in range(2):
+            found = result_of(func, args, options)
+            for name in ("shape", "dtype", "device"):
+                assert getattr(found, name) == getattr(expected, name), (func, args, name)
+            assert found.stride() == expected.stride()
+            storages = [x.untyped_storage()._cdata for x in (found, expected)]
+            assert (storages[0] == storages[1]) == (func is aten._unsafe_view.default)
 
 
 # -- what is refused ---------------------------------------------------------------------------

@@ -8,7 +8,26 @@ MOVED = "tests/train/test_streamed_weights.py::"
 STREAMED = "tests/engine/test_streamed_weights.py::"
 PACKED = "tests/hf/test_quantized.py::"
 CACHE = "tests/data/test_store.py::"
+RESULTS = ("tests/engine/test_tracing.py::test_results_that_are_known_are_those_of_torch",)
 TRUST = (
+    Fault(
+        "trace: results are known by arguments that are equal, whatever they are",
+        "key += type(value), value",
+        "key.append(value)",
+        RESULTS,
+    ),
+    Fault(
+        "trace: results are known by shapes alone",
+        "key += value.shape, value.stride(), value.dtype",
+        "key += value.shape, value.dtype",
+        RESULTS,
+    ),
+    Fault(
+        "trace: what sees another's memory is made anew",
+        "apart = out.is_meta and not _is_of(storage._cdata, args)",
+        "apart = out.is_meta",
+        RESULTS,
+    ),
     Fault(
         "cache: a block with another digest is read",
         "if not np.array_equal(_digest(self.data, block), self.digests[block]):",
