@@ -152,10 +152,11 @@ def test_no_room_is_left_between_parameters_of_any_size() -> None:
         unit.parameters.append(_Streamed(own, own, [], own.requires_grad))
     unit.lay_out()
     end = 0
-    for p in sorted(unit.parameters, key=lambda p: p.offset):
-        assert p.offset == end
-        assert p.offset % p.own.itemsize == 0
-        assert p.own.nbytes % 256 or p.offset % 256 == 0
+    for p in sorted(unit.parameters, key=lambda p: p.offsets):
+        (offset,) = p.offsets
+        assert offset == end
+        assert offset % p.own.itemsize == 0
+        assert p.own.nbytes % 256 or offset % 256 == 0
         end += p.own.nbytes
     assert 0 <= unit.size - end < 16
     trained = sorted((p for p in unit.parameters if p.trained), key=lambda p: p.sum_offset)

@@ -11,25 +11,42 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.engine.step import Step
+from farspan.engine.loss import StepInputs
+from farspan.engine.step import Progress, Step
+from farspan.engine.trace_steps import META, MetaKernels
 from farspan.engine.verify import TWO_ROUNDINGS, VerificationRun, verify
 from farspan.hf.load import add_adapters, load_model
 from farspan.hf.quantized import (
+    copied,
     elements,
     frozen_digest,
     held_bytes,
     is_packed,
+    parts_of,
     shape_of,
     unpacked,
 )
 from farspan.program.strategies import strategy
 from farspan.spec import Schedule, Tier, UnsupportedError
-from tests.engine.checks import Data, assert_close, draw, errors, gradients, run_oracle, run_step
+from tests.engine.checks import (
+    Data,
+    assert_close,
+    assert_same_bits,
+    draw,
+    errors,
+    gradients,
+    run_oracle,
+    run_step,
+)
+from tests.engine.test_overlap import two_steps
+from tests.engine.test_streamed_weights import BetweenTiers, ComputesOn
+from tests.oracles.simulate import simulate
 from tests.zoo import make_model
 
 pytest.importorskip("bitsandbytes")
 
 TOKENS = 41
+DATA = draw(TOKENS, documents=3)
 SCHEDULES = {
     "grouped": replace(strategy("grouped", 4, TOKENS), chunk=12, groups=(1, 2, 1)),
     "memo": replace(strategy("memo", 4, TOKENS), chunk=17),
@@ -197,10 +214,119 @@ def test_bytes_are_those_of_the_packing(folder: Path) -> None:
     assert held_bytes(weight) == -(-count // 2) + blocks + 4 * -(-blocks // 256) + tables
 
 
-def test_streamed_weights_are_refused(folder: Path) -> None:
-    schedule = Schedule(chunk=12, weights=Tier.HOST)
-    with pytest.raises(UnsupportedError, match=r"weights: .* is a Params4bit.*; use device"):
-        run_step(packed(folder), schedule, draw(TOKENS))
+# -- from main memory -----------------------------------------------------------------------------
+
+
+def streamed(name: str) -> Schedule:
+    return replace(SCHEDULES[name], weights=Tier.HOST)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_streamed_weights_give_the_bits_of_resident_ones(
+    folder: Path, name: str, dtype: torch.dtype
+) -> None:
+    """Gradients of two batches added up, after an update another two, and the evaluation."""
+    resident = packed(folder, dtype)
+    other, frozen = copy.deepcopy(resident), frozen_digest(resident)
+    steps = Step(resident, SCHEDULES[name], poison=True), Step(other, streamed(name), poison=True)
+    for _ in range(2):
+        expected = two_steps(resident, steps[0], DATA)
+        assert_same_bits(two_steps(other, steps[1], DATA), expected)
+        assert any(g.any() for g in expected.gradients.values())
+        for model in (resident, other):
+            descend(model, expected.gradients)
+    losses = [step.evaluate(*DATA) for step in steps]
+    assert torch.equal(*losses)
+    assert frozen_digest(other) == frozen
+
+
+def test_streamed_bytes_are_those_of_the_packing(folder: Path) -> None:
+    """In main memory, in slots of groups of 1, 2 and 1 layers, and on their way; nothing of them is
+    elsewhere on the device."""
+    model = packed(folder)
+    of_layers = [[held_bytes(p) for p in layer.parameters()] for layer in model.base_model.layers]
+    step = Step(model, streamed("grouped"))
+    assert step.weights is not None
+    held = sum(map(held_bytes, model.parameters()))
+    assert 0 <= step.weights.nbytes - held < 5 * (16 + 256)
+    parts = (part for p in model.parameters() for part in parts_of(p))
+    (slab,) = {part.untyped_storage().data_ptr() for part in parts}
+    assert slab == step.weights._weights._slab.untyped_storage().data_ptr()
+    program = step.program(1, TOKENS)
+    sizes = [sum(map(sum, of_layers[a:b])) for a, b in program.groups]
+    slots = [program.buffers[f"weights.slot.{n}"].bytes for n in (0, 1)]
+    for slot, own in zip(slots, (max(sizes[0], sizes[2]), sizes[1]), strict=True):
+        assert 0 <= slot - own < 2 * 16 + 256
+    run_step(model, step, draw(TOKENS))
+    assert step.copies.fetched == sum(simulate(program).fetched.values())
+
+
+def test_modules_have_packed_weights_in_slots_while_a_step_runs(folder: Path) -> None:
+    """Of which nothing is left when it is over, also when it failed."""
+    model = packed(folder)
+    modules: list[Any] = [m for m in model.modules() if is_packed(m)]
+    own = [m.weight for m in modules]
+    step = Step(model, streamed("grouped"))
+    met: list[bool] = []
+
+    def look(progress: Progress) -> None:
+        slab = step.arenas[Tier.DEVICE]._slab.untyped_storage().data_ptr()
+        for module, weight in zip(modules, own, strict=True):
+            assert module.weight is not weight
+            assert type(module.weight) is type(weight)
+            parts = parts_of(module.weight)
+            met.extend(part.untyped_storage().data_ptr() == slab for part in parts)
+        if progress.cells_done == progress.cells - 2:
+            raise RuntimeError("stop")
+
+    step.progress = look
+    with pytest.raises(RuntimeError, match="stop"):
+        step(*draw(TOKENS))
+    assert all(met)
+    assert [m.weight for m in modules] == own
+    assert step.weights is not None
+    used = [p.used for unit in step.weights._units for p in unit.parameters]
+    assert not any(part.numel() for weight in used for part in parts_of(weight))
+
+
+def test_scales_that_are_others_are_read_where_they_lie(folder: Path) -> None:
+    """By the next step, as weights are."""
+    resident = packed(folder)
+    other = copy.deepcopy(resident)
+    steps = Step(resident, SCHEDULES["grouped"]), Step(other, streamed("grouped"))
+    outcomes = []
+    for model, step in zip((resident, other), steps, strict=True):
+        step(*DATA)
+        state = model.model.layers[2].mlp.up_proj.base_layer.weight.quant_state
+        state.state2.absmax = 2 * state.state2.absmax
+        outcomes.append(two_steps(model, step, DATA))
+    assert_same_bits(*outcomes)
+
+
+def test_a_copy_of_a_layer_has_its_own_bytes_alone(folder: Path) -> None:
+    """A layer is copied to where it will run, to see what it saves."""
+    model = packed(folder, torch.bfloat16)
+    Step(model, streamed("grouped"))
+    layer = model.base_model.layers[1]
+    made = copied(layer, torch.device("cpu"))
+    assert frozen_digest(made) == frozen_digest(layer)
+    held = [part for p in made.parameters() for part in parts_of(p)]
+    assert all(part.untyped_storage().nbytes() == part.nbytes for part in held)
+
+
+def test_a_device_apart_has_the_scales_too(folder: Path) -> None:
+    """On the meta device, by the code that runs on a GPU: no operator meets main memory."""
+    model = packed(folder, torch.bfloat16)
+    step = Step(model, streamed("grouped"), device="meta")
+    step.kernels, step.copies = MetaKernels(META, torch.bfloat16), BetweenTiers(META)
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=META)
+    prepared = step.prepared(1, TOKENS)
+    with ComputesOn():
+        step._run(prepared, StepInputs(ids, ids, torch.zeros_like(ids), None), TOKENS)
+    assert step.copies.fetched == sum(simulate(prepared.program).fetched.values())
+    kept = (part for p in model.parameters() for part in parts_of(p))
+    assert {part.device.type for part in kept} == {"cpu"}
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,36 @@ TRUST = (
         (PACKED + "test_scales_are_part_of_the_frozen_weights",),
     ),
     Fault(
+        "quantised: scales of scales stay where they are",
+        "state.offset, state.state2.absmax, state.state2.code = rest[2:]",
+        "state.offset, _, state.state2.code = rest[2:]",
+        (PACKED + "test_streamed_bytes_are_those_of_the_packing",),
+    ),
+    Fault(
+        "weights: scales that were put elsewhere are not seen",
+        "and _addresses(p.own) == p.addresses",
+        "and p.own.data_ptr() == p.addresses[0]",
+        (PACKED + "test_scales_that_are_others_are_read_where_they_lie",),
+    ),
+    Fault(
+        "quantised: a layer is copied with all that lies beside it",
+        "memo |= {id(weight): made, id(_state(weight)): made.quant_state}",
+        "made.requires_grad = False",
+        (PACKED + "test_a_copy_of_a_layer_has_its_own_bytes_alone",),
+    ),
+    Fault(
+        "plan: a slot has packed weights whole",
+        "return elements * model.element_bytes - sum(work.packed for work in works)",
+        "return elements * model.element_bytes",
+        ("tests/planner/test_quantized.py::test_streamed_bytes_are_as_planned",),
+    ),
+    Fault(
+        "run: a plan that is kept has its weights where they were",
+        "schedule = replace(schedule, weights=question.weights)",
+        "refuse_together(schedule, layout)",
+        (MOVED + "test_a_planned_run_keeps_its_plan_where_its_weights_move",),
+    ),
+    Fault(
         "quantised: bitsandbytes packs anew what evaluates",
         "module.support_avx512bf16_for_cpu = False",
         "module.support_avx512bf16_for_cpu = True",

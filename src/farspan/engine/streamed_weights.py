@@ -8,7 +8,8 @@ A model's parameters stay the objects they are, in one slab of main memory, whic
 GPU copies from it. While a step runs, modules have others in their place: views of slots of the
 program's device arena, one for the groups of even numbers and one for those of odd numbers, so that
 the next group comes while this one computes. A parameter's place in its slot is the same all step
-long: graphs that saved it find it there when its group has come again.
+long: graphs that saved it find it there when its group has come again. What packed weights are
+unpacked with, scales and tables, lies beside them and comes with them.
 
 Gradients are added up in slots like them, in fp32, and leave once, when their group closes. Where
 `.grad` holds those of earlier batches, they come first, so that sums are added in the order, and to
@@ -25,6 +26,7 @@ from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.fsdp import ParameterSlot, find_parameters, gradient_dtype
 from farspan.engine.gradients import GradientAccumulator
 from farspan.engine.tiers import Arena, CopyEngine
+from farspan.hf.quantized import elements, empty_like, empty_parts, is_known, parts_of, put_parts
 from farspan.hf.stages import CausalLMStages
 from farspan.memory.host import refuse_beyond
 from farspan.program import buffer_names as names
@@ -41,11 +43,16 @@ class _Streamed:
     used: nn.Parameter  # what modules have while a step runs, in a slot
     slots: list[ParameterSlot]
     trained: bool
-    offset: int = 0  # in bytes, of its unit's weights
+    offsets: list[int] = field(default_factory=list)  # of its parts, in bytes of its unit's weights
     sum_offset: int = 0  # and of their gradients
-    address: int = 0  # where it is in main memory
+    addresses: list[int] = field(default_factory=list)  # where its parts are in main memory
     home: Tensor | None = None  # where its gradient's sum is kept in main memory
     sum: Tensor | None = None  # where it is added up, in a slot
+
+    def parts_in(self, memory: Arena, start: int) -> list[Tensor]:
+        """Views of a memory for its parts, where its unit's weights begin there."""
+        parts = zip(self.offsets, parts_of(self.own), strict=True)
+        return [memory.view(start + o, tuple(part.shape), part.dtype) for o, part in parts]
 
     def sum_bytes(self) -> int:
         return self.own.numel() * accumulate_dtype(self.own.dtype).itemsize * self.trained
@@ -65,8 +72,12 @@ class _StreamedUnit:
         """The parameters one behind the other. A multiple of 4 KiB comes before one of 2 KiB, and
         so on: all then begin where the widest loads can, whatever their dtypes, with no room
         between them."""
-        for p in sorted(self.parameters, key=lambda p: _divides(p.own.nbytes)):
-            p.offset, self.size = self.size, self.size + p.own.nbytes
+        sizes = [(p, [part.nbytes for part in parts_of(p.own)]) for p in self.parameters]
+        for p, of in sizes:
+            p.offsets = [0] * len(of)
+        every = ((p, place, size) for p, of in sizes for place, size in enumerate(of))
+        for p, place, size in sorted(every, key=lambda part: _divides(part[2])):
+            p.offsets[place], self.size = self.size, self.size + size
         for p in sorted(self.parameters, key=lambda p: _divides(p.sum_bytes())):
             p.sum_offset, self.sum_size = self.sum_size, self.sum_size + p.sum_bytes()
         self.size, self.sum_size = (-(-n // _LOAD) * _LOAD for n in (self.size, self.sum_size))
@@ -91,14 +102,12 @@ class StreamedWeights:
         self._left: list[_Streamed] = []  # whose gradients have left in this step
         for one, parameters in zip(self._units, found, strict=True):
             for own, (name, slots) in parameters.items():
-                if type(own) is not nn.Parameter:
+                if not is_known(own):
                     raise UnsupportedError(
                         f"weights: {name} is a {type(own).__name__}, not a plain parameter, and "
                         "host moves numbers alone; use device"
                     )
-                used = nn.Parameter(
-                    torch.empty(0, dtype=own.dtype, device=self.device), own.requires_grad
-                )
+                used = empty_like(own, self.device)
                 one.parameters.append(_Streamed(own, used, slots, own.requires_grad))
             one.lay_out()
         self._move()
@@ -116,10 +125,11 @@ class StreamedWeights:
         for one in self._units:
             one.memory = self._weights.view(start, (one.size,), torch.uint8)
             for p in one.parameters:
-                kept = self._weights.view(start + p.offset, tuple(p.own.shape), p.own.dtype)
-                kept.copy_(p.own.detach())
-                p.own.data = kept
-                p.address = kept.data_ptr()
+                kept = p.parts_in(self._weights, start)
+                for place, part in zip(kept, parts_of(p.own), strict=True):
+                    place.copy_(part.detach())
+                put_parts(p.own, kept)
+                p.addresses = _addresses(p.own)
             start += aligned(one.size)
 
     def reserve_sums(self) -> None:
@@ -153,28 +163,27 @@ class StreamedWeights:
         known = self._model is boundary.model and self.device == boundary.device
         return known and all(
             module._parameters.get(name) is p.own
-            and p.own.data_ptr() == p.address
+            and _addresses(p.own) == p.addresses
             and p.own.requires_grad == p.trained
             for p in self._all()
             for module, name in p.slots
         )
 
     def counted(self, spec: ModelSpec) -> ModelSpec:
-        """The description of the model with each layer's weights, in as many elements of its dtype
-        as their bytes make."""
+        """The description of the model with each layer's weights and their bytes."""
         wide = spec.accumulate_bytes()
-        layers = []
+        works = []
         for layer, one in zip(spec.layers, self._units, strict=False):
-            work = replace(
-                layer.work,
-                parameters=one.size // spec.element_bytes,
-                trainable=one.sum_size // wide,
-            )
-            layers.append(replace(layer, work=work))
+            count = sum(elements(p.own) for p in one.parameters)
+            less = count * spec.element_bytes - one.size
+            trained = one.sum_size // wide
+            works.append(replace(layer.work, parameters=count, trainable=trained, packed=less))
+        pairs = zip(spec.layers, works, strict=True)
+        outer = self._units[-1].size // spec.element_bytes
         return replace(
             spec,
-            layers=tuple(layers),
-            parameters=sum(one.size for one in self._units) // spec.element_bytes,
+            layers=tuple(replace(layer, work=work) for layer, work in pairs),
+            parameters=sum(work.parameters for work in works) + outer,
             trainable=sum(one.sum_size for one in self._units) // wide,
         )
 
@@ -225,7 +234,7 @@ class StreamedWeights:
             one.place = device.view(start, tuple(one.memory.shape), torch.uint8)
             for p in one.parameters:
                 shape, dtype = tuple(p.own.shape), p.own.dtype
-                p.used.data = device.view(start + p.offset, shape, dtype)
+                put_parts(p.used, p.parts_in(device, start))
                 p.used.grad_dtype = p.own.grad_dtype
                 p.used._backward_hooks = p.own._backward_hooks
                 p.sum = None
@@ -302,7 +311,8 @@ class StreamedWeights:
             for module, name in p.slots:
                 module._parameters[name] = p.used if used else p.own
             if not used:  # nothing holds on to the slots' memory
-                p.used.data, p.sum = p.used.new_empty(0), None
+                put_parts(p.used, empty_parts(p.used, self.device))
+                p.sum = None
         for one in [] if used else self._units:
             one.place = None
         for module, name, buffer in self._buffers:
@@ -332,6 +342,11 @@ def computing_device(
             "schedule.weights to host"
         )
     return found
+
+
+def _addresses(weight: nn.Parameter) -> list[int]:
+    """Where the parts of a weight lie."""
+    return [part.data_ptr() for part in parts_of(weight)]
 
 
 _RINGS = names.WEIGHTS, names.WEIGHT_GRADIENTS

@@ -2,7 +2,6 @@
 from its configuration alone, by running its layers on stand-ins for the weights.
 """
 
-import copy
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from farspan.activations import SavedActivations
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.load import add_adapters, blank_model, config_from_fields
 from farspan.hf.probe import TOKENS, ask_layers, probe_layers
-from farspan.hf.quantized import elements, held_bytes, shape_of
+from farspan.hf.quantized import copied, elements, held_bytes, shape_of
 from farspan.hf.recurrent import RecurrentStates, with_states, zero_states
 from farspan.hf.stages import CausalLMStages, is_compiled, run_layer, uncompiled
 from farspan.hf.unsupported import refuse_dropout, refuse_model
@@ -152,7 +151,7 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
     layer = stages.running[measured.index]
     if device != stages.device:
         hidden, call = hidden.to(device), call.map_tensors(lambda x: x.to(device))
-        layer = copy.deepcopy(layer).to(device)
+        layer = copied(layer, device)
     named = {"x": hidden}
 
     def attention(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, __: float, **___: Any) -> Tensor:

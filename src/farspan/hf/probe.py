@@ -13,7 +13,6 @@ outputs, in float32 or wider, where mixing shows far above rounding; one that re
 gradients, which tell whether it continues from what it is given.
 """
 
-import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from farspan.attention.backends import reference
 from farspan.hf.attention_interface import answering, eager_experts, routed, watching_masks
+from farspan.hf.quantized import copied
 from farspan.hf.recurrent import RecurrentStates, run_piece, state_spec, takes_two, with_states
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer, uncompiled
 from farspan.spec import LayerSpec, UnsupportedError
@@ -325,7 +325,7 @@ def refuse_mixing(stages: CausalLMStages, hidden: Tensor, seen: list[LayerSpec])
     for index, layer in _of_each_kind(stages, seen):
         if not seen[index].state:
             _refuse_gradients_between_tokens(stages, index, hidden.to(stages.dtype))
-        wide = layer if dtype is stages.dtype else copy.deepcopy(layer).to(dtype)
+        wide = layer if dtype is stages.dtype else copied(layer, stages.device).to(dtype)
         differs = _refuse_other_gradients if seen[index].state else _refuse_other_outputs
         differs(stages, index, wide, hidden.to(dtype))
 

@@ -8,7 +8,7 @@ weight's, and its bytes are not all: this module alone knows.
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,53 @@ def parts_of(weight: Tensor) -> list[Tensor]:
         return [weight]
     inner = [] if state.state2 is None else [state.offset, state.state2.absmax, state.state2.code]
     return [weight, state.absmax, state.code, *inner]
+
+
+def put_parts(weight: nn.Parameter, parts: Sequence[Tensor]) -> None:
+    """Have a weight be held in these tensors, which are what `parts_of` gives in other places."""
+    weight.data, *rest = parts
+    state = _state(weight)
+    if state is not None:
+        state.absmax, state.code = rest[:2]
+        if state.state2 is not None:
+            state.offset, state.state2.absmax, state.state2.code = rest[2:]
+
+
+def empty_parts(weight: nn.Parameter, device: torch.device) -> list[Tensor]:
+    """In the places of its parts, tensors without numbers."""
+    return [torch.empty(0, dtype=part.dtype, device=device) for part in parts_of(weight)]
+
+
+def empty_like(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A parameter of the same kind on a device, whose parts are yet to be put."""
+    empty = empty_parts(weight, device)
+    state = copy.copy(_state(weight))
+    if state is None:
+        return nn.Parameter(empty[0], weight.requires_grad)
+    state.state2 = copy.copy(state.state2)
+    kind: Any = type(weight)
+    made: nn.Parameter = kind(empty[0], **{**vars(weight), "quant_state": state})
+    put_parts(made, empty)
+    return made
+
+
+def copied(module: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of a module on a device. bitsandbytes 0.50 copies all of the memory in which packed
+    weights lie, which is that of every layer where they are streamed."""
+    memo: dict[int, Any] = {}
+    for weight in module.parameters():
+        if _state(weight) is not None:
+            made: Any = empty_like(weight, device)
+            parts = parts_of(weight)
+            there = [torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x) for x in parts]
+            put_parts(made, there)
+            memo |= {id(weight): made, id(_state(weight)): made.quant_state}
+    return copy.deepcopy(module, memo).to(device)
+
+
+def is_known(weight: nn.Parameter) -> bool:
+    """Whether its parts are all that there is of it."""
+    return type(weight) is nn.Parameter or _state(weight) is not None
 
 
 def state_bytes(weight: Tensor) -> int:

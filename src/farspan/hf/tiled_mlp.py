@@ -16,7 +16,6 @@ Nothing of the model is changed: a layer runs in a shell (see `stages`), which i
 the step.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -29,6 +28,7 @@ from farspan.activations import SavedActivations
 from farspan.attention.backends import reference
 from farspan.hf.attention_interface import answering, eager_experts, routed
 from farspan.hf.probe import CUT, MIXING, TOKENS, cast_call, distance
+from farspan.hf.quantized import copied
 from farspan.hf.stages import CausalLMStages, LayerCall, StandIn, copy_module, run_layer, uncompiled
 from farspan.spec import UnsupportedError
 
@@ -215,7 +215,8 @@ class _Probe:
         seen = self.watch(layer, {})
         worth = {name: child for name, child in seen.items() if _is_worth(child)}
         # Rounding must not hide a dependence, nor a router's choice look like one.
-        wide = copy.deepcopy(layer).to(dtype if dtype in MIXING else torch.float32)
+        wide = copied(layer, self.stages.device)
+        wide = wide.to(dtype if dtype in MIXING else torch.float32)
         with eager_experts(wide):
             for name, child in worth.items():
                 self._refuse(name, _why_not_tokenwise(wide.get_submodule(name), child))

@@ -305,12 +305,12 @@ INDEX_BYTES = 8  # int64: of a token's number, of its target, of its position
 def group_bytes(model: ModelSpec, layers: Range | None, gradients: bool) -> int:
     """Bytes of the weights of these layers, None being what is outside them, or of the sums of
     their gradients."""
-    if layers is None:
-        elements = model.outer_trainable() if gradients else model.outer()
-    else:
-        works = [layer.work for layer in model.layers[slice(*layers)]]
-        elements = sum(work.trainable if gradients else work.parameters for work in works)
-    return elements * (model.accumulate_bytes() if gradients else model.element_bytes)
+    works = [] if layers is None else [layer.work for layer in model.layers[slice(*layers)]]
+    if gradients:
+        trained = sum(work.trainable for work in works)
+        return (model.outer_trainable() if layers is None else trained) * model.accumulate_bytes()
+    elements = model.outer() if layers is None else sum(work.parameters for work in works)
+    return elements * model.element_bytes - sum(work.packed for work in works)
 
 
 def made_bytes(batch: int, tokens: int, *, documents: bool) -> int:
