@@ -62,9 +62,11 @@ MODELS = (
 # Models that do not fit one device: its machine with this main memory, in GiB, and the ways.
 LARGE = ("Qwen2.5-7B", "Qwen2.5-14B", "Qwen3-32B", "Llama-3-70B")
 NODES = (("rtx4090", 256), ("h100", 1024), ("h200", 1536))
+BOTH = "QLoRA, weights on host"
 ON_HOST: dict[str, dict[str, Any]] = {
     "full": {"optimizer": "host", "weights": "host"},
     "QLoRA": {"lora": 16, "quantize": "nf4"},
+    BOTH: {"lora": 16, "quantize": "nf4", "optimizer": "host", "weights": "host"},
 }
 
 
@@ -103,8 +105,10 @@ def longest() -> Iterator[dict[str, Any]]:
 
 
 def on_host() -> Iterator[dict[str, Any]]:
-    """The longest contexts of large models on one device, weights in main memory or in NF4."""
+    """The longest contexts of large models on one device: weights on host, in NF4, or both."""
     for model, (way, options), (name, memory) in product(LARGE, ON_HOST.items(), NODES):
+        if way == BOTH and model != LARGE[-1]:
+            continue  # its four bits fit every device
         asked = Request(model, LEAST, name, host_memory=f"{memory}GiB", **options)
         found = longest_contexts(asked.question(), [GROUPED], SECONDS)
         best = cell(found[GROUPED]) if GROUPED in found else None

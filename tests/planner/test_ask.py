@@ -174,10 +174,6 @@ def test_routed_experts_have_no_adapters() -> None:
         ({"lora": "16"}, "lora: expected the rank of adapters"),
         ({"optimizer": "adam"}, "optimizer: expected one of adamw, adamw8bit, host, none"),
         ({"dtype": "int8"}, "dtype: expected one of"),
-        (
-            {"weights": "host", "optimizer": "host", "quantize": "nf4", "lora": 8},
-            "quantize: quantised weights do not come from main memory yet",
-        ),
         ({"weights": "disk"}, "weights: expected device or host, got 'disk'"),
         ({"weights": "host"}, "weights: host goes with optimizer states on the host, not with"),
         ({"weights": "host", "optimizer": "host", "gpus": 2}, "weights: host is for one device"),

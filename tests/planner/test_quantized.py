@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from farspan.engine.profile import profiles_of_model
+from farspan.engine.step import Step
 from farspan.hf.load import add_adapters, load_model
 from farspan.hf.quantized import parts_of
 from farspan.planner.api import Request, as_run
 from farspan.planner.request import Optimizer, Question
 from farspan.planner.states import states
 from farspan.profile.model import highest
-from farspan.spec import UnsupportedError
+from farspan.program.program import group_bytes
+from farspan.spec import Schedule, Tier, UnsupportedError
 from farspan.train.context import inspect_model
 from tests.grids import part_of
 from tests.zoo import make_model
@@ -68,6 +70,21 @@ def test_resident_bytes_are_as_planned(tmp_path: Path, family: str, dtype: str) 
     held, question = resident(model), asked(model, dtype)
     assert planned(question) == held
     assert planned(as_run(replace(question, nf4=False, profile=None), RANK)) > held
+
+
+def test_streamed_bytes_are_as_planned(tmp_path: Path) -> None:
+    """In main memory, and of each group on its way, but for ends of lines."""
+    model = made(tmp_path, "llama", "bfloat16")
+    question = asked(model, "bfloat16", weights="host", optimizer="host")
+    groups = ((0, 1), (1, 3), (3, 4))
+    there, held = states(question, groups), resident(model)
+    assert (there.weights, there.weights_on_host) == (0, held)
+    step = Step(model, Schedule(chunk=16, groups=(1, 2, 1), weights=Tier.HOST))
+    assert step.weights is not None
+    assert 0 <= step.weights.nbytes - held < 5 * (16 + 256)
+    for layers in (*groups, None):
+        taken, planned_ = (group_bytes(m, layers, False) for m in (step.model_spec, question.model))
+        assert 0 <= taken - planned_ < 2 * 16
 
 
 def test_a_run_plans_with_the_bytes_that_are_there(tmp_path: Path) -> None:

@@ -151,8 +151,6 @@ class Request:
             wrong = "quantised weights have no products in float64; give dtype bf16 or fp32"
         elif self.gpus != 1:
             wrong = "quantised weights are for one device so far; give gpus 1"
-        elif self.weights != Tier.DEVICE:
-            wrong = "quantised weights do not come from main memory yet; give weights device"
         if wrong is not None:
             raise UnsupportedError(f"quantize: {wrong}")
 

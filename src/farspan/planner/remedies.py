@@ -43,15 +43,16 @@ def remedies_of(question: Question, fits: Fits, tries: int = TRIES) -> tuple[Rem
                 return
             if fits(changed):
                 # A change that helps alone needs no other.
-                if not any(known.options in remedy.options for known in found):
+                words = set(remedy.options.split())
+                if not any(words.issuperset(known.options.split()) for known in found):
                     found.append(remedy)
                 return
 
-    near = _on_host, _batches, _adapters, _quantized, _eight_bit, _memory, _more_on_host
-    for kind in (*near, _devices, _cards, _contexts):
+    near = _on_host, _batches, _adapters, _quantized, _quantized_on_host, _eight_bit, _memory
+    for kind in (*near, _more_on_host, _devices, _cards, _contexts):
         first(kind(question))
     if not any(remedy.options.startswith(LORA) for remedy in found):
-        for kind in (_quantized, _on_host, _memory, _devices, _cards):
+        for kind in (_quantized, _on_host, _quantized_on_host, _memory, _devices, _cards):
             first(_both(_adapters, kind, question))
     exact = (
         *(_both(_on_host, kind, question) for kind in (_devices, _cards)),
@@ -82,7 +83,7 @@ def _on_host(question: Question) -> Changes:
         yield _optimizer(question, Optimizer.HOST, same=True)
     if question.optimizer is Optimizer.ADAMW8BIT or question.weights is Tier.HOST:
         return
-    if question.layout.devices() == 1 and not question.nf4:
+    if question.layout.devices() == 1:
         is_there = question.optimizer is not Optimizer.ADAMW
         optimizer = question.optimizer if is_there else Optimizer.HOST
         options = WEIGHTS if is_there else f"--optimizer {optimizer} {WEIGHTS}"
@@ -132,13 +133,17 @@ def _quantized(question: Question) -> Changes:
     profiles, rank = question.profiles, question.adapter_rank()
     if profiles is None or not rank or question.nf4 or question.dtype == "float64":
         return
-    if question.layout.devices() > 1 or question.weights is Tier.HOST:
+    if question.layout.devices() > 1:
         return
     asked = replace(question, nf4=True)
     profile = profiles.of(asked.variant(rank))
     changed = replace(asked, model=profile.spec, profile=profile)
     options = f"--quantize {Quantization.NF4}"
     yield Remedy(options, False, "the frozen weights are rounded to four bits"), changed
+
+
+def _quantized_on_host(question: Question) -> Changes:
+    return _both(_quantized, _on_host, question)
 
 
 def _memory(question: Question) -> Changes:

@@ -102,7 +102,7 @@ def _states_on_host(question: Question) -> States:
     wide, final = _sum_bytes(model), gradient_bytes(question)
     on_device, on_host = _optimizer_bytes(question, model.trainable)
     gradients = model.trainable * (wide + final * (final < wide))
-    weights = model.parameters * model.element_bytes
+    weights = model.parameters * model.element_bytes - _packed(model)
     return States(0, 0, 0, 0, on_device, on_host, weights, gradients)
 
 
