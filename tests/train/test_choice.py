@@ -131,6 +131,12 @@ def test_what_misses_is_said_of_one_rank(
         ("--optimizer host", 1, False, "set optimizer.states: host"),
         ("--optimizer host", 1, True, USUAL),
         (
+            "--optimizer host --weights host",
+            1,
+            False,
+            "set optimizer.states: host and set schedule.weights: host",
+        ),
+        (
             "--optimizer adamw8bit",
             1,
             True,

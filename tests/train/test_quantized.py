@@ -13,10 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from farspan import cli
 from farspan.hf.load import load_model
+from farspan.hf.quantized import held_bytes
+from farspan.planner.evaluate import evaluate
+from farspan.planner.plans import best_plan
 from farspan.spec import Quantization, Tier, UnsupportedError
 from farspan.train.config import (
     DType,
+    EvaluationConfig,
     ModelConfig,
+    OptimizerConfig,
     Parallel,
     RunConfig,
     ScheduleConfig,
@@ -27,8 +32,10 @@ from farspan.train.trainer import train
 from farspan.train.yaml_config import to_mapping
 from tests.numerics import relative_error
 from tests.ranks import run_ranks
+from tests.train.planner import planned_components
 from tests.train.test_lora import LORA, a_run, adapters_of, fit_all
-from tests.train.tiny import Quiet, Stopped, Stopping, memory_of
+from tests.train.test_streamed_weights import assert_same, context, outcome
+from tests.train.tiny import Quiet, Stopped, Stopping, memory_of, replaced
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -141,10 +148,49 @@ def test_several_ranks_are_refused_before_any_text_is_read(tmp_path: Path) -> No
         assert "parallel: quantised weights are for one device so far" in said
 
 
-def test_they_stay_on_the_device(tmp_path: Path) -> None:
-    run = qlora(tmp_path, "run")
-    with pytest.raises(UnsupportedError, match=r"schedule\.weights: quantised weights"):
-        replace(run, schedule=replace(run.schedule, weights=Tier.HOST))
+def test_from_main_memory_they_are_the_resident_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With batches that add up, clipping, evaluations and checkpoints; stopped, gone on with from
+    main memory and from the device, and merged."""
+    optimizer = OptimizerConfig(lr=1e-2, warmup=2, clip=0.05)
+    often = EvaluationConfig(every=2, sequences=1)
+    resident = qlora(tmp_path, "resident", steps=6, optimizer=optimizer, evaluation=often)
+    resident = replace(resident, model=replace(resident.model, dtype=DType.BFLOAT16))
+    on_host = replace(resident.schedule, weights=Tier.HOST)
+    other = replace(resident, schedule=on_host, folder=str(tmp_path / "streamed"))
+    stopped = replace(other, folder=str(tmp_path / "stopped"))
+    quiet = Quiet()
+    train(resident, reporter=Quiet())
+    train(other, reporter=quiet)
+    assert "weights and their gradients on host" in "\n".join(quiet.notes)
+    for step, schedule in ((3, on_host), (5, resident.schedule)):
+        with pytest.raises(Stopped):
+            train(replace(stopped, schedule=schedule), reporter=Stopping(step))
+    train(stopped, reporter=Quiet())
+    expected = outcome(Path(resident.folder))
+    assert any(line["heldout_loss"] for line in expected[0])
+    assert max(line["grad_norm"] or 0 for line in expected[0]) > 0.05
+    for run in other, stopped:
+        assert_same(outcome(Path(run.folder)), expected)
+    merged_into_the_plain_base(other, tmp_path / "out", monkeypatch)
+
+
+def test_auto_plans_for_them_in_main_memory(tmp_path: Path) -> None:
+    """Planned, forecast and measured; in the main memory of a GPU's run there are the packed
+    bytes."""
+    auto = ScheduleConfig(strategy="auto", weights=Tier.HOST)
+    run = qlora(tmp_path, "run", schedule=auto, steps=3)
+    parts = replaced(planned_components(()), best_plan=best_plan, evaluate=evaluate)
+    found = train(run, components=parts, reporter=Quiet()).comparison
+    assert found is not None
+    assert abs(found.predicted_bytes / found.measured_bytes - 1) < 0.02
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert (plan["fields"]["weights"], plan["quantize"]) == ("host", "nf4")
+    ctx = context(replace(run, folder=str(tmp_path / "apart")))
+    assert ctx.weights is not None
+    held = sum(map(held_bytes, ctx.model.parameters()))
+    assert 0 <= ctx.weights.nbytes - held <= (256 + 16) * 5
 
 
 @pytest.mark.exhaustive

@@ -127,6 +127,21 @@ def test_auto_plans_within_it_and_takes_what_it_said(tmp_path: Path) -> None:
     assert_same(outcome(Path(stopped.folder)), outcome(Path(run.folder)))
 
 
+def test_a_planned_run_keeps_its_plan_where_its_weights_move(tmp_path: Path) -> None:
+    """Resumed with another place for them: the rest of the plan, so the same bits."""
+    resident = run_of(tmp_path, ScheduleConfig(strategy="auto"), model=BF16)
+    parts = replaced(planned_components(()), best_plan=best_plan, evaluate=evaluate)
+    train(resident, components=parts, reporter=Quiet())
+    stopped = replace(resident, folder=str(tmp_path / "stopped"))
+    with pytest.raises(Stopped):
+        train(stopped, components=parts, reporter=Stopping(4))
+    moved = ScheduleConfig(strategy="auto", weights=Tier.HOST)
+    quiet = Quiet()
+    train(replace(stopped, schedule=moved), components=parts, reporter=quiet)
+    assert any("weights and their gradients on host" in note for note in quiet.notes)
+    assert_same(outcome(Path(stopped.folder)), outcome(Path(resident.folder)))
+
+
 class Short(Step):
     """Runs out of memory in its second update, at the first schedule."""
 

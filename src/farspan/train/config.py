@@ -455,11 +455,6 @@ class RunConfig:
                 "host weights and gradients are in main memory; set states to host or auto, or "
                 "weights to device"
             )
-        if self.schedule.weights is Tier.HOST and self.model.quantize is not None:
-            raise UnsupportedError(
-                "schedule.weights: quantised weights (model.quantize) do not come from main memory "
-                "yet; set it to device"
-            )
         eight_bit = states is StatesPlace.EIGHT_BIT
         if eight_bit and self.model.dtype is DType.FLOAT64:
             raise UnsupportedError(

@@ -277,6 +277,8 @@ def _advice(question: Question, flag: str, value: str) -> str:
             return f"set model.lora.rank: {value}, which trains adapters, or {USUAL}"
         case "--quantize":
             return f"set model.quantize: {value}, which rounds the frozen weights"
+        case "--weights":
+            return f"set schedule.weights: {value}"
         case "--host-memory":
             return f"use a machine with {value} of main memory (and so much host_memory, if set)"
         case "--batch":

@@ -570,7 +570,9 @@ def _of_file(
     if known is None or known.get("machine") != question.machine.name:
         return None
     try:
+        # Where weights live changes no bit, and a run may say another place when it resumes.
         schedule = convert(Schedule, known["fields"], "fields")
+        schedule = replace(schedule, weights=question.weights)
         if schedule.sparse != question.sparse:
             return None
         if question.sparse is None and known.get("layout") != asdict(layout):
