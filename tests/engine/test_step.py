@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -53,6 +54,18 @@ class Casts(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default and out.dtype is torch.float32:
             self.count += out.shape in self.shapes
         return out
+
+
+@pytest.mark.parametrize("weights", Tier)
+def test_another_dtype_is_taken_up(model: PreTrainedModel, weights: Tier) -> None:
+    """Of the model between two steps, as a step made then has it."""
+    nn.Module.to(other := copy.deepcopy(model), torch.bfloat16)
+    schedule = replace(SCHEDULE, weights=weights)
+    step = Step(model, schedule)
+    run_step(model, step, DATA)
+    model.zero_grad()
+    nn.Module.to(model, torch.bfloat16)
+    assert_same_bits(run_step(model, step, DATA), run_step(other, Step(other, schedule), DATA))
 
 
 class TestLoss:

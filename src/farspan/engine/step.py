@@ -168,9 +168,7 @@ class Step:
         self.selector = None if sparse is None else selector_of(selector, sparse)
         self.watches = sparse is not None  # what one cell a step sees is measured
         self._seen: Callable[[], Seen] | None = None  # the latest that was
-        device, dtype = self.boundary.device, self.boundary.dtype
-        self._wanted, self._fused = kernels, kernels.fused and fused_for(device, dtype)
-        self.kernels = attention_kernels(kernels, device, dtype, fused=self._fused)
+        device, self._wanted = self.boundary.device, kernels
         if kernels.compile:
             compile_layers(self.boundary)
         self._adding = AccumulatingLinears()
@@ -178,7 +176,6 @@ class Step:
         self.copies = CopyEngine(device, overlap=on_cuda if overlap is None else overlap)
         self.arenas = {tier: Arena(tier, device) for tier in Tier}
         self.weights = weights
-        self._settings = nullcontext if self.kernels.is_ready() else self.kernels.ready
         self._programs: dict[tuple[int | bool, ...], PreparedProgram] = {}
         self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()
         self._described = self._state()
@@ -206,7 +203,8 @@ class Step:
         def covers(plan: Plan) -> bool:
             of, model = plan.question.run, plan.question.model
             wide = of.batch >= run.batch and of.tokens >= run.tokens
-            return wide and model.trainable >= self.model_spec.trainable
+            same = model.element_bytes == self.model_spec.element_bytes
+            return wide and same and model.trainable >= self.model_spec.trainable
 
         found = next(filter(covers, self._plans), None)
         if found is None:
@@ -349,10 +347,10 @@ class Step:
         if self.weights is not None:
             self.weights.release()
 
-    def _state(self) -> tuple[bool, ...]:
+    def _state(self) -> tuple[Any, ...]:
         """What may change between steps and decides what a cell saves and draws."""
-        parameters = self.boundary.model.parameters()
-        return self.boundary.model.training, *(p.requires_grad for p in parameters)
+        model = self.boundary.model
+        return model.dtype, model.training, *(p.requires_grad for p in model.parameters())
 
     def _refuse_changed(self, *, trains: bool) -> None:
         """Raises UnsupportedError where the model as it is now cannot be trained, or evaluated. One
@@ -377,6 +375,10 @@ class Step:
         refuse_dropout(model)
         if self.sharded_model is None:
             refuse_places(model)
+        device, dtype = self.boundary.device, self.boundary.dtype
+        self._fused = self._wanted.fused and fused_for(device, dtype)
+        self.kernels = attention_kernels(self._wanted, device, dtype, fused=self._fused)
+        self._settings = nullcontext if self.kernels.is_ready() else self.kernels.ready
         self._fuse()
         spec = None if self.sharded_model is None else self.sharded_model.spec
         if spec is None:
@@ -407,8 +409,8 @@ class Step:
     def _inputs(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> StepInputs:
         if self._state() != self._described and self.sharded_model is not None:
             raise UnsupportedError(
-                "model: requires_grad or train/eval mode changed after sharding; set them before "
-                "parallelize"
+                "model: dtype, requires_grad or train/eval mode changed after sharding; set them "
+                "before parallelize"
             )
         moved = self.weights is not None and not self.weights.is_of(self.boundary)
         if self._state() != self._described or moved:
