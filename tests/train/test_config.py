@@ -237,10 +237,47 @@ def test_warmup_ends_before_the_run_does() -> None:
 
 
 def test_every_field_of_a_schedule_can_be_given() -> None:
-    names = {field.name for field in fields(ScheduleConfig)} - {"strategy"}
+    names = {field.name for field in fields(ScheduleConfig)} - {"strategy", "weight_gradients"}
     # Sparse attention changes results, as no field of a schedule's does: it is the run's own.
     assert names == {field.name for field in fields(Schedule)} - {"sparse"}
     assert ScheduleConfig().apply(Schedule(chunk=7)) == Schedule(chunk=7)
+
+
+@pytest.mark.parametrize(
+    ("fields_text", "place"),
+    [
+        ("weights: host, weight_gradients: host", Tier.HOST),
+        ("weights: device, weight_gradients: device", Tier.DEVICE),
+        ("weight_gradients: device", None),
+        ("strategy: auto, weights: host, weight_gradients: host", Tier.HOST),
+    ],
+)
+def test_gradients_go_with_the_weights(
+    tmp_path: Path, fields_text: str, place: Tier | None
+) -> None:
+    run = load_run(write(tmp_path, RUN), [f"schedule={{{fields_text}}}"])
+    assert run.schedule.weights is place
+    assert run.schedule.apply(Schedule()).weights is (place or Tier.DEVICE)
+    assert build(RunConfig, to_mapping(run)) == run
+
+
+@pytest.mark.parametrize(
+    ("fields_text", "expected"),
+    [
+        ("weights: host, weight_gradients: device", "host"),
+        ("weights: device, weight_gradients: host", "device"),
+        ("weight_gradients: host", "device"),
+    ],
+)
+def test_gradients_elsewhere_than_the_weights_are_refused(
+    tmp_path: Path, fields_text: str, expected: str
+) -> None:
+    wanted = (
+        rf"schedule\.weight_gradients: expected {expected}, where weights are, got \w+: .*; set "
+        r"both to host, or both to device$"
+    )
+    with pytest.raises(UnsupportedError, match=wanted):
+        load_run(write(tmp_path, RUN), [f"schedule={{{fields_text}}}"])
 
 
 def test_sparse_attention_in_a_run_file(tmp_path: Path) -> None:

@@ -324,7 +324,8 @@ def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, li
         notes.append(note)
     if "weights" in given:
         weights = convert(Tier, given["weights"], "weights")
-        run = replace(run, schedule=replace(run.schedule, weights=weights))
+        schedule = replace(run.schedule, weights=weights, weight_gradients=None)
+        run = replace(run, schedule=schedule)
     if "sparse" in given:
         run, note = with_sparse(run, read_sparse(given["sparse"]))
         notes.append(note)

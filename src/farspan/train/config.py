@@ -252,9 +252,17 @@ class ScheduleConfig:
     mlp_chunk_size: int | None = None
     alltoall_splits: int | None = None
     weights: Tier | None = None
+    weight_gradients: Tier | None = None  # where weights are: they have no place of their own
 
     def __post_init__(self) -> None:
         self.apply(Schedule())
+        weights = self.weights or Tier.DEVICE
+        if self.weight_gradients not in (None, weights):
+            raise UnsupportedError(
+                f"weight_gradients: expected {weights}, where weights are, got "
+                f"{self.weight_gradients}: gradients go with them; set both to host, or both to "
+                "device"
+            )
         if self.strategy is not None:
             check_name(self.strategy)
         chosen = [name for name in self.given() if name != "weights"]
@@ -266,7 +274,8 @@ class ScheduleConfig:
 
     def given(self) -> dict[str, Any]:
         """The fields of a Schedule that are to differ from the strategy's."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "strategy"}
+        own = "strategy", "weight_gradients"
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
         return {name: value for name, value in values.items() if value is not None}
 
     def apply(self, base: Schedule) -> Schedule:
@@ -451,9 +460,9 @@ class RunConfig:
         beside = states not in (StatesPlace.AUTO, StatesPlace.HOST)
         if self.schedule.weights is Tier.HOST and beside:
             raise UnsupportedError(
-                f"optimizer.states: {states} are updated on the device, and with schedule.weights: "
-                "host weights and gradients are in main memory; set states to host or auto, or "
-                "weights to device"
+                "optimizer.states: expected auto or host with schedule.weights: host, got "
+                f"{states}: states are updated where weights and gradients are, in main memory; "
+                "set optimizer.states to auto or host, or schedule.weights to device"
             )
         eight_bit = states is StatesPlace.EIGHT_BIT
         if eight_bit and self.model.dtype is DType.FLOAT64:
