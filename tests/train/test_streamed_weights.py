@@ -177,7 +177,7 @@ ONE = DistributedContext(torch.device("cpu"))
 def context(run: RunConfig, world: DistributedContext | None = None) -> RunContext:
     with Interrupt() as interrupt:
         observer = Observer(Quiet(), interrupt)
-        return make_context(resolve(run), Components(), world or ONE, observer, None)
+        return make_context(resolve(run), Components(), world or ONE, observer, {})
 
 
 def storages(tensors: Any) -> set[int]:

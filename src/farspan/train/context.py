@@ -23,7 +23,7 @@ from farspan.engine.streamed_weights import StreamedWeights
 from farspan.hf import load
 from farspan.hf.describe import describe, with_work
 from farspan.hf.fused_layers import fuse
-from farspan.hf.quantized import held_bytes, is_packed
+from farspan.hf.quantized import elements, held_bytes, is_packed
 from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import fused_for
 from farspan.planner import evaluate as evaluation
@@ -111,6 +111,7 @@ class Components:
     choose_allocator = staticmethod(memory.choose_allocator)
     machine = staticmethod(machine_of)
     best_plan = staticmethod(plans.best_plan)
+    fits = staticmethod(plans.fits)
     evaluate = staticmethod(evaluation.evaluate)
 
     def __init__(self) -> None:
@@ -157,22 +158,40 @@ def inspect_model(
     where there are others or none. `kernels` are those of the run."""
     boundary, kernels = CausalLMStages(model), kernels or Kernels()
     fuse(boundary, kernels, device)
-    fused = kernels.fused and fused_for(device, boundary.dtype)
-    adds = kernels.accumulate and adds_products(device, boundary.dtype)
     spec = with_work(boundary, describe(boundary, device))
-    nf4 = any(map(is_packed, model.modules()))
-    variant = Variant(dtype, rank, fused, adds, nf4=nf4)
-    profiles = profiles_of(boundary.model.config.to_dict(), spec.name)
-    profile = profiles.of(variant)
-    if _sizes(profile.spec) != _sizes(spec):  # such as adapters, or a family of its own making
-        profiles = profiles_of_model(boundary.model, spec.name)
-        profile = profiles.of(replace(variant, rank=None))
-    pairs = zip(spec.layers, profile.spec.layers, strict=True)
+    found = inspect_blank(boundary, dtype, device, rank, kernels, spec)
+    assert found.profile is not None, "it has been profiled"
+    pairs = zip(spec.layers, found.profile.spec.layers, strict=True)
     # What packed weights hold is known here, and which ones are.
     layers = tuple(
         replace(layer, work=replace(known.work, packed=layer.work.packed)) for layer, known in pairs
     )
-    return InspectedModel(replace(spec, layers=layers), profiles, profile)
+    return replace(found, model=replace(spec, layers=layers))
+
+
+def inspect_blank(
+    boundary: CausalLMStages,
+    dtype: str,
+    device: torch.device,
+    rank: int,
+    kernels: Kernels,
+    spec: ModelSpec | None = None,
+) -> InspectedModel:
+    """As `inspect_model`, of a model that may lack its weights: by its profile alone. `spec` is
+    what was found out of it, if anything was."""
+    model = boundary.model
+    name, parameters = model.config.name_or_path or type(model).__name__, list(model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    sizes = [(sum(map(elements, parameters)), trained)] if spec is None else _sizes(spec)
+    fused = kernels.fused and fused_for(device, boundary.dtype)
+    adds = kernels.accumulate and adds_products(device, boundary.dtype)
+    variant = Variant(dtype, rank, fused, adds, nf4=any(map(is_packed, model.modules())))
+    profiles = profiles_of(model.config.to_dict(), name)
+    profile = profiles.of(variant)
+    if _sizes(profile.spec)[-len(sizes) :] != sizes:  # such as adapters, or a family of its own
+        profiles = profiles_of_model(model, name)
+        profile = profiles.of(replace(variant, rank=None))
+    return InspectedModel(profile.spec, profiles, profile)
 
 
 def _sizes(spec: ModelSpec) -> list[tuple[int, int]]:

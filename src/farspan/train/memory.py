@@ -2,7 +2,7 @@
 allocator."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,9 @@ from farspan.engine.memory import dry_run_apart as apart
 from farspan.engine.memory import estimate_memory, refuse_known, refuse_too_large
 from farspan.memory.host import GIB, MIB, available_host_bytes
 from farspan.planner.request import Fit
-from farspan.spec import MachineSpec, UnsupportedError
-from farspan.train.config import DeviceAllocator, StatesPlace
+from farspan.program.strategies import AUTO
+from farspan.spec import MachineSpec, Tier, UnsupportedError
+from farspan.train.config import DeviceAllocator, RunConfig, StatesPlace
 from farspan.train.optimizer import StateBytes
 
 
@@ -145,6 +146,24 @@ def choose_place(fit: Callable[[StatesPlace], Fit], before: str | None) -> Place
     if beside is Fit.TIGHT:
         return Placed(StatesPlace.DEVICE, "they fit beside the step, but tightly")
     return Placed(StatesPlace.DEVICE, "the plan finds room for the step nowhere")
+
+
+def is_unified(device: torch.device) -> bool:
+    """Whether both tiers lie in main memory."""
+    return device.type == "cpu"
+
+
+def leaves_weights_open(run: RunConfig) -> bool:
+    """Whether weights may go to main memory, with AdamW's states, where they do not fit on the
+    device: the run file has the planner choose, and says nothing else of them."""
+    schedule, states = run.schedule, run.optimizer.states
+    is_open = schedule.strategy == AUTO and schedule.weights is schedule.weight_gradients is None
+    return is_open and states in (StatesPlace.AUTO, StatesPlace.HOST)
+
+
+def with_weights_there(run: RunConfig) -> RunConfig:
+    """The run with its weights in main memory."""
+    return replace(run, schedule=replace(run.schedule, weights=Tier.HOST))
 
 
 def bare_machine(device: torch.device) -> MachineSpec:

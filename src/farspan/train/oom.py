@@ -8,7 +8,7 @@ import torch
 
 from farspan.engine.memory import least_transient
 from farspan.engine.tiers import DeviceTooSmall
-from farspan.formatting import write_bytes
+from farspan.formatting import write_bytes, write_seconds
 from farspan.memory.host import TooLarge
 from farspan.planner.explain import part_words
 from farspan.planner.request import Budget, Plan, Question
@@ -254,6 +254,29 @@ def explain_none_fits(plan: Plan) -> str:
     """The room there is, what the plan that misses by the least would take of it, and what to
     change."""
     return f"schedule: none fits {_room(plan)}: {_miss(plan)}; {advice(plan)}"
+
+
+def explain_nowhere(beside: Plan, there: Plan) -> str:
+    """As `explain_none_fits`, of weights on the device and of weights in main memory."""
+    return (
+        f"schedule: none fits {_room(beside)}: with weights on the device, {_miss(beside)}; "
+        f"{explain_there(there)}; {advice(there)}"
+    )
+
+
+def explain_there(there: Plan) -> str:
+    """What a plan lacks although its weights are in main memory."""
+    return f"with weights in main memory, {_miss(there)}"
+
+
+def explain_moved(beside: Plan, there: Plan) -> str:
+    """Why weights go to main memory, and how long a step is for it; on one line."""
+    seconds = there.seconds
+    return (
+        "weights: go to main memory, with gradients and optimizer states; with them on the device, "
+        f"{_miss(beside)}; a step now takes {write_seconds(seconds.total)} by the plan, of which "
+        f"{write_seconds(seconds.compute)} compute"
+    )
 
 
 def advice(plan: Plan) -> str:

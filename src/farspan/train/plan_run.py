@@ -34,6 +34,8 @@ from farspan.spec import (
 )
 from farspan.train.config import Given, Parallel, RunConfig, StatesPlace
 from farspan.train.context import Components, machine_of, torch_dtype
+from farspan.train.memory import leaves_weights_open, with_weights_there
+from farspan.train.oom import explain_moved, explain_there
 from farspan.train.origin import with_base
 from farspan.train.planning import OWN, PLANNED, allowed
 from farspan.train.setup import SHARED, adapt, choose_device, is_sharded, refuse_groups
@@ -57,6 +59,7 @@ class PlanOfRun:
 
     run: RunConfig
     plan: Plan
+    weights: str = ""  # why they are in main memory, or that they do not fit there either
 
     def update_seconds(self) -> float:
         """Of an update: its batches, and one step of the optimizer."""
@@ -66,6 +69,8 @@ class PlanOfRun:
     def words(self) -> Iterator[str]:
         """Lines for a person, below the plan's own."""
         run, plan = self.run, self.plan
+        if self.weights:
+            yield self.weights
         if not plan.fits:
             return
         each = self.update_seconds()
@@ -102,20 +107,37 @@ class QuestionsOfRun:
 
     run: RunConfig
     questions: tuple[Question, ...]
+    moved: Question | None = None  # with weights in main memory, where nothing else fits
 
     def plan(self) -> PlanOfRun:
         """With the states in the first place where it fits and leaves the margin, or else fits at
-        all; where it fits nowhere, in the first. Raises UnsupportedError."""
+        all; with the weights in main memory where it fits there alone; where it fits nowhere, with
+        the states in the first. Raises UnsupportedError."""
         plans: list[Plan] = []
         for question in self.questions:
             plans.append(self._plan(question))
             if plans[-1].fit is Fit.ROOMY:
                 break
-        return PlanOfRun(self.run, max(plans, key=lambda plan: plan.fit))  # of equals the first
+        best = max(plans, key=lambda plan: plan.fit)  # of equals the first
+        if best.fits or self.moved is None:
+            return PlanOfRun(self.run, best)
+        there = self._plan(self.moved)
+        if there.fits:
+            run = with_weights_there(self.run)
+            return PlanOfRun(run, there, explain_moved(plans[-1], there))
+        return PlanOfRun(self.run, best, explain_there(there))
 
     def longest(self, max_step: float) -> dict[str, Plan]:
-        """As `longest_contexts`, with the states where most fits."""
-        return longest_contexts(self.questions[-1], self.strategies(), max_step=max_step)
+        """As `longest_contexts`, with the states, and weights that may go there, where most
+        fits."""
+        found: dict[str, Plan] = {}
+        for question in filter(None, (self.questions[-1], self.moved)):
+            for name, plan in longest_contexts(
+                question, self.strategies(), max_step=max_step
+            ).items():
+                if name not in found or plan.question.run.tokens > found[name].question.run.tokens:
+                    found[name] = plan
+        return found
 
     def strategies(self) -> list[str] | None:
         """Those to choose from; None: all."""
@@ -177,7 +199,8 @@ def questions_of_run(
         question = replace(question, model=replace(question.model, name=run.model.path))
     run = _in_place_of(run, asked, question)
     question = _shared(run, question, gpus)
-    return QuestionsOfRun(run, tuple(_with_states(run, question, asked.get("optimizer"))))
+    questions = tuple(_with_states(run, question, asked.get("optimizer")))
+    return QuestionsOfRun(run, questions, _with_weights_there(run, questions[-1]))
 
 
 def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
@@ -255,3 +278,11 @@ def _with_states(run: RunConfig, question: Question, named: str | None) -> Itera
         places.append(Optimizer.HOST)
     for place in places:
         yield replace(question, optimizer=place)
+
+
+def _with_weights_there(run: RunConfig, question: Question) -> Question | None:
+    """The question of a run whose weights may go to main memory, with them there."""
+    apart = question.layout.devices() == 1 and not question.machine.unified
+    if not apart or question.nf4 or question.optimizer is not Optimizer.HOST:
+        return None
+    return replace(question, weights=Tier.HOST) if leaves_weights_open(run) else None

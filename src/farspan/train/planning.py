@@ -42,6 +42,7 @@ from farspan.train.memory import (
     Placed,
     bare_machine,
     choose_place,
+    is_unified,
 )
 from farspan.train.oom import Shortage, explain_none_fits, lighter_schedule
 from farspan.train.run_folder import RunFolder
@@ -439,7 +440,7 @@ def _place_states(
         return Placed(run.optimizer.states, "as the run file says")
     if run.schedule.weights is Tier.HOST:
         return WITH_WEIGHTS
-    if device.type == "cpu":
+    if is_unified(device):
         return BESIDE_WEIGHTS
     machine = bare_machine(device)
     if run.schedule.strategy == AUTO:

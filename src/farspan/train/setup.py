@@ -1,6 +1,6 @@
 """From a RunConfig to its context: model, data and optimizer, loaded and laid out over ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,10 +35,23 @@ from farspan.train.config import (
     layout_of,
 )
 from farspan.train.console import Observer
-from farspan.train.context import Components, RunContext, host_share, torch_dtype
+from farspan.train.context import (
+    Components,
+    RunContext,
+    host_share,
+    inspect_blank,
+    torch_dtype,
+)
+from farspan.train.memory import (
+    STATES_KEY,
+    is_unified,
+    leaves_weights_open,
+    with_weights_there,
+)
+from farspan.train.oom import explain_moved, explain_nowhere
 from farspan.train.optimizer import TrainingOptimizer, load_adamw
 from farspan.train.origin import begin, with_base
-from farspan.train.planning import inspect_for, place_states
+from farspan.train.planning import allowed, free_now, inspect_for, place_states, question_of
 
 NO_DEVICE = "device: cannot train on {name!r}; give auto, cpu, cuda or cuda:1"
 EXPERTS = "none on the experts, whose weights are stacked, not linear modules; they stay frozen"
@@ -76,11 +89,11 @@ def make_context(
     components: Components,
     world: DistributedContext,
     observer: Observer,
-    before: str | None,
+    about: Mapping[str, Any],
 ) -> RunContext:
-    """Everything loaded and made but the engine, and the layout of the ranks. `before` is where an
-    earlier part of the run had its optimizer states. Raises UnsupportedError, and Interrupted while
-    text becomes tokens."""
+    """Everything loaded and made but the engine, and the layout of the ranks. `about` is the
+    about.json of an earlier part of the run. Raises UnsupportedError, and Interrupted while text
+    becomes tokens."""
     if run.optimizer.states is StatesPlace.EIGHT_BIT:
         load_adamw()  # now, rather than when the model is there
     memory = components.choose_allocator(run.allocator, world.device)
@@ -89,9 +102,11 @@ def make_context(
     _check_vocabulary(corpus, blank)
     # Now, rather than at the first step that meets a document too long for the model.
     refuse_context(blank.config, min(run.context, corpus.longest))
+    run = place_weights(run, components, world, blank, about, observer)
     model = _load_model(run, components, world, blank, observer)
     world.set_layout(layout_of(run.parallel, world.size, partial(_describe_on_rank0, world, model)))
     world.refuse_unlike("data", corpus.identity)
+    before = about.get(STATES_KEY)
     placed = place_states(run, components, world, model, before, observer.measuring)
     counts = [(elements(p), p.requires_grad) for p in model.parameters()]  # while they are whole
     frozen = world.run_on_rank0(lambda: frozen_digest(model), "reading the frozen weights")
@@ -273,6 +288,47 @@ def refuse_groups(schedule: Schedule, layers: int, stages: int) -> None:
     except UnsupportedError as error:
         where = "schedule" if str(error).startswith("groups") else "parallel"
         raise UnsupportedError(f"{where}.{error}") from error
+
+
+def place_weights(
+    run: RunConfig,
+    components: Components,
+    world: DistributedContext,
+    blank: Any,
+    about: Mapping[str, Any],
+    observer: Observer,
+) -> RunConfig:
+    """The run with its weights in main memory, if its file leaves that open and no plan fits with
+    them on the device; weights that were there stay, so that a run goes on to the same bits.
+    Raises UnsupportedError where a run that begins fits neither way."""
+    device, model = world.device, run.model
+    is_packed = model.quantize is not None or format_of(blank.config) is not None
+    if not leaves_weights_open(run) or is_unified(device) or world.size > 1 or is_packed:
+        return run
+    if about.get("schedule", {}).get("weights") == Tier.HOST:
+        observer.note("weights: in main memory, as before; schedule.weights: device ends that")
+        return with_weights_there(run)
+    rank = 0 if model.lora is None else model.lora.everywhere()
+    boundary = CausalLMStages(blank, device)
+    inspected = inspect_blank(boundary, model.dtype.value, device, rank, run.kernels)
+    machine = components.machine_once(device, torch_dtype(run), observer.measuring)
+    machine = allowed(run, free_now(device, 0).limit(machine))
+    states = run.optimizer.states
+    places = [StatesPlace.DEVICE, StatesPlace.HOST] if states is StatesPlace.AUTO else [states]
+    questions = [question_of(run, inspected, machine, place, world) for place in places]
+    if components.fits(questions[0]):  # a quick look, which is enough for most runs
+        return run
+    for question in questions:
+        beside = components.best_plan(question)
+        if beside.fits:
+            return run
+    there = components.best_plan(replace(questions[-1], weights=Tier.HOST))
+    if there.fits:
+        observer.note(explain_moved(beside, there))
+        return with_weights_there(run)
+    if not about:
+        raise UnsupportedError(explain_nowhere(beside, there))
+    return run
 
 
 def choose_device(name: str) -> torch.device:

@@ -460,8 +460,8 @@ def _make_loop(
     observer: Observer,
 ) -> TrainingLoop:
     """The loop, where the latest checkpoint stands."""
-    before = world.run_on_rank0(lambda: read_json(folder.path / ABOUT) or {}).get(STATES_KEY)
-    ctx = make_context(run, components, world, observer, before)
+    about = world.run_on_rank0(lambda: read_json(folder.path / ABOUT) or {})
+    ctx, before = make_context(run, components, world, observer, about), about.get(STATES_KEY)
     observer.note(introduce(ctx))
     loop = TrainingLoop(ctx, folder, observer)
     loop.resume()

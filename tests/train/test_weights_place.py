@@ -1,0 +1,228 @@
+"""Where the weights of a run go that leaves it open: a device of so many bytes, made up, beside
+main memory; what is computed is the CPU's."""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farspan.hf.load import Weights, load_model
+from farspan.planner.evaluate import evaluate
+from farspan.planner.machines import machine
+from farspan.planner.plans import best_plan
+from farspan.planner.request import Plan, Question
+from farspan.spec import Kernels, MachineSpec, RunSpec, Schedule, Tier, UnsupportedError
+from farspan.train.config import (
+    DType,
+    ModelConfig,
+    OptimizerConfig,
+    Parallel,
+    RunConfig,
+    ScheduleConfig,
+    StatesPlace,
+)
+from farspan.train.context import Components
+from farspan.train.plan_run import Asked, PlanOfRun, questions_of_run
+from farspan.train.planning import FreeMemory
+from farspan.train.trainer import train
+from farspan.train.yaml_config import convert
+from tests.train.planner import GIB
+from tests.train.test_streamed_weights import assert_same, outcome
+from tests.train.tiny import MODEL, Quiet, Stopped, Stopping, replaced, tiny_run
+
+DEEP = {**MODEL, "num_hidden_layers": 8}
+AUTO = ScheduleConfig(strategy="auto")
+DEVICE = replace(AUTO, weights=Tier.DEVICE)
+BESIDE = OptimizerConfig(lr=1e-2, warmup=2, states=StatesPlace.DEVICE)
+RESERVE = 4096
+SHORT = 125_000  # bytes of a device, less than weights and gradients take
+Parts = Callable[[MachineSpec], Components]
+
+
+def apart(device: int, host: int = GIB) -> MachineSpec:
+    """A device of so many bytes beside main memory."""
+    found = replace(machine("h200"), name="made up", devices=1, reserve=RESERVE)
+    return replace(found, device_bytes=device, host_bytes=host, host_reserve=0)
+
+
+def run_of(root: Path, **changes: Any) -> RunConfig:
+    model = ModelConfig(config=DEEP, dtype=DType.BFLOAT16)
+    # As a CPU runs the model, whatever stands beside it.
+    plain = Kernels(fused=False, accumulate=False)
+    own = {"model": model, "schedule": AUTO, "margin": 0, "device": "cpu", "kernels": plain}
+    return tiny_run(root, **(own | changes))
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
+    """farspan's own components on such a machine, which search for a moment; so do plans of run
+    files."""
+    briefly = partial(best_plan, seconds=0.1)
+    monkeypatch.setattr("farspan.train.plan_run.best_plan", briefly)
+    for module in ("setup", "planning"):
+        monkeypatch.setattr(f"farspan.train.{module}.is_unified", lambda _: False)
+    monkeypatch.setattr("farspan.train.planning.bare_machine", lambda _: apart(GIB))
+    monkeypatch.setattr(FreeMemory, "limit", lambda _, machine: machine)
+    return lambda spec: replaced(machine=lambda *_: spec, best_plan=briefly)
+
+
+def planned(run: RunConfig, spec: MachineSpec) -> PlanOfRun:
+    return questions_of_run(run, Asked(machine=spec), lambda _: None).plan()
+
+
+def weights_notes(quiet: Quiet) -> list[str]:
+    return [note for note in quiet.notes if note.startswith("weights: ")]
+
+
+def test_a_run_that_is_too_large_for_the_device_is_the_resident_one(
+    tmp_path: Path, parts: Parts
+) -> None:
+    """By the plan that `farspan plan` shows, and in one line of the log: what does not fit, where
+    weights go, and how long a step is."""
+    run, quiet = run_of(tmp_path), Quiet()
+    train(run, components=parts(apart(SHORT)), reporter=quiet)
+    (note,) = weights_notes(quiet)
+    expected = planned(run, apart(SHORT))
+    assert note == expected.weights
+    assert re.fullmatch(
+        r"weights: go to main memory, with gradients and optimizer states; with them on the "
+        r"device, \w+ misses by the least: it needs 15\d\.\d KiB of device memory and has 122.1 "
+        r"KiB; most of it is 90\.6 KiB of gradients and 45\.3 KiB of weights; a step now takes "
+        r"[\d.]+ ms by the plan, of which [\d.]+ ms compute",
+        note,
+    )
+    assert any("optimizer states: in main memory, updated there" in text for text in quiet.notes)
+    written = json.loads((Path(run.folder) / "plan.json").read_text())
+    assert written["fields"]["weights"] == written["weights"] == "host"
+    found = json.loads(json.dumps(expected.to_json()))
+    assert found["schedule"] == written["schedule"]
+    assert found["device_bytes"]["total"] == written["device_bytes"]["total"]
+    fields = {k: v for k, v in written["fields"].items() if k not in ("sparse", "weights")}
+    resident = convert(ScheduleConfig, {"strategy": None, **fields}, "schedule")
+    plain = replace(run, folder=str(tmp_path / "resident"), schedule=resident, optimizer=BESIDE)
+    train(plain, reporter=Quiet())
+    assert_same(outcome(Path(run.folder)), outcome(Path(plain.folder)))
+
+
+def test_a_run_that_goes_on_keeps_them_there(tmp_path: Path, parts: Parts) -> None:
+    """On a device that would hold them, too: it goes on to the same bits. Until its file says where
+    they live."""
+    run, quiet = run_of(tmp_path), Quiet()
+    train(run, components=parts(apart(SHORT)), reporter=Quiet())
+    stopped = replace(run, folder=str(tmp_path / "stopped"))
+    with pytest.raises(Stopped):
+        train(stopped, components=parts(apart(SHORT)), reporter=Stopping(4))
+    train(stopped, components=parts(apart(GIB)), reporter=quiet)
+    assert weights_notes(quiet) == [
+        "weights: in main memory, as before; schedule.weights: device ends that"
+    ]
+    assert_same(outcome(Path(stopped.folder)), outcome(Path(run.folder)))
+    (last,) = sorted((Path(run.folder) / "checkpoints").iterdir())[-1:]
+    shutil.rmtree(last)
+    quiet = Quiet()
+    train(replace(run, schedule=DEVICE), components=parts(apart(GIB)), reporter=quiet)
+    assert not weights_notes(quiet)
+    about = json.loads((Path(run.folder) / "about.json").read_text())
+    assert about["schedule"]["weights"] == "device"
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (GIB, {}),
+        (GIB, {"optimizer": OptimizerConfig(warmup=2, states=StatesPlace.HOST)}),
+        (170_000, {}),  # the states alone go
+    ],
+)
+def test_they_stay_where_any_plan_fits(
+    tmp_path: Path, parts: Parts, size: int, changes: dict[str, Any]
+) -> None:
+    run, quiet = run_of(tmp_path, **changes), Quiet()
+    train(run, components=parts(apart(size)), reporter=quiet)
+    found = planned(run, apart(size))
+    assert not weights_notes(quiet)
+    assert found.weights == ""
+    about = json.loads((Path(run.folder) / "about.json").read_text())
+    assert about["schedule"]["weights"] == found.plan.question.weights == "device"
+    states = {"device": "adamw", "host": "host"}
+    assert states[about["states"]] == found.plan.question.optimizer
+    assert about["states"] == ("device" if size == GIB and not changes else "host")
+
+
+def test_where_main_memory_is_short_as_well_it_is_named(tmp_path: Path, parts: Parts) -> None:
+    """Before any weights are loaded."""
+    spec, loaded = apart(SHORT, host=150_000), []
+
+    def load(**given: Any) -> Any:
+        loaded.append(given["weights"])
+        return load_model(**given)
+
+    run = run_of(tmp_path)
+    short = (
+        r"with weights on the device, \w+ misses by the least: it needs [\d.]+ KiB of .* and has "
+        r"[\d.]+ KiB; .*; with weights in main memory, \w+ misses by the least: it needs "
+        r"[\d.]+ KiB of main memory and has 146\.5 KiB; most of it is 271\.7 KiB of optimizer "
+    )
+    with pytest.raises(UnsupportedError, match=short) as error:
+        train(run, components=replaced(parts(spec), load_model=load), reporter=Quiet())
+    assert str(error.value).endswith("of main memory (and so much host_memory, if set)")
+    assert loaded == [Weights.NONE]
+    found = planned(run, spec)
+    assert not found.plan.fits
+    assert list(found.words()) == [found.weights]
+    assert found.weights in str(error.value)
+
+
+def test_on_the_device_they_stay_where_the_run_file_says_so(tmp_path: Path, parts: Parts) -> None:
+    """It is refused with the line that would help."""
+    run = run_of(tmp_path, schedule=DEVICE)
+    with pytest.raises(UnsupportedError, match=r"set schedule\.weights: host$"):
+        train(run, components=parts(apart(SHORT)), reporter=Quiet())
+    assert not planned(run, apart(SHORT)).plan.fits
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"schedule": ScheduleConfig(strategy="grouped")},
+        {"optimizer": OptimizerConfig(warmup=2, states=StatesPlace.DEVICE)},
+        {"optimizer": OptimizerConfig(warmup=2, states=StatesPlace.EIGHT_BIT)},
+        {"parallel": Parallel(ulysses=2)},
+    ],
+)
+def test_what_the_run_file_says_otherwise_is_kept(tmp_path: Path, changes: dict[str, Any]) -> None:
+    asked = questions_of_run(run_of(tmp_path, **changes), Asked(machine=apart(GIB)), print)
+    assert asked.moved is None
+
+
+def test_the_longest_context_is_that_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever its weights then are."""
+    run = run_of(tmp_path)
+    tokens = {Tier.DEVICE: {"plain": 2048, "fpdt": 1024}, Tier.HOST: {"fpdt": 2048, "memo": 1024}}
+
+    def longest_contexts(question: Question, *_: Any, **__: Any) -> dict[str, Plan]:
+        at = {name: RunSpec(1, n) for name, n in tokens[question.weights].items()}
+        return {
+            n: evaluate(replace(question, run=of), n, Schedule(weights=question.weights))
+            for n, of in at.items()
+        }
+
+    monkeypatch.setattr("farspan.train.plan_run.longest_contexts", longest_contexts)
+    found = questions_of_run(run, Asked(machine=apart(GIB)), print).longest(math.inf)
+    where = {
+        name: (plan.question.run.tokens, plan.question.weights) for name, plan in found.items()
+    }
+    assert where == {"plain": (2048, "device"), "fpdt": (2048, "host"), "memo": (1024, "host")}
+    del tokens[Tier.HOST]["memo"]
+    written = replace(run, schedule=DEVICE)
+    found = questions_of_run(written, Asked(machine=apart(GIB)), print).longest(math.inf)
+    assert {name: plan.question.run.tokens for name, plan in found.items()} == tokens[Tier.DEVICE]
