@@ -11,7 +11,7 @@ import torch
 from farspan.engine.profile import profiles_of_model
 from farspan.engine.step import Step
 from farspan.hf.load import add_adapters, load_model
-from farspan.hf.quantized import parts_of
+from farspan.hf.quantized import held_bytes, parts_of
 from farspan.planner.api import Request, as_run
 from farspan.planner.request import Optimizer, Question
 from farspan.planner.states import states
@@ -82,9 +82,11 @@ def test_streamed_bytes_are_as_planned(tmp_path: Path) -> None:
     step = Step(model, Schedule(chunk=16, groups=(1, 2, 1), weights=Tier.HOST))
     assert step.weights is not None
     assert 0 <= step.weights.nbytes - held < 5 * (16 + 256)
-    for layers in (*groups, None):
-        taken, planned_ = (group_bytes(m, layers, False) for m in (step.model_spec, question.model))
-        assert 0 <= taken - planned_ < 2 * 16
+    for layers in groups:
+        own = model.base_model.layers[slice(*layers)].parameters()
+        there_ = sum(map(held_bytes, own))
+        assert group_bytes(question.model, layers, False) == there_
+        assert 0 <= group_bytes(step.model_spec, layers, False) - there_ < 2 * 16
 
 
 def test_a_run_plans_with_the_bytes_that_are_there(tmp_path: Path) -> None:
