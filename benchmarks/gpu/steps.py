@@ -14,7 +14,7 @@ from benchmarks.gpu.device import Peaks, draw, give_back, make_model, synchroniz
 from farspan import Schedule, Sparse, Step
 from farspan.memory.host import refuse_beyond
 from farspan.spec import Tier
-from farspan.train.optimizer import widen_gradient
+from farspan.train.staged_states import widen_gradient
 
 WARM_LAYERS = 1
 ADVICE = "measure fewer tokens, or say with --host-memory what the machine has"

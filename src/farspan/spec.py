@@ -246,6 +246,7 @@ class MachineSpec:
     processors: int = 0  # streaming multiprocessors of one device; 0: not known
     pinned: bool = True  # main memory can be locked for copies; else each holds up all that follows
     host_reserve: int = 0  # bytes beside `host_bytes`: the system's, processes', loading's
+    disk: float = 5e9  # bytes a second that a node's drive reads and writes, together; assumed
 
 
 @dataclass(frozen=True, slots=True)

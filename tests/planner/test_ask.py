@@ -172,7 +172,7 @@ def test_routed_experts_have_no_adapters() -> None:
         ({"context": 1.5}, "context: expected tokens"),
         ({"lora": True}, "lora: expected the rank of adapters"),
         ({"lora": "16"}, "lora: expected the rank of adapters"),
-        ({"optimizer": "adam"}, "optimizer: expected one of adamw, adamw8bit, host, none"),
+        ({"optimizer": "adam"}, "optimizer: expected one of adamw, adamw8bit, host, disk, none"),
         ({"dtype": "int8"}, "dtype: expected one of"),
         ({"weights": "disk"}, "weights: expected device or host, got 'disk'"),
         ({"weights": "host"}, "weights: host goes with optimizer states on the host, not with"),

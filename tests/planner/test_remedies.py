@@ -134,7 +134,9 @@ def test_sparse_attention_is_not_said_to_be_helped_by_devices() -> None:
 
 @pytest.mark.parametrize("optimizer", [o for o in Optimizer if o is not Optimizer.ADAMW])
 def test_an_optimizer_that_was_chosen_is_not_exchanged(optimizer: Optimizer) -> None:
-    assert {question.optimizer for question in tried(asked(optimizer))} == {optimizer}
+    """But for a drive in place of main memory, with the same results."""
+    seen = {question.optimizer for question in tried(asked(optimizer))}
+    assert seen == {optimizer, *([Optimizer.DISK] if optimizer is Optimizer.HOST else [])}
 
 
 def test_states_of_8_bits_are_of_one_rank() -> None:
@@ -333,6 +335,46 @@ def test_four_bits_of_70b_come_to_a_small_card() -> None:
     assert found.seconds.total <= 1.15 * found.seconds.compute
     assert resident.device.parts["weights"] > resident.device.limit
     assert plain.host.parts["weights"] > plain.host.limit
+
+
+def test_a_model_is_trained_beside_little_main_memory_with_states_on_disk() -> None:
+    """Weights (15 GB) and fp32 gradients (30) in main memory, 91 GB of states on a drive of 5 GB/s
+    (assumed). Its schedule was found by `farspan plan`."""
+    request = Request("Qwen2.5-7B", "128K", "rtx4090", host_memory="64GiB", weights="host")
+    schedule = Schedule(2**13, even(28, 10), Tier.HOST, kv_kept=True, weights=Tier.HOST)
+    host, disk = (
+        evaluate(replace(request, optimizer=states).question(), "grouped", schedule)
+        for states in ("host", "disk")
+    )
+    assert not host.fits
+    assert disk.fits
+    parts = disk.host.parts
+    assert parts["weights"] == pytest.approx(15.2e9, rel=0.01)
+    assert parts["gradients"] == pytest.approx(30.5e9, rel=0.01)
+    assert parts["optimizer"] == 4 * 3 * 4 * 2**24  # the slots
+    assert disk.seconds.optimizer == pytest.approx(36.55, rel=0.01)
+    assert disk.seconds.total == pytest.approx(242, rel=0.02)
+    assert "each update reads and writes 91.4 GB of states, 36.6 s" in str(disk)
+    assert "a step writes 0.015%: 6,565 steps" in str(disk)
+    assert "schedule.weights: host and optimizer.states: disk" in str(disk)
+
+
+def test_a_drive_is_proposed_where_main_memory_is_short() -> None:
+    """And nowhere else: it wears. Of one device of its own memory alone."""
+
+    def told(helps: Helps, optimizer: Optimizer = Optimizer.ADAMW) -> list[str]:
+        return options(asked(optimizer, machine=machine("rtx4090")), helps)
+
+    def is_disk(question: Question) -> bool:
+        return question.optimizer is Optimizer.DISK
+
+    assert told(is_disk)[0] == "--optimizer disk"
+    beside = told(lambda q: is_disk(q) and q.weights is Tier.HOST)
+    assert beside[0] == "--optimizer disk --weights host"
+    anywhere = told(lambda q: q.optimizer in (Optimizer.HOST, Optimizer.DISK))
+    assert anywhere[0] == "--optimizer host"
+    assert not any("disk" in option for option in anywhere)
+    assert told(is_disk, Optimizer.ADAMW8BIT) == []
 
 
 @pytest.mark.exhaustive

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from farspan.planner.request import Optimizer, Question
-from farspan.planner.states import states, update_seconds
+from farspan.planner.states import drive_bytes, states, update_seconds
 from farspan.program.layout import Layout
-from farspan.spec import LayerWork, ModelSpec, RunSpec
+from farspan.spec import LayerWork, ModelSpec, RunSpec, Tier
 from tests.planner.machines import slow_machine
 from tests.program.cases import model_of
 
@@ -39,6 +39,9 @@ def question(optimizer: Optimizer, width: int = 2, **fields: object) -> Question
         # As on the device, and two slots for fp32 gradients and bf16 weights on their way.
         (Optimizer.HOST, 2, 4 * ALL, 0, 0, 12 * ALL + 2 * 6 * ALL),
         (Optimizer.HOST, 4, 4 * ALL, 0, 0, 8 * ALL + 2 * 8 * ALL),
+        # Those slots, and four for master and moments, whose arrays are padded to 4,096 bytes.
+        (Optimizer.DISK, 2, 4 * ALL, 0, 0, 2 * 6 * ALL + 4 * 3 * 4096),
+        (Optimizer.DISK, 4, 4 * ALL, 0, 0, 2 * 8 * ALL + 4 * 2 * 4096),
     ],
 )
 def test_bytes(
@@ -112,6 +115,15 @@ def test_copies_and_the_update_on_the_host_run_side_by_side() -> None:
     one = replace(machine, unified=True)
     found = update_seconds(question(Optimizer.HOST, machine=one))
     assert found == pytest.approx(ALL * (device + sum(lanes)))
+    # A drive moves the states once in and once out; what is slower counts.
+    disk = question(Optimizer.DISK, machine=replace(machine, disk=1e3))
+    assert update_seconds(disk) == pytest.approx(ALL * (device + 24 / 1e3))
+    fast = question(Optimizer.DISK, machine=replace(machine, disk=1e30))
+    assert update_seconds(fast) == update_seconds(question(Optimizer.HOST))
+    beside = replace(disk, weights=Tier.HOST)
+    assert update_seconds(beside) == pytest.approx(ALL * 24 / 1e3)
+    assert drive_bytes(disk) == 12 * ALL
+    assert drive_bytes(question(Optimizer.HOST)) == 0
     # Without a master the weight goes there, too.
     wide = update_seconds(question(Optimizer.HOST, width=4))
     assert wide >= ALL * 8 / machine.evict

@@ -1,19 +1,23 @@
 """Kills a training process at chosen moments, starts it again, and tells what became of it.
 
-`python -m tests.train.crash ROOT [STRIDE]` imports everything once and forks for every run, so
-that a run costs a fraction of a second. A moment is a call that a run makes: the n-th sync,
+`python -m tests.train.crash ROOT [STRIDE [COUNT]]` imports everything once and forks for every
+run, so that a run costs a fraction of a second. A moment is a call that a run makes: the n-th sync,
 rename, removal, tensor file or cell. The first, undisturbed run counts them; then the run is
 killed at one, by the signal that cannot be caught, and started again. Every STRIDE-th moment is
 tried, the first of each kind, and of those that change a name or write tensors ten times as many.
+With COUNT the states are in a file on a drive, a request to it is a moment, too, and so many
+moments are tried that are drawn at random.
 Prints one JSON object: the moments' names, and for every kill what the folder held in the end.
 """
 
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +27,9 @@ import torch
 from safetensors.torch import save_file
 
 from farspan import durable
-from farspan.train.config import OptimizerConfig, RunConfig
+from farspan.train.config import DType, ModelConfig, OptimizerConfig, RunConfig, StatesPlace
 from farspan.train.optimizer import TrainingOptimizer
+from farspan.train.staged_states import ScratchFile
 from tests.train.tiny import MODEL, TinyStep, fit, load_tiny, tiny_run
 
 OUTCOME = ("model/model.safetensors", "model/config.json")
@@ -36,11 +41,13 @@ class Fuse:
     def __init__(self, at: int | None) -> None:
         self.at = at
         self.names: list[str] = []
+        self._lock = threading.Lock()  # requests to a drive are made by several threads
 
     def moment(self, name: str) -> bool:
         """Whether this is the one."""
-        self.names.append(name)
-        return len(self.names) - 1 == self.at
+        with self._lock:
+            self.names.append(name)
+            return len(self.names) - 1 == self.at
 
     def blow(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -79,6 +86,7 @@ class Fuse:
             (os, "replace", self.before("rename", os.replace)),
             (shutil, "rmtree", self.halfway("remove", shutil.rmtree, 0, remove_half)),
             (durable, "save_file", self.halfway("tensors", save_file, 1, write_half)),
+            (ScratchFile, "_move", self.before("drive", ScratchFile._move)),
         )
         for module, name, function in patches:
             setattr(module, name, function)
@@ -138,11 +146,19 @@ def outcome(folder: Path) -> dict[str, Any]:
     }
 
 
-def trial(root: Path, at: int) -> dict[str, Any]:
+def run_of(root: Path, states: StatesPlace) -> RunConfig:
+    run = tiny_run(root)
+    if states is StatesPlace.AUTO:
+        return run
+    model = ModelConfig(config=MODEL, dtype=DType.BFLOAT16)  # with masters
+    return replace(run, model=model, optimizer=replace(run.optimizer, states=states))
+
+
+def trial(root: Path, at: int, states: StatesPlace) -> dict[str, Any]:
     """A run killed at a moment and started again."""
     where = root / f"kill-{at}"
     # Its own cache, so that tokens are written, and interrupted, too.
-    run = tiny_run(root)
+    run = run_of(root, states)
     run = replace(
         run, folder=str(where / "run"), data=replace(run.data, cache=str(where / "cache"))
     )
@@ -152,14 +168,15 @@ def trial(root: Path, at: int) -> dict[str, Any]:
     return {"at": at, "first": first, "second": second, **found}
 
 
-def main(root: Path, stride: int) -> None:
+def main(root: Path, stride: int, count: int = 0) -> None:
+    states = StatesPlace.DISK if count else StatesPlace.AUTO
     torch.set_num_threads(1)
     # What is imported at its first use is imported here, once. No backward: its threads and forks
     # do not go together.
     model: Any = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
     TrainingOptimizer(model, OptimizerConfig()).step(0.0, torch.zeros(()))
     model.save_pretrained(root / "warm")
-    run = tiny_run(root)
+    run = run_of(root, states)
     status = attempt(run, None, root / "names.json")
     assert status == 0, status
     names = json.loads((root / "names.json").read_text())
@@ -169,9 +186,11 @@ def main(root: Path, stride: int) -> None:
     chosen = [
         at for at in range(len(names)) if at % stride == 0 or at in often or at in first_of_kind
     ]
-    trials = [trial(root, at) for at in chosen]
+    if count:
+        chosen = random.Random(0).sample(range(len(names)), count)
+    trials = [trial(root, at, states) for at in chosen]
     print(json.dumps({"names": names, "whole": outcome(root / "run"), "trials": trials}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1)
+    main(Path(sys.argv[1]), *(map(int, sys.argv[2:] or [1])))

@@ -22,7 +22,6 @@ from farspan.spec import MachineSpec, RunSpec, Schedule, Tier, UnsupportedError
 from farspan.train.config import StatesPlace
 from farspan.train.context import InspectedModel, inspect_model
 from farspan.train.oom import USUAL, Shortage, advice, explain_none_fits, lighter_schedule, needed
-from farspan.train.optimizer import StateBytes
 from farspan.train.planning import (
     RETRY_SHARE,
     Choice,
@@ -35,6 +34,7 @@ from farspan.train.planning import (
     question_of,
     recall_named_shortage,
 )
+from farspan.train.staged_states import StateBytes
 from farspan.train.step_runner import shortage_json
 from tests.train.planner import one_memory, plan_for
 from tests.train.tiny import tiny_run

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from farspan.cli.overrides import with_strategy
+from farspan.cli.train import with_strategy
 from farspan.spec import AttentionKernel, Kernels, Schedule, Sparse, Tier, UnsupportedError
 from farspan.train.config import (
     OptimizerConfig,

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +14,30 @@ from tests.grids import exhaustive
 
 # Of the eighty moments that only sync a file or compute a cell; of the others a tenth of it.
 STRIDES = (exhaustive(1), 33)
+# Moments of a run whose states are on disk, drawn at random.
+ON_DISK = (exhaustive(30), 2)
 
 
 @pytest.fixture(scope="module", params=STRIDES)
 def report(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    root = tmp_path_factory.mktemp("crash")
+    return crash(tmp_path_factory.mktemp("crash"), request.param)
+
+
+@pytest.fixture(scope="module", params=ON_DISK)
+def on_disk(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    report = crash(tmp_path_factory.mktemp("disk"), 1, request.param)
+    assert len(report["trials"]) == request.param
+    assert report["names"].count("drive") > 300
+    return report
+
+
+def crash(root: Path, *numbers: int) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.train.crash", str(root), str(request.param)],
+        [sys.executable, *("-W", "ignore", "-m", "tests.train.crash", root), *map(str, numbers)],
         capture_output=True,
         text=True,
         env={
@@ -31,7 +47,8 @@ def report(
         },
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def test_every_trial_was_killed_and_then_ended(report: dict[str, Any]) -> None:
@@ -47,6 +64,16 @@ def test_moments_of_every_kind_were_met(report: dict[str, Any]) -> None:
 
 
 def test_everything_ends_as_if_nothing_had_happened(report: dict[str, Any]) -> None:
+    nothing_happened(report)
+
+
+def test_states_on_disk_are_those_of_the_checkpoint_again(on_disk: dict[str, Any]) -> None:
+    for trial in on_disk["trials"]:
+        assert (trial["first"], trial["second"]) == (signal.SIGKILL, 0), trial["at"]
+    nothing_happened(on_disk)
+
+
+def nothing_happened(report: dict[str, Any]) -> None:
     whole = report["whole"]
     assert whole["leftovers"] == []
     for trial in report["trials"]:

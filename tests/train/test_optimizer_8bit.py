@@ -21,7 +21,8 @@ from farspan.planner.states import states
 from farspan.spec import RunSpec, UnsupportedError
 from farspan.train import optimizer as optimizer_8bit
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, StatesPlace
-from farspan.train.optimizer import Rule, TrainingOptimizer, decays
+from farspan.train.optimizer import TrainingOptimizer, decays
+from farspan.train.staged_states import Rule
 from tests.profiles import spec_of
 from tests.train.eightbit import BLOCK, LEAST, AdamW8bit
 from tests.train.planner import one_memory

@@ -22,8 +22,9 @@ from farspan.planner.states import SLOTS, states
 from farspan.spec import UnsupportedError
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, ScheduleConfig, StatesPlace
 from farspan.train.context import inspect_model
-from farspan.train.optimizer import HostStates, Rule, TrainingOptimizer, decays
+from farspan.train.optimizer import TrainingOptimizer, decays
 from farspan.train.planning import question_of
+from farspan.train.staged_states import HostStates, Rule
 from farspan.train.trainer import train
 from tests.grids import crossed
 from tests.numerics import assert_exact

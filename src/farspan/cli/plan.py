@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
-from farspan.cli.overrides import with_sparse, with_strategy
+from farspan.cli.train import with_sparse, with_strategy
 from farspan.formatting import EXAMPLE, read_seconds, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.planner.api import AS_IN_RUN_FILES, HERE, Request
@@ -149,15 +149,16 @@ OptimizerName = Annotated[
     str | None,
     typer.Option(
         help=f"{', '.join(Optimizer)}; or as in a run file: "
-        f"{', '.join((*AS_IN_RUN_FILES, Optimizer.HOST))}; default: {Optimizer.ADAMW}."
+        f"{', '.join((*AS_IN_RUN_FILES, Optimizer.HOST, Optimizer.DISK))}; "
+        f"default: {Optimizer.ADAMW}."
     ),
 ]
 WeightsTier = Annotated[
     str | None,
     typer.Option(
         help="Where weights and their gradients live: device, the default, or host, with "
-        f"--optimizer {Optimizer.HOST}: the device has those of two groups of layers, the "
-        "embedding and the head."
+        f"--optimizer {Optimizer.HOST} or {Optimizer.DISK}: the device has those of two groups of "
+        "layers, the embedding and the head."
     ),
 ]
 DTypeName = Annotated[str | None, typer.Option(help="bf16, fp32 or fp64; default: bf16.")]

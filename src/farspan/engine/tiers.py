@@ -158,7 +158,7 @@ Unlock = Callable[[], None]
 
 def _locked(size: int, device: torch.device) -> tuple[Tensor, Unlock | None]:
     """So much main memory and what unlocks it, or None, not locked. Raises MemoryError."""
-    slab = _pages(size)
+    slab = pages(size)
     _touch(slab)
     try:
         _pin(slab, device)
@@ -173,7 +173,7 @@ def _locked(size: int, device: torch.device) -> tuple[Tensor, Unlock | None]:
         try:
             return allocate_pinned(size), _give_back_pinned
         except RuntimeError:
-            slab = _pages(size)
+            slab = pages(size)
             _touch(slab)
     warnings.warn(PAGEABLE.format(refused), stacklevel=2)
     return slab, None
@@ -191,7 +191,7 @@ def _give_back_pinned() -> None:
     (empty or torch.accelerator.empty_host_cache)()
 
 
-def _pages(size: int) -> Tensor:
+def pages(size: int) -> Tensor:
     """Whole pages of main memory for so many bytes. Pages are what is locked, and two slabs that
     share one cannot both be. The storage begins with the first page: that is where torch looks
     for whether a tensor is locked. Raises MemoryError."""

@@ -290,10 +290,10 @@ def _weights(name: str, optimizer: Optimizer, gpus: int) -> Tier:
         raise UnsupportedError(f"weights: expected {' or '.join(Tier)}, got {name!r}")
     if name == Tier.DEVICE:
         return Tier.DEVICE
-    if optimizer not in (Optimizer.HOST, Optimizer.NONE):
+    if optimizer not in (Optimizer.HOST, Optimizer.DISK, Optimizer.NONE):
         raise UnsupportedError(
             f"weights: host goes with optimizer states on the host, not with {optimizer}; give "
-            f"optimizer {Optimizer.HOST}, or weights {Tier.DEVICE}"
+            f"optimizer {Optimizer.HOST} or {Optimizer.DISK}, or weights {Tier.DEVICE}"
         )
     if gpus > 1:
         raise UnsupportedError(

@@ -48,8 +48,11 @@ def remedies_of(question: Question, fits: Fits, tries: int = TRIES) -> tuple[Rem
                     found.append(remedy)
                 return
 
-    near = _on_host, _batches, _adapters, _quantized, _quantized_on_host, _eight_bit, _memory
-    for kind in (*near, _more_on_host, _devices, _cards, _contexts):
+    first(_on_host(question))
+    if not found:  # main memory is short, too
+        first(_on_disk(question))
+    near = _batches, _adapters, _quantized, _quantized_on_host, _eight_bit, _memory, _more_on_host
+    for kind in (*near, _devices, _cards, _contexts):
         first(kind(question))
     if not any(remedy.options.startswith(LORA) for remedy in found):
         for kind in (_quantized, _on_host, _quantized_on_host, _memory, _devices, _cards):
@@ -89,6 +92,19 @@ def _on_host(question: Question) -> Changes:
         options = WEIGHTS if is_there else f"--optimizer {optimizer} {WEIGHTS}"
         moved = replace(question, optimizer=optimizer, weights=Tier.HOST)
         yield Remedy(options, True, "weights and gradients go to main memory"), moved
+
+
+def _on_disk(question: Question) -> Changes:
+    """Of states that would else be AdamW's in main memory, of one device."""
+    exact = question.optimizer in (Optimizer.ADAMW, Optimizer.HOST)
+    if not exact or question.layout.devices() > 1 or question.machine.unified:
+        return
+    means = "states go to a drive"
+    remedy, moved = _optimizer(question, Optimizer.DISK, same=True)
+    yield replace(remedy, means=means), moved
+    if question.weights is Tier.DEVICE and not question.nf4:
+        both = Remedy(f"{remedy.options} {WEIGHTS}", True, f"{means}, weights to main memory")
+        yield both, replace(moved, weights=Tier.HOST)
 
 
 def _more_on_host(question: Question) -> Changes:

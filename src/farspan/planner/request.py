@@ -35,6 +35,7 @@ class Optimizer(StrEnum):
     ADAMW = "adamw"  # fp32 moments, and an fp32 master where weights are narrower, on the device
     ADAMW8BIT = "adamw8bit"  # moments of one byte an element, no master: not AdamW's results
     HOST = "host"  # fp32 moments and master in main memory
+    DISK = "disk"  # the same on a drive, updated in main memory
     NONE = "none"  # only gradients
 
 

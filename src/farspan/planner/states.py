@@ -12,6 +12,10 @@ BLOCK = 256  # elements that share a scale of four bytes, where a moment has one
 # elements: the next piece arrives and the last one leaves while one is updated.
 STAGED = 2**24
 SLOTS = 2
+# Of states on a drive pieces pass through slots of their own: two are read, one is updated and one
+# is written, at addresses and in sizes that direct I/O takes.
+DISK_SLOTS = 4
+SECTOR = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +122,14 @@ def _own(sharing: Sharing, elements: int, outer: int) -> int:
     return _share(sharing.slice(elements - outer) + outer, sharing.ranks)
 
 
+WIDE = (Optimizer.ADAMW, Optimizer.HOST, Optimizer.DISK)
+
+
 def gradient_bytes(question: Question) -> int:
     """Width of an element of `.grad`. With AdamW, wherever its states are, it is as wide as they,
     so that it is the sum over chunks itself; so it is where that is asked for."""
     model = question.model
-    is_sum = question.wide_gradients or question.optimizer in (Optimizer.ADAMW, Optimizer.HOST)
+    is_sum = question.wide_gradients or question.optimizer in WIDE
     return _sum_bytes(model) if is_sum else model.element_bytes
 
 
@@ -134,13 +141,31 @@ def update_seconds(question: Question) -> float:
         return 0.0
     trained = _own(sharing_of(question), model.trainable, model.outer_trainable())
     final, element = gradient_bytes(question), model.element_bytes
-    if question.optimizer is Optimizer.HOST and question.weights is Tier.DEVICE:
-        # On the device the gradient is read for its norm, and scaled.
-        return trained * (3 * final / machine.memory + _away(question, final, element))
-    # The gradient is read for its norm and again for the update; states are read and written.
-    moved = (2 * final + element) * trained + 2 * sum(_optimizer_bytes(question, trained))
     on_host = question.weights is Tier.HOST
-    return moved / (machine.host_memory / question.near() if on_host else machine.memory)
+    if question.optimizer in (Optimizer.HOST, Optimizer.DISK) and not on_host:
+        # On the device the gradient is read for its norm, and scaled.
+        away = trained * _away(question, final, element)
+        return trained * 3 * final / machine.memory + max(away, drive_seconds(question))
+    # The gradient is read for its norm and again for the update; states are read and written.
+    kept = drive_bytes(question) or sum(_optimizer_bytes(question, trained))
+    moved = (2 * final + element) * trained + 2 * kept
+    there = moved / (machine.host_memory / question.near() if on_host else machine.memory)
+    return max(there, drive_seconds(question))
+
+
+def drive_bytes(question: Question) -> int:
+    """Of one device's states on the drive, each read and written once an update; a few sectors a
+    parameter tensor left out."""
+    if question.optimizer is not Optimizer.DISK:
+        return 0
+    model = question.model
+    trained = _own(sharing_of(question), model.trainable, model.outer_trainable())
+    return trained * _state_bytes(model)
+
+
+def drive_seconds(question: Question) -> float:
+    """What an update takes of the drive that the devices of a node share."""
+    return 2 * drive_bytes(question) * question.near() / question.machine.disk
 
 
 def _away(question: Question, final: int, element: int) -> float:
@@ -164,6 +189,11 @@ def staged_elements(trainable: int) -> int:
     return min(STAGED, trainable)
 
 
+def sectors(size: int) -> int:
+    """Bytes of whole sectors."""
+    return -(-size // SECTOR) * SECTOR
+
+
 def _optimizer_bytes(question: Question, trained: int) -> tuple[int, int]:
     """On one device and on host, of its `trained` elements. Left out: four bytes a parameter
     tensor, which count its updates.
@@ -172,18 +202,27 @@ def _optimizer_bytes(question: Question, trained: int) -> tuple[int, int]:
     tensors of fewer than 4,096 elements or of broken blocks keep wide moments, and are few.
     """
     model, wide = question.model, _sum_bytes(question.model)
-    master = wide if model.element_bytes < wide else 0
+    staged = staged_elements(trained)
+    # Of gradients and weights, where these are on the device: else nothing passes.
+    slots = SLOTS * staged * (wide + model.element_bytes) * (question.weights is Tier.DEVICE)
     match question.optimizer:
         case Optimizer.ADAMW:
-            return trained * (MOMENTS * wide + master), 0
+            return trained * _state_bytes(model), 0
         case Optimizer.ADAMW8BIT:
             return trained * MOMENTS + trained * MOMENTS * 4 // BLOCK, 0
         case Optimizer.HOST:
-            slots = SLOTS * staged_elements(trained) * (wide + model.element_bytes)
-            slots *= question.weights is Tier.DEVICE  # else nothing passes
-            return 0, trained * (MOMENTS * wide + master) + slots
+            return 0, trained * _state_bytes(model) + slots
+        case Optimizer.DISK:
+            kept = _state_bytes(model) // wide
+            return 0, slots + DISK_SLOTS * kept * sectors(staged * wide)
         case Optimizer.NONE:
             return 0, 0
+
+
+def _state_bytes(model: ModelSpec) -> int:
+    """Of an element: two moments, and a master of narrow weights."""
+    wide = _sum_bytes(model)
+    return MOMENTS * wide + (wide if model.element_bytes < wide else 0)
 
 
 def _sum_bytes(model: ModelSpec) -> int:

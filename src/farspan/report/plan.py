@@ -13,6 +13,7 @@ from farspan.formatting import write_bytes, write_most, write_seconds, write_tok
 from farspan.planner.evaluate import most_layers, stage_schedule
 from farspan.planner.explain import part_words
 from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question
+from farspan.planner.states import drive_bytes
 from farspan.program.chunking import chunks_of
 from farspan.report.tables import (
     WIDE,
@@ -137,11 +138,16 @@ def notes(plan: Plan) -> Iterator[str]:
             yield f"beyond the model's {reach} positions; scale its rope to train it"
     advised = " ".join(remedy.options for remedy in plan.remedies)
     asked = f"--optimizer {question.optimizer} {advised} "
+    place = Optimizer.DISK if f"--optimizer {Optimizer.DISK} " in asked else Optimizer.HOST
     if question.weights is Tier.HOST or f"--weights {Tier.HOST}" in advised:
-        states = "" if question.optimizer is Optimizer.NONE else " and optimizer.states: host"
+        states = "" if question.optimizer is Optimizer.NONE else f" and optimizer.states: {place}"
         yield f"farspan train has these with schedule.weights: host{states}"
     elif f"--optimizer {Optimizer.HOST} " in asked:
         yield "farspan train has these with optimizer.states: host, and with auto where it has to"
+    elif place is Optimizer.DISK:
+        yield "farspan train has these with optimizer.states: disk"
+    if question.optimizer is Optimizer.DISK:
+        yield _wear(question)
     if f"--optimizer {Optimizer.ADAMW8BIT} " in asked:
         yield EIGHT_BIT
     if question.nf4:
@@ -154,6 +160,20 @@ def notes(plan: Plan) -> Iterator[str]:
         yield f"to start it: {launch_words(question)}"
     elif "--gpus" in advised:
         yield "with --gpus the plan says how farspan train is started on them"
+
+
+ENDURANCE = 600e12  # bytes that a drive of 1 TB may be written: assumed
+
+
+def _wear(question: Question) -> str:
+    """What an update takes of the drive."""
+    size, rate = drive_bytes(question) * question.near(), question.machine.disk
+    return (
+        f"planned of a drive of {rate / 1e9:g} GB/s (assumed, unless the machine file says so): "
+        f"each update reads and writes {size / 1e9:,.1f} GB of states, {2 * size / rate:,.1f} s; "
+        f"of {ENDURANCE / 1e12:g} TB that a drive endures (assumed) a step writes "
+        f"{size / ENDURANCE:.3%}: {ENDURANCE / max(1, size):,.0f} steps"
+    )
 
 
 def _packed(question: Question) -> Iterator[str]:

@@ -157,6 +157,7 @@ class StatesPlace(StrEnum):
     AUTO = "auto"  # the device where they fit beside the step, else the host
     DEVICE = "device"  # fp32 masters and moments beside the weights
     HOST = "host"  # the same in main memory, where the update then happens: the same results
+    DISK = "disk"  # the same in a file on a drive, updated in main memory: the same results
     EIGHT_BIT = "8bit"  # moments of one byte an element (torchao), no masters: other results
 
 
@@ -331,9 +332,11 @@ class OptimizerConfig:
     decay_steps: int | None = None  # of wsd, the last ones; null: a tenth of the steps
     final: float = 0.1  # the decay ends at this fraction of lr
     states: StatesPlace = StatesPlace.AUTO
+    disk: str | None = None  # the folder of states on disk; null: the run's own
+    disk_seconds: float = 600.0  # that an update may take of the drive, tried before the first step
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "clip"):
+        for name in ("lr", "eps", "clip", "disk_seconds"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < float("inf"):
                 raise UnsupportedError(f"{name}: expected a number above 0, got {value!r}")
@@ -457,18 +460,18 @@ class RunConfig:
 
     def _check_states(self) -> None:
         states = self.optimizer.states
-        beside = states not in (StatesPlace.AUTO, StatesPlace.HOST)
+        beside = states in (StatesPlace.DEVICE, StatesPlace.EIGHT_BIT)
         if self.schedule.weights is Tier.HOST and beside:
             raise UnsupportedError(
-                "optimizer.states: expected auto or host with schedule.weights: host, got "
+                "optimizer.states: expected auto, host or disk with schedule.weights: host, got "
                 f"{states}: states are updated where weights and gradients are, in main memory; "
-                "set optimizer.states to auto or host, or schedule.weights to device"
+                "set optimizer.states to auto, host or disk, or schedule.weights to device"
             )
         eight_bit = states is StatesPlace.EIGHT_BIT
         if eight_bit and self.model.dtype is DType.FLOAT64:
             raise UnsupportedError(
                 "optimizer.states: 8bit updates in float32, less than model.dtype float64; set "
-                "states to auto, device or host, or dtype to bfloat16 or float32"
+                "states to auto, device, host or disk, or dtype to bfloat16 or float32"
             )
 
     def _check_bounds(self) -> None:

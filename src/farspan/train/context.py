@@ -38,7 +38,8 @@ from farspan.spec import Kernels, MachineSpec, ModelSpec, Schedule, Tier
 from farspan.train import memory
 from farspan.train.config import RunConfig
 from farspan.train.memory import DeviceMemory, Placed
-from farspan.train.optimizer import StateBytes, TrainingOptimizer
+from farspan.train.optimizer import TrainingOptimizer
+from farspan.train.staged_states import StateBytes
 
 
 class CellsDone(Protocol):

@@ -16,7 +16,7 @@ from farspan.planner.request import Fit
 from farspan.program.strategies import AUTO
 from farspan.spec import MachineSpec, Tier, UnsupportedError
 from farspan.train.config import DeviceAllocator, RunConfig, StatesPlace
-from farspan.train.optimizer import StateBytes
+from farspan.train.staged_states import StateBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,7 @@ STATES_KEY = "states"  # their place in about.json
 WHERE = {
     StatesPlace.DEVICE: "on the device",
     StatesPlace.HOST: "in main memory, updated there",
+    StatesPlace.DISK: "in a file on a drive, updated in main memory",
     StatesPlace.EIGHT_BIT: "on the device, moments of 8 bits: other results than AdamW's",
 }
 
@@ -132,10 +133,10 @@ BESIDE_WEIGHTS = Placed(StatesPlace.DEVICE, "both tiers lie in main memory")
 
 def choose_place(fit: Callable[[StatesPlace], Fit], before: str | None) -> Placed:
     """The device if a step fits beside them and leaves the margin, else the host if it
-    fits better there. States that were on the host stay there, so that a run goes on to the same
-    bits. Never 8 bits: that is not AdamW."""
-    if before == StatesPlace.HOST:
-        return Placed(StatesPlace.HOST, "as before")
+    fits better there. States that were there, or on a drive, stay there, so that a run goes on to
+    the same bits. Never a drive by itself, which wears; never 8 bits: that is not AdamW."""
+    if before in (StatesPlace.HOST, StatesPlace.DISK):
+        return Placed(StatesPlace(before), "as before")
     beside = fit(StatesPlace.DEVICE)
     if beside is Fit.ROOMY:
         return Placed(StatesPlace.DEVICE, "they fit beside the step")

@@ -293,6 +293,8 @@ def _advice(question: Question, flag: str, value: str) -> str:
         case "--optimizer" if value == "host":
             # Where both tiers are main memory, states take as much of it either way.
             return USUAL if question.machine.unified else "set optimizer.states: host"
+        case "--optimizer" if value == "disk":
+            return "set optimizer.states: disk"
         case "--optimizer":
             alone = question.layout.devices() == 1  # sharded over ranks they are refused
             return f"set optimizer.states: 8bit, which is not AdamW, or {USUAL}" if alone else USUAL

@@ -184,7 +184,7 @@ def questions_of_run(
         context=run.context,
         machine=machine,
         batch=run.batch,
-        optimizer=asked.get("optimizer", Optimizer.HOST if on_host else Optimizer.ADAMW),
+        optimizer=asked.get("optimizer", _optimizer_of(run)),
         weights=Tier.HOST if on_host else Tier.DEVICE,
         lora=0 if run.model.lora is None else run.model.lora.everywhere(),
         quantize=Quantization.NF4 if packed else None,
@@ -265,6 +265,12 @@ def _layout(given: Given, gpus: int | None, model: ModelSpec, machine: MachineSp
     if given is None and gpus is None:
         return ALONE
     return sequence_layout(model, gpus or machine.devices)
+
+
+def _optimizer_of(run: RunConfig) -> Optimizer:
+    if run.optimizer.states is StatesPlace.DISK:
+        return Optimizer.DISK
+    return Optimizer.HOST if run.schedule.weights is Tier.HOST else Optimizer.ADAMW
 
 
 def _with_states(run: RunConfig, question: Question, named: str | None) -> Iterator[Question]:

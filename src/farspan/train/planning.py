@@ -58,6 +58,7 @@ FIXED = ("weights", "gathered", "gradients", "accumulators", "optimizer", "input
 PLANNED = {
     StatesPlace.DEVICE: Optimizer.ADAMW,
     StatesPlace.HOST: Optimizer.HOST,
+    StatesPlace.DISK: Optimizer.DISK,
     StatesPlace.EIGHT_BIT: Optimizer.ADAMW8BIT,
 }
 

@@ -68,6 +68,7 @@ FREE = (
     "margin",
     "headroom",  # what folders from before there was `margin` call it
     "allocator",
+    "optimizer.disk",  # and the seconds that it may take
     "schedule.",
     "kernels.",
     "sparse.warn_below",
@@ -77,9 +78,9 @@ DATA = "parallel.data"
 # Of these, the ones that change roundings: the run goes on, but not to the same bits.
 ROUNDING = ("device", "schedule.", "kernels.", "parallel")
 TIMEOUT = "parallel.timeout"  # and this one does not
-# Free between the device and the host, which hold the same tensors; of other folders: not given.
+# Free between device, host and disk, which hold the same tensors; of other folders: not given.
 STATES = "optimizer.states"
-SAME_STATES = (None, StatesPlace.AUTO, StatesPlace.DEVICE, StatesPlace.HOST)
+SAME_STATES = (None, *(place for place in StatesPlace if place is not StatesPlace.EIGHT_BIT))
 # Free where the learning rate does not fall over all of them.
 STEPS = "steps"
 DECAY = "optimizer.decay"

@@ -115,7 +115,9 @@ def make_context(
         inspected = world.run_on_rank0(lambda: inspect_for(run, model, world.device))
     sharded_model = shard_model(run, components, model, world)
     pieces = None if sharded_model is None else sharded_parameters(sharded_model)
-    states, weights, lives = replace(run.optimizer, states=placed.states), None, Tier.DEVICE
+    disk = run.optimizer.disk or run.folder
+    states = replace(run.optimizer, states=placed.states, disk=disk)
+    weights, lives = None, Tier.DEVICE
     if run.schedule.weights is Tier.HOST:  # before anything refers to where they lie
         weights, lives = StreamedWeights(CausalLMStages(model, world.device)), Tier.HOST
     room = host_share(run, world)
@@ -364,6 +366,8 @@ def introduce(ctx: RunContext) -> str:
         *ctx.corpus.describe(run.context),
         f"optimizer states: {ctx.placed.describe()}",
     ]
+    if ctx.optimizer.drive():
+        lines.append(f"states on disk: {ctx.optimizer.drive()}")
     if run.model.lora is not None and stacked_experts(ctx.model):
         lines.append(f"adapters: {EXPERTS}")
     if not reads_text_alone(ctx.model):

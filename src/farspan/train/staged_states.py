@@ -1,0 +1,529 @@
+"""States of AdamW that are updated in main memory, piece by piece: they lie there, or on a drive.
+
+`HostStates` cuts parameters into pieces that pass through slots of pinned memory:
+
+    evict   g0   g1   g2   g3           gradients to the host, a slot each
+    CPU          u0   u1   u2   u3      fused AdamW on master and moments; the weight rounded
+    fetch             w0   w1   w2      new weights back to the device
+
+AdamW is elementwise, so pieces change nothing; on a CPU the bits are those of `ResidentStates`.
+
+`DiskStates` does the same, in the same order, with master and moments of a piece in a slot, too:
+
+    read    s0   s1   s2   s3   s4      several extents at a time, past the page cache
+    CPU               u0   u1   u2
+    write                  s0   s1      a slot is read into again when it was written
+
+Where gradients and weights are in main memory, they pass through no slots. The file is scratch: it
+has no name, so that it goes with the process, however that ends, and nothing resumes from it.
+Checkpoints read it, and are read into it, through a mapping, whose pages the kernel takes back.
+
+Note: [A gradient that has not arrived]. The CPU waits for the event behind a piece's copies before
+it reads their slot.
+Note: [A weight that has not left]. A slot's weight is written again (by the CPU, or by an evict
+where a parameter has no master) only behind the event of the fetch that read it last.
+Note: [A mapping and direct reads]. What was written through the mapping is flushed before a piece
+is read past the page cache; what is written past it the kernel drops from the cache."""
+
+import fcntl
+import math
+import mmap
+import os
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from farspan.attention.backends import accumulate_dtype
+from farspan.distributed.context import ParallelContext
+from farspan.durable import write_failure
+from farspan.engine.tiers import Arena, CopyEngine, pages, refuse_beyond_together
+from farspan.memory.host import GIB
+from farspan.planner.states import DISK_SLOTS, MOMENTS, SECTOR, SLOTS, sectors, staged_elements
+from farspan.program.dependencies import Lane
+from farspan.spec import Tier, UnsupportedError
+from farspan.train.config import OptimizerConfig
+
+# Below 32 bits, adding a small update to a weight may change nothing at all.
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+Parameters = Mapping[str, nn.Parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes of an optimizer. On a CPU both tiers lie in main memory."""
+
+    device: int
+    host: int
+    untouched: int  # of these, zeros that the machine hands out only when they are first written
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What AdamW does to the parameters, the learning rate aside."""
+
+    config: OptimizerConfig
+    decays: Mapping[str, bool]
+
+    def weight_decay(self, name: str) -> float:
+        return self.config.weight_decay if self.decays[name] else 0.0
+
+    def groups(self, weights: Mapping[str, Tensor]) -> list[dict[str, object]]:
+        """Parameter groups for an optimizer of torch's making."""
+        return [
+            {
+                "params": [weights[name] for name in weights if self.decays[name] is chosen],
+                "weight_decay": self.config.weight_decay if chosen else 0.0,
+            }
+            for chosen in (True, False)
+        ]
+
+
+def is_low(parameter: nn.Parameter) -> bool:
+    """Whether it has an fp32 master."""
+    return parameter.dtype in LOW_PRECISION
+
+
+def widen_gradient(parameter: nn.Parameter) -> None:
+    """Lets `.grad` of a narrow parameter add up in fp32."""
+    if is_low(parameter):
+        parameter.grad_dtype = torch.float32
+
+
+def lasting_bytes(parameter: nn.Parameter) -> int:
+    """Of its moments, and of a master where it has one."""
+    wide = accumulate_dtype(parameter.dtype).itemsize
+    return parameter.numel() * wide * (MOMENTS + is_low(parameter))
+
+
+STATES_THERE = "the optimizer's states in main memory"
+ADVICE = (
+    "set optimizer.states to device, or to 8bit (other results than AdamW's), or train fewer "
+    "parameters"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _ParameterSlice:
+    """Elements [start, stop) of a parameter, counted along its memory."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class _StagingSlot:
+    """Where a piece passes through. Invariant: `sent` is the event of the last copy out of it."""
+
+    gradient: Tensor  # uint8
+    weight: Tensor  # uint8
+    arrived: Any = None
+    sent: Any = None
+
+    def view(self, memory: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        return memory[: count * dtype.itemsize].view(dtype)
+
+
+class HostStates:
+    """Invariant: between updates a bfloat16 or float16 parameter equals its fp32 master rounded,
+    and no copy is under way."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        rule: Rule,
+        copies: CopyEngine | None = None,
+        ranks: ParallelContext | None = None,
+        room: int | None = None,
+        weights: Tier = Tier.DEVICE,
+    ) -> None:
+        """Takes all of its memory now; of `weights` in main memory nothing passes through slots.
+        Raises TooLarge when the host cannot hold it, and what the other ranks there take now, or it
+        is more than `room` bytes."""
+        for name, parameter in parameters.items():
+            if not parameter.is_contiguous():
+                raise UnsupportedError(
+                    f"optimizer.states: {rule.config.states} takes contiguous parameters and "
+                    f"{name} has strides {parameter.stride()}; set states to device"
+                )
+        self._parameters = parameters
+        self._rule = rule
+        self._passes = weights is Tier.DEVICE
+        device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        self._copies = copies or CopyEngine(device, overlap=device.type == "cuda")
+        # In line on CUDA there are no events to wait for before the CPU reads what was evicted.
+        assert self._copies.overlap or device.type != "cuda"
+        self._arena = Arena(Tier.HOST, device)
+        self._states: dict[str, Tensor] = {}
+        self._updates = {name: torch.zeros(()) for name in parameters}
+        self._staged = staged_elements(sum(p.numel() for p in parameters.values()))
+        self._slots: list[_StagingSlot] = []
+        self._lay_out(ranks, room)
+        self._began = False
+        for name, parameter in parameters.items():
+            widen_gradient(parameter)
+            if is_low(parameter):
+                self._states[f"master/{name}"].copy_(parameter.detach())
+
+    def _lay_out(self, ranks: ParallelContext | None, room: int | None) -> None:
+        """Masters and moments; then slots."""
+        lasting, address = sum(lasting_bytes(p) for p in self._parameters.values()), 0
+        self._reserve(lasting, 0, ranks, room)
+        for key, shape, dtype in self._arrays():
+            view = self._arena.view(address, shape, dtype)
+            self._states[key] = view.zero_()
+            address += view.nbytes
+
+    def _arrays(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Masters and moments, the widest elements first so that each is aligned."""
+        wide = {name: accumulate_dtype(p.dtype) for name, p in self._parameters.items()}
+        for name in sorted(wide, key=lambda name: -wide[name].itemsize):
+            for key in self._keys(name):
+                yield key, tuple(self._parameters[name].shape), wide[name]
+
+    def _reserve(
+        self, lasting: int, beside: int, ranks: ParallelContext | None, room: int | None
+    ) -> None:
+        """An arena of `lasting` bytes and slots; `beside` bytes are taken elsewhere."""
+        parameters, staged = self._parameters.values(), self._staged * self._passes
+        widths = (accumulate_dtype(p.dtype).itemsize for p in parameters)
+        gradient = staged * max(widths, default=0)
+        weight = staged * max((p.itemsize for p in parameters), default=0)
+        size = lasting + SLOTS * (gradient + weight)
+        refuse_beyond_together(ranks, size + beside, STATES_THERE, ADVICE, room)
+        self._arena.reserve(size)
+        for i in range(SLOTS):
+            at, behind = lasting + i * gradient, lasting + SLOTS * gradient + i * weight
+            of_gradient = self._arena.view(at, (gradient,), torch.uint8)
+            of_weight = self._arena.view(behind, (weight,), torch.uint8)
+            self._slots.append(_StagingSlot(of_gradient, of_weight))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._states | {f"step/{name}": count for name, count in self._updates.items()}
+
+    def held(self) -> StateBytes:
+        counters = sum(count.nbytes for count in self._updates.values())
+        slots = sum(slot.gradient.nbytes + slot.weight.nbytes for slot in self._slots)
+        pinned = self._copies.device.type == "cuda"
+        return StateBytes(0, self._arena.nbytes + counters, 0 if pinned or self._began else slots)
+
+    @torch.no_grad()
+    def update(self, lr: float) -> None:
+        pieces = list(self._pieces())
+        for parameter in self._parameters.values():
+            if parameter.grad is not None and not parameter.grad.is_contiguous():
+                parameter.grad = parameter.grad.contiguous()
+        states = self._states_of(pieces)
+        self._copies.begin()
+        try:
+            for index in range(len(pieces) + SLOTS - 1):
+                if index < len(pieces):
+                    self._bring(pieces[index], self._slots[index % SLOTS])
+                done = index - SLOTS + 1
+                if done >= 0:
+                    self._update(pieces[done], self._slots[done % SLOTS], next(states), lr)
+            next(states, None)  # the last piece is done with
+        finally:
+            states.close()
+            self._copies.end()
+        self._began = True
+
+    def _pieces(self) -> Iterator[_ParameterSlice]:
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._updates[name] += 1
+                for start in range(0, parameter.numel(), self._staged):
+                    yield _ParameterSlice(name, start, min(start + self._staged, parameter.numel()))
+
+    def _bring(self, piece: _ParameterSlice, slot: _StagingSlot) -> None:
+        """Issues the copies to the host. See Note: [A weight that has not left]."""
+        if not self._passes:
+            return
+        parameter = self._parameters[piece.name]
+        assert parameter.grad is not None, "a piece is of a parameter with a gradient"
+        gradient = _part(parameter.grad, piece)
+        self._copies.evict(slot.view(slot.gradient, len(gradient), gradient.dtype), gradient)
+        if not is_low(parameter):
+            self._copies.wait(Lane.EVICT, slot.sent)
+            weight = _part(parameter, piece)
+            self._copies.evict(slot.view(slot.weight, len(weight), weight.dtype), weight)
+        slot.arrived = self._copies.record(Lane.EVICT)
+
+    def _states_of(self, pieces: list[_ParameterSlice]) -> Generator[list[Tensor], None, None]:
+        """Of each piece, in order, its master, where it has one, and its moments, in main memory;
+        they are done with when those of the next are asked for."""
+        for piece in pieces:
+            yield [_part(self._states[key], piece) for key in self._keys(piece.name)]
+
+    def _keys(self, name: str) -> list[str]:
+        kinds = ("master",) * is_low(self._parameters[name]) + ("exp_avg", "exp_avg_sq")
+        return [f"{kind}/{name}" for kind in kinds]
+
+    def _update(
+        self, piece: _ParameterSlice, slot: _StagingSlot, states: list[Tensor], lr: float
+    ) -> None:
+        """Updates a piece and issues its way back."""
+        config, parameter = self._rule.config, self._parameters[piece.name]
+        assert parameter.grad is not None, "a piece is of a parameter with a gradient"
+        count, there = piece.stop - piece.start, _part(parameter, piece)
+        out = slot.view(slot.weight, count, parameter.dtype) if self._passes else there
+        _await(slot.arrived)  # Note: [A gradient that has not arrived]
+        *master, first, second = states
+        weight = master[0] if master else out
+        gradient = _part(parameter.grad, piece)
+        if self._passes:
+            gradient = slot.view(slot.gradient, count, weight.dtype)
+        adamw(
+            [weight],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [self._updates[piece.name] - 1],  # a copy: it is counted up for each piece
+            fused=True,
+            amsgrad=False,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            lr=lr,
+            weight_decay=self._rule.weight_decay(piece.name),
+            eps=config.eps,
+            maximize=False,
+        )
+        if master:
+            _await(slot.sent)  # Note: [A weight that has not left]
+            out.copy_(weight)
+        if self._passes:
+            self._copies.fetch(there, out)
+            slot.sent = self._copies.record(Lane.FETCH)
+
+
+def _part(tensor: Tensor | nn.Parameter, piece: _ParameterSlice) -> Tensor:
+    return tensor.detach().view(-1)[piece.start : piece.stop]
+
+
+def _await(event: Any) -> None:
+    """The CPU waits; None is of a copy that has happened, or never was."""
+    if event is not None:
+        event.synchronize()
+
+
+# -- on a drive ----------------------------------------------------------------------------------
+
+THREADS = 8  # requests to the drive at a time, of at most 64 MiB
+TRIED = 2**28  # bytes that show how fast a drive is
+
+
+class ScratchFile:
+    """A file without a name, of a fixed size, for one process.
+
+    `direct`: read and written past the page cache, which some file systems do not offer (such as
+    tmpfs of older kernels). Addresses, sizes and memory are then whole sectors of 4,096 bytes.
+    """
+
+    def __init__(self, folder: Path, size: int) -> None:
+        """Takes the space now. Raises UnsupportedError where there is no such folder, it cannot be
+        written, or the drive is too full."""
+        self.folder, self.size = folder, size
+        try:
+            folder.mkdir(exist_ok=True)  # not its parents: a drive may not be mounted there
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+                self._number = os.dup(file.fileno())
+        except OSError as error:
+            raise UnsupportedError(
+                f"optimizer.disk: cannot make a file in {folder}: {error.strerror}; name a folder "
+                "on a local drive that can be written"
+            ) from error
+        weakref.finalize(self, os.close, self._number)
+        free = os.fstatvfs(self._number)
+        try:
+            os.posix_fallocate(self._number, 0, size)
+        except OSError as error:
+            raise UnsupportedError(
+                f"optimizer.disk: states on disk need {size:,} bytes and {folder} has "
+                f"{free.f_bavail * free.f_frsize:,} free ({error.strerror}); free some, or name a "
+                "folder on another drive"
+            ) from error
+        self.memory = mmap.mmap(self._number, size)
+        self.direct = self._go_direct()
+        self._pool = ThreadPoolExecutor(THREADS, "farspan-disk")
+
+    def _go_direct(self) -> bool:
+        flags = fcntl.fcntl(self._number, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._number, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.preadv(self._number, [mmap.mmap(-1, SECTOR)], 0)
+        except OSError:
+            fcntl.fcntl(self._number, fcntl.F_SETFL, flags)
+            return False
+        return True
+
+    def read(self, memory: Tensor, address: int) -> "Future[None]":
+        """Begins to fill uint8 `memory` from there."""
+        return self._pool.submit(self._move, os.preadv, memory, address)
+
+    def write(self, memory: Tensor, address: int) -> "Future[None]":
+        """Begins to write uint8 `memory` there."""
+        return self._pool.submit(self._move, os.pwritev, memory, address)
+
+    def _move(self, call: Callable[[int, list[Any], int], int], memory: Tensor, at: int) -> None:
+        """Raises WriteFailed. A call moves no more than 2 GiB, and may move less than asked."""
+        left = memoryview(memory.numpy())  # type: ignore[arg-type]
+        try:
+            while left:
+                moved = call(self._number, [left], at)
+                if not moved:
+                    raise OSError("the file has ended")
+                left, at = left[moved:], at + moved
+        except OSError as error:
+            raise write_failure(self.folder, error.strerror or str(error)) from error
+
+    def flush(self) -> None:
+        """What was written through `memory` is there for direct reads, and its pages may go."""
+        if self.direct:
+            self.memory.flush()
+            self.memory.madvise(mmap.MADV_DONTNEED)
+
+    def rates(self, slab: Tensor) -> tuple[float, float]:
+        """Bytes a second written and read, with as many requests as updates have; the file's first
+        bytes are zeros afterwards. `slab` is uint8, of whole sectors."""
+        size = min(len(slab), self.size, TRIED)
+        extent = sectors(-(-size // THREADS))
+        slab[:size].random_(generator=torch.Generator())  # a run's own numbers stay as they are
+
+        def move(begin: Callable[[Tensor, int], "Future[None]"]) -> float:
+            began, places = time.perf_counter(), range(0, size, extent)
+            requests = [begin(slab[at : min(at + extent, size)], at) for at in places]
+            for request in requests:
+                request.result()
+            return size / (time.perf_counter() - began)
+
+        written, read = move(self.write), move(self.read)
+        slab[:size].zero_()
+        move(self.write)
+        return written, read
+
+
+@dataclass(slots=True)
+class _DiskSlot:
+    """Master and moments of a piece. Invariant: nobody touches `memory` but who has waited."""
+
+    memory: Tensor  # uint8 [3 or 2, bytes]
+    requests: list["Future[None]"] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Until what was begun is done. Raises WriteFailed."""
+        requests, self.requests = self.requests, []
+        for request in requests:
+            request.result()
+
+
+class DiskStates(HostStates):
+    """Invariant: between updates a bfloat16 or float16 parameter equals its fp32 master rounded,
+    and no copy is under way, nor a request to the drive."""
+
+    def _lay_out(self, ranks: ParallelContext | None, room: int | None) -> None:
+        """Raises UnsupportedError, on all ranks."""
+        each = sectors(self._staged * max((d.itemsize for _, _, d in self._arrays()), default=0))
+        kept = MOMENTS + any(map(is_low, self._parameters.values()))
+        self._reserve(0, DISK_SLOTS * kept * each, ranks, room)
+        self._slab = pages(max(SECTOR, DISK_SLOTS * kept * each))
+        self._disk_slots = [
+            _DiskSlot(memory.view(kept, each))
+            for memory in self._slab[: DISK_SLOTS * kept * each].chunk(DISK_SLOTS)
+        ]
+        refusal = None
+        try:
+            self._open_file()
+        except UnsupportedError as error:
+            refusal = error
+        if ranks is not None and ranks.layout.devices() > 1:
+            failed = [rank for rank, (no,) in enumerate(ranks.figures([refusal is not None])) if no]
+            if failed and refusal is None:
+                refusal = UnsupportedError(f"optimizer.disk: refused on rank {failed[0]}")
+        if refusal is not None:
+            raise refusal
+
+    def _open_file(self) -> None:
+        config, size = self._rule.config, 0
+        addresses: dict[str, int] = {}
+        for key, shape, dtype in self._arrays():
+            addresses[key] = size
+            size += sectors(math.prod(shape) * dtype.itemsize)
+        assert config.disk is not None, "a run has a folder"
+        self._addresses = addresses
+        self._file = ScratchFile(Path(config.disk).expanduser(), max(SECTOR, size))
+        self._rates = self._file.rates(self._slab)
+        seconds = sum(self._file.size / rate for rate in self._rates)
+        if seconds > config.disk_seconds:
+            raise UnsupportedError(
+                f"optimizer.disk: {self.describe()}, more than "
+                f"optimizer.disk_seconds ({config.disk_seconds:g}); name a folder on a faster "
+                "drive, or raise it"
+            )
+        mapped = torch.frombuffer(self._file.memory, dtype=torch.uint8)
+        for key, shape, dtype in self._arrays():
+            at = addresses[key]
+            part = mapped[at : at + math.prod(shape) * dtype.itemsize]
+            self._states[key] = part.view(dtype).view(shape)
+
+    def describe(self) -> str:
+        """Where they are, and what an update will wait for there."""
+        size, (written, read) = self._file.size, self._rates
+        how = "" if self._file.direct else ", by the page cache: no direct I/O there"
+        return (
+            f"{size / GIB:,.2f} GiB in {self._file.folder}{how}, {written / 1e9:.2f} GB/s written "
+            f"and {read / 1e9:.2f} read when tried: an update takes "
+            f"{size / written + size / read:,.1f} s of the drive"
+        )
+
+    def held(self) -> StateBytes:
+        found = super().held()
+        return StateBytes(0, found.host + len(self._slab), found.untouched)
+
+    def _states_of(self, pieces: list[_ParameterSlice]) -> Generator[list[Tensor], None, None]:
+        self._file.flush()  # Note: [A mapping and direct reads]
+        slots, ahead = self._disk_slots, DISK_SLOTS - 1
+        try:
+            for index, piece in enumerate(pieces[:ahead]):
+                self._begin(self._file.read, piece, slots[index])
+            for index, piece in enumerate(pieces):
+                slot = slots[index % DISK_SLOTS]
+                slot.wait()
+                yield [memory for _, memory in self._extents(piece, slot)]
+                self._begin(self._file.write, piece, slot)
+                if index + ahead < len(pieces):
+                    following = slots[(index + ahead) % DISK_SLOTS]
+                    self._begin(self._file.read, pieces[index + ahead], following)
+        finally:
+            for slot in slots:
+                slot.wait()
+
+    def _begin(
+        self,
+        move: Callable[[Tensor, int], "Future[None]"],
+        piece: _ParameterSlice,
+        slot: _DiskSlot,
+    ) -> None:
+        slot.wait()
+        for row, (address, part) in enumerate(self._extents(piece, slot)):
+            memory = slot.memory[row, : sectors(part.nbytes)]
+            slot.requests.append(move(memory, address))
+
+    def _extents(self, piece: _ParameterSlice, slot: _DiskSlot) -> list[tuple[int, Tensor]]:
+        """Where its master and moments are in the file, and where in a slot."""
+        wide = accumulate_dtype(self._parameters[piece.name].dtype)
+        start, size = piece.start * wide.itemsize, (piece.stop - piece.start) * wide.itemsize
+        return [
+            (self._addresses[key] + start, slot.memory[row, :size].view(wide))
+            for row, key in enumerate(self._keys(piece.name))
+        ]
