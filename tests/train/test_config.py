@@ -103,12 +103,12 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
             r"got 32768; make it 32832, or choose a page that divides it \(sparse\.page\)",
         ),
         (
-            RUN.replace("clip: null", "states: disk"),
-            r"optimizer\.states: expected one of auto, device, host, 8bit, got text 'disk'",
+            RUN.replace("clip: null", "states: drive"),
+            r"optimizer\.states: expected one of auto, device, host, disk, 8bit, got text 'drive'",
         ),
         (
             RUN.replace("clip: null", "states: 8bit").replace("bfloat16", "float64"),
-            r"optimizer\.states: 8bit updates in float32, .* set states to auto, device or host",
+            r"optimizer\.states: 8bit updates in float32, .* set states to auto, device, host",
         ),
     ],
 )
