@@ -193,4 +193,4 @@ def main(root: Path, stride: int, count: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *(map(int, sys.argv[2:] or [1])))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:] or ["1"]))
