@@ -280,8 +280,9 @@ def test_expected_memory_is_where_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("states", [StatesPlace.DEVICE, StatesPlace.EIGHT_BIT])
 def test_states_on_the_device_are_refused(tmp_path: Path, states: StatesPlace) -> None:
     wanted = (
-        rf"^optimizer\.states: expected auto, host or disk with schedule\.weights: host, got {states}: "
-        r".*; set optimizer\.states to auto, host or disk, or schedule\.weights to device$"
+        r"^optimizer\.states: expected auto, host or disk with schedule\.weights: host, "
+        rf"got {states}: .*; set optimizer\.states to auto, host or disk, "
+        r"or schedule\.weights to device$"
     )
     with pytest.raises(UnsupportedError, match=wanted):
         run_of(tmp_path, optimizer=OptimizerConfig(states=states))
