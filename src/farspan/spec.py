@@ -8,6 +8,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from operator import itemgetter
 
 
 class UnsupportedError(ValueError):
@@ -21,6 +22,10 @@ class Tier(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
+
+
+# For loops: Python 3.11 takes ten times as long to find a member by its class.
+DEVICE, HOST = Tier
 
 
 class Quantization(StrEnum):
@@ -162,9 +167,8 @@ class Curve:
 
     def at(self, size: float) -> float:
         """The rate of a call of this size."""
-        sizes = [point[0] for point in self.points]
-        index = bisect_right(sizes, size)
-        if index == 0 or index == len(sizes):
+        index = bisect_right(self.points, size, key=itemgetter(0))
+        if index == 0 or index == len(self.points):
             return self.points[max(0, index - 1)][1]
         (low, below), (high, above) = self.points[index - 1 : index + 1]
         part = math.log(size / low) / math.log(high / low)

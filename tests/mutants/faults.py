@@ -78,8 +78,8 @@ PROGRAMS = (
     ),
     Fault(
         "waits: a write does not follow reads",
-        "            if access.writes:\n                _raise(after, last.read)",
-        "            if not access.writes:\n                _raise(after, last.read)",
+        "            if writes:\n                _raise(after, last.read)",
+        "            if not writes:\n                _raise(after, last.read)",
         RACES,
     ),
     Fault(

@@ -384,6 +384,12 @@ def fixed(frames: Frames) -> Array:
 
 
 def momentary(frames: Frames) -> Array:
+    """[K, F]: what `_momentary` says, made once for all frames that are alike in it."""
+    key = "momentary", frames.cuts, frames.schedule.layer_checkpoint
+    return frames.cell_prices.once(key, lambda: _momentary(frames))
+
+
+def _momentary(frames: Frames) -> Array:
     """[K, F]: all that is counted beside arenas, weights and optimizer. Graphs of the first chunk
     that runs backward, when no layer may have gradients yet, but of earlier batches; or those of
     the last, in the first group, when all layers have some. Of a single chunk the second is only

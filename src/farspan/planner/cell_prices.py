@@ -7,11 +7,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from farspan.planner.evaluate import RankKind, kinds_of, part_of, stage_model
+from farspan.planner.collectives import exchange_bytes
+from farspan.planner.evaluate import RankKind, kinds_of, own_schedule, part_of, stage_model
 from farspan.planner.pass_counts import Kept
 from farspan.planner.prices import Prices
 from farspan.planner.request import Question
 from farspan.planner.states import update_seconds
+from farspan.planner.walk import workspace_bytes
 from farspan.program.chunking import chunks_of
 from farspan.program.layout import (
     Rank,
@@ -191,6 +193,12 @@ class CellPrices:
     def tokens(self) -> int:
         """That the rank has of the whole sequence."""
         return self.share.tokens.total
+
+    @cached_property
+    def passing(self) -> int:
+        """Bytes of messages under way, and what kernels take for themselves."""
+        own = own_schedule(self.schedule, self.question.layout)
+        return exchange_bytes(self.question, own.chunk) + workspace_bytes(self.question, own)
 
     @cached_property
     def clear(self) -> float:

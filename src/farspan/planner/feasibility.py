@@ -35,7 +35,6 @@ from farspan.planner.bounds import (
     tiers_of,
 )
 from farspan.planner.cell_prices import Array, CellPrices
-from farspan.planner.collectives import exchange_bytes
 from farspan.planner.evaluate import (
     RankKind,
     RankWalk,
@@ -45,7 +44,6 @@ from farspan.planner.evaluate import (
     kinds_of,
     on_machines,
     outlined,
-    own_schedule,
     part_of,
     size,
     useful_flop,
@@ -56,7 +54,6 @@ from farspan.planner.prices import rates_of
 from farspan.planner.request import Plan, Question, Seconds
 from farspan.planner.space import Cut, Space
 from farspan.planner.states import states
-from farspan.planner.walk import workspace_bytes
 from farspan.program.builder import build_program
 from farspan.program.program import Close, EmbedBackward, Program
 from farspan.spec import Schedule, Tier
@@ -102,10 +99,9 @@ def taken(family: Family) -> tuple[Peaks, Array]:
     fullest device and a rank's share of main memory; and of every kind of rank's device."""
     each = [peaks(frames) for frames in family]
     for found, frames in zip(each, family, strict=True):
-        question = frames.cell_prices.question
-        own = own_schedule(frames.schedule, question.layout)
-        found.device += exchange_bytes(question, own.chunk)
-        found.device += workspace_bytes(question, own)
+        found.device += frames.cell_prices.passing
+    if len(each) == 1:
+        return each[0], each[0].device[None]
     devices = np.stack([found.device for found in each])
     hosts = np.stack([found.host for found in each])
     return Peaks(fullest(family, devices), together(family, hosts)), devices

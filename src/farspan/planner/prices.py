@@ -23,7 +23,8 @@ from farspan.program.attention_blocks import chosen_pages, seen_pairs, sparse_of
 from farspan.program.dependencies import TiledCells
 from farspan.program.layout import Range, local_layer
 from farspan.program.program import (
-    AttentionMode,
+    MODE_COMPUTE,
+    MODE_NONE,
     Backward,
     Clear,
     Close,
@@ -42,14 +43,7 @@ from farspan.program.program import (
 )
 from farspan.program.residency import Kind
 from farspan.program.work import copied_bytes, pieces_of, streamed_bytes
-from farspan.spec import (
-    Curve,
-    LayerSpec,
-    MachineSpec,
-    Rates,
-    Tier,
-    UnsupportedError,
-)
+from farspan.spec import HOST, Curve, LayerSpec, MachineSpec, Rates, UnsupportedError
 
 
 @dataclass(slots=True)
@@ -221,6 +215,7 @@ class Prices:
     _sizes: list[int] = field(init=False)
     _tiled: TiledPrices = field(init=False)
     _tariffs: dict[type[Instruction], _Tariff] = field(init=False)
+    _known: dict[Hashable, float] = field(init=False, default_factory=dict)  # of products
 
     def __post_init__(self) -> None:
         self.rates = rates_of(self.question)
@@ -254,7 +249,7 @@ class Prices:
             Gather: _Tariff(lambda i: i, self._gather),
             Close: _Tariff(lambda i: i, self._close),
         }
-        return (streamed if self.program.schedule.weights is Tier.HOST else {}) | {
+        return (streamed if self.program.schedule.weights is HOST else {}) | {
             Forward: _Tariff(forward, self._forward),
             Backward: _Tariff(backward, self._backward),
             Fetch: _Tariff(copy, self._fetch),
@@ -291,7 +286,7 @@ class Prices:
     def _forward(self, i: Forward) -> Cost:
         spec = self._layer(i)
         tokens = self._tokens(i.chunk)
-        if i.mode is AttentionMode.NONE:
+        if i.mode is MODE_NONE:
             products = spec.work.products[: spec.work.projections]
             share = len(products) / max(1, len(spec.work.products))
             compute = self._products(products, tokens) + self._put_away(i)
@@ -302,7 +297,7 @@ class Prices:
             return Cost(compute, fetch, host=self.question.machine.overhead)
         compute = self._tiled.forward(i) + self._put_away(i)
         compute += self._moved(spec.work.forward_traffic * tokens * self.program.run.batch)
-        attends = i.mode is AttentionMode.COMPUTE
+        attends = i.mode is MODE_COMPUTE
         attention = self._attention(i.layer, i.chunk, backward=False) if attends else 0.0
         moved = self.collectives.forward(spec, tokens, i.mode, self._pieces(spec), attention)
         if attends:
@@ -353,18 +348,21 @@ class Prices:
         size = tokens * self.saved_row(spec) if i.kept else 0
         if i.write_kv is not None:
             size += (stop - start) * self.kv_row(spec)
-        if i.attention is not None and i.mode is AttentionMode.COMPUTE:
+        if i.attention is not None and i.mode is MODE_COMPUTE:
             size += (stop - start) * self.attention_row(spec)
         return self._moved(2 * size)
 
     def _products(
         self, products: tuple[tuple[int, int], ...], tokens: int, *, weights: bool = False
     ) -> float:
-        rows = self.program.run.batch * tokens
-        return sum(
-            self.rates.product(2.0 * rows * inner * outer, weights=weights)
-            for inner, outer in products
-        )
+        key = products, tokens, weights
+        if key not in self._known:
+            rows = self.program.run.batch * tokens
+            self._known[key] = sum(
+                self.rates.product(2.0 * rows * inner * outer, weights=weights)
+                for inner, outer in products
+            )
+        return self._known[key]
 
     def _attention(self, layer: int, chunk: int, *, backward: bool) -> float:
         """Calls on blocks of earlier keys, then the square on the diagonal; where attention is

@@ -26,6 +26,7 @@ fits and is faster by a share worth having.
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -89,8 +90,9 @@ class SearchEffort:
     def time(self, programs: Iterable[Program]) -> None:
         self.left -= 7e-6 * sum(len(program.instructions) for program in programs)
 
-    def bound(self, choices: int) -> None:
-        self.left -= 0.2e-6 * choices
+    def bound(self, frontiers: Iterable["Frontier"]) -> None:
+        for frontier in frontiers:
+            self.left -= 0.2e-6 * frontier.size
 
     def walk(self) -> None:
         self.left -= 7e-3
@@ -112,13 +114,10 @@ class Frontier:
         schedule: Schedule,
         cuts: tuple[Cut, ...],
         effort: SearchEffort,
-        *,
-        in_line: bool = False,
     ) -> None:
-        """`in_line`: seconds as if nothing overlapped."""
         self.question = question
         self.effort = effort
-        self.in_line = in_line
+        self.is_in_line = False
         self.family = family
         self.schedule = schedule  # what the family has in common
         self.cuts = cuts
@@ -126,11 +125,19 @@ class Frontier:
         self.choices: Choices | None = None
         self.known: set[int] = set()  # kinds whose cells are counted
         found, _ = taken(family)
-        effort.bound(found.device.size)
+        self.size = found.device.size
         fits = quick.may_fit(family, found.device, found.host)
-        times = slowest(family, in_line=in_line)
-        self.bound = float(np.min(times, where=fits, initial=INFINITE))
+        self.bound, self.bound_in_line = (
+            float(np.min(slowest(family, in_line=way), where=fits, initial=INFINITE))
+            for way in (False, True)
+        )
         self.lowest = self.bound
+
+    def in_line(self) -> "Frontier":
+        """The same by seconds as if nothing overlapped."""
+        twin = copy(self)
+        twin.is_in_line, twin.lowest, twin.known = True, self.bound_in_line, set()
+        return twin
 
     def open(self, best: float, cells: "CellMoments") -> None:
         """Write down all choices that may fit and may be faster than `best` seconds."""
@@ -140,7 +147,7 @@ class Frontier:
     def within(self, limit: float, cells: "CellMoments") -> Choices:
         """All choices, in no order, that may fit and may be faster than `limit` seconds; cells of
         no kind are counted."""
-        times = slowest(self.family, in_line=self.in_line)
+        times = slowest(self.family, in_line=self.is_in_line)
         found, devices = taken(self.family)
         devices += np.stack([cells.least(frames) for frames in self.family])[..., None]
         device = fullest(self.family, devices)
@@ -433,12 +440,12 @@ def search(
     if states_do_not_fit(question):
         return Outcome(best, best, INFINITE, 0)
     effort, cells, count = SearchEffort(seconds), CellMoments(), 0
-    every = list(families(question, space))
+    frontiers = [Frontier(question, *family, effort) for family in families(question, space)]
     known = [] if best is None else [best]
-    if question.overlap and (first := _first_in_line(question, every, cells, effort)):
+    if question.overlap and (first := _first_in_line(question, frontiers, cells, effort)):
         known.append(first)
         best = min(known, key=_seconds)
-    frontiers = [Frontier(question, *family, effort) for family in every]
+    effort.bound(frontiers)
     queue = _Queue(frontiers)
     while queue.lowest < _seconds(best) * (1 - near) and not effort.is_spent:
         schedule = queue.step(_to_beat(best), cells)
@@ -460,15 +467,13 @@ def search(
 
 
 def _first_in_line(
-    question: Question,
-    every: Sequence[tuple[Family, Schedule, tuple[Cut, ...]]],
-    cells: CellMoments,
-    effort: SearchEffort,
+    question: Question, frontiers: Sequence[Frontier], cells: CellMoments, effort: SearchEffort
 ) -> Plan | None:
     """The plan of what fits and is fastest if nothing overlaps. Where copies run beside the
     computation many schedules have nearly one bound; this is close to the fastest, and soon found.
     """
-    queue = _Queue([Frontier(question, *family, effort, in_line=True) for family in every])
+    effort.bound(frontiers)
+    queue = _Queue([frontier.in_line() for frontier in frontiers])
     while queue.lowest < INFINITE and not effort.is_spent:
         schedule = queue.step(INFINITE, cells)
         plan = schedule and simulated(question, GROUPED, schedule, effort)

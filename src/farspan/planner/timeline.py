@@ -23,13 +23,23 @@ elsewhere.
 With `overlap=False` there is one lane: that is what a copy on the computing stream does, and what a
 CPU is, which issues with the cores that compute."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 
 from farspan.planner.prices import Cost, Prices
-from farspan.program.dependencies import WHOLE, Access, Lane, footprints, overlap
+from farspan.program.dependencies import (
+    COMPUTE,
+    EVICT,
+    FETCH,
+    SLOT,
+    Access,
+    Lane,
+    footprints,
+    overlap,
+)
 from farspan.program.program import (
     Allocate,
     Backward,
@@ -44,6 +54,7 @@ LONGEST_PERIOD = 12  # of layers, and of groups, that repeat
 BLOCK_SLOTS = 2  # blocks of the prefix on the device at a time
 # Cells that are issued and not done: CUDA queues some 1,024 launches, a cell is 50 to 170.
 AHEAD = 8
+IDLE = -1.0  # ready for an instruction that has no part for this lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +81,10 @@ class Span:
 
 @dataclass(slots=True)
 class _Use:
-    """Until when a place is written, and read."""
+    """Until when a place is written, and used at all: from then on it may be read, and written."""
 
-    written: float = 0.0
-    read: float = 0.0
+    written: float
+    used: float
 
 
 @dataclass(slots=True)
@@ -81,35 +92,9 @@ class _Held:
     """A buffer from its Allocate on."""
 
     buffer: Buffer
-    owned: float  # until when its addresses were used before
-    every: _Use = field(default_factory=_Use)  # any place
-    whole: _Use = field(default_factory=_Use)  # all places at once
-    places: dict[int, _Use] = field(default_factory=dict)
-
-    def use(self, place: int) -> _Use:
-        found = self.places.get(place)
-        if found is None:
-            found = self.places[place] = _Use()
-        return found
-
-    def free_for(self, place: int, *, writes: bool) -> float:
-        """From when on the place may be read, or written."""
-        end = self.owned
-        for use in (self.every,) if place == WHOLE else (self.use(place), self.whole):
-            if use.written > end:
-                end = use.written
-            if writes and use.read > end:
-                end = use.read
-        return end
-
-    def note(self, place: int, end: float, *, writes: bool) -> None:
-        """The place is used until then."""
-        for use in (self.whole if place == WHOLE else self.use(place), self.every):
-            if not writes:
-                if end > use.read:
-                    use.read = end
-            elif end > use.written:
-                use.written = end
+    every: _Use  # any place, so that of a slot as well
+    whole: _Use  # all places at once
+    places: defaultdict[int, _Use]
 
 
 @dataclass(slots=True)
@@ -121,7 +106,7 @@ class _Clock:
     held: dict[str, _Held] = field(default_factory=dict)
     freed: list[_Held] = field(default_factory=list)
     free: list[float] = field(default_factory=lambda: [0.0] * len(Lane))  # since when a lane is
-    ready: list[float] = field(default_factory=lambda: [0.0] * len(Lane))  # for this instruction
+    ready: list[float] = field(default_factory=lambda: [IDLE] * len(Lane))  # for this instruction
     ends: list[float] = field(default_factory=lambda: [0.0] * len(Lane))  # of this instruction
     collective: float = 0.0  # since when that lane is free
     gathered: tuple[int, ...] = ()
@@ -137,25 +122,23 @@ class _Clock:
 
     def run(self) -> float:
         program = self.prices.program
-        for self.index, (i, accesses) in enumerate(
-            zip(program.instructions, footprints(program), strict=True)
-        ):
-            if isinstance(i, Allocate):
-                self._allocate(i.buffer)
-            elif isinstance(i, Free):
-                self.freed.append(self.held.pop(i.buffer))
-            elif isinstance(i, Close) and not accesses:
-                self._close(i)
-            else:
+        steps = zip(program.instructions, footprints(program), self.costs, strict=True)
+        for self.index, (i, accesses, cost) in enumerate(steps):
+            if accesses or not isinstance(i, Allocate | Free | Close):
                 self._look(accesses)
-                cost = self.costs[self.index]
-                if isinstance(i, Forward | Backward):
-                    self._cell(i, cost, accesses)
+                if isinstance(i, (Forward, Backward)):
+                    self._cell(i, cost)
                 else:
-                    lane = accesses[0].lane if accesses else Lane.COMPUTE
+                    lane = accesses[0][0] if accesses else COMPUTE
                     start = self._start(lane)
                     self._do(lane, start, start + cost.in_line())
                 self._note_uses(accesses)
+            elif isinstance(i, Allocate):
+                self._allocate(i.buffer)
+            elif isinstance(i, Free):
+                self.freed.append(self.held.pop(i.buffer))
+            else:
+                self._close(i)
         return max(self.collective, *self.free) + self.more
 
     # -- places ---
@@ -163,21 +146,32 @@ class _Clock:
     def _allocate(self, name: str) -> None:
         buffer = self.prices.program.buffers[name]
         old = (held for held in self.freed if overlap(held.buffer, buffer))
-        owned = (max(held.owned, held.every.written, held.every.read) for held in old)
-        self.held[name] = _Held(buffer, max(owned, default=0.0))
+        owned = max((held.every.used for held in old), default=0.0)
+        unused = partial(_Use, owned, owned)
+        self.held[name] = _Held(buffer, unused(), unused(), defaultdict(unused))
 
     def _look(self, accesses: list[Access]) -> None:
         """From when on each lane may do its part of the instruction."""
-        ready = self.ready
-        ready[:] = 0.0, 0.0, 0.0
+        ready, held = self.ready, self.held
+        ready[:] = IDLE, IDLE, IDLE
         for lane, name, place, writes in accesses:
-            end = self.held[name].free_for(place, writes=writes)
-            if end > ready[lane]:
-                ready[lane] = end
+            of = held[name]
+            for use in (of.every,) if place < 0 else (of.places[place], of.whole):
+                end = use.used if writes else use.written
+                if end > ready[lane]:
+                    ready[lane] = end
 
     def _note_uses(self, accesses: list[Access]) -> None:
+        """The places are used until then."""
+        held, ends = self.held, self.ends
         for lane, name, place, writes in accesses:
-            self.held[name].note(place, self.ends[lane], writes=writes)
+            of, end = held[name], ends[lane]
+            own = of.whole if place < 0 else of.places[place]
+            for use in (of.every,) if place == SLOT else (own, of.every):
+                if end > use.used:
+                    use.used = end
+                if writes and end > use.written:
+                    use.written = end
 
     # -- lanes ---
 
@@ -186,7 +180,7 @@ class _Clock:
         return max(self.free[lane], self.ready[lane], self.issued)
 
     def _do(self, lane: Lane, start: float, end: float) -> None:
-        if lane is Lane.COMPUTE:
+        if lane is COMPUTE:
             self.last_start = start
             self.more += (self.count - 1) * (end - self.free[lane])
         self.free[lane] = self.ends[lane] = end
@@ -199,42 +193,42 @@ class _Clock:
 
     # -- cells ---
 
-    def _cell(self, i: Forward | Backward, cost: Cost, accesses: list[Access]) -> None:
+    def _cell(self, i: Forward | Backward, cost: Cost) -> None:
         if len(self.queued) == AHEAD:
             self.issued = max(self.issued, self.queued[0])
         if self.prices.counts:
             self.count = self.prices.counts[i.layer]
         self._gather(i.layer)
-        start = max(self._start(Lane.COMPUTE), self.weights.get(i.layer, 0.0))
+        start = max(self._start(COMPUTE), self.weights.get(i.layer, 0.0))
         busy = cost.compute + cost.collective
-        if Lane.FETCH in {access.lane for access in accesses}:
+        if self.ready[FETCH] > IDLE:
             self._stream(i.chunk, cost, start, busy)
         else:
-            self._do(Lane.COMPUTE, start, max(start + busy, self.issued + cost.host))
+            self._do(COMPUTE, start, max(start + busy, self.issued + cost.host))
         self.issued += cost.host
-        self.queued.append(self.free[Lane.COMPUTE])
+        self.queued.append(self.free[COMPUTE])
 
     def _stream(self, chunk: int, cost: Cost, start: float, busy: float) -> None:
         """A cell whose prefix crosses the link block by block while it runs."""
         program = self.prices.program
         blocks = max(1, -(-program.share.keys.rows[chunk][0] // program.schedule.kv_block))
         fetch, evict, compute = cost.fetch / blocks, cost.evict / blocks, busy / blocks
-        first = max(self._start(Lane.FETCH), self.block_slot)
+        first = max(self._start(FETCH), self.block_slot)
         start = max(start, first + fetch)
         fetched = first + cost.fetch
         if blocks > BLOCK_SLOTS:
             # The last comes when the one that had its slot is done with.
             fetched = max(fetched, start + (blocks - BLOCK_SLOTS) * compute + fetch)
         end = max(start + busy, fetched + compute)
-        self._do(Lane.FETCH, fetched - cost.fetch, fetched)
-        self.ends[Lane.EVICT] = self._start(Lane.EVICT)
+        self._do(FETCH, fetched - cost.fetch, fetched)
+        self.ends[EVICT] = self._start(EVICT)
         if cost.evict:
-            begin = max(self.ends[Lane.EVICT], start + compute)
+            begin = max(self.ends[EVICT], start + compute)
             evicted = max(begin + cost.evict, end + evict)
             end = max(end, evicted - BLOCK_SLOTS * evict)
-            self._do(Lane.EVICT, evicted - cost.evict, evicted)
+            self._do(EVICT, evicted - cost.evict, evicted)
         end = max(end, self.issued + cost.host)
-        self._do(Lane.COMPUTE, start, end)
+        self._do(COMPUTE, start, end)
         self.block_slot = end - compute
 
     # -- collectives of a group ---
@@ -254,7 +248,7 @@ class _Clock:
         self.weights[layer] = self.collective
 
     def _close(self, i: Close) -> None:
-        start = max(self.collective, self.free[Lane.COMPUTE])
+        start = max(self.collective, self.free[COMPUTE])
         self.collective = start + self.prices.reduce(i.group)
 
 

@@ -17,7 +17,9 @@ from farspan.profile.model import ModelProfile
 from farspan.program.attention_blocks import most_tokens
 from farspan.program.dependencies import unread_outputs
 from farspan.program.program import (
-    AttentionMode,
+    MODE_COMPUTE,
+    MODE_HELD,
+    MODE_NONE,
     Backward,
     Close,
     Embed,
@@ -31,7 +33,7 @@ from farspan.program.program import (
     Store,
     StoreGradient,
 )
-from farspan.spec import AttentionKernel, LayerSpec, Schedule, Sparse, Tier
+from farspan.spec import HOST, AttentionKernel, LayerSpec, Schedule, Sparse
 
 # Chunks whose prefixes are told apart to the token; of more, prefixes are rounded up to 1 / STARTS
 # of a block of keys.
@@ -94,7 +96,7 @@ class Walk:
         self.final = gradient_bytes or model.element_bytes
         self.sharing = sharing
         # Of weights in main memory all sums lie in the program's buffers, and are there.
-        self.streams = schedule.weights is Tier.HOST
+        self.streams = schedule.weights is HOST
         self.sums_apart = (self.final != self.wide or sharing.apart) and not self.streams
         self.tile = schedule.mlp_chunk_size
         self.unread: frozenset[tuple[int, int]] = frozenset()
@@ -102,7 +104,7 @@ class Walk:
             self.unread = unread_outputs(program)
         self.classes = profile.kind_of
         self.adds = profile.variant.adds
-        batch, sparse = program.run.batch, (schedule.sparse, schedule.kv is Tier.HOST)
+        batch, sparse = program.run.batch, (schedule.sparse, schedule.kv is HOST)
         self.cells = _cells(profile, batch, schedule.kv_block, *sparse, self.tile or 0)
         most = most_tokens(batch * model.vocab)  # of a piece, as in engine.loss
         piece = min(schedule.loss_chunk_size, max(1, most))
@@ -252,11 +254,11 @@ class Walk:
         cell = self._cell(i)
         self._rise(cell.forward_rise)
         entered = self.hidden[i.layer] if i.hold else self.hidden.pop(i.layer)
-        held = self.held.pop(i.layer, 0) if i.mode is AttentionMode.HELD else 0
+        held = self.held.pop(i.layer, 0) if i.mode is MODE_HELD else 0
         if not i.hold and not (i.graph and cell.saves_input):
             self.live -= entered
             entered = 0
-        if i.mode is AttentionMode.NONE:
+        if i.mode is MODE_NONE:
             return
         if i.graph:
             graph = cell.graph + self.sharing.gathered(cell.out)
@@ -295,7 +297,7 @@ class Walk:
         key = self.classes[i.layer], i.chunk, *run
         if key not in self.kinds:
             start, stop = self.program.chunks[i.chunk]
-            reads = i.mode is AttentionMode.COMPUTE or i.graph
+            reads = i.mode is MODE_COMPUTE or i.graph
             kind = CellKind(
                 self.classes[i.layer],
                 stop - start,

@@ -116,7 +116,7 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses], *, backward: bool = T
     if schedule.attention is Tier.HOST and (
         schedule.attention_save_fraction or schedule.attention_open
     ):
-        for name in ledger.attention_slots():
+        for name in ledger.attention_slots:
             slot(name, Kind.ATTENTION, keys)
     if kept and schedule.activations is Tier.HOST:
         largest = max(group.cell_bytes(layer) for group in passes for layer in group.layers)

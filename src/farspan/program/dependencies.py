@@ -37,8 +37,11 @@ from typing import NamedTuple
 
 from farspan.program import buffer_names as names
 from farspan.program.program import (
+    MODE_COMPUTE,
+    MODE_GIVEN,
+    MODE_HELD,
+    MODE_NONE,
     Allocate,
-    AttentionMode,
     Backward,
     Buffer,
     Clear,
@@ -60,7 +63,7 @@ from farspan.program.program import (
     Store,
     StoreGradient,
 )
-from farspan.spec import Tier
+from farspan.spec import HOST
 
 SLOT = -1  # the one place of a slot, whatever chunk it holds
 WHOLE = -2  # all chunks of a buffer; a prefix counts as that, for no later chunk is on its way then
@@ -74,16 +77,11 @@ class Lane(IntEnum):
     EVICT = 2
 
 
-class Access(NamedTuple):
-    """One instruction's use of one place."""
-
-    lane: Lane
-    buffer: str
-    place: int  # a chunk, SLOT or WHOLE
-    writes: bool
+COMPUTE, FETCH, EVICT = Lane  # for loops, as spec.HOST
 
 
-Place = tuple[str, int]
+Place = tuple[str, int]  # a buffer; of its places a chunk, SLOT or WHOLE
+Access = tuple[Lane, str, int, bool]  # who uses a place, and whether it is written
 
 
 @dataclass(slots=True)
@@ -96,13 +94,17 @@ class _Walk:
     held: dict[int, tuple[Place, ...]] = field(default_factory=dict)
     graphs: dict[tuple[int, int], tuple[Place, ...]] = field(default_factory=dict)
     streams: bool = field(init=False)  # weights from main memory, their gradients to it
+    slots: frozenset[str] = field(init=False)
+    on_host: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.streams = self.program.schedule.weights is Tier.HOST
+        buffers = self.program.buffers.values()
+        self.streams = self.program.schedule.weights is HOST
+        self.slots = frozenset(buffer.name for buffer in buffers if buffer.layer < 0)
+        self.on_host = frozenset(buffer.name for buffer in buffers if buffer.tier is HOST)
 
-    def of(self, instruction: Instruction) -> list[Access]:
-        found = self._of(instruction)
-        return found + self._weights(instruction) if self.streams else found
+    def with_weights(self, instruction: Instruction) -> list[Access]:
+        return self.of(instruction) + self._weights(instruction)
 
     def _weights(self, instruction: Instruction) -> list[Access]:
         """Of the slots of weights and their gradients."""
@@ -112,10 +114,10 @@ class _Walk:
             case Gather(group, with_outer, comes):
                 ring, other = (gradients, outer_gradients) if comes else (weights, outer)
                 slots = [ring[group % 2], *[other] * with_outer]
-                return [Access(Lane.FETCH, name, SLOT, True) for name in slots]
+                return [(FETCH, name, SLOT, True) for name in slots]
             case Close(group):
                 slots = [gradients[group % 2], *[outer_gradients] * (group == 0)]
-                return [Access(Lane.EVICT, name, SLOT, False) for name in slots]
+                return [(EVICT, name, SLOT, False) for name in slots]
             case Forward(layer) | Backward(layer):
                 place = self._group(layer) % 2
                 found = _reads((weights[place], SLOT))
@@ -132,15 +134,18 @@ class _Walk:
     def _group(self, layer: int) -> int:
         return next(i for i, (_, stop) in enumerate(self.program.groups) if layer < stop)
 
-    def _of(self, instruction: Instruction) -> list[Access]:
+    def of(self, instruction: Instruction) -> list[Access]:
         match instruction:
             case Fetch(source, target, chunk):
-                return self._copy(Lane.FETCH, source, target, chunk)
+                return self._copy(FETCH, source, target, chunk)
             case Evict(source, target, chunk):
-                return self._copy(Lane.EVICT, source, target, chunk)
+                return self._copy(EVICT, source, target, chunk)
+            case Forward():
+                return self._forward(instruction)
+            case Backward():
+                return self._backward(instruction)
             case Clear(buffer):
-                is_slot = self.program.buffers[buffer].layer < 0
-                return _writes((buffer, SLOT if is_slot else WHOLE))
+                return _writes((buffer, SLOT if buffer in self.slots else WHOLE))
             case Load(layer, chunk, buffer):
                 return self._load(self.hidden, layer, self._place(buffer, chunk))
             case LoadGradient(layer, chunk, buffer):
@@ -151,10 +156,6 @@ class _Walk:
             case StoreGradient(layer, chunk, buffer):
                 taken = self.gradient.pop(layer, ())
                 return _reads(*taken) + _writes(self._place(buffer, chunk))
-            case Forward():
-                return self._forward(instruction)
-            case Backward():
-                return self._backward(instruction)
             case Head():
                 return _reads(*self.hidden.pop(len(self.program.model.layers), ()))
             case EmbedBackward():
@@ -166,12 +167,13 @@ class _Walk:
         return []
 
     def _place(self, name: str, chunk: int) -> Place:
-        return name, SLOT if self.program.buffers[name].layer < 0 else chunk
+        return name, SLOT if name in self.slots else chunk
 
     def _copy(self, lane: Lane, source: str, target: str, chunk: int) -> list[Access]:
+        slots = self.slots
         return [
-            Access(lane, *self._place(source, chunk), False),
-            Access(lane, *self._place(target, chunk), True),
+            (lane, source, SLOT if source in slots else chunk, False),
+            (lane, target, SLOT if target in slots else chunk, True),
         ]
 
     def _load(self, bank: dict[int, tuple[Place, ...]], layer: int, place: Place) -> list[Access]:
@@ -184,15 +186,15 @@ class _Walk:
         if i.write_kv is not None:
             found += _writes(self._place(i.write_kv, i.chunk))
         found += self._pages(i)
-        reads = self.program.model.layers[i.layer].state or i.mode is AttentionMode.COMPUTE
+        reads = self.program.model.layers[i.layer].state or i.mode is MODE_COMPUTE
         if reads and i.chunk:
-            found.append(Access(self._reader(i.prefix), i.prefix, WHOLE, False))
-        if i.mode is AttentionMode.NONE:
+            found.append((self._reader(i.prefix), i.prefix, WHOLE, False))
+        if i.mode is MODE_NONE:
             return found
-        output = self.held.pop(i.layer, ()) if i.mode is AttentionMode.HELD else ()
+        output = self.held.pop(i.layer, ()) if i.mode is MODE_HELD else ()
         if i.attention is not None:
             output = (self._place(i.attention, i.chunk),)
-            found += _reads(*output) if i.mode is AttentionMode.GIVEN else _writes(*output)
+            found += _reads(*output) if i.mode is MODE_GIVEN else _writes(*output)
         if i.activations is not None:
             found += _writes(self._place(i.activations, i.chunk))
         if i.graph:
@@ -217,7 +219,7 @@ class _Walk:
 
     def _chosen(self, prefix: str, place: Place) -> list[Access]:
         """A choice says what is attended to, and what is fetched."""
-        return [Access(lane, *place, False) for lane in {Lane.COMPUTE, self._reader(prefix)}]
+        return [(lane, *place, False) for lane in {COMPUTE, self._reader(prefix)}]
 
     def _backward(self, i: Backward) -> list[Access]:
         self.hidden.pop(i.layer + 1, None)
@@ -230,38 +232,38 @@ class _Walk:
         if i.activations is not None:
             found += _reads(*self.hidden.pop(i.layer, ()))
         if i.chunk:
-            found.append(Access(self._reader(i.prefix), i.prefix, WHOLE, False))
+            found.append((self._reader(i.prefix), i.prefix, WHOLE, False))
             reader = self._reader(i.accumulator)
-            writer = Lane.EVICT if reader is Lane.FETCH else Lane.COMPUTE
-            found.append(Access(reader, i.accumulator, WHOLE, False))
-            found.append(Access(writer, i.accumulator, WHOLE, True))
+            writer = EVICT if reader is FETCH else COMPUTE
+            found.append((reader, i.accumulator, WHOLE, False))
+            found.append((writer, i.accumulator, WHOLE, True))
         self.gradient[i.layer] = ()
         return found
 
     def _reader(self, name: str) -> Lane:
         """Who reads a prefix: the cell itself, or the lane that streams it in."""
-        on_host = self.program.buffers[name].tier is Tier.HOST
-        return Lane.FETCH if on_host else Lane.COMPUTE
+        return FETCH if name in self.on_host else COMPUTE
 
 
 def _reads(*places: Place) -> list[Access]:
-    return [Access(Lane.COMPUTE, name, place, False) for name, place in places]
+    return [(COMPUTE, name, place, False) for name, place in places]
 
 
 def _writes(*places: Place) -> list[Access]:
-    return [Access(Lane.COMPUTE, name, place, True) for name, place in places]
+    return [(COMPUTE, name, place, True) for name, place in places]
 
 
 def footprints(program: Program) -> Iterator[list[Access]]:
     """The accesses of every instruction, in the program's order."""
-    return map(_Walk(program).of, program.instructions)
+    walk = _Walk(program)
+    return map(walk.with_weights if walk.streams else walk.of, program.instructions)
 
 
 def lane_of(instruction: Instruction) -> Lane:
     """The lane an instruction's own work is on."""
     if isinstance(instruction, Fetch):
-        return Lane.FETCH
-    return Lane.EVICT if isinstance(instruction, Evict) else Lane.COMPUTE
+        return FETCH
+    return EVICT if isinstance(instruction, Evict) else COMPUTE
 
 
 class Hazard(StrEnum):
@@ -280,14 +282,14 @@ class Hazard(StrEnum):
 EVERY = frozenset(Hazard)
 # By the lane that must wait.
 _READING = {
-    Lane.COMPUTE: Hazard.NOT_ARRIVED,
-    Lane.FETCH: Hazard.NOT_HOME,
-    Lane.EVICT: Hazard.NOT_WRITTEN,
+    COMPUTE: Hazard.NOT_ARRIVED,
+    FETCH: Hazard.NOT_HOME,
+    EVICT: Hazard.NOT_WRITTEN,
 }
 _WRITING = {
-    Lane.COMPUTE: Hazard.STILL_LEAVING,
-    Lane.FETCH: Hazard.STILL_READ,
-    Lane.EVICT: Hazard.STILL_FETCHED,
+    COMPUTE: Hazard.STILL_LEAVING,
+    FETCH: Hazard.STILL_READ,
+    EVICT: Hazard.STILL_FETCHED,
 }
 
 
@@ -331,7 +333,8 @@ class _Last:
     read: list[int] = field(default_factory=_never)
 
     def note(self, access: Access, index: int) -> None:
-        (self.written if access.writes else self.read)[access.lane] = index
+        lane, _, _, writes = access
+        (self.written if writes else self.read)[lane] = index
 
 
 @dataclass(slots=True)
@@ -378,13 +381,14 @@ class _Derivation:
         needed: dict[Lane, list[int]] = {lane_of(i): _never()}
         clears = isinstance(i, Clear)
         for access in accesses:
-            after = needed.get(access.lane)
+            after = needed.get(access[0])
             if after is None:
-                after = needed[access.lane] = _never()
+                after = needed[access[0]] = _never()
             self._require(access, after, clears=clears)
         for access in accesses:
-            held = self.held[access.buffer]
-            held.place(access.place).note(access, index)
+            _, name, place, _ = access
+            held = self.held[name]
+            held.place(place).note(access, index)
             held.every.note(access, index)
         return {lane: self._follow(lane, index, after) for lane, after in needed.items()}
 
@@ -396,8 +400,9 @@ class _Derivation:
 
     def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
         """Raise `after` to what the access must follow."""
-        held = self.held[access.buffer]
-        hazard = (_WRITING if access.writes else _READING)[access.lane]
+        lane, name, place, writes = access
+        held = self.held[name]
+        hazard = (_WRITING if writes else _READING)[lane]
         reused = Hazard.REUSED
         if clears:
             hazard = reused = Hazard.CLEARED
@@ -405,10 +410,9 @@ class _Derivation:
             _raise(after, held.owners)
         if hazard not in self.hazards:
             return
-        is_whole = access.place == WHOLE
-        for last in (held.every,) if is_whole else (held.place(access.place), held.whole):
+        for last in (held.every,) if place == WHOLE else (held.place(place), held.whole):
             _raise(after, last.written)
-            if access.writes:
+            if writes:
                 _raise(after, last.read)
 
     def _follow(self, lane: Lane, index: int, after: list[int]) -> tuple[Wait, ...]:
@@ -509,8 +513,9 @@ class TiledCells:
 
     def has_tiles(self, i: Forward | Backward) -> bool:
         """Its chunk is longer than a tile, and its graph is not kept."""
-        kept = i.kept if isinstance(i, Forward) else i.activations is not None
-        return self.tile is not None and not kept and self._tokens(i) > self.tile
+        if self.tile is None or self._tokens(i) <= self.tile:
+            return False
+        return not (i.kept if isinstance(i, Forward) else i.activations is not None)
 
     def _tokens(self, i: Forward | Backward) -> int:
         start, stop = self.program.share.tokens.rows[i.chunk]
@@ -518,6 +523,6 @@ class TiledCells:
 
     def skips(self, i: Forward) -> bool:
         """The feed-forward is left out: only the backward, which recomputes it, needs it."""
-        skippable = self.program.model.layers[i.layer].work.skippable
-        built = i.graph and (i.layer, i.chunk) in self.unread
-        return built and skippable and self.has_tiles(i)
+        if not self.has_tiles(i) or not i.graph or (i.layer, i.chunk) not in self.unread:
+            return False
+        return self.program.model.layers[i.layer].work.skippable

@@ -350,4 +350,6 @@ def local_layer(layer: LayerSpec, layout: Layout) -> LayerSpec:
             f"ulysses: {layer.kv_heads} K, V heads cannot be shared by {ranks} devices; use a "
             f"divisor of {layer.kv_heads}, and shards for the rest"
         )
+    if ranks == 1:
+        return layer
     return replace(layer, kv_heads=layer.kv_heads // ranks, query_heads=layer.query_heads // ranks)

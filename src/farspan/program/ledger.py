@@ -28,7 +28,7 @@ from farspan.program.program import (
     rows_of,
 )
 from farspan.program.residency import RESIDENCY, Kind
-from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import DEVICE, HOST, LayerSpec, ModelSpec, RunSpec, Schedule, Tier
 
 
 @dataclass(slots=True)
@@ -56,9 +56,12 @@ class Ledger:
     turns: dict[tuple[str, ...], int] = field(default_factory=dict)  # of rings of slots
     fetched: dict[int, int] = field(default_factory=dict)  # slot of weights: the group in it
     specs: tuple[LayerSpec, ...] = field(init=False)  # that differ
+    attention_slots: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.specs = tuple(dict.fromkeys(self.model.layers))
+        widest = max(stop - first for first, stop in self.groups)
+        self.attention_slots = names.attention_slots(widest)
 
     def emit(self, *instructions: Instruction) -> None:
         self.instructions.extend(instructions)
@@ -84,7 +87,7 @@ class Ledger:
     def allocate_slot(self, name: str, kind: Kind, tokens: int) -> None:
         """Open a device buffer that can hold `tokens` rows of any layer."""
         size = max(self._size(kind, spec, tokens) for spec in self.specs)
-        self._open(name, kind, -1, Tier.DEVICE, (0, tokens), size)
+        self._open(name, kind, -1, DEVICE, (0, tokens), size)
 
     def _size(self, kind: Kind, spec: LayerSpec, tokens: int) -> int:
         return regions_bytes(regions(kind, self.model, spec, self.run.batch, tokens), tokens)
@@ -131,7 +134,7 @@ class Ledger:
             for name in ring:
                 size = aligned(cell_bytes)
                 stop = rows_of(self.share, kind)[0][1]
-                self._open(name, kind, -1, Tier.DEVICE, (0, stop), size, cell_bytes)
+                self._open(name, kind, -1, DEVICE, (0, stop), size, cell_bytes)
 
     def allocate_group_slots(self, kind: Kind) -> None:
         """Open device buffers for the weights, or their gradients, of two groups of layers, those
@@ -145,12 +148,12 @@ class Ledger:
 
     def _open_bytes(self, name: str, kind: Kind, size: int) -> None:
         size = aligned(size)
-        self._open(name, kind, -1, Tier.DEVICE, (0, 0), size, size)
+        self._open(name, kind, -1, DEVICE, (0, 0), size, size)
 
     def clear(self, name: str) -> None:
         """Zero dK, dV. What is on host gets its zeros from a slot, so that the link's lane orders
         them with all other copies of these bytes."""
-        if self.buffers[name].tier is Tier.DEVICE:
+        if self.buffers[name].tier is DEVICE:
             self.emit(Clear(name))
             return
         zeros = self.turn(names.DKV_OWN)
@@ -164,9 +167,6 @@ class Ledger:
     def few(self, ring: tuple[str, ...]) -> tuple[str, ...]:
         """The slots of a ring that a single chunk, or several, need."""
         return ring[: len(self.chunks)]
-
-    def attention_slots(self) -> tuple[str, ...]:
-        return names.attention_slots(max(stop - first for first, stop in self.groups))
 
     def free(self, name: str) -> None:
         """Close the buffer if it is open."""
@@ -201,17 +201,17 @@ class Ledger:
         for instruction in self.instructions:
             kinds.setdefault(type(instruction), []).append(instruction)
         used: set[str | None] = set()  # None from fields that are empty
-        if Gather in kinds and self.schedule.weights is Tier.HOST:
+        if Gather in kinds and self.schedule.weights is HOST:
             for held in Kind.WEIGHTS, Kind.WEIGHT_GRADIENTS:
                 used.update(*RESIDENCY[held].slots)
         for kind, found in kinds.items():
             for text in _TEXTS.get(kind, ()):
                 used.update(map(attrgetter(text), found))
-        if self.schedule.kv is Tier.HOST and any(map(_has_prefix, self.instructions)):
+        if self.schedule.kv is HOST and any(map(_has_prefix, self.instructions)):
             used.update(names.KV_BLOCKS)
             if Backward in kinds:
                 used.update(names.DKV_BLOCKS)
-            if any(map(_has_choice, self.instructions)):
+            if self.schedule.sparse and any(map(_has_choice, self.instructions)):
                 used.update(names.PAGES)
         return used
 

@@ -19,6 +19,10 @@ from farspan.program import buffer_names as names
 from farspan.program.layout import are_equal, kept_chunks
 from farspan.program.ledger import Ledger
 from farspan.program.program import (
+    MODE_COMPUTE,
+    MODE_GIVEN,
+    MODE_HELD,
+    MODE_NONE,
     AttentionMode,
     Backward,
     Embed,
@@ -41,7 +45,7 @@ from farspan.program.program import (
     means_cell_bytes,
 )
 from farspan.program.residency import Kind, Until, layer_buffers
-from farspan.spec import Tier
+from farspan.spec import DEVICE, HOST
 
 
 @dataclass(slots=True)
@@ -74,7 +78,7 @@ class Group:
     def gather(self, then: int | None) -> None:
         """Have the weights whole, unless they are: once for each pass, or once for two that follow
         each other. From main memory those of group `then` come as well, whose pass is the next."""
-        if self.ledger.schedule.weights is Tier.HOST:
+        if self.ledger.schedule.weights is HOST:
             self._fetch_weights(then)
             return
         layout = self.ledger.share.rank.layout
@@ -91,7 +95,7 @@ class Group:
 
     def _open_weight_gradients(self) -> None:
         """What the backward adds to, of groups whose weights are in main memory."""
-        if self.ledger.schedule.weights is Tier.HOST:
+        if self.ledger.schedule.weights is HOST:
             if self.is_last:
                 self.ledger.allocate_group_slots(Kind.WEIGHT_GRADIENTS)
             self.ledger.emit(Gather(self.index, outer=self.is_last, gradients=True))
@@ -113,7 +117,7 @@ class Group:
         for layer in self.layers:
             ledger.allocate(names.kv(layer), Kind.KV, layer)
             if self.kv_goes_home():
-                ledger.allocate(names.kv_home(layer), Kind.KV, layer, tier=Tier.HOST)
+                ledger.allocate(names.kv_home(layer), Kind.KV, layer, tier=HOST)
             if kept and not (self.is_last and layer == self.top):
                 ledger.allocate(names.attention(layer), Kind.ATTENTION, layer, kept)
             self._open_activations(layer)
@@ -226,7 +230,7 @@ class Group:
     def kv_goes_home(self) -> bool:
         schedule = self.ledger.schedule
         kept = schedule.kv_kept and not self.stays_open
-        return kept and schedule.kv is Tier.DEVICE and schedule.kv_home is Tier.HOST
+        return kept and schedule.kv is DEVICE and schedule.kv_home is HOST
 
     def close_first(self) -> None:
         """After the first pass of a group that is not the last: its K, V go."""
@@ -329,9 +333,7 @@ class GroupPasses(Group):
     def _x_place(self, boundary: str, ring: tuple[str, ...]) -> str:
         ledger = self.ledger
         return (
-            ledger.turn(ledger.few(ring))
-            if ledger.schedule.boundary_inputs is Tier.HOST
-            else boundary
+            ledger.turn(ledger.few(ring)) if ledger.schedule.boundary_inputs is HOST else boundary
         )
 
     # -- passes ---
@@ -451,17 +453,17 @@ class GroupPasses(Group):
         """One forward cell with its copies. What is already there decides the mode."""
         ledger, prefix = self.ledger, self.prefix(layer)
         home = self.attention_home(layer, chunk)
-        mode = AttentionMode.COMPUTE
+        mode = MODE_COMPUTE
         if only_kv:
-            mode, home = AttentionMode.NONE, None
+            mode, home = MODE_NONE, None
         elif held:
-            mode, home = AttentionMode.HELD, None
+            mode, home = MODE_HELD, None
         elif home is not None and chunk in ledger.written[home]:
-            mode = AttentionMode.GIVEN
+            mode = MODE_GIVEN
         elif graph or hold:
             home = None  # the backward follows at once: nothing to keep
         attention = None if home is None else self._attention_place(home)
-        if home is not None and attention is not None and mode is AttentionMode.GIVEN:
+        if home is not None and attention is not None and mode is MODE_GIVEN:
             self._fetch(home, attention, chunk)
         write = self._kv_place(prefix, chunk)
         cells = self._activations_place(layer) if kept else None
@@ -485,7 +487,7 @@ class GroupPasses(Group):
         )
         if write is not None:
             self._evict_kv(layer, chunk, write, prefix)
-        if home is not None and attention is not None and mode is AttentionMode.COMPUTE:
+        if home is not None and attention is not None and mode is MODE_COMPUTE:
             self._evict(attention, home, chunk)
             ledger.written[home].add(chunk)
         if cells is not None:
@@ -497,7 +499,7 @@ class GroupPasses(Group):
 
     def _choice(self, layer: int, chunk: int, mode: AttentionMode) -> tuple[str | None, bool]:
         """Where the cell's choice of pages is or goes, and whether it is made here."""
-        if mode is not AttentionMode.COMPUTE or chunk not in self.choosing(layer):
+        if mode is not MODE_COMPUTE or chunk not in self.choosing(layer):
             return None, False
         name = names.choice(layer)
         done = chunk in self.ledger.written[name]
@@ -514,7 +516,7 @@ class GroupPasses(Group):
 
     def backward_cell(self, layer: int, chunk: int, *, kept: bool = False) -> None:
         """One backward cell with its copies; `kept` when the first pass kept its graph."""
-        ledger, on_host = self.ledger, self.ledger.schedule.kv is Tier.HOST
+        ledger, on_host = self.ledger, self.ledger.schedule.kv is HOST
         prefix, dkv = self.prefix(layer), names.dkv(layer)
         attention = cells = own_kv = None
         if kept:
@@ -548,18 +550,18 @@ class GroupPasses(Group):
         )
 
     def _attention_place(self, home: str) -> str:
-        if self.ledger.schedule.attention is Tier.HOST:
-            return self.ledger.turn(self.ledger.attention_slots())
+        if self.ledger.schedule.attention is HOST:
+            return self.ledger.turn(self.ledger.attention_slots)
         return home
 
     def _activations_place(self, layer: int) -> str:
-        on_host = self.ledger.schedule.activations is Tier.HOST
+        on_host = self.ledger.schedule.activations is HOST
         return self.ledger.turn(names.ACTIVATIONS) if on_host else names.activations(layer)
 
     def _kv_place(self, prefix: str, chunk: int) -> str | None:
         if chunk in self.ledger.written[prefix]:
             return None
-        on_host = self.ledger.schedule.kv is Tier.HOST
+        on_host = self.ledger.schedule.kv is HOST
         return self.ledger.turn(names.KV_OWN) if on_host else prefix
 
     def _evict_kv(self, layer: int, chunk: int, write: str, prefix: str) -> None:

@@ -13,9 +13,10 @@ Sizes. A buffer holds one or more tensors, each of a shape a token and a precisi
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 
 from farspan.program.layout import ALIGNMENT, Range, Share, own_groups
-from farspan.program.residency import RESIDENCY, CutInto, Kind
+from farspan.program.residency import RESIDENCY, CutInto, Kind, RowTensor
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
 
 
@@ -39,6 +40,9 @@ class AttentionMode(StrEnum):
     HELD = "held"  # O and LSE come from the register an earlier pass over this chunk left
 
 
+MODE_COMPUTE, MODE_NONE, MODE_GIVEN, MODE_HELD = AttentionMode  # for loops, as spec.HOST
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """One tensor of a buffer: a row a token, rows contiguous."""
@@ -50,10 +54,7 @@ class Region:
     accumulate: bool  # fp32 (fp64 in a float64 model) whatever the model's dtype is
 
     def row_bytes(self) -> int:
-        elements = 1
-        for extent in self.shape:
-            elements *= extent
-        return elements * self.element_bytes
+        return prod(self.shape) * self.element_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,8 +331,7 @@ def regions(
     """The tensors of a buffer of `tokens` tokens, one after the other."""
     found, offset = [], 0
     for one in RESIDENCY[kind].tensors(model, layer, batch):
-        width = model.accumulate_bytes() if one.wide else model.element_bytes
-        region = Region(one.name, offset, one.shape, width, one.wide)
+        region = Region(one.name, offset, one.shape, _width(model, one), one.wide)
         found.append(region)
         offset += aligned(region.row_bytes() * tokens)
     return tuple(found)
@@ -344,7 +344,12 @@ def regions_bytes(found: tuple[Region, ...], tokens: int) -> int:
 
 def row_bytes(kind: Kind, model: ModelSpec, layer: LayerSpec, batch: int) -> int:
     """Bytes a token of a buffer, padding left out."""
-    return sum(region.row_bytes() for region in regions(kind, model, layer, batch, 1))
+    found = RESIDENCY[kind].tensors(model, layer, batch)
+    return sum(prod(one.shape) * _width(model, one) for one in found)
+
+
+def _width(model: ModelSpec, tensor: RowTensor) -> int:
+    return model.accumulate_bytes() if tensor.wide else model.element_bytes
 
 
 def activation_cell_bytes(

@@ -32,7 +32,7 @@ from farspan.program.program import (
     row_bytes,
 )
 from farspan.program.residency import RESIDENCY, Kind
-from farspan.spec import BACKWARD_PRODUCTS, LayerSpec, ModelSpec, Schedule, Tier
+from farspan.spec import BACKWARD_PRODUCTS, HOST, LayerSpec, ModelSpec, Schedule
 
 
 def work_of(program: Program, instruction: Instruction) -> float:
@@ -111,7 +111,7 @@ def streamed_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
     """Bytes of a host buffer that the chunk's queries reach among the earlier rows, each once; 0 on
     the device."""
     buffer, spec = program.buffers[name], program.model.layers[layer]
-    if buffer.tier is not Tier.HOST:
+    if buffer.tier is not HOST:
         return 0
     return earlier_rows(program, spec, chunk) * _row_bytes(program, buffer.kind, spec)
 
@@ -139,7 +139,7 @@ def pieces_of(schedule: Schedule, layout: Layout, spec: LayerSpec) -> tuple[Piec
     together = (
         layout.ulysses == 1
         or layout.ring > 1
-        or schedule.kv is Tier.HOST
+        or schedule.kv is HOST
         or sparse_of(schedule, spec) is not None
     )
     return cut_heads(spec, 1 if together else schedule.alltoall_splits)
