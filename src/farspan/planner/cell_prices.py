@@ -1,7 +1,7 @@
 """What one chunk size costs: the price of every kind of cell in every chunk, and rows in bytes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -55,11 +55,14 @@ class LaneSeconds:
     evict: Array
     collective: Array
     host: Array
+    known: dict[Kept, list[Array]] = field(default_factory=dict)  # sums over spans, lane by lane
 
     def total(self, counts: Array, choices: Kept) -> Array:
         """[5, F]: each of cells that run `counts` [F, spans] times."""
-        lanes = (self.compute, self.fetch, self.evict, self.collective, self.host)
-        return np.stack([counts @ choices.over(lane) for lane in lanes])
+        if choices not in self.known:
+            lanes = (self.compute, self.fetch, self.evict, self.collective, self.host)
+            self.known[choices] = [choices.over(lane) for lane in lanes]
+        return np.stack([counts @ lane for lane in self.known[choices]])
 
     def seconds(self, *, overlap: bool) -> float:
         """Of the cells of all chunks, copies left out; issuing them goes on beside where lanes
