@@ -49,6 +49,7 @@ GLOO_THREADS = 2
 CLIP = 0.5  # less than any norm here: all pieces are clipped alike
 ADAMW = OptimizerConfig(lr=1e-2, warmup=1, clip=CLIP)
 HOST = replace(ADAMW, states=StatesPlace.HOST)
+DISK = replace(ADAMW, states=StatesPlace.DISK)
 WIDE = MODEL | {
     "model_type": "qwen2",
     "num_hidden_layers": 3,
@@ -151,7 +152,7 @@ def test_two_ranks_with_half_of_the_weights_are_one_process(tmp_path: Path) -> N
     of_a_folder = ModelConfig(path=str(tmp_path / "saved"), dtype=DType.FLOAT64)
     changes: dict[str, dict[str, Any]] = {
         "ulysses": {"parallel": Auto.AUTO, "model": of_a_folder},
-        "pipeline": {"parallel": Parallel(pipeline=2)},
+        "pipeline": {"parallel": Parallel(pipeline=2), "optimizer": DISK},
         "tensor": {"parallel": Parallel(tensor=2)},
         "replicas": {"batch": 1, "parallel": Parallel(data=2), "optimizer": HOST},
         "whole": {"parallel": Parallel(ulysses=2, fsdp=False), "model": of_a_folder},
