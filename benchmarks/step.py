@@ -7,7 +7,9 @@ what a Hugging Face user has: SDPA attention, gradient checkpointing, the model'
 take turns, so that a machine that slows down slows both; the ratio is of the fastest of each.
 
 With `--streamed`, steps with clipping and AdamW's update instead: of weights, gradients and states
-in main memory, which stream through slots, beside the same with all of them resident.
+in main memory, which stream through slots, beside the same with all of them resident, and beside
+the baseline under PyTorch's FSDP2 with CPUOffloadPolicy, as one rank. The peak is of everything
+that torch allocates, from the making of the model to the end of a step.
 """
 
 import argparse
@@ -15,14 +17,18 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from farspan import Schedule, Step, strategy
+from farspan.engine.memory import PeakMemory
 from farspan.engine.microbench import describe_machine
 from farspan.spec import Tier
 from farspan.train.config import OptimizerConfig, StatesPlace
@@ -44,13 +50,19 @@ def make_model() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(Qwen2Config(**MODEL)).train()
 
 
-def baseline(ids: Tensor) -> Callable[[], float]:
-    """A step of the Hugging Face path."""
+def checkpointed() -> Qwen2ForCausalLM:
+    """The model as the Hugging Face path trains it."""
     model = make_model()
     model.set_attn_implementation("sdpa")
     # transformers is renaming this; both names take the same settings.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
+    return model
+
+
+def baseline(ids: Tensor) -> Callable[[], float]:
+    """A step of the Hugging Face path."""
+    model = checkpointed()
 
     def step() -> float:
         model.zero_grad(set_to_none=True)
@@ -87,6 +99,35 @@ def updated_step(ids: Tensor, schedule: Schedule) -> Callable[[], float]:
     return step
 
 
+def fsdp2_step(ids: Tensor) -> Callable[[], float]:
+    """The Hugging Face path with a shard a layer in main memory, one rank, and torch's AdamW."""
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    model, policy = checkpointed(), CPUOffloadPolicy(pin_memory=False)
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> float:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def peak_bytes(make: Callable[[], Callable[[], float]]) -> int:
+    """Of a contender that is made and does one step."""
+    with PeakMemory(torch.device("cpu")) as memory:
+        make()()
+    return memory.peak
+
+
 def schedules(tokens: int) -> dict[str, Schedule]:
     """farspan with attention kept and not."""
     chunk = min(4096, tokens)
@@ -100,13 +141,17 @@ def schedules(tokens: int) -> dict[str, Schedule]:
 def measure(tokens: int, repeats: int, streamed: bool = False) -> dict[str, Any]:
     ids = torch.randint(0, MODEL["vocab_size"], (1, tokens), generator=torch.manual_seed(1))
     plans = schedules(tokens)
-    steps = {"huggingface": baseline(ids)}
+    makers: dict[str, Callable[[], Callable[[], float]]] = {"huggingface": partial(baseline, ids)}
     if streamed:
         resident = replace(plans["attention_save_fraction"], groups=1)
-        steps = {"resident": updated_step(ids, resident)}
+        makers = {"resident": partial(updated_step, ids, resident)}
         plans = {"streamed": replace(resident, weights=Tier.HOST)}
-    first, make = next(iter(steps)), updated_step if streamed else farspan_step
-    steps |= {name: make(ids, plan) for name, plan in plans.items()}
+    first, make = next(iter(makers)), updated_step if streamed else farspan_step
+    makers |= {name: partial(make, ids, plan) for name, plan in plans.items()}
+    if streamed:
+        makers["fsdp2"] = partial(fsdp2_step, ids)
+    peaks = {name: peak_bytes(maker) for name, maker in makers.items()}
+    steps = {name: maker() for name, maker in makers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     cpu: dict[str, list[float]] = {name: [] for name in steps}  # which others' work adds less to
     losses = {}
@@ -127,9 +172,10 @@ def measure(tokens: int, repeats: int, streamed: bool = False) -> dict[str, Any]
         "schedules": {name: asdict(plan) for name, plan in plans.items()},
         "seconds": seconds,
         "cpu_seconds": cpu,
+        "peak_bytes": peaks,
         "loss": losses,
-        "ratio": {name: best[name] / best[first] for name in plans},
-        "cpu_ratio": {name: min(cpu[name]) / min(cpu[first]) for name in plans},
+        "ratio": {name: best[name] / best[first] for name in steps if name != first},
+        "cpu_ratio": {name: min(cpu[name]) / min(cpu[first]) for name in steps if name != first},
     }
 
 
