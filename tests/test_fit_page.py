@@ -87,6 +87,16 @@ def test_large_models_fit_one_device(planned: dict[str, Any]) -> None:
     assert found["Qwen2.5-7B", "full", "rtx4090", 256]["tokens"] >= 2**17
 
 
+def test_the_measured_step_of_the_comparison_is_the_datas() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "streamed_step.json").read_text())
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    own, theirs = (min(found["cpu_seconds"][name]) for name in ("streamed", "fsdp2"))
+    peaks = found["peak_bytes"]
+    assert f"step takes {theirs / own:.2f} times the processor seconds" in " ".join(page.split())
+    assert f"and {peaks['fsdp2'] / peaks['streamed']:.1f} times its bytes" in " ".join(page.split())
+    assert own / min(found["cpu_seconds"]["resident"]) <= 1.05
+
+
 def test_planned_steps_of_the_comparison_are_the_datas(planned: dict[str, Any]) -> None:
     assert all(row["fits"] for row in planned["steps_on_host"])
     page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
