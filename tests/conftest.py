@@ -5,7 +5,8 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 
 import hypothesis
 import pytest
@@ -27,6 +28,7 @@ hypothesis.settings.load_profile("repeatable")
 
 # Twice what the longest takes, and not by the clock: other processes may have the cores as well.
 MOST_SECONDS = 40.0
+LOOP, LOOP_SECONDS = 5_000_000, 0.25  # numbers that are added up, and what it takes on an idle core
 BEGUN = pytest.StashKey[float]()
 
 
@@ -81,9 +83,20 @@ def cpu_seconds() -> float:
     return spent.user + spent.system + spent.children_user + spent.children_system
 
 
-def refuse_long(item: pytest.Item, seconds: float) -> None:
+def slowness() -> float:
+    """How many times as many seconds of CPU as on an idle core anything takes now: cores that share
+    what they compute with count the seconds of both."""
+    began, total = time.process_time(), 0
+    for number in range(LOOP):
+        total += number
+    return max(1.0, (time.process_time() - began) / LOOP_SECONDS)
+
+
+def refuse_long(item: pytest.Item, seconds: float, slower: Callable[[], float] = slowness) -> None:
     """Fails a test that took so many seconds of CPU, its fixtures included, and runs by default."""
-    if seconds > MOST_SECONDS and not any(map(item.get_closest_marker, ("exhaustive", "gpu"))):
+    if any(map(item.get_closest_marker, ("exhaustive", "gpu"))):
+        return
+    if seconds > MOST_SECONDS and seconds > MOST_SECONDS * slower():
         pytest.fail(
             f"{item.nodeid} took {seconds:.0f} s of CPU, and a test that runs by default at most "
             f"{MOST_SECONDS:.0f}; make it smaller, or mark it exhaustive and leave a part that "

@@ -179,6 +179,7 @@ LINKS = {
     "fetch_together": "host to device, both at once",
     "evict_together": "device to host, both at once",
     "host_memory": "host memory, all devices together",
+    "disk": "a drive, read and written together",
     "peer": "to a device of the node",
     "network": "to another node",
 }
