@@ -116,7 +116,9 @@ def test_a_run_is_the_plain_trainer_s(make: Make, collate: Any) -> None:
         assert len(found) == count
         assert_exact(found, expected, limit=1e-6)
     for one, other in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
-        assert_exact(one.detach(), other.detach(), limit=1e-5)
+        # AdamW divides a gradient by its own size: where that is near its epsilon, rounding moves
+        # a weight in thousands by a tenth of a step, on some processors.
+        assert_exact(one.detach(), other.detach(), limit=2e-4)
 
 
 def test_weights_may_stay_in_main_memory(make: Make) -> None:
