@@ -1,5 +1,5 @@
-"""Files of any size are read up to a limit, which an error names: in four seconds of a processor and
-1 GiB above what the process had."""
+"""Files of any size are read up to a limit, which an error names: in four seconds of a processor
+and 1 GiB above what the process had."""
 
 import gzip
 import json
