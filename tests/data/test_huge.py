@@ -1,5 +1,5 @@
-"""Files of any size are read up to a limit, which an error names: in four seconds of a processor
-and 1 GiB above what the process had."""
+"""Files of any size are read up to a limit, which an error names: in two seconds of an idle
+processor and 1 GiB above what the process had."""
 
 import gzip
 import json
@@ -16,13 +16,15 @@ from farspan.data.config import DataConfig, SourceKind
 from farspan.data.corpus import open_corpus
 from farspan.data.sources import MOST_TEXT, MOST_VALUES, JsonLines
 from farspan.data.tokenizers import ByteTokenizer
+from tests.conftest import slowness
 
-SECONDS, MEMORY = 4.0, 1 << 30
+SECONDS, MEMORY = 2.0, 1 << 30
 
 
 def bounded(read: Callable[[], object]) -> str:
     """What it is refused with, in a child of this process that has no more of either."""
     there, here = os.pipe()
+    seconds = SECONDS * slowness()
     child = os.fork()
     if child == 0:
         try:
@@ -30,7 +32,7 @@ def bounded(read: Callable[[], object]) -> str:
             limit = pages * resource.getpagesize() + MEMORY
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             signal.signal(signal.SIGPROF, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)  # which ends it
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # which ends it
             read()
         except BaseException as error:
             os.write(here, f"{type(error).__name__}: {error}".encode())

@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,9 @@ from farspan.train.staged_states import DiskStates, Rule, ScratchFile
 from tests.grids import crossed
 from tests.train.late import LateCopies
 from tests.train.planner import one_memory
-from tests.train.test_interrupt import same_weights
 from tests.train.test_optimizer import set_gradients
 from tests.train.test_optimizer_host import LRS, same, update
-from tests.train.tiny import MODEL, Quiet, TinyStep, fit, load_tiny, tiny_run
+from tests.train.tiny import MODEL, load_tiny, tiny_run
 
 DISK, HOST, DEVICE = StatesPlace.DISK, StatesPlace.HOST, StatesPlace.DEVICE
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -262,35 +260,6 @@ def test_a_drive_that_fails_is_told_by_name(
     set_gradients(model, 0)
     with pytest.raises(WriteFailed, match=f"cannot write {tmp_path}: Input/output error"):
         optimizer.step(0.1, optimizer.gradient_norm())
-
-
-def test_a_run_goes_on_to_the_same_bits_and_may_change_the_place(tmp_path: Path) -> None:
-    """Interrupted in its fourth step, and gone on with from the disk, the device and the disk."""
-    start = tiny_run(tmp_path)
-    optimizer = replace(start.optimizer, states=DEVICE)
-    model = ModelConfig(config=MODEL, dtype=DType.BFLOAT16)
-    reference = replace(start, optimizer=optimizer, model=model, folder=str(tmp_path / "reference"))
-    fit(reference)
-
-    def interrupt(calls: int) -> Any:
-        def hook(step: TinyStep, done: int) -> None:
-            if done == calls and step.progress is not None:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        return hook
-
-    told: list[str] = []
-    for place, calls in ((DISK, 3), (DEVICE, 2), (DISK, 5), (DISK, 99)):
-        run = replace(start, model=model, optimizer=replace(optimizer, states=place))
-        quiet = Quiet()
-        fit(run, interrupt(calls), quiet)
-        told += quiet.notes
-    same_weights(tmp_path / "reference", tmp_path / "run")
-    assert [note for note in told if "optimizer states: moved" in note] == [
-        f"optimizer states: moved from the {before}; the values are the same"
-        for before in ("disk", "device")
-    ]
-    assert "states on disk: 0.00 GiB in " in "\n".join(told)
 
 
 def test_states_that_were_on_disk_stay_there_and_never_go_there_by_themselves() -> None:

@@ -228,8 +228,11 @@ def test_strided_gradients_are_taken_in_the_order_of_the_parameter() -> None:
     assert same(*models)
 
 
-def test_a_run_goes_on_to_the_same_bits_and_may_change_the_place(tmp_path: Path) -> None:
-    """Interrupted in its fourth step, and gone on with from the host, the device and the host."""
+@pytest.mark.parametrize("there", [HOST, StatesPlace.DISK])
+def test_a_run_goes_on_to_the_same_bits_and_may_change_the_place(
+    tmp_path: Path, there: StatesPlace
+) -> None:
+    """Interrupted in its fourth step, and gone on with from there, the device and there."""
     start = tiny_run(tmp_path)
     optimizer = replace(start.optimizer, states=DEVICE)
     model = ModelConfig(config=MODEL, dtype=DType.BFLOAT16)
@@ -244,16 +247,17 @@ def test_a_run_goes_on_to_the_same_bits_and_may_change_the_place(tmp_path: Path)
         return hook
 
     told: list[str] = []
-    for place, calls in ((HOST, 3), (DEVICE, 2), (HOST, 5), (HOST, 99)):
+    for place, calls in ((there, 3), (DEVICE, 2), (there, 5), (there, 99)):
         run = replace(start, model=model, optimizer=replace(optimizer, states=place))
         quiet = Quiet()
         fit(run, interrupt(calls), quiet)
-        told += [note for note in quiet.notes if "optimizer states: moved" in note]
+        told += quiet.notes
     same_weights(tmp_path / "reference", tmp_path / "run")
-    assert told == [
+    assert [note for note in told if "optimizer states: moved" in note] == [
         f"optimizer states: moved from the {before}; the values are the same"
-        for before in ("host", "device")
+        for before in (there, "device")
     ]
+    assert ("states on disk: 0.00 GiB in " in "\n".join(told)) is (there is not HOST)
 
 
 def test_what_a_run_expects_is_what_it_takes(tmp_path: Path) -> None:
