@@ -37,3 +37,10 @@ def test_what_was_measured_is_the_records() -> None:
         assert row["device_bytes_over_planned"] == pytest.approx(1.0, abs=0.015)
         cells = f"| {row['seconds']:.2f} s | {row['tokens_a_second']:,.0f} | {row['mfu']:.1%} |"
         assert f"{cells} {planned:.2f} s |" in readme
+        assert 1.10 <= row["seconds"] / row["planned"]["seconds"] <= 1.15
+    seconds = {row["name"]: row["seconds"] for row in steps}
+    slower = seconds["streamed at 131072"] / seconds["auto at 131072"]
+    assert f"on the host cost {slower - 1:.1%}" in text
+    for name in ("comparison", "run-file", "decisions/034-streamed-weights"):
+        page = (performance.PAGE.parent / f"{name}.md").read_text(encoding="utf-8")
+        assert f"{slower:.3f} times as long" in " ".join(page.split()), name
