@@ -527,6 +527,14 @@ def test_weights_that_are_not_each_of_one_place_are_refused(change: Callable[[An
         Step(model, streamed(GROUPED))
 
 
+def test_weights_that_others_have_packed_are_refused() -> None:
+    """Some of their numbers are buffers, of which a step has all on the device."""
+    model: Any = make_model("qwen2", torch.float32)
+    model.config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(UnsupportedError, match=r"^weights: .* by gptq, .*; use device$"):
+        Step(model, streamed(GROUPED))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

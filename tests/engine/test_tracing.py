@@ -375,6 +375,17 @@ def test_results_that_are_known_are_those_of_torch() -> None:
             assert (storages[0] == storages[1]) == (func is aten._unsafe_view.default)
 
 
+def test_a_result_is_of_the_default_dtype_of_its_time() -> None:
+    """Quotients of whole numbers have it."""
+    before = torch.get_default_dtype()
+    try:
+        for default in (torch.float64, torch.float32):
+            torch.set_default_dtype(default)
+            assert result_of(aten.div.Tensor, (WHOLE, WHOLE), {}).dtype is default
+    finally:
+        torch.set_default_dtype(before)
+
+
 # -- what is refused ---------------------------------------------------------------------------
 
 

@@ -1,8 +1,11 @@
 """States in a file on a drive: the same bits, bounded main memory, and refusals before a step."""
 
 import errno
+import mmap
 import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from farspan.train.context import inspect_model
 from farspan.train.memory import choose_place
 from farspan.train.optimizer import TrainingOptimizer, decays
 from farspan.train.planning import question_of
-from farspan.train.staged_states import DiskStates, Rule, ScratchFile
+from farspan.train.staged_states import DiskStates, Rule, ScratchFile, settle
 from tests.grids import crossed
 from tests.train.late import LateCopies
 from tests.train.planner import one_memory
@@ -260,6 +263,44 @@ def test_a_drive_that_fails_is_told_by_name(
     set_gradients(model, 0)
     with pytest.raises(WriteFailed, match=f"cannot write {tmp_path}: Input/output error"):
         optimizer.step(0.1, optimizer.gradient_norm())
+    monkeypatch.setattr(os, "preadv", broken)
+    set_gradients(model, 0)
+    with pytest.raises(WriteFailed, match=r"cannot read states on disk .* another folder"):
+        optimizer.step(0.1, optimizer.gradient_norm())
+
+
+def test_a_drive_that_fails_when_it_is_tried_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(number: int, *given: Any) -> Any:
+        if number == -1:  # memory alone
+            return anonymous(number, *given)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    model, anonymous = tiny(torch.bfloat16), mmap.mmap
+    for module, name in ((os, "pwritev"), (mmap, "mmap")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, broken)
+            with pytest.raises(UnsupportedError, match=r"^optimizer\.disk: .*Input/output error"):
+                TrainingOptimizer(model, on_disk(tmp_path))
+
+
+def test_all_requests_have_ended_when_one_has_failed() -> None:
+    begun, ended = threading.Event(), []
+
+    def late() -> None:
+        begun.wait()
+        ended.append("late")
+
+    def fails() -> None:
+        begun.set()
+        raise WriteFailed("broken")
+
+    with ThreadPoolExecutor(2) as pool:
+        requests = [pool.submit(late), pool.submit(fails)]
+        with pytest.raises(WriteFailed, match="broken"):
+            settle([requests[1], requests[0]])
+        assert ended == ["late"]
 
 
 def test_states_that_were_on_disk_stay_there_and_never_go_there_by_themselves() -> None:

@@ -11,7 +11,7 @@ import torch
 from farspan.distributed.run_context import DistributedContext
 from farspan.planner.evaluate import size
 from farspan.planner.request import Fit, Optimizer, Question
-from farspan.spec import MachineSpec
+from farspan.spec import MachineSpec, Tier
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, StatesPlace
 from farspan.train.context import Components, inspect_model
 from farspan.train.memory import Placed, bare_machine, choose_place
@@ -189,3 +189,10 @@ def test_a_machine_is_measured_once() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         ask(CUDA, dtype, lambda _: None)
     assert measured == ["cuda torch.float32", "cuda torch.bfloat16"]
+
+
+@pytest.mark.parametrize("weights", [Tier.DEVICE, Tier.HOST])
+def test_states_that_were_on_a_drive_stay_there(tmp_path: Path, weights: Tier) -> None:
+    """Wherever the weights are."""
+    run = run_of(tmp_path, schedule=ScheduleConfig(strategy="grouped", chunk=16, weights=weights))
+    assert place(run, before="disk") == Placed(StatesPlace.DISK, "as before")

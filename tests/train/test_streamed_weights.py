@@ -205,6 +205,10 @@ def test_a_device_apart_is_given_nothing_but_steps(tmp_path: Path) -> None:
     assert ctx.weights is not None
     assert step.weights is ctx.weights
     assert step.boundary.device == step.copies.device == ctx.weights.device == meta
+    described, known = ctx.describe(), step.model_spec  # with which a lighter schedule is sought
+    assert [x.work.parameters for x in described.layers] == [
+        x.work.parameters for x in known.layers
+    ]
     live = ctx.saver()._live  # type: ignore[attr-defined]
     kept = (*ctx.model.parameters(), *ctx.model.buffers(), *live.model.values())
     assert {t.device.type for t in (*kept, *live.optimizer.values())} == {"cpu"}

@@ -202,6 +202,17 @@ def test_what_the_run_file_says_otherwise_is_kept(tmp_path: Path, changes: dict[
     assert asked.moved is None
 
 
+@pytest.mark.parametrize("states", [StatesPlace.HOST, StatesPlace.DISK])
+def test_they_may_go_beside_states_that_are_there_or_on_a_drive(
+    tmp_path: Path, states: StatesPlace
+) -> None:
+    run = run_of(tmp_path, optimizer=OptimizerConfig(warmup=2, states=states))
+    asked = questions_of_run(run, Asked(machine=apart(GIB)), print)
+    assert asked.moved is not None
+    assert asked.moved.optimizer.value == states.value
+    assert asked.moved.weights is Tier.HOST
+
+
 def test_the_longest_context_is_that_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,8 +124,8 @@ class Bench:
 
     def _under_load(self, call: Call, first: float) -> float:
         """As steps of many seconds see it. A GPU lowers its clock when it reaches its limit of
-        power, some tenths of a second after work begins: an H200 then makes 690 TFLOP/s of the 780
-        of its first products, and 530 of 580 in the backward of attention."""
+        power, some tenths of a second after work begins: an H200 then makes 690 TFLOP/s of the 740
+        of its first products, and 530 of 590 in the backward of attention."""
         repeats = math.ceil(self.effort.loaded / 2 / first)
         self._run(call, repeats)
         return self._run(call, repeats)

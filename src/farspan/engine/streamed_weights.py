@@ -26,7 +26,16 @@ from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.fsdp import ParameterSlot, find_parameters, gradient_dtype
 from farspan.engine.gradients import GradientAccumulator
 from farspan.engine.tiers import Arena, CopyEngine
-from farspan.hf.quantized import elements, empty_like, empty_parts, is_known, parts_of, put_parts
+from farspan.hf.quantized import (
+    BITSANDBYTES,
+    elements,
+    empty_like,
+    empty_parts,
+    format_of,
+    is_known,
+    parts_of,
+    put_parts,
+)
 from farspan.hf.stages import CausalLMStages
 from farspan.memory.host import refuse_beyond
 from farspan.program import buffer_names as names
@@ -91,6 +100,13 @@ class StreamedWeights:
         """Moves the model to main memory, in place; steps compute on the boundary's device. Raises
         UnsupportedError for a model with parameters that are more than their numbers, or of which
         layers share one."""
+        packed = format_of(boundary.model.config) or {}
+        by = packed.get("quant_method", BITSANDBYTES)
+        if by != BITSANDBYTES:  # some keep numbers in buffers, too
+            raise UnsupportedError(
+                f"weights: the model is quantised by {by}, and host moves plain weights and those "
+                f"of {BITSANDBYTES}; use device"
+            )
         self.device = boundary.device
         self._model = boundary.model
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []  # while a step runs, those here

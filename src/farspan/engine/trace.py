@@ -234,7 +234,7 @@ MOST_RESULTS = 1 << 16
 def result_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What the operation returns. On the meta device torch 2.13 finds by Python what most of them
     do, in 0.2 ms; what one is known to return is made anew in a tenth of that."""
-    key: list[Any] = [func, *kwargs]
+    key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
     if not _returns_new(func) or not _describe((*args, *kwargs.values()), key):
         return func(*args, **kwargs)
     known = _RESULTS.get(tuple(key))

@@ -35,6 +35,9 @@ WHOLE = (
 UNTRAINED = ("mxfp4", "nvfp4")
 
 
+BITSANDBYTES = "bitsandbytes"  # the format whose weights are unpacked, copied and moved here
+
+
 def format_of(config: PretrainedConfig) -> dict[str, Any] | None:
     """What a model's configuration says of the quantisation of its weights; None: there is none."""
     found = getattr(config, "quantization_config", None)
@@ -83,7 +86,7 @@ def arguments(config: PretrainedConfig, nf4: bool, dtype: torch.dtype, device: A
     already = format_of(config)
     if already is None and not nf4:
         return {}
-    if already is None or already.get("quant_method") == "bitsandbytes":
+    if already is None or already.get("quant_method") == BITSANDBYTES:
         try:
             load("bitsandbytes.nn", "Linear4bit"), load("accelerate", "init_empty_weights")
         except ImportError as error:

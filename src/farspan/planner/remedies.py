@@ -43,8 +43,7 @@ def remedies_of(question: Question, fits: Fits, tries: int = TRIES) -> tuple[Rem
                 return
             if fits(changed):
                 # A change that helps alone needs no other.
-                words = set(remedy.options.split())
-                if not any(words.issuperset(known.options.split()) for known in found):
+                if not any(_pairs(remedy) >= _pairs(known) for known in found):
                     found.append(remedy)
                 return
 
@@ -68,6 +67,12 @@ def remedies_of(question: Question, fits: Fits, tries: int = TRIES) -> tuple[Rem
         if not any(remedy.same for remedy in found):
             first(changes)
     return tuple(found)
+
+
+def _pairs(remedy: Remedy) -> set[tuple[str, str]]:
+    """Its options and their values."""
+    words = remedy.options.split()
+    return set(zip(words[::2], words[1::2], strict=True))
 
 
 def _both(first: Kind, second: Kind, question: Question) -> Changes:

@@ -257,7 +257,7 @@ class RunContext:
         """The model as programs are made for it."""
         if self.sharded_model is not None:
             return self.sharded_model.spec
-        found = describe(CausalLMStages(self.model, self.device))
+        found = describe(CausalLMStages(self.model), self.device)
         return found if self.weights is None else self.weights.counted(found)
 
     def held_bytes(self) -> int:

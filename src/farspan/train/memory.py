@@ -155,11 +155,11 @@ def is_unified(device: torch.device) -> bool:
 
 
 def leaves_weights_open(run: RunConfig) -> bool:
-    """Whether weights may go to main memory, with AdamW's states, where they do not fit on the
-    device: the run file has the planner choose, and says nothing else of them."""
+    """Whether weights may go to main memory, with AdamW's states there or on a drive, where they do
+    not fit on the device: the run file has the planner choose, and says nothing else of them."""
     schedule, states = run.schedule, run.optimizer.states
     is_open = schedule.strategy == AUTO and schedule.weights is schedule.weight_gradients is None
-    return is_open and states in (StatesPlace.AUTO, StatesPlace.HOST)
+    return is_open and states in (StatesPlace.AUTO, StatesPlace.HOST, StatesPlace.DISK)
 
 
 def with_weights_there(run: RunConfig) -> RunConfig:

@@ -289,6 +289,7 @@ def _with_states(run: RunConfig, question: Question, named: str | None) -> Itera
 def _with_weights_there(run: RunConfig, question: Question) -> Question | None:
     """The question of a run whose weights may go to main memory, with them there."""
     apart = question.layout.devices() == 1 and not question.machine.unified
-    if not apart or question.nf4 or question.optimizer is not Optimizer.HOST:
+    away = question.optimizer in (Optimizer.HOST, Optimizer.DISK)
+    if not apart or question.nf4 or not away:
         return None
     return replace(question, weights=Tier.HOST) if leaves_weights_open(run) else None

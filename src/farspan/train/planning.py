@@ -439,6 +439,8 @@ def _place_states(
     device = world.device
     if run.optimizer.states is not StatesPlace.AUTO:
         return Placed(run.optimizer.states, "as the run file says")
+    if before == StatesPlace.DISK:
+        return Placed(StatesPlace.DISK, "as before")
     if run.schedule.weights is Tier.HOST:
         return WITH_WEIGHTS
     if is_unified(device):

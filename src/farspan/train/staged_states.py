@@ -32,7 +32,7 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ from torch.optim.adamw import adamw
 
 from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.context import ParallelContext
-from farspan.durable import write_failure
+from farspan.durable import WriteFailed, write_failure
 from farspan.engine.tiers import Arena, CopyEngine, pages, refuse_beyond_together
 from farspan.memory.host import GIB
 from farspan.planner.states import DISK_SLOTS, MOMENTS, SECTOR, SLOTS, sectors, staged_elements
@@ -234,8 +234,10 @@ class HostStates:
                     self._update(pieces[done], self._slots[done % SLOTS], next(states), lr)
             next(states, None)  # the last piece is done with
         finally:
-            states.close()
-            self._copies.end()
+            try:
+                states.close()
+            finally:
+                self._copies.end()
         self._began = True
 
     def _pieces(self) -> Iterator[_ParameterSlice]:
@@ -353,7 +355,13 @@ class ScratchFile:
                 f"{free.f_bavail * free.f_frsize:,} free ({error.strerror}); free some, or name a "
                 "folder on another drive"
             ) from error
-        self.memory = mmap.mmap(self._number, size)
+        try:
+            self.memory = mmap.mmap(self._number, size)
+        except OSError as error:
+            raise UnsupportedError(
+                f"optimizer.disk: a file in {folder} cannot be mapped: {error.strerror}; name a "
+                "folder on a local drive"
+            ) from error
         self.direct = self._go_direct()
         self._pool = ThreadPoolExecutor(THREADS, "farspan-disk")
 
@@ -385,7 +393,14 @@ class ScratchFile:
                     raise OSError("the file has ended")
                 left, at = left[moved:], at + moved
         except OSError as error:
-            raise write_failure(self.folder, error.strerror or str(error)) from error
+            reason = error.strerror or str(error)
+            if call is os.preadv:
+                raise WriteFailed(
+                    f"cannot read states on disk in {self.folder}: {reason}; the drive may be "
+                    "failing: name another folder in optimizer.disk, then run the same command "
+                    "again"
+                ) from error
+            raise write_failure(self.folder, reason) from error
 
     def flush(self) -> None:
         """What was written through `memory` is there for direct reads, and its pages may go."""
@@ -403,8 +418,7 @@ class ScratchFile:
         def move(begin: Callable[[Tensor, int], "Future[None]"]) -> float:
             began, places = time.perf_counter(), range(0, size, extent)
             requests = [begin(slab[at : min(at + extent, size)], at) for at in places]
-            for request in requests:
-                request.result()
+            settle(requests)
             return size / (time.perf_counter() - began)
 
         written, read = move(self.write), move(self.read)
@@ -423,8 +437,14 @@ class _DiskSlot:
     def wait(self) -> None:
         """Until what was begun is done. Raises WriteFailed."""
         requests, self.requests = self.requests, []
-        for request in requests:
-            request.result()
+        settle(requests)
+
+
+def settle(requests: Iterable["Future[None]"]) -> None:
+    """Waits for all of them. Raises what the first that failed has raised."""
+    failed = [error for request in requests if (error := request.exception()) is not None]
+    if failed:
+        raise failed[0]
 
 
 class DiskStates(HostStates):
@@ -446,10 +466,14 @@ class DiskStates(HostStates):
             self._open_file()
         except UnsupportedError as error:
             refusal = error
+        except WriteFailed as error:
+            refusal = UnsupportedError(f"optimizer.disk: {error}")
         if ranks is not None and ranks.layout.devices() > 1:
             failed = [rank for rank, (no,) in enumerate(ranks.figures([refusal is not None])) if no]
             if failed and refusal is None:
-                refusal = UnsupportedError(f"optimizer.disk: refused on rank {failed[0]}")
+                refusal = UnsupportedError(
+                    f"optimizer.disk: refused on rank {failed[0]}, whose output says why"
+                )
         if refusal is not None:
             raise refusal
 
@@ -505,8 +529,7 @@ class DiskStates(HostStates):
                     following = slots[(index + ahead) % DISK_SLOTS]
                     self._begin(self._file.read, pieces[index + ahead], following)
         finally:
-            for slot in slots:
-                slot.wait()
+            settle([request for slot in slots for request in slot.requests])
 
     def _begin(
         self,
