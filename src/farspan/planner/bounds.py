@@ -281,7 +281,10 @@ def _fullest(frames: Frames) -> Array:
     else:
         device = device + np.maximum(first[0], backward[0])
         host = host + np.maximum(first[1], backward[1])
-    return np.stack([np.maximum.reduceat(of, groups.at) for of in (device, host)])
+    # Six times as fast as `np.maximum.reduceat`.
+    ends = zip(groups.at, [*groups.at[1:], len(groups.cut)], strict=True)
+    cut_groups = [slice(*pair) for pair in ends]
+    return np.stack([[of[own].max(axis=0) for own in cut_groups] for of in (device, host)])
 
 
 # -- phases ------------------------------------------------------------------------------------

@@ -147,8 +147,8 @@ def room(question: Question, device: Array, host: Array) -> Array:
 
 def may_fit(family: Family, device: Array, host: Array) -> NDArray[np.bool_]:
     """[K, F, T]: choices that do by these bytes; of those that are one schedule the first."""
-    question = family[0].cell_prices.whole
-    return np.asarray((room(question, device, host) >= 0) & differing(family[-1]))
+    fits = room(family[0].cell_prices.whole, device, host) >= 0
+    return np.asarray(fits & differing(family[-1]) if fits.any() else fits)
 
 
 def states_do_not_fit(question: Question) -> bool:

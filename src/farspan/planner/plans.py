@@ -78,14 +78,15 @@ def best_plan(
 
 
 def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
-    """`chosen`, the chosen plan by its whole program; the others are composed."""
+    """`chosen`, with the chosen plan's bytes by its whole program; the others' are outlines'."""
     best, others = chosen(plans)
     if not best.fits:
         return best, others
-    whole = evaluate(question, best.strategy, best.schedule)
+    sized = size(question, best.schedule)
+    whole = replace(best, device=sized.device, host=sized.host)
     if whole.fit < best.fit and others:  # for want of a few bytes between buffers
-        return _whole(question, [replace(whole, gap=best.gap), *others])
-    return replace(whole, gap=best.gap), others
+        return _whole(question, [whole, *others])
+    return whole, others
 
 
 def plan_as_written(

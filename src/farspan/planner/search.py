@@ -127,10 +127,12 @@ class Frontier:
         found, _ = taken(family)
         self.size = found.device.size
         fits = quick.may_fit(family, found.device, found.host)
-        self.bound, self.bound_in_line = (
-            float(np.min(slowest(family, in_line=way), where=fits, initial=INFINITE))
-            for way in (False, True)
-        )
+        self.bound = self.bound_in_line = INFINITE
+        if fits.any():
+            self.bound, self.bound_in_line = (
+                float(np.min(slowest(family, in_line=way), where=fits, initial=INFINITE))
+                for way in (False, True)
+            )
         self.lowest = self.bound
 
     def in_line(self) -> "Frontier":
