@@ -30,6 +30,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from farspan import Schedule, Step, strategy
 from farspan.engine.memory import PeakMemory
 from farspan.engine.microbench import describe_machine
+from farspan.engine.streamed_weights import StreamedWeights
+from farspan.hf.stages import CausalLMStages
 from farspan.spec import Tier
 from farspan.train.config import OptimizerConfig, StatesPlace
 from farspan.train.optimizer import TrainingOptimizer
@@ -87,9 +89,11 @@ def farspan_step(ids: Tensor, schedule: Schedule) -> Callable[[], float]:
 def updated_step(ids: Tensor, schedule: Schedule) -> Callable[[], float]:
     """With states where the weights are."""
     model = make_model()
-    states = StatesPlace.HOST if schedule.weights is Tier.HOST else StatesPlace.DEVICE
-    optimizer = TrainingOptimizer(model, OptimizerConfig(states=states), weights=schedule.weights)
-    run = Step(model, schedule)
+    states, streamed = StatesPlace.DEVICE, None
+    if schedule.weights is Tier.HOST:
+        states, streamed = StatesPlace.HOST, StreamedWeights(CausalLMStages(model))
+    optimizer = TrainingOptimizer(model, OptimizerConfig(states=states), streamed=streamed)
+    run = Step(model, schedule, weights=streamed)
 
     def step() -> float:
         loss = float(run(ids, ids))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from farspan import cli
 from farspan.planner.machines import MachineFile, machine, read
 from farspan.spec import UnsupportedError
+from farspan.train.staged_states import drive_rate
 
 
 def call(*arguments: str) -> Any:
@@ -109,3 +111,18 @@ def test_a_gpu_that_is_not_there_is_refused(asked: list[tuple[torch.device, bool
     assert isinstance(outcome.exception, UnsupportedError)
     assert "device: no CUDA device" in str(outcome.exception)
     assert asked == []
+
+
+def test_a_drive_is_measured_where_a_folder_is_named(
+    asked: list[tuple[torch.device, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = partial(drive_rate, elements=2**14, passes=1)
+    monkeypatch.setattr("farspan.cli.calibrate.drive_rate", small)
+    path = tmp_path / "mine.json"
+    assert call("--device", "cpu", "-o", str(path), "--disk", str(tmp_path)).exit_code == 0
+    assert 0 < machine(path).disk != machine("l40s").disk
+    assert "disk" not in read(path).sources
+    refused = call("--disk", str(tmp_path / "no" / "where"))
+    assert isinstance(refused.exception, UnsupportedError)
+    assert "cannot make a file in" in str(refused.exception)
+    assert len(asked) == 1

@@ -184,6 +184,14 @@ def test_json_has_what_a_program_needs(asked: object) -> None:
     assert budget["total"] == sum(budget["parts"].values()) <= budget["limit"]
 
 
+def test_json_says_what_a_step_takes_of_a_drive() -> None:
+    small = (*SMALL, "--context", "16K", "--strategy", "recompute", "--json")
+    drive = json.loads(call(*small, "--weights", "host", "--optimizer", "disk").stdout)["drive"]
+    assert drive["seconds"] == pytest.approx(2 * drive["bytes_a_step"] / drive["bytes_a_second"])
+    assert drive["endures_steps"] == pytest.approx(drive["endures_bytes"] / drive["bytes_a_step"])
+    assert "drive" not in json.loads(call(*small).stdout)
+
+
 def test_longest_contexts_of_all_strategies(
     asked: list[tuple[Question, Sequence[str] | None]],
 ) -> None:

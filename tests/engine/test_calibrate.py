@@ -93,7 +93,7 @@ def test_a_calibrated_machine_is_a_machine_file(device: torch.device, tmp_path: 
     assert file.spread.keys() == timed
     assert min(file.spread.values()) >= 1.0
     # What one process cannot measure is said to be assumed.
-    assert file.sources.keys() == {"peer", "network", "latency"}
+    assert file.sources.keys() == {"peer", "network", "latency", "disk"}
     assert file.measured_on["versions"]["torch"] == torch.__version__
     assert file.measured_on["pinned_bytes_a_second"] > 0
 

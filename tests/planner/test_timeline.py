@@ -13,6 +13,7 @@ from farspan.planner.evaluate import evaluate, outlined, size
 from farspan.planner.feasibility import composed
 from farspan.planner.prices import Prices
 from farspan.planner.request import Optimizer, Question
+from farspan.planner.states import update_seconds
 from farspan.planner.timeline import AHEAD, fold, run_time, spans
 from farspan.program.builder import build_program
 from farspan.program.dependencies import Lane, waits
@@ -292,6 +293,38 @@ def test_few_layers_take_the_time_of_all(schedule: Schedule, gpus: int, slower: 
     lanes = {field.name for field in fields(whole.seconds)} - {"total", "bound"}
     for lane in lanes:
         assert getattr(few.seconds, lane) == pytest.approx(getattr(whole.seconds, lane))
+
+
+@pytest.mark.parametrize("slower", [1, 20])
+@pytest.mark.parametrize("groups", [(2,) * 14, (1,) * 28, (14, 14), (28,)])
+def test_an_update_beside_the_next_step_is_waited_for(groups: tuple[int, ...], slower: int) -> None:
+    """By each group's first pass, with main memory as it is and so slow that nothing hides it."""
+    asked = Request("Qwen2.5-7B", "32K", "h200", optimizer="host", weights="host").question()
+    memory = asked.machine.host_memory / slower
+    roomy = replace(asked.machine, device_bytes=2**45, host_bytes=2**45, host_memory=memory)
+    asked = replace(asked, machine=roomy)
+    schedule = Schedule(2**13, groups, kv_kept=True, weights=Tier.HOST)
+    plan, update = evaluate(asked, "grouped", schedule), update_seconds(asked)
+    prices = Prices(asked, build_program(asked.model, asked.run, schedule))
+    alone, took = run_time(prices, overlap=True).total, plan.seconds
+    assert took.optimizer + took.beside == pytest.approx(update)
+    assert took.total == pytest.approx(alone + took.optimizer)
+    assert max(alone, update) <= took.total <= (alone + update) * (1 + CLOSE)
+    few, _ = composed(asked, "grouped", schedule, outlined(asked, schedule))
+    assert few.seconds.total == pytest.approx(took.total, rel=0.01)
+    updated, first = prices.updated(), dict[int, float]()
+    assert updated[-1] == pytest.approx(update)
+    for span in spans(prices, beside=True):
+        i = prices.program.instructions[span.index]
+        if isinstance(i, Forward):
+            first.setdefault(i.layer, span.start)
+    begins = [first[sum(groups[:group])] for group in range(len(groups))]
+    assert all(begin >= new for begin, new in zip(begins, updated, strict=True))
+    if slower > 1:  # a group that comes early waits for the next one's update, too
+        assert begins[-1] == pytest.approx(update, rel=0.15)
+    in_line = evaluate(replace(asked, overlap=False), "grouped", schedule).seconds
+    assert in_line.beside == 0.0
+    assert in_line.optimizer == pytest.approx(update)
 
 
 def test_a_fold_stands_for_every_layer() -> None:

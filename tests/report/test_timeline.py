@@ -13,7 +13,7 @@ from farspan.planner.request import Optimizer, Plan, Question
 from farspan.program.layout import Layout
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.report.timeline import LANES, timeline_json
-from farspan.spec import RunSpec
+from farspan.spec import RunSpec, Tier
 from tests.planner.machines import slow_machine
 from tests.planner.test_bound import with_work
 from tests.program.cases import model_of
@@ -72,6 +72,18 @@ def test_lanes_do_not_overlap_themselves_and_end_with_the_prediction(
         assert computed >= expected - len(lanes["compute"])
     else:
         assert abs(computed - expected - seconds.host * 1e9) <= len(lanes["compute"]) + 1
+
+
+def test_an_update_beside_the_next_step_has_a_lane() -> None:
+    plan = planned("grouped")
+    question = replace(plan.question, optimizer=Optimizer.HOST, weights=Tier.HOST)
+    plan = evaluate(question, "grouped", replace(plan.schedule, weights=Tier.HOST))
+    _, lanes = loaded(plan)
+    ((start, end, words),) = lanes["update"]
+    assert (start, words) == (0, "optimizer's update")
+    assert abs(end - (plan.seconds.optimizer + plan.seconds.beside) * 1e9) <= 1
+    last = max(end for events in lanes.values() for _, end, _ in events)
+    assert abs(last - plan.seconds.total * 1e9) <= 1
 
 
 def test_in_line_nothing_happens_at_the_same_time() -> None:

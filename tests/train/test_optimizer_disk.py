@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import WriteFailed
 from farspan.engine.memory import PeakMemory
+from farspan.engine.streamed_weights import StreamedWeights
+from farspan.hf.stages import CausalLMStages
 from farspan.memory.host import TooLarge
 from farspan.planner.states import DISK_SLOTS, drive_bytes, states
 from farspan.spec import Tier, UnsupportedError
@@ -82,7 +84,8 @@ def test_beside_weights_in_main_memory_nothing_is_copied(
     models = [tiny(dtype) for _ in range(2)]
     update(models[0], OptimizerConfig(states=DEVICE))
     config = on_disk(tmp_path)
-    optimizer = TrainingOptimizer(models[1], config, weights=Tier.HOST)
+    streamed = StreamedWeights(CausalLMStages(models[1]))
+    optimizer = TrainingOptimizer(models[1], config, streamed=streamed)
     for step, lr in enumerate(LRS):
         set_gradients(models[1], step)
         optimizer.step(lr, optimizer.gradient_norm())
@@ -181,8 +184,9 @@ def test_planned_bytes_are_those_taken(tmp_path: Path, dtype: DType, weights: Ti
     question = question_of(run, found, one_memory(), DISK, world)
     question = replace(question, weights=weights)
     planned = states(question, ((0, 1), (1, 2)))
+    streamed = StreamedWeights(CausalLMStages(model)) if weights is Tier.HOST else None
     with PeakMemory(CPU) as meter:
-        optimizer = TrainingOptimizer(model, on_disk(tmp_path), weights=weights)
+        optimizer = TrainingOptimizer(model, on_disk(tmp_path), streamed=streamed)
     held, counters = optimizer.held(), 4 * len(optimizer.parameters)
     assert held.device == planned.optimizer == 0
     assert held.host == planned.optimizer_on_host + counters

@@ -2,6 +2,7 @@
 the device."""
 
 import json
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from farspan.distributed.run_context import DistributedContext
+from farspan.durable import WriteFailed
 from farspan.engine.memory import _static
 from farspan.engine.step import Step
-from farspan.engine.streamed_weights import StreamedWeights
+from farspan.engine.streamed_weights import StreamedWeights, _StreamedUnit
 from farspan.hf.load import load_model
 from farspan.hf.stages import CausalLMStages
 from farspan.memory.host import TooLarge
@@ -35,6 +37,7 @@ from farspan.train.console import Interrupt, Observer
 from farspan.train.context import Components, RunContext
 from farspan.train.optimizer import TrainingOptimizer
 from farspan.train.setup import make_context, resolve
+from farspan.train.staged_states import HostStates
 from farspan.train.trainer import train
 from tests.numerics import assert_exact
 from tests.train.planner import planned_components
@@ -92,6 +95,79 @@ def test_a_run_is_the_resident_one(tmp_path: Path, name: str) -> None:
     text = "\n".join(quiet.notes)
     assert "weights and their gradients on host" in text
     assert "optimizer states: in main memory, updated there" in text
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Updates of a thread begin when somebody waits for them: so far the next step has come. Who
+    did, by name."""
+    waited: list[str] = []
+    asked, update = threading.Event(), HostStates.update
+
+    def waits(of: type, busy: str) -> None:
+        settle = of.settle  # type: ignore[attr-defined]
+
+        def heard(self: Any) -> None:
+            if getattr(self, busy) is not None:
+                waited.append(of.__name__)
+                asked.set()
+            settle(self)
+
+        monkeypatch.setattr(of, "settle", heard)
+
+    def late_update(self: HostStates, lr: float, begins: Any = None, ends: Any = None) -> None:
+        assert begins is None or asked.wait(60.0)
+        update(self, lr, begins, ends)
+        asked.clear()
+
+    waits(_StreamedUnit, "updated")
+    waits(TrainingOptimizer, "_updating")
+    monkeypatch.setattr(HostStates, "update", late_update)
+    return waited
+
+
+@pytest.mark.parametrize("states", [StatesPlace.HOST, StatesPlace.DISK])
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_beside_the_next_step_changes_nothing(
+    tmp_path: Path, late: list[str], states: StatesPlace, name: str
+) -> None:
+    """Not what is trained, nor what evaluations and checkpoints between steps see."""
+    optimizer = OptimizerConfig(lr=1e-2, warmup=2, clip=0.05, states=states)
+    found = []
+    for overlap in (False, True):
+        config = replace(optimizer, overlap=overlap)
+        run = run_of(tmp_path / str(overlap), optimizer=config, **CASES[name])
+        train(run, reporter=Quiet())
+        found.append(outcome(Path(run.folder)))
+    assert_same(*found)
+    assert late.count("_StreamedUnit") > len(late) / 2
+
+
+def test_an_update_that_fails_is_heard_of_and_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the step that has begun, or by the checkpoint; a second try has the same bits."""
+    optimizer = OptimizerConfig(states=StatesPlace.HOST, overlap=True)
+    whole = run_of(tmp_path / "whole", optimizer=optimizer, model=BF16)
+    train(whole, reporter=Quiet())
+    run = replace(whole, folder=str(tmp_path / "failed"))
+    update, failed = HostStates._update, list[Any]()
+
+    def failing(self: HostStates, piece: Any, *given: Any) -> None:
+        assert not failed
+        if self._updates[piece.name] == 3 and "layers.1" in piece.name:
+            failed.append(piece)
+            raise WriteFailed("the drive is full")
+        update(self, piece, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostStates, "_update", failing)
+        with pytest.raises(WriteFailed, match="drive is full"):
+            train(run, reporter=Quiet())
+    saved = [path.name for path in (Path(run.folder) / "checkpoints").iterdir()]
+    assert saved == ["step-00000002"]
+    train(run, reporter=Quiet())
+    assert_same(outcome(Path(run.folder)), outcome(Path(whole.folder)))
 
 
 @pytest.mark.parametrize(
@@ -247,8 +323,9 @@ def test_states_are_made_beside_the_weights(
 ) -> None:
     """As many bytes as on the device, no slots, and refused before they are taken."""
     model = load_tiny(config=MODEL, dtype=dtype, seed=1)
+    streamed = StreamedWeights(CausalLMStages(model))
     host = OptimizerConfig(states=StatesPlace.HOST)
-    held = TrainingOptimizer(model, host, weights=Tier.HOST).held()
+    held = TrainingOptimizer(model, host, streamed=streamed).held()
     assert (held.device, held.host) == (
         0,
         TrainingOptimizer(model, OptimizerConfig()).held().device,
@@ -257,7 +334,7 @@ def test_states_are_made_beside_the_weights(
     with pytest.raises(
         TooLarge, match=r"optimizer's states in main memory needs .* \(model\.lora\)"
     ):
-        TrainingOptimizer(model, host, weights=Tier.HOST)
+        TrainingOptimizer(model, host, streamed=streamed)
 
 
 def test_expected_memory_is_where_it_is(tmp_path: Path) -> None:

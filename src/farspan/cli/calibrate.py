@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from farspan.profile.catalog import find_config, presets
 from farspan.profile.model import ModelProfile, Variant
 from farspan.report.tables import machine_view, show
 from farspan.spec import UnsupportedError
+from farspan.train.staged_states import drive_rate
 
 app, profile_app = typer_app(), typer_app()
 
@@ -31,6 +33,10 @@ def calibrate_command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Seconds rather than a minute, and less sure.")
     ] = False,
+    disk: Annotated[
+        Path | None,
+        typer.Option(help="Measure the drive of this folder, too, with a file of 1.6 GB."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help=f"File to write; default: {user_file()}.")
     ] = None,
@@ -40,7 +46,14 @@ def calibrate_command(
     chosen, path = device_of(device), output or user_file()
     check_place(path)
     with Console(stderr=True).status("measuring") as status:
+        rate = None
+        if disk is not None:  # first: it may be refused
+            status.update("the drive")
+            rate = drive_rate(disk)
         measured = calibrate(chosen, progress=status.update, quick=quick)
+    if rate is not None:
+        known = {name: words for name, words in measured.sources.items() if name != "disk"}
+        measured = replace(measured, spec=replace(measured.spec, disk=rate), sources=known)
     write(measured, path)
     if (words := busy_words(measured.spread)) is not None:
         print(f"warning: {words}", file=sys.stderr)

@@ -22,7 +22,7 @@ from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.request import SHARE, Optimizer, Plan, Question
 from farspan.profile.catalog import presets
 from farspan.program.strategies import AUTO, STRATEGIES
-from farspan.report.plan import contexts_view, plan_view
+from farspan.report.plan import contexts_view, drive_json, plan_view
 from farspan.report.tables import show
 from farspan.report.timeline import timeline_json
 from farspan.spec import Quantization, Tier, UnsupportedError, dtype_name
@@ -76,7 +76,9 @@ class PlanAnswer:
     def to_json(self) -> dict[str, Any]:
         """The chosen plan; beside it, where they were asked for, the longest contexts."""
         chosen = self.chosen()
-        answer = {"fits": False} if chosen is None else {**chosen.to_json(), **self.run}
+        answer: dict[str, Any] = {"fits": False}
+        if chosen is not None:
+            answer = {**chosen.to_json(), **drive_json(chosen.question), **self.run}
         return answer if self.longest is None else answer | self.longest.to_json()
 
     def show(self) -> None:

@@ -138,6 +138,7 @@ ASSUMED = {
     "peer": "assumed: through main memory, as fast as the slower direction",
     "network": "assumed: as the link; one process cannot measure it",
     "latency": "assumed: one process cannot measure it",
+    "disk": "assumed: farspan calibrate --disk FOLDER measures it",
 }
 PAGEABLE = "measured with pageable memory, since none can be locked here; copies do not overlap"
 

@@ -14,13 +14,18 @@ unpacked with, scales and tables, lies beside them and comes with them.
 Gradients are added up in slots like them, in fp32, and leave once, when their group closes. Where
 `.grad` holds those of earlier batches, they come first, so that sums are added in the order, and to
 the bits, of a step whose gradients stay on the device.
+
+An update may still be under way when the next step begins (`await_update`): a unit is fetched when
+it is done with. No gradient leaves before that, since every group runs forward first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.fsdp import ParameterSlot, find_parameters, gradient_dtype
@@ -57,6 +62,7 @@ class _Streamed:
     addresses: list[int] = field(default_factory=list)  # where its parts are in main memory
     home: Tensor | None = None  # where its gradient's sum is kept in main memory
     sum: Tensor | None = None  # where it is added up, in a slot
+    norm: Tensor | None = None  # of the sum at home, a scalar on the device
 
     def parts_in(self, memory: Arena, start: int) -> list[Tensor]:
         """Views of a memory for its parts, where its unit's weights begin there."""
@@ -76,6 +82,7 @@ class _StreamedUnit:
     sum_size: int = 0  # and of their gradients
     memory: Tensor | None = None  # uint8: the weights of all, in main memory
     place: Tensor | None = None  # uint8: where they come to
+    updated: "Future[None] | None" = None  # until they are
 
     def lay_out(self) -> None:
         """The parameters one behind the other. A multiple of 4 KiB comes before one of 2 KiB, and
@@ -90,6 +97,12 @@ class _StreamedUnit:
         for p in sorted(self.parameters, key=lambda p: _divides(p.sum_bytes())):
             p.sum_offset, self.sum_size = self.sum_size, self.sum_size + p.sum_bytes()
         self.size, self.sum_size = (-(-n // _LOAD) * _LOAD for n in (self.size, self.sum_size))
+
+    def settle(self) -> None:
+        """Waits until an update is done with it. Raises what the update has raised."""
+        updated, self.updated = self.updated, None
+        if updated is not None:
+            updated.result()
 
 
 class StreamedWeights:
@@ -164,10 +177,12 @@ class StreamedWeights:
         self.reserve_sums()
         for p in self._all():
             if p.home is not None and _takes_sums(p.own):
-                p.own.grad = p.home.zero_()
+                p.own.grad, p.norm = p.home.zero_(), None
 
     def release(self) -> None:
         """Give back the room for gradients; those that `.grad` has keep their numbers."""
+        for one in self._units:
+            one.settle()
         for p in self._all():
             p.home = None
         self._sums.release()
@@ -202,6 +217,27 @@ class StreamedWeights:
             parameters=sum(work.parameters for work in works) + outer,
             trainable=sum(one.sum_size for one in self._units) // wide,
         )
+
+    def trained(self) -> list[list[nn.Parameter]]:
+        """The user's parameters that are trained, by unit, in the order in which a step needs
+        them."""
+        units = [*self._units[-1:], *self._units[:-1]]
+        return [[p.own for p in one.parameters if p.trained] for one in units]
+
+    def norms(self) -> dict[int, Tensor]:
+        """By id of the user's parameter the norm of its `.grad`, as the device had it before it
+        left: of each whose `.grad` is the sum of a step, as nobody has changed it since."""
+        return {
+            id(p.own): p.norm
+            for p in self._all()
+            if p.norm is not None and p.own.grad is not None and p.own.grad is p.home
+        }
+
+    def await_update(self, updated: "Sequence[Future[None]]") -> None:
+        """Let each unit, in the same order, wait for its own before a step reads it."""
+        units = [*self._units[-1:], *self._units[:-1]]
+        for one, done in zip(units, updated, strict=True):
+            one.updated = done
 
     @property
     def nbytes(self) -> int:
@@ -266,6 +302,7 @@ class StreamedWeights:
         for one in self._of(program, i.group, outer=i.outer):
             assert one.memory is not None
             assert one.place is not None
+            one.settle()
             copies.fetch(one.place, one.memory)
 
     def open(
@@ -287,6 +324,7 @@ class StreamedWeights:
             total = sums.take(p.used)
             if total is not None:
                 assert p.home is not None
+                p.norm = get_total_norm([total])
                 copies.evict(p.home, total)
                 self._left.append(p)
 

@@ -20,6 +20,7 @@ from farspan.planner.cell_prices import Array, CellPrices
 from farspan.planner.evaluate import INPUT_BYTES, kinds_of
 from farspan.planner.pass_counts import CellCounts, Counts, Cuts, Kept, Part, Role, cells
 from farspan.planner.request import Question
+from farspan.planner.states import update_overlaps
 from farspan.program.layout import kept_chunks
 from farspan.spec import LayerSpec, Schedule, Tier
 
@@ -118,9 +119,9 @@ LANES = 5
 LINK = 2  # fetch, evict
 
 
-def seconds(frames: Frames, *, in_line: bool = False) -> Array:
-    """[K, F, T]: of a step, its update included; memory is not looked at. `in_line`: as if nothing
-    overlapped."""
+def seconds(frames: Frames, *, in_line: bool = False, update: bool = True) -> Array:
+    """[K, F, T]: of a step, with or without its update; memory is not looked at. `in_line`: as if
+    nothing overlapped."""
     cell_prices, question = frames.cell_prices, frames.cell_prices.question
     work, copies = frames.lanes
     working = work[:, COMPUTE] + work[:, COLLECTIVE]
@@ -134,7 +135,10 @@ def seconds(frames: Frames, *, in_line: bool = False) -> Array:
         total = spread(copies.sum(axis=1), ON_HOST)
         total += (working + work[:, HOST] + work[:, FETCH] + work[:, EVICT])[..., None]
     stages, count = question.layout.pipeline, len(cell_prices.chunks)
-    return np.asarray(total * ((count + stages - 1) / count) + cell_prices.update)
+    total = total * ((count + stages - 1) / count)
+    if update_overlaps(question):  # every layer waits for its part of it
+        return np.asarray(np.maximum(total, cell_prices.update * update))
+    return np.asarray(total + cell_prices.update * update)
 
 
 def _lanes(frames: Frames) -> tuple[Array, Array]:

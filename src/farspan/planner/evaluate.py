@@ -15,7 +15,13 @@ from itertools import pairwise
 from farspan.planner.collectives import exchange_bytes
 from farspan.planner.prices import Prices, rates_of
 from farspan.planner.request import Budget, Plan, Question, Seconds
-from farspan.planner.states import gradient_bytes, sharing_of, states, update_seconds
+from farspan.planner.states import (
+    gradient_bytes,
+    sharing_of,
+    states,
+    update_overlaps,
+    update_seconds,
+)
 from farspan.planner.timeline import Timeline, fold, folded_time, run_time
 from farspan.planner.walk import Walk, workspace_bytes
 from farspan.program.attention_blocks import sequence_pairs
@@ -356,14 +362,17 @@ def evaluate(
     )
 
 
-def composed_seconds(question: Question, schedule: Schedule) -> tuple[float, Program]:
-    """Seconds of a step on lanes side by side, its update left out, by a program of fewer layers
-    (`timeline.Fold`), which comes along. Of one stage of a pipeline only."""
+def composed_seconds(question: Question, schedule: Schedule) -> tuple[float, float, Program]:
+    """Seconds of a step on lanes side by side, its update left out, and of its waits for an update
+    beside it, by a program of fewer layers (`timeline.Fold`), which comes along. Of one stage of a
+    pipeline only."""
     layers = question.model.layers
-    few, counts, sizes = fold(layers, group_ranges(schedule, len(layers)))
+    ranges, inside = group_ranges(schedule, len(layers)), schedule.weights is Tier.DEVICE
+    few, counts, sizes = fold(layers, ranges, inside=inside)
     asked = replace(question, model=with_layers(question.model, few))
     ((_, program),) = programs(asked, replace(schedule, groups=sizes))
-    return folded_time(Prices(asked, program, counts=counts)), program
+    prices = Prices(asked, program, counts=counts)
+    return *folded_time(prices, beside=update_overlaps(question)), program
 
 
 def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:
@@ -488,21 +497,24 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
     """Of one step with its update on the rank whose program it is, copies as the machine's engine
     issues them; for `simulated` see `run_time`."""
     prices = Prices(question, program, together=question.overlap)
-    line = run_time(prices, overlap=question.overlap, simulated=simulated)
+    beside = update_overlaps(question)
+    line = run_time(prices, overlap=question.overlap, simulated=simulated, beside=beside)
     groups = [program.groups[group] for group in program.own_groups()]
     layers = groups[0][0], groups[-1][1]
     update = update_seconds(replace(question, model=stage_model(question.model, layers)))
     tokens = (stop - start for start, stop in program.share.tokens.rows)
     sent = 2 * sum(map(prices.collectives.boundary, tokens))
+    exposed = min(line.waited, update) if beside else update
     return Seconds(
-        total=line.total * _waiting(question, prices) + sent + update,
+        total=line.total * _waiting(question, prices) + sent + exposed,
         compute=line.compute,
         fetch=line.fetch,
         evict=line.evict,
         collective=line.collective + sent,
-        optimizer=update,
+        optimizer=exposed,
         host=line.host,
         bound=_bound(line),
+        beside=update - exposed,
     )
 
 

@@ -13,6 +13,7 @@ counted where nothing overlaps, and else that of a program of fewer layers.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,7 @@ from farspan.planner.pass_counts import Cuts, Kept
 from farspan.planner.prices import rates_of
 from farspan.planner.request import Plan, Question, Seconds
 from farspan.planner.space import Cut, Space
-from farspan.planner.states import states
+from farspan.planner.states import states, update_overlaps
 from farspan.program.builder import build_program
 from farspan.program.program import Close, EmbedBackward, Program
 from farspan.spec import Schedule, Tier
@@ -270,8 +271,10 @@ def composed(
         return evaluate(question, strategy, schedule, whole), whole.programs
     took, built = _counted_seconds(question, schedule), tuple[Program, ...]()
     if question.overlap and sized.fits:
-        total, program = composed_seconds(question, schedule)
-        took, built = replace(took, total=total + took.optimizer), (program,)
+        alone, waited, program = composed_seconds(question, schedule)
+        built, update = (program,), took.optimizer + took.beside
+        exposed = min(waited, update) if update_overlaps(question) else update
+        took = replace(took, total=alone + exposed, optimizer=exposed, beside=update - exposed)
     peak = rates_of(question).peak * question.layout.devices()
     plan = Plan(
         strategy=strategy,
@@ -301,9 +304,13 @@ def _counted_seconds(question: Question, schedule: Schedule) -> Seconds:
     names = {"compute": "compute", "collective": "network", "host": "host"}
     bounds = {name: busy[lane] for lane, name in names.items()}
     bounds["link"] = max(busy["fetch"], busy["evict"])
+    total, alone = (
+        float(of(frames)[0, 0, tiers]) for of in (seconds, partial(seconds, update=False))
+    )
     return Seconds(
-        total=float(seconds(frames)[0, 0, tiers]),
-        optimizer=frames.cell_prices.update,
+        total=total,
+        optimizer=total - alone,
         bound=max(bounds, key=lambda name: bounds[name]),
+        beside=frames.cell_prices.update - (total - alone),
         **busy,
     )

@@ -27,7 +27,7 @@ from farspan.planner.space import MOST_CELLS, thriftiest, whole_space
 from farspan.program.layout import Layout, group_ranges, refuse_together
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.sparse.planner import best_sparse, longest_sparse
-from farspan.spec import RunSpec, Schedule, UnsupportedError
+from farspan.spec import RunSpec, Schedule, Tier, UnsupportedError
 
 FINEST = 64  # the longest context is found to within 1 / FINEST of itself
 LEAST = 1024  # tokens
@@ -40,6 +40,7 @@ SEARCHES = 3  # and searches for a faster one
 CANDIDATES = 6  # schedules whose memory is looked at more closely where the least is sought
 ANY_STRATEGY = Remedy(f"--strategy {AUTO}", same=True)
 MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
+WAITS = 0.01  # of a step: more are not counted by fewer layers
 
 
 def best_plan(
@@ -78,12 +79,16 @@ def best_plan(
 
 
 def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
-    """`chosen`, with the chosen plan's bytes by its whole program; the others' are outlines'."""
+    """`chosen`, the chosen plan by its whole program; the others are composed. Its time is, too,
+    where almost nothing is waited for: that of fewer layers is then the same to 3e-4."""
     best, others = chosen(plans)
     if not best.fits:
         return best, others
-    sized = size(question, best.schedule)
-    whole = replace(best, device=sized.device, host=sized.host)
+    sized, waits = size(question, best.schedule), best.seconds.exposed(overlap=question.overlap)
+    if question.weights is Tier.HOST or waits > WAITS * best.seconds.total:
+        whole = replace(evaluate(question, best.strategy, best.schedule, sized), gap=best.gap)
+    else:
+        whole = replace(best, device=sized.device, host=sized.host)
     if whole.fit < best.fit and others:  # for want of a few bytes between buffers
         return _whole(question, [whole, *others])
     return whole, others

@@ -15,10 +15,12 @@ have them for every machine, for no other kernel has as many.
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from farspan.planner.collectives import Collectives
 from farspan.planner.request import Question
+from farspan.planner.states import update_seconds
 from farspan.program.attention_blocks import chosen_pages, seen_pairs, sparse_of
 from farspan.program.dependencies import TiledCells
 from farspan.program.layout import Range, local_layer
@@ -509,6 +511,18 @@ class Prices:
         size = self._group_bytes(self.program.groups[i.group], gradients=True)
         size += self._group_bytes(None, gradients=True) * (i.group == 0)
         return Cost(evict=size / self.evict_rate())
+
+    def updated(self) -> tuple[float, ...]:
+        """Since when each group's weights are new, in seconds of a step whose weights are updated
+        as it begins: those outside the layers come first."""
+        model = self.question.model
+        rate = update_seconds(self.question) / max(1, model.trainable)
+        sizes = [
+            sum(n * model.layers[layer].work.trainable for layer, n in self._times(layers))
+            for layers in self.program.groups
+        ]
+        outer = model.outer_trainable()
+        return tuple(rate * (outer + size) for size in accumulate(sizes))
 
     def streamed(self, groups: Sequence[Range]) -> tuple[float, float]:
         """Seconds of fetch and evict of all groups of a cut, in a step. The backward begins with

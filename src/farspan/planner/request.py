@@ -166,9 +166,10 @@ class Seconds:
     fetch: float
     evict: float
     collective: float
-    optimizer: float
+    optimizer: float  # the update, but for what of it runs beside the next step
     host: float  # issuing cells: beside their computing where lanes overlap
     bound: str  # compute, link, network or host: what the step would be faster without
+    beside: float = 0.0  # of the update, beside the next step
 
     def exposed(self, *, overlap: bool) -> float:
         """Time in which nothing is computed because something else is awaited; where lanes overlap

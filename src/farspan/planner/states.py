@@ -133,6 +133,16 @@ def gradient_bytes(question: Question) -> int:
     return _sum_bytes(model) if is_sum else model.element_bytes
 
 
+def update_overlaps(question: Question) -> bool:
+    """Whether weights are updated beside the beginning of the next step: in main memory, where a
+    device computes that."""
+    in_memory = question.weights is Tier.HOST and question.optimizer in (
+        Optimizer.HOST,
+        Optimizer.DISK,
+    )
+    return in_memory and question.overlap and question.layout.devices() == 1
+
+
 def update_seconds(question: Question) -> float:
     """One update: every byte of gradients and states is read, and written, once. With the states
     alone on host, gradients go there and weights come back beside the update."""
@@ -146,9 +156,10 @@ def update_seconds(question: Question) -> float:
         # On the device the gradient is read for its norm, and scaled.
         away = trained * _away(question, final, element)
         return trained * 3 * final / machine.memory + max(away, drive_seconds(question))
-    # The gradient is read for its norm and again for the update; states are read and written.
+    # The gradient is read for its norm, or scaled where that was known before it left the device,
+    # and read again for the update; states are read and written.
     kept = drive_bytes(question) or sum(_optimizer_bytes(question, trained))
-    moved = (2 * final + element) * trained + 2 * kept
+    moved = ((2 + on_host) * final + element) * trained + 2 * kept
     there = moved / (machine.host_memory / question.near() if on_host else machine.memory)
     return max(there, drive_seconds(question))
 

@@ -47,6 +47,7 @@ from farspan.program.program import (
     Close,
     Forward,
     Free,
+    Gather,
 )
 
 WITHIN = BETWEEN = 1  # that stand for themselves, on either side of what is counted
@@ -59,7 +60,7 @@ IDLE = -1.0  # ready for an instruction that has no part for this lane
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Seconds of one step, the optimizer's update left out."""
+    """Seconds of one step, the optimizer's update left out, but in `waited` for it."""
 
     total: float
     compute: float
@@ -67,6 +68,7 @@ class Timeline:
     evict: float
     collective: float
     host: float
+    waited: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ class _Clock:
     index: int = 0
     count: int = 1  # of the last cell's
     more: float = 0.0  # seconds that computing takes in the groups that are not there
+    updated: tuple[float, ...] = ()  # by group: since when weights are new, if they are made so
 
     def run(self) -> float:
         program = self.prices.program
@@ -129,6 +132,8 @@ class _Clock:
                 if isinstance(i, (Forward, Backward)):
                     self._cell(i, cost)
                 else:
+                    if self.updated and isinstance(i, Gather):
+                        self.issued = max(self.issued, self.updated[i.group])
                     lane = accesses[0][0] if accesses else COMPUTE
                     start = self._start(lane)
                     self._do(lane, start, start + cost.in_line())
@@ -253,15 +258,17 @@ class _Clock:
 
 
 def fold(
-    layers: Sequence[Hashable], groups: Sequence[tuple[int, int]]
+    layers: Sequence[Hashable], groups: Sequence[tuple[int, int]], *, inside: bool = True
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Fewer layers that stand for all of these groups, equal ones being the same; for how many each
-    stands, and the sizes of the groups that are left."""
+    stands, and the sizes of the groups that are left. Not `inside` groups where something happens
+    beside a whole one: its layers have to take as long as they do."""
     kinds = [tuple(layers[first:stop]) for first, stop in groups]
     found, sizes = list[tuple[int, int]](), list[int]()
     for group, count in _folded(kinds, once=BETWEEN):
         first, stop = groups[group]
-        few = _folded(layers[first:stop], once=WITHIN)
+        every = [(layer, 1) for layer in range(stop - first)]
+        few = _folded(layers[first:stop], once=WITHIN) if inside else every
         found += [(first + layer, times * count) for layer, times in few]
         sizes.append(len(few))
     of, counts = zip(*found, strict=True)
@@ -296,15 +303,26 @@ def _repeats(kinds: Sequence[Hashable], start: int, end: int, period: int) -> in
     return (stop - start) // period if stop <= end else 1
 
 
-def folded_time(prices: Prices) -> float:
+def folded_time(prices: Prices, *, beside: bool) -> tuple[float, float]:
     """Seconds of a step, the update left out, whose program has the layers of a `fold`: those of
-    one period count for all of them, which is exact where lanes have come into step by then."""
-    return _Clock(prices, _costs(prices)).run()
+    one period count for all of them, which is exact where lanes have come into step by then; and
+    how much longer it takes with the update `beside` it."""
+    costs = _costs(prices)
+    alone = _Clock(prices, costs).run()
+    return alone, _waited(prices, costs, alone) if beside else 0.0
 
 
-def run_time(prices: Prices, *, overlap: bool, simulated: bool = True) -> Timeline:
+def _waited(prices: Prices, costs: list[Cost], alone: float) -> float:
+    """By how much a step takes longer than `alone` where weights are updated as it begins."""
+    return max(0.0, _Clock(prices, costs, updated=prices.updated()).run() - alone)
+
+
+def run_time(
+    prices: Prices, *, overlap: bool, simulated: bool = True, beside: bool = False
+) -> Timeline:
     """Seconds of one step of the program that `prices` prices. Where lanes overlap and they are not
-    to be `simulated`, the total is the busiest lane's, which is a lower bound."""
+    to be `simulated`, the total is the busiest lane's, which is a lower bound. With the update
+    `beside` it the step also waits for that."""
     costs = _costs(prices)
     gathers = prices.gathers()
     compute = sum(map(attrgetter("compute"), costs))
@@ -312,18 +330,22 @@ def run_time(prices: Prices, *, overlap: bool, simulated: bool = True) -> Timeli
     evict = sum(map(attrgetter("evict"), costs))
     inside = sum(map(attrgetter("collective"), costs))  # of cells
     host = sum(map(attrgetter("host"), costs))
+    waited = 0.0
     if not overlap:
         total = compute + fetch + evict + inside + gathers + host
     elif simulated:
         total = _Clock(prices, costs).run()
+        waited = _waited(prices, costs, total) if beside else 0.0
     else:
         total = max(compute + inside, host, fetch, evict, gathers)
-    return Timeline(total, compute, fetch, evict, inside + gathers, host)
+        waited = max(0.0, prices.updated()[-1] - total) if beside else 0.0
+    return Timeline(total, compute, fetch, evict, inside + gathers, host, waited)
 
 
-def spans(prices: Prices) -> tuple[Span, ...]:
-    """What each lane does when, copies beside the computation."""
-    clock = _Clock(prices, _costs(prices), spans=[])
+def spans(prices: Prices, *, beside: bool = False) -> tuple[Span, ...]:
+    """What each lane does when, copies beside the computation; see `run_time`."""
+    updated = prices.updated() if beside else ()
+    clock = _Clock(prices, _costs(prices), spans=[], updated=updated)
     clock.run()
     assert clock.spans is not None
     return tuple(clock.spans)

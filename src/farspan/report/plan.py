@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -55,6 +56,7 @@ LANES = {
     "evict": "device to host",
     "collective": "between devices",
     "optimizer": "update",
+    "beside": "update, beside the next step",
     "host": "issuing work",
 }
 
@@ -174,6 +176,16 @@ def _wear(question: Question) -> str:
         f"of {ENDURANCE / 1e12:g} TB that a drive endures (assumed) a step writes "
         f"{size / ENDURANCE:.3%}: {ENDURANCE / max(1, size):,.0f} steps"
     )
+
+
+def drive_json(question: Question) -> dict[str, Any]:
+    """The same, with a key of its own, where states are on a drive."""
+    size = drive_bytes(question) * question.near()
+    if not size:
+        return {}
+    seconds, endures = 2 * size / question.machine.disk, ENDURANCE
+    drive = {"bytes_a_step": size, "seconds": seconds, "endures_steps": endures / size}
+    return {"drive": drive | {"endures_bytes": endures, "bytes_a_second": question.machine.disk}}
 
 
 def _packed(question: Question) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from farspan.planner.evaluate import size, slowest
 from farspan.planner.prices import Prices
 from farspan.planner.request import Plan
+from farspan.planner.states import update_overlaps
 from farspan.planner.timeline import Span, spans
 from farspan.program.program import (
     AttentionMode,
@@ -32,6 +33,7 @@ LANES = {
     "fetch": "fetch, host to device",
     "evict": "evict, device to host",
     "collective": "collective, between devices",
+    "update": "update of the step before, in main memory",
 }
 NANOSECOND = 1e-3  # of the microseconds that the format counts in: finer is left out
 MODES = {
@@ -67,15 +69,17 @@ def timeline_json(plan: Plan) -> dict[str, Any]:
 
 def step_spans(plan: Plan) -> tuple[Program, tuple[Span, ...]]:
     """The slowest rank's program and when each of its instructions keeps which lane busy, the
-    update last; seconds from the step's begin."""
+    update last, where it is not beside the next step; seconds from the step's begin."""
     question = plan.question
     program, _ = slowest(question, size(question, plan.schedule))
     prices = Prices(question, program, together=question.overlap)
-    found = spans(prices) if question.overlap else tuple(_in_line(prices))
+    beside = update_overlaps(question)
+    found = spans(prices, beside=beside) if question.overlap else tuple(_in_line(prices))
     end = max((span.end for span in found), default=0.0)
-    update = plan.seconds.optimizer
+    update = plan.seconds.optimizer + plan.seconds.beside
     if update:
-        found += (Span("compute", end, end + update, UPDATE),)
+        when = Span("update", 0.0, update, UPDATE) if beside else None
+        found += (when or Span("compute", end, end + update, UPDATE),)
     return program, found
 
 

@@ -334,6 +334,9 @@ class OptimizerConfig:
     states: StatesPlace = StatesPlace.AUTO
     disk: str | None = None  # the folder of states on disk; null: the run's own
     disk_seconds: float = 600.0  # that an update may take of the drive, tried before the first step
+    overlap: bool | None = (
+        None  # of weights on host: the update beside the next step; null: on GPUs
+    )
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "clip", "disk_seconds"):

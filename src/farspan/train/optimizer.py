@@ -1,8 +1,7 @@
 """AdamW for a run: the learning rate, the update, and its states, on the device, in 8 bits, in main
 memory or on a drive.
 
-`ResidentStates` keeps fp32 masters and moments beside the weights, on the device, or in main memory
-where these live there.
+`ResidentStates` keeps fp32 masters and moments beside the weights, on the device.
 
 `EightBitStates` keeps moments of one byte an element, by torchao (arXiv 2110.02861), and follows
 another rule than AdamW's: after each update a moment is rounded to one of 256 values, relative to
@@ -10,10 +9,17 @@ the largest of its 256 neighbours; a moment of fewer than 4,096 elements, or of 
 does not divide, keeps the parameter's dtype. Weights have no master: bfloat16 ones are rounded
 stochastically, by torch's generator of the device, so that small updates count on average.
 
-States that are updated in main memory are in `farspan.train.staged_states`."""
+States that are updated in main memory are in `farspan.train.staged_states`. Where weights live
+there, too, a thread may update them beside the beginning of the next step, in the order in which
+that needs them:
+
+    update   (norm) outside | layer 0 | layer 1 | layer 2
+    fetch                     outside  layer 0 | layer 1 | layer 2
+    compute                                      layer 0 | layer 1 | layer 2"""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,20 +28,18 @@ from torch import Tensor, nn
 
 from farspan.distributed.context import ParallelContext
 from farspan.engine.parallelize import ShardedUpdate
-from farspan.engine.tiers import refuse_beyond_together
+from farspan.engine.streamed_weights import StreamedWeights
 from farspan.lazy import load
 from farspan.spec import Tier, UnsupportedError
 from farspan.train.config import Decay, OptimizerConfig, StatesPlace
 from farspan.train.staged_states import (
     LOW_PRECISION,
-    STATES_THERE,
     DiskStates,
     HostStates,
     Parameters,
     Rule,
     StateBytes,
     is_low,
-    lasting_bytes,
     widen_gradient,
 )
 
@@ -61,16 +65,8 @@ class OptimizerStates(Protocol):
 class ResidentStates:
     """Invariant: a bfloat16 or float16 parameter equals its fp32 master rounded."""
 
-    def __init__(
-        self, parameters: Parameters, rule: Rule, host: bool = False, room: int | None = None
-    ) -> None:
-        """`host`: weights, gradients and states are in main memory. Raises TooLarge when it cannot
-        hold the states, or they are more than `room` bytes of it."""
-        self._parameters, self._host = parameters, host
-        if host:
-            size = sum(lasting_bytes(p) for p in parameters.values())
-            advice = "train fewer parameters (model.lora), or a smaller model"
-            refuse_beyond_together(None, size, STATES_THERE, advice, room)
+    def __init__(self, parameters: Parameters, rule: Rule) -> None:
+        self._parameters = parameters
         self._masters: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             widen_gradient(parameter)
@@ -107,8 +103,8 @@ class ResidentStates:
         everything = self.tensors()
         began = any(float(value) > 0 for name, value in everything.items() if name[:5] == "step/")
         zeros = sum(t.nbytes for name, t in everything.items() if name[:7] != "master/")
-        size, untouched = sum(t.nbytes for t in everything.values()), 0 if began else zeros
-        return StateBytes(0, size, untouched) if self._host else StateBytes(size, 0, untouched)
+        size = sum(tensor.nbytes for tensor in everything.values())
+        return StateBytes(size, 0, 0 if began else zeros)
 
     def update(self, lr: float) -> None:
         for name, master in self._masters.items():
@@ -250,31 +246,50 @@ class TrainingOptimizer:
         pieces: ShardedUpdate | None = None,
         ranks: ParallelContext | None = None,
         room: int | None = None,
-        weights: Tier = Tier.DEVICE,
+        streamed: StreamedWeights | None = None,
     ) -> None:
         """Takes the memory of all states; `room` is of main memory, where nothing else of this
-        process's is counted yet. `weights` says where the parameters live, with their gradients.
-        Raises UnsupportedError, TooLarge."""
+        process's is counted yet. `streamed` are the model's, where parameters and gradients live in
+        main memory. Raises UnsupportedError, TooLarge."""
         self._config = config
         self._pieces = pieces
+        self._streamed = streamed
+        self._thread: ThreadPoolExecutor | None = None
+        self._updating: Future[None] | None = None  # the latest update that a thread was given
         self.parameters: dict[str, nn.Parameter] = dict(
             trainable(model) if pieces is None else pieces.trained
         )
+        weights = Tier.DEVICE if streamed is None else Tier.HOST
         kinds: dict[StatesPlace, Callable[[Parameters, Rule], OptimizerStates]] = {
-            StatesPlace.HOST: partial(HostStates, ranks=ranks, room=room),
+            StatesPlace.HOST: partial(HostStates, ranks=ranks, room=room, weights=weights),
             StatesPlace.DISK: partial(DiskStates, ranks=ranks, room=room, weights=weights),
             StatesPlace.EIGHT_BIT: EightBitStates,
         }
-        if weights is Tier.HOST:  # nothing passes through slots
-            kinds[StatesPlace.HOST] = partial(ResidentStates, host=True, room=room)
         make = kinds.get(config.states, ResidentStates)
-        self._states = make(self.parameters, Rule(config, decays(model)))
+        self._states = make(self._in_order(), Rule(config, decays(model)))
+        if streamed is not None and isinstance(self._states, HostStates):
+            overlap = streamed.device.type == "cuda" if config.overlap is None else config.overlap
+            self._thread = ThreadPoolExecutor(1, "farspan-update") if overlap else None
         if pieces is not None:
             pieces.widen()
+
+    def _in_order(self) -> dict[str, nn.Parameter]:
+        """The parameters, those first that a step needs first."""
+        if self._streamed is None:
+            return self.parameters
+        every = (id(p) for unit in self._streamed.trained() for p in unit)
+        places = {of: place for place, of in enumerate(every)}
+        return dict(sorted(self.parameters.items(), key=lambda pair: places[id(pair[1])]))
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that changes besides the parameters, live: restored by copying into it."""
         return self._states.tensors()
+
+    def settle(self) -> None:
+        """Waits until parameters and states are those after the latest update. Raises what that
+        has raised; so does every update after it."""
+        if self._updating is not None:
+            self._updating.result()
 
     def held(self) -> StateBytes:
         """Bytes of the states."""
@@ -286,6 +301,7 @@ class TrainingOptimizer:
 
     def clear(self) -> None:
         """Drops all gradients."""
+        self.settle()
         if self._pieces is not None:
             self._pieces.clear()
         for parameter in self.parameters.values():
@@ -298,15 +314,59 @@ class TrainingOptimizer:
         if self._pieces is not None:
             self._pieces.take()
             return self._pieces.norm()
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        known = {} if self._streamed is None else self._streamed.norms()
+        having = [p for p in self.parameters.values() if p.grad is not None]
+        if having and all(id(p) in known for p in having):
+            return torch.linalg.vector_norm(torch.stack([known[id(p)] for p in having]))
+        gradients = [p.grad for p in having if p.grad is not None]
         if all(gradient.dtype not in LOW_PRECISION for gradient in gradients):
             return torch.nn.utils.get_total_norm(gradients)
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def step(self, lr: float, norm: Tensor) -> None:
-        """One update from the gradients, whose norm is `norm`, and drops them."""
-        if self._config.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self._config.clip, norm)
+        """One update from the gradients, whose norm is `norm`, and drops them. A thread may do it
+        while the next step begins; whatever else reads weights or states asks to `settle` first."""
+        if self._thread is not None:
+            self._update_beside(self._thread, lr, norm)
+            return
+        self._clip(self.parameters.values(), norm)
         self._states.update(lr)
         self.clear()
+
+    def _clip(self, parameters: Iterable[nn.Parameter], norm: Tensor) -> None:
+        if self._config.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._config.clip, norm)
+
+    def _update_beside(self, thread: ThreadPoolExecutor, lr: float, norm: Tensor) -> None:
+        """Has the thread update, and units of the weights wait for it."""
+        self.settle()
+        assert self._streamed is not None
+        assert isinstance(self._states, HostStates)
+        units = [[id(p) for p in unit if p.grad is not None] for unit in self._streamed.trained()]
+        done = [Future[None]() for _ in units]
+        last = {unit[-1]: of for unit, of in zip(units, done, strict=True) if unit}
+        for unit, of in zip(units, done, strict=True):
+            if not unit:
+                of.set_result(None)
+        states = self._states
+
+        def begins(parameter: nn.Parameter) -> None:
+            self._clip([parameter], norm)
+
+        def ends(parameter: nn.Parameter) -> None:
+            parameter.grad = None
+            if id(parameter) in last:
+                last[id(parameter)].set_result(None)
+
+        def update() -> None:
+            try:
+                states.update(lr, begins, ends)
+            except BaseException as error:
+                for of in done:
+                    if not of.done():
+                        of.set_exception(error)
+                raise
+
+        self._streamed.await_update(done)
+        self._updating = thread.submit(update)

@@ -69,6 +69,7 @@ FREE = (
     "headroom",  # what folders from before there was `margin` call it
     "allocator",
     "optimizer.disk",  # and the seconds that it may take
+    "optimizer.overlap",
     "schedule.",
     "kernels.",
     "sparse.warn_below",

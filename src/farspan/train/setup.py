@@ -117,16 +117,16 @@ def make_context(
     pieces = None if sharded_model is None else sharded_parameters(sharded_model)
     disk = run.optimizer.disk or run.folder
     states = replace(run.optimizer, states=placed.states, disk=disk)
-    weights, lives = None, Tier.DEVICE
+    weights = None
     if run.schedule.weights is Tier.HOST:  # before anything refers to where they lie
-        weights, lives = StreamedWeights(CausalLMStages(model, world.device)), Tier.HOST
+        weights = StreamedWeights(CausalLMStages(model, world.device))
     room = host_share(run, world)
     return RunContext(
         run=run,
         components=components,
         world=world,
         model=model,
-        optimizer=TrainingOptimizer(model, states, pieces, world.ranks, room, lives),
+        optimizer=TrainingOptimizer(model, states, pieces, world.ranks, room, weights),
         corpus=corpus,
         tokenizer=tokenizer,
         memory=memory,

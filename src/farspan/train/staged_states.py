@@ -36,6 +36,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ from farspan.memory.host import GIB
 from farspan.planner.states import DISK_SLOTS, MOMENTS, SECTOR, SLOTS, sectors, staged_elements
 from farspan.program.dependencies import Lane
 from farspan.spec import Tier, UnsupportedError
-from farspan.train.config import OptimizerConfig
+from farspan.train.config import OptimizerConfig, StatesPlace
 
 # Below 32 bits, adding a small update to a weight may change nothing at all.
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -110,6 +111,7 @@ ADVICE = (
     "set optimizer.states to device, or to 8bit (other results than AdamW's), or train fewer "
     "parameters"
 )
+ADVICE_BESIDE = "train fewer parameters (model.lora), or a smaller model"  # weights there, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,8 @@ class HostStates:
         gradient = staged * max(widths, default=0)
         weight = staged * max((p.itemsize for p in parameters), default=0)
         size = lasting + SLOTS * (gradient + weight)
-        refuse_beyond_together(ranks, size + beside, STATES_THERE, ADVICE, room)
+        advice = ADVICE if self._passes else ADVICE_BESIDE
+        refuse_beyond_together(ranks, size + beside, STATES_THERE, advice, room)
         self._arena.reserve(size)
         for i in range(SLOTS):
             at, behind = lasting + i * gradient, lasting + SLOTS * gradient + i * weight
@@ -218,7 +221,14 @@ class HostStates:
         return StateBytes(0, self._arena.nbytes + counters, 0 if pinned or self._began else slots)
 
     @torch.no_grad()
-    def update(self, lr: float) -> None:
+    def update(
+        self,
+        lr: float,
+        begins: Callable[[nn.Parameter], None] | None = None,
+        ends: Callable[[nn.Parameter], None] | None = None,
+    ) -> None:
+        """As `OptimizerStates` has it. Of weights in main memory `begins` hears of each parameter
+        before its gradient is read, `ends` when the parameter is new; they come in order."""
         pieces = list(self._pieces())
         for parameter in self._parameters.values():
             if parameter.grad is not None and not parameter.grad.is_contiguous():
@@ -231,7 +241,13 @@ class HostStates:
                     self._bring(pieces[index], self._slots[index % SLOTS])
                 done = index - SLOTS + 1
                 if done >= 0:
-                    self._update(pieces[done], self._slots[done % SLOTS], next(states), lr)
+                    piece, states_of = pieces[done], next(states)
+                    parameter = self._parameters[piece.name]
+                    if begins is not None and piece.start == 0:
+                        begins(parameter)
+                    self._update(piece, self._slots[done % SLOTS], states_of, lr)
+                    if ends is not None and piece.stop == parameter.numel():
+                        ends(parameter)
             next(states, None)  # the last piece is done with
         finally:
             try:
@@ -550,3 +566,26 @@ class DiskStates(HostStates):
             (self._addresses[key] + start, slot.memory[row, :size].view(wide))
             for row, key in enumerate(self._keys(piece.name))
         ]
+
+
+MEASURED = 2**27  # elements of the states that show what a drive does: 1.6 GB
+PASSES = 3
+
+
+def drive_rate(folder: Path, elements: int = MEASURED, passes: int = PASSES) -> float:
+    """Bytes a second that the drive of a folder reads and writes, together: the median pass of an
+    update that computes nothing. Raises UnsupportedError, WriteFailed."""
+    weight = nn.Parameter(torch.empty(elements, dtype=torch.bfloat16))
+    config = OptimizerConfig(states=StatesPlace.DISK, disk=str(folder))
+    states = DiskStates({"weight": weight}, Rule(config, {"weight": False}), weights=Tier.HOST)
+    starts = range(0, elements, states._staged)
+    pieces = [_ParameterSlice("weight", at, min(at + states._staged, elements)) for at in starts]
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        for _ in states._states_of(pieces):
+            pass
+        return time.perf_counter() - began
+
+    seconds()  # what was made through the page cache leaves it
+    return 2 * states._file.size / median(seconds() for _ in range(passes))

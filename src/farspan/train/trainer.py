@@ -262,6 +262,7 @@ class TrainingLoop:
         """A checkpoint of the last finished step, unless there is one."""
         if self._saved == self.at.step:
             return
+        self._ctx.optimizer.settle()
         self._saver.save(
             self._folder.checkpoints,
             self._state.rng,
@@ -296,6 +297,7 @@ class TrainingLoop:
     def _nonfinite(self, batches: list[Micro], loss: float, norm: float | None = None) -> str:
         """What is not finite: of the step that was to come, or, without a norm, of held-out text.
         Raises Diverged, after saving, unless the run is to go on."""
+        self._ctx.optimizer.settle()
         heldout, parameters = norm is None, self._ctx.optimizer.parameters
         # On every rank that of the first one with a bad weight, or else a bad gradient.
         found = self._world.all_gather(find_nonfinite(loss, parameters))
