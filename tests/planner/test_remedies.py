@@ -353,8 +353,9 @@ def test_a_model_is_trained_beside_little_main_memory_with_states_on_disk() -> N
     assert parts["weights"] == pytest.approx(15.2e9, rel=0.01)
     assert parts["gradients"] == pytest.approx(30.5e9, rel=0.01)
     assert parts["optimizer"] == 4 * 3 * 4 * 2**24  # the slots
-    assert disk.seconds.optimizer == pytest.approx(36.55, rel=0.01)
-    assert disk.seconds.total == pytest.approx(242, rel=0.02)
+    assert disk.seconds.optimizer + disk.seconds.beside == pytest.approx(36.55, rel=0.01)
+    assert disk.seconds.optimizer == pytest.approx(9.5, rel=0.02)  # the rest hides
+    assert disk.seconds.total == pytest.approx(215, rel=0.02)
     assert "each update reads and writes 91.4 GB of states, 36.6 s" in str(disk)
     assert "a step writes 0.015%: 6,565 steps" in str(disk)
     assert "schedule.weights: host and optimizer.states: disk" in str(disk)
