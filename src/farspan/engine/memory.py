@@ -4,12 +4,10 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.context import ParallelContext
@@ -17,7 +15,7 @@ from farspan.distributed.fsdp import gradient_dtype, local
 from farspan.engine.step import ADVICE, Progress, Step
 from farspan.engine.tiers import DeviceTooSmall, refuse_beyond_together
 from farspan.hf.quantized import state_bytes
-from farspan.hf.stages import uncompiled
+from farspan.hf.stages import UncompiledMode, uncompiled
 from farspan.hf.unsupported import context_limit
 from farspan.memory.host import GIB, UNLIMITED
 from farspan.program.program import Program, made_bytes
@@ -25,7 +23,7 @@ from farspan.sparse.sizes import grown_bytes
 from farspan.spec import Tier
 
 
-class LiveStorage(TorchDispatchMode):
+class LiveStorage(UncompiledMode):
     """Counts the bytes of every storage that is born inside the block and still alive.
 
     Costs about 6 microseconds an operation. Memory that an operator takes and gives back within
@@ -44,28 +42,26 @@ class LiveStorage(TorchDispatchMode):
         # What goes in unseen was born outside: a view of it, such as a weight's transpose, is no
         # new memory.
         self._meet(args, born=False)
-        self._meet(kwargs, born=False)
+        if kwargs:
+            self._meet(kwargs.values(), born=False)
         out = func(*args, **(kwargs or {}))
-        self._meet(out, born=True)
+        self._meet((out,), born=True)
         return out
 
-    def _meet(self, value: Any, *, born: bool) -> None:
-        """All tensors of an operator's arguments or results. Those are nested in these three types
-        only, and `tree_leaves`, which knows every type, took half the time of a metered step."""
-        if isinstance(value, Tensor):
-            storage = value.untyped_storage()
-            key = storage._cdata
-            if key not in self._known:
-                size = storage.nbytes() if born else 0
-                self._known[key] = weakref.ref(storage, partial(self._leave, key, size))
-                self.live += size
-                self.peak = max(self.peak, self.live)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                self._meet(item, born=born)
-        elif isinstance(value, dict):
-            for item in value.values():
-                self._meet(item, born=born)
+    def _meet(self, values: Iterable[Any], *, born: bool) -> None:
+        """All tensors of an operator's arguments or results. Those are nested in these types only,
+        and `tree_leaves`, which knows every type, took half the time of a metered step."""
+        for value in values:
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                key = storage._cdata
+                if key not in self._known:
+                    size = storage.nbytes() if born else 0
+                    self._known[key] = weakref.ref(storage, partial(self._leave, key, size))
+                    self.live += size
+                    self.peak = max(self.peak, self.live)
+            elif isinstance(value, (list, tuple)):
+                self._meet(value, born=born)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -99,15 +95,10 @@ class PeakMemory:
             self._before = torch.cuda.memory_allocated(self._device)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._storage is not None:
-            self._storage.__exit__(kind, error, trace)
-            self._uncompiled.__exit__(kind, error, trace)
+            self._storage.__exit__(*error)
+            self._uncompiled.__exit__(*error)
             self.peak = self._storage.peak
         else:
             self.peak = torch.cuda.max_memory_allocated(self._device) - self._before

@@ -27,7 +27,6 @@ from farspan.engine.loss import LossHead, StepInputs
 from farspan.engine.profile_meter import (
     CellPass,
     CellTape,
-    GroupedProducts,
     Lengths,
     MarkedContext,
     MarkedKernels,
@@ -35,6 +34,7 @@ from farspan.engine.profile_meter import (
     NoSums,
     SparedLayers,
     fullest_of,
+    grouped_products,
     less_of,
     line_of,
     peak_of,
@@ -325,7 +325,7 @@ def _on_stand_ins(config: Mapping[str, Any], variant: Variant, name: str) -> Mod
 def _of_config(config: Mapping[str, Any], variant: Variant, name: str) -> ModelProfile:
     dtype, rank = getattr(torch, variant.dtype), variant.rank or 0
     whole = _stages(config, dtype, rank)
-    with without_garbage_collection(), GroupedProducts():
+    with without_garbage_collection(), grouped_products(whole.model):
         with routed(whole.model):
             kinds = whole.kinds()
         # One layer of each kind is enough; the first ones that have all kinds are made.
@@ -359,7 +359,7 @@ def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
     def measured(variant: Variant) -> ModelProfile:
         stages = CausalLMStages(blank)
         try:
-            with without_garbage_collection(), GroupedProducts(), routed(stages.model):
+            with without_garbage_collection(), grouped_products(blank), routed(blank):
                 found = _measure(stages, variant)
         except (UnsupportedError, NotImplementedError, RuntimeError):
             stood_in = copy.deepcopy(blank)

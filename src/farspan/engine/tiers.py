@@ -119,7 +119,7 @@ class Arena:
         Each view has a version counter of its own: autograd may save a view, and writing another
         buffer of the same slab must not make it look modified.
         """
-        size = torch.empty(0, dtype=dtype, device="meta").element_size()
+        size = dtype.itemsize
         assert address % size == 0, f"address {address} is not aligned to {dtype}"
         strides, step = [], 1
         for extent in reversed(shape):

@@ -31,10 +31,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from farspan.hf.stages import CausalLMStages
+from farspan.hf.stages import CausalLMStages, UncompiledMode
 from farspan.memory.host import MIB
 from farspan.memory.trace import Event, FreeEvent, Malloc, Mark, Trace
 from farspan.spec import UnsupportedError
@@ -115,7 +114,7 @@ class _Death(weakref.ref[Any]):
     tensor: int | None
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(UncompiledMode):
     """Records the storages of one device that are born inside the block, and their deaths.
 
     Invariant: `_alive` has one entry for each storage that was met and still lives.
@@ -172,7 +171,8 @@ class Recorder(TorchDispatchMode):
             for one in out:
                 if isinstance(one, Tensor):
                     self._meet(one, args)
-        self._borrow(func, args)
+        if self._temporaries.kinds:
+            self._borrow(func, args)
         return out
 
     def _accumulates(self, args: Sequence[Any]) -> bool:
@@ -303,7 +303,7 @@ def _is_sole_dense(tensor: Tensor) -> bool:
     return sole and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
-class _Count(TorchDispatchMode):
+class _Count(UncompiledMode):
     """Counts the references to the first argument of autograd's additions."""
 
     def __init__(self) -> None:
@@ -345,7 +345,7 @@ def shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
     return {**config, **cut, name: layers}
 
 
-class _NoValues(TorchDispatchMode):
+class _NoValues(UncompiledMode):
     """Random numbers for the initial weights are not drawn: on the meta device an operation in
     place changes nothing, and 65B elements of them are 720 calls."""
 

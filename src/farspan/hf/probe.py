@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
@@ -31,7 +30,7 @@ from farspan.attention.backends import reference
 from farspan.hf.attention_interface import answering, eager_experts, routed, watching_masks
 from farspan.hf.quantized import copied
 from farspan.hf.recurrent import RecurrentStates, run_piece, state_spec, takes_two, with_states
-from farspan.hf.stages import CausalLMStages, LayerCall, run_layer, uncompiled
+from farspan.hf.stages import CausalLMStages, LayerCall, UncompiledMode, run_layer, uncompiled
 from farspan.spec import LayerSpec, UnsupportedError
 
 # Keywords of an attention call that change no mathematics, or that farspan honours.
@@ -57,7 +56,7 @@ _LOSS = 1e-5
 UNATTENDING = LayerSpec(0, 0, 0, 0, window=1)  # a layer whose tokens see no others by attention
 
 
-class _NoChance(TorchDispatchMode):
+class _NoChance(UncompiledMode):
     """Refuses whatever draws random numbers: a recomputed cell would draw others. One number
     against a LayerDrop of zero decides nothing; before transformers 5.23 OPT draws it."""
 
@@ -537,7 +536,7 @@ def _check_keywords(module: nn.Module, keywords: dict[str, Any]) -> None:
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm)
 
 
-class Float64Mode(TorchDispatchMode):
+class Float64Mode(UncompiledMode):
     """Code that asks for float32 gets float64, also in a backward, which modes of the level above
     do not see: a float64 model is then one to compare with.
 

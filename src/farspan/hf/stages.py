@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from transformers import PreTrainedModel
 
@@ -456,6 +457,15 @@ def uncompiled() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+class UncompiledMode(TorchDispatchMode):
+    """A mode that looks on where nothing is compiled. Any other tells the compiler so at every
+    operation, which takes as long as the smallest of them (torch 2.13)."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def compile_layers(stages: CausalLMStages) -> None:
