@@ -27,6 +27,7 @@ PRELOADED = [
     "farspan.engine.step",
     "farspan.train.trainer",
     "tests.zoo",
+    "tests.frozen",
 ]
 
 # A process that is forked from one that has computed waits for threads that it does not have. The
