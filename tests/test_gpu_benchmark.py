@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,11 +30,14 @@ from benchmarks.gpu.work import AUTO, SPARSE, STREAMED, Place, full, items, tiny
 from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import machine
 from farspan.planner.request import Plan
+from farspan.profile.model import ModelProfile, Variant
+from farspan.profile.store import Profiles
 from farspan.program.strategies import strategy
 from farspan.spec import UnsupportedError
 from farspan.train.config import StatesPlace
 from farspan.train.memory import Placed
 from tests.grids import part_of
+from tests.profiles import profile_of
 
 GIB = 2**30
 PLANS: dict[tuple[str, int, float], Plan] = {}  # of the one machine; they are the same in all tests
@@ -108,6 +112,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "available_host_bytes", lambda: 118 * GIB)
     # A third of what a session takes finds the same plans, or as good ones.
     monkeypatch.setattr(planned_with, "SEARCH_SECONDS", 1.0)
+    monkeypatch.setattr(planned_with, "profiles_of", first_layers)
     make = Planner._make
 
     def planned(planner: Planner, name: str, tokens: int, room: float) -> Plan:
@@ -118,6 +123,20 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
         return PLANS[name, tokens, room]
 
     monkeypatch.setattr(Planner, "_make", planned)
+
+
+def first_layers(config: dict[str, Any], _: str) -> Profiles:
+    """Layers that are alike, which are measured once: a session plans with 16 numbers of them."""
+    assert config == {**full().config, "num_hidden_layers": config["num_hidden_layers"]}
+    return of_so_many(config["num_hidden_layers"])
+
+
+@cache
+def of_so_many(layers: int) -> Profiles:
+    def made(variant: Variant) -> ModelProfile:
+        return profile_of(full().config, layers, **asdict(variant))
+
+    return Profiles({}, "works", made=made)
 
 
 def grouped(planner: Planner, name: str, tokens: int, room: float) -> Plan:
