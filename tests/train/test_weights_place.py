@@ -57,6 +57,7 @@ def run_of(root: Path, **changes: Any) -> RunConfig:
     # As a CPU runs the model, whatever stands beside it.
     plain = Kernels(fused=False, accumulate=False)
     own = {"model": model, "schedule": AUTO, "margin": 0, "device": "cpu", "kernels": plain}
+    own |= {"steps": 3}  # one after a checkpoint
     return tiny_run(root, **(own | changes))
 
 
@@ -118,7 +119,7 @@ def test_a_run_that_goes_on_keeps_them_there(tmp_path: Path, parts: Parts) -> No
     train(run, components=parts(apart(SHORT)), reporter=Quiet())
     stopped = replace(run, folder=str(tmp_path / "stopped"))
     with pytest.raises(Stopped):
-        train(stopped, components=parts(apart(SHORT)), reporter=Stopping(4))
+        train(stopped, components=parts(apart(SHORT)), reporter=Stopping(3))
     train(stopped, components=parts(apart(GIB)), reporter=quiet)
     assert weights_notes(quiet) == [
         "weights: in main memory, as before; schedule.weights: device ends that"
