@@ -143,6 +143,18 @@ def test_an_update_beside_the_next_step_changes_nothing(
     assert late.count("_StreamedUnit") > len(late) / 2
 
 
+@pytest.mark.gpu
+def test_an_update_beside_the_next_step_of_a_gpu_changes_nothing(tmp_path: Path) -> None:
+    """Where it is the default."""
+    optimizer, found = OptimizerConfig(lr=1e-2, clip=0.05, states=StatesPlace.HOST), []
+    for overlap in (False, None):
+        config = replace(optimizer, overlap=overlap)
+        run = run_of(tmp_path / str(overlap), optimizer=config, model=BF16, device="cuda")
+        train(run, reporter=Quiet())
+        found.append(outcome(Path(run.folder)))
+    assert_same(*found)
+
+
 def test_an_update_that_fails_is_heard_of_and_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -341,6 +341,7 @@ class TrainingOptimizer:
     def _update_beside(self, thread: ThreadPoolExecutor, lr: float, norm: Tensor) -> None:
         """Has the thread update, and units of the weights wait for it."""
         self.settle()
+        norm = norm.cpu()  # now: the thread would wait for all that the device was given since
         assert self._streamed is not None
         assert isinstance(self._states, HostStates)
         units = [[id(p) for p in unit if p.grad is not None] for unit in self._streamed.trained()]
