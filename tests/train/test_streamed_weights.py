@@ -18,12 +18,12 @@ from farspan.durable import WriteFailed
 from farspan.engine.memory import _static
 from farspan.engine.step import Step
 from farspan.engine.streamed_weights import StreamedWeights, _StreamedUnit
-from farspan.hf.load import load_model
+from farspan.hf.load import add_adapters, load_model
 from farspan.hf.stages import CausalLMStages
 from farspan.memory.host import TooLarge
 from farspan.planner.evaluate import evaluate
 from farspan.planner.plans import best_plan
-from farspan.spec import Tier, UnsupportedError
+from farspan.spec import Schedule, Tier, UnsupportedError
 from farspan.train.config import (
     DType,
     LoraConfig,
@@ -39,9 +39,11 @@ from farspan.train.optimizer import TrainingOptimizer
 from farspan.train.setup import make_context, resolve
 from farspan.train.staged_states import HostStates
 from farspan.train.trainer import train
+from tests.engine.checks import draw
 from tests.numerics import assert_exact
 from tests.train.planner import planned_components
 from tests.train.tiny import MODEL, Quiet, Stopped, Stopping, load_tiny, replaced, tiny_run
+from tests.zoo import make_model
 
 RESIDENT = ScheduleConfig(strategy="grouped", chunk=16)
 STREAMED = replace(RESIDENT, weights=Tier.HOST)
@@ -141,6 +143,45 @@ def test_an_update_beside_the_next_step_changes_nothing(
         found.append(outcome(Path(run.folder)))
     assert_same(*found)
     assert late.count("_StreamedUnit") > len(late) / 2
+
+
+KINDS = {
+    **{"gemma3_text": torch.float32, "qwen3_moe": torch.bfloat16},
+    **{"lfm2": torch.bfloat16, "adapted": torch.float32},
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), KINDS.items())
+def test_models_of_all_kinds_are_updated_in_every_place(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    """Tied embeddings, experts, recurrent states, frozen parts: batches that add up, gradients that
+    are clipped, three updates, each read by the next step."""
+    data, schedule = draw(42, batch=2, documents=4), Schedule(chunk=11, groups=(1, 3), kv_block=7)
+
+    def trained(states: StatesPlace, weights: Tier) -> dict[str, Tensor]:
+        model: Any = make_model("qwen2" if name == "adapted" else name, dtype, num_hidden_layers=4)
+        if name == "adapted":
+            add_adapters(model, rank=2, alpha=4)
+        host = StreamedWeights(CausalLMStages(model)) if weights is Tier.HOST else None
+        config = OptimizerConfig(clip=0.05, states=states, disk=str(tmp_path), overlap=True)
+        optimizer = TrainingOptimizer(model, config, streamed=host)
+        step = Step(model, replace(schedule, weights=weights), weights=host)
+        for number in range(3):
+            for _ in range(2):
+                step(*data)
+            norm = optimizer.gradient_norm()
+            assert norm > 0.05
+            optimizer.step(1e-2 / (number + 1), norm)
+        optimizer.settle()
+        return optimizer.tensors() | dict(model.named_parameters())
+
+    expected = trained(StatesPlace.DEVICE, Tier.DEVICE)
+    for states in StatesPlace.HOST, StatesPlace.DISK:
+        found = trained(states, Tier.HOST)
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert torch.equal(found[key], tensor), (states, key)
 
 
 @pytest.mark.gpu
