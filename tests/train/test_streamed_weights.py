@@ -25,6 +25,7 @@ from farspan.planner.evaluate import evaluate
 from farspan.planner.plans import best_plan
 from farspan.spec import Schedule, Tier, UnsupportedError
 from farspan.train.config import (
+    CheckpointConfig,
     DType,
     LoraConfig,
     ModelConfig,
@@ -56,13 +57,14 @@ def run_of(root: Path, schedule: ScheduleConfig = STREAMED, **changes: Any) -> R
     return tiny_run(root, folder=str(root / name), schedule=schedule, **changes)
 
 
-def outcome(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """What a run wrote of its steps, and every tensor of its last checkpoint and its model."""
+def outcome(folder: Path, last: int = 1) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """What a run wrote of its steps, and every tensor of its last checkpoints and its model."""
     keys = ("step", "loss", "grad_norm", "lr", "tokens", "heldout_loss")
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    last = sorted((folder / "checkpoints").iterdir())[-1]
-    files = [*last.glob("*.safetensors"), *(folder / "model").glob("*.safetensors")]
-    tensors = {f"{f.name}/{k}": t for f in files for k, t in load_file(f).items()}
+    folders = *sorted((folder / "checkpoints").iterdir())[-last:], folder / "model"
+    files = [file for of in folders for file in of.glob("*.safetensors")]
+    names = {file: f"{file.parent.name if last > 1 else ''}/{file.name}" for file in files}
+    tensors = {f"{names[f]}/{k}": t for f in files for k, t in load_file(f).items()}
     return [{key: line.get(key) for key in keys} for line in lines], tensors
 
 
@@ -139,8 +141,9 @@ def test_an_update_beside_the_next_step_changes_nothing(
     for overlap in (False, True):
         config = replace(optimizer, overlap=overlap)
         run = run_of(tmp_path / str(overlap), optimizer=config, **CASES[name])
-        train(run, reporter=Quiet())
-        found.append(outcome(Path(run.folder)))
+        checkpoints = CheckpointConfig(every=1, keep=3)  # some with no evaluation before
+        train(replace(run, checkpoints=checkpoints), reporter=Quiet())
+        found.append(outcome(Path(run.folder), last=3))
     assert_same(*found)
     assert late.count("_StreamedUnit") > len(late) / 2
 
