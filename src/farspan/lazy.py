@@ -4,10 +4,25 @@ torch and transformers take seconds to import, and a laptop that only plans need
 gate holds every other module to imports at the top, and reads the names given here like imports.
 """
 
+import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Reference counts alone decide about lifetimes inside the block: when the collector of cycles
+    runs is chance, and would make two traces differ. Of imports it takes a tenth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def load(module: str, name: str) -> Any:
@@ -15,7 +30,8 @@ def load(module: str, name: str) -> Any:
 
     Both are literals at the place of the call, so that the gate and a reader see them.
     """
-    return getattr(import_module(module), name)
+    with without_garbage_collection():
+        return getattr(import_module(module), name)
 
 
 def attributes(

@@ -7,6 +7,7 @@ output goes to files beside the settings; answers with its exit code. Nothing is
 before a fork: threads and forks do not go together.
 """
 
+import gc
 import os
 import sys
 import traceback
@@ -40,6 +41,7 @@ def run(program: ModuleType, settings: Path) -> int:
 
 
 def main() -> None:
+    gc.freeze()  # or each fork's first collection looks at all that was imported
     for line in sys.stdin:
         name, settings = line.split()
         print(run(PROGRAMS[name], Path(settings)), flush=True)

@@ -41,7 +41,7 @@ from farspan.engine.profile_meter import (
 )
 from farspan.engine.tiers import Arena, CopyEngine
 from farspan.engine.trace import meta_model, shortened
-from farspan.engine.trace_steps import META, without_garbage_collection
+from farspan.engine.trace_steps import META
 from farspan.hf.attention_interface import routed
 from farspan.hf.describe import describe_config, describe_shapes, describe_unproven
 from farspan.hf.fused_layers import fuse, gate_forward
@@ -50,6 +50,7 @@ from farspan.hf.stages import CausalLMStages
 from farspan.hf.tiled_mlp import Tokenwise, likely_tokenwise
 from farspan.hf.unsupported import context_limit, refuse_dropout
 from farspan.kernels.launch import launched
+from farspan.lazy import without_garbage_collection
 from farspan.profile.estimate import estimated, packed
 from farspan.profile.model import (
     CellLines,
@@ -578,18 +579,15 @@ class _Outside:
     def _head(self, fresh: Sequence[nn.Parameter] = (), *, gradient: bool = True) -> Peak:
         """Lines in tokens of the chunk and of a piece, those of the rest left out: whole pieces
         hold more."""
-        return fullest_of(
-            CHUNKS_AND_PIECES,
-            [
-                self._pass(tokens, Head(0, gradient), piece=piece, fresh=fresh)
-                for tokens, piece in CHUNKS_AND_PIECES
-            ],
-        )
+        passes = [
+            self._pass(tokens, Head(0, gradient), piece=piece, fresh=fresh)
+            for tokens, piece in CHUNKS_AND_PIECES
+        ]
+        return fullest_of(CHUNKS_AND_PIECES, passes)
 
     def _once(self, fresh: Sequence[nn.Parameter]) -> Peak:
-        passes = [self._pass(c, Head(0), piece=c, fresh=fresh) for c in LENGTHS]
-        return fullest_of(LENGTHS, passes)
+        return fullest_of(LENGTHS, [self._pass(c, Head(0), piece=c, fresh=fresh) for c in LENGTHS])
 
     def _embed_backward(self, fresh: Sequence[nn.Parameter]) -> Peak:
-        step = EmbedBackward(0)
-        return fullest_of(LENGTHS, [self._pass(c, step, fresh=fresh) for c in LENGTHS])
+        passes = [self._pass(c, EmbedBackward(0), fresh=fresh) for c in LENGTHS]
+        return fullest_of(LENGTHS, passes)

@@ -5,7 +5,6 @@ decide is decided as on a GPU: kernels are CUDA's flash attention, whose allocat
 and the host's arena is memory of no interest here.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from farspan.engine.trace import (
 )
 from farspan.hf.attention_interface import Attention, answering, routed
 from farspan.hf.stages import CausalLMStages
+from farspan.lazy import without_garbage_collection
 from farspan.memory.trace import Trace
 from farspan.profile.catalog import find_config
 from farspan.profile.model import Variant
@@ -129,20 +129,6 @@ def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         for value in state.values():
             if isinstance(value, Tensor):
                 yield value
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Reference counts alone decide about lifetimes inside the block: when the collector of cycles
-    runs is chance, and would make two traces differ."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 # -- marks -------------------------------------------------------------------------------------
