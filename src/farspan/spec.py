@@ -365,7 +365,7 @@ class Schedule:
     mlp_chunk_size: int | None = None  # tokens whose MLP activations do; None: all of a chunk
     alltoall_splits: int = 2  # of heads that ranks exchange: one travels while another is used
     sparse: Sparse | None = None  # approximate attention in layers without a window; None: exact
-    weights: Tier = Tier.DEVICE  # HOST: with their gradients; those of two groups are on the device
+    weights: Tier = Tier.DEVICE  # HOST: with their gradients; groups at work are on the device
 
     def __post_init__(self) -> None:
         for field in ("chunk", "kv_block", "loss_chunk_size", "mlp_chunk_size"):

@@ -274,9 +274,7 @@ def refusals() -> list[str]:
         with pytest.raises(UnsupportedError) as refused:
             sharded(model)
         said.append(str(refused.value))
-    with pytest.raises(UnsupportedError) as offloaded:
-        sharded(Model(), Stage.ZERO_0, offload=True)
-    return [*said, str(offloaded.value)]
+    return said
 
 
 def scalar(model: Any) -> None:
@@ -296,6 +294,6 @@ def used(model: Any) -> None:
 
 
 def test_what_cannot_be_cut_is_named() -> None:
-    words = ("layers.0.gate", "layers.0.up.weight", "layers.1.up.weight", "norm.weight", "zero-0")
+    words = ("layers.0.gate", "layers.0.up.weight", "layers.1.up.weight", "norm.weight")
     for text, word in zip(run_ranks(1, refusals)[0], words, strict=True):
         assert word in text

@@ -1,6 +1,6 @@
 """What a plan says that a rank holds beside what ranks were seen to hold."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,11 +11,11 @@ from farspan.distributed.fsdp import local
 from farspan.engine.memory import PeakMemory
 from farspan.engine.parallelize import parallelize
 from farspan.engine.step import Step
-from farspan.planner.evaluate import size
+from farspan.planner.evaluate import programs, size
 from farspan.planner.machines import machine
 from farspan.planner.request import Optimizer, Question
 from farspan.program.layout import Layout
-from farspan.spec import RunSpec, Schedule
+from farspan.spec import RunSpec, Schedule, Tier
 from farspan.train.context import inspect_model
 from tests.grids import exhaustive, part_of
 from tests.ranks import run_ranks
@@ -32,19 +32,25 @@ FIELDS = {
 }
 
 
+def asked(model: Any, layout: Layout, weights: Tier = Tier.DEVICE) -> Question:
+    """One sequence on so many machines of a device each."""
+    looked = inspect_model(model, "float32", CPU)
+    node = replace(machine("h100"), devices=1, reserve=0)
+    return Question(
+        *(looked.model, RunSpec(1, TOKENS), node, layout, Optimizer.NONE, "float32"),
+        weights=weights,
+        profile=looked.profile,
+        profiles=looked.profiles,
+    )
+
+
 def bytes_of(layout: Layout, schedules: list[Schedule]) -> list[tuple[dict[str, int], int, int]]:
     """Of each: what is planned, the peak of a step beside the weights, and the weights; of the last
     once more in a step that finds gradients of the one before."""
     ranks, found = ParallelContext(layout, CPU), []
     for schedule in schedules:
         model: Any = make_model("llama", torch.float32, **FIELDS)
-        looked = inspect_model(model, "float32", CPU)
-        node = replace(machine("h100"), devices=1, reserve=0)
-        question = Question(
-            *(looked.model, RunSpec(1, TOKENS), node, layout, Optimizer.NONE, "float32"),
-            profile=looked.profile,
-            profiles=looked.profiles,
-        )
+        question = asked(model, layout)
         sharded_model = parallelize(model, schedule, ranks)
         step = Step(model, schedule, ranks=sharded_model)
         ids = torch.arange(TOKENS)[None] % VOCAB
@@ -100,3 +106,56 @@ def test_the_fullest_stage_holds_what_is_planned(stages: int) -> None:
         assert most / LATE <= total <= LATE * most, (place, most, planned)
         # What lies outside the layers is cut over stages, and counted as if it were not.
         assert own <= weights <= 1.2 * own
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one rank."""
+
+    planned: dict[Tier, int]  # arenas of the fullest rank
+    arenas: dict[Tier, int]
+    total: int  # planned on both tiers
+    peak: int  # of a step, with the weights
+
+
+def held_by(layout: Layout, schedule: Schedule) -> Held:
+    """Weights in main memory, as a rank has them that is dealt its part."""
+    model: Any = make_model("llama", torch.float32, **FIELDS)
+    question = asked(model, layout, schedule.weights)
+    sharded_model = parallelize(model, schedule, ParallelContext(layout, CPU))
+    step = Step(model, schedule, ranks=sharded_model)
+    own = sum(local(p).nbytes for p in sharded_model.sharded.parameters().values())
+    found, sized = [p for _, p in programs(question, schedule)], size(question, schedule)
+    planned = {tier: max(p.arena_bytes[tier] for p in found) for tier in Tier}
+    ids = torch.arange(TOKENS)[None] % VOCAB
+    with PeakMemory(CPU) as meter:
+        step(ids, ids)
+    total = sized.device.total + sized.host.total
+    return Held(planned, step.program(1, TOKENS).arena_bytes, total, meter.peak + own)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    part_of(
+        [
+            Layout(ulysses=2, fsdp=False),
+            Layout(data=2, fsdp=False),
+            Layout(ulysses=2),
+            Layout(ulysses=2, data=2),
+            Layout(pipeline=2, fsdp=False),
+        ],
+        *(Layout(ulysses=2, fsdp=False), Layout(ulysses=2)),
+    ),
+    ids=str,
+)
+def test_ranks_with_weights_in_main_memory_hold_what_is_planned(layout: Layout) -> None:
+    """Arenas to the byte, slots of weights among them; of a pipeline, whose chunks engine and plan
+    cut by other counts, nearly. Both tiers are one memory here."""
+    schedule = Schedule(chunk=TOKENS // 4, groups=1, weights=Tier.HOST)
+    ranks = run_ranks(layout.devices(), held_by, layout, schedule)
+    for tier in Tier:
+        most = max(rank.arenas[tier] for rank in ranks)
+        near = 1.05 if layout.pipeline > 1 else 1.0
+        assert most / near <= ranks[0].planned[tier] <= near * most, tier
+    peak = max(rank.peak for rank in ranks)
+    assert peak / LATE <= ranks[0].total <= 1.15 * peak

@@ -492,14 +492,15 @@ def test_the_device_holds_two_groups() -> None:
 
 
 def test_what_is_not_done_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"^weights: host is for one device so far"):
-        refuse_together(streamed(GROUPED), Layout(data=2))
+    refuse_together(streamed(GROUPED), Layout(data=2, ulysses=2, pipeline=2, fsdp=False))
+    with pytest.raises(UnsupportedError, match=r"^weights: host .* tensor cuts them; set fsdp: tr"):
+        refuse_together(streamed(GROUPED), Layout(tensor=2, fsdp=False))
     with pytest.raises(UnsupportedError, match=r"^weights: expected .* got .disk"):
         Schedule(weights="disk")  # type: ignore[arg-type]
     model, _ = pair("qwen2", torch.bfloat16)
     ranks: Any = SimpleNamespace(sharded=SimpleNamespace(device=torch.device("cpu")))
-    with pytest.raises(UnsupportedError, match=r"^weights: host is for one device so far.* ranks"):
-        computing_device(torch.device("cpu"), None, True, ranks)
+    with pytest.raises(UnsupportedError, match=r"^device: the ranks compute on cpu, not on meta;"):
+        computing_device(torch.device("cpu"), META, True, ranks)
 
     class Packed(nn.Parameter):
         """Numbers and what says how to read them."""

@@ -5,6 +5,7 @@ from tests.mutants.faults import Fault
 
 BOUNDS = "tests/data/test_bounds.py::"
 MOVED = "tests/train/test_streamed_weights.py::"
+OF_RANKS = "tests/engine/test_streamed_ranks.py::"
 STREAMED = "tests/engine/test_streamed_weights.py::"
 PACKED = "tests/hf/test_quantized.py::"
 CACHE = "tests/data/test_store.py::"
@@ -141,6 +142,37 @@ TRUST = (
         "and _addresses(p.own) == p.addresses",
         "and p.own.data_ptr() == p.addresses[0]",
         (PACKED + "test_scales_that_are_others_are_read_where_they_lie",),
+    ),
+    Fault(
+        "weights: earlier batches' sums are forgotten by ranks",
+        "yield cut.own, self._sum(one, cut, total, before.get(cut.own))",
+        "yield cut.own, self._sum(one, cut, total)",
+        (OF_RANKS + "test_ranks_train_to_the_bits_of_resident_weights[ulysses2-0]",),
+    ),
+    Fault(
+        "weights: earlier batches' sums come before those of ranks",
+        "before = p.own.grad if alone and _takes_sums(p.own) else None",
+        "before = p.own.grad if _takes_sums(p.own) else None",
+        (OF_RANKS + "test_ranks_train_to_the_bits_of_resident_weights[ulysses2-0]",),
+    ),
+    Fault(
+        "weights: sums leave before those of other ranks are added",
+        "            ledger.emit(Reduce(group.index))\n        ledger.emit(Close(group.index))",
+        "            ledger.emit(Close(group.index), Reduce(group.index))\n            continue\n"
+        "        ledger.emit(Close(group.index))",
+        (OF_RANKS + "test_programs_are_whole_and_nothing_races",),
+    ),
+    Fault(
+        "weights: a stage closes only its layers",
+        "return group == 0 or self.share.rank.layout.pipeline > 1",
+        "return group == 0",
+        (OF_RANKS + "test_programs_are_whole_and_nothing_races",),
+    ),
+    Fault(
+        "weights: stages cut chunks by the weights that each counts",
+        "products = layer.work.products or ((1, linear_products(spec, layer)),)",
+        "products = layer.work.products",
+        (OF_RANKS + "test_ranks_train_to_the_bits_of_resident_weights[pipeline2-0]",),
     ),
     Fault(
         "quantised: a layer is copied with all that lies beside it",

@@ -29,6 +29,7 @@ from farspan.program.program import (
     LoadGradient,
     Program,
     Receive,
+    Reduce,
     Release,
     Send,
     Store,
@@ -101,6 +102,7 @@ class _Replay:
     heads: dict[int, bool] = field(default_factory=dict)  # chunk to: with gradient
     backwards: set[tuple[int, int]] = field(default_factory=set)
     embeddings: set[int] = field(default_factory=set)  # chunks whose EmbedBackward ran
+    reduced: set[int] = field(default_factory=set)  # groups whose sums are those of all ranks
     closed: set[int] = field(default_factory=set)
     gathered: set[int] = field(default_factory=set)  # groups, and OUTER
     slots: dict[str, int] = field(default_factory=dict)  # of weights, of their gradients: of whom
@@ -152,6 +154,10 @@ class _Replay:
                 self._need_weights(OUTER)
                 self._need_sums(OUTER)
                 self.embeddings.add(chunk)
+            case Reduce(group):
+                self._done(group)
+                memory.need(group not in self.reduced, f"group {group} is reduced twice")
+                self.reduced.add(group)
             case Close(group):
                 self._close(group)
 
@@ -174,7 +180,9 @@ class _Replay:
         self.gathered = self.gathered | units if is_gather else self.gathered - units
 
     def _streams(self) -> bool:
-        return self.program.schedule.weights is Tier.HOST
+        """Whole weights, that is; shards are gathered from wherever they are."""
+        layout, on_host = self.program.share.rank.layout, self.program.schedule.weights is Tier.HOST
+        return on_host and not (layout.fsdp and layout.devices() > 1)
 
     def _slot(self, unit: int, gradients: bool) -> str:
         ring = names.WEIGHT_GRADIENTS if gradients else names.WEIGHTS
@@ -208,6 +216,7 @@ class _Replay:
         if self._streams():
             found = self.slots.get(self._slot(unit, False))
             self.memory.need(found == unit, f"the weights of {unit} are away")
+            return
         layout = self.program.share.rank.layout
         whole = layout.devices() == 1 or not layout.fsdp or unit in self.gathered
         self.memory.need(whole, f"the weights of {unit} are cut")
@@ -408,17 +417,25 @@ class _Replay:
 
     def _close(self, group: int) -> None:
         need = self.memory.need
-        need(0 <= group < len(self.program.groups), f"there is no group {group}")
+        self._done(group)
         need(group not in self.closed, f"group {group} is closed twice")
+        several = self._streams() and self.program.share.rank.layout.devices() > 1
+        need((group in self.reduced) == several, f"group {group} leaves with sums of {several}")
+        self.closed.add(group)
+
+    def _done(self, group: int) -> None:
+        """Everything was added to the group's sums, and they are there."""
+        need, stages = self.memory.need, self.program.share.rank.layout.pipeline
+        need(group in self.program.own_groups(), f"there is no group {group}")
         for layer in range(*self.program.groups[group]):
             for chunk in range(len(self.program.chunks)):
                 done = (layer, chunk) in self.backwards
                 need(done, f"group {group} closes before the backward of ({layer}, {chunk})")
         if group == 0:  # the embedding's dW, and with it the head's, is closed with it
             need(len(self.embeddings) == len(self.program.chunks), "an embedding is to come")
+        if group == 0 or stages > 1:
             self._need_sums(OUTER)
         self._need_sums(group)
-        self.closed.add(group)
 
     def finish(self) -> None:
         """Everything ran that makes a step, or an evaluation."""

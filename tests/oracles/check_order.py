@@ -31,6 +31,7 @@ from farspan.program.program import (
     Load,
     LoadGradient,
     Program,
+    Reduce,
     Send,
     Store,
     StoreGradient,
@@ -113,7 +114,7 @@ class _Uses:
     def of(self, i: Instruction) -> Iterator[Use]:
         if isinstance(i, Allocate | Free):
             return
-        if self.program.schedule.weights is Tier.HOST:
+        if "weights.outer" in self.program.buffers:
             yield from self._weights(i)
         if isinstance(i, Fetch | Evict):
             lane = Lane.FETCH if isinstance(i, Fetch) else Lane.EVICT
@@ -144,10 +145,12 @@ class _Uses:
         if isinstance(i, Forward | Backward | Embed | EmbedBackward | Head):
             yield lane, False, self._whole(f"weights.{place}")
         adds = isinstance(i, Backward | EmbedBackward) or (isinstance(i, Head) and i.gradient)
+        adds = adds or isinstance(i, Reduce)
         if adds or isinstance(i, Close):
             yield lane, adds, self._whole(f"weight_gradients.{place}")
-        if isinstance(i, Close) and i.group == 0:
-            yield lane, False, self._whole("weight_gradients.outer")
+        stages = self.program.share.rank.layout.pipeline
+        if isinstance(i, Reduce | Close) and (i.group == 0 or stages > 1):
+            yield lane, adds, self._whole("weight_gradients.outer")
         if isinstance(i, Gather):
             what = "weight_gradients" if i.gradients else "weights"
             for name in (place, *["outer"] * i.outer):

@@ -95,11 +95,12 @@ def _transfers(program: Program) -> Iterator[Transfer]:
                 size = streamed_bytes(program, layer, chunk, accumulator)
                 yield True, Kind.DKV, size
                 yield False, Kind.DKV, size
-            case Gather(group, outer, False) if program.schedule.weights is Tier.HOST:
+            case Gather(group, outer, False) if program.streams():
                 units = [program.groups[group], *[None] * outer]
                 yield True, Kind.WEIGHTS, _weight_bytes(program, units, gradients=False)
-            case Close(group) if program.schedule.weights is Tier.HOST:
-                units = [program.groups[group], *[None] * (group == 0)]
+            case Close(group) if program.streams():
+                shared = group == 0 or program.share.rank.layout.pipeline > 1
+                units = [program.groups[group], *[None] * shared]
                 yield False, Kind.WEIGHT_GRADIENTS, _weight_bytes(program, units, gradients=True)
             case _:
                 pass

@@ -122,8 +122,26 @@ def runs(question: Question, schedule: Schedule) -> bool:
 )
 def test_the_planned_arenas_are_those_of_the_fullest_ranks(layout: Layout, recurrent: bool) -> None:
     """To the byte, and nothing is looked at that no rank runs."""
-    question = asked(layout, recurrent=recurrent)
-    for schedule in (schedule for schedule in SCHEDULES if runs(question, schedule)):
+    assert_fullest(asked(layout, recurrent=recurrent), SCHEDULES)
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS[::3], ids=str)
+def test_so_are_they_where_weights_are_in_main_memory(layout: Layout, fsdp: bool) -> None:
+    """Whole weights come through slots, as many of a pipeline's stage as it has layers; programs of
+    shards are those of shards on the device."""
+    question = asked(replace(layout, fsdp=fsdp))
+    schedules = [replace(schedule, weights=Tier.HOST) for schedule in SCHEDULES[::5]]
+    assert_fullest(question, schedules)
+    for schedule in schedules if fsdp else ():
+        if runs(question, schedule):
+            program, *_ = programs_of(question, schedule)
+            there, *_ = programs_of(question, replace(schedule, weights=Tier.DEVICE))
+            assert program.instructions == there.instructions
+
+
+def assert_fullest(question: Question, schedules: list[Schedule]) -> None:
+    for schedule in (schedule for schedule in schedules if runs(question, schedule)):
         planned = [program for _, program in programs(question, schedule)]
         ranks = programs_of(question, schedule)
         for tier in Tier:
@@ -306,3 +324,16 @@ def test_open_group_is_gathered_whole_and_cut_by_tensor() -> None:
         LLAMA, layers=LLAMA.layers[:2], parameters=outer + 2 * layer, trainable=outer + 2 * layer
     )
     assert states(ask(Layout(ulysses=8), frozen), ((0, 2),)).gathered == 2 * (outer + 2 * layer)
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+def test_states_in_main_memory_are_those_of_the_device(fsdp: bool) -> None:
+    """Shards, or a whole copy for each rank; what is gathered and added up stays on the device."""
+    question, groups = ask(Layout(ulysses=8, fsdp=fsdp)), ((0, 16), (16, 32))
+    there = states(replace(question, optimizer=Optimizer.HOST, weights=Tier.HOST), groups)
+    here = states(question, groups)
+    assert (there.weights_on_host, there.gradients_on_host) == (here.weights, here.gradients)
+    assert there.optimizer_on_host == here.optimizer
+    assert there.weights == there.gradients == there.optimizer == 0
+    wanted = (here.gathered, here.accumulators) if fsdp else (0, 0)
+    assert (there.gathered, there.accumulators) == wanted

@@ -267,7 +267,7 @@ def test_weights_go_to_main_memory_with_the_states() -> None:
     assert options(asked(), there) == ["--optimizer host --weights host"]
     assert options(asked(Optimizer.HOST), there) == ["--weights host"]
     assert not options(asked(Optimizer.ADAMW8BIT), there)
-    assert not options(asked(layout=Layout(shards=2)), there)
+    assert options(asked(layout=Layout(shards=2)), there) == ["--optimizer host --weights host"]
     both = options(asked(), lambda q: there(q) and has_adapters(q))
     assert both == ["--lora 16 --optimizer host --weights host"]
 

@@ -272,15 +272,17 @@ FOLDED = (
 )
 
 
-# Of weights in main memory a single device.
-CASES = [(of, *to) for of in FOLDED for to in ((1, 1), (4, 1), (4, 50))][: 3 * 6 + 1]
+# Of weights in main memory also whole ones on several devices.
+CASES = [(of, *to) for of in FOLDED for to in ((1, 1), (4, 1), (4, 50))][: 3 * 6 + 2]
+CASES.append((FOLDED[-1], -4, 1))
 
 
-@pytest.mark.parametrize(("schedule", "gpus", "slower"), CASES, ids=range(19))
+@pytest.mark.parametrize(("schedule", "gpus", "slower"), CASES, ids=range(21))
 def test_few_layers_take_the_time_of_all(schedule: Schedule, gpus: int, slower: int) -> None:
     """Where devices wait for each other, too; and outlines of programs take the bytes of the whole
     ones."""
-    asked = replace(of_groups("96K", gpus=gpus), weights=schedule.weights)
+    asked = replace(of_groups("96K", gpus=abs(gpus)), weights=schedule.weights)
+    asked = replace(asked, layout=replace(asked.layout, fsdp=gpus > 0), accumulates=gpus < 0)
     peer = asked.machine.peer / slower
     roomy = replace(asked.machine, device_bytes=2**45, host_bytes=2**45, peer=peer)
     asked = replace(asked, machine=roomy)

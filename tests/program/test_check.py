@@ -30,6 +30,7 @@ from farspan.program.program import (
     LoadGradient,
     Program,
     Receive,
+    Reduce,
     Release,
     Send,
     Store,
@@ -165,7 +166,7 @@ def test_rich_programs_hold_every_instruction_and_mode() -> None:
         (b.kind, b.tier) for name in RICH for b in rich(name).buffers.values()
     }
     instructions = [i for program in programs for i in program.instructions]
-    of_ranks = {Gather, Release, Receive, Send}  # tests/program/test_share.py
+    of_ranks = {Gather, Release, Reduce, Receive, Send}  # test_share, test_streamed_ranks
     assert {type(i) for i in instructions} == set(Instruction.__args__) - of_ranks
     assert {i.mode for i in instructions if isinstance(i, Forward)} == set(AttentionMode)
 

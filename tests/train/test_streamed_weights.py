@@ -30,6 +30,7 @@ from farspan.train.config import (
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
+    Parallel,
     RunConfig,
     ScheduleConfig,
     StatesPlace,
@@ -41,8 +42,11 @@ from farspan.train.setup import make_context, resolve
 from farspan.train.staged_states import HostStates
 from farspan.train.trainer import train
 from tests.engine.checks import draw
+from tests.grids import part_of
 from tests.numerics import assert_exact
+from tests.ranks import run_ranks
 from tests.train.planner import planned_components
+from tests.train.test_ranks import interrupted
 from tests.train.tiny import MODEL, Quiet, Stopped, Stopping, load_tiny, replaced, tiny_run
 from tests.zoo import make_model
 
@@ -300,6 +304,61 @@ def test_a_step_whose_memory_ran_out_is_taken_again(tmp_path: Path) -> None:
     assert_exact(losses[0].double(), losses[1].double(), limit=1e-5)
 
 
+# -- several ranks ------------------------------------------------------------------------------
+
+WIDE = MODEL | {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4}
+CLIPPED = OptimizerConfig(lr=1e-2, warmup=2, clip=0.05)
+PARALLEL = {
+    "stages": Parallel(pipeline=2, fsdp=False),
+    "heads": Parallel(ulysses=2, fsdp=False),
+    "replicas": Parallel(data=2, fsdp=False),
+    "shards": Parallel(ulysses=2),
+    "shards of replicas": Parallel(data=2),
+    "shards of stages": Parallel(pipeline=2),
+}
+
+
+def of_ranks(root: Path, parallel: Parallel, schedule: ScheduleConfig) -> RunConfig:
+    model = ModelConfig(config=WIDE, dtype=DType.BFLOAT16)
+    options = {"optimizer": CLIPPED, "parallel": parallel}
+    return run_of(root, replace(schedule, groups=1), model=model, steps=4, **options)
+
+
+def trained(runs: list[RunConfig]) -> list[list[str]]:
+    """What is noted of each."""
+    reporters = [Quiet() for _ in runs]
+    for run, quiet in zip(runs, reporters, strict=True):
+        assert train(run, reporter=quiet).step == run.steps
+    return [quiet.notes for quiet in reporters]
+
+
+@pytest.mark.parametrize("name", part_of(PARALLEL, "stages", "replicas", "shards"))
+def test_a_run_of_ranks_is_the_resident_one(tmp_path: Path, name: str) -> None:
+    """With batches that add up, clipping, evaluations, checkpoints and what it exports."""
+    runs = [of_ranks(tmp_path, PARALLEL[name], s) for s in (RESIDENT, STREAMED)]
+    (_, notes), _ = run_ranks(2, trained, runs)
+    assert_same(*(outcome(Path(run.folder)) for run in runs))
+    text = "\n".join(notes)
+    assert "weights and their gradients on host" in text
+    assert "optimizer states: in main memory, updated there" in text
+    memory = json.loads((Path(runs[1].folder) / "about.json").read_text())["memory"]
+    assert memory["weights"] == memory["gradients"] == memory["optimizer"] == 0
+    assert min(memory["host_weights"], memory["host_gradients"]) > 0
+    assert (memory["accumulators"] > 0) == name.startswith("shards")
+
+
+@pytest.mark.parametrize("name", part_of(PARALLEL, "heads", "shards of stages"))
+def test_a_stopped_run_of_ranks_goes_on_to_the_same_bits(tmp_path: Path, name: str) -> None:
+    run = of_ranks(tmp_path, PARALLEL[name], STREAMED)
+    run_ranks(2, trained, [run])
+    stopped = replace(run, folder=str(tmp_path / "stopped"))
+    resident = replace(stopped, schedule=replace(run.schedule, weights=None))
+    assert run_ranks(2, interrupted, stopped, 2, 1) == [2, 2]
+    assert run_ranks(2, interrupted, resident, 1, 0) == [3, 3]
+    run_ranks(2, trained, [stopped])
+    assert_same(outcome(Path(stopped.folder)), outcome(Path(run.folder)))
+
+
 # -- where everything lives ---------------------------------------------------------------------
 
 
@@ -309,7 +368,8 @@ ONE = DistributedContext(torch.device("cpu"))
 def context(run: RunConfig, world: DistributedContext | None = None) -> RunContext:
     with Interrupt() as interrupt:
         observer = Observer(Quiet(), interrupt)
-        return make_context(resolve(run), Components(), world or ONE, observer, {})
+        ranks = None if world is None else world.size
+        return make_context(resolve(run, ranks), Components(), world or ONE, observer, {})
 
 
 def storages(tensors: Any) -> set[int]:
@@ -425,7 +485,9 @@ def test_states_on_the_device_are_refused(tmp_path: Path, states: StatesPlace) -
         run_of(tmp_path, optimizer=OptimizerConfig(states=states))
 
 
-def test_several_ranks_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_whole_weights_that_tensor_cuts_are_refused_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
     class Two(DistributedContext):
         """The first of two."""
 
@@ -434,5 +496,6 @@ def test_several_ranks_are_refused_before_anything_is_loaded(tmp_path: Path) -> 
         def run_on_rank0(self, function: Any, *_: Any) -> Any:
             return function()
 
-    with pytest.raises(UnsupportedError, match=r"^schedule\.weights: host is for one device"):
-        context(run_of(tmp_path), Two(torch.device("cpu")))
+    run = run_of(tmp_path, parallel=Parallel(tensor=2, fsdp=False))
+    with pytest.raises(UnsupportedError, match=r"^schedule\.weights: host without fsdp is for"):
+        context(run, Two(torch.device("cpu")))

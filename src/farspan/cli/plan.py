@@ -161,7 +161,7 @@ WeightsTier = Annotated[
     typer.Option(
         help="Where weights and their gradients live: device, the default, or host, with "
         f"--optimizer {Optimizer.HOST} or {Optimizer.DISK}: the device has those of two groups of "
-        "layers, the embedding and the head."
+        "layers, the embedding and the head; of several devices each has its shards there."
     ),
 ]
 DTypeName = Annotated[str | None, typer.Option(help="bf16, fp32 or fp64; default: bf16.")]

@@ -260,8 +260,10 @@ class Rank0Weights:
         return whole
 
 
-def broadcast_from_rank0(ranks: ParallelContext, model: nn.Module) -> None:
-    """Give every rank all weights, on its device. All ranks call it."""
+def broadcast_from_rank0(
+    ranks: ParallelContext, model: nn.Module, home: torch.device | None = None
+) -> None:
+    """Give every rank all weights, on its device, or at `home`. All ranks call it."""
     if not is_on_rank0_only(ranks, model):
         return
     weights = Rank0Weights.of(ranks, model)
@@ -269,7 +271,9 @@ def broadcast_from_rank0(ranks: ParallelContext, model: nn.Module) -> None:
     wholes = {}
 
     def keep(name: str, whole: Tensor) -> None:
-        wholes[named[name]] = nn.Parameter(whole, named[name].requires_grad)
+        wholes[named[name]] = nn.Parameter(
+            whole.to(home or ranks.device), named[name].requires_grad
+        )
 
     weights.give(keep)
     _replace(model, wholes)

@@ -253,19 +253,15 @@ class ShardedParameters:
         here: Collection[int] | None = None,
     ) -> None:
         """Cuts the model in place, unit by unit. `device` is where whole parameters are; with
-        `offload` the cut ones, their gradients and so the optimizer's states are in main memory.
+        `offload` what lies here between steps, and so the optimizer's states, is in main memory.
         `outer` are the ranks that share what is outside the layers, where that is more of them: of
         all stages of a pipeline; `here` says which layers this one has, None: all.
 
         Raises UnsupportedError for a parameter that cannot be sharded.
         """
-        self.peers, self.device, self.stage = peers, device, stage
+        self.peers, self.device, self.stage, self.offload = peers, device, stage, offload
         self.outer = len(layers)
         self._home = torch.device("cpu") if offload else device
-        if stage is Stage.ZERO_0 and offload:
-            raise UnsupportedError(
-                "fsdp: zero-0 shards nothing that could be offloaded; choose another stage"
-            )
         # Shards that live in main memory are of a mesh of CPUs: their operations stay there.
         inner = peers, self._mesh(peers)
         beyond = inner if outer is None else (outer, self._mesh(outer))
@@ -324,6 +320,23 @@ class ShardedParameters:
                 one.held[parameter] += total
             else:
                 one.held[parameter] = total
+
+    @torch.no_grad()
+    def sums(
+        self,
+        unit: int,
+        totals: Totals,
+        places: Mapping[nn.Parameter, Tensor],
+        before: Mapping[nn.Parameter, Tensor],
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """In ZERO_0, of each parameter that a rank has a total of: the sum over ranks, in their
+        order, and of the tensor in `before`; to be taken before the next is asked for, and by all
+        ranks to the end. Takes them out of `totals`; one that is missing is made in its place."""
+        one = self._units[unit]
+        for cut in self._summed(one, totals):
+            total = totals.pop(cut.whole, None)
+            total = places[cut.own].zero_() if total is None else total
+            yield cut.own, self._sum(one, cut, total, before.get(cut.own))
 
     @torch.no_grad()
     def end(self, *, sync: bool = True) -> None:
@@ -427,7 +440,7 @@ class ShardedParameters:
         return own
 
     def _blank(self, parameter: nn.Parameter) -> nn.Parameter:
-        there = torch.empty_like(parameter, device=self.device)
+        there = torch.empty_like(parameter, device=self._home)
         return nn.Parameter(there, parameter.requires_grad)
 
     def _dtensor(self, unit: _FsdpUnit, local: Tensor, like: Tensor) -> DTensor:
@@ -447,19 +460,30 @@ class ShardedParameters:
             unit.memory.untyped_storage().resize_(0)
 
     def _reduce(self, unit: _FsdpUnit, totals: Totals) -> None:
+        for cut in self._summed(unit, totals):
+            self._add(unit, cut, self._sum(unit, cut, totals.pop(cut.whole, None)))
+
+    def _summed(self, unit: _FsdpUnit, totals: Totals) -> list[_ShardedParameter]:
+        """What some rank has a gradient of."""
         cuts = [cut for cut in unit.cuts if cut.own.requires_grad]
         if not cuts:
             totals.clear()
-            return
+            return []
         have = [cut.whole in totals for cut in cuts]
         counts = unit.peers.sum(torch.tensor(have, dtype=torch.int32, device=self.device))
         # Who has them all needs not wait for a device to say so.
-        for cut, count in zip(cuts, have if all(have) else counts.tolist(), strict=True):
-            if count:
-                self._add(unit, cut, self._sum(unit, cut, totals.pop(cut.whole, None)))
+        found = have if all(have) else counts.tolist()
+        return [cut for cut, count in zip(cuts, found, strict=True) if count]
 
-    def _sum(self, unit: _FsdpUnit, cut: _ShardedParameter, total: Tensor | None) -> Tensor:
-        """This rank's rows of the sum over ranks; all rows in ZERO_0."""
+    def _sum(
+        self,
+        unit: _FsdpUnit,
+        cut: _ShardedParameter,
+        total: Tensor | None,
+        before: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's rows of the sum over ranks, to which those of `before` are added; all rows in
+        ZERO_0, in the memory of `total` where they fill it."""
         ranks, shape = unit.peers.size, cut.whole.shape
         rows = shape[0] if shape else 1
         width = cut.whole.numel() // max(rows, 1)
@@ -471,13 +495,22 @@ class ShardedParameters:
                 padded[: total.numel()] = total.reshape(-1)
             total = padded
         parts = total.reshape(ranks, share)
-        own = parts.new_empty(share)
+        whole, first = self.stage is Stage.ZERO_0, unit.peers.index * share
+        own = parts.new_empty(0 if whole else share)
+        added = None if before is None else before.reshape(-1)[first : first + share]
         step = max(1, SLICE // (ranks * own.itemsize))
         for start in range(0, share, step):
-            part = parts[:, start : start + step].contiguous()
-            own[start : start + step] = unit.peers.scatter_sum(part, [1] * ranks)[0]
-        if self.stage is Stage.ZERO_0:
-            return unit.peers.gather(own, [share] * ranks)[: rows * width].view(shape)
+            part = parts[:, start : start + step]
+            summed = unit.peers.scatter_sum(part.contiguous(), [1] * ranks)
+            if added is not None:
+                more = added[start : start + step].to(self.device)
+                summed[0, : len(more)] += more
+            if whole:
+                part.copy_(unit.peers.gather(summed, [1] * ranks))
+            else:
+                own[start : start + step] = summed[0]
+        if whole:
+            return parts.view(-1)[: rows * width].view(shape)
         count = cut.rows[1] - cut.rows[0]
         return own[: count * width].view(count, *shape[1:])
 

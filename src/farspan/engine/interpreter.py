@@ -58,6 +58,7 @@ from farspan.program.program import (
     LoadGradient,
     Program,
     Receive,
+    Reduce,
     Release,
     Send,
     Store,
@@ -219,9 +220,9 @@ class Interpreter:
                     self._embed_backward(chunk)
                 case Close(group):
                     self._close(group)
-                case Gather() if self.weights is not None:
+                case Gather() | Reduce() if self.weights is not None:
                     self._stream_weights(instruction, self.weights)
-                case Gather() | Release() | Receive() | Send():
+                case Gather() | Release() | Reduce() | Receive() | Send():
                     self._among_ranks(instruction)
             if order is not None:
                 order.after(index)
@@ -232,13 +233,17 @@ class Interpreter:
             return torch.zeros((), dtype=torch.float64, device=self.boundary.device)
         return self.loss
 
-    def _stream_weights(self, i: Gather, weights: StreamedWeights) -> None:
-        if i.gradients:
+    def _stream_weights(self, i: Gather | Reduce, weights: StreamedWeights) -> None:
+        sharded = None if self.sharded_model is None else self.sharded_model.sharded
+        if isinstance(i, Reduce):
+            assert sharded is not None, "this process is alone"
+            weights.reduce(self.program, i.group, self.gradients, sharded)
+        elif i.gradients:
             weights.open(self.program, i, self.storage.copies, self.gradients)
         else:
             weights.fetch(self.program, i, self.storage.copies)
 
-    def _among_ranks(self, instruction: Gather | Release | Receive | Send) -> None:
+    def _among_ranks(self, instruction: Instruction) -> None:
         """Weights come and go, and chunks pass between the stages of a pipeline."""
         match instruction:
             case Gather(group, outer) if self.sharded_model is not None:
@@ -300,12 +305,12 @@ class Interpreter:
         self.loss = loss if self.loss is None else self.loss + loss
 
     def _close(self, group: int) -> None:
-        layers = range(*self.program.groups[group])
-        # Ranks of a pipeline close what is outside the layers together.
-        outer = group == 0 or self.pipeline is not None
         if self.weights is not None:
             self.weights.close(self.program, group, self.storage.copies, self.gradients)
             return
+        layers = range(*self.program.groups[group])
+        # Ranks of a pipeline close what is outside the layers together.
+        outer = group == 0 or self.pipeline is not None
         if self.sharded_model is not None:
             for unit in [*layers, *[self.sharded_model.sharded.outer] * outer]:
                 self.gradients.reduce(unit)

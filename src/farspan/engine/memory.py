@@ -116,7 +116,8 @@ class MemoryEstimate:
     gradients: int
     accumulators: int  # fp32 sums of the widest open group, where `.grad` is narrower
     transient: int  # of a cell: activations, logits, one layer's weight gradients
-    # Where they live in main memory; `weights`, `gradients` and `accumulators` are then 0.
+    # Where they live in main memory; `weights` and `gradients` are then 0, and `accumulators` too
+    # but for sums of shards.
     host_weights: int = 0
     host_gradients: int = 0
 
@@ -276,12 +277,12 @@ def _static(step: Step, program: Program, *, documents: bool) -> MemoryEstimate:
             host_weights=step.weights.nbytes,
             host_gradients=step.weights.gradient_bytes(),
         )
-    return replace(
-        found,
-        weights=sum(local(p).nbytes + state_bytes(p) for p in parameters),
-        gradients=sum(local(p).numel() * gradient_dtype(p).itemsize for p in trained),
-        accumulators=_accumulators(step, program),
-    )
+    weights = sum(local(p).nbytes + state_bytes(p) for p in parameters)
+    gradients = sum(local(p).numel() * gradient_dtype(p).itemsize for p in trained)
+    sums = _accumulators(step, program)
+    if step.sharded_model is not None and step.sharded_model.sharded.offload:
+        return replace(found, host_weights=weights, host_gradients=gradients, accumulators=sums)
+    return replace(found, weights=weights, gradients=gradients, accumulators=sums)
 
 
 def _accumulators(step: Step, program: Program) -> int:

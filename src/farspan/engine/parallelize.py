@@ -3,7 +3,7 @@ are summed; and what an optimizer updates of it.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -40,6 +40,7 @@ from farspan.hf.unsupported import refuse_dropout
 from farspan.program.layout import (
     AXES,
     Layout,
+    Rank,
     group_ranges,
     local_heads,
     own_groups,
@@ -47,7 +48,7 @@ from farspan.program.layout import (
     refuse_together,
 )
 from farspan.program.program import Program
-from farspan.spec import Kernels, ModelSpec, Schedule
+from farspan.spec import Kernels, ModelSpec, Schedule, Tier, UnsupportedError
 
 WHOLE = ("ulysses", "shards", "ring", "data")  # ranks with the same weights but for fsdp
 
@@ -62,6 +63,22 @@ class ShardedModel:
     sharded: ShardedParameters
     tensor: TensorParallel | None
     tiles: tuple[tuple[Tokenwise, ...], ...]  # of each layer, where the schedule has tiles
+
+    @property
+    def rank(self) -> Rank:
+        """Whose programs this rank runs: of whole weights, those of a layout without fsdp."""
+        layout = _layout_of(self.ranks, self.sharded.stage)
+        return Rank(layout, self.ranks.rank.number)
+
+    def refuse_elsewhere(self, schedule: Schedule) -> None:
+        """Raises UnsupportedError for a schedule that has weights where they are not."""
+        on_host, there = schedule.weights is Tier.HOST, self.sharded.offload
+        if on_host != there and (on_host or self.sharded.stage is Stage.ZERO_0):
+            place = Tier.HOST if there else Tier.DEVICE
+            raise UnsupportedError(
+                f"weights: the model was sharded with them on the {place}, not on the "
+                f"{schedule.weights}; call parallelize with this schedule"
+            )
 
     def gather(self, program: Program, group: int, *, outer: bool) -> None:
         for unit in self._units(program, group, outer):
@@ -115,7 +132,7 @@ def parallelize(
 
     Either all ranks have loaded the whole model, or rank 0 alone, on any device, and the parameters
     of the other ranks are on the meta device: then no device ever holds more than its shards and
-    one weight.
+    one weight. With `schedule.weights` HOST they stay in main memory.
 
     With tensor parallelism the weights of layers become slices. Layers of other pipeline stages
     move to the meta device unless `keep`. The rest is sharded as by FSDP2 if the layout has `fsdp`;
@@ -128,11 +145,14 @@ def parallelize(
     """
     boundary = CausalLMStages(model)
     refuse_dropout(boundary.model)
-    refuse_schedule(schedule, ranks)
-    on_rank0 = is_on_rank0_only(ranks, boundary.model)
+    if stage is None:
+        several = ranks.layout.devices() > 1  # programs of one rank gather nothing
+        stage = Stage.ZERO_3 if ranks.layout.fsdp and several else Stage.ZERO_0
+    refuse_schedule(schedule, ranks, stage)
+    on_rank0, on_host = is_on_rank0_only(ranks, boundary.model), schedule.weights is Tier.HOST
     if not on_rank0:
         refuse_unlike_models(ranks, boundary.model)
-    device = ranks.device if on_rank0 else boundary.device
+    device = ranks.device if on_rank0 or on_host else boundary.device
     inspect = partial(_inspect, boundary, schedule, ranks.layout, device, kernels or Kernels())
     inspected = run_on_rank0(inspect) if on_rank0 else inspect()
     layers, tensor = list(boundary.layers), None
@@ -143,16 +163,13 @@ def parallelize(
     if tensor is not None:
         tensor.cut_layers(boundary.layers)
     here = range(len(layers)) if keep else _drop_other_stages(boundary, schedule, ranks)
-    if stage is None:
-        several = ranks.layout.devices() > 1  # programs of one rank gather nothing
-        stage = Stage.ZERO_3 if ranks.layout.fsdp and several else Stage.ZERO_0
     sharded = ShardedParameters(
         boundary.model,
         layers,
         ranks.among(*WHOLE, alone=False),
         device,
         stage=stage,
-        offload=offload,
+        offload=offload or on_host,
         outer=ranks.among(*WHOLE, "pipeline", alone=False),
         here=here,
     )
@@ -161,11 +178,15 @@ def parallelize(
     return ShardedModel(ranks, inspected.spec, boundary.dtype, sharded, tensor, inspected.tiles)
 
 
-def refuse_schedule(schedule: Schedule, ranks: ParallelContext) -> None:
+def refuse_schedule(schedule: Schedule, ranks: ParallelContext, stage: Stage) -> None:
     """Raises UnsupportedError for a schedule that the layout cannot run, or that differs between
     ranks."""
     ranks.refuse_unlike("schedule", repr(schedule), *AXES)
-    refuse_together(schedule, ranks.layout)
+    refuse_together(schedule, _layout_of(ranks, stage))
+
+
+def _layout_of(ranks: ParallelContext, stage: Stage) -> Layout:
+    return replace(ranks.layout, fsdp=ranks.layout.fsdp and stage is not Stage.ZERO_0)
 
 
 @dataclass(frozen=True, slots=True)

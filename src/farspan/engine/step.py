@@ -38,7 +38,7 @@ from farspan.lazy import load
 from farspan.planner.request import Plan
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.dependencies import Cell, Order, unread_outputs, waits
-from farspan.program.layout import AXES, ONLY, SEQUENCE
+from farspan.program.layout import ALONE, AXES, ONLY, SEQUENCE, streams
 from farspan.program.program import Backward, Forward, Instruction, Program
 from farspan.program.program import Head as HeadInstruction
 from farspan.program.strategies import AUTO
@@ -219,7 +219,9 @@ class Step:
 
     @property
     def _on_host(self) -> bool:
-        return self._schedule is not None and self._schedule.weights is Tier.HOST
+        """Do whole weights come from main memory?"""
+        layout = ALONE if self.sharded_model is None else self.sharded_model.rank.layout
+        return self._schedule is not None and streams(self._schedule, layout)
 
     @staticmethod
     def _shared(
@@ -233,7 +235,8 @@ class Step:
             return parallelize(
                 model, schedule, ranks, stage=Stage.ZERO_0, keep=True, kernels=kernels
             )
-        refuse_schedule(schedule, ranks.ranks)
+        refuse_schedule(schedule, ranks.ranks, ranks.sharded.stage)
+        ranks.refuse_elsewhere(schedule)
         return ranks
 
     def _fuse(self) -> None:
@@ -306,7 +309,7 @@ class Step:
             build = build_evaluation if evaluation else build_program
             while len(self._programs) >= PROGRAMS_KEPT:
                 del self._programs[next(iter(self._programs))]
-            rank = ONLY if self.sharded_model is None else self.sharded_model.ranks.rank
+            rank = ONLY if self.sharded_model is None else self.sharded_model.rank
             program = build(self.model_spec, RunSpec(batch, tokens), self.schedule, rank)
             storage = ProgramBuffers(program, self.arenas, self.boundary.dtype, self.copies)
             self._programs[key] = PreparedProgram(program, storage)
@@ -524,10 +527,10 @@ class Step:
         )
 
     def _outer_parameters(self) -> tuple[nn.Parameter, ...]:
-        if self.sharded_model is not None:
-            return self.sharded_model.outer_parameters()
         if self.weights is not None:
             return self.weights.trained_outside()
+        if self.sharded_model is not None:
+            return self.sharded_model.outer_parameters()
         return tuple(self.boundary.outer_parameters())
 
     def _watched(self, program: Program) -> tuple[int, int] | None:

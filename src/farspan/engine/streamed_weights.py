@@ -13,7 +13,8 @@ unpacked with, scales and tables, lies beside them and comes with them.
 
 Gradients are added up in slots like them, in fp32, and leave once, when their group closes. Where
 `.grad` holds those of earlier batches, they come first, so that sums are added in the order, and to
-the bits, of a step whose gradients stay on the device.
+the bits, of a step whose gradients stay on the device. Of several ranks each has all weights in
+its own main memory; their sums are added up before they leave, and earlier batches' after that.
 
 An update may still be under way when the next step begins (`await_update`): a unit is fetched when
 it is done with. No gradient leaves before that, since every group runs forward first.
@@ -28,7 +29,12 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from farspan.attention.backends import accumulate_dtype
-from farspan.distributed.fsdp import ParameterSlot, find_parameters, gradient_dtype
+from farspan.distributed.fsdp import (
+    ParameterSlot,
+    ShardedParameters,
+    find_parameters,
+    gradient_dtype,
+)
 from farspan.engine.gradients import GradientAccumulator
 from farspan.engine.tiers import Arena, CopyEngine
 from farspan.hf.quantized import (
@@ -44,8 +50,8 @@ from farspan.hf.quantized import (
 from farspan.hf.stages import CausalLMStages
 from farspan.memory.host import refuse_beyond
 from farspan.program import buffer_names as names
-from farspan.program.layout import WEIGHTS_OF_ONE
 from farspan.program.program import Gather, Program, aligned
+from farspan.program.work import linear_products
 from farspan.spec import ModelSpec, Tier, UnsupportedError
 
 
@@ -125,8 +131,9 @@ class StreamedWeights:
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []  # while a step runs, those here
         self._weights, self._sums = (Arena(Tier.HOST, boundary.device) for _ in range(2))
         layers = list(boundary.layers)
-        every = range(len(layers))
-        found = find_parameters(boundary.model, layers, every, "weights", "weights: device")
+        # A stage of a pipeline may have no others.
+        here = [i for i, of in enumerate(layers) if not any(p.is_meta for p in of.parameters())]
+        found = find_parameters(boundary.model, layers, here, "weights", "weights: device")
         self._units = [_StreamedUnit() for _ in found]
         self._left: list[_Streamed] = []  # whose gradients have left in this step
         for one, parameters in zip(self._units, found, strict=True):
@@ -201,14 +208,17 @@ class StreamedWeights:
         )
 
     def counted(self, spec: ModelSpec) -> ModelSpec:
-        """The description of the model with each layer's weights and their bytes."""
+        """The description of the model with each layer's weights and their bytes; those of layers
+        that another stage has count as none."""
         wide = spec.accumulate_bytes()
         works = []
         for layer, one in zip(spec.layers, self._units, strict=False):
             count = sum(elements(p.own) for p in one.parameters)
             less = count * spec.element_bytes - one.size
-            trained = one.sum_size // wide
-            works.append(replace(layer.work, parameters=count, trainable=trained, packed=less))
+            # By products the ranks of a pipeline cut chunks, all alike.
+            products = layer.work.products or ((1, linear_products(spec, layer)),)
+            known = replace(layer.work, parameters=count, trainable=one.sum_size // wide)
+            works.append(replace(known, products=products, packed=less))
         pairs = zip(spec.layers, works, strict=True)
         outer = self._units[-1].size // spec.element_bytes
         return replace(
@@ -267,8 +277,8 @@ class StreamedWeights:
         """Modules have the parameters that lie in the program's slots of the device's arena."""
         if program.trains():
             self.reserve_sums()
-        for number, group in enumerate(program.groups):
-            units = [self._units[layer] for layer in range(*group)]
+        for number in program.own_groups():
+            units = [self._units[layer] for layer in range(*program.groups[number])]
             self._place(program, device, units, number % 2)
         self._place(program, device, self._units[-1:], None)
         self._put(used=True)
@@ -308,19 +318,40 @@ class StreamedWeights:
     def open(
         self, program: Program, i: Gather, copies: CopyEngine, sums: GradientAccumulator
     ) -> None:
-        """Sums begin in their slot, with what `.grad` holds where that is added to as it is."""
+        """Sums begin in their slot, with what `.grad` holds where that is added to as it is and no
+        other ranks' come before it."""
+        alone = program.share.rank.layout.devices() == 1
         for p in self._trained(program, i.group, outer=i.outer):
             assert p.sum is not None
-            before = p.own.grad if _takes_sums(p.own) else None
+            before = p.own.grad if alone and _takes_sums(p.own) else None
             if before is not None:
                 copies.fetch(p.sum, before)
             sums.place(p.used, p.sum, fresh=before is None)
+
+    def reduce(
+        self, program: Program, group: int, sums: GradientAccumulator, sharded: ShardedParameters
+    ) -> None:
+        """The sums of all ranks are added up, in the order of ranks, and then to what `.grad` holds
+        where that is added to as it is. Nobody copies to or from there meanwhile."""
+        outer = [len(self._units) - 1] * program.closes_outer(group)
+        for unit in (*range(*program.groups[group]), *outer):
+            own = {p.own: p for p in self._units[unit].parameters if p.trained}
+            taken = {p.own: sums.take(p.used) for p in own.values()}
+            totals = {p: total for p, total in taken.items() if total is not None}
+            before = {p: p.grad for p in own if p.grad is not None and _takes_sums(p)}
+            places = {p: one.sum for p, one in own.items() if one.sum is not None}
+            for parameter, total in sharded.sums(unit, totals, places, before):
+                p = own[parameter]
+                assert p.sum is not None
+                if total.data_ptr() != p.sum.data_ptr():
+                    p.sum.copy_(total)
+                sums.place(p.used, p.sum, fresh=False)
 
     def close(
         self, program: Program, group: int, copies: CopyEngine, sums: GradientAccumulator
     ) -> None:
         """The sums leave for main memory, with the first group those of what is outside."""
-        for p in self._trained(program, group, outer=group == 0):
+        for p in self._trained(program, group, outer=program.closes_outer(group)):
             total = sums.take(p.used)
             if total is not None:
                 assert p.home is not None
@@ -377,9 +408,10 @@ class StreamedWeights:
 
 
 def _buffers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Where a model has which, such as rotary tables."""
+    """Where a model has which, such as rotary tables; those of other stages are nowhere."""
     for module in model.modules():
-        yield from ((module, name, b) for name, b in module._buffers.items() if b is not None)
+        own = ((name, b) for name, b in module._buffers.items() if b is not None)
+        yield from ((module, name, b) for name, b in own if not b.is_meta)
 
 
 def computing_device(
@@ -387,9 +419,12 @@ def computing_device(
 ) -> torch.device:
     """Where a step computes, with its number: where the model is (`here`), or elsewhere if its
     weights are to come from main memory. Raises UnsupportedError."""
-    if on_host and ranks is not None:
-        raise UnsupportedError(f"{WEIGHTS_OF_ONE}; of one, leave ranks out")
     found = here if wanted is None else torch.empty(0, device=wanted).device
+    if found != here and ranks is not None:
+        raise UnsupportedError(
+            f"device: the ranks compute on {here}, not on {found}; make their ParallelContext with "
+            "that device"
+        )
     if found != here and not on_host:
         raise UnsupportedError(
             f"device: the model is on {here}, not on {found}; move it there (model.to), or set "

@@ -98,7 +98,9 @@ class Request:
     def question(self) -> Question:
         """The question for the planner. Raises UnsupportedError naming the field."""
         model, profiles = self._model()
-        optimizer, layout = _optimizer(self.optimizer), _layout(self.gpus, model)
+        optimizer = _optimizer(self.optimizer)
+        weights = _weights(self.weights, optimizer)
+        layout = _layout(self.gpus, model)
         run = RunSpec(self.batch, read_tokens(self.context, "context"))
         machine = self._machine()  # last: it may have to be measured
         question = Question(
@@ -107,7 +109,7 @@ class Request:
             machine=machine,
             layout=layout,
             optimizer=optimizer,
-            weights=_weights(self.weights, optimizer, self.gpus),
+            weights=weights,
             dtype=dtype_name(self.dtype),
             overlap=machine.pinned and not machine.unified,  # as the engine's copies run
             sparse=self.sparse,
@@ -285,7 +287,7 @@ def _optimizer(name: str) -> Optimizer:
     return Optimizer(found)
 
 
-def _weights(name: str, optimizer: Optimizer, gpus: int) -> Tier:
+def _weights(name: str, optimizer: Optimizer) -> Tier:
     if name not in tuple(Tier):
         raise UnsupportedError(f"weights: expected {' or '.join(Tier)}, got {name!r}")
     if name == Tier.DEVICE:
@@ -294,11 +296,6 @@ def _weights(name: str, optimizer: Optimizer, gpus: int) -> Tier:
         raise UnsupportedError(
             f"weights: host goes with optimizer states on the host, not with {optimizer}; give "
             f"optimizer {Optimizer.HOST} or {Optimizer.DISK}, or weights {Tier.DEVICE}"
-        )
-    if gpus > 1:
-        raise UnsupportedError(
-            f"weights: host is for one device so far, not for {gpus}, which cut weights into "
-            f"shards; give gpus 1, or weights {Tier.DEVICE}"
         )
     return Tier.HOST
 

@@ -21,7 +21,7 @@ from farspan.planner.evaluate import INPUT_BYTES, kinds_of
 from farspan.planner.pass_counts import CellCounts, Counts, Cuts, Kept, Part, Role, cells
 from farspan.planner.request import Question
 from farspan.planner.states import update_overlaps
-from farspan.program.layout import kept_chunks
+from farspan.program.layout import kept_chunks, streams
 from farspan.spec import LayerSpec, Schedule, Tier
 
 TIERS = tuple(product(Tier, repeat=3))  # of x, attention, activations
@@ -53,6 +53,11 @@ class Frames:
         """[K, 5, F]: seconds of every lane, without its update and without [K, 2, 3, F]: seconds
         that fetch and evict take for x, attention and activations, where they are on host."""
         return _lanes(self)
+
+    @cached_property
+    def streams(self) -> bool:
+        """Do whole weights come from main memory?"""
+        return streams(self.schedule, self.cell_prices.question.layout)
 
     @property
     def zero(self) -> Array:
@@ -153,7 +158,7 @@ def _lanes(frames: Frames) -> tuple[Array, Array]:
     if frames.schedule.kv is Tier.HOST:
         work[:, EVICT] += cell_prices.zeros
     work[:, COLLECTIVE] += cuts.gathers(cell_prices.prices)
-    if frames.schedule.weights is Tier.HOST:
+    if frames.streams:
         work[:, FETCH : EVICT + 1] += cuts.streamed(cell_prices.prices)[..., None]
     moved = counts @ np.stack([moved for _, moved in each]).reshape(len(parts), -1)
     moved = moved.reshape(size, LINK, 3, choices)
@@ -273,7 +278,7 @@ def _fullest(frames: Frames) -> Array:
     device = once(("on device", cuts), lambda: spread(_kept(frames), ON_DEVICE))
     host = once(("on host", cuts), lambda: spread(_kept(frames), ON_HOST))
     first, backward = _first(frames), _backward(frames)
-    if frames.schedule.weights is Tier.HOST:
+    if frames.streams:
         sums = frames.cuts.weight_slots(frames.cell_prices.prices, gradients=True)
         backward = backward[0] + sums[groups.cut][..., None], backward[1]
     if _is_open(frames):
@@ -434,7 +439,7 @@ def device_slots(frames: Frames) -> Array:
         kv, dkv = max(map(cell_prices.kv_row, layers)), max(map(cell_prices.dkv_row, layers))
         own = np.minimum(2, _crossings(frames, lambda found: found.kv_written + found.graph))
         size = size + ((own * chunk + 2 * block) * kv + 2 * (chunk + block) * dkv)[..., None]
-    if frames.schedule.weights is Tier.HOST:
+    if frames.streams:
         size = size + frames.cuts.weight_slots(cell_prices.prices, gradients=False)[..., None]
     return np.asarray(size)
 

@@ -87,12 +87,13 @@ class Collectives:
         return machine.latency + size / rate
 
     def replicas(self, elements: int, element_bytes: int) -> float:
-        """All-reduce of gradients over data-parallel replicas, where FSDP does not do it."""
+        """All-reduce of gradients over the devices with the same weights, where FSDP does not do
+        it."""
         layout = self.question.layout
-        if layout.fsdp or layout.data == 1:
+        if layout.fsdp:
             return 0.0
-        size = elements * element_bytes / layout.tensor
-        return 2 * self._over(layout.data, size, layout.sequence())
+        size, ranks = elements * element_bytes / layout.tensor, layout.sequence() * layout.data
+        return 2 * self._over(ranks // layout.tensor, size, layout.tensor, same=True)
 
     # -- one kind each ---------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ from farspan.program.program import (
     Gather,
     Program,
     Receive,
+    Reduce,
     Release,
     Send,
 )
@@ -229,7 +230,7 @@ class RankWalk(Walk):
         self.live -= (self.gradient if i.gradient else self.hidden).pop(i.layer)
 
     def _close(self, i: Close) -> None:
-        if self.program.share.rank.layout.pipeline == 1:
+        if self.program.share.rank.layout.pipeline == 1 or self.streams:
             super()._close(i)
             return
         layers = range(*self.program.groups[i.group])
@@ -239,11 +240,6 @@ class RankWalk(Walk):
             if name not in self.outer:
                 self._take(self.wide * size)
             self._settle(size)
-
-    def _settle(self, size: int) -> None:
-        """A sum of so many elements becomes `.grad`."""
-        self._take(self._final(size))
-        self.live -= self.wide * size + self._final(size) * self.replaces
 
 
 PAGE = 4096  # pinned memory is locked by whole pages
@@ -518,6 +514,9 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
     )
 
 
+_OF_NO_CHUNK = (Allocate, Free, Clear, Close, Gather, Reduce, Release)
+
+
 def _waiting(question: Question, prices: Prices) -> float:
     """By how much stages that wait for each other stretch a step. A stage begins when the first
     chunk comes through the stage before, and the slowest chunk sets the pace: passes over chunks
@@ -527,7 +526,7 @@ def _waiting(question: Question, prices: Prices) -> float:
         return 1.0
     busy = [0.0] * len(program.chunks)
     for instruction in program.instructions:
-        if not isinstance(instruction, Allocate | Free | Clear | Close | Gather | Release):
+        if not isinstance(instruction, _OF_NO_CHUNK):
             busy[instruction.chunk] += prices.of(instruction).in_line()
     return 1.0 + (stages - 1) * max(busy) / sum(busy)
 

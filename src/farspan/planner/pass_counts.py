@@ -302,21 +302,25 @@ class Cuts:
         sizes = [[held.on_device] for held in self.held]
         return np.array(sizes, dtype=np.float64)
 
+    @cached_property
+    def own(self) -> list[list[tuple[int, int]]]:
+        """The groups of each cut in the layers of the whole model."""
+        first = self.kind.layers[0]
+        return [[(start + first, stop + first) for start, stop in of] for of in self.bounds]
+
     def gathers(self, prices: Prices) -> Array:
         """[K, 1]: seconds of FSDP's collectives."""
         if "_gathers" not in self.__dict__:
-            first = self.kind.layers[0]
-            cuts = ([(start + first, stop + first) for start, stop in of] for of in self.bounds)
-            self.__dict__["_gathers"] = np.array([[prices.gathers_of(cut)] for cut in cuts])
+            self.__dict__["_gathers"] = np.array([[prices.gathers_of(cut)] for cut in self.own])
         return np.asarray(self.__dict__["_gathers"])
 
     def streamed(self, prices: Prices) -> Array:
         """[K, 2]: seconds of fetching weights from main memory and evicting their gradients."""
-        return np.array([prices.streamed(cut) for cut in self.bounds])
+        return np.array([prices.streamed(cut) for cut in self.own])
 
     def weight_slots(self, prices: Prices, *, gradients: bool) -> Array:
         """[K, 1]: bytes of the slots of groups' weights, or of their gradients."""
-        return np.array([[prices.weight_slots(cut, gradients)] for cut in self.bounds], dtype=float)
+        return np.array([[prices.weight_slots(cut, gradients)] for cut in self.own], dtype=float)
 
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:
         """[K, 1] each: what the layers of a group save a token, in the group that saves the most

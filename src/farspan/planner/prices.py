@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from farspan.planner.collectives import Collectives
+from farspan.planner.collectives import Collectives, fsdp_ranks
 from farspan.planner.request import Question
 from farspan.planner.states import update_seconds
 from farspan.program.attention_blocks import chosen_pages, seen_pairs, sparse_of
@@ -39,6 +39,7 @@ from farspan.program.program import (
     Head,
     Instruction,
     Program,
+    Reduce,
     aligned,
     group_bytes,
     row_bytes,
@@ -249,9 +250,10 @@ class Prices:
 
         streamed = {
             Gather: _Tariff(lambda i: i, self._gather),
+            Reduce: _Tariff(lambda i: i, lambda i: Cost(collective=self.reduce(i.group))),
             Close: _Tariff(lambda i: i, self._close),
         }
-        return (streamed if self.program.schedule.weights is HOST else {}) | {
+        return (streamed if self.program.streams() else {}) | {
             Forward: _Tariff(forward, self._forward),
             Backward: _Tariff(backward, self._backward),
             Fetch: _Tariff(copy, self._fetch),
@@ -455,7 +457,14 @@ class Prices:
 
     def gather(self, layer: int) -> float:
         """All-gather of a layer's weights before a pass of its group."""
-        return self.collectives.gather(self.question.model.layers[layer].work.parameters)
+        elements = self.question.model.layers[layer].work.parameters
+        fetched = self._own_bytes(elements, self.question.model.element_bytes) / self.fetch_rate()
+        return self.collectives.gather(elements) + fetched
+
+    def _own_bytes(self, elements: int, width: int) -> float:
+        """Of a rank's shard in main memory, which crosses the link; 0 where there is none."""
+        away = self.question.weights is HOST and not self.program.streams()
+        return elements * width * away / (fsdp_ranks(self.question) * self.question.layout.tensor)
 
     def reduce(self, group: int) -> float:
         """Reduce-scatter of a group's weight gradients when it closes. All stages of a pipeline
@@ -469,17 +478,21 @@ class Prices:
         return ((layer, counts[layer] // counts[layers[0]]) for layer in range(*layers))
 
     def _reduce(self, layers: Range, *, is_first: bool) -> float:
-        model = self.question.model
-        each = (n * model.layers[layer].work.trainable for layer, n in self._times(layers))
-        elements = sum(each)
-        if is_first:
-            elements += model.outer_trainable()
-        width = model.accumulate_bytes()
-        return self.collectives.reduce(elements, width) + self.collectives.replicas(elements, width)
+        model, width = self.question.model, self.question.model.accumulate_bytes()
+        elements = model.outer_trainable() * is_first
+        elements += sum(n * model.layers[at].work.trainable for at, n in self._times(layers))
+        sent = self.collectives.reduce(elements, width) + self.collectives.replicas(elements, width)
+        if not self.program.streams():
+            return sent + self._own_bytes(elements, width) / self.evict_rate()
+        # Of earlier batches' sums each of several ranks fetches the part that it adds.
+        layout = self.question.layout
+        part = elements * width * layout.pipeline / layout.devices() * (layout.devices() > 1)
+        return sent + part * self.question.accumulates / self.fetch_rate()
 
     def gathers(self) -> float:
-        """Seconds of all gathers and reductions of a step."""
-        return self.gathers_of([self.program.groups[group] for group in self.program.own_groups()])
+        """Seconds of all gathers and reductions of a step that go on beside its instructions."""
+        beside = () if self.program.streams() else self.program.own_groups()
+        return self.gathers_of([self.program.groups[group] for group in beside])
 
     def gathers_of(self, groups: Sequence[tuple[int, int]]) -> float:
         """The same for a cut of its layers into groups: each but the last is passed twice."""
@@ -500,16 +513,21 @@ class Prices:
         each = ((group_bytes(model, (i, i + 1), gradients), n) for i, n in self._times(layers))
         return sum(size * times for size, times in each)
 
+    def _bytes_of(self, group: int, outer: bool, *, gradients: bool) -> int:
+        size = self._group_bytes(self.program.groups[group], gradients=gradients)
+        return size + self._group_bytes(None, gradients=gradients) * outer
+
     def _gather(self, i: Gather) -> Cost:
-        """Weights are fetched, or the sums of earlier batches; without such, there are zeros."""
-        size = self._group_bytes(self.program.groups[i.group], gradients=i.gradients)
-        size += self._group_bytes(None, gradients=i.gradients) * i.outer
-        is_fetched = not i.gradients or self.question.accumulates
-        return Cost(fetch=size / (self.fetch_rate() if is_fetched else self._memory()))
+        size = self._bytes_of(i.group, i.outer, gradients=i.gradients)
+        return Cost(fetch=self._begin(size) if i.gradients else size / self.fetch_rate())
+
+    def _begin(self, size: int) -> float:
+        """Seconds until sums begin, with earlier batches', which ranks add last, or zeros."""
+        fetched = self.question.accumulates and self.question.layout.devices() == 1
+        return size / (self.fetch_rate() if fetched else self.question.machine.memory)
 
     def _close(self, i: Close) -> Cost:
-        size = self._group_bytes(self.program.groups[i.group], gradients=True)
-        size += self._group_bytes(None, gradients=True) * (i.group == 0)
+        size = self._bytes_of(i.group, self.program.closes_outer(i.group), gradients=True)
         return Cost(evict=size / self.evict_rate())
 
     def updated(self) -> tuple[float, ...]:
@@ -530,17 +548,13 @@ class Prices:
         passes = (*groups, *groups[:-2], None)
         fetched = sum(self._group_bytes(of, gradients=False) for of in passes)
         sums = sum(self._group_bytes(of, gradients=True) for of in (*groups, None))
-        begun = sums / (self.fetch_rate() if self.question.accumulates else self._memory())
-        return fetched / self.fetch_rate() + begun, sums / self.evict_rate()
+        return fetched / self.fetch_rate() + self._begin(sums), sums / self.evict_rate()
 
     def weight_slots(self, groups: Sequence[Range], gradients: bool) -> int:
         """Bytes of two groups' slots and those of what is outside the layers."""
         rings = [groups[0::2], groups[1::2], [None]]
         found = [[self._group_bytes(of, gradients=gradients) for of in ring] for ring in rings]
         return sum(aligned(max(sizes)) for sizes in found if sizes)
-
-    def _memory(self) -> float:
-        return self.question.machine.memory
 
     # -- bytes a token, batch included -----------------------------------------------------------
 

@@ -91,12 +91,11 @@ def _on_host(question: Question) -> Changes:
         yield _optimizer(question, Optimizer.HOST, same=True)
     if question.optimizer is Optimizer.ADAMW8BIT or question.weights is Tier.HOST:
         return
-    if question.layout.devices() == 1:
-        is_there = question.optimizer is not Optimizer.ADAMW
-        optimizer = question.optimizer if is_there else Optimizer.HOST
-        options = WEIGHTS if is_there else f"--optimizer {optimizer} {WEIGHTS}"
-        moved = replace(question, optimizer=optimizer, weights=Tier.HOST)
-        yield Remedy(options, True, "weights and gradients go to main memory"), moved
+    is_there = question.optimizer is not Optimizer.ADAMW
+    optimizer = question.optimizer if is_there else Optimizer.HOST
+    options = WEIGHTS if is_there else f"--optimizer {optimizer} {WEIGHTS}"
+    moved = replace(question, optimizer=optimizer, weights=Tier.HOST)
+    yield Remedy(options, True, "weights and gradients go to main memory"), moved
 
 
 def _on_disk(question: Question) -> Changes:
@@ -197,8 +196,8 @@ def _machines(question: Question) -> Changes:
 
 
 def _sharing(question: Question, most: int) -> Changes:
-    # Of one device are sparse attention, weights in main memory and quantised ones.
-    if question.sparse is not None or question.weights is Tier.HOST or question.nf4:
+    # Of one device are sparse attention and quantised weights.
+    if question.sparse is not None or question.nf4:
         return
     model, each = question.model, question.machine.devices
     devices = 2 * question.layout.devices()

@@ -71,9 +71,10 @@ class States:
 
 
 def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> States:
-    """Of one device. `group_layers` are the layer ranges of the schedule's groups. Weights that
-    are on host pass through the program's own buffers, and so do their gradients."""
-    if question.weights is Tier.HOST:
+    """Of one device. `group_layers` are the layer ranges of the schedule's groups. Whole weights
+    that are on host pass through the program's own buffers, and so do their gradients."""
+    away = question.weights is Tier.HOST
+    if away and not question.layout.cuts_weights():
         return _states_on_host(question)
     model, sharing = question.model, sharing_of(question)
     wide, final = _sum_bytes(model), gradient_bytes(question)
@@ -85,13 +86,16 @@ def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> Sta
     needs_sum = sharing.apart or final < wide
     own = _own(sharing, model.trainable, outer_trained)
     on_device, on_host = _optimizer_bytes(question, own)
+    weights = _own(sharing, model.parameters, outer) * model.element_bytes - _packed(model)
     return States(
-        weights=_own(sharing, model.parameters, outer) * model.element_bytes - _packed(model),
-        gathered=whole * model.element_bytes if sharing.ranks > 1 else 0,
-        gradients=own * final,
+        weights=weights * (not away),
+        gathered=whole * model.element_bytes if sharing.ranks > 1 or away else 0,
+        gradients=own * final * (not away),
         accumulators=(sharing.slice(trained) + outer_trained) * wide if needs_sum else 0,
         optimizer=on_device,
         optimizer_on_host=on_host,
+        weights_on_host=weights * away,
+        gradients_on_host=own * final * away,
     )
 
 

@@ -96,7 +96,9 @@ class Walk:
         self.final = gradient_bytes or model.element_bytes
         self.sharing = sharing
         # Of weights in main memory all sums lie in the program's buffers, and are there.
-        self.streams = schedule.weights is HOST
+        self.streams = program.streams()
+        # Of shards there no gradient stays on the device.
+        self.leaves = schedule.weights is HOST and not self.streams
         self.sums_apart = (self.final != self.wide or sharing.apart) and not self.streams
         self.tile = schedule.mlp_chunk_size
         self.unread: frozenset[tuple[int, int]] = frozenset()
@@ -164,7 +166,14 @@ class Walk:
 
     def _final(self, elements: int) -> int:
         """Bytes of these elements in `.grad`."""
-        return -(-self.final * elements // self.sharing.ranks)
+        return 0 if self.leaves else -(-self.final * elements // self.sharing.ranks)
+
+    def _settle(self, size: int) -> None:
+        """A sum of so many elements becomes `.grad`, or leaves for it."""
+        if self.leaves:
+            self._rise(-(-self.wide * size // self.sharing.ranks))
+        self._take(self._final(size))
+        self.live -= self.wide * size + self._final(size) * self.replaces
 
     def _rise(self, size: int) -> None:
         if self.live + size > self.peak:
@@ -244,8 +253,7 @@ class Walk:
         if i.group == 0:
             sizes += self.outer_weights.values()
         for size in sizes:
-            self._take(self._final(size))
-            self.live -= self.wide * size + self._final(size) * self.replaces
+            self._settle(size)
 
     # -- cells ---
 

@@ -14,11 +14,12 @@ from farspan.program.layout import (
     local_heads,
     own_groups,
     share_of,
+    streams,
     with_states,
 )
 from farspan.program.ledger import Ledger
 from farspan.program.passes import GroupPasses
-from farspan.program.program import Close, Program
+from farspan.program.program import Close, Program, Reduce
 from farspan.program.residency import RESIDENCY, Kind
 from farspan.sparse.sizes import far_of, slot_bytes
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
@@ -48,6 +49,8 @@ def build_program(
     for group in reversed(passes):
         group.rebuild()
         group.backward()
+        if streams(schedule, rank.layout) and rank.layout.devices() > 1:
+            ledger.emit(Reduce(group.index))
         ledger.emit(Close(group.index))
     return ledger.finish()
 
@@ -101,7 +104,7 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses], *, backward: bool = T
     own, keys = share.tokens.most, share.keys.most
     slot = ledger.allocate_slot
     kept = any(group.graphs for group in passes)
-    if schedule.weights is Tier.HOST:
+    if streams(schedule, ledger.share.rank.layout):
         ledger.allocate_group_slots(Kind.WEIGHTS)
     if schedule.boundary_inputs is Tier.HOST and (len(ledger.groups) > 1 or kept):
         for name in (*ledger.few(names.X_IN), *ledger.few(names.X_OUT)):

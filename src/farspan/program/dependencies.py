@@ -59,6 +59,7 @@ from farspan.program.program import (
     LoadGradient,
     Program,
     Receive,
+    Reduce,
     Send,
     Store,
     StoreGradient,
@@ -99,7 +100,7 @@ class _Walk:
 
     def __post_init__(self) -> None:
         buffers = self.program.buffers.values()
-        self.streams = self.program.schedule.weights is HOST
+        self.streams = self.program.streams()
         self.slots = frozenset(buffer.name for buffer in buffers if buffer.layer < 0)
         self.on_host = frozenset(buffer.name for buffer in buffers if buffer.tier is HOST)
 
@@ -115,9 +116,10 @@ class _Walk:
                 ring, other = (gradients, outer_gradients) if comes else (weights, outer)
                 slots = [ring[group % 2], *[other] * with_outer]
                 return [(FETCH, name, SLOT, True) for name in slots]
-            case Close(group):
-                slots = [gradients[group % 2], *[outer_gradients] * (group == 0)]
-                return [(EVICT, name, SLOT, False) for name in slots]
+            case Reduce(group) | Close(group):
+                adds, with_outer = isinstance(instruction, Reduce), self.program.closes_outer(group)
+                slots = [gradients[group % 2], *[outer_gradients] * with_outer]
+                return [(COMPUTE if adds else EVICT, name, SLOT, adds) for name in slots]
             case Forward(layer) | Backward(layer):
                 place = self._group(layer) % 2
                 found = _reads((weights[place], SLOT))

@@ -63,6 +63,10 @@ class Layout:
         """Devices that share the tokens of one sequence outside attention."""
         return self.ulysses * self.shards * self.ring * self.tensor
 
+    def cuts_weights(self) -> bool:
+        """Does a rank hold shards of weights, which are gathered?"""
+        return self.fsdp and self.devices() > 1
+
     def devices(self) -> int:
         return self.sequence() * self.pipeline * self.data
 
@@ -77,7 +81,13 @@ def sequence_layout(model: ModelSpec, devices: int) -> Layout:
 
 
 ALONE = Layout()  # of one device
-WEIGHTS_OF_ONE = "weights: host is for one device so far; use device, and fsdp to share weights"
+
+
+def streams(schedule: Schedule, layout: Layout) -> bool:
+    """Whether whole weights come from main memory through slots of the program. Where fsdp cuts
+    them, a rank's shards come from there as they are gathered, and its programs are those of
+    shards on the device."""
+    return schedule.weights is Tier.HOST and not layout.cuts_weights()
 
 
 def refuse_together(schedule: Schedule, layout: Layout) -> None:
@@ -87,8 +97,11 @@ def refuse_together(schedule: Schedule, layout: Layout) -> None:
             "sparse: pages are chosen from all keys of a head, which shards and rings spread over "
             "ranks; use ulysses"
         )
-    if schedule.weights is Tier.HOST and layout.devices() > 1:
-        raise UnsupportedError(WEIGHTS_OF_ONE)
+    if streams(schedule, layout) and layout.tensor > 1:
+        raise UnsupportedError(
+            "weights: host without fsdp is for whole weights, and tensor cuts them; set fsdp: "
+            "true, use ulysses or shards for tensor, or weights: device"
+        )
     if layout.ring > 1 and schedule.kv is Tier.HOST:
         raise UnsupportedError(
             "kv: a ring sends K, V from the device; use device, or shards for the ring"

@@ -8,7 +8,7 @@ from typing import get_args
 
 from farspan.memory.placement import PlacementRequest, place
 from farspan.program import buffer_names as names
-from farspan.program.layout import Range, Share
+from farspan.program.layout import Range, Share, own_groups, streams
 from farspan.program.program import (
     Allocate,
     Backward,
@@ -141,9 +141,12 @@ class Ledger:
         of even and those of odd numbers, and of what is outside the layers."""
         ring, (outer,) = RESIDENCY[kind].slots
         gradients = kind is Kind.WEIGHT_GRADIENTS
-        for parity, name in enumerate(ring[: len(self.groups)]):
-            groups = self.groups[parity::2]
-            self._open_bytes(name, kind, max(group_bytes(self.model, g, gradients) for g in groups))
+        for parity, name in enumerate(ring):
+            own = own_groups(self.share.rank, len(self.groups))
+            groups = [self.groups[index] for index in own if index % 2 == parity]
+            sizes = [group_bytes(self.model, group, gradients) for group in groups]
+            if sizes:
+                self._open_bytes(name, kind, max(sizes))
         self._open_bytes(outer, kind, group_bytes(self.model, None, gradients))
 
     def _open_bytes(self, name: str, kind: Kind, size: int) -> None:
@@ -201,7 +204,7 @@ class Ledger:
         for instruction in self.instructions:
             kinds.setdefault(type(instruction), []).append(instruction)
         used: set[str | None] = set()  # None from fields that are empty
-        if Gather in kinds and self.schedule.weights is HOST:
+        if Gather in kinds and streams(self.schedule, self.share.rank.layout):
             for held in Kind.WEIGHTS, Kind.WEIGHT_GRADIENTS:
                 used.update(*RESIDENCY[held].slots)
         for kind, found in kinds.items():

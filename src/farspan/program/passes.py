@@ -16,7 +16,7 @@ there for K, V ends in it with AttentionMode.NONE.
 from dataclasses import dataclass, field
 
 from farspan.program import buffer_names as names
-from farspan.program.layout import are_equal, kept_chunks
+from farspan.program.layout import are_equal, kept_chunks, streams
 from farspan.program.ledger import Ledger
 from farspan.program.program import (
     MODE_COMPUTE,
@@ -58,6 +58,7 @@ class Group:
     top: int = field(init=False)  # the last of the layers
     is_last: bool = field(init=False)
     is_stage: bool = field(init=False)  # of a pipeline
+    streams: bool = field(init=False)  # its weights come from main memory
     stays_open: bool = field(init=False)  # its K, V are there from the first pass to the backward
     chunks: range = field(init=False)
     graphs: range = field(init=False)  # chunks whose graphs the first pass keeps
@@ -70,6 +71,7 @@ class Group:
         self.is_last = self.index == len(ledger.groups) - 1
         self.is_stage = ledger.share.rank.layout.pipeline > 1
         self.stays_open = self.is_last or self.is_stage
+        self.streams = streams(ledger.schedule, ledger.share.rank.layout)
         self.chunks = range(len(ledger.chunks))
         self.graphs = kept_chunks(ledger.schedule.activation_save_fraction, ledger.chunks)
         if self.is_last and len(self.layers) == 1:
@@ -78,11 +80,11 @@ class Group:
     def gather(self, then: int | None) -> None:
         """Have the weights whole, unless they are: once for each pass, or once for two that follow
         each other. From main memory those of group `then` come as well, whose pass is the next."""
-        if self.ledger.schedule.weights is HOST:
+        if self.streams:
             self._fetch_weights(then)
             return
         layout = self.ledger.share.rank.layout
-        if layout.fsdp and layout.devices() > 1 and not self.gathered:
+        if layout.cuts_weights() and not self.gathered:
             self.ledger.emit(Gather(self.index, self.with_outer()))
             self.gathered = True
 
@@ -95,10 +97,10 @@ class Group:
 
     def _open_weight_gradients(self) -> None:
         """What the backward adds to, of groups whose weights are in main memory."""
-        if self.ledger.schedule.weights is HOST:
-            if self.is_last:
+        if self.streams:
+            if self.stays_open:  # it is the first whose backward runs here
                 self.ledger.allocate_group_slots(Kind.WEIGHT_GRADIENTS)
-            self.ledger.emit(Gather(self.index, outer=self.is_last, gradients=True))
+            self.ledger.emit(Gather(self.index, outer=self.stays_open, gradients=True))
 
     def release(self) -> None:
         if self.gathered:
@@ -356,10 +358,10 @@ class GroupPasses(Group):
             self.close_first()
 
     def _above(self) -> int | None:
-        return None if self.is_last else self.index + 1
+        return None if self.stays_open else self.index + 1
 
     def _below(self) -> int | None:
-        return self.index - 1 if self.index else None
+        return self.index - 1 if self.index and not self.is_stage else None
 
     def evaluate(self) -> None:
         """Forward only."""

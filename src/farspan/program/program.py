@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
-from farspan.program.layout import ALIGNMENT, Range, Share, own_groups
+from farspan.program.layout import ALIGNMENT, Range, Share, own_groups, streams
 from farspan.program.residency import RESIDENCY, CutInto, Kind, RowTensor
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
 
@@ -233,6 +233,14 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Reduce:
+    """The group's dW of all ranks are added up, where weights live in main memory: their gradients
+    leave as sums."""
+
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
 class Receive:
     """hidden[layer], or its gradient, comes from the pipeline stage before, or after."""
 
@@ -268,6 +276,7 @@ Instruction = (
     | Close
     | Gather
     | Release
+    | Reduce
     | Receive
     | Send
 )
@@ -294,6 +303,15 @@ class Program:
     def own_groups(self) -> range:
         """The groups that the rank runs: all, or its pipeline stage's one."""
         return own_groups(self.share.rank, len(self.groups))
+
+    def streams(self) -> bool:
+        """Do whole weights come through its slots, and their gradients leave there?"""
+        return streams(self.schedule, self.share.rank.layout)
+
+    def closes_outer(self, group: int) -> bool:
+        """Whether what lies outside the layers is closed with the group: with the first, and with
+        every stage of a pipeline, which all have it."""
+        return group == 0 or self.share.rank.layout.pipeline > 1
 
     def trains(self) -> bool:
         """Does it compute gradients, and not only the loss?"""

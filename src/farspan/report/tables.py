@@ -78,7 +78,7 @@ def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
         lines.append(sparse_words(schedule.sparse, hides=hides))
     if schedule.weights is Tier.HOST:
         lines.append(
-            "weights and their gradients on the host; on the device those of two groups, the "
+            "weights and their gradients on the host; on the device those of groups at work, the "
             "embedding and the head"
         )
     if schedule.attention_open:

@@ -225,11 +225,16 @@ class RunContext:
     trainable: int  # elements of those that are trained
     inspected: InspectedModel | None  # if the planner is asked
     frozen: str | None  # digest of the weights that are not trained; None: all are
-    weights: StreamedWeights | None = None  # of a model that lives in main memory
+    weights: StreamedWeights | None = None  # of a model that lives whole in main memory
 
     @property
     def device(self) -> torch.device:
         return self.world.device
+
+    @property
+    def lives(self) -> Tier:
+        """Where weights are between steps."""
+        return self.run.schedule.weights or Tier.DEVICE
 
     @property
     def sharded_model(self) -> ShardedModel | None:
@@ -245,9 +250,9 @@ class RunContext:
         selector = fraction_of(self.run.sparse, schedule, self.run.context)
         if selector is not None:
             how["selector"] = selector
-        if schedule.weights is Tier.HOST:
+        if self.weights is not None:
             how["weights"] = self.weights
-        elif self.world.ranks is not None:
+        if self.world.ranks is not None:
             how["ranks"] = self.sharded_model or self.world.ranks
         step = self.components.make_step(self.model, schedule, **how)
         step.host_room = self.host_room()
@@ -255,15 +260,17 @@ class RunContext:
 
     def describe(self) -> ModelSpec:
         """The model as programs are made for it."""
-        if self.sharded_model is not None:
-            return self.sharded_model.spec
-        found = describe(CausalLMStages(self.model), self.device)
+        sharded = self.sharded_model
+        if sharded is None:
+            found = describe(CausalLMStages(self.model), self.device)
+        else:
+            found = sharded.spec
         return found if self.weights is None else self.weights.counted(found)
 
     def held_bytes(self) -> int:
         """Weights and optimizer states on the device; on a CPU both tiers are that."""
         held, both = self.optimizer.held(), self.device.type == "cpu"
-        weights = self._weights() if both or self.weights is None else 0
+        weights = self._weights() if both or self.lives is Tier.DEVICE else 0
         return weights + held.device + (held.host if both else 0)
 
     def touched_bytes(self) -> StateBytes:
@@ -272,7 +279,7 @@ class RunContext:
         if self.device.type == "cpu":
             written = held.device + held.host - held.untouched
             return StateBytes(self._weights() + written, 0, 0)
-        if self.weights is not None:
+        if self.lives is Tier.HOST:
             return StateBytes(held.device, self._weights() + held.host, 0)
         return StateBytes(self._weights() + held.device, held.host, 0)
 

@@ -259,7 +259,8 @@ class TrainingOptimizer:
         self.parameters: dict[str, nn.Parameter] = dict(
             trainable(model) if pieces is None else pieces.trained
         )
-        weights = Tier.DEVICE if streamed is None else Tier.HOST
+        shards = pieces is not None and pieces.sharded_model.sharded.offload
+        weights = Tier.DEVICE if streamed is None and not shards else Tier.HOST
         kinds: dict[StatesPlace, Callable[[Parameters, Rule], OptimizerStates]] = {
             StatesPlace.HOST: partial(HostStates, ranks=ranks, room=room, weights=weights),
             StatesPlace.DISK: partial(DiskStates, ranks=ranks, room=room, weights=weights),
@@ -268,7 +269,9 @@ class TrainingOptimizer:
         make = kinds.get(config.states, ResidentStates)
         self._states = make(self._in_order(), Rule(config, decays(model)))
         if streamed is not None and isinstance(self._states, HostStates):
-            overlap = streamed.device.type == "cuda" if config.overlap is None else config.overlap
+            alone = ranks is None or ranks.layout.devices() == 1
+            usual = streamed.device.type == "cuda" and alone
+            overlap = usual if config.overlap is None else config.overlap
             self._thread = ThreadPoolExecutor(1, "farspan-update") if overlap else None
         if pieces is not None:
             pieces.widen()

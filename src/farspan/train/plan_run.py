@@ -20,7 +20,6 @@ from farspan.program.layout import (
     ALONE,
     Layout,
     group_ranges,
-    refuse_together,
     sequence_layout,
 )
 from farspan.program.strategies import AUTO
@@ -38,7 +37,14 @@ from farspan.train.memory import leaves_weights_open, with_weights_there
 from farspan.train.oom import explain_moved, explain_there
 from farspan.train.origin import with_base
 from farspan.train.planning import OWN, PLANNED, allowed
-from farspan.train.setup import SHARED, adapt, choose_device, is_sharded, refuse_groups
+from farspan.train.setup import (
+    SHARED,
+    adapt,
+    choose_device,
+    is_sharded,
+    refuse_groups,
+    refuse_weights,
+)
 from farspan.train.yaml_config import as_yaml, to_mapping
 
 
@@ -245,7 +251,7 @@ def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
     layout = _layout(run.parallel, gpus, question.model, machine)
     if question.nf4 and layout.devices() > 1:
         raise UnsupportedError(SHARED)
-    refuse_together(Schedule(weights=question.weights), layout)
+    refuse_weights(question.weights, layout)
     is_sharded(run, layout)  # refuses what sharded weights cannot have
     if machine.unified:  # the ranks of a CPU are processes beside each other
         machine = replace(machine, devices=layout.devices())

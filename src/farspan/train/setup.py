@@ -22,7 +22,7 @@ from farspan.hf.quantized import elements, format_of, frozen_digest, refuse_whol
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import reads_text_alone, refuse_context, refuse_dropout, refuse_model
 from farspan.profile.catalog import is_on_hub, refuse_absent
-from farspan.program.layout import AXES, WEIGHTS_OF_ONE, Layout, group_ranges
+from farspan.program.layout import AXES, Layout, group_ranges, refuse_together, streams
 from farspan.program.strategies import AUTO
 from farspan.sparse.train import opening_words
 from farspan.spec import ModelSpec, Schedule, Tier, UnsupportedError
@@ -118,7 +118,7 @@ def make_context(
     disk = run.optimizer.disk or run.folder
     states = replace(run.optimizer, states=placed.states, disk=disk)
     weights = None
-    if run.schedule.weights is Tier.HOST:  # before anything refers to where they lie
+    if streams(run.schedule.apply(Schedule()), world.layout):  # before anything refers to them
         weights = StreamedWeights(CausalLMStages(model, world.device))
     room = host_share(run, world)
     return RunContext(
@@ -173,8 +173,8 @@ def _blank_model(run: RunConfig, components: Components, world: DistributedConte
         layers = blank.config.get_text_config().num_hidden_layers
         schedule = components.schedule_of(run, blank)
         refuse_groups(schedule, layers, stages)
-        if schedule.weights is Tier.HOST and world.size > 1:
-            raise UnsupportedError(f"schedule.{WEIGHTS_OF_ONE}")
+        if isinstance(run.parallel, Parallel):
+            refuse_weights(schedule.weights, run.parallel.layout(world.size))
         found.append(blank)
 
     found: list[Any] = []
@@ -261,7 +261,8 @@ def shard_model(
     if world.ranks is None:
         return None
     if not is_sharded(run, world.layout):
-        broadcast_from_rank0(world.ranks, model)
+        home = torch.device("cpu") if run.schedule.weights is Tier.HOST else world.device
+        broadcast_from_rank0(world.ranks, model, home)
         return None
     # Stages and tiles follow from the schedule; of the planner's neither does.
     return parallelize(model, components.schedule_of(run, model), world.ranks, kernels=run.kernels)
@@ -290,6 +291,15 @@ def refuse_groups(schedule: Schedule, layers: int, stages: int) -> None:
     except UnsupportedError as error:
         where = "schedule" if str(error).startswith("groups") else "parallel"
         raise UnsupportedError(f"{where}.{error}") from error
+
+
+def refuse_weights(weights: Tier, layout: Layout) -> None:
+    """Raises UnsupportedError, naming the run file's field, where ranks of the layout cannot have
+    weights there."""
+    try:
+        refuse_together(Schedule(weights=weights), layout)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"schedule.{error}") from error
 
 
 def place_weights(

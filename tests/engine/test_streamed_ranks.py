@@ -1,0 +1,220 @@
+"""Weights and gradients in main memory on several ranks: the bits of ranks that have them on their
+devices, and autograd's gradients to 1e-12."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from farspan.distributed.context import ParallelContext
+from farspan.engine.parallelize import parallelize, sharded_parameters
+from farspan.engine.step import Step
+from farspan.program.builder import build_evaluation, build_program
+from farspan.program.dependencies import Order, waits
+from farspan.program.layout import Layout, Rank
+from farspan.program.program import Close, Gather, Reduce
+from farspan.spec import RunSpec, Schedule, Tier, UnsupportedError
+from tests.engine.checks import Data, draw
+from tests.engine.test_ranks import FEW as OF_RANKS
+from tests.engine.test_ranks import SCHEDULES, outcomes_of, rows_of, words
+from tests.engine.test_streamed_weights import counted
+from tests.grids import exhaustive
+from tests.oracles.check import check_program
+from tests.oracles.check_order import check_order
+from tests.oracles.contents import ProgramError
+from tests.ranks import run_ranks
+from tests.zoo import make_model
+
+CPU = torch.device("cpu")
+UPDATES, BATCHES, CLIP, LR = 2, 2, 0.5, 0.5
+HEADS = {"num_key_value_heads": 4}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model by a schedule; `dealt`: parallelize is called first, as a run does."""
+
+    schedule: Schedule
+    dtype: torch.dtype = torch.float32
+    family: str = "qwen2"
+    dealt: bool = False
+    frozen: bool = False
+    wide: bool = False  # gradients are
+
+
+def streamed(schedule: Schedule) -> Schedule:
+    return replace(schedule, weights=Tier.HOST)
+
+
+def batches(update: int) -> list[Data]:
+    """Of lengths that differ, so that arenas grow and chunks are ragged."""
+    drawn = enumerate((29, 41, 17)[update : update + BATCHES])
+    return [draw(n, batch=4, documents=3, seed=10 * update + place) for place, n in drawn]
+
+
+def trained(case: Case, ranks: ParallelContext, schedule: Schedule) -> list[tuple[str, Any]]:
+    """Losses, gradients and weights of some updates, each of several batches, clipped."""
+    model: Any = make_model(case.family, case.dtype, **HEADS)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(not case.frozen or number % 3 != 0)
+        if case.wide:
+            parameter.grad_dtype = torch.float32
+    team: Any = parallelize(model, schedule, ranks) if case.dealt else ranks
+    step = Step(model, schedule, ranks=team, poison=True)
+    pieces = sharded_parameters(team) if case.dealt else None
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    parameters = trained if pieces is None else pieces.trained
+    for parameter in parameters.values() if case.wide else ():
+        parameter.grad_dtype = torch.float32
+    found: list[tuple[str, Any]] = []
+    for update in range(UPDATES):
+        for place, data in enumerate(batches(update)):
+            own = rows_of(ranks, data)
+            found.append((f"loss {update}.{place}", step(*own)))
+        if pieces is not None:
+            pieces.take()
+        gradients = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        norm = nn.utils.get_total_norm(gradients.values()) if pieces is None else pieces.norm()
+        found += [("norm", norm), *((f"{n}.grad", g.clone()) for n, g in gradients.items())]
+        nn.utils.clip_grads_with_norm_(parameters.values(), CLIP, norm)
+        for name, gradient in gradients.items():
+            parameters[name].data.sub_(gradient, alpha=LR)
+            parameters[name].grad = None
+        if pieces is not None:
+            pieces.clear()
+        found.append((f"evaluation {update}", step.evaluate(*own)))
+    return found + [(n, p.detach().clone()) for n, p in parameters.items()]
+
+
+def unlike(layout: Layout, cases: list[Case]) -> list[str]:
+    """On each rank: what differs."""
+    ranks, wrong = ParallelContext(layout, CPU), []
+    for case in cases:
+        expected = trained(case, ranks, case.schedule)
+        found = trained(case, ranks, streamed(case.schedule))
+        assert [name for name, _ in found] == [name for name, _ in expected]
+        wrong += [
+            f"{case}: {name}"
+            for (name, ours), (_, theirs) in zip(found, expected, strict=True)
+            if not torch.equal(ours, theirs)
+        ]
+    return wrong
+
+
+FEW = [Case(SCHEDULES["groups"]), Case(SCHEDULES["kept"], torch.bfloat16, wide=True)]
+MORE = [
+    *FEW,
+    Case(SCHEDULES["host"], torch.bfloat16, frozen=True),
+    Case(SCHEDULES["layers"], family="gemma3_text"),  # tied embeddings
+]
+DEALT, MORE_DEALT = ([replace(case, dealt=True) for case in cases] for cases in (FEW, MORE))
+WHOLE: dict[str, Any] = {"fsdp": False}
+
+
+@pytest.mark.parametrize(
+    ("layout", "cases"),
+    [
+        (Layout(pipeline=2, **WHOLE), [FEW[0], DEALT[1]]),
+        exhaustive(Layout(pipeline=2, **WHOLE), [*MORE, *MORE_DEALT]),
+        exhaustive(Layout(pipeline=4, **WHOLE), [*FEW, *DEALT]),
+        (Layout(ulysses=2), FEW),
+        exhaustive(Layout(ulysses=2), MORE),
+        exhaustive(Layout(ulysses=4), FEW),
+        exhaustive(Layout(ulysses=2, shards=2), FEW),
+        (Layout(data=2), [MORE[2]]),
+        exhaustive(Layout(data=2), MORE),
+        exhaustive(Layout(data=4), FEW),
+        exhaustive(Layout(pipeline=2, ulysses=2, **WHOLE), [*FEW, *DEALT]),
+        (Layout(ulysses=2), DEALT),  # shards
+        exhaustive(Layout(data=2), MORE_DEALT),
+        exhaustive(Layout(pipeline=2, data=2), MORE_DEALT),
+        exhaustive(Layout(tensor=2), MORE_DEALT[2:3]),
+    ],
+    ids=words,
+)
+def test_ranks_train_to_the_bits_of_resident_weights(layout: Layout, cases: list[Case]) -> None:
+    wrong = run_ranks(layout.devices(), unlike, layout, cases)
+    assert not any(wrong), "\n".join(line for rank in wrong for line in rank)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dealing"),
+    [
+        exhaustive(Layout(pipeline=2), None),
+        (Layout(ulysses=2), None),
+        exhaustive(Layout(data=2), None),
+        (Layout(data=2), {}),
+        exhaustive(Layout(pipeline=2, ulysses=2), {}),
+    ],
+    ids=words,
+)
+def test_gradients_are_those_of_autograd(layout: Layout, dealing: dict[str, Any] | None) -> None:
+    """In float64, to 1e-12."""
+    cases = [replace(case, schedule=streamed(case.schedule)) for case in OF_RANKS]
+    wrong = run_ranks(layout.devices(), outcomes_of, layout, cases, dealing)
+    assert not any(wrong), "\n".join(line for rank in wrong for line in rank)
+
+
+def refused_elsewhere() -> list[str]:
+    said, ranks, here = [], ParallelContext(Layout(), CPU), SCHEDULES["layers"]
+    for dealt, wanted in ((here, streamed(here)), (streamed(here), here)):
+        model = make_model("qwen2")
+        sharded_model = parallelize(model, dealt, ranks)
+        with pytest.raises(UnsupportedError) as refused:
+            Step(model, wanted, ranks=sharded_model)
+        said.append(str(refused.value))
+    return said
+
+
+def test_weights_are_where_the_model_was_sharded() -> None:
+    (said,) = run_ranks(1, refused_elsewhere)
+    for text, (there, wanted) in zip(said, (("device", "host"), ("host", "device")), strict=True):
+        wanted = f"sharded with them on the {there}, not on the {wanted}; call parallelize"
+        assert text.startswith("weights: the model was ")
+        assert wanted in text
+
+
+# -- programs -----------------------------------------------------------------------------------
+
+LAYOUTS = [Layout(ulysses=2, **WHOLE), Layout(pipeline=3, **WHOLE), Layout(data=2, **WHOLE)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=words)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_programs_are_whole_and_nothing_races(layout: Layout, name: str) -> None:
+    schedule = streamed(replace(SCHEDULES[name], groups=1))
+    for number in range(layout.devices()):
+        for build in (build_program, build_evaluation):
+            program = build(counted(4), RunSpec(1, 29), schedule, Rank(layout, number))
+            check_program(program)
+            check_order(program, waits(program))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=words)
+@pytest.mark.parametrize("kind", [Gather, Reduce, Close])
+def test_the_checker_misses_no_instruction(kind: type, layout: Layout) -> None:
+    schedule = streamed(replace(SCHEDULES["groups"], groups=1))
+    program = build_program(counted(4), RunSpec(1, 29), schedule, Rank(layout, 1))
+    assert any(isinstance(i, kind) for i in program.instructions)
+    for index, instruction in enumerate(program.instructions):
+        if isinstance(instruction, kind):
+            others = program.instructions[:index] + program.instructions[index + 1 :]
+            with pytest.raises(ProgramError):
+                check_program(replace(program, instructions=others))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=words)
+def test_every_wait_is_needed(layout: Layout) -> None:
+    schedule = Schedule(chunk=11, groups=1, boundary_inputs=Tier.DEVICE, kv_block=7)
+    program = build_program(counted(4), RunSpec(1, 42), streamed(schedule), Rank(layout, 1))
+    orders = waits(program)
+    check_order(program, orders)
+    waiting = [index for index, order in enumerate(orders) if any(order.values())]
+    reducing = [isinstance(program.instructions[index - 1], Reduce) for index in waiting]
+    assert sum(reducing) == len(program.own_groups())  # no sum leaves before those of all ranks
+    for index in waiting:
+        without: Order = dict.fromkeys(orders[index], ())
+        with pytest.raises(ProgramError, match="races"):
+            check_order(program, (*orders[:index], without, *orders[index + 1 :]))
