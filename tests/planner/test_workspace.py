@@ -7,10 +7,9 @@ import pytest
 from farspan.planner import feasibility as quick
 from farspan.planner.evaluate import evaluate
 from farspan.planner.feasibility import plan_of
-from farspan.planner.machines import from_json, machine, names, to_json
+from farspan.planner.machines import from_json, machine, names, to_json, with_kernels
 from farspan.planner.machines import read as read_machine
 from farspan.planner.plans import best_plan, named_schedule
-from farspan.planner.prices import with_kernels
 from farspan.planner.request import Plan, Question
 from farspan.planner.walk import workspace_bytes
 from farspan.program.layout import Layout

@@ -360,3 +360,32 @@ def _presets() -> dict[str, MachineFile]:
         given = {key: value for key, value in values.items() if key != "gpu_names"}
         presets[name] = from_json({"name": name, **given}, f"preset {name}")
     return presets
+
+
+def with_kernels(machine: MachineSpec, *, deterministic: bool) -> MachineSpec:
+    """The machine at the rates that attention has where its bits are the same every time."""
+    if not deterministic or machine.unified:
+        return machine
+    rates = {dtype: _slower(rates) for dtype, rates in machine.rates.items()}
+    return replace(machine, rates=rates)
+
+
+def _slower(rates: Rates) -> Rates:
+    by = rates.deterministic
+
+    def curve(known: Curve) -> Curve:
+        return Curve(tuple((size, rate / by) for size, rate in known.points))
+
+    def or_none(known: Curve | None) -> Curve | None:
+        return None if known is None else curve(known)
+
+    return replace(
+        rates,
+        attention_forward=curve(rates.attention_forward),
+        attention_backward=curve(rates.attention_backward),
+        causal_forward=or_none(rates.causal_forward),
+        causal_backward=or_none(rates.causal_backward),
+        softmax_forward=rates.softmax_forward * by,
+        softmax_backward=rates.softmax_backward * by,
+        deterministic=1.0,
+    )

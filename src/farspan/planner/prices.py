@@ -14,7 +14,7 @@ have them for every machine, for no other kernel has as many.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -46,7 +46,7 @@ from farspan.program.program import (
 )
 from farspan.program.residency import Kind
 from farspan.program.work import copied_bytes, pieces_of, streamed_bytes
-from farspan.spec import HOST, Curve, LayerSpec, MachineSpec, Rates, UnsupportedError
+from farspan.spec import HOST, LayerSpec, Rates, UnsupportedError
 
 
 @dataclass(slots=True)
@@ -95,35 +95,6 @@ class TiledPrices:
     def _tokens(self, i: Forward | Backward) -> int:
         start, stop = self.program.share.tokens.rows[i.chunk]
         return stop - start
-
-
-def with_kernels(machine: MachineSpec, *, deterministic: bool) -> MachineSpec:
-    """The machine at the rates that attention has where its bits are the same every time."""
-    if not deterministic or machine.unified:
-        return machine
-    rates = {dtype: _slower(rates) for dtype, rates in machine.rates.items()}
-    return replace(machine, rates=rates)
-
-
-def _slower(rates: Rates) -> Rates:
-    by = rates.deterministic
-
-    def curve(known: Curve) -> Curve:
-        return Curve(tuple((size, rate / by) for size, rate in known.points))
-
-    def or_none(known: Curve | None) -> Curve | None:
-        return None if known is None else curve(known)
-
-    return replace(
-        rates,
-        attention_forward=curve(rates.attention_forward),
-        attention_backward=curve(rates.attention_backward),
-        causal_forward=or_none(rates.causal_forward),
-        causal_backward=or_none(rates.causal_backward),
-        softmax_forward=rates.softmax_forward * by,
-        softmax_backward=rates.softmax_backward * by,
-        deterministic=1.0,
-    )
 
 
 WIDE_PASSES = 4  # times that votes read or write their scores: product, softmax, sum

@@ -12,8 +12,8 @@ from farspan.hf.load import blank_model, config_for_planning
 from farspan.hf.quantized import format_of, refuse_untrainable, refuse_whole
 from farspan.hf.unsupported import refuse_dropout, refuse_model
 from farspan.planner.api import HERE, Request, as_run
+from farspan.planner.machines import with_kernels
 from farspan.planner.plans import best_plan, longest_contexts, plan_as_written
-from farspan.planner.prices import with_kernels
 from farspan.planner.request import Fit, Optimizer, Plan, Question
 from farspan.profile.store import Profiles
 from farspan.program.layout import (

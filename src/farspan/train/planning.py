@@ -19,7 +19,7 @@ from farspan.formatting import sparse_words
 from farspan.hf.quantized import held_bytes
 from farspan.memory.host import available_host_bytes
 from farspan.planner.evaluate import size
-from farspan.planner.prices import with_kernels
+from farspan.planner.machines import with_kernels
 from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question, fit_of, margin_of
 from farspan.program.layout import ALONE, Layout, group_ranges, refuse_together
 from farspan.program.strategies import AUTO
