@@ -65,11 +65,12 @@ def outcome(folder: Path, last: int = 1) -> tuple[list[dict[str, Any]], dict[str
     """What a run wrote of its steps, and every tensor of its last checkpoints and its model."""
     keys = ("step", "loss", "grad_norm", "lr", "tokens", "heldout_loss")
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    last = sorted((folder / "checkpoints").iterdir())[-1]
-    files = [*last.glob("*.safetensors"), *(folder / "model").glob("*.safetensors")]
+    folders = *sorted((folder / "checkpoints").iterdir())[-last:], folder / "model"
+    files = [file for of in folders for file in of.glob("*.safetensors")]
     # Which rank writes what several have depends on the order of states.
-    kinds = {f: "ranks" if f.name.startswith("rank-") else f.name for f in files}
-    tensors = {f"{kinds[f]}/{k}": t for f in files for k, t in load_file(f).items()}
+    kinds = {file: file.name if file.name[:5] != "rank-" else "ranks" for file in files}
+    names = {file: f"{file.parent.name if last > 1 else ''}/{kinds[file]}" for file in files}
+    tensors = {f"{names[f]}/{k}": t for f in files for k, t in load_file(f).items()}
     return [{key: line.get(key) for key in keys} for line in lines], tensors
 
 
