@@ -183,6 +183,9 @@ def test_planned_bytes_are_those_taken(tmp_path: Path, dtype: DType, weights: Ti
     found, world = inspect_model(model, dtype.value, CPU), DistributedContext(CPU)
     question = question_of(run, found, one_memory(), DISK, world)
     question = replace(question, weights=weights)
+    apart = replace(run, optimizer=replace(run.optimizer, overlap=False))
+    beside = (question_of(of, found, one_memory(), DISK, world) for of in (run, apart))
+    assert [of.update_beside for of in beside] == [True, False]
     planned = states(question, ((0, 1), (1, 2)))
     streamed = StreamedWeights(CausalLMStages(model)) if weights is Tier.HOST else None
     with PeakMemory(CPU) as meter:

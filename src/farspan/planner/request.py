@@ -64,6 +64,7 @@ class Question:
     margin: Margin = Margin()  # bytes that a plan leaves where any can (`margin_of`)
     weights: Tier = Tier.DEVICE  # HOST: with their gradients (engine.streamed_weights)
     wide_gradients: bool = False  # `.grad` in fp32 without an optimizer, too: as training has it
+    update_beside: bool = True  # of weights on host, the next step, where copies are
     nf4: bool = False  # frozen weights of linear modules have four bits
     profiles: Profiles | None = None  # of the model; None: nothing but its description is known
     profile: ModelProfile | None = None  # of these, as the machine runs it

@@ -144,7 +144,8 @@ def update_overlaps(question: Question) -> bool:
         Optimizer.HOST,
         Optimizer.DISK,
     )
-    return in_memory and question.overlap and question.layout.devices() == 1
+    alone = question.layout.devices() == 1
+    return in_memory and question.overlap and question.update_beside and alone
 
 
 def update_seconds(question: Question) -> float:

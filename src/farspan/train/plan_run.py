@@ -260,6 +260,7 @@ def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
         machine=with_kernels(allowed(run, machine), deterministic=run.kernels.deterministic),
         layout=layout,
         accumulates=run.accumulate > 1,
+        update_beside=run.optimizer.overlap is not False,
     )
     return as_run(shared)
 

@@ -405,6 +405,7 @@ def question_of(
         overlap=machine.pinned and not machine.unified,  # as the engine's copies run
         sparse=run.pages(),
         accumulates=run.accumulate > 1,
+        update_beside=run.optimizer.overlap is not False,
         kernels=run.kernels,
         margin=margin_of(run.margin, machine),
         nf4=inspected.profile is not None and inspected.profile.variant.nf4,
