@@ -298,7 +298,7 @@ def test_few_layers_take_the_time_of_all(schedule: Schedule, gpus: int, slower: 
 
 
 @pytest.mark.parametrize("slower", [1, 20])
-@pytest.mark.parametrize("groups", [(2,) * 14, (1,) * 28, (14, 14), (28,)])
+@pytest.mark.parametrize("groups", [(2,) * 14, (1,) * 28, (14, 14), (28,), (3,) * 9 + (1,)])
 def test_an_update_beside_the_next_step_is_waited_for(groups: tuple[int, ...], slower: int) -> None:
     """By each group's first pass, with main memory as it is and so slow that nothing hides it."""
     asked = Request("Qwen2.5-7B", "32K", "h200", optimizer="host", weights="host").question()

@@ -141,8 +141,10 @@ def seconds(frames: Frames, *, in_line: bool = False, update: bool = True) -> Ar
         total += (working + work[:, HOST] + work[:, FETCH] + work[:, EVICT])[..., None]
     stages, count = question.layout.pipeline, len(cell_prices.chunks)
     total = total * ((count + stages - 1) / count)
-    if update_overlaps(question):  # every layer waits for its part of it
-        return np.asarray(np.maximum(total, cell_prices.update * update))
+    if update_overlaps(question):  # the backward comes after all of it
+        after = sum(cell_prices.lanes.backward[of].compute.sum() for of in cell_prices.model.layers)
+        after += cell_prices.lanes.head.sum()
+        return np.asarray(np.maximum(total, (cell_prices.update + after) * update))
     return np.asarray(total + cell_prices.update * update)
 
 

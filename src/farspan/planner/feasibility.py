@@ -307,10 +307,11 @@ def _counted_seconds(question: Question, schedule: Schedule) -> Seconds:
     total, alone = (
         float(of(frames)[0, 0, tiers]) for of in (seconds, partial(seconds, update=False))
     )
+    beside, update = update_overlaps(question), frames.cell_prices.update
     return Seconds(
         total=total,
-        optimizer=total - alone,
+        optimizer=total - alone if beside else update,
         bound=max(bounds, key=lambda name: bounds[name]),
-        beside=frames.cell_prices.update - (total - alone),
+        beside=update - (total - alone) if beside else 0.0,
         **busy,
     )

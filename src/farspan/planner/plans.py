@@ -80,13 +80,14 @@ def best_plan(
 
 def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
     """`chosen`, the chosen plan by its whole program; the others are composed. Its time is, too,
-    where almost nothing is waited for: that of fewer layers is then the same to 3e-4."""
+    but where almost nothing is waited for, so that fewer layers tell."""
     best, others = chosen(plans)
     if not best.fits:
         return best, others
     sized, waits = size(question, best.schedule), best.seconds.exposed(overlap=question.overlap)
     if question.weights is Tier.HOST or waits > WAITS * best.seconds.total:
-        whole = replace(evaluate(question, best.strategy, best.schedule, sized), gap=best.gap)
+        whole = evaluate(question, best.strategy, best.schedule, sized)
+        whole = replace(whole, gap=gap(whole, best.seconds.total / (1 + best.gap)))
     else:
         whole = replace(best, device=sized.device, host=sized.host)
     if whole.fit < best.fit and others:  # for want of a few bytes between buffers

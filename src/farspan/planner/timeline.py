@@ -48,6 +48,7 @@ from farspan.program.program import (
     Forward,
     Free,
     Gather,
+    Load,
 )
 
 WITHIN = BETWEEN = 1  # that stand for themselves, on either side of what is counted
@@ -132,6 +133,8 @@ class _Clock:
                 if isinstance(i, (Forward, Backward)):
                     self._cell(i, cost)
                 else:
+                    if isinstance(i, Load) and i.layer < len(self.prices.counts):
+                        self.count = self.prices.counts[i.layer]  # whose group it waits for
                     if self.updated and isinstance(i, Gather):
                         self.issued = max(self.issued, self.updated[i.group])
                     lane = accesses[0][0] if accesses else COMPUTE

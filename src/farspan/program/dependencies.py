@@ -119,7 +119,9 @@ class _Walk:
             case Reduce(group) | Close(group):
                 adds, with_outer = isinstance(instruction, Reduce), self.program.closes_outer(group)
                 slots = [gradients[group % 2], *[outer_gradients] * with_outer]
-                return [(COMPUTE if adds else EVICT, name, SLOT, adds) for name in slots]
+                found = [(COMPUTE if adds else EVICT, name, SLOT, adds) for name in slots]
+                # The device takes their norms before they leave.
+                return found if adds else found + _reads(*((name, SLOT) for name in slots))
             case Forward(layer) | Backward(layer):
                 place = self._group(layer) % 2
                 found = _reads((weights[place], SLOT))

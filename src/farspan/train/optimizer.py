@@ -366,11 +366,14 @@ class TrainingOptimizer:
         def update() -> None:
             try:
                 states.update(lr, begins, ends)
+                for of in done:  # of parameters without elements nobody hears
+                    if not of.done():
+                        of.set_result(None)
             except BaseException as error:
                 for of in done:
                     if not of.done():
                         of.set_exception(error)
                 raise
 
-        self._streamed.await_update(done)
         self._updating = thread.submit(update)
+        self._streamed.await_update(done)

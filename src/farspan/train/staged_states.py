@@ -574,10 +574,16 @@ PASSES = 3
 
 def drive_rate(folder: Path, elements: int = MEASURED, passes: int = PASSES) -> float:
     """Bytes a second that the drive of a folder reads and writes, together: the median pass of an
-    update that computes nothing. Raises UnsupportedError, WriteFailed."""
+    update that computes nothing. Raises UnsupportedError, also where there is no direct I/O, and
+    WriteFailed."""
     weight = nn.Parameter(torch.empty(elements, dtype=torch.bfloat16))
     config = OptimizerConfig(states=StatesPlace.DISK, disk=str(folder))
     states = DiskStates({"weight": weight}, Rule(config, {"weight": False}), weights=Tier.HOST)
+    if not states._file.direct:
+        raise UnsupportedError(
+            f"disk: {folder} has no direct I/O, so main memory would be measured; name a folder on "
+            "a local drive"
+        )
     starts = range(0, elements, states._staged)
     pieces = [_ParameterSlice("weight", at, min(at + states._staged, elements)) for at in starts]
 

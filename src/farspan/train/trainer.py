@@ -84,7 +84,7 @@ class TrainingLoop:
     """Takes the steps of a run, and saves and measures between them.
 
     Invariant: between steps, `state`, weights and optimizer states are those of an uninterrupted
-    run after `at.step` steps.
+    run after `at.step` steps, the last two when the optimizer has settled.
     """
 
     def __init__(self, ctx: RunContext, folder: RunFolder, observer: Observer) -> None:
