@@ -193,6 +193,27 @@ def test_models_of_all_kinds_are_updated_in_every_place(
             assert torch.equal(found[key], tensor), (states, key)
 
 
+def test_a_run_that_is_left_waits_for_one_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for the whole update, whose thread ends before the process does."""
+    model: Any = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=0)
+    streamed = StreamedWeights(CausalLMStages(model))
+    config = OptimizerConfig(states=StatesPlace.HOST, overlap=True)
+    optimizer = TrainingOptimizer(model, config, streamed=streamed)
+    update, updated = HostStates._update, list[str]()
+
+    def leaving(self: HostStates, piece: Any, *given: Any) -> None:
+        updated.append(piece.name)
+        optimizer.abandon()
+        update(self, piece, *given)
+
+    monkeypatch.setattr(HostStates, "_update", leaving)
+    streamed.zero_gradients()
+    optimizer.step(1e-2, optimizer.gradient_norm())
+    with pytest.raises(RuntimeError, match="the run was left"):
+        optimizer.settle()
+    assert len(updated) == 1
+
+
 @pytest.mark.gpu
 def test_an_update_beside_the_next_step_of_a_gpu_changes_nothing(tmp_path: Path) -> None:
     """Where it is the default."""

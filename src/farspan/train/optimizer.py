@@ -256,6 +256,7 @@ class TrainingOptimizer:
         self._streamed = streamed
         self._thread: ThreadPoolExecutor | None = None
         self._updating: Future[None] | None = None  # the latest update that a thread was given
+        self._is_left = False
         self.parameters: dict[str, nn.Parameter] = dict(
             trainable(model) if pieces is None else pieces.trained
         )
@@ -293,6 +294,11 @@ class TrainingOptimizer:
         has raised; so does every update after it."""
         if self._updating is not None:
             self._updating.result()
+
+    def abandon(self) -> None:
+        """Has the update under way end behind the parameter that it is at: the process waits for
+        its thread when it exits. Parameters and states are then of no more use."""
+        self._is_left = True
 
     def held(self) -> StateBytes:
         """Bytes of the states."""
@@ -356,6 +362,8 @@ class TrainingOptimizer:
         states = self._states
 
         def begins(parameter: nn.Parameter) -> None:
+            if self._is_left:
+                raise RuntimeError("the run was left while its weights were updated")
             self._clip([parameter], norm)
 
         def ends(parameter: nn.Parameter) -> None:

@@ -578,7 +578,11 @@ def drive_rate(folder: Path, elements: int = MEASURED, passes: int = PASSES) -> 
     WriteFailed."""
     weight = nn.Parameter(torch.empty(elements, dtype=torch.bfloat16))
     config = OptimizerConfig(states=StatesPlace.DISK, disk=str(folder))
-    states = DiskStates({"weight": weight}, Rule(config, {"weight": False}), weights=Tier.HOST)
+    rule = Rule(config, {"weight": False})
+    try:
+        states = DiskStates({"weight": weight}, rule, weights=Tier.HOST)
+    except UnsupportedError as error:  # who asks has no key of a run file
+        raise UnsupportedError(str(error).replace("optimizer.disk:", "disk:", 1)) from error
     if not states._file.direct:
         raise UnsupportedError(
             f"disk: {folder} has no direct I/O, so main memory would be measured; name a folder on "

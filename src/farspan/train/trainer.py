@@ -272,6 +272,10 @@ class TrainingLoop:
         )
         self._saved = self.at.step
 
+    def leave(self) -> None:
+        """Has an update that is under way end early; nothing is saved after it."""
+        self._ctx.optimizer.abandon()
+
     def compare(self) -> PlanComparison | None:
         """The plan beside what was measured, also in the run folder; None without a plan."""
         found = self._runner.compare()
@@ -419,21 +423,30 @@ def train(
             except Interrupted as stop:
                 return replace(result, signum=stop.signum)
             try:
-                loop.fit()
-            except Interrupted as stop:
-                loop.save()
-                return _result(result, loop, signum=stop.signum)
-            except NoScheduleFits as error:
-                if loop.at.step == 0 or isinstance(error, OneRankOutOfMemory):
-                    raise
-                loop.save()
-                raise NoScheduleFits(
-                    f"step {loop.at.step + 1}: {error}. Step {loop.at.step} is saved: the same "
-                    "command resumes from there, also with another schedule"
-                ) from error
-            comparison = loop.compare()
-            loop.export()
-            return _result(result, loop, comparison=comparison)
+                return _end(loop, result)
+            except KeyboardInterrupt:  # a second signal, which does not wait
+                loop.leave()
+                raise
+
+
+def _end(loop: TrainingLoop, result: TrainingResult) -> TrainingResult:
+    """Takes a run to its end, or to where it is stopped."""
+    try:
+        loop.fit()
+    except Interrupted as stop:
+        loop.save()
+        return _result(result, loop, signum=stop.signum)
+    except NoScheduleFits as error:
+        if loop.at.step == 0 or isinstance(error, OneRankOutOfMemory):
+            raise
+        loop.save()
+        raise NoScheduleFits(
+            f"step {loop.at.step + 1}: {error}. Step {loop.at.step} is saved: the same command "
+            "resumes from there, also with another schedule"
+        ) from error
+    comparison = loop.compare()
+    loop.export()
+    return _result(result, loop, comparison=comparison)
 
 
 def _reporter_of(run: RunConfig, world: DistributedContext, given: Reporter | None) -> Reporter:
