@@ -1,5 +1,6 @@
-"""Files of any size are read up to a limit, which an error names: in two seconds of an idle
-processor and 1 GiB above what the process had."""
+"""Files of any size are read up to a limit, which an error names: in ten seconds of an idle
+processor and 1 GiB above what the process had. Most of the 0.5 to 2 seconds that a limit takes is
+the system's, for new pages, whose cost machines differ in; a terabyte takes hundreds."""
 
 import gzip
 import json
@@ -18,7 +19,7 @@ from farspan.data.sources import MOST_TEXT, MOST_VALUES, JsonLines
 from farspan.data.tokenizers import ByteTokenizer
 from tests.conftest import slowness
 
-SECONDS, MEMORY = 2.0, 1 << 30
+SECONDS, MEMORY = 10.0, 1 << 30
 
 
 def bounded(read: Callable[[], object]) -> str:

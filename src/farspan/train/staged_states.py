@@ -568,8 +568,7 @@ class DiskStates(HostStates):
         ]
 
 
-MEASURED = 2**27  # elements of the states that show what a drive does: 1.6 GB
-PASSES = 3
+MEASURED, PASSES = 2**27, 3  # elements of the states that show what a drive does: 1.6 GB
 
 
 def drive_rate(folder: Path, elements: int = MEASURED, passes: int = PASSES) -> float:

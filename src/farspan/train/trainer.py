@@ -10,10 +10,11 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from rich.console import Console
@@ -272,9 +273,12 @@ class TrainingLoop:
         )
         self._saved = self.at.step
 
-    def leave(self) -> None:
-        """Has an update that is under way end early; nothing is saved after it."""
-        self._ctx.optimizer.abandon()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is KeyboardInterrupt:  # a second signal, which waits for no update
+            self._ctx.optimizer.abandon()
 
     def compare(self) -> PlanComparison | None:
         """The plan beside what was measured, also in the run folder; None without a plan."""
@@ -412,7 +416,7 @@ def train(
         run = world.run_on_rank0(partial(as_begun, run))
         told = _reporter_of(run, world, reporter)
         folder = RunFolder(run) if world.is_rank0 else OthersFolder(run)
-        with folder, Interrupt() as interrupt, told:
+        with folder, Interrupt() as interrupt, told, ExitStack() as entered:
             interrupt.share(world)
             observer = Observer(told, interrupt)
             for text in (*notes, *_what_changed(run, world, folder)):
@@ -422,31 +426,23 @@ def train(
                 loop = _make_loop(run, components or Components(), world, folder, observer)
             except Interrupted as stop:
                 return replace(result, signum=stop.signum)
+            entered.enter_context(loop)
             try:
-                return _end(loop, result)
-            except KeyboardInterrupt:  # a second signal, which does not wait
-                loop.leave()
-                raise
-
-
-def _end(loop: TrainingLoop, result: TrainingResult) -> TrainingResult:
-    """Takes a run to its end, or to where it is stopped."""
-    try:
-        loop.fit()
-    except Interrupted as stop:
-        loop.save()
-        return _result(result, loop, signum=stop.signum)
-    except NoScheduleFits as error:
-        if loop.at.step == 0 or isinstance(error, OneRankOutOfMemory):
-            raise
-        loop.save()
-        raise NoScheduleFits(
-            f"step {loop.at.step + 1}: {error}. Step {loop.at.step} is saved: the same command "
-            "resumes from there, also with another schedule"
-        ) from error
-    comparison = loop.compare()
-    loop.export()
-    return _result(result, loop, comparison=comparison)
+                loop.fit()
+            except Interrupted as stop:
+                loop.save()
+                return _result(result, loop, signum=stop.signum)
+            except NoScheduleFits as error:
+                if loop.at.step == 0 or isinstance(error, OneRankOutOfMemory):
+                    raise
+                loop.save()
+                raise NoScheduleFits(
+                    f"step {loop.at.step + 1}: {error}. Step {loop.at.step} is saved: the same "
+                    "command resumes from there, also with another schedule"
+                ) from error
+            comparison = loop.compare()
+            loop.export()
+            return _result(result, loop, comparison=comparison)
 
 
 def _reporter_of(run: RunConfig, world: DistributedContext, given: Reporter | None) -> Reporter:
