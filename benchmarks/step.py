@@ -8,16 +8,21 @@ take turns, so that a machine that slows down slows both; the ratio is of the fa
 
 With `--streamed`, steps with clipping and AdamW's update instead: of weights, gradients and states
 in main memory, which stream through slots, beside the same with all of them resident, and beside
-the baseline under PyTorch's FSDP2 with CPUOffloadPolicy, as one rank. The peak is of everything
-that torch allocates, from the making of the model to the end of a step.
+the baseline under PyTorch's FSDP2 with CPUOffloadPolicy and, where it is installed, DeepSpeed's
+ZeRO-3 with its offload, each as one rank. The peak is of everything that torch allocates, from the
+making of the model to the end of a step.
 """
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +131,40 @@ def fsdp2_step(ids: Tensor) -> Callable[[], float]:
     return step
 
 
+ZERO3 = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+    "zero_force_ds_cpu_optimizer": False,  # which would be compiled
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 5_000_000,  # elements; by default 2 GB for a model of 34 MB
+        "stage3_prefetch_bucket_size": 5_000_000,
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu"},
+    },
+}
+
+
+def zero3_step(ids: Tensor) -> Callable[[], float]:
+    """The Hugging Face path under DeepSpeed, behind `fsdp2_step`, whose process group it takes."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    model = checkpointed()
+    deepspeed = import_module("deepspeed")
+    deepspeed.init_distributed("gloo")
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=ZERO3
+    )
+
+    def step() -> float:
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step
+
+
 def peak_bytes(make: Callable[[], Callable[[], float]]) -> int:
     """Of a contender that is made and does one step."""
     with PeakMemory(torch.device("cpu")) as memory:
@@ -155,6 +194,8 @@ def measure(tokens: int, repeats: int, streamed: bool = False) -> dict[str, Any]
     makers |= {name: partial(make, ids, plan) for name, plan in plans.items()}
     if streamed:
         makers["fsdp2"] = partial(fsdp2_step, ids)
+        if find_spec("deepspeed"):
+            makers["zero3"] = partial(zero3_step, ids)
     peaks = {name: peak_bytes(maker) for name, maker in makers.items()}
     steps = {name: maker() for name, maker in makers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -178,6 +219,7 @@ def measure(tokens: int, repeats: int, streamed: bool = False) -> dict[str, Any]
         "seconds": seconds,
         "cpu_seconds": cpu,
         "peak_bytes": peaks,
+        "deepspeed": version("deepspeed") if "zero3" in makers else None,
         "loss": losses,
         "ratio": {name: best[name] / best[first] for name in steps if name != first},
         "cpu_ratio": {name: min(cpu[name]) / min(cpu[first]) for name in steps if name != first},
