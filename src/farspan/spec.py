@@ -9,6 +9,16 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from operator import itemgetter
+from typing import TypeVar, dataclass_transform
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True)
+def value(of: type[T]) -> type[T]:
+    """A dataclass that only type checkers hold to be frozen: one that sees to it itself takes four
+    times as long to make, and a plan makes 400,000."""
+    return dataclass(slots=True, unsafe_hash=True)(of)
 
 
 class UnsupportedError(ValueError):

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 
 from farspan.planner.collectives import exchange_bytes
 from farspan.planner.prices import Prices, rates_of
@@ -470,13 +471,9 @@ def arena_parts(program: Program, tier: Tier) -> dict[str, int]:
     live: dict[str, int] = {}
     total = most = 0
     fullest: dict[str, int] = {}
-    for instruction in program.instructions:
-        if not isinstance(instruction, Allocate | Free):
-            continue
-        buffer = program.buffers[instruction.buffer]
-        if buffer.tier is not tier:
-            continue
-        size = buffer.bytes if isinstance(instruction, Allocate) else -buffer.bytes
+    held = [buffer for buffer in program.buffers.values() if buffer.tier is tier]
+    ends = [(b.born, b, b.bytes) for b in held] + [(b.dies, b, -b.bytes) for b in held]
+    for _, buffer, size in sorted(ends, key=itemgetter(0)):
         is_slot = buffer.layer < 0 and RESIDENCY[buffer.kind].rows is not CutInto.GROUPS
         part = "slots" if is_slot else str(buffer.kind)
         live[part] = live.get(part, 0) + size

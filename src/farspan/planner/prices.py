@@ -46,7 +46,7 @@ from farspan.program.program import (
 )
 from farspan.program.residency import Kind
 from farspan.program.work import copied_bytes, pieces_of, streamed_bytes
-from farspan.spec import HOST, LayerSpec, Rates, UnsupportedError
+from farspan.spec import HOST, LayerSpec, Rates, UnsupportedError, value
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class SparsePrices:
         return seconds + self.moved(rows * width)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Cost:
     """Seconds that one instruction keeps each lane busy."""
 

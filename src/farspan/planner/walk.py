@@ -155,7 +155,9 @@ class Walk:
 
     def run(self) -> Peak:
         for instruction in self.program.instructions:
-            self.issue(instruction)
+            step = self.steps.get(type(instruction))
+            if step is not None:
+                step(instruction)
         if self.streams:
             return Peak(self.peak, 0, 0)
         layers = [sum(map(sum, self.weights[slice(*group)])) for group in self.program.groups]

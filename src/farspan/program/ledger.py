@@ -28,7 +28,7 @@ from farspan.program.program import (
     rows_of,
 )
 from farspan.program.residency import RESIDENCY, Kind
-from farspan.spec import DEVICE, HOST, LayerSpec, ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import DEVICE, HOST, ModelSpec, RunSpec, Schedule, Tier
 
 
 @dataclass(slots=True)
@@ -55,11 +55,12 @@ class Ledger:
     covered: dict[str, range] = field(default_factory=dict)  # chunks a buffer has room for
     turns: dict[tuple[str, ...], int] = field(default_factory=dict)  # of rings of slots
     fetched: dict[int, int] = field(default_factory=dict)  # slot of weights: the group in it
-    specs: tuple[LayerSpec, ...] = field(init=False)  # that differ
+    sizes: dict[tuple[Kind, int, int], int] = field(default_factory=dict)  # that were asked for
+    alike: list[int] = field(init=False)  # by layer, the first that is equal
     attention_slots: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.specs = tuple(dict.fromkeys(self.model.layers))
+        self.alike = list(map(self.model.layers.index, self.model.layers))
         widest = max(stop - first for first, stop in self.groups)
         self.attention_slots = names.attention_slots(widest)
 
@@ -81,16 +82,20 @@ class Ledger:
         rows = rows_of(self.share, kind)
         start, stop = rows[chunks[0]][0], rows[chunks[-1]][1]
         self.covered[name] = chunks
-        spec = self.model.layers[min(layer, len(self.model.layers) - 1)]
-        self._open(name, kind, layer, tier, (start, stop), self._size(kind, spec, stop - start))
+        alike = self.alike[min(layer, len(self.alike) - 1)]
+        self._open(name, kind, layer, tier, (start, stop), self._size(kind, alike, stop - start))
 
     def allocate_slot(self, name: str, kind: Kind, tokens: int) -> None:
         """Open a device buffer that can hold `tokens` rows of any layer."""
-        size = max(self._size(kind, spec, tokens) for spec in self.specs)
+        size = max(self._size(kind, layer, tokens) for layer in set(self.alike))
         self._open(name, kind, -1, DEVICE, (0, tokens), size)
 
-    def _size(self, kind: Kind, spec: LayerSpec, tokens: int) -> int:
-        return regions_bytes(regions(kind, self.model, spec, self.run.batch, tokens), tokens)
+    def _size(self, kind: Kind, layer: int, tokens: int) -> int:
+        key = kind, layer, tokens
+        if key not in self.sizes:
+            found = regions(kind, self.model, self.model.layers[layer], self.run.batch, tokens)
+            self.sizes[key] = regions_bytes(found, tokens)
+        return self.sizes[key]
 
     def allocate_cells(
         self,
@@ -231,7 +236,8 @@ class Ledger:
                 [PlacementRequest(b.bytes, *ends) for b, ends in zip(held, lives, strict=True)]
             )
             for b, (born, dies), address in zip(held, lives, found.addresses, strict=True):
-                self.buffers[b.name] = replace(b, born=born, dies=dies, address=address)
+                found_for = (b.name, b.kind, b.layer, tier, b.start, b.stop, b.cell_bytes, b.bytes)
+                self.buffers[b.name] = Buffer(*found_for, born, dies, address, b.cell_row)
             arena_bytes[tier] = found.height
         return Program(
             self.model,

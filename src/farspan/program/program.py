@@ -17,7 +17,7 @@ from math import prod
 
 from farspan.program.layout import ALIGNMENT, Range, Share, own_groups, streams
 from farspan.program.residency import RESIDENCY, CutInto, Kind, RowTensor
-from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier, value
 
 
 def rows_of(share: Share, kind: Kind) -> tuple[Range, ...]:
@@ -57,7 +57,7 @@ class Region:
         return prod(self.shape) * self.element_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Buffer:
     """A named range of one arena that lives for a range of instructions."""
 
@@ -75,26 +75,26 @@ class Buffer:
     cell_row: int = 0  # by which a cell is smaller a token that its chunk is shorter
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Allocate:
     """The buffer's memory is its own from here; its content is undefined."""
 
     buffer: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Free:
     buffer: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Clear:
     """Fill with zeros: an accumulator must not start from what memory held before."""
 
     buffer: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Fetch:
     """Copy one chunk host to device."""
 
@@ -103,7 +103,7 @@ class Fetch:
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Evict:
     """Copy one chunk device to host."""
 
@@ -112,14 +112,14 @@ class Evict:
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Embed:
     """hidden[0] = embedding of the chunk."""
 
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Load:
     """hidden[layer] = the chunk of x in `buffer`."""
 
@@ -128,7 +128,7 @@ class Load:
     buffer: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Store:
     """The chunk of x in `buffer` = hidden[layer]."""
 
@@ -137,7 +137,7 @@ class Store:
     buffer: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LoadGradient:
     """gradient[layer] = the chunk of x's gradient in `buffer`."""
 
@@ -146,7 +146,7 @@ class LoadGradient:
     buffer: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StoreGradient:
     """The chunk of x's gradient in `buffer` = gradient[layer]."""
 
@@ -155,7 +155,7 @@ class StoreGradient:
     buffer: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Forward:
     """The forward cell F(layer, chunk): hidden[layer] to hidden[layer + 1]."""
 
@@ -174,7 +174,7 @@ class Forward:
     chooses: bool = False  # COMPUTE of sparse attention: the pages are chosen here
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Head:
     """Final norm, logits and loss from hidden[L]; gives gradient[L] and adds to dW, unless the
     program only evaluates."""
@@ -183,7 +183,7 @@ class Head:
     gradient: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Backward:
     """The backward cell B(layer, chunk): gradient[layer + 1] to gradient[layer]; adds to dW and to
     dK, dV of the whole prefix, and takes the chunk's own complete dK, dV."""
@@ -199,21 +199,21 @@ class Backward:
     choice: str | None = None  # buffer that holds the pages that the forward's queries chose
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class EmbedBackward:
     """gradient[0] into the embedding's dW."""
 
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Close:
     """The group's dW is complete: fp32 accumulators go into `.grad` once."""
 
     group: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Gather:
     """The weights of a group's layers are whole from here on, and those outside the layers if
     `outer`: from the other ranks, or from main memory. With `gradients` what their gradients are
@@ -224,7 +224,7 @@ class Gather:
     gradients: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Release:
     """They are cut over the ranks again."""
 
@@ -232,7 +232,7 @@ class Release:
     outer: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Reduce:
     """The group's dW of all ranks are added up, where weights live in main memory: their gradients
     leave as sums."""
@@ -240,7 +240,7 @@ class Reduce:
     group: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Receive:
     """hidden[layer], or its gradient, comes from the pipeline stage before, or after."""
 
@@ -249,7 +249,7 @@ class Receive:
     gradient: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Send:
     """hidden[layer], or its gradient, goes to the pipeline stage after, or before."""
 

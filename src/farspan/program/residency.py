@@ -10,6 +10,7 @@ their own, which tests hold to programs."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from farspan.program import buffer_names as names
 from farspan.spec import LayerSpec, ModelSpec, Schedule, Tier
@@ -47,8 +48,7 @@ class Until(StrEnum):
     NEVER = "end"  # slots alone
 
 
-@dataclass(frozen=True, slots=True)
-class RowTensor:
+class RowTensor(NamedTuple):
     """A tensor of a row: its name, its shape for one token, batch first, and whether it is in the
     accumulate dtype."""
 
