@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.planner.bounds import Frames, device_slots, fixed, frames_of, peaks, seconds, tiers_of
+from farspan.planner.bounds import Frames, fixed, frames_of, least, peaks, seconds, tiers_of
 from farspan.planner.evaluate import size
 from farspan.planner.feasibility import latest_fraction
 from farspan.planner.pass_counts import Kept
@@ -85,9 +85,11 @@ def test_bounds_hold(step: Step, overlap: bool) -> None:
         assert abs(bound - line.total) <= CLOSE * line.total
     states = frames.cuts.held[0].on_host
     assert found.host[0, 0, tiers] - states <= program.arena_bytes[Tier.HOST]
-    slots = device_slots(frames)[0, 0, tiers]
-    arena = found.device[0, 0, tiers] - fixed(frames)[0, 0, tiers] + slots
+    arena = found.device[0, 0, tiers] - fixed(frames)[0, 0, 0]
     assert arena <= program.arena_bytes[Tier.DEVICE]
+    floor = least(frames)
+    assert (floor.device <= found.device).all()
+    assert (floor.host <= found.host).all()
 
 
 @settings(max_examples=examples(60))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farspan.planner.api import Request
-from farspan.planner.evaluate import evaluate, outlined, size
+from farspan.planner.evaluate import evaluate, outlined, size, surely_sized
 from farspan.planner.feasibility import composed
 from farspan.planner.prices import Prices
 from farspan.planner.request import Optimizer, Question
@@ -288,6 +288,7 @@ def test_few_layers_take_the_time_of_all(schedule: Schedule, gpus: int, slower: 
     asked = replace(asked, machine=roomy)
     sized, outline = size(asked, schedule), outlined(asked, schedule)
     assert (outline.device, outline.host) == (sized.device, sized.host)
+    assert surely_sized(asked, schedule).device == sized.device
     whole = evaluate(asked, "grouped", schedule, sized)
     few, (program,) = composed(asked, "grouped", schedule, outline)
     assert len(program.instructions) < 0.8 * len(sized.programs[0].instructions)

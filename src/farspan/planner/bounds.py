@@ -11,14 +11,14 @@ P phases' groups of all K cuts are looked at together.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from farspan.planner.cell_prices import Array, CellPrices
 from farspan.planner.evaluate import INPUT_BYTES, kinds_of
-from farspan.planner.pass_counts import CellCounts, Counts, Cuts, Kept, Part, Role, cells
+from farspan.planner.pass_counts import CellCounts, Counts, Cuts, Kept, Part, Role, cells, switches
 from farspan.planner.request import Question
 from farspan.planner.states import update_overlaps
 from farspan.program.layout import kept_chunks, streams
@@ -171,13 +171,13 @@ def _lanes(frames: Frames) -> tuple[Array, Array]:
 
 def _part(frames: Frames, part: Part) -> tuple[Array, Array]:
     """Lanes [5, F] and bytes [2, 3, F] of one layer in this part, made once for all cuts."""
-    s = frames.schedule
-    key = part, s.kv_kept, s.kv_home, s.attention_open, s.layer_checkpoint
+    role, spec, alone = part
+    key = part, switches(role, frames.schedule), frames.kv_goes_home(role)
     known = frames.cell_prices.known
     if key not in known:
-        role, spec, alone = part
         part = role, frames.cell_prices.held[spec], alone
-        found = cells(role, s, frames.kept.without_graphs if alone else frames.kept)
+        choices = frames.kept.without_graphs if alone else frames.kept
+        found = cells(role, frames.schedule, choices)
         known[key] = _cells(frames, part, found), _moved(frames, part, found)
     return known[key]
 
@@ -269,8 +269,24 @@ def peaks(frames: Frames) -> Peaks:
     s, once = frames.schedule, frames.cell_prices.once
     key = "peaks", frames.cuts, s.kv_kept, s.kv_home, s.attention_open
     device, host = once(key, lambda: _fullest(frames))
-    held = [[[states.on_host]] for states in frames.cuts.held]
-    return Peaks(device + fixed(frames), host + np.array(held))
+    slots_key = "slots", frames.cuts, s.kv_kept, s.attention_open
+    slots = once(slots_key, lambda: device_slots(frames))
+    return Peaks(device + (slots + fixed(frames)), host + frames.cuts.on_host)
+
+
+def least(frames: Frames) -> Peaks:
+    """[K, F, 1] of the device and [K, 1, 1] of the host: what choices of any tiers take, without
+    slots and what is kept from first pass to backward."""
+    phases = zip(_first(frames), _backward(frames), strict=True)
+    device, host = (_of_cuts(frames, np.maximum(*pair)) for pair in phases)
+    return Peaks(device + fixed(frames), host + frames.cuts.on_host)
+
+
+def _of_cuts(frames: Frames, sizes: Array) -> Array:
+    """[K, ...]: the largest of each cut's groups, of [P, ...]."""
+    # Six times as fast as `np.maximum.reduceat`.
+    ends = pairwise([*frames.cuts.groups.at, len(sizes)])
+    return np.stack([sizes[slice(*pair)].max(axis=0) for pair in ends])
 
 
 def _fullest(frames: Frames) -> Array:
@@ -283,7 +299,7 @@ def _fullest(frames: Frames) -> Array:
     if frames.streams:
         sums = frames.cuts.weight_slots(frames.cell_prices.prices, gradients=True)
         backward = backward[0] + sums[groups.cut][..., None], backward[1]
-    if _is_open(frames):
+    if frames.schedule.attention_open:
         size = _open(frames)[..., None]
         device = np.maximum(
             device + first[0], device + backward[0] + size * ON_DEVICE[:, ATTENTION]
@@ -292,10 +308,7 @@ def _fullest(frames: Frames) -> Array:
     else:
         device = device + np.maximum(first[0], backward[0])
         host = host + np.maximum(first[1], backward[1])
-    # Six times as fast as `np.maximum.reduceat`.
-    ends = zip(groups.at, [*groups.at[1:], len(groups.cut)], strict=True)
-    cut_groups = [slice(*pair) for pair in ends]
-    return np.stack([[of[own].max(axis=0) for own in cut_groups] for of in (device, host)])
+    return np.stack([_of_cuts(frames, of) for of in (device, host)])
 
 
 # -- phases ------------------------------------------------------------------------------------
@@ -358,10 +371,6 @@ def _kept(frames: Frames) -> Array:
     return np.stack([x, attention, cells + inputs * cell_prices.cells(kept.graphs)], axis=1)
 
 
-def _is_open(frames: Frames) -> bool:
-    return frames.schedule.attention_open
-
-
 def _open(frames: Frames) -> Array:
     """[P, F]: O and LSE kept while the group is open."""
     cell_prices, kept, groups = frames.cell_prices, frames.kept, frames.cuts.groups
@@ -388,13 +397,11 @@ def differing(frames: Frames) -> NDArray[np.bool_]:
 
 
 def fixed(frames: Frames) -> Array:
-    """[K, F, T] on the device: states, slots, graphs of a chunk, inputs, reserve."""
+    """[K, F, 1] on the device: states, graphs of a chunk, inputs, reserve."""
     cell_prices, cuts = frames.cell_prices, frames.cuts
     inputs = INPUT_BYTES * cell_prices.run.batch * cell_prices.tokens
     fixed = cuts.fixed + inputs + cell_prices.question.machine.reserve
-    switches = frames.schedule.kv_kept, frames.schedule.attention_open
-    slots = cell_prices.once(("slots", cuts, *switches), lambda: device_slots(frames))
-    return slots + (fixed + momentary(frames))[..., None]
+    return np.asarray((fixed + momentary(frames))[..., None])
 
 
 def momentary(frames: Frames) -> Array:

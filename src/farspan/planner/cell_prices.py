@@ -204,10 +204,6 @@ class CellPrices:
         return exchange_bytes(self.question, own.chunk) + workspace_bytes(self.question, own)
 
     @cached_property
-    def clear(self) -> float:
-        return self._clear_seconds()
-
-    @cached_property
     def zeros(self) -> float:
         """Copying them to host, for every layer."""
         row = sum(self.dkv_row(spec) for spec in self.model.layers)
@@ -281,7 +277,8 @@ class CellPrices:
             layout.ulysses * layout.tensor,
         )
 
-    def _clear_seconds(self) -> float:
+    @cached_property
+    def clear(self) -> float:
         """Zeroing dK, dV of every layer, or the slot that the zeros on host come from."""
         on_host, keys = self.schedule.kv is Tier.HOST, self.share.keys
         rows = keys.most if on_host else keys.total

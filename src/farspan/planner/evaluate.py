@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import itemgetter
 
+from farspan.memory.placement import PlacementRequest, largest_first, lowest_of
 from farspan.planner.collectives import exchange_bytes
 from farspan.planner.prices import Prices, rates_of
 from farspan.planner.request import Budget, Plan, Question, Seconds
@@ -327,6 +328,23 @@ def size(question: Question, schedule: Schedule) -> Sized:
     return _sized(question, walk(question, schedule))
 
 
+def surely_sized(question: Question, schedule: Schedule) -> Sized:
+    """`size`, or outlines where these tell that the bytes are the same."""
+    sized = outlined(question, schedule)
+    return sized if all(map(_is_packed, sized.programs)) else size(question, schedule)
+
+
+def _is_packed(program: Program) -> bool:
+    """Do arenas have no gap where the largest buffers are placed first? However long these live."""
+    for tier in Tier:
+        held = (buffer for buffer in program.buffers.values() if buffer.tier is tier)
+        requests = [PlacementRequest(b.bytes, b.born, b.dies) for b in held]
+        found = lowest_of(requests, (largest_first,))
+        if found.height > found.lower_bound:
+            return False
+    return True
+
+
 def _sized(question: Question, walked: tuple[Walked, ...]) -> Sized:
     parts = [_parts(question, one) for one in walked]
     devices, hosts = [device for device, _ in parts], [host for _, host in parts]
@@ -355,7 +373,7 @@ def evaluate(
         host=sized.host,
         seconds=seconds,
         mfu=useful_flop(question, schedule)
-        / (rates_of(question).peak * _devices(question) * seconds.total),
+        / (rates_of(question).peak * question.layout.devices() * seconds.total),
     )
 
 
@@ -553,7 +571,3 @@ def useful_flop(question: Question, schedule: Schedule = DENSE) -> float:
         pairs = run.batch * sequence_pairs(run.tokens, layer, schedule)
         flop += 3.0 * 2.0 * pairs * layer.query_heads * (layer.head_dim + layer.value_dim)
     return flop * question.layout.data
-
-
-def _devices(question: Question) -> int:
-    return question.layout.devices()

@@ -11,7 +11,7 @@ And as a plan that is composed: its bytes are those of an outline of its program
 counted where nothing overlaps, and else that of a program of fewer layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -31,6 +31,7 @@ from farspan.planner.bounds import (
     all_frames,
     differing,
     frames_of,
+    least,
     peaks,
     seconds,
     tiers_of,
@@ -95,10 +96,10 @@ def _kept_pairs(space: Space, chunks: int) -> Kept:
     return Kept(pairs[:, 0], pairs[:, 1], chunks)
 
 
-def taken(family: Family) -> tuple[Peaks, Array]:
+def taken(family: Family, of: Callable[[Frames], Peaks] = peaks) -> tuple[Peaks, Array]:
     """The bytes of a family, with what messages take under way and kernels for themselves: of the
     fullest device and a rank's share of main memory; and of every kind of rank's device."""
-    each = [peaks(frames) for frames in family]
+    each = [of(frames) for frames in family]
     for found, frames in zip(each, family, strict=True):
         found.device += frames.cell_prices.passing
     if len(each) == 1:
@@ -150,6 +151,18 @@ def may_fit(family: Family, device: Array, host: Array) -> NDArray[np.bool_]:
     """[K, F, T]: choices that do by these bytes; of those that are one schedule the first."""
     fits = room(family[0].cell_prices.whole, device, host) >= 0
     return np.asarray(fits & differing(family[-1]) if fits.any() else fits)
+
+
+def any_may_fit(family: Family) -> bool:
+    """Does any choice, by what all of them take?"""
+    found, _ = taken(family, least)
+    return bool((room(family[0].cell_prices.whole, found.device, found.host) >= 0).any())
+
+
+def fitting(family: Family) -> NDArray[np.bool_]:
+    """[K, F, T]: choices that may fit by all that bounds know."""
+    found, _ = taken(family)
+    return may_fit(family, found.device, found.host)
 
 
 def states_do_not_fit(question: Question) -> bool:

@@ -100,6 +100,14 @@ def _counts(*masks: Mask) -> Counts:
     return np.asarray(sum(masks, np.zeros(masks[0].shape)))
 
 
+def switches(role: Role, schedule: Schedule) -> tuple[bool, ...]:
+    """What decides about the cells of a layer in this role."""
+    kept = (schedule.kv_kept,) * (role in (Role.INNER, Role.TOP))
+    if role in (Role.TOP, Role.LAST_TOP, Role.STAGE_TOP):
+        return kept
+    return *kept, schedule.attention_open, schedule.layer_checkpoint
+
+
 def cells(role: Role, schedule: Schedule, choices: Kept) -> CellCounts:
     """Counts of one layer in this role."""
     kept, graph = choices.masks()
@@ -256,8 +264,8 @@ class Cuts:
     def inner(self) -> Array:
         """[K, L]: 0 for the first layers of groups, whose input is at the boundary; else 1."""
         inner = np.ones((len(self.sizes), len(self.question.model.layers)))
-        for k, groups in enumerate(self.bounds):
-            inner[k, [first for first, _ in groups]] = 0.0
+        for k, firsts in enumerate(self.firsts):
+            inner[k, firsts] = 0.0
         return inner
 
     @cached_property
@@ -303,6 +311,11 @@ class Cuts:
         return np.array(sizes, dtype=np.float64)
 
     @cached_property
+    def on_host(self) -> Array:
+        """[K, 1, 1]: bytes of weights, gradients and optimizer states on the host."""
+        return np.array([[[held.on_host]] for held in self.held], dtype=np.float64)
+
+    @cached_property
     def own(self) -> list[list[tuple[int, int]]]:
         """The groups of each cut in the layers of the whole model."""
         first = self.kind.layers[0]
@@ -322,9 +335,14 @@ class Cuts:
         """[K, 1]: bytes of the slots of groups' weights, or of their gradients."""
         return np.array([[prices.weight_slots(cut, gradients)] for cut in self.own], dtype=float)
 
+    @cached_property
+    def firsts(self) -> list[Index]:
+        """First layers of each cut's groups."""
+        return [np.array([first for first, _ in groups]) for groups in self.bounds]
+
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:
         """[K, 1] each: what the layers of a group save a token, in the group that saves the most
         and in the first; of `one_layer` at a time or of all. `saved` is [L]."""
-        gather = np.max if one_layer else np.sum
-        each = [[gather(saved[slice(*group)]) for group in groups] for groups in self.bounds]
-        return np.array([[max(found)] for found in each]), np.array([[found[0]] for found in each])
+        gather = np.maximum if one_layer else np.add
+        each = [gather.reduceat(saved, firsts) for firsts in self.firsts]
+        return np.array([[found.max()] for found in each]), np.array([[found[0]] for found in each])

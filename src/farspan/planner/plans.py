@@ -13,6 +13,7 @@ from farspan.planner.evaluate import (
     most_layers,
     refuse_layout,
     size,
+    surely_sized,
     useful_flop,
     whole_schedule,
 )
@@ -79,16 +80,17 @@ def best_plan(
 
 
 def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
-    """`chosen`, the chosen plan by its whole program; the others are composed. Its time is, too,
-    but where almost nothing is waited for, so that fewer layers tell."""
+    """`chosen`, the chosen plan by its whole program, but where an outline of it tells the same
+    and almost nothing is waited for, so that fewer layers tell; the others are composed."""
     best, others = chosen(plans)
     if not best.fits:
         return best, others
-    sized, waits = size(question, best.schedule), best.seconds.exposed(overlap=question.overlap)
+    waits = best.seconds.exposed(overlap=question.overlap)
     if question.weights is Tier.HOST or waits > WAITS * best.seconds.total:
-        whole = evaluate(question, best.strategy, best.schedule, sized)
+        whole = evaluate(question, best.strategy, best.schedule)
         whole = replace(whole, gap=gap(whole, best.seconds.total / (1 + best.gap)))
     else:
+        sized = surely_sized(question, best.schedule)
         whole = replace(best, device=sized.device, host=sized.host)
     if whole.fit < best.fit and others:  # for want of a few bytes between buffers
         return _whole(question, [whole, *others])

@@ -28,7 +28,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -103,9 +103,9 @@ class SearchEffort:
 
 
 class Frontier:
-    """`lowest` is a bound of the seconds of whatever is open, `bound` of the whole family's. Until
-    `open` they are all that is there: most families are slower than the best of another, and never
-    opened."""
+    """`lowest` is a bound of the seconds of whatever is open, `bound` of the whole family's. Most
+    families are slower than the best of another even if all of their choices fit; of most others
+    those that do are slower (`settle`), so that few are opened."""
 
     def __init__(
         self,
@@ -124,21 +124,27 @@ class Frontier:
         self.kept = family[0].kept
         self.choices: Choices | None = None
         self.known: set[int] = set()  # kinds whose cells are counted
-        found, _ = taken(family)
-        self.size = found.device.size
-        fits = quick.may_fit(family, found.device, found.host)
-        self.bound = self.bound_in_line = INFINITE
-        if fits.any():
-            self.bound, self.bound_in_line = (
-                float(np.min(slowest(family, in_line=way), where=fits, initial=INFINITE))
-                for way in (False, True)
-            )
-        self.lowest = self.bound
+        self.size = len(cuts) * len(self.kept.graphs) * len(TIERS)
+        self.fits = cache(partial(quick.fitting, family))
+        self.is_settled = not quick.any_may_fit(family)
+        self._bound(not self.is_settled)
+
+    def _bound(self, fits: NDArray[np.bool_] | bool) -> None:
+        self.bound = self.lowest = INFINITE
+        if np.any(fits):
+            times = slowest(self.family, in_line=self.is_in_line)
+            self.bound = self.lowest = float(np.min(times, where=fits, initial=INFINITE))
+
+    def settle(self) -> None:
+        """Bound the seconds of what may fit."""
+        self.is_settled = True
+        self._bound(self.fits())
 
     def in_line(self) -> "Frontier":
         """The same by seconds as if nothing overlapped."""
         twin = copy(self)
-        twin.is_in_line, twin.lowest, twin.known = True, self.bound_in_line, set()
+        twin.is_in_line, twin.known = True, set()
+        twin._bound(not self.is_settled)
         return twin
 
     def open(self, best: float, cells: "CellMoments") -> None:
@@ -225,6 +231,18 @@ class _Queue:
     def __init__(self, frontiers: Sequence[Frontier]) -> None:
         self._heap = [(f.lowest, at, f) for at, f in enumerate(frontiers) if f.lowest < INFINITE]
         heapq.heapify(self._heap)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Until the first is so by what may fit."""
+        while self._heap and not self._heap[0][2].is_settled:
+            _, at, frontier = heapq.heappop(self._heap)
+            frontier.settle()
+            self._push(at, frontier)
+
+    def _push(self, at: int, frontier: Frontier) -> None:
+        if frontier.lowest < INFINITE:
+            heapq.heappush(self._heap, (frontier.lowest, at, frontier))
 
     @property
     def lowest(self) -> float:
@@ -240,8 +258,8 @@ class _Queue:
             frontier.open(best, cells)
         else:
             schedule = frontier.step(cells)
-        if frontier.lowest < INFINITE:
-            heapq.heappush(self._heap, (frontier.lowest, at, frontier))
+        self._push(at, frontier)
+        self._settle()
         return schedule
 
 
@@ -342,7 +360,10 @@ class Thrift:
             candidate = heapq.heappop(heap)
             if not candidate.is_counted:
                 effort.walk()
-                heapq.heappush(heap, self._counted(candidate))
+                counted = self._counted(candidate)
+                host, device = map(np.array, counted.footprint)
+                if room(self.question, device, host) >= 0:
+                    heapq.heappush(heap, counted)
                 continue
             plan = self._plan(candidate, effort)
             if plan is not None and plan.seconds.total <= limit:
@@ -450,7 +471,7 @@ def search(
     effort.bound(frontiers)
     queue = _Queue(frontiers)
     while queue.lowest < _seconds(best) * (1 - near) and not effort.is_spent:
-        schedule = queue.step(_to_beat(best), cells)
+        schedule = queue.step(_seconds(best) * (1 - SLACK), cells)
         if schedule is None:
             continue
         count += 1
@@ -486,10 +507,6 @@ def _first_in_line(
 
 def _seconds(best: Plan | None) -> float:
     return INFINITE if best is None else best.seconds.total
-
-
-def _to_beat(best: Plan | None) -> float:
-    return _seconds(best) * (1 - SLACK)
 
 
 HEADS = (2048, 4096, 8192)  # tokens, after the default

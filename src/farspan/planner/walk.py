@@ -6,7 +6,7 @@ is walked with what the model's profile says of each.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import ceil
 from typing import Any
 
@@ -110,7 +110,7 @@ class Walk:
         self.cells = _cells(profile, batch, schedule.kv_block, *sparse, self.tile or 0)
         most = most_tokens(batch * model.vocab)  # of a piece, as in engine.loss
         piece = min(schedule.loss_chunk_size, max(1, most))
-        self.stages = ProfiledStages(profile, batch, piece)
+        self.stage = cache(ProfiledStages(profile, batch, piece).get)
         self.weights = [
             [sharing.slice(size) for size in profile.kinds[kind].weights]
             for kind in profile.kind_of
@@ -211,7 +211,7 @@ class Walk:
         return stop - start
 
     def _embed(self, i: Embed) -> None:
-        stage = self.stages.get("embed", self._tokens(i.chunk), frozenset())
+        stage = self.stage("embed", self._tokens(i.chunk), frozenset())
         self._rise(stage.rise)
         self.live += stage.out + stage.tables - self.tables[1] - self.hidden.get(0, 0)
         self.hidden[0] = stage.out
@@ -219,14 +219,14 @@ class Walk:
 
     def _call(self, chunk: int) -> None:
         if self.tables[0] != chunk:
-            stage = self.stages.get("tables", self._tokens(chunk), frozenset())
+            stage = self.stage("tables", self._tokens(chunk), frozenset())
             self._rise(stage.rise)
             self.live += stage.tables - self.tables[1]
             self.tables = chunk, stage.tables
 
     def _head(self, i: Head) -> None:
         what = "head" if i.gradient else "evaluation"
-        stage = self.stages.get(what, self._tokens(i.chunk), self.outer)
+        stage = self.stage(what, self._tokens(i.chunk), self.outer)
         top = len(self.classes)
         self._rise(stage.rise)
         self.live += LOSS - self.loss - self.hidden.pop(top)
@@ -237,7 +237,7 @@ class Walk:
             self._begin_outer(stage.new)
 
     def _embed_backward(self, i: EmbedBackward) -> None:
-        stage = self.stages.get("embed backward", self._tokens(i.chunk), self.outer)
+        stage = self.stage("embed backward", self._tokens(i.chunk), self.outer)
         self._rise(stage.rise)
         self.live -= self.gradient.pop(0)
         self._begin_outer(stage.new)

@@ -151,15 +151,8 @@ class ProfiledStages:
     profile: ModelProfile
     batch: int
     loss_chunk_size: int
-    found: dict[tuple[str, int, frozenset[str]], StageBytes] = field(default_factory=dict)
 
     def get(self, what: str, tokens: int, known: frozenset[str]) -> StageBytes:
-        key = what, tokens, known
-        if key not in self.found:
-            self.found[key] = self._bytes(*key)
-        return self.found[key]
-
-    def _bytes(self, what: str, tokens: int, known: frozenset[str]) -> StageBytes:
         outer, rows = self.profile.outer, self.batch * tokens
         hidden = rows * self.profile.spec.hidden * self.profile.spec.element_bytes
         tables = at(outer.tables, tokens)
