@@ -31,7 +31,6 @@ class Open:
     """In the place of a frontier: all of these may be fast enough."""
 
     found: list[Found]
-    cells: float = 0.0  # bytes that they hold for a moment
     bound: float = 0.5
 
     def within(self, *_: object) -> Choices:
@@ -42,15 +41,13 @@ class Open:
         return Choices(index, seconds, none, host, nothing, none[None])
 
     def held(self, *_: object) -> NDArray[np.float64]:
-        return np.full((1, 1), self.cells)
+        return np.zeros((1, 1))
 
     def schedule_at(self, index: int) -> Any:
         return self.found[index]
 
 
-def search(
-    monkeypatch: pytest.MonkeyPatch, *found: Found, cells: float = 0.0
-) -> tuple[Plan, Plan, int]:
+def search(monkeypatch: pytest.MonkeyPatch, *found: Found) -> tuple[Plan, Plan, int]:
     """What is known before and chosen then, and how many were simulated; that before takes ten
     pages."""
     asked = question(2**40, 2**40)
@@ -63,7 +60,7 @@ def search(
         return replace(known, strategy=name, host=host, seconds=seconds)
 
     monkeypatch.setattr(thrift, "simulated", simulated)
-    frontiers: Any = [Open(list(found), cells)]
+    frontiers: Any = [Open(list(found))]
     searched = Thrift(asked, frontiers, Any)  # type: ignore[arg-type]
     best = searched.search(known, LIMIT, SearchEffort(float("inf")))
     return known, best, searched.simulated
@@ -84,11 +81,3 @@ def test_a_schedule_may_take_more_than_its_bound(monkeypatch: pytest.MonkeyPatch
     assert best is known
     _, best, simulated = search(monkeypatch, Found(2, 8, 0.9), Found(3, 9, 0.9), Found(9, 9, 0.9))
     assert (best.host.total, simulated) == (8 * PAGE, 2)
-
-
-def test_what_does_not_fit_with_its_cells_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, best, simulated = search(monkeypatch, Found(2, 2, 0.9), cells=2.0**39)
-    assert (best.host.total, simulated) == (2 * PAGE, 1)
-    known, best, simulated = search(monkeypatch, Found(2, 2, 0.9), cells=2.0**41)
-    assert best is known
-    assert simulated == 0

@@ -23,7 +23,7 @@ from farspan.planner.request import Question
 from farspan.planner.states import update_seconds
 from farspan.program.attention_blocks import chosen_pages, seen_pairs, sparse_of
 from farspan.program.dependencies import TiledCells
-from farspan.program.layout import Range, local_layer
+from farspan.program.layout import Range
 from farspan.program.program import (
     MODE_COMPUTE,
     MODE_NONE,
@@ -187,6 +187,7 @@ class Prices:
     sparse: SparsePrices = field(init=False)
     _classes: list[int] = field(init=False)
     _sizes: list[int] = field(init=False)
+    _pieces: list[int] = field(init=False)  # by layer, in which a cell's heads are exchanged
     _tiled: TiledPrices = field(init=False)
     _tariffs: dict[type[Instruction], _Tariff] = field(init=False)
     _known: dict[Hashable, float] = field(init=False, default_factory=dict)  # of products
@@ -198,16 +199,22 @@ class Prices:
         seen: dict[LayerSpec, int] = {}
         self._classes = [seen.setdefault(spec, len(seen)) for spec in self.program.model.layers]
         self._sizes = [stop - start for start, stop in self.program.share.tokens.rows]
+        pieces = [len(pieces_of(self.program.schedule, self.question.layout, of)) for of in seen]
+        self._pieces = [pieces[of] for of in self._classes]
         traffic = self._gradient_traffic(product=True)
         self._tiled = TiledPrices(self.program, self._products, self._moved, traffic)
         self._tariffs = self._all_tariffs()
 
     def _all_tariffs(self) -> dict[type[Instruction], _Tariff]:
         classes, sizes, buffers = self._classes, self._sizes, self.program.buffers
+        keys = [stop - start for start, stop in self.program.share.keys.rows]
+        layers = self.program.model.layers
 
         def forward(i: Forward) -> Hashable:
             put_away = i.kept, i.write_kv is not None, i.attention is not None, i.chooses
-            return classes[i.layer], i.chunk, i.mode, put_away, self._tiled.cells.skips(i)
+            reads = i.mode is MODE_COMPUTE or layers[i.layer].state
+            of = i.chunk if reads else (sizes[i.chunk], keys[i.chunk])
+            return classes[i.layer], of, i.mode, put_away, self._tiled.cells.skips(i)
 
         def backward(i: Backward) -> Hashable:
             return classes[i.layer], i.chunk, self._tiled.cells.has_tiles(i)
@@ -274,7 +281,7 @@ class Prices:
         compute += self._moved(spec.work.forward_traffic * tokens * self.program.run.batch)
         attends = i.mode is MODE_COMPUTE
         attention = self._attention(i.layer, i.chunk, backward=False) if attends else 0.0
-        moved = self.collectives.forward(spec, tokens, i.mode, self._pieces(spec), attention)
+        moved = self.collectives.forward(spec, tokens, i.mode, self._pieces[i.layer], attention)
         if attends:
             ring = self.collectives.ring(spec, self.program.chunks[i.chunk][1], backward=False)
             compute += attention
@@ -288,11 +295,6 @@ class Prices:
         """Seconds until what the cell reads of earlier chunks is on the device."""
         return streamed_bytes(self.program, i.layer, i.chunk, i.prefix) / self.fetch_rate()
 
-    def _pieces(self, spec: LayerSpec) -> int:
-        """In which a cell's heads are exchanged."""
-        layout = self.question.layout
-        return len(pieces_of(self.program.schedule, layout, local_layer(spec, layout)))
-
     def _backward(self, i: Backward) -> Cost:
         spec = self._layer(i)
         work, tokens = spec.work, self._tokens(i.chunk)
@@ -304,7 +306,7 @@ class Prices:
         compute += self._tiled.again(i)
         attention = self._attention(i.layer, i.chunk, backward=True)
         ring = self.collectives.ring(spec, self.program.chunks[i.chunk][1], backward=True)
-        moved = self.collectives.backward(spec, tokens, self._pieces(spec), attention)
+        moved = self.collectives.backward(spec, tokens, self._pieces[i.layer], attention)
         moved += max(0.0, ring - attention)
         kv = streamed_bytes(self.program, i.layer, i.chunk, i.prefix)
         dkv = streamed_bytes(self.program, i.layer, i.chunk, i.accumulator)

@@ -360,10 +360,7 @@ class Thrift:
             candidate = heapq.heappop(heap)
             if not candidate.is_counted:
                 effort.walk()
-                counted = self._counted(candidate)
-                host, device = map(np.array, counted.footprint)
-                if room(self.question, device, host) >= 0:
-                    heapq.heappush(heap, counted)
+                heapq.heappush(heap, self._counted(candidate))
                 continue
             plan = self._plan(candidate, effort)
             if plan is not None and plan.seconds.total <= limit:

@@ -21,7 +21,7 @@ Every rank of a sequence runs the same instructions; only the rows differ. Parts
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import gcd, prod
 
@@ -284,6 +284,7 @@ class Share:
     cells: tuple[Range, ...]  # rows that each chunk's kept activations have room for
 
 
+@lru_cache(maxsize=64)
 def share_of(chunks: tuple[Range, ...], rank: Rank = ONLY) -> Share:
     """The share of one rank."""
     if rank.layout.sequence() == 1:
@@ -328,6 +329,7 @@ def among_heads(rank: Rank, chunk: Range) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in held)
 
 
+@lru_cache(maxsize=64)
 def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
     """The model as attention on one rank sees it. Raises UnsupportedError where heads cannot be
     shared as the layout says."""
