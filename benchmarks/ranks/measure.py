@@ -19,7 +19,7 @@ from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import ShardedParameters
 from farspan.engine.memory import LiveStorage
 from farspan.engine.parallelize import parallelize
-from farspan.engine.step import _Counter
+from farspan.engine.runner import Counter
 from farspan.program.layout import Layout
 from farspan.program.program import AttentionMode, Backward, Forward, Program, Send
 from tests.oracles.sent_bytes import sent_bytes
@@ -192,7 +192,7 @@ class Work:
         def after(*_: object) -> None:
             found.append(_sent(self.ranks))
 
-        with patch.object(_Counter, "__call__", after):
+        with patch.object(Counter, "__call__", after):
             yield found
         found.append(_sent(self.ranks))
 

@@ -15,7 +15,7 @@ __getattr__, __dir__ = attributes(
     {
         "LongContext": "farspan.train.hf_trainer",
         "ParallelContext": "farspan.distributed.context",
-        "Progress": "farspan.engine.step",
+        "Progress": "farspan.engine.runner",
         "ShardedModel": "farspan.engine.parallelize",
         "Step": "farspan.engine.step",
         "Trainer": "farspan.train.hf_trainer",

@@ -1,7 +1,8 @@
 from farspan import memory as memory
 from farspan.distributed.context import ParallelContext
 from farspan.engine.parallelize import ShardedModel, parallelize
-from farspan.engine.step import Progress, Step
+from farspan.engine.runner import Progress
+from farspan.engine.step import Step
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.planner.api import plan
 from farspan.program.layout import Layout

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from farspan.engine.loss import trained_token_count
 from farspan.engine.reference import gradients_of, reference_loss
-from farspan.engine.step import Progress, Step
+from farspan.engine.runner import Progress
+from farspan.engine.step import Step
 from farspan.spec import Schedule, Tier
 from tests.engine.checks import (
     Data,

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from farspan.attention.backends import accumulate_dtype
 from farspan.engine.loss import StepInputs
-from farspan.engine.step import Progress, Step
+from farspan.engine.runner import Progress
+from farspan.engine.step import Step
 from farspan.engine.streamed_weights import _Streamed, _StreamedUnit, computing_device
 from farspan.engine.tiers import CopyEngine
 from farspan.engine.trace_steps import META, MetaKernels

@@ -202,8 +202,10 @@ def lose_a_norm(patch: pytest.MonkeyPatch) -> None:
 def normalise_by_the_chunk(patch: pytest.MonkeyPatch) -> None:
     own = LossHead._loss
 
-    def loss(self: LossHead, hidden: Tensor, targets: Tensor) -> Tensor:
-        return own(self, hidden, targets) * self.count / max(int((targets != -100).sum()), 1)
+    def loss(self: LossHead, hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+        return (
+            own(self, hidden, targets, weights) * self.count / max(int((targets != -100).sum()), 1)
+        )
 
     patch.setattr(LossHead, "_loss", loss)
 

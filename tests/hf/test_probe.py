@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from farspan.engine.memory import estimate_memory
-from farspan.engine.step import Progress, Step
+from farspan.engine.runner import Progress
+from farspan.engine.step import Step
 from farspan.spec import Schedule, UnsupportedError
 from tests.engine.checks import assert_close, draw, run_oracle, run_step
 from tests.hf.test_refused import SCHEDULE, refusal

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from farspan.engine.loss import StepInputs
-from farspan.engine.step import Progress, Step
+from farspan.engine.runner import Progress
+from farspan.engine.step import Step
 from farspan.engine.trace_steps import META, MetaKernels
 from farspan.engine.verify import TWO_ROUNDINGS, VerificationRun, verify
 from farspan.hf.load import add_adapters, load_model

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farspan.kernels.joining import add_, merge_
-from farspan.kernels.operations import cross_entropy_
+from farspan.kernels.operations import add_, cross_entropy_, merge_
 from farspan.lazy import load
 from tests.numerics import relative_error
 

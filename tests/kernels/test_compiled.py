@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.kernels import joining, operations
+from farspan.kernels import operations
 from farspan.kernels.launch import Launch
 from farspan.lazy import load
 from tests.compiling import Compiler, compiling
@@ -90,17 +90,17 @@ def of_attention(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:
         q_heads, k_heads, out = heads_first
         both = q_heads, k_heads
         yield f"rotary {token_first}", operations.rotate_launch(*both, *both, table, table, False)
-        yield f"merge {token_first}", joining.merge_launch(out, lse, ((q_heads, lse),), out)
+        yield f"merge {token_first}", operations.merge_launch(out, lse, ((q_heads, lse),), out)
         two = ((q_heads, lse),) * 2
-        yield f"merge of two {token_first}", joining.merge_launch(out, lse, two, q_heads)
-        yield f"sum of dq {token_first}", joining.add_launch(out, (q_heads,), out)
-        yield f"sum of two {token_first}", joining.add_launch(q_heads, (q_heads,) * 2, out)
+        yield f"merge of two {token_first}", operations.merge_launch(out, lse, two, q_heads)
+        yield f"sum of dq {token_first}", operations.add_launch(out, (q_heads,), out)
+        yield f"sum of two {token_first}", operations.add_launch(q_heads, (q_heads,) * 2, out)
         part = k_heads.permute(2, 0, 1, 3)
         yield (
             f"sum of dk {token_first}",
-            joining.add_launch(sums.transpose(0, 1), (part,), sums.transpose(0, 1)),
+            operations.add_launch(sums.transpose(0, 1), (part,), sums.transpose(0, 1)),
         )
-    yield "merge of fp32", joining.merge_launch(out, lse, ((out, lse),), out)
+    yield "merge of fp32", operations.merge_launch(out, lse, ((out, lse),), out)
 
 
 def of_loss(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:

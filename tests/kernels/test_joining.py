@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from farspan.attention.backends import merge_ as reference
-from farspan.kernels.joining import add_, merge_
+from farspan.kernels.operations import add_, merge_
 from farspan.spec import UnsupportedError
 from tests.grids import crossed
 from tests.kernels.cases import (

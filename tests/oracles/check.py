@@ -100,6 +100,7 @@ class _Replay:
     held: dict[int, _Register] = field(default_factory=dict)
     graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
     heads: dict[int, bool] = field(default_factory=dict)  # chunk to: with gradient
+    values: set[int] = field(default_factory=set)  # chunks whose head ran before the cut
     backwards: set[tuple[int, int]] = field(default_factory=set)
     embeddings: set[int] = field(default_factory=set)  # chunks whose EmbedBackward ran
     reduced: set[int] = field(default_factory=set)  # groups whose sums are those of all ranks
@@ -111,6 +112,8 @@ class _Replay:
 
     def step(self, instruction: Instruction) -> None:
         memory = self.memory
+        if memory.index and memory.index == self.program.cut:
+            self._cut()
         match instruction:
             case Allocate(name):
                 memory.allocate(name)
@@ -237,10 +240,21 @@ class _Replay:
         else:
             bank[i.layer] = _Register(i.chunk)
 
+    def _cut(self) -> None:
+        """Between the halves of a step others compute, who must find no weights in slots; nothing
+        stays in registers."""
+        self.memory.need(not self.gathered, f"{self.gathered} are whole")
+        self.memory.need(not (self.hidden or self.gradient or self.held), "registers are in use")
+        self.slots.clear()
+
     def _head(self, chunk: int, gradient: bool) -> None:
         layer = len(self.program.model.layers)
         self._need_weights(OUTER)
         self._take(self.hidden, "hidden", layer, chunk)
+        if self.memory.index < self.program.cut:
+            self.memory.need(not gradient and chunk not in self.values, f"chunk {chunk} twice")
+            self.values.add(chunk)
+            return
         self.memory.need(chunk not in self.heads, f"chunk {chunk} twice")
         self.heads[chunk] = gradient
         if gradient:
@@ -442,6 +456,8 @@ class _Replay:
         need, chunks = self.memory.need, len(self.program.chunks)
         groups, training = self.program.own_groups(), bool(self.closed)
         first, last = 0 in groups, len(self.program.groups) - 1 in groups
+        given = chunks * last * bool(self.program.cut)
+        need(len(self.values) == given, f"values of {sorted(self.values)}, of {chunks} chunks")
         need(len(self.heads) == chunks * last, f"heads of {sorted(self.heads)}, of {chunks} chunks")
         need(not self.graphs, f"no backward for the graphs of {sorted(self.graphs)}")
         gradients = {training} if last else set()

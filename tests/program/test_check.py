@@ -149,6 +149,26 @@ def test_every_evaluation_passes(step: tuple[ModelSpec, RunSpec, Schedule]) -> N
     assert not any(buffer.kind is Kind.DKV for buffer in program.buffers.values()), run
 
 
+@given(cases.steps())
+def test_every_cut_program_passes(step: tuple[ModelSpec, RunSpec, Schedule]) -> None:
+    """Its forward runs no cell twice, and gives the values of every chunk."""
+    program = build_program(*step, is_cut=True)
+    check_program(program, program.arena_bytes)
+    first = program.instructions[: program.cut]
+    cells = [(i.layer, i.chunk) for i in first if isinstance(i, Forward)]
+    assert len(cells) == len(set(cells)) == len(step[0].layers) * len(program.chunks)
+    assert not any(isinstance(i, Backward) for i in first)
+    again = _computing(program) - _computing(build_program(*step))
+    # The last chunk's cells in the last group, and its top layer's.
+    assert again <= len(step[0].layers) + len(program.chunks) - 1
+
+
+def _computing(program: Program) -> int:
+    """Forward cells that compute attention."""
+    modes = [i.mode for i in program.instructions if isinstance(i, Forward)]
+    return modes.count(AttentionMode.COMPUTE)
+
+
 def escaped(mutants: Iterator[mutate.Mutant]) -> list[str]:
     """Mutants that the checker passes; there must have been some to look at."""
     names = [(name, mutate.caught(mutant)) for name, mutant in mutants]

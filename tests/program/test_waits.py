@@ -1,6 +1,7 @@
 """Waits against the dumb checker, and none of them in vain."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ Step = tuple[ModelSpec, RunSpec, Schedule]
 @settings(max_examples=examples(80))
 @given(steps())
 def test_nothing_races(step: Step) -> None:
-    for build in (build_program, build_evaluation):
+    for build in (build_program, build_evaluation, partial(build_program, is_cut=True)):
         program = build(*step)
         check_order(program, waits(program))
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from farspan.engine.step import Progress, Step
+from farspan.engine.runner import Progress
+from farspan.engine.step import Step
 from farspan.train.context import Components
 from tests.train.tiny import replaced
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from farspan.distributed import failure as faults
 from farspan.distributed import run_context as launch
 from farspan.distributed.failure import CooperativeStop
-from farspan.engine.step import Progress, Step
+from farspan.engine.runner import Progress
+from farspan.engine.step import Step
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.layout import Layout
 from farspan.program.program import Backward, Forward, Head

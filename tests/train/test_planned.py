@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from farspan.engine.step import Progress, Step
+from farspan.engine.runner import Progress
+from farspan.engine.step import Step
 from farspan.engine.tiers import Arena
 from farspan.hf.load import load_model
 from farspan.memory.host import TooLarge

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from farspan.distributed import failure as faults
 from farspan.distributed.run_context import DistributedContext
-from farspan.engine.step import Progress, Step
+from farspan.engine.runner import Progress
+from farspan.engine.step import Step
 from farspan.engine.tiers import Arena
 from farspan.planner.request import Question
 from farspan.program.layout import Layout

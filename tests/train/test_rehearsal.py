@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from farspan.engine.memory import estimate_memory
-from farspan.engine.step import Progress, Step
+from farspan.engine.runner import Progress
+from farspan.engine.step import Step
 from farspan.spec import Schedule
 from farspan.train.config import ScheduleConfig
 from farspan.train.context import CellsDone

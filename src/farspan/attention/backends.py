@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from farspan.kernels import joining
+from farspan.kernels import operations
 from farspan.kernels.launch import fused_for
 from farspan.program.attention_blocks import Block, tile_window
 
@@ -68,18 +68,20 @@ def reference(
 # -- softmaxes joined from their parts ----------------------------------------------------------
 
 
-def merged(out: Tensor, lse: Tensor, parts: Sequence[joining.Part], dtype: torch.dtype) -> Tensor:
+def merged(
+    out: Tensor, lse: Tensor, parts: Sequence[operations.Part], dtype: torch.dtype
+) -> Tensor:
     """One or two parts joined by one kernel; `lse` changes in place. Where out has the dtype that
     is wanted, it does, too, and is what is given; else a fresh tensor is, laid out as it."""
     into = out if out.dtype is dtype else torch.empty_like(out, dtype=dtype)
-    joining.merge_(out, lse, *parts, into=into)
+    operations.merge_(out, lse, *parts, into=into)
     return into
 
 
 def added(total: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """One or two parts added by one kernel, and what is given, in the same way."""
     into = total if total.dtype is dtype else torch.empty_like(total, dtype=dtype)
-    joining.add_(total, *parts, into=into)
+    operations.add_(total, *parts, into=into)
     return into
 
 
@@ -92,7 +94,7 @@ def merge_(
     a row that no part has seen stays at lse = -inf. `fused`: by one kernel where there is one.
     """
     if fused and fused_for(out.device, out.dtype):
-        joining.merge_(out, lse, (part_out, part_lse))
+        operations.merge_(out, lse, (part_out, part_lse))
         return
     weight = torch.sigmoid(part_lse - lse)
     # -inf - -inf is nan; a comparison is cheaper than nan_to_num, which would also hide real nans.
@@ -105,7 +107,7 @@ def add_(total: Tensor, part: Tensor, *, fused: bool = False) -> None:
     """total += part, of the accumulate dtype and of that or a narrower one. `fused`: by a kernel
     that reads and writes 16 bytes at a time, as PyTorch's does not where dtypes differ."""
     if fused and fused_for(total.device, total.dtype):
-        joining.add_(total, part)
+        operations.add_(total, part)
     else:
         total.add_(part)
 

@@ -28,7 +28,7 @@ from farspan.engine.gradients import (
     enter,
 )
 from farspan.engine.kernels import AttentionKernels
-from farspan.engine.loss import IGNORED, LossHead, StepInputs
+from farspan.engine.loss import IGNORED, LossHead, StepInputs, ValueHead
 from farspan.engine.parallelize import ShardedModel
 from farspan.engine.recurrent import Recurrent, RecurrentCell
 from farspan.engine.streamed_weights import StreamedWeights
@@ -132,6 +132,10 @@ class TiledLayers(Layers):
         return self.shells[key]
 
 
+def _kept_apart(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
+    """What a head brings is no part of a unit: who runs the interpreter takes its sums."""
+
+
 # A cell and its graph, until its backward; None: its graph is built then, from its input.
 Waiting = tuple[ChunkAttention | RecurrentCell, Graph | None]
 
@@ -144,7 +148,7 @@ class Interpreter:
     program: Program
     storage: ProgramBuffers
     inputs: StepInputs
-    head: LossHead
+    head: LossHead | ValueHead
     gradients: GradientAccumulator
     after: Callable[[Instruction], None]  # called when an instruction was issued
     layers: Layers
@@ -164,6 +168,11 @@ class Interpreter:
     graphs: dict[tuple[int, int], Waiting] = field(default_factory=dict)
     calls: tuple[int, list[LayerCall]] = (-1, [])  # of the chunk at hand
     loss: Tensor | None = None
+    values: Tensor | None = None  # of a head that gives some, [B, T, k]
+    given: Tensor | None = None  # the gradient of what was computed from them
+    own: GradientAccumulator = field(default_factory=lambda: GradientAccumulator(_kept_apart))
+    place: int = 0  # of the next instruction
+    order: StreamOrder | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         slots = StagingBuffers(self.storage.copies)
@@ -186,11 +195,14 @@ class Interpreter:
                 self.watched,
             )
 
-    def run(self, orders: tuple[Order, ...] | None = None) -> Tensor:
-        """The mean loss, a float64 scalar. `orders` are the waits when copies run beside the
-        computation."""
-        order = None if orders is None else StreamOrder(self.storage.copies, orders)
-        for index, instruction in enumerate(self.program.instructions):
+    def run(self, orders: tuple[Order, ...] | None = None, until: int | None = None) -> Tensor:
+        """Runs the instructions to come, or those before `until`; the mean loss, a float64 scalar.
+        `orders` are the waits when copies run beside the computation."""
+        if orders is not None and self.order is None:
+            self.order = StreamOrder(self.storage.copies, orders)
+        order, instructions = self.order, self.program.instructions
+        for index in range(self.place, len(instructions) if until is None else until):
+            instruction, self.place = instructions[index], index + 1
             if order is not None:
                 order.before(index)
             match instruction:
@@ -292,17 +304,41 @@ class Interpreter:
             self.gradients.add(parameters, found)
 
     def _head(self, chunk: int, gradient: bool) -> None:
-        layer = len(self.boundary.layers)
-        hidden, targets = self.hidden.pop(layer), self.inputs.targets[:, self._span(chunk)]
-        if self.attention.is_filler(chunk):
+        layer, span, inputs = len(self.boundary.layers), self._span(chunk), self.inputs
+        hidden, targets = self.hidden.pop(layer), inputs.targets[:, span]
+        is_filler = self.attention.is_filler(chunk)
+        if isinstance(self.head, ValueHead):
+            self._value_head(self.head, span, hidden, gradient=gradient, is_filler=is_filler)
+            return
+        if is_filler:
             targets = torch.full_like(targets, IGNORED)
+        weights = None if inputs.weights is None else inputs.weights[:, span]
         if gradient:
             loss, self.gradient[layer] = self.head.loss_and_gradient(
-                hidden, targets, self.gradients
+                hidden, targets, weights, self.gradients
             )
         else:
-            loss = self.head.loss(hidden, targets)
+            loss = self.head.loss(hidden, targets, weights)
         self.loss = loss if self.loss is None else self.loss + loss
+
+    def _value_head(
+        self, head: ValueHead, span: slice, hidden: Tensor, *, gradient: bool, is_filler: bool
+    ) -> None:
+        targets = self.inputs.targets[:, span]
+        if gradient:
+            assert self.given is not None
+            given = self.given[:, span]
+            self.gradient[len(self.boundary.layers)] = head.gradient(
+                hidden, targets, given * 0 if is_filler else given, self.gradients, self.own
+            )
+            return
+        if self.given is not None:  # the forward runs again, whose values are known
+            return
+        values = head.values(hidden, targets)
+        if self.values is None:
+            self.values = values.new_zeros(*self.inputs.input_ids.shape, values.shape[2])
+        if not is_filler:
+            self.values[:, span] = values
 
     def _close(self, group: int) -> None:
         if self.weights is not None:

@@ -1,9 +1,10 @@
-"""The two ends of a step: its tokens and labels, checked and shifted once, and the head's loss.
+"""The two ends of a step: its tokens and labels, checked and shifted once, and what the head gives:
+the loss, or values of every token.
 
-Head and loss run piece by piece: the logits of a whole chunk never exist (FPDT 5.4).
+Heads run piece by piece: the logits of a whole chunk never exist (FPDT 5.4).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,9 +29,12 @@ class StepInputs:
     """What the cells read. Every tensor is [batch, tokens]."""
 
     input_ids: Tensor
-    targets: Tensor  # the label each token predicts: labels moved by one, IGNORED at the ends
+    # The label each token predicts: labels moved by one, IGNORED at the ends; or what a head asks
+    # for of each, [batch, tokens, ...].
+    targets: Tensor
     position_ids: Tensor  # restart in every document; one row when there are no documents
     documents: tuple[tuple[int, ...], ...] | None  # a row: where its documents begin, ascending
+    weights: Tensor | None = None  # of each token's loss
 
     @property
     def trained(self) -> int:
@@ -39,10 +43,14 @@ class StepInputs:
 
 
 def make_inputs(
-    input_ids: Tensor, labels: Tensor, document_ids: Tensor | None, vocab: int
+    input_ids: Tensor,
+    labels: Tensor,
+    document_ids: Tensor | None,
+    vocab: int,
+    weights: Tensor | None = None,
 ) -> StepInputs:
-    """Check the inputs and derive what the cells need. Raises UnsupportedError naming the
-    argument."""
+    """Check the inputs and derive what the cells need; labels may be several ids a token, [batch,
+    tokens, k]. Raises UnsupportedError naming the argument."""
     for name, value in (("input_ids", input_ids), ("labels", labels)):
         if not isinstance(value, Tensor):
             raise UnsupportedError(
@@ -57,7 +65,10 @@ def make_inputs(
     documents = None
     if starts is not None:
         documents = tuple(tuple(row.unique().tolist()) for row in starts)
-    return StepInputs(input_ids, shift_labels(labels, document_ids), positions, documents)
+    targets = shift_labels(labels, document_ids)
+    if weights is not None:
+        weights = _check_weights(weights, input_ids)
+    return StepInputs(input_ids, targets, positions, documents, weights)
 
 
 def shift_labels(labels: Tensor, document_ids: Tensor | None) -> Tensor:
@@ -66,7 +77,7 @@ def shift_labels(labels: Tensor, document_ids: Tensor | None) -> Tensor:
     targets[:, :-1] = labels[:, 1:]
     if document_ids is not None:
         last = document_ids[:, 1:] != document_ids[:, :-1]
-        targets[:, :-1].masked_fill_(last, IGNORED)
+        targets[:, :-1][last] = IGNORED
     return targets
 
 
@@ -118,7 +129,7 @@ def _check_tokens(input_ids: Tensor, vocab: int) -> None:
 
 
 def _check_labels(labels: Tensor, input_ids: Tensor, vocab: int) -> None:
-    if labels.shape != input_ids.shape:
+    if labels.shape[:2] != input_ids.shape or labels.ndim > 3:
         raise UnsupportedError(
             f"labels: expected the shape of input_ids {tuple(input_ids.shape)}, got "
             f"{tuple(labels.shape)}; labels are not shifted, the step shifts them"
@@ -132,6 +143,21 @@ def _check_labels(labels: Tensor, input_ids: Tensor, vocab: int) -> None:
         )
 
 
+def _check_weights(weights: Tensor, input_ids: Tensor) -> Tensor:
+    if not isinstance(weights, Tensor) or weights.shape != input_ids.shape:
+        found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise UnsupportedError(
+            f"weights: expected a tensor of the shape of input_ids {tuple(input_ids.shape)}, got "
+            f"{found}"
+        )
+    if not weights.is_floating_point() or not bool(weights.isfinite().all()):
+        raise UnsupportedError(
+            f"weights: expected finite numbers with a point, got {weights.dtype}"
+            + " with some that are not finite" * weights.is_floating_point()
+        )
+    return weights.detach()
+
+
 @dataclass(frozen=True, slots=True)
 class LossHead:
     """Sum of the cross-entropy over trained tokens, divided by a count known before the step: so
@@ -143,24 +169,46 @@ class LossHead:
     parameters: tuple[nn.Parameter, ...]  # trained outside the layers
     fused: bool = False  # the loss is one kernel, whose gradient takes the place of the logits
 
-    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The chunk's share of the mean loss; hidden [B, C, h], targets [B, C]."""
+    def loss(self, hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+        """The chunk's share of the mean loss; hidden [B, C, h], targets and weights [B, C]."""
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with torch.no_grad():
-            for span in self._pieces(hidden):
-                total += self._loss(hidden[:, span], targets[:, span])
+            for span in pieces_of(hidden, self.piece, self.boundary.vocab):
+                total += self._loss(hidden[:, span], targets[:, span], _part(weights, span))
         return total
 
+    def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Of each token, [B, C], 0 where it has no target."""
+        with torch.no_grad():
+            spans = pieces_of(hidden, self.piece, self.boundary.vocab)
+            found = [self._losses(hidden[:, at], targets[:, at]) for at in spans]
+            return torch.cat(found, 1)
+
+    def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = self.boundary.logits(hidden)
+        rows, wanted = logits.flatten(0, 1), targets.flatten()
+        if self._takes(logits):
+            return cross_entropy(rows, wanted, ignored=IGNORED).view(targets.shape)
+        wide = rows.to(accumulate_dtype(rows.dtype))
+        found = functional.cross_entropy(wide, wanted, ignore_index=IGNORED, reduction="none")
+        return found.view(targets.shape)
+
     def loss_and_gradient(
-        self, hidden: Tensor, targets: Tensor, gradients: GradientAccumulator
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        weights: Tensor | None,
+        gradients: GradientAccumulator,
     ) -> tuple[Tensor, Tensor]:
         """The same with the gradient of hidden; dW of norm and head go to `gradients`."""
         parameters = self.parameters
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.empty_like(hidden)
-        for span in self._pieces(hidden):
+        for span in pieces_of(hidden, self.piece, self.boundary.vocab):
             piece = hidden[:, span].detach().requires_grad_()
-            loss, (dpiece, *dweights) = self._differentiate(piece, targets[:, span])
+            loss, (dpiece, *dweights) = self._differentiate(
+                piece, targets[:, span], _part(weights, span)
+            )
             assert dpiece is not None
             gradient[:, span] = dpiece
             gradients.add(parameters, dweights)
@@ -168,49 +216,153 @@ class LossHead:
         return total, gradient
 
     def _differentiate(
-        self, piece: Tensor, targets: Tensor
+        self, piece: Tensor, targets: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """A piece's share of the loss, and the gradients of the piece and of the parameters."""
         wanted = [piece, *self.parameters]
         if not self.fused:
             with torch.enable_grad():
-                loss = self._loss(piece, targets)
+                loss = self._loss(piece, targets, weights)
             return loss.detach(), torch.autograd.grad(loss, wanted, allow_unused=True)
         saved: set[int] = set()
         with torch.enable_grad(), _noting(saved):
             logits = self.boundary.logits(piece)
             if not self._takes(logits):
-                loss = self._cross_entropy(logits, targets)
+                loss = self._cross_entropy(logits, targets, weights)
                 return loss.detach(), torch.autograd.grad(loss, wanted, allow_unused=True)
         rows = logits.detach().flatten(0, 1)
         if rows.untyped_storage()._cdata in saved:  # as a soft cap saves what it gives
             rows = rows.clone()
         losses = cross_entropy_(rows, targets.flatten(), 1 / self.count, ignored=IGNORED)
+        if weights is not None:
+            losses *= weights.flatten()
+            rows *= weights.flatten()[:, None]
         found = torch.autograd.grad(logits, wanted, rows.view_as(logits), allow_unused=True)
         return losses.sum(dtype=torch.float64) / self.count, found
 
     def _takes(self, logits: Tensor) -> bool:
         return self.fused and fused_for(logits.device, logits.dtype)
 
-    def _pieces(self, hidden: Tensor) -> list[slice]:
-        batch, tokens, _ = hidden.shape
-        # A kernel of the loss may count logits with 32 bits.
-        piece = min(self.piece, max(1, most_tokens(batch * self.boundary.vocab)))
-        return [slice(s, min(s + piece, tokens)) for s in range(0, tokens, piece)]
-
-    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _loss(self, hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         logits = self.boundary.logits(hidden)
         if not logits.requires_grad and self._takes(logits):
             losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignored=IGNORED)
+            losses = losses if weights is None else losses * weights.flatten()
             return losses.sum(dtype=torch.float64) / self.count
-        return self._cross_entropy(logits, targets)
+        return self._cross_entropy(logits, targets, weights)
 
-    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        wide = logits.to(accumulate_dtype(logits.dtype))
-        total = functional.cross_entropy(
-            wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    def _cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+        wide = logits.to(accumulate_dtype(logits.dtype)).flatten(0, 1)
+        how = "sum" if weights is None else "none"
+        losses = functional.cross_entropy(
+            wide, targets.flatten(), ignore_index=IGNORED, reduction=how
         )
-        return total / self.count
+        if weights is not None:
+            losses = (losses * weights.flatten()).sum()
+        return losses / self.count
+
+
+# Of tokens' hidden states [n, hidden] and of what was given of each [n, ...]: values [n, k].
+HeadFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbs:
+    """What is wanted of each token's distribution, by its logits."""
+
+    temperature: float = 1.0  # by which logits are divided
+    entropy: bool = False  # is it the last value?
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits [n, V], targets [n, k]: log-probabilities [n, k], 0 where nothing is asked for;
+        with the entropy [n, k + 1]. Raises nothing: targets were checked."""
+        wide = logits.to(accumulate_dtype(logits.dtype))
+        if self.temperature != 1.0:
+            wide = wide / self.temperature
+        normal = wide.log_softmax(-1)
+        asked = targets != IGNORED
+        found = normal.gather(1, targets.where(asked, 0)).where(asked, 0)
+        if not self.entropy:
+            return found
+        return torch.cat((found, -(normal.exp() * normal).sum(-1, keepdim=True)), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueHead:
+    """Values of every token, and the gradient of anything that was computed from them."""
+
+    boundary: CausalLMStages
+    function: LogProbs | HeadFunction
+    piece: int  # tokens whose logits exist at one time
+    parameters: tuple[nn.Parameter, ...]  # trained outside the layers
+    own: tuple[nn.Parameter, ...]  # that the function brings
+    # Where the values are the labels' log-probabilities, what computes them as a step's losses.
+    plain: LossHead | None
+
+    def values(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """[B, C, k] of hidden [B, C, h] and targets [B, C, ...]."""
+        if self.plain is not None:
+            return -self.plain.losses(hidden, targets)[..., None]
+        with torch.no_grad():
+            spans = pieces_of(hidden, self.piece, self.boundary.vocab)
+            return torch.cat([self._of(hidden[:, at], targets[:, at]) for at in spans], 1)
+
+    def gradient(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        given: Tensor,
+        gradients: GradientAccumulator,
+        own: GradientAccumulator,
+    ) -> Tensor:
+        """That of hidden, by that of the values [B, C, k]; dW go to `gradients` and `own`."""
+        if self.plain is not None:
+            return self.plain.loss_and_gradient(hidden, targets, -given[..., 0], gradients)[1]
+        gradient = torch.zeros_like(hidden)
+        for span in pieces_of(hidden, self.piece, self.boundary.vocab):
+            piece = hidden[:, span].detach().requires_grad_()
+            with torch.enable_grad():
+                values = self._of(piece, targets[:, span])
+            if not values.requires_grad:
+                continue
+            wanted = piece, *self.parameters, *self.own
+            dpiece, *dweights = torch.autograd.grad(
+                values, wanted, given[:, span], allow_unused=True
+            )
+            if dpiece is not None:
+                gradient[:, span] = dpiece
+            count = len(self.parameters)
+            gradients.add(self.parameters, dweights[:count])
+            own.add(self.own, dweights[count:])
+        return gradient
+
+    def _of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        batch, tokens = targets.shape[:2]
+        if isinstance(self.function, LogProbs):
+            rows = self.boundary.logits(hidden).flatten(0, 1)
+            found = self.function(rows, targets.reshape(batch * tokens, -1))
+        else:
+            rows = self.boundary.final(hidden).flatten(0, 1)
+            found = self.function(rows, targets.flatten(0, 1))
+            if not isinstance(found, Tensor) or found.shape[:-1] != rows.shape[:1]:
+                what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+                raise UnsupportedError(
+                    f"head: expected values [{len(rows)}, k] of {len(rows)} tokens, got {what}; "
+                    "return a tensor with a row for each hidden state"
+                )
+        return found.to(accumulate_dtype(self.boundary.dtype)).view(batch, tokens, -1)
+
+
+def pieces_of(hidden: Tensor, most: int, vocab: int) -> list[slice]:
+    """Tokens of hidden [B, C, h], at most so many at a time."""
+    batch, tokens, _ = hidden.shape
+    # A kernel of the loss may count logits with 32 bits.
+    piece = min(most, max(1, most_tokens(batch * vocab)))
+    return [slice(s, min(s + piece, tokens)) for s in range(0, tokens, piece)]
+
+
+def _part(weights: Tensor | None, span: slice) -> Tensor | None:
+    return None if weights is None else weights[:, span]
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import gradient_dtype, local
-from farspan.engine.step import ADVICE, Progress, Step
+from farspan.engine.runner import ADVICE, Progress
+from farspan.engine.step import Step
 from farspan.engine.tiers import DeviceTooSmall, refuse_beyond_together
 from farspan.hf.quantized import state_bytes
 from farspan.hf.stages import UncompiledMode, uncompiled

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from farspan.attention.backends import accumulate_dtype, reference
-from farspan.engine.loss import IGNORED, StepInputs, make_inputs
+from farspan.engine.loss import IGNORED, StepInputs, make_inputs, shift_labels
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.stages import CausalLMStages
 from farspan.sparse.attend import seen_mask
@@ -33,15 +33,32 @@ def reference_loss(
     *,
     attend: Attention = reference,
 ) -> Tensor:
-    """The mean loss over trained tokens, with the autograd graph of the whole sequence.
+    """The mean loss over trained tokens, with the autograd graph of the whole sequence; the rest
+    as `reference_logits`."""
+    targets = shift_labels(labels, document_ids)
+    logits = reference_logits(model, input_ids, document_ids, attend=attend)
+    total = functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return total / max(int((targets != IGNORED).sum()), 1)
+
+
+def reference_logits(
+    model: nn.Module,
+    input_ids: Tensor,
+    document_ids: Tensor | None = None,
+    *,
+    attend: Attention = reference,
+) -> Tensor:
+    """Logits of all tokens, [batch, tokens, vocab], in fp32, or in fp64 of a float64 model.
 
     Attention is dense softmax in the model's dtype: Hugging Face's eager attention computes its
     softmax in float32 and could not tell 1e-8 from 1e-16. Needs memory for N x N scores. For a
-    sparse schedule's function give `attend=SparseOracle(...)`. A model with recurrent layers, which
-    know no documents, sees one at a time.
+    sparse schedule's function give `attend=SparseReference(...)`. A model with recurrent layers,
+    which know no documents, sees one at a time.
     """
     boundary = CausalLMStages(model)
-    batch = make_inputs(input_ids, labels, document_ids, boundary.vocab)
+    batch = make_inputs(input_ids, input_ids.long(), document_ids, boundary.vocab)
     documents, calls = document_ids, 0
 
     def attention(
@@ -69,11 +86,7 @@ def reference_loss(
         if batch.documents is not None and calls < len(boundary.layers):
             documents = None
             logits = _one_by_one(batch, batch.documents, logits_of)
-    logits = logits.to(accumulate_dtype(logits.dtype))
-    total = functional.cross_entropy(
-        logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-    return total / max(batch.trained, 1)
+    return logits.to(accumulate_dtype(logits.dtype))
 
 
 def _one_by_one(

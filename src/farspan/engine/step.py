@@ -2,25 +2,23 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from farspan.attention.backends import BlockKernel, accumulate_dtype
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import Stage
 from farspan.engine.buffers import ProgramBuffers
-from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator, adds_products, uncast
-from farspan.engine.interpreter import CutLayers, Interpreter, Layers, SparingLayers, TiledLayers
+from farspan.engine.gradients import AccumulatingLinears, adds_products
 from farspan.engine.kernels import attention_kernels
-from farspan.engine.loss import LossHead, StepInputs, make_inputs
+from farspan.engine.loss import HeadFunction, LogProbs, StepInputs, make_inputs
 from farspan.engine.parallelize import ShardedModel, parallelize, refuse_schedule
+from farspan.engine.runner import OpenForward, PreparedProgram, ProgramRunner, Progress
 from farspan.engine.streamed_weights import StreamedWeights, computing_device
-from farspan.engine.tiers import Arena, CopyEngine, refuse_beyond_together, reserve_together
-from farspan.hf.attention_interface import routed
+from farspan.engine.tiers import Arena, CopyEngine
 from farspan.hf.describe import describe
 from farspan.hf.fused_layers import fingerprint, fuse, spared_layers
 from farspan.hf.stages import CausalLMStages, compile_layers
@@ -37,65 +35,20 @@ from farspan.kernels.launch import fused_for
 from farspan.lazy import load
 from farspan.planner.request import Plan
 from farspan.program.builder import build_evaluation, build_program
-from farspan.program.dependencies import Cell, Order, unread_outputs, waits
 from farspan.program.layout import ALONE, AXES, ONLY, SEQUENCE, streams
-from farspan.program.program import Backward, Forward, Instruction, Program
-from farspan.program.program import Head as HeadInstruction
+from farspan.program.program import Program
 from farspan.program.strategies import AUTO
-from farspan.program.work import work_of
-from farspan.sparse.engine import PageFunction, Seen, selector_of, watched_cell
+from farspan.sparse.engine import PageFunction, selector_of
 from farspan.sparse.select import Selector
-from farspan.spec import Kernels, LayerSpec, ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
-
-ADVICE = (
-    "shorten the context, use smaller groups, or keep less (attention_save_fraction, "
-    "activation_save_fraction, kv_kept); in a run file, strategy: auto chooses what fits"
-)
-
+from farspan.spec import Kernels, ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
 
 PROGRAMS_KEPT = 8  # of the latest shapes; one is up to 345,000 objects at 1M tokens
-_CELLS = (Forward, Backward, HeadInstruction)
 # Of modules, and of a configuration: what a person may set between steps and chunks would not obey.
 _FLAGS = ("gradient_checkpointing", "is_causal", "merged_adapters")
 _ROUTER_LOSS = "output_router_logits"
 
 
-@dataclass
-class PreparedProgram:
-    """A program, and what all steps ask of it; each is found out once."""
-
-    program: Program
-    storage: ProgramBuffers
-    kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)
-
-    @cached_property
-    def orders(self) -> tuple[Order, ...]:
-        """Waits of copies that run beside the computation."""
-        return waits(self.program)
-
-    @cached_property
-    def unread(self) -> frozenset[Cell]:
-        """Cells whose output only autograd asks for."""
-        return unread_outputs(self.program)
-
-    @cached_property
-    def work(self) -> tuple[float, ...]:
-        """FLOP of each cell."""
-        cells = (i for i in self.program.instructions if isinstance(i, _CELLS))
-        return tuple(work_of(self.program, i) for i in cells)
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a step is. Later chunks see more keys: `work`, not `cells`, tells the time left."""
-
-    cells_done: int
-    cells: int
-    work_done: float
-    work: float  # in the same unit, proportional to expected time
-
-
-class Step:
+class Step(ProgramRunner):
     """Forward and backward of a causal LM on [batch, tokens], by a schedule.
 
     Behaves like `loss.backward()`: gradients are added to `.grad` of every trainable parameter, in
@@ -120,10 +73,7 @@ class Step:
 
     # Bytes of main memory that a step may take by its forecast; None: as many as there are.
     host_room: int | None = None
-    _spared: frozenset[int] = frozenset()  # layers whose last product may be left out
     _shells_of: tuple[Any, ...] | None = None  # the model of which shells were made
-    _running = False
-    _steps = 0
 
     def __init__(
         self,
@@ -138,6 +88,7 @@ class Step:
         ranks: ParallelContext | ShardedModel | None = None,
         device: torch.device | str | None = None,
         weights: StreamedWeights | None = None,
+        head: HeadFunction | None = None,
     ) -> None:
         """`progress` is called after every cell and may raise to abandon the step. `poison` fills
         the arenas with NaN before every step: nothing may depend on what they held. With `overlap`
@@ -150,7 +101,8 @@ class Step:
         the same call with the same sequences (but for replicas along `data`, which bring their own)
         and have the same loss after it; weights and gradients stay whole on each rank, unless
         `parallelize` has sharded the model. With `schedule.weights` HOST the model is moved to main
-        memory; `device` is where to compute then, `weights` those of another step of it."""
+        memory; `device` is where to compute then, `weights` those of another step of it. `head` is
+        the function that `values` asks."""
         self._schedule, self._planner = _written(schedule, selector, ranks)
         self._plans: list[Plan] = []  # where the planner chooses
         kernels = kernels or Kernels()
@@ -164,10 +116,10 @@ class Step:
             self.boundary = CausalLMStages(model, here)
         self.progress = progress
         self.poison = poison
+        self.head = head
         sparse = None if self._schedule is None else self._schedule.sparse
         self.selector = None if sparse is None else selector_of(selector, sparse)
         self.watches = sparse is not None  # what one cell a step sees is measured
-        self._seen: Callable[[], Seen] | None = None  # the latest that was
         device, self._wanted = self.boundary.device, kernels
         if kernels.compile:
             compile_layers(self.boundary)
@@ -182,14 +134,6 @@ class Step:
         self._limit = context_limit(self.boundary.model.config)
         self._accepted: dict[bool, tuple[object, ...]] = {}
         self.model_spec: ModelSpec = self._describe()
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule, of the latest call where the planner chooses. Raises UnsupportedError
-        before it has chosen."""
-        if self._schedule is None:
-            raise UnsupportedError("schedule: auto has chosen none yet; it does at the first call")
-        return self._schedule
 
     @property
     def plan(self) -> Plan | None:
@@ -261,6 +205,7 @@ class Step:
         document_ids: Tensor | None = None,
         *,
         trained_tokens: int | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """The mean loss over trained tokens, a scalar; gradients are added to `.grad`.
 
@@ -268,14 +213,16 @@ class Step:
         token is trained on the label of the token after it, if that is of the same document and
         not -100. `document_ids` must not decrease along a row; positions restart and attention
         stays within a document. `trained_tokens` overrides the count the loss is divided by: give
-        the total over all micro-batches or ranks that share an optimizer step.
+        the total over all micro-batches or ranks that share an optimizer step. With `weights`
+        [batch, tokens] the loss is a weighted sum, -(weights * logprobs).sum() of `logprobs`
+        below, divided by `trained_tokens` if those are given.
         """
         if torch.is_inference_mode_enabled():
             raise UnsupportedError(
                 "inference_mode: a step computes gradients; inside it call evaluate"
             )
         self._refuse_changed(trains=True)
-        inputs = self._inputs(input_ids, labels, document_ids)
+        inputs = self._inputs(input_ids, labels, document_ids, weights)
         count = self._count(inputs, trained_tokens)
         return self._run(self.prepared(*input_ids.shape), inputs, count)
 
@@ -286,27 +233,81 @@ class Step:
         document_ids: Tensor | None = None,
         *,
         trained_tokens: int | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """The same loss without gradients."""
         self._refuse_changed(trains=False)
-        inputs = self._inputs(input_ids, labels, document_ids)
+        inputs = self._inputs(input_ids, labels, document_ids, weights)
         count = self._count(inputs, trained_tokens)
         return self._run(self.prepared(*input_ids.shape, evaluation=True), inputs, count)
+
+    def logprobs(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Log-probabilities of labels, [batch, tokens] in fp32 (fp64 of a float64 model): at each
+        token that of the label of the token after it, 0 where there is none or it is -100. Labels
+        are the tokens themselves if None; those of [batch, tokens, k], several ids a token, give as
+        many log-probabilities. Logits are divided by `temperature`. With `entropy` also the entropy
+        of each token's distribution over the vocabulary, [batch, tokens].
+
+        Where gradients are enabled the result is an ordinary tensor: compute any loss from it and
+        call `backward()`, which adds to `.grad` of every trainable parameter. What the forward kept
+        stays in the step's memory until then; another call before the backward takes that memory,
+        and the backward runs the forward again, which is logged. Over ranks all have the whole
+        result, and gradients are summed over replicas along `data`. Raises RuntimeError in a
+        backward after the weights have changed, and UnsupportedError as a step does.
+        """
+        if not temperature > 0:
+            raise UnsupportedError(f"temperature: expected a number above 0, got {temperature}")
+        labels = input_ids if labels is None else labels
+        found = self._values(LogProbs(temperature, entropy), input_ids, labels, document_ids)
+        asked = found[..., : found.shape[2] - entropy]
+        logprobs = asked if labels.ndim == 3 else asked[..., 0]
+        return (logprobs, found[..., -1]) if entropy else logprobs
+
+    def values(
+        self,
+        input_ids: Tensor,
+        targets: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """What `head` gives of every token, [batch, tokens, k], as `logprobs` gives its own: called
+        on some tokens at a time, with their hidden states behind the model's final norm [n, hidden]
+        and their `targets` [n, ...] (of [batch, tokens, ...], not shifted; the tokens if None), it
+        returns [n, k]. Its parameters, those of an `nn.Module`, are trained too. Raises
+        UnsupportedError without a head."""
+        if self.head is None:
+            raise UnsupportedError("head: this Step has none; give Step(..., head=function)")
+        targets = input_ids if targets is None else targets
+        if not isinstance(targets, Tensor) or targets.shape[:2] != input_ids.shape:
+            raise UnsupportedError(
+                f"targets: expected a tensor [batch, tokens, ...] as long as input_ids "
+                f"{tuple(input_ids.shape)}, got {tuple(getattr(targets, 'shape', ()))}"
+            )
+        return self._values(self.head, input_ids, input_ids, document_ids, targets=targets)
 
     def program(self, batch: int, tokens: int, *, evaluation: bool = False) -> Program:
         """The program that a step of this shape runs."""
         return self.prepared(batch, tokens, evaluation=evaluation).program
 
-    def prepared(self, batch: int, tokens: int, *, evaluation: bool = False) -> PreparedProgram:
-        """The same, with what is known of it."""
+    def prepared(
+        self, batch: int, tokens: int, *, evaluation: bool = False, is_cut: bool = False
+    ) -> PreparedProgram:
+        """The same, with what is known of it; `is_cut`: its backward comes later."""
         if self._planner is not None:
             self._choose(RunSpec(batch, tokens))
         deterministic = torch.are_deterministic_algorithms_enabled()
         by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         # By the last two kernels are chosen.
-        key = batch, tokens, evaluation, deterministic, by_cudnn
+        key = batch, tokens, evaluation, is_cut, deterministic, by_cudnn
         if key not in self._programs:
-            build = build_evaluation if evaluation else build_program
+            build = build_evaluation if evaluation else partial(build_program, is_cut=is_cut)
             while len(self._programs) >= PROGRAMS_KEPT:
                 del self._programs[next(iter(self._programs))]
             rank = ONLY if self.sharded_model is None else self.sharded_model.rank
@@ -314,41 +315,6 @@ class Step:
             storage = ProgramBuffers(program, self.arenas, self.boundary.dtype, self.copies)
             self._programs[key] = PreparedProgram(program, storage)
         return self._programs[key]
-
-    def _reserve(self, program: Program) -> None:
-        """Hold the program's arenas. Raises UnsupportedError where main memory could not, on all
-        ranks."""
-        grows = {
-            tier: program.arena_bytes[tier] - arena.nbytes for tier, arena in self.arenas.items()
-        }
-        on_cpu = self.boundary.device.type == "cpu"
-        needed = max(0, grows[Tier.HOST]) + (max(0, grows[Tier.DEVICE]) if on_cpu else 0)
-        if self.weights is not None and program.trains():
-            needed += self.weights.missing_bytes()
-        # All ranks ask, also those whose arenas are large enough: the others must hear of them.
-        ranks = None if self.sharded_model is None else self.sharded_model.ranks
-        refuse_beyond_together(ranks, needed, f"a step of {program.run.tokens:,} tokens", ADVICE)
-        reserve_together(ranks, self.arenas, program.arena_bytes, ADVICE)
-        for arena in self.arenas.values() if self.poison else ():
-            self.copies.synchronize()
-            arena.poison()
-
-    @property
-    def seen(self) -> Seen | None:
-        """The attention mass that the latest watched cell sees, for which the CPU waits; None:
-        nothing was hidden."""
-        return None if self._seen is None else self._seen()
-
-    def arena_bytes(self) -> dict[Tier, int]:
-        """What the arenas hold at present."""
-        return {tier: arena.nbytes for tier, arena in self.arenas.items()}
-
-    def release(self) -> None:
-        """Give the arenas' memory back; the next step takes it again."""
-        for arena in self.arenas.values():
-            arena.release()
-        if self.weights is not None:
-            self.weights.release()
 
     def _state(self) -> tuple[Any, ...]:
         """What may change between steps and decides what a cell saves and draws."""
@@ -409,7 +375,13 @@ class Step:
             )
         return self.sharded_model.tiles
 
-    def _inputs(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> StepInputs:
+    def _inputs(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        document_ids: Tensor | None,
+        weights: Tensor | None = None,
+    ) -> StepInputs:
         if self._state() != self._described and self.sharded_model is not None:
             raise UnsupportedError(
                 "model: dtype, requires_grad or train/eval mode changed after sharding; set them "
@@ -428,10 +400,12 @@ class Step:
                 "and load the model in the dtype to compute in"
             )
         if self.sharded_model is not None:  # before anything that only some ranks may refuse
-            for name, given in zip(_INPUTS, (input_ids, labels, document_ids), strict=True):
+            for name, given in zip(
+                _INPUTS, (input_ids, labels, document_ids, weights), strict=True
+            ):
                 value = given if isinstance(given, Tensor) else repr(given)
                 self.sharded_model.ranks.refuse_unlike(name, value, *SEQUENCE, "pipeline")
-        inputs = make_inputs(input_ids, labels, document_ids, self.model_spec.vocab)
+        inputs = make_inputs(input_ids, labels, document_ids, self.model_spec.vocab, weights)
         longest = int(inputs.position_ids.max()) + 1
         if self._limit is not None and longest > self._limit:
             refuse_context(self.boundary.model.config, longest)
@@ -452,6 +426,8 @@ class Step:
             if given < 1:
                 raise UnsupportedError(f"trained_tokens: expected at least 1, got {given}")
             return given
+        if inputs.weights is not None:
+            return 1
         trained = inputs.trained
         if self.sharded_model is not None:
             trained = int(
@@ -461,96 +437,32 @@ class Step:
             )
         return max(1, trained)
 
-    def _run(self, prepared: PreparedProgram, inputs: StepInputs, count: int) -> Tensor:
-        if self._running:
-            raise RuntimeError("step: this Step is already running; use another Step")
-        self._running = True
-        gradients = GradientAccumulator(
-            None if self.sharded_model is None else self.sharded_model.reduce
-        )
-        try:
-            self._reserve(prepared.program)
-            self._adding.gradients = gradients
-            orders = prepared.orders if self.copies.overlap else None
-            self.copies.begin()
-            try:
-                if self.weights is not None:
-                    self.weights.begin(prepared.program, self.arenas[Tier.DEVICE])
-                interpreter = self._interpreter(prepared, inputs, count, gradients)
-                model = self.boundary.model
-                with routed(model), uncast(model.parameters()), self._settings():
-                    loss = interpreter.run(orders)
-                if self.sharded_model is not None:
-                    self.sharded_model.sharded.end()
-                    self.sharded_model.ranks.among(*AXES).sum(loss)
-            except BaseException:
-                if self.weights is not None:
-                    self.weights.abandon()
-                if self.sharded_model is not None:
-                    self.sharded_model.sharded.abandon()
-                raise
-            finally:
-                self.copies.end()
-            if self.weights is not None:
-                self.weights.end(self.copies)
-        finally:
-            self._adding.gradients = None
-            self._running = False
-        if interpreter.sparse is not None:
-            self._seen = interpreter.sparse.seen or self._seen
-        return loss.to(accumulate_dtype(self.boundary.dtype))
-
-    def _interpreter(
+    def _values(
         self,
-        prepared: PreparedProgram,
-        inputs: StepInputs,
-        count: int,
-        gradients: GradientAccumulator,
-    ) -> Interpreter:
-        boundary, tokens = self.boundary, self.schedule.loss_chunk_size
-        prepared.storage.copies = self.copies  # others, where they are recorded or replayed
-        return Interpreter(
-            boundary=boundary,
-            program=prepared.program,
-            storage=prepared.storage,
-            inputs=inputs,
-            head=LossHead(boundary, count, tokens, self._outer_parameters(), self._fused),
-            gradients=gradients,
-            after=_Counter(prepared, self.progress),
-            layers=self._layers(prepared, gradients),
-            kernels=self.kernels,
-            kernel_of=prepared.kernel_of,
-            select=self.selector,
-            watched=self._watched(prepared.program),
-            sharded_model=self.sharded_model,
-            weights=self.weights,
-        )
+        function: LogProbs | HeadFunction,
+        input_ids: Tensor,
+        labels: Tensor,
+        document_ids: Tensor | None,
+        targets: Tensor | None = None,
+    ) -> Tensor:
+        own = function.parameters() if isinstance(function, nn.Module) else ()
+        parameters = *self.boundary.model.parameters(), *own
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+        self._refuse_changed(trains=trains)
+        inputs = self._inputs(input_ids, labels, document_ids)
+        if targets is not None:
+            inputs = replace(inputs, targets=targets)
 
-    def _outer_parameters(self) -> tuple[nn.Parameter, ...]:
-        if self.weights is not None:
-            return self.weights.trained_outside()
-        if self.sharded_model is not None:
-            return self.sharded_model.outer_parameters()
-        return tuple(self.boundary.outer_parameters())
+        def prepared() -> PreparedProgram:
+            self.boundary.settle(self._longest(int(inputs.position_ids.max()) + 1))
+            return self.prepared(*input_ids.shape, evaluation=not trains, is_cut=trains)
 
-    def _watched(self, program: Program) -> tuple[int, int] | None:
-        """The cell whose seen mass this step measures; an evaluation measures none."""
-        apart = self.sharded_model is not None and self.sharded_model.ranks.is_apart
-        if not self.watches or not program.trains() or apart:
-            return None
-        self._steps += 1
-        return watched_cell(program, self._steps - 1)
+        return OpenForward(self, prepared(), inputs, function, self._marks, prepared).values()
 
-    def _layers(self, prepared: PreparedProgram, gradients: GradientAccumulator) -> Layers:
-        tokens = self.schedule.mlp_chunk_size
-        if self.sharded_model is not None and self.sharded_model.tensor is not None:
-            return CutLayers(self.boundary, self.sharded_model.tensor, prepared.program)
-        if tokens is None and not self._spared:
-            return Layers(self.boundary)
-        unread = prepared.unread
-        if tokens is None:
-            return SparingLayers(self.boundary, self._adding, unread, self._spared)
-        return TiledLayers(self.boundary, self._tokenwise, tokens, unread, gradients.add)
+    def _marks(self) -> object:
+        """What is another where weights, or what is trained, have changed since."""
+        parameters = self.boundary.model.parameters() if self.sharded_model is None else ()
+        return self._state(), [parameter._version for parameter in parameters]
 
 
 def _written(
@@ -577,24 +489,4 @@ def _written(
     return None, load("farspan.train.planning", "StepPlanner")()
 
 
-class _Counter:
-    """Turns instructions into progress."""
-
-    def __init__(
-        self, prepared: PreparedProgram, progress: Callable[[Progress], None] | None
-    ) -> None:
-        self._progress = progress
-        self._cells, self._done = 0, 0.0
-        if progress is not None:
-            self._work = prepared.work
-            self._total = sum(self._work)
-
-    def __call__(self, instruction: Instruction) -> None:
-        if self._progress is None or not isinstance(instruction, _CELLS):
-            return
-        self._done += self._work[self._cells]
-        self._cells += 1
-        self._progress(Progress(self._cells, len(self._work), self._done, self._total))
-
-
-_INPUTS = ("input_ids", "labels", "document_ids")
+_INPUTS = ("input_ids", "labels", "document_ids", "weights")

@@ -357,13 +357,17 @@ class CausalLMStages:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and head on the output of the top layer: [B, T, hidden] to [B, T, vocab]."""
-        return self._alone_or_in_tuples(lambda tuples: self._logits(tuples, hidden))
+        return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=True))
 
-    def _logits(self, in_tuples: bool, hidden: Tensor) -> Tensor:
+    def final(self, hidden: Tensor) -> Tensor:
+        """What the head reads: the final norm of the output of the top layer, [B, T, hidden]."""
+        return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=False))
+
+    def _above(self, in_tuples: bool, hidden: Tensor, *, head: bool) -> Tensor:
         given = (hidden, None) if in_tuples else hidden
         decoder = self._shell(self.decoder)
         decoder._modules[self._layers_name] = nn.ModuleList([_Inject(self.layers[0], given)])
-        root = self._around(decoder, self._shell)
+        root = self._around(decoder, self._shell) if head else decoder
         blank = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
         width = self._embedding.shape[-1]
         position_ids = torch.zeros(1, hidden.shape[1], dtype=torch.long, device=hidden.device)
@@ -372,9 +376,10 @@ class CausalLMStages:
             position_ids=position_ids,
             use_cache=False,
         )
-        if out.logits.shape[:-1] != hidden.shape[:-1]:
+        found: Tensor = out.logits if head else out.last_hidden_state
+        if found.shape[:-1] != hidden.shape[:-1]:
             raise _Unpacked(self.model)
-        return out.logits
+        return found
 
     def in_copies(self) -> PreTrainedModel | None:
         """The model with copies of the modules around its layers, so with the forwards of their

@@ -10,5 +10,5 @@ All are bound by memory: each reads its inputs once (the loss twice) and writes 
 Arithmetic is fp32 whatever the dtype; what PyTorch rounds between two of its kernels stays fp32
 here, unless the docstring says that it is rounded. No atomics: the same inputs give the same bits.
 `launch.fused_for` says where they run. Importing the package does not import Triton. The formulas
-in PyTorch are in `reference`, and those of `joining` in `farspan.attention.backends`.
+in PyTorch are in `reference`, and those of joining in `farspan.attention.backends`.
 """

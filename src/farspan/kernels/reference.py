@@ -1,7 +1,7 @@
 """What the kernels compute, as models write it in PyTorch: what tests compare them with.
 
 In fp64 these are the formulas; in a lower dtype they round where models do. Gradients are
-autograd's. `farspan.attention.backends.merge_` and `Tensor.add_` are those of `joining`.
+autograd's. Of joining they are `farspan.attention.backends.merge_` and `Tensor.add_`.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The Triton kernels of `operations`, `joining` and copies; loaded by name when one is launched.
+"""The Triton kernels of `operations` and copies; loaded by name when one is launched.
 
     norm     a program has a tile of whole rows: one wide row, or many narrow ones. The backward
              runs as many programs as the GPU runs at one time, each over its tiles in turn: dx, and

@@ -32,8 +32,11 @@ def build_program(
     rank: Rank = ONLY,
     chunks: tuple[Range, ...] | None = None,
     walked: Sequence[int] | None = None,
+    *,
+    is_cut: bool = False,
 ) -> Program:
-    """The program of one training step; `chunks` where they are cut as somebody else says.
+    """The program of one training step; `chunks` where they are cut as somebody else says. One that
+    `is_cut` runs the head on every chunk before its backward, which is from `Program.cut` on.
     With `walked`, chunks in order, passes skip the others: an outline, which has every buffer at
     its size and in its order and cannot be run.
 
@@ -42,6 +45,7 @@ def build_program(
     model, and where a batch is too wide for attention's kernels.
     """
     ledger = _ledger(model, run, schedule, rank, chunks, walked)
+    ledger.is_cut = is_cut
     passes = [GroupPasses(ledger, index) for index in own_groups(rank, len(ledger.groups))]
     _open_slots(ledger, passes)
     for group in passes:

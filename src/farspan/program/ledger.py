@@ -47,6 +47,8 @@ class Ledger:
     groups: tuple[Range, ...]
     share: Share
     walked: Sequence[int]  # chunks that passes go through: all, but in an outline
+    is_cut: bool = False  # the forward ends with the head's values, and the backward comes later
+    cut: int = 0  # where it does
     instructions: list[Instruction] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     born: dict[str, int] = field(default_factory=dict)  # index of a buffer's Allocate
@@ -200,6 +202,7 @@ class Ledger:
         for index in reversed(dropped):
             del self.instructions[index]
         self.buffers = {name: held for name, held in self.buffers.items() if name in used}
+        self.cut -= bisect_left(dropped, self.cut)
         for ends in self.born, self.dies:
             ends.update({name: end - bisect_left(dropped, end) for name, end in ends.items()})
 
@@ -249,6 +252,7 @@ class Ledger:
             dict(self.buffers),
             arena_bytes,
             self.share,
+            self.cut,
         )
 
 

@@ -8,9 +8,9 @@ rebuild, backward.
       |  |  |  |  |  |
       +--+--+--+--+--+-> chunks
 
-Two savings hold everywhere. The last chunk's own cells are not run before the backward starts
-with them. And the top layer of a group has no reader before its backward, so a pass that is only
-there for K, V ends in it with AttentionMode.NONE.
+Two savings hold everywhere, unless the step is cut behind the head. The last chunk's own cells are
+not run before the backward starts with them. And the top layer of a group has no reader before its
+backward, so a pass that is only there for K, V ends in it with AttentionMode.NONE.
 """
 
 from dataclasses import dataclass, field
@@ -303,6 +303,8 @@ class GroupPasses(Group):
         place = self._x_place(boundary, names.X_OUT)
         self.ledger.emit(Store(self.top + 1, chunk, place))
         self._evict(place, boundary, chunk)
+        if self.is_last and self.ledger.is_cut:
+            self.ledger.emit(Load(self.top + 1, chunk, place))
 
     def enter_backward(self, chunk: int) -> None:
         """gradient[top + 1] of the chunk: from the head, or from the group above."""
@@ -345,17 +347,28 @@ class GroupPasses(Group):
         self.open_first()
         for chunk in self.ledger.walked:
             kept = chunk in self.graphs
-            is_read = not self.is_last or kept
+            is_stored = not self.is_last or kept
+            is_read = is_stored or self.ledger.is_cut
             if chunk == self.chunks[-1] and not is_read:
                 continue
             self.enter(chunk)
             for layer in self.layers:
                 only_kv = layer == self.top and not is_read
                 self.forward(layer, chunk, only_kv=only_kv, kept=kept)
-            if is_read:
+            if is_stored:
                 self.leave(chunk)
+            if self.is_last and self.ledger.is_cut:
+                self.ledger.emit(Head(chunk, gradient=False))
         if not self.stays_open:
             self.close_first()
+        elif self.ledger.is_cut:
+            self._cut()
+
+    def _cut(self) -> None:
+        """The forward ends. What computes in between finds no weights here: they come again."""
+        self.release()
+        self.ledger.fetched.clear()
+        self.ledger.cut = len(self.ledger.instructions)
 
     def _above(self) -> int | None:
         return None if self.stays_open else self.index + 1

@@ -295,6 +295,8 @@ class Program:
     buffers: dict[str, Buffer]
     arena_bytes: dict[Tier, int]
     share: Share  # what of each chunk the rank has whose program this is
+    # Of a step whose backward comes later: the instructions before it are its forward. Else 0.
+    cut: int = 0
 
     def rows(self, kind: Kind, chunk: int) -> Range:
         """Where in buffers of this kind a chunk's rows are."""

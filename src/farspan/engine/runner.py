@@ -1,0 +1,395 @@
+"""Runs programs for `farspan.engine.step`, one at a time, on the memory, lanes and weights that a
+step holds. A forward that gives values of tokens stays open until their backward.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from farspan.attention.backends import BlockKernel, accumulate_dtype
+from farspan.engine.buffers import ProgramBuffers
+from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator, uncast
+from farspan.engine.interpreter import (
+    CutLayers,
+    Interpreter,
+    Layers,
+    SparingLayers,
+    TiledLayers,
+)
+from farspan.engine.kernels import AttentionKernels
+from farspan.engine.loss import HeadFunction, LogProbs, LossHead, StepInputs, ValueHead
+from farspan.engine.parallelize import ShardedModel
+from farspan.engine.streamed_weights import StreamedWeights
+from farspan.engine.tiers import Arena, CopyEngine, refuse_beyond_together, reserve_together
+from farspan.hf.attention_interface import routed
+from farspan.hf.stages import CausalLMStages
+from farspan.hf.tiled_mlp import Tokenwise
+from farspan.program.dependencies import Cell, Order, unread_outputs, waits
+from farspan.program.layout import AXES, SEQUENCE
+from farspan.program.program import Backward, Forward, Head, Instruction, Program
+from farspan.program.work import work_of
+from farspan.sparse.engine import Seen, watched_cell
+from farspan.sparse.select import Selector
+from farspan.spec import LayerSpec, Schedule, Tier, UnsupportedError
+
+LOG = logging.getLogger(__name__)
+
+ADVICE = (
+    "shorten the context, use smaller groups, or keep less (attention_save_fraction, "
+    "activation_save_fraction, kv_kept); in a run file, strategy: auto chooses what fits"
+)
+
+
+CELLS = (Forward, Backward, Head)
+
+
+@dataclass
+class PreparedProgram:
+    """A program, and what all steps ask of it; each is found out once."""
+
+    program: Program
+    storage: ProgramBuffers
+    kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)
+
+    @cached_property
+    def orders(self) -> tuple[Order, ...]:
+        """Waits of copies that run beside the computation."""
+        return waits(self.program)
+
+    @cached_property
+    def unread(self) -> frozenset[Cell]:
+        """Cells whose output only autograd asks for."""
+        return unread_outputs(self.program)
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """FLOP of each cell."""
+        cells = (i for i in self.program.instructions if isinstance(i, CELLS))
+        return tuple(work_of(self.program, i) for i in cells)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a step is. Later chunks see more keys: `work`, not `cells`, tells the time left."""
+
+    cells_done: int
+    cells: int
+    work_done: float
+    work: float  # in the same unit, proportional to expected time
+
+
+class ProgramRunner:
+    """A model in stages with all that its programs run on. Its one subclass is `Step`, which says
+    what each of these is."""
+
+    boundary: CausalLMStages
+    sharded_model: ShardedModel | None
+    weights: StreamedWeights | None
+    arenas: dict[Tier, Arena]
+    copies: CopyEngine
+    kernels: AttentionKernels
+    selector: Selector | None
+    progress: Callable[[Progress], None] | None
+    poison: bool
+    watches: bool
+    _schedule: Schedule | None  # None: to be planned
+    _adding: AccumulatingLinears
+    _settings: Callable[[], AbstractContextManager[Any]]
+    _tokenwise: tuple[tuple[Tokenwise, ...], ...]
+    _fused: bool
+    _seen: Callable[[], Seen] | None = None  # of the latest cell that was watched
+    _spared: frozenset[int] = frozenset()  # layers whose last product may be left out
+    _running = False
+    _steps = 0
+    open_forward: "OpenForward | None" = None  # whose memory stands as it left it
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule, of the latest call where the planner chooses. Raises UnsupportedError
+        before it has chosen."""
+        if self._schedule is None:
+            raise UnsupportedError("schedule: auto has chosen none yet; it does at the first call")
+        return self._schedule
+
+    def _reserve(self, program: Program) -> None:
+        """Hold the program's arenas. Raises UnsupportedError where main memory could not, on all
+        ranks."""
+        grows = {
+            tier: program.arena_bytes[tier] - arena.nbytes for tier, arena in self.arenas.items()
+        }
+        on_cpu = self.boundary.device.type == "cpu"
+        needed = max(0, grows[Tier.HOST]) + (max(0, grows[Tier.DEVICE]) if on_cpu else 0)
+        if self.weights is not None and program.trains():
+            needed += self.weights.missing_bytes()
+        # All ranks ask, also those whose arenas are large enough: the others must hear of them.
+        ranks = None if self.sharded_model is None else self.sharded_model.ranks
+        refuse_beyond_together(ranks, needed, f"a step of {program.run.tokens:,} tokens", ADVICE)
+        reserve_together(ranks, self.arenas, program.arena_bytes, ADVICE)
+        for arena in self.arenas.values() if self.poison else ():
+            self.copies.synchronize()
+            arena.poison()
+
+    @property
+    def seen(self) -> Seen | None:
+        """The attention mass that the latest watched cell sees, for which the CPU waits; None:
+        nothing was hidden."""
+        return None if self._seen is None else self._seen()
+
+    def arena_bytes(self) -> dict[Tier, int]:
+        """What the arenas hold at present."""
+        return {tier: arena.nbytes for tier, arena in self.arenas.items()}
+
+    def release(self) -> None:
+        """Give the arenas' memory back; the next step takes it again."""
+        for arena in self.arenas.values():
+            arena.release()
+        if self.weights is not None:
+            self.weights.release()
+
+    def _run(self, prepared: PreparedProgram, inputs: StepInputs, count: int) -> Tensor:
+        gradients = self.accumulator()
+        with self.issuing(prepared.program, gradients):
+            boundary, tokens = self.boundary, self.schedule.loss_chunk_size
+            outer = self._outer_parameters()
+            head = LossHead(boundary, count, tokens, outer, self._fused)
+            interpreter = self.interpreter(prepared, inputs, head, gradients)
+            loss = interpreter.run(prepared.orders if self.copies.overlap else None)
+            if self.sharded_model is not None:
+                self.sharded_model.ranks.among(*AXES).sum(loss)
+        if interpreter.sparse is not None:
+            self._seen = interpreter.sparse.seen or self._seen
+        return loss.to(accumulate_dtype(self.boundary.dtype))
+
+    def accumulator(self) -> GradientAccumulator:
+        """What the gradients of one backward are added up in."""
+        sharded = self.sharded_model
+        return GradientAccumulator(None if sharded is None else sharded.reduce)
+
+    @contextmanager
+    def issuing(
+        self, program: Program, gradients: GradientAccumulator, *, resumes: bool = False
+    ) -> Iterator[None]:
+        """Memory, weights and lanes are ready inside it; a program that `resumes` has its memory as
+        it left it."""
+        if self._running:
+            raise RuntimeError("step: this Step is already running; use another Step")
+        self._running = True
+        try:
+            self.open_forward = None
+            if not resumes:
+                self._reserve(program)
+            self._adding.gradients = gradients
+            self.copies.begin()
+            try:
+                if self.weights is not None:
+                    self.weights.begin(program, self.arenas[Tier.DEVICE])
+                model = self.boundary.model
+                with routed(model), uncast(model.parameters()), self._settings():
+                    yield
+                if self.sharded_model is not None:
+                    self.sharded_model.sharded.end()
+            except BaseException:
+                if self.weights is not None:
+                    self.weights.abandon()
+                if self.sharded_model is not None:
+                    self.sharded_model.sharded.abandon()
+                raise
+            finally:
+                self.copies.end()
+            if self.weights is not None:
+                self.weights.end(self.copies)
+        finally:
+            self._adding.gradients = None
+            self._running = False
+
+    def interpreter(
+        self,
+        prepared: PreparedProgram,
+        inputs: StepInputs,
+        head: LossHead | ValueHead,
+        gradients: GradientAccumulator,
+    ) -> Interpreter:
+        """What runs the program on these inputs."""
+        prepared.storage.copies = self.copies  # others, where they are recorded or replayed
+        return Interpreter(
+            boundary=self.boundary,
+            program=prepared.program,
+            storage=prepared.storage,
+            inputs=inputs,
+            head=head,
+            gradients=gradients,
+            after=Counter(prepared, self.progress),
+            layers=self._layers(prepared, gradients),
+            kernels=self.kernels,
+            kernel_of=prepared.kernel_of,
+            select=self.selector,
+            watched=self._watched(prepared.program),
+            sharded_model=self.sharded_model,
+            weights=self.weights,
+        )
+
+    def value_head(self, function: LogProbs | HeadFunction, targets: Tensor) -> ValueHead:
+        """The head that gives a function's values; weights are where they are while it runs."""
+        outer, piece = self._outer_parameters(), self.schedule.loss_chunk_size
+        found: tuple[nn.Parameter, ...] = ()
+        if isinstance(function, nn.Module):
+            found = tuple(p for p in function.parameters() if p.requires_grad)
+        own = tuple(p for p in found if not any(p is other for other in outer))
+        plain = None
+        if function == LogProbs() and targets.ndim == 2:
+            plain = LossHead(self.boundary, 1, piece, outer, self._fused)
+        return ValueHead(self.boundary, function, piece, outer, own, plain)
+
+    def _outer_parameters(self) -> tuple[nn.Parameter, ...]:
+        if self.weights is not None:
+            return self.weights.trained_outside()
+        if self.sharded_model is not None:
+            return self.sharded_model.outer_parameters()
+        return tuple(self.boundary.outer_parameters())
+
+    def _watched(self, program: Program) -> tuple[int, int] | None:
+        """The cell whose seen mass this step measures; an evaluation measures none."""
+        apart = self.sharded_model is not None and self.sharded_model.ranks.is_apart
+        if not self.watches or not program.trains() or apart:
+            return None
+        self._steps += 1
+        return watched_cell(program, self._steps - 1)
+
+    def _layers(self, prepared: PreparedProgram, gradients: GradientAccumulator) -> Layers:
+        tokens = self.schedule.mlp_chunk_size
+        if self.sharded_model is not None and self.sharded_model.tensor is not None:
+            return CutLayers(self.boundary, self.sharded_model.tensor, prepared.program)
+        if tokens is None and not self._spared:
+            return Layers(self.boundary)
+        unread = prepared.unread
+        if tokens is None:
+            return SparingLayers(self.boundary, self._adding, unread, self._spared)
+        return TiledLayers(self.boundary, self._tokenwise, tokens, unread, gradients.add)
+
+
+class Counter:
+    """Turns the instructions of a program into progress."""
+
+    def __init__(
+        self, prepared: PreparedProgram, progress: Callable[[Progress], None] | None
+    ) -> None:
+        self._progress = progress
+        self._cells, self._done = 0, 0.0
+        if progress is not None:
+            self._work = prepared.work
+            self._total = sum(self._work)
+
+    def __call__(self, instruction: Instruction) -> None:
+        if self._progress is None or not isinstance(instruction, CELLS):
+            return
+        self._done += self._work[self._cells]
+        self._cells += 1
+        self._progress(Progress(self._cells, len(self._work), self._done, self._total))
+
+
+@dataclass(slots=True)
+class OpenForward:
+    """A forward that gave values of tokens, and its backward to come."""
+
+    runner: ProgramRunner
+    prepared: PreparedProgram
+    inputs: StepInputs
+    function: LogProbs | HeadFunction
+    marks: Callable[[], object]  # what is another where the model has changed
+    again: Callable[[], PreparedProgram]  # the program, where the forward runs once more
+    was: object = None  # the marks at the forward
+    interpreter: Interpreter = field(init=False)
+    gradients: GradientAccumulator = field(init=False)
+
+    def values(self) -> Tensor:
+        """The forward's [B, T, k], the same on all ranks of a sequence; with a graph where the
+        program has a backward."""
+        program = self.prepared.program
+        with self._begun():
+            self.interpreter.run(self._orders(), program.cut or None)
+            values = self._of_all_ranks()
+        if not program.cut:
+            return values
+        self.was, self.runner.open_forward = self.marks(), self
+        found: Tensor = _Values.apply(values.new_zeros(0, requires_grad=True), values, self)
+        return found
+
+    def backward(self, given: Tensor) -> None:
+        """Adds to `.grad` the gradient of what has this gradient of the values."""
+        if self.marks() != self.was:
+            raise RuntimeError(
+                "step: weights, or what is trained, have changed since the forward of these "
+                "values; call backward before the optimizer's step, or ask for the values again"
+            )
+        stands = self.runner.open_forward is self
+        if not stands:
+            LOG.info("step: another call came before this backward, so the forward runs again")
+            self.prepared = self.again()
+        with self._resumed() if stands else self._begun():
+            self.interpreter.given = given
+            self.interpreter.run(self._orders())
+            self._close_own()
+
+    @contextmanager
+    def _begun(self) -> Iterator[None]:
+        runner, self.gradients = self.runner, self.runner.accumulator()
+        with runner.issuing(self.prepared.program, self.gradients):
+            head = runner.value_head(self.function, self.inputs.targets)
+            self.interpreter = runner.interpreter(self.prepared, self.inputs, head, self.gradients)
+            yield
+
+    def _resumed(self) -> AbstractContextManager[None]:
+        return self.runner.issuing(self.prepared.program, self.gradients, resumes=True)
+
+    def _orders(self) -> tuple[Order, ...] | None:
+        return self.prepared.orders if self.runner.copies.overlap else None
+
+    def _of_all_ranks(self) -> Tensor:
+        values, sharded = self.interpreter.values, self.runner.sharded_model
+        if sharded is None:
+            assert values is not None, "the head ran"
+            return values
+        width = 0 if values is None else values.shape[2]  # another stage has the head
+        width = max(number for (number,) in sharded.ranks.figures([width]))
+        if values is None:
+            shape, boundary = self.inputs.input_ids.shape, self.runner.boundary
+            dtype = accumulate_dtype(boundary.dtype)
+            values = torch.zeros(*shape, width, dtype=dtype, device=boundary.device)
+        sharded.ranks.among(*SEQUENCE, "pipeline").sum(values)
+        return values
+
+    def _close_own(self) -> None:
+        """Gradients of what the function brings, of all ranks."""
+        head, sums = self.interpreter.head, self.interpreter.own
+        assert isinstance(head, ValueHead)
+        for parameter in head.own:
+            total, sharded = sums.take(parameter), self.runner.sharded_model
+            if sharded is not None:
+                if total is None:
+                    total = torch.zeros_like(parameter, dtype=accumulate_dtype(parameter.dtype))
+                sharded.ranks.among(*AXES).sum(total)
+            if total is not None:
+                sums.place(parameter, total, fresh=False)
+        sums.close(head.own)
+
+
+class _Values(torch.autograd.Function):
+    """Values [B, T, k] of a forward; their gradient is handed to its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, values: Tensor, of: OpenForward) -> Tensor:
+        ctx.of = of
+        return values.view_as(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.of.backward(given)
+        return given.new_zeros(0), None, None

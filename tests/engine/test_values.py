@@ -1,0 +1,379 @@
+"""Log-probabilities as a tensor: whatever is computed from them has autograd's gradients."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from farspan.distributed.context import ParallelContext
+from farspan.engine.loss import IGNORED, shift_labels
+from farspan.engine.parallelize import parallelize
+from farspan.engine.reference import gradients_of, reference_logits
+from farspan.engine.step import Step
+from farspan.engine.tiers import CopyEngine
+from farspan.hf.probe import Float64Mode
+from farspan.program.layout import Layout
+from farspan.program.strategies import STRATEGIES, strategy
+from farspan.spec import Schedule, Tier, UnsupportedError
+from tests.engine.checks import Data, Outcome, assert_same_bits, draw, errors, gradients
+from tests.engine.lanes import Recorder, Replay
+from tests.engine.test_exact import schedules, shapes
+from tests.engine.test_overlap import MANNERS
+from tests.engine.test_overlap import SCHEDULES as IN_ORDER
+from tests.engine.test_ranks import SCHEDULES as OF_RANKS
+from tests.engine.test_ranks import rows_of, stage_of_others, whole_gradients, without
+from tests.grids import examples, exhaustive
+from tests.numerics import EXACT, relative_error
+from tests.ranks import run_ranks
+from tests.zoo import VOCAB, make_model, shared_model
+
+CPU = torch.device("cpu")
+LAYERS, TOKENS = 4, 45
+HEADS: dict[str, Any] = {"num_key_value_heads": 4}  # as many as four ranks take
+
+
+def loss_of(logprobs: Tensor) -> Tensor:
+    """Not linear in sums over a row, as DPO's loss, nor in each token, as GRPO's."""
+    ratio = (logprobs - 0.97 * logprobs.detach()).exp()
+    clipped = torch.minimum(ratio * 1.3, ratio.clamp(0.95, 1.02))
+    return -functional.logsigmoid(0.01 * logprobs.sum(1)).mean() - clipped.mean()
+
+
+def expected(model: Any, data: Data, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies by plain autograd over the whole sequence."""
+    logits = reference_logits(model, data.input_ids, data.document_ids)
+    normal = (logits / temperature).log_softmax(-1)
+    targets = shift_labels(data.labels, data.document_ids)
+    rows = targets if targets.ndim == 3 else targets[..., None]
+    found = normal.gather(2, rows.clamp(min=0)).view(targets.shape)
+    return found.where(targets != IGNORED, 0), -(normal.exp() * normal).sum(-1)
+
+
+def assert_same(model: nn.Module, step: Step, data: Data, updates: int = 2) -> None:
+    """In every one of some updates, which move the weights."""
+    for _ in range(updates):
+        model.zero_grad()
+        wanted, _ = expected(model, data)
+        wanted_gradients = gradients_of(model, loss_of(wanted))
+        found = step.logprobs(*data)
+        assert isinstance(found, Tensor)
+        assert found.shape == data.input_ids.shape
+        assert relative_error(found, wanted) < EXACT
+        loss_of(found).backward()
+        wrong = errors(gradients(model), wanted_gradients)
+        assert max(wrong.values()) < EXACT, wrong
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(0.1 * parameter.grad)
+
+
+@settings(max_examples=examples(25))
+@given(schedules, shapes)
+def test_any_schedule_is_exact(schedule: Schedule, data: Data) -> None:
+    model = shared_model("qwen2")
+    assert_same(model, Step(model, schedule, poison=True), data, updates=1)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_in_two_updates(name: str) -> None:
+    model = make_model("qwen2")
+    step = Step(model, strategy(name, LAYERS, TOKENS), poison=True)
+    assert_same(model, step, draw(TOKENS, batch=2, documents=3))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_next", "llama"])
+def test_every_kind_of_layer(family: str) -> None:
+    """Windows and tied embeddings, sinks, experts, recurrent layers."""
+    model = make_model(family)
+    schedule = Schedule(chunk=16, groups=(2, 2), kv=Tier.HOST, activation_save_fraction=0.5)
+    schedule = replace(schedule, groups=(1, len(model.model.layers) - 1))
+    with Float64Mode():
+        assert_same(model, Step(model, schedule, poison=True), draw(TOKENS, batch=2, documents=3))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_weights_in_main_memory(fraction: float) -> None:
+    model = make_model("gemma3_text")
+    schedule = Schedule(
+        chunk=16, groups=2, weights=Tier.HOST, activation_save_fraction=fraction, kv=Tier.HOST
+    )
+    with Float64Mode():
+        assert_same(model, Step(model, schedule, poison=True), draw(TOKENS, batch=2, documents=3))
+
+
+class RecorderOfHalves(Recorder):
+    """Of a forward and its backward, which begins later."""
+
+    def begin(self) -> None:
+        (CopyEngine if self.told else Recorder).begin(self)
+
+
+class ReplayOfHalves(Replay):
+    halves = 0
+
+    def begin(self) -> None:
+        self.halves += 1
+        (Replay if self.halves % 2 else CopyEngine).begin(self)
+
+    def end(self) -> None:
+        (CopyEngine if self.halves % 2 else Replay).end(self)
+
+
+@pytest.mark.parametrize("name", ["streamed, alpha", "kv home", "grouped", "weights"])
+def test_the_same_bits_in_any_order_of_copies(name: str) -> None:
+    model, data = make_model("qwen2", torch.float32), draw(42, batch=2, documents=4)
+    schedule = IN_ORDER.get(name, replace(IN_ORDER["streamed, alpha"], weights=Tier.HOST))
+
+    def both(step: Step) -> Outcome:
+        model.zero_grad()
+        found = step.logprobs(*data)
+        assert isinstance(found, Tensor)
+        loss_of(found).backward()
+        return Outcome(found.detach(), gradients(model))
+
+    expected = both(Step(model, schedule, poison=True))
+    step = Step(model, schedule, poison=True)
+    step.copies = recorder = RecorderOfHalves()
+    both(step)
+    for manner, seed in MANNERS:
+        step.copies = ReplayOfHalves(recorder.told, manner, seed)
+        assert_same_bits(both(step), expected)
+
+
+def test_several_ids_a_token_and_entropies_at_a_temperature() -> None:
+    model, data = make_model("qwen2"), draw(TOKENS, batch=2, documents=3)
+    several = torch.randint(0, VOCAB, (2, TOKENS, 3), generator=torch.Generator().manual_seed(1))
+    several[0, 5:9, 1] = IGNORED
+    step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True)
+    wanted, entropy = expected(model, replace(data, labels=several), temperature=0.7)
+    weights = torch.linspace(-1, 1, wanted.numel(), dtype=wanted.dtype).view(wanted.shape)
+    loss = (weights * wanted).sum() + (entropy * entropy).mean()
+    wanted_gradients = gradients_of(model, loss)
+    found, entropies = step.logprobs(
+        data.input_ids, several, data.document_ids, temperature=0.7, entropy=True
+    )
+    assert relative_error(found, wanted) < EXACT
+    assert relative_error(entropies, entropy) < EXACT
+    ((weights * found).sum() + (entropies * entropies).mean()).backward()
+    assert max(errors(gradients(model), wanted_gradients).values()) < EXACT
+
+
+def test_a_weighted_sum_in_one_pass() -> None:
+    model, data = make_model("qwen2"), draw(TOKENS, batch=2, documents=3)
+    weights = torch.rand(data.labels.shape, generator=torch.Generator().manual_seed(2)) - 0.5
+    loss = -(expected(model, data)[0] * weights).sum()
+    wanted = gradients_of(model, loss)
+    step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True)
+    found = step(*data, weights=weights)
+    assert relative_error(found, loss) < EXACT
+    assert max(errors(gradients(model), wanted).values()) < EXACT
+    assert relative_error(step.evaluate(*data, weights=weights), loss) < EXACT
+
+
+class Reward(nn.Module):
+    """Two values of a token, by weights of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.layer = nn.Linear(width, 2, dtype=torch.float64)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=generator)
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return self.layer(hidden).tanh() * (targets[:, None] % 3)
+
+
+def test_a_head_of_one_s_own() -> None:
+    model, data = make_model("qwen2"), draw(TOKENS, batch=2, documents=3)
+    reward = Reward(model.config.hidden_size)
+    step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True, head=reward)
+    wanted, both = rewards(model, reward, data), nn.ModuleList([model, reward])
+    wanted_gradients = gradients_of(both, wanted.pow(2).sum())
+    for _ in range(2):
+        found = step.values(data.input_ids, None, data.document_ids)
+        assert relative_error(found, wanted) < EXACT
+        found.pow(2).sum().backward()
+    for gradient in wanted_gradients.values():
+        gradient *= 2  # both backwards add
+    assert max(errors(gradients(both), wanted_gradients).values()) < EXACT
+
+
+def test_an_evaluation_without_gradients() -> None:
+    model, data = make_model("qwen2"), draw(TOKENS, batch=2, documents=3)
+    step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True)
+    with torch.no_grad():
+        found = step.logprobs(*data)
+    assert isinstance(found, Tensor)
+    assert not found.requires_grad
+    assert relative_error(found, expected(model, data)[0]) < EXACT
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    again = step.logprobs(*data)
+    assert isinstance(again, Tensor)
+    assert not again.requires_grad
+    assert torch.equal(again, found)
+
+
+def test_memory_that_another_call_took(caplog: pytest.LogCaptureFixture) -> None:
+    """The forward runs again, and says so; both backwards are right, in any order."""
+    model, one, other = make_model("qwen2"), draw(TOKENS, documents=3), draw(61, seed=1)
+    step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True)
+    loss = loss_of(expected(model, one)[0]) + loss_of(expected(model, other)[0])
+    wanted = gradients_of(model, loss)
+    first, second = step.logprobs(*one), step.logprobs(*other)
+    assert isinstance(first, Tensor)
+    assert isinstance(second, Tensor)
+    with caplog.at_level("INFO", "farspan.engine.runner"):
+        (loss_of(first) + loss_of(second)).backward()
+    assert "the forward runs again" in caplog.text
+    assert max(errors(gradients(model), wanted).values()) < EXACT
+
+
+def test_a_second_backward_adds() -> None:
+    model, data = make_model("qwen2"), draw(TOKENS)
+    step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True)
+    found = step.logprobs(*data)
+    assert isinstance(found, Tensor)
+    found.sum().backward(retain_graph=True)
+    once = gradients(model)
+    found.sum().backward()
+    assert max(errors(gradients(model), {n: 2 * g for n, g in once.items()}).values()) < EXACT
+
+
+def test_weights_that_changed_in_between() -> None:
+    model, data = make_model("qwen2"), draw(TOKENS)
+    step = Step(model, strategy("fpdt", LAYERS, TOKENS))
+    found = step.logprobs(*data)
+    assert isinstance(found, Tensor)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.1)
+    with pytest.raises(RuntimeError, match="have changed since the forward"):
+        found.sum().backward()
+
+
+def test_what_is_refused() -> None:
+    model, data = make_model("qwen2"), draw(TOKENS)
+    step = Step(model, strategy("fpdt", LAYERS, TOKENS))
+    with pytest.raises(UnsupportedError, match="temperature: expected a number above 0"):
+        step.logprobs(*data, temperature=0.0)
+    with pytest.raises(UnsupportedError, match="head: this Step has none"):
+        step.values(data.input_ids)
+    with pytest.raises(UnsupportedError, match="weights: expected a tensor of the shape"):
+        step(*data, weights=torch.ones(3))
+    with pytest.raises(UnsupportedError, match="weights: expected finite"):
+        step(*data, weights=torch.full(data.labels.shape, torch.nan))
+    wrong = Step(model, strategy("fpdt", LAYERS, TOKENS), head=lambda hidden, _: hidden.sum())
+    with pytest.raises(UnsupportedError, match=r"head: expected values \[\d+, k\]"):
+        wrong.values(data.input_ids)
+
+
+def rewards(model: Any, reward: nn.Module, data: Data) -> Tensor:
+    """What `reward` gives of plain autograd's hidden states, [batch, tokens, 2]."""
+    hidden: list[Tensor] = []
+    handle = model.model.norm.register_forward_hook(lambda *found: hidden.append(found[2]))
+    reference_logits(model, data.input_ids, data.document_ids)
+    handle.remove()
+    values: Tensor = reward(hidden[-1].flatten(0, 1), data.input_ids.flatten())
+    return values.view(*data.input_ids.shape, 2)
+
+
+def unlike(layout: Layout, schedule: Schedule, *, dealt: bool) -> list[str]:
+    """On each rank, in two rounds of a loss and a head of one's own: what is not autograd's."""
+    ranks, wrong = ParallelContext(layout, CPU), []
+    model, alone = (make_model("qwen2", **HEADS) for _ in range(2))
+    reward, other = Reward(alone.config.hidden_size), Reward(alone.config.hidden_size)
+    team = parallelize(model, schedule, ranks) if dealt else ranks
+    step = Step(model, schedule, ranks=team, poison=True, head=reward)
+    assert step.sharded_model is not None
+    for update in range(2):
+        data = draw(41 + update, batch=4, documents=3, seed=update)
+        total, count = torch.zeros((), dtype=torch.float64), layout.data
+        for at in range(count):
+            part = Data(*(x[at::count] for x in data))
+            logprobs = expected(alone, part)[0]
+            total = total + loss_of(logprobs) + rewards(alone, other, part).pow(2).mean()
+            if at == ranks.rank.along["data"]:
+                wanted = logprobs.detach()
+        whole = gradients_of(nn.ModuleDict({"model": alone, "reward": other}), total)
+        of_model, of_reward = (
+            {name.removeprefix(by): g for name, g in whole.items() if name.startswith(by)}
+            for by in ("model.", "reward.")
+        )
+        others = stage_of_others(step, Outcome(total.detach(), of_model))
+        model.zero_grad()
+        reward.zero_grad()
+        own = rows_of(ranks, data)
+        found = step.logprobs(*own)
+        assert isinstance(found, Tensor)
+        loss_of(found).backward()
+        step.values(own.input_ids, None, own.document_ids).pow(2).mean().backward()
+        ours = whole_gradients(model, step.sharded_model, others)
+        wrong += [f"{update} values"] * (relative_error(found, wanted) > EXACT)
+        far = errors(ours, without(of_model, others)) | errors(gradients(reward), of_reward)
+        wrong += [f"{update} {name}: {error}" for name, error in far.items() if error > EXACT]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "dealt"),
+    [
+        (Layout(ulysses=2), "kept", False),
+        (Layout(pipeline=2), "kept", True),
+        (Layout(data=2), "groups", True),
+        exhaustive(Layout(ulysses=2), "host", True),
+        exhaustive(Layout(shards=2), "kept", True),
+        exhaustive(Layout(ring=2), "groups", True),
+        exhaustive(Layout(tensor=2), "groups", True),
+        exhaustive(Layout(pipeline=2, ulysses=2), "kept", True),
+        exhaustive(Layout(pipeline=2, data=2), "host", True),
+        exhaustive(Layout(ulysses=2, data=2, fsdp=False), "weights", False),
+        exhaustive(Layout(pipeline=4, fsdp=False), "weights", True),
+        exhaustive(Layout(data=2, fsdp=True), "weights", True),
+    ],
+    ids=str,
+)
+def test_ranks(layout: Layout, name: str, *, dealt: bool) -> None:
+    schedule = OF_RANKS.get(name, replace(OF_RANKS["kept"], weights=Tier.HOST))
+    wrong = run_ranks(layout.devices(), partial(unlike, dealt=dealt), layout, schedule)
+    assert not any(wrong), "\n".join(line for rank in wrong for line in rank)
+
+
+def test_few_logits_exist_at_a_time() -> None:
+    """In each half of every kind: of `loss_chunk_size` tokens at most."""
+    model, data = make_model("qwen2"), draw(TOKENS, batch=2, documents=3)
+    # 40 rows, more than the head weight has columns, whose gradient a tensor of logits looks like.
+    schedule = replace(strategy("fpdt", LAYERS, TOKENS), chunk=TOKENS, loss_chunk_size=20)
+    meter = LogitsMeter()
+    several = data.input_ids[..., None].expand(-1, -1, 2)
+    for labels, options in (data.labels, {}), (several, {"entropy": True}):
+        step = Step(model, schedule, poison=True)
+        with meter:
+            found = step.logprobs(data.input_ids, labels, data.document_ids, **options)
+        first = found[0] if isinstance(found, tuple) else found
+        assert 32 < meter.most <= 2 * 20
+        meter.most = 0
+        with meter:
+            first.sum().backward()
+        assert 32 < meter.most <= 2 * 20
+        meter.most = 0
+
+
+class LogitsMeter(TorchDispatchMode):
+    """The most rows that a tensor over the vocabulary has, weights of the model aside."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor) and tensor.ndim and tensor.shape[-1] == VOCAB:
+                self.most = max(self.most, tensor.numel() // VOCAB)
+        return out
