@@ -11,6 +11,9 @@ in main memory, which stream through slots, beside the same with all of them res
 the baseline under PyTorch's FSDP2 with CPUOffloadPolicy and, where it is installed, DeepSpeed's
 ZeRO-3 with its offload, each as one rank. The peak is of everything that torch allocates, from the
 making of the model to the end of a step.
+
+With `--logprobs`, a forward that gives log-probabilities and then its backward, beside the one-pass
+step of the same loss, of a model of eight layers in eight groups.
 """
 
 import argparse
@@ -52,9 +55,12 @@ MODEL: dict[str, Any] = {
 }
 
 
-def make_model() -> Qwen2ForCausalLM:
+DEEP = 8  # layers, and groups, of a model whose log-probabilities are asked for
+
+
+def make_model(**changes: int) -> Qwen2ForCausalLM:
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(Qwen2Config(**MODEL)).train()
+    return Qwen2ForCausalLM(Qwen2Config(**MODEL | changes)).train()
 
 
 def checkpointed() -> Qwen2ForCausalLM:
@@ -87,6 +93,23 @@ def farspan_step(ids: Tensor, schedule: Schedule) -> Callable[[], float]:
     def step() -> float:
         model.zero_grad(set_to_none=True)
         return float(run(ids, ids))
+
+    return step
+
+
+def deep_step(ids: Tensor, schedule: Schedule, *, apart: bool) -> Callable[[], float]:
+    """In one pass, or `apart`: the log-probabilities first."""
+    model = make_model(num_hidden_layers=DEEP)
+    run = Step(model, schedule)
+
+    def step() -> float:
+        model.zero_grad(set_to_none=True)
+        if not apart:
+            return float(run(ids, ids))
+        logprobs = run.logprobs(ids)
+        loss = -logprobs.sum() / (ids.numel() - len(ids))
+        loss.backward()
+        return float(loss.detach())
 
     return step
 
@@ -182,20 +205,47 @@ def schedules(tokens: int) -> dict[str, Schedule]:
     }
 
 
-def measure(tokens: int, repeats: int, streamed: bool = False) -> dict[str, Any]:
+Contenders = dict[str, Callable[[], Callable[[], float]]]
+
+
+def contenders(ids: Tensor, kind: str) -> tuple[Contenders, dict[str, Schedule]]:
+    """What makes each one's step, the baseline first, and farspan's schedules."""
+    plans = schedules(ids.shape[1])
+    resident = replace(plans["attention_save_fraction"], groups=1)
+    if kind == "logprobs":
+        makers: Contenders = {
+            "one pass": partial(deep_step, ids, resident, apart=False),
+            "logprobs": partial(deep_step, ids, resident, apart=True),
+        }
+        return makers, {"one pass": resident}
+    if kind == "step":
+        makers = {"huggingface": partial(baseline, ids)}
+        makers |= {name: partial(farspan_step, ids, plan) for name, plan in plans.items()}
+        return makers, plans
+    plans = {"streamed": replace(resident, weights=Tier.HOST)}
+    makers = {
+        "resident": partial(updated_step, ids, resident),
+        "streamed": partial(updated_step, ids, plans["streamed"]),
+        "fsdp2": partial(fsdp2_step, ids),
+    }
+    if find_spec("deepspeed"):
+        makers["zero3"] = partial(zero3_step, ids)
+    return makers, plans
+
+
+BASELINES = {
+    "step": "transformers, SDPA, gradient checkpointing",
+    "streamed_step": "resident",
+    "logprobs": "one pass",
+}
+
+
+def measure(tokens: int, repeats: int, kind: str = "step") -> dict[str, Any]:
     ids = torch.randint(0, MODEL["vocab_size"], (1, tokens), generator=torch.manual_seed(1))
-    plans = schedules(tokens)
-    makers: dict[str, Callable[[], Callable[[], float]]] = {"huggingface": partial(baseline, ids)}
-    if streamed:
-        resident = replace(plans["attention_save_fraction"], groups=1)
-        makers = {"resident": partial(updated_step, ids, resident)}
-        plans = {"streamed": replace(resident, weights=Tier.HOST)}
-    first, make = next(iter(makers)), updated_step if streamed else farspan_step
-    makers |= {name: partial(make, ids, plan) for name, plan in plans.items()}
-    if streamed:
-        makers["fsdp2"] = partial(fsdp2_step, ids)
-        if find_spec("deepspeed"):
-            makers["zero3"] = partial(zero3_step, ids)
+    makers, plans = contenders(ids, kind)
+    first, model = next(iter(makers)), MODEL
+    if kind == "logprobs":
+        model = model | {"num_hidden_layers": DEEP}
     peaks = {name: peak_bytes(maker) for name, maker in makers.items()}
     steps = {name: maker() for name, maker in makers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -209,12 +259,12 @@ def measure(tokens: int, repeats: int, streamed: bool = False) -> dict[str, Any]
             cpu[name].append(time.process_time() - used)
     best = {name: min(times) for name, times in seconds.items()}
     return {
-        "benchmark": "streamed_step" if streamed else "step",
+        "benchmark": kind,
         "machine": describe_machine(),
-        "model": MODEL,
+        "model": model,
         "dtype": "float32",
         "tokens": tokens,
-        "baseline": "resident" if streamed else "transformers, SDPA, gradient checkpointing",
+        "baseline": BASELINES[kind],
         "schedules": {name: asdict(plan) for name, plan in plans.items()},
         "seconds": seconds,
         "cpu_seconds": cpu,
@@ -232,9 +282,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print the whole record")
     parser.add_argument("--out", type=Path, help="write the record to this file")
-    parser.add_argument("--streamed", action="store_true", help="against resident states")
+    kinds = parser.add_mutually_exclusive_group()
+    for kind, what in ("streamed_step", "streamed"), ("logprobs", "logprobs"):
+        kinds.add_argument(
+            f"--{what}", action="store_const", const=kind, dest="kind", default="step"
+        )
     given = parser.parse_args()
-    record = measure(given.tokens, given.repeats, given.streamed)
+    record = measure(given.tokens, given.repeats, given.kind)
     text = json.dumps(record, indent=1)
     if given.out is not None:
         given.out.write_text(text + "\n")

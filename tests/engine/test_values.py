@@ -62,7 +62,6 @@ def assert_same(model: nn.Module, step: Step, data: Data, updates: int = 2) -> N
         wanted, _ = expected(model, data)
         wanted_gradients = gradients_of(model, loss_of(wanted))
         found = step.logprobs(*data)
-        assert isinstance(found, Tensor)
         assert found.shape == data.input_ids.shape
         assert relative_error(found, wanted) < EXACT
         loss_of(found).backward()
@@ -134,7 +133,6 @@ def test_the_same_bits_in_any_order_of_copies(name: str) -> None:
     def both(step: Step) -> Outcome:
         model.zero_grad()
         found = step.logprobs(*data)
-        assert isinstance(found, Tensor)
         loss_of(found).backward()
         return Outcome(found.detach(), gradients(model))
 
@@ -211,13 +209,11 @@ def test_an_evaluation_without_gradients() -> None:
     step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True)
     with torch.no_grad():
         found = step.logprobs(*data)
-    assert isinstance(found, Tensor)
     assert not found.requires_grad
     assert relative_error(found, expected(model, data)[0]) < EXACT
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     again = step.logprobs(*data)
-    assert isinstance(again, Tensor)
     assert not again.requires_grad
     assert torch.equal(again, found)
 
@@ -229,8 +225,6 @@ def test_memory_that_another_call_took(caplog: pytest.LogCaptureFixture) -> None
     loss = loss_of(expected(model, one)[0]) + loss_of(expected(model, other)[0])
     wanted = gradients_of(model, loss)
     first, second = step.logprobs(*one), step.logprobs(*other)
-    assert isinstance(first, Tensor)
-    assert isinstance(second, Tensor)
     with caplog.at_level("INFO", "farspan.engine.runner"):
         (loss_of(first) + loss_of(second)).backward()
     assert "the forward runs again" in caplog.text
@@ -241,7 +235,6 @@ def test_a_second_backward_adds() -> None:
     model, data = make_model("qwen2"), draw(TOKENS)
     step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True)
     found = step.logprobs(*data)
-    assert isinstance(found, Tensor)
     found.sum().backward(retain_graph=True)
     once = gradients(model)
     found.sum().backward()
@@ -252,7 +245,6 @@ def test_weights_that_changed_in_between() -> None:
     model, data = make_model("qwen2"), draw(TOKENS)
     step = Step(model, strategy("fpdt", LAYERS, TOKENS))
     found = step.logprobs(*data)
-    assert isinstance(found, Tensor)
     with torch.no_grad():
         model.lm_head.weight.mul_(1.1)
     with pytest.raises(RuntimeError, match="have changed since the forward"):
@@ -312,7 +304,6 @@ def unlike(layout: Layout, schedule: Schedule, *, dealt: bool) -> list[str]:
         reward.zero_grad()
         own = rows_of(ranks, data)
         found = step.logprobs(*own)
-        assert isinstance(found, Tensor)
         loss_of(found).backward()
         step.values(own.input_ids, None, own.document_ids).pow(2).mean().backward()
         ours = whole_gradients(model, step.sharded_model, others)
@@ -353,15 +344,18 @@ def test_few_logits_exist_at_a_time() -> None:
     schedule = replace(strategy("fpdt", LAYERS, TOKENS), chunk=TOKENS, loss_chunk_size=20)
     meter = LogitsMeter()
     several = data.input_ids[..., None].expand(-1, -1, 2)
-    for labels, options in (data.labels, {}), (several, {"entropy": True}):
+    for labels, entropy in (data.labels, False), (several, True):
         step = Step(model, schedule, poison=True)
         with meter:
-            found = step.logprobs(data.input_ids, labels, data.document_ids, **options)
-        first = found[0] if isinstance(found, tuple) else found
+            found = (
+                step.logprobs(data.input_ids, labels, data.document_ids, entropy=True)[0]
+                if entropy
+                else step.logprobs(data.input_ids, labels, data.document_ids)
+            )
         assert 32 < meter.most <= 2 * 20
         meter.most = 0
         with meter:
-            first.sum().backward()
+            found.sum().backward()
         assert 32 < meter.most <= 2 * 20
         meter.most = 0
 

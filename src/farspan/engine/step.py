@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -240,6 +240,28 @@ class Step(ProgramRunner):
         inputs = self._inputs(input_ids, labels, document_ids, weights)
         count = self._count(inputs, trained_tokens)
         return self._run(self.prepared(*input_ids.shape, evaluation=True), inputs, count)
+
+    @overload
+    def logprobs(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        entropy: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def logprobs(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        entropy: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
 
     def logprobs(
         self,
