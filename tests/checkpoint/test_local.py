@@ -26,7 +26,7 @@ from farspan.checkpoint.local import (
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import WriteFailed, digest
 from farspan.spec import UnsupportedError
-from farspan.train.context import capture_rng, restore_rng
+from farspan.train.run_folder import capture_rng, restore_rng
 
 RUN = {"run": "abc"}
 WORLD = DistributedContext(torch.device("cpu"))

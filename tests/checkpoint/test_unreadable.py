@@ -18,7 +18,7 @@ from farspan.checkpoint.local import ReplicatedSaver, Saver, ShardedSaver
 from farspan.distributed.fsdp import whole_placement
 from farspan.durable import WriteFailed
 from farspan.spec import UnsupportedError
-from farspan.train.context import capture_rng
+from farspan.train.run_folder import capture_rng
 from tests.checkpoint.test_local import (
     RUN,
     WORLD,

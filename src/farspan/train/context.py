@@ -1,16 +1,14 @@
-"""What a run computes with: components, context, batches, the model as the planner sees it."""
+"""What a run computes with: components, context, the model as the planner sees it."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from farspan.checkpoint.local import ReplicatedSaver, Saver, ShardedSaver, TrainState
+from farspan.checkpoint.local import ReplicatedSaver, Saver, ShardedSaver
 from farspan.data.corpus import Corpus
-from farspan.data.formats import UNTRAINED
-from farspan.data.packing import PackedBatch
 from farspan.data.tokenizers import Tokenizer
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.calibrate import here
@@ -305,107 +303,3 @@ class RunContext:
         if self.pieces is not None:
             return self.pieces.held_bytes()
         return sum(map(held_bytes, self.model.parameters()))
-
-
-def capture_rng() -> dict[str, Tensor]:
-    """The state of torch's generators, uint8: of the CPU and of every GPU in use."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.update({f"cuda:{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())})
-    return states
-
-
-def restore_rng(states: Mapping[str, Tensor], own: torch.device | None = None) -> None:
-    """Sets what `capture_rng` returned, for the devices that are here. `own` is the GPU of a rank:
-    the states are those of rank 0, which computes on the first."""
-    torch.set_rng_state(states["cpu"])
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(count):
-        if f"cuda:{index}" in states:
-            torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
-    if own is not None and (own.index or 0) > 0 and "cuda:0" in states and count > 0:
-        torch.cuda.set_rng_state(states["cuda:0"], own)
-
-
-@dataclass(slots=True)
-class RunState:
-    """Where the run stands between two steps, and where a retried step begins again."""
-
-    at: TrainState = field(default_factory=TrainState)
-    rng: Mapping[str, Tensor] = field(default_factory=capture_rng)
-
-
-@dataclass(frozen=True, slots=True)
-class Micro:
-    """One batch on the device and the number of its tokens that have a target."""
-
-    batch: PackedBatch
-    indices: tuple[int, ...]
-    input_ids: Tensor  # [batch, tokens] int64
-    labels: Tensor  # the same, or UNTRAINED
-    document_ids: Tensor  # [batch, tokens] int64
-    trained: int
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Its sequences and their documents, for diagnosis.json."""
-        return [
-            {"sequence": index, "documents": list(names)}
-            for index, names in zip(self.indices, self.batch.names, strict=True)
-        ]
-
-
-class Batches:
-    """The batches of a run. Batch n of D replicas is sequences [n * D * batch, (n + 1) * D * batch)
-    of the run's order, given out in order: the update reads what one replica reads with a batch of
-    D * batch."""
-
-    def __init__(self, ctx: RunContext) -> None:
-        self.ctx = ctx
-        self.replicas, self.replica = ctx.world.replicas, ctx.world.replica
-
-    def of_step(self, step: int) -> list[Micro]:
-        """This replica's, of the update after `step` of them."""
-        count = self.ctx.run.accumulate
-        return [self._micro(step * count + place) for place in range(count)]
-
-    def held_out(self) -> list[Micro]:
-        """This replica's share of those to evaluate on, spread over all that are held out: one long
-        document does not stand for the rest. Every replica has as many; what is missing has no
-        trained token."""
-        packing, replicas = self.ctx.corpus.held_out, self.replicas
-        assert packing is not None, "there is something to evaluate on"
-        there = packing.sequences_per_epoch()
-        count = min(self.ctx.run.evaluation.sequences, there)
-        chosen = [place * there // count for place in range(count)]
-        own = chosen[self.replica :: replicas]
-        found = [self._place(packing.once(i), (i,)) for i in own]
-        for _ in range(-(-count // replicas) - len(own)):
-            spare = self._place(packing.once(chosen[-1]), (chosen[-1],))
-            labels = torch.full_like(spare.labels, UNTRAINED)
-            found.append(replace(spare, labels=labels, trained=0))
-        return found
-
-    def trained(self, micros: list[Micro]) -> int:
-        """Trained tokens of these and of the other replicas'."""
-        return self._sum(sum(m.trained for m in micros))
-
-    def read(self, micros: list[Micro]) -> int:
-        """Tokens of documents in these and in the other replicas'."""
-        return self._sum(sum(m.batch.tokens for m in micros))
-
-    def _sum(self, own: int) -> int:
-        return own if self.replicas == 1 else self.ctx.world.sum_over_replicas(own)
-
-    def _micro(self, number: int) -> Micro:
-        """Batch `number` since the start of the run."""
-        size = self.ctx.run.batch
-        start = (number * self.replicas + self.replica) * size
-        indices = tuple(range(start, start + size))
-        return self._place(self.ctx.corpus.train.batch(indices), indices)
-
-    def _place(self, batch: PackedBatch, indices: tuple[int, ...]) -> Micro:
-        input_ids = torch.from_numpy(batch.input_ids).to(self.ctx.device)
-        labels = torch.from_numpy(batch.labels).to(self.ctx.device)
-        document_ids = torch.from_numpy(batch.document_ids).to(self.ctx.device)
-        trained = self.ctx.components.count_trained(labels, document_ids)
-        return Micro(batch, indices, input_ids, labels, document_ids, trained)

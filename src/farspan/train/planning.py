@@ -30,7 +30,6 @@ from farspan.train.context import (
     Components,
     InspectedModel,
     RunContext,
-    RunState,
     inspect_model,
     torch_dtype,
 )
@@ -45,7 +44,7 @@ from farspan.train.memory import (
     is_unified,
 )
 from farspan.train.oom import Shortage, explain_none_fits, lighter_schedule
-from farspan.train.run_folder import RunFolder
+from farspan.train.run_folder import RunFolder, RunState
 from farspan.train.yaml_config import convert, to_mapping
 
 LOG = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
-"""The run folder: what was asked for, what happened, and who may write here; and what is
-known of a loss or gradient that is not finite.
+"""The run folder: what was asked for, what happened, and who may write here; where a run stands
+between two steps; and what is known of a loss or gradient that is not finite.
 
 config.yaml      the run, with every default written out
 about.json       what it is computed with: the model, the schedule, expected memory
@@ -21,7 +21,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,6 +32,7 @@ from farspan.checkpoint.format import readable
 from farspan.checkpoint.local import (
     CHECKPOINT_LEFTOVER,
     SOURCE,
+    TrainState,
     list_checkpoints,
     named_checkpoints,
 )
@@ -353,3 +354,31 @@ def diagnosis_json(
 
 def _first_bad(tensors: Iterable[tuple[str, Tensor | None]]) -> str | None:
     return next((n for n, t in tensors if t is not None and not torch.isfinite(t).all()), None)
+
+
+def capture_rng() -> dict[str, Tensor]:
+    """The state of torch's generators, uint8: of the CPU and of every GPU in use."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.update({f"cuda:{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())})
+    return states
+
+
+def restore_rng(states: Mapping[str, Tensor], own: torch.device | None = None) -> None:
+    """Sets what `capture_rng` returned, for the devices that are here. `own` is the GPU of a rank:
+    the states are those of rank 0, which computes on the first."""
+    torch.set_rng_state(states["cpu"])
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(count):
+        if f"cuda:{index}" in states:
+            torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
+    if own is not None and (own.index or 0) > 0 and "cuda:0" in states and count > 0:
+        torch.cuda.set_rng_state(states["cuda:0"], own)
+
+
+@dataclass(slots=True)
+class RunState:
+    """Where the run stands between two steps, and where a retried step begins again."""
+
+    at: TrainState = field(default_factory=TrainState)
+    rng: Mapping[str, Tensor] = field(default_factory=capture_rng)

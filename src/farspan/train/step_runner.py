@@ -13,7 +13,7 @@ from farspan.program.layout import group_ranges
 from farspan.sparse.train import hides, marks, other_chunk
 from farspan.spec import Tier, UnsupportedError
 from farspan.train.console import Observer
-from farspan.train.context import CellsDone, RunContext, RunState, StepLike, restore_rng
+from farspan.train.context import CellsDone, RunContext, StepLike
 from farspan.train.memory import Expected, describe_expected, describe_measured, show_bytes
 from farspan.train.oom import (
     NoScheduleFits,
@@ -33,7 +33,7 @@ from farspan.train.planning import (
     named_json,
     plan_json,
 )
-from farspan.train.run_folder import RunFolder
+from farspan.train.run_folder import RunFolder, RunState, restore_rng
 from farspan.train.yaml_config import as_yaml, to_mapping
 
 T = TypeVar("T")
