@@ -3,6 +3,7 @@ devices, and autograd's gradients to 1e-12."""
 
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch import nn
 from farspan.distributed.context import ParallelContext
 from farspan.engine.parallelize import parallelize, sharded_parameters
 from farspan.engine.step import Step
+from farspan.engine.streamed_weights import StreamedWeights
+from farspan.hf.stages import CausalLMStages
+from farspan.memory.host import TooLarge
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.dependencies import Order, waits
 from farspan.program.layout import Layout, Rank
@@ -218,3 +222,19 @@ def test_every_wait_is_needed(layout: Layout) -> None:
         without: Order = dict.fromkeys(orders[index], ())
         with pytest.raises(ProgramError, match="races"):
             check_order(program, (*orders[:index], without, *orders[index + 1 :]))
+
+
+def too_large(layout: Layout) -> str:
+    """What a rank says that has memory for its own weights and half of another's."""
+    model: Any = make_model("qwen2", torch.float32)
+    size = sum(p.nbytes for p in model.parameters())
+    ranks = ParallelContext(layout, CPU)
+    has = patch("farspan.engine.tiers.available_host_bytes", lambda: size + size // 2)
+    with has, pytest.raises(TooLarge) as told:  # weights are counted where they leave a device
+        StreamedWeights(CausalLMStages(model, torch.device("meta")), ranks)
+    return str(told.value)
+
+
+def test_ranks_of_a_machine_add_up_their_weights() -> None:
+    for said in run_ranks(2, too_large, Layout(data=2, fsdp=False)):
+        assert "the model's weights in main memory, on 2 ranks of a machine, needs" in said

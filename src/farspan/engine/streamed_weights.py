@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from farspan.attention.backends import accumulate_dtype
+from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import (
     ParameterSlot,
     ShardedParameters,
@@ -36,7 +37,7 @@ from farspan.distributed.fsdp import (
     gradient_dtype,
 )
 from farspan.engine.gradients import GradientAccumulator
-from farspan.engine.tiers import Arena, CopyEngine
+from farspan.engine.tiers import Arena, CopyEngine, refuse_beyond_together
 from farspan.hf.quantized import (
     BITSANDBYTES,
     elements,
@@ -48,7 +49,6 @@ from farspan.hf.quantized import (
     put_parts,
 )
 from farspan.hf.stages import CausalLMStages
-from farspan.memory.host import refuse_beyond
 from farspan.program import buffer_names as names
 from farspan.program.program import Gather, Program, aligned
 from farspan.program.work import linear_products
@@ -115,7 +115,7 @@ class StreamedWeights:
     """The weights of a model that live in main memory. Unit l is layer l, the last is everything
     outside the layers. Memory for gradients is taken by the first step that has some."""
 
-    def __init__(self, boundary: CausalLMStages) -> None:
+    def __init__(self, boundary: CausalLMStages, ranks: ParallelContext | None = None) -> None:
         """Moves the model to main memory, in place; steps compute on the boundary's device. Raises
         UnsupportedError for a model with parameters that are more than their numbers, or of which
         layers share one."""
@@ -146,16 +146,17 @@ class StreamedWeights:
                 used = empty_like(own, self.device)
                 one.parameters.append(_Streamed(own, used, slots, own.requires_grad))
             one.lay_out()
-        self._move()
+        self._move(ranks)
         for module, name, buffer in _buffers_of(self._model):
             module._buffers[name] = buffer.cpu()
 
-    def _move(self) -> None:
+    def _move(self, ranks: ParallelContext | None) -> None:
         """Have the parameters lie one behind the other. Raises TooLarge."""
         size = sum(aligned(one.size) for one in self._units)
         if self.device.type != "cpu":  # there, pages come as those of the parameters go
             what = "the model's weights in main memory"
-            refuse_beyond(size, what, "use a smaller model, or a machine with more of it")
+            advice = "use a smaller model, or a machine with more of it"
+            refuse_beyond_together(ranks, size, what, advice)
         self._weights.reserve(size)
         start = 0
         for one in self._units:

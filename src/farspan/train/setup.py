@@ -119,7 +119,7 @@ def make_context(
     states = replace(run.optimizer, states=placed.states, disk=disk)
     weights = None
     if streams(run.schedule.apply(Schedule()), world.layout):  # before anything refers to them
-        weights = StreamedWeights(CausalLMStages(model, world.device))
+        weights = StreamedWeights(CausalLMStages(model, world.device), world.ranks)
     room = host_share(run, world)
     return RunContext(
         run=run,
