@@ -240,8 +240,8 @@ GRADIENTS = (
     ),
     Fault(
         "loss: a chunk's share is of the piece before",
-        "gradient[:, span] = dpiece",
-        "gradient[:, : span.stop - span.start] = dpiece",
+        "assert dpiece is not None\n            gradient[:, span] =",
+        "assert dpiece is not None\n            gradient[:, : span.stop - span.start] =",
         ("tests/engine/test_exact.py::test_any_schedule_is_exact",),
     ),
     Fault(
@@ -273,8 +273,8 @@ DOCUMENTS = (
     ),
     Fault(
         "documents: the last token is trained on the next document",
-        "targets[:, :-1].masked_fill_(last, IGNORED)",
-        "targets[:, 1:].masked_fill_(last, IGNORED)",
+        "targets[:, :-1][last] = IGNORED",
+        "targets[:, 1:][last] = IGNORED",
         DOCUMENT,
     ),
     Fault(
@@ -585,6 +585,45 @@ ALLOCATORS = (
     ),
 )
 
+VALUES = (
+    Fault(
+        "values: the backward takes weights that are away",
+        "        self.ledger.fetched.clear()\n",
+        "        pass\n",
+        ("tests/engine/test_values.py::test_weights_in_main_memory",),
+    ),
+    Fault(
+        "values: the last chunk has none",
+        "is_read = is_stored or self.ledger.is_cut",
+        "is_read = is_stored",
+        ("tests/program/test_check.py::test_every_cut_program_passes",),
+    ),
+    Fault(
+        "values: memory that another call took is read",
+        "stands = self.runner.open_forward is self",
+        "stands = True",
+        ("tests/engine/test_values.py::test_memory_that_another_call_took",),
+    ),
+    Fault(
+        "values: each rank trains its own head",
+        "                sharded.ranks.among(*AXES).sum(total)\n",
+        "",
+        ("tests/engine/test_values.py::test_ranks",),
+    ),
+    Fault(
+        "values: a filler's gradient counts",
+        "given * 0 if is_filler else given",
+        "given",
+        ("tests/engine/test_values.py::test_ranks",),
+    ),
+    Fault(
+        "loss: weights of tokens are forgotten by its value",
+        "            losses = (losses * weights.flatten()).sum()\n",
+        "            losses = losses.sum()\n",
+        ("tests/engine/test_values.py::test_a_weighted_sum_in_one_pass",),
+    ),
+)
+
 VERIFY = (
     Fault(
         "verify: an ill-conditioned gradient may be anything",
@@ -596,5 +635,6 @@ VERIFY = (
 
 FAULTS = (
     *(*PROGRAMS, *WINDOWS, *MERGES, *KERNELS, *STATES, *GRADIENTS, *DOCUMENTS),
-    *(*OPTIMIZER, *RESUMES, *RANKS, *SPARSE, *ALLOCATORS, *VERIFY, *PROFILES),
+    *(*OPTIMIZER, *RESUMES, *RANKS, *SPARSE, *ALLOCATORS, *VERIFY, *VALUES),
+    *PROFILES,
 )

@@ -73,8 +73,8 @@ TRUST = (
     ),
     Fault(
         "kernels: torch's switches are not asked again",
-        "key = batch, tokens, evaluation, deterministic, by_cudnn",
-        "key = batch, tokens, evaluation, by_cudnn",
+        "key = batch, tokens, evaluation, is_cut, deterministic, by_cudnn",
+        "key = batch, tokens, evaluation, is_cut, by_cudnn",
         ("tests/engine/test_kernels.py::test_kernels_are_chosen_once",),
     ),
     Fault(
