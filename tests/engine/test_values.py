@@ -285,8 +285,9 @@ def unlike(layout: Layout, schedule: Schedule, *, dealt: bool) -> list[str]:
     team = parallelize(model, schedule, ranks) if dealt else ranks
     step = Step(model, schedule, ranks=team, poison=True, head=reward)
     assert step.sharded_model is not None
-    for update in range(2):
-        data = draw(41 + update, batch=4, documents=3, seed=update)
+    # The last chunk has one token at first, of which only one rank of a sequence has a part.
+    for update, tokens in enumerate((2 * schedule.chunk + 1, 42)):
+        data = draw(tokens, batch=4, documents=3, seed=update)
         total, count = torch.zeros((), dtype=torch.float64), layout.data
         for at in range(count):
             part = Data(*(x[at::count] for x in data))

@@ -241,11 +241,10 @@ class _Replay:
             bank[i.layer] = _Register(i.chunk)
 
     def _cut(self) -> None:
-        """Between the halves of a step others compute, who must find no weights in slots; nothing
-        stays in registers."""
+        """Between the halves of a step others compute: shards are shards, and nothing stays in
+        registers. Slots keep their weights, as all memory of the step."""
         self.memory.need(not self.gathered, f"{self.gathered} are whole")
         self.memory.need(not (self.hidden or self.gradient or self.held), "registers are in use")
-        self.slots.clear()
 
     def _head(self, chunk: int, gradient: bool) -> None:
         layer = len(self.program.model.layers)

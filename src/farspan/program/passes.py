@@ -362,13 +362,8 @@ class GroupPasses(Group):
         if not self.stays_open:
             self.close_first()
         elif self.ledger.is_cut:
-            self._cut()
-
-    def _cut(self) -> None:
-        """The forward ends. What computes in between finds no weights here: they come again."""
-        self.release()
-        self.ledger.fetched.clear()
-        self.ledger.cut = len(self.ledger.instructions)
+            self.release()  # what computes in between has its weights
+            self.ledger.cut = len(self.ledger.instructions)
 
     def _above(self) -> int | None:
         return None if self.stays_open else self.index + 1
