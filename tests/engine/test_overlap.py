@@ -110,7 +110,7 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chosen_pages_come_and_go_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One cell is watched, which reads all keys before it: the same in every step, so that all are
     told the same."""
-    monkeypatch.setattr("farspan.engine.step.watched_cell", lambda i, _: watched_cell(i, 0))
+    monkeypatch.setattr("farspan.engine.runner.watched_cell", lambda i, _: watched_cell(i, 0))
     model = shared_model("qwen2", torch.float32)
     schedule = SPARSE_SCHEDULES[name]
     expected = two_steps(model, Step(model, schedule, poison=True), LONGER)

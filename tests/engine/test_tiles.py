@@ -85,7 +85,7 @@ def test_place_and_order_do_not_change_a_bit(name: str) -> None:
 def test_values_that_nothing_needs_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = shared_model("gemma2"), draw(53)
     skipped = run_step(model, TILED, data)
-    monkeypatch.setattr("farspan.engine.step.unread_outputs", lambda _: frozenset())
+    monkeypatch.setattr("farspan.engine.runner.unread_outputs", lambda _: frozenset())
     assert_same_bits(run_step(model, TILED, data), skipped)
 
 

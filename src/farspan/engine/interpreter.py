@@ -324,11 +324,15 @@ class Interpreter:
     def _value_head(
         self, head: ValueHead, span: slice, hidden: Tensor, *, gradient: bool, is_filler: bool
     ) -> None:
-        targets = self.inputs.targets[:, span]
+        targets, layer = self.inputs.targets[:, span], len(self.boundary.layers)
+        if hidden.shape[1] == 0:  # another rank has all of the chunk
+            if gradient:
+                self.gradient[layer] = hidden
+            return
         if gradient:
             assert self.given is not None
             given = self.given[:, span]
-            self.gradient[len(self.boundary.layers)] = head.gradient(
+            self.gradient[layer] = head.gradient(
                 hidden, targets, given * 0 if is_filler else given, self.gradients, self.own
             )
             return
