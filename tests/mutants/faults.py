@@ -585,45 +585,6 @@ ALLOCATORS = (
     ),
 )
 
-VALUES = (
-    Fault(
-        "values: shards stay whole between the halves",
-        "            self.release()  # what computes in between has its weights\n",
-        "",
-        ("tests/engine/test_values.py::test_ranks",),
-    ),
-    Fault(
-        "values: the last chunk has none",
-        "is_read = is_stored or self.ledger.is_cut",
-        "is_read = is_stored",
-        ("tests/program/test_check.py::test_every_cut_program_passes",),
-    ),
-    Fault(
-        "values: memory that another call took is read",
-        "stands = self.runner.open_forward is self",
-        "stands = True",
-        ("tests/engine/test_values.py::test_memory_that_another_call_took",),
-    ),
-    Fault(
-        "values: each rank trains its own head",
-        "                sharded.ranks.among(*AXES).sum(total)\n",
-        "",
-        ("tests/engine/test_values.py::test_ranks",),
-    ),
-    Fault(
-        "values: a filler's gradient counts",
-        "given * 0 if is_filler else given",
-        "given",
-        ("tests/engine/test_values.py::test_ranks",),
-    ),
-    Fault(
-        "loss: weights of tokens are forgotten by its value",
-        "            losses = (losses * weights.flatten()).sum()\n",
-        "            losses = losses.sum()\n",
-        ("tests/engine/test_values.py::test_a_weighted_sum_in_one_pass",),
-    ),
-)
-
 VERIFY = (
     Fault(
         "verify: an ill-conditioned gradient may be anything",
@@ -635,6 +596,5 @@ VERIFY = (
 
 FAULTS = (
     *(*PROGRAMS, *WINDOWS, *MERGES, *KERNELS, *STATES, *GRADIENTS, *DOCUMENTS),
-    *(*OPTIMIZER, *RESUMES, *RANKS, *SPARSE, *ALLOCATORS, *VERIFY, *VALUES),
-    *PROFILES,
+    *(*OPTIMIZER, *RESUMES, *RANKS, *SPARSE, *ALLOCATORS, *VERIFY, *PROFILES),
 )

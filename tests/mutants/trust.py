@@ -1,5 +1,5 @@
 """Faults in what is believed of files, and in how much work they may ask for; and in what a step
-believes of a model that it has seen, or has in main memory."""
+believes of a model that it has seen, or has in main memory, or has left between its halves."""
 
 from tests.mutants.faults import Fault
 
@@ -197,5 +197,41 @@ TRUST = (
         "module.support_avx512bf16_for_cpu = False",
         "module.support_avx512bf16_for_cpu = True",
         (PACKED + "test_what_evaluates_keeps_its_gradients",),
+    ),
+    Fault(
+        "values: shards stay whole between the halves",
+        "            self.release()  # what computes in between has its weights\n",
+        "",
+        ("tests/engine/test_values.py::test_ranks",),
+    ),
+    Fault(
+        "values: the last chunk has none",
+        "is_read = is_stored or self.ledger.is_cut",
+        "is_read = is_stored",
+        ("tests/program/test_check.py::test_every_cut_program_passes",),
+    ),
+    Fault(
+        "values: memory that another call took is read",
+        "stands = self.runner.open_forward is self",
+        "stands = True",
+        ("tests/engine/test_values.py::test_memory_that_another_call_took",),
+    ),
+    Fault(
+        "values: each rank trains its own head",
+        "                sharded.ranks.among(*AXES).sum(total)\n",
+        "",
+        ("tests/engine/test_values.py::test_ranks",),
+    ),
+    Fault(
+        "values: a filler's gradient counts",
+        "given * 0 if is_filler else given",
+        "given",
+        ("tests/engine/test_values.py::test_ranks",),
+    ),
+    Fault(
+        "loss: weights of tokens are forgotten by its value",
+        "            losses = (losses * weights.flatten()).sum()\n",
+        "            losses = losses.sum()\n",
+        ("tests/engine/test_values.py::test_a_weighted_sum_in_one_pass",),
     ),
 )
