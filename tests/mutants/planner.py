@@ -41,8 +41,8 @@ PLANNER = (
     ),
     Fault(
         "bound: groups' first inputs are counted twice",
-        "inner[k, [first for first, _ in groups]] = 0.0",
-        "inner[k, [first for first, _ in groups]] = 1.0",
+        "inner[k, firsts] = 0.0",
+        "inner[k, firsts] = 1.0",
         ("tests/planner/test_bound.py::test_memory_is_never_overestimated",),
     ),
     Fault(
