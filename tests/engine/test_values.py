@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.distributed.context import ParallelContext
 from farspan.engine.loss import IGNORED, shift_labels
-from farspan.engine.parallelize import parallelize
+from farspan.engine.parallelize import parallelize, sharded_parameters
 from farspan.engine.reference import gradients_of, reference_logits
 from farspan.engine.step import Step
 from farspan.engine.tiers import CopyEngine
@@ -244,14 +244,106 @@ def test_a_second_backward_adds() -> None:
     assert max(errors(gradients(model), {n: 2 * g for n, g in once.items()}).values()) < EXACT
 
 
-def test_weights_that_changed_in_between() -> None:
-    model, data = make_model("qwen2"), draw(TOKENS)
-    step = Step(model, strategy("fpdt", LAYERS, TOKENS))
+BETWEEN = Schedule(chunk=16, groups=2, weights=Tier.HOST, kv=Tier.HOST)
+
+
+@pytest.mark.parametrize("schedule", [BETWEEN, strategy("memo", LAYERS, TOKENS)])
+def test_a_reference_of_the_same_step_between_the_halves(schedule: Schedule) -> None:
+    """Nothing is trained while it computes, and the forward then runs again as it was."""
+    model, data = make_model("qwen2"), draw(TOKENS, batch=2, documents=3)
+    trained = [p for name, p in model.named_parameters() if "q_proj" in name]
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    wanted = gradients_of(model, loss_of(expected(model, data)[0]))
+    step = Step(model, schedule, poison=True)
     found = step.logprobs(*data)
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    assert not step.logprobs(*data).requires_grad
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    loss_of(found).backward()
+    assert max(errors(gradients(model), wanted).values()) < EXACT
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_inputs_that_are_overwritten(again: bool) -> None:
+    model, data = make_model("qwen2"), draw(TOKENS, documents=3)
+    wanted = gradients_of(model, loss_of(expected(model, data)[0]))
+    step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True)
+    given = Data(*(x.clone() for x in data))
+    found = step.logprobs(*given)
+    for tensor in given:
+        tensor.zero_()
+    if again:
+        step.evaluate(*draw(61))
+    loss_of(found).backward()
+    assert max(errors(gradients(model), wanted).values()) < EXACT
+
+
+def test_memory_that_was_given_back() -> None:
+    model, data = make_model("qwen2"), draw(TOKENS)
+    wanted = gradients_of(model, loss_of(expected(model, data)[0]))
+    step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True)
+    found = step.logprobs(*data)
+    step.release()
+    loss_of(found).backward()
+    assert max(errors(gradients(model), wanted).values()) < EXACT
+
+
+def test_a_frozen_model_under_a_head_that_is_trained() -> None:
+    model, data = make_model("qwen2"), draw(TOKENS, batch=2)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    reward = Reward(model.config.hidden_size)
+    wanted = gradients_of(reward, rewards(model, reward, data).pow(2).sum())
+    step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True, head=reward)
+    step.values(data.input_ids).pow(2).sum().backward()
+    assert max(errors(gradients(reward), wanted).values()) < EXACT
+
+
+def change_weight(model: Any, _: Any) -> None:
+    model.lm_head.weight.mul_(1.1)
+
+
+def change_head(_: Any, reward: Any) -> None:
+    reward.layer.bias.mul_(1.1)
+
+
+def change_module(model: Any, _: Any) -> None:
+    model.model.norm.variance_epsilon = 0.05
+
+
+def said_of(change: Any, layout: Layout | None, *, dealt: bool = False) -> str:
+    """What a backward says after a change of the model or its head."""
+    model, data = make_model("qwen2"), draw(TOKENS)
+    reward, schedule = Reward(model.config.hidden_size), strategy("fpdt", LAYERS, TOKENS)
+    team: Any = None if layout is None else ParallelContext(layout, CPU)
+    if dealt:
+        team = parallelize(model, schedule, team)
+    step = Step(model, schedule, head=reward, ranks=team)
+    found = step.values(data.input_ids)
     with torch.no_grad():
-        model.lm_head.weight.mul_(1.1)
-    with pytest.raises(RuntimeError, match="have changed since the forward"):
+        if dealt:  # as an optimizer does, which has shards
+            next(iter(sharded_parameters(team).trained.values())).mul_(1.1)
+        else:
+            change(model, reward)
+    with pytest.raises(RuntimeError) as told:
         found.sum().backward()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("change", [change_weight, change_head, change_module])
+def test_a_model_that_changed_in_between(change: Any) -> None:
+    assert "has changed since the forward" in said_of(change, None)
+
+
+@pytest.mark.parametrize("dealt", [False, True])
+def test_a_model_of_ranks_that_changed_in_between(*, dealt: bool) -> None:
+    said = run_ranks(2, partial(said_of, dealt=dealt), change_weight, Layout(ulysses=2))
+    assert all("has changed since the forward" in text for text in said)
 
 
 def test_what_is_refused() -> None:
@@ -259,6 +351,10 @@ def test_what_is_refused() -> None:
     step = Step(model, strategy("fpdt", LAYERS, TOKENS))
     with pytest.raises(UnsupportedError, match="temperature: expected a number above 0"):
         step.logprobs(*data, temperature=0.0)
+    with pytest.raises(UnsupportedError, match="temperature: expected a number above 0"):
+        step.logprobs(*data, temperature=torch.ones(2))  # type: ignore[call-overload]
+    with pytest.raises(UnsupportedError, match="labels: expected the shape of input_ids"):
+        step(data.input_ids, data.input_ids[..., None].expand(-1, -1, 2))
     with pytest.raises(UnsupportedError, match="head: this Step has none"):
         step.values(data.input_ids)
     with pytest.raises(UnsupportedError, match="weights: expected a tensor of the shape"):
@@ -268,6 +364,39 @@ def test_what_is_refused() -> None:
     wrong = Step(model, strategy("fpdt", LAYERS, TOKENS), head=lambda hidden, _: hidden.sum())
     with pytest.raises(UnsupportedError, match=r"head: expected values \[\d+, k\]"):
         wrong.values(data.input_ids)
+    width = model.config.hidden_size
+    drawing = nn.Sequential(nn.Dropout(0.5), nn.Linear(width, 1, dtype=torch.float64))
+    inner = Inner(model.model.layers[1].mlp)
+    for head, schedule, match in (
+        (drawing, strategy("fpdt", LAYERS, TOKENS), "head: its dropout at 0 cannot be repeated"),
+        (inner, BETWEEN, "head: it uses a decoder layer"),
+    ):
+        with pytest.raises(UnsupportedError, match=match):
+            Step(model, schedule, head=head).values(data.input_ids)
+
+
+class Inner(nn.Module):
+    """A head that takes a module out of a layer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, hidden: Tensor, _: Tensor) -> Tensor:
+        found: Tensor = self.module(hidden)
+        return found
+
+
+def test_tokens_of_another_dtype_and_a_result_that_is_written() -> None:
+    model, data = make_model("qwen2"), draw(TOKENS)
+    wanted = gradients_of(
+        model, expected(model, replace(data, labels=data.input_ids))[0][:, 9:].sum()
+    )
+    step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True)
+    found = step.logprobs(data.input_ids.int())
+    found[:, :9] = 0.0
+    found.sum().backward()
+    assert max(errors(gradients(model), wanted).values()) < EXACT
 
 
 def rewards(model: Any, reward: nn.Module, data: Data) -> Tensor:

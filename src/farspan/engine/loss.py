@@ -48,8 +48,10 @@ def make_inputs(
     document_ids: Tensor | None,
     vocab: int,
     weights: Tensor | None = None,
+    *,
+    several: bool = False,
 ) -> StepInputs:
-    """Check the inputs and derive what the cells need; labels may be several ids a token, [batch,
+    """Check the inputs and derive what the cells need. Labels may be `several` ids a token, [batch,
     tokens, k]. Raises UnsupportedError naming the argument."""
     for name, value in (("input_ids", input_ids), ("labels", labels)):
         if not isinstance(value, Tensor):
@@ -57,7 +59,7 @@ def make_inputs(
                 f"{name}: expected a tensor [batch, tokens], got {type(value).__name__}"
             )
     _check_tokens(input_ids, vocab)
-    _check_labels(labels, input_ids, vocab)
+    _check_labels(labels, input_ids, vocab, several=several)
     starts = None if document_ids is None else document_starts(document_ids, input_ids)
     tokens = input_ids.shape[1]
     places = torch.arange(tokens, device=input_ids.device)[None]
@@ -128,8 +130,8 @@ def _check_tokens(input_ids: Tensor, vocab: int) -> None:
         )
 
 
-def _check_labels(labels: Tensor, input_ids: Tensor, vocab: int) -> None:
-    if labels.shape[:2] != input_ids.shape or labels.ndim > 3:
+def _check_labels(labels: Tensor, input_ids: Tensor, vocab: int, *, several: bool) -> None:
+    if labels.shape[:2] != input_ids.shape or labels.ndim > 2 + several:
         raise UnsupportedError(
             f"labels: expected the shape of input_ids {tuple(input_ids.shape)}, got "
             f"{tuple(labels.shape)}; labels are not shifted, the step shifts them"

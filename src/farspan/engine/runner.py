@@ -148,6 +148,7 @@ class ProgramRunner:
 
     def release(self) -> None:
         """Give the arenas' memory back; the next step takes it again."""
+        self.open_forward = None
         for arena in self.arenas.values():
             arena.release()
         if self.weights is not None:
@@ -242,6 +243,12 @@ class ProgramRunner:
         if isinstance(function, nn.Module):
             found = tuple(p for p in function.parameters() if p.requires_grad)
         own = tuple(p for p in found if not any(p is other for other in outer))
+        inside = {id(p) for p in self.boundary.layers.parameters()}
+        if any(id(p) in inside for p in own) and (self.weights or self.sharded_model):
+            raise UnsupportedError(
+                "head: it uses a decoder layer, whose weights are elsewhere while the head runs; "
+                "use what lies outside the layers, such as model.lm_head, or a module of its own"
+            )
         plain = None
         if function == LogProbs() and targets.ndim == 2:
             plain = LossHead(self.boundary, 1, piece, outer, self._fused)
@@ -325,8 +332,9 @@ class OpenForward:
         """Adds to `.grad` the gradient of what has this gradient of the values."""
         if self.marks() != self.was:
             raise RuntimeError(
-                "step: weights, or what is trained, have changed since the forward of these "
-                "values; call backward before the optimizer's step, or ask for the values again"
+                "step: the model has changed since the forward of these values (its weights, "
+                "modules, what is trained, or train and eval mode); call backward before that, "
+                "or ask for the values again"
             )
         stands = self.runner.open_forward is self
         if not stands:
@@ -386,7 +394,7 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _: Tensor, values: Tensor, of: OpenForward) -> Tensor:
         ctx.of = of
-        return values.view_as(values)
+        return values.clone()  # which may be written in place
 
     @staticmethod
     @once_differentiable

@@ -27,6 +27,7 @@ from farspan.hf.unsupported import (
     context_limit,
     refuse_context,
     refuse_dropout,
+    refuse_dropout_of_head,
     refuse_model,
     refuse_places,
     refuse_untrained,
@@ -285,9 +286,9 @@ class Step(ProgramRunner):
         result, and gradients are summed over replicas along `data`. Raises RuntimeError in a
         backward after the weights have changed, and UnsupportedError as a step does.
         """
-        if not temperature > 0:
-            raise UnsupportedError(f"temperature: expected a number above 0, got {temperature}")
-        labels = input_ids if labels is None else labels
+        if not isinstance(temperature, int | float) or not temperature > 0:
+            raise UnsupportedError(f"temperature: expected a number above 0, got {temperature!r}")
+        labels = input_ids.long() if labels is None else labels
         found = self._values(LogProbs(temperature, entropy), input_ids, labels, document_ids)
         asked = found[..., : found.shape[2] - entropy]
         logprobs = asked if labels.ndim == 3 else asked[..., 0]
@@ -312,7 +313,7 @@ class Step(ProgramRunner):
                 f"targets: expected a tensor [batch, tokens, ...] as long as input_ids "
                 f"{tuple(input_ids.shape)}, got {tuple(getattr(targets, 'shape', ()))}"
             )
-        return self._values(self.head, input_ids, input_ids, document_ids, targets=targets)
+        return self._values(self.head, input_ids, input_ids.long(), document_ids, targets=targets)
 
     def program(self, batch: int, tokens: int, *, evaluation: bool = False) -> Program:
         """The program that a step of this shape runs."""
@@ -403,19 +404,15 @@ class Step(ProgramRunner):
         labels: Tensor,
         document_ids: Tensor | None,
         weights: Tensor | None = None,
+        *,
+        several: bool = False,
     ) -> StepInputs:
         if self._state() != self._described and self.sharded_model is not None:
             raise UnsupportedError(
                 "model: dtype, requires_grad or train/eval mode changed after sharding; set them "
                 "before parallelize"
             )
-        moved = self.weights is not None and not self.weights.is_of(self.boundary)
-        if self._state() != self._described or moved:
-            with torch.inference_mode(False):  # of an evaluation: cells are run with a graph
-                self.model_spec = self._describe()
-            self._described = self._state()
-        elif self._shells_of is not None and self._shells_of != fingerprint(self.boundary):
-            self._fuse()
+        self._refresh()
         if torch.is_autocast_enabled(self.boundary.device.type):
             raise UnsupportedError(
                 "autocast: the program is planned for one dtype; call the step outside autocast, "
@@ -427,12 +424,24 @@ class Step(ProgramRunner):
             ):
                 value = given if isinstance(given, Tensor) else repr(given)
                 self.sharded_model.ranks.refuse_unlike(name, value, *SEQUENCE, "pipeline")
-        inputs = make_inputs(input_ids, labels, document_ids, self.model_spec.vocab, weights)
+        inputs = make_inputs(
+            input_ids, labels, document_ids, self.model_spec.vocab, weights, several=several
+        )
         longest = int(inputs.position_ids.max()) + 1
         if self._limit is not None and longest > self._limit:
             refuse_context(self.boundary.model.config, longest)
         self.boundary.settle(self._longest(longest))
         return inputs
+
+    def _refresh(self) -> None:
+        """Have all that is known of the model be of the model as it is now."""
+        moved = self.weights is not None and not self.weights.is_of(self.boundary)
+        if self._state() != self._described or moved:
+            with torch.inference_mode(False):  # of an evaluation: cells are run with a graph
+                self.model_spec = self._describe()
+            self._described = self._state()
+        elif self._shells_of is not None and self._shells_of != fingerprint(self.boundary):
+            self._fuse()
 
     def _longest(self, mine: int) -> int:
         """Of all replicas, whose sequences are one batch to the model."""
@@ -467,24 +476,39 @@ class Step(ProgramRunner):
         document_ids: Tensor | None,
         targets: Tensor | None = None,
     ) -> Tensor:
-        own = function.parameters() if isinstance(function, nn.Module) else ()
-        parameters = *self.boundary.model.parameters(), *own
-        trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-        self._refuse_changed(trains=trains)
-        inputs = self._inputs(input_ids, labels, document_ids)
+        own: list[nn.Parameter] = []
+        if isinstance(function, nn.Module):
+            refuse_dropout_of_head(function)
+            own = list(function.parameters())
+        trained = any(p.requires_grad for p in self.boundary.model.parameters())
+        trains = torch.is_grad_enabled() and (trained or any(p.requires_grad for p in own))
+        self._refuse_changed(trains=trains and trained)
+        several = targets is None
+        inputs = self._inputs(input_ids, labels, document_ids, several=several)
+        # The caller may write into its own before the backward reads them.
+        inputs = replace(inputs, input_ids=input_ids.clone())
         if targets is not None:
-            inputs = replace(inputs, targets=targets)
+            inputs = replace(inputs, targets=targets.clone())
 
         def prepared() -> PreparedProgram:
+            self._refresh()
             self.boundary.settle(self._longest(int(inputs.position_ids.max()) + 1))
             return self.prepared(*input_ids.shape, evaluation=not trains, is_cut=trains)
 
-        return OpenForward(self, prepared(), inputs, function, self._marks, prepared).values()
+        def marks() -> object:
+            return self._marks(own)
 
-    def _marks(self) -> object:
+        return OpenForward(self, prepared(), inputs, function, marks, prepared).values()
+
+    def _marks(self, own: list[nn.Parameter]) -> object:
         """What is another where weights, or what is trained, have changed since."""
-        parameters = self.boundary.model.parameters() if self.sharded_model is None else ()
-        return self._state(), [parameter._version for parameter in parameters]
+        sharded = self.sharded_model
+        parameters = (
+            self.boundary.model.parameters() if sharded is None else sharded.sharded.parameters()
+        )
+        found = *(parameters.values() if isinstance(parameters, dict) else parameters), *own
+        versions = [getattr(p, "_local_tensor", p)._version for p in found]
+        return self._state(), fingerprint(self.boundary), versions, [p.requires_grad for p in own]
 
 
 def _written(

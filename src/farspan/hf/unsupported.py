@@ -100,6 +100,16 @@ def refuse_dropout(model: PreTrainedModel) -> None:
                 )
 
 
+def refuse_dropout_of_head(head: nn.Module) -> None:
+    """The same of what is called on hidden states in pieces, and again in the backward."""
+    for name, module in head.named_modules():
+        if module.training and any(probability > 0 for _, probability in _dropouts(module)):
+            raise UnsupportedError(
+                f"head: its dropout at {name or type(module).__name__} cannot be repeated when the "
+                "head is computed again; set it to 0, or call head.eval()"
+            )
+
+
 def refuse_adapters(model: nn.Module) -> None:
     """Raises UnsupportedError for adapters of PEFT that do more than change modules within a causal
     LM, such as a model's own forward that adds to the loss: a step calls the causal LM alone."""
