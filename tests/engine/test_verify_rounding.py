@@ -107,8 +107,8 @@ def lose_of_earlier_keys(patch: pytest.MonkeyPatch) -> None:
 def move_a_border(patch: pytest.MonkeyPatch) -> None:
     """One document of one row begins a token late, for attention."""
 
-    def make(*arguments: Any) -> StepInputs:
-        batch = make_inputs(*arguments)
+    def make(*arguments: Any, **options: Any) -> StepInputs:
+        batch = make_inputs(*arguments, **options)
         assert batch.documents is not None
         first, *others = batch.documents
         moved = (first[0], first[1] + 1, *first[2:])
