@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import farspan
-from farspan.version import VERSION
+from farspan.spec import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 # What takes longer to import than all of farspan's own planning.

@@ -23,12 +23,12 @@ ORDER = (
     {"sparse"},
     {"distributed"},
     {"attention", "activations"},
-    {"kernels"},
+    {"kernels", "losses"},
     {"planner"},
     {"program"},
     {"formatting"},
     {"memory"},
-    {"durable", "spec", "lazy", "version"},
+    {"durable", "spec", "lazy"},
 )
 # Sparse attention is one package, whose upper parts are the engine's and the run's: the longest
 # name that a module begins with says where it stands.
@@ -44,7 +44,7 @@ INSIDE = {
 HEIGHT = {layer: -row for row, layers in enumerate(ORDER) for layer in layers}
 TORCH_FREE = (
     *("__init__", "formatting", "lazy", "memory", "planner", "profile", "program"),
-    *("report", "spec", "version"),
+    *("report", "spec"),
 )
 TORCH = ("torch", "transformers")
 SEAM = "farspan.lazy"  # the only module that may import by name

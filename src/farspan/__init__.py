@@ -4,8 +4,8 @@ from farspan import memory
 from farspan.lazy import attributes
 from farspan.program.layout import Layout
 from farspan.program.strategies import strategy
+from farspan.spec import VERSION as __version__
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
-from farspan.version import VERSION as __version__
 
 Refused = UnsupportedError  # its name of before, for code that catches it
 

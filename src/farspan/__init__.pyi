@@ -7,9 +7,9 @@ from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.planner.api import plan
 from farspan.program.layout import Layout
 from farspan.program.strategies import strategy
+from farspan.spec import VERSION as __version__
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from farspan.train.hf_trainer import LongContext, Trainer
-from farspan.version import VERSION as __version__
 
 Refused = UnsupportedError
 

@@ -11,6 +11,8 @@ from enum import StrEnum
 from operator import itemgetter
 from typing import TypeVar, dataclass_transform
 
+VERSION = "0.1.0"
+
 T = TypeVar("T")
 
 

@@ -23,10 +23,10 @@ from farspan import cli
 from farspan.cli.verify import base_schedule
 from farspan.durable import WriteFailed
 from farspan.program.strategies import strategy
+from farspan.spec import VERSION
 from farspan.train.config import RunConfig, ScheduleConfig
 from farspan.train.step_runner import PlanComparison
 from farspan.train.trainer import TrainingResult
-from farspan.version import VERSION
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2",

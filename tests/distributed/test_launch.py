@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from farspan.distributed.run_context import LaunchEnv, launch_env, process_group
-from farspan.version import VERSION
+from farspan.spec import VERSION
 from tests.distributed.launched import launch
 from tests.ranks import run_ranks
 

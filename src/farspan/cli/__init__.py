@@ -12,8 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from farspan.lazy import load
-from farspan.spec import UnsupportedError
-from farspan.version import VERSION
+from farspan.spec import VERSION, UnsupportedError
 
 RUN_FILES = (".yaml", ".yml")
 Settings = Annotated[

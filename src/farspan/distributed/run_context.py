@@ -26,8 +26,7 @@ from farspan.distributed.failure import (
 )
 from farspan.durable import WriteFailed
 from farspan.program.layout import ALONE, AXES, Layout, Rank
-from farspan.spec import UnsupportedError
-from farspan.version import VERSION
+from farspan.spec import VERSION, UnsupportedError
 
 # Set by torchrun, and by any launcher that uses `env://`.
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
