@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.dependencies import Lane, Order, Wait, waits
 from farspan.program.program import Allocate, Evict, Fetch, Free, Program
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.spec import ModelSpec, RunSpec, Schedule
+from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 from tests.grids import examples
 from tests.oracles.check_order import check_order
 from tests.oracles.contents import ProgramError
@@ -21,6 +21,7 @@ Step = tuple[ModelSpec, RunSpec, Schedule]
 
 @settings(max_examples=examples(80))
 @given(steps())
+@example((model_of(2), RunSpec(1, 1), Schedule(chunk=1, boundary_inputs=Tier.DEVICE, kv_kept=True)))
 def test_nothing_races(step: Step) -> None:
     for build in (build_program, build_evaluation, partial(build_program, is_cut=True)):
         program = build(*step)
