@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import trl
+from packaging.version import Version
 from torch import Tensor
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer
 from trl.experimental.orpo import ORPOTrainer
@@ -23,6 +25,10 @@ pytest.importorskip("trl")
 
 
 ROWS, TOKENS = 4, 9
+# What a trainer's loss reads is its own affair, and was otherwise before.
+of_trl = pytest.mark.skipif(
+    Version(trl.__version__) < Version("1.16"), reason="TRL's losses read other fields"
+)
 
 
 def tokens(seed: int) -> Tensor:
@@ -95,6 +101,7 @@ def pair(rows: Tensor) -> losses.Pair:
     return chosen, rejected
 
 
+@of_trl
 def test_dpo_is_trl_s() -> None:
     policy, reference = tokens(0), tokens(1)
     found = losses.dpo(pair(losses.sums(policy)), pair(losses.sums(reference)), beta=0.3)
@@ -123,6 +130,7 @@ def test_orpo_is_trl_s(near: float) -> None:
     assert relative_error(found, -theirs) < 4 * torch.finfo(torch.float32).eps
 
 
+@of_trl
 def test_kto_is_trl_s() -> None:
     policy, reference, desirable = tokens(0), tokens(1), torch.tensor([1, 0, 0, 1])
     other, other_reference = tokens(2), tokens(3)
@@ -150,6 +158,7 @@ def test_kto_is_trl_s() -> None:
     assert relative_error(found.mean(), theirs.double()) < EXACT
 
 
+@of_trl
 def test_grpo_is_trl_s() -> None:
     policy, old, reference = tokens(0), tokens(1), tokens(2)
     advantages = torch.tensor([1.0, -0.5, 0.3, -1.2], dtype=torch.float64)

@@ -133,6 +133,7 @@ WHOLE: dict[str, Any] = {"fsdp": False}
         exhaustive(Layout(pipeline=2, ulysses=2, **WHOLE), [*FEW, *DEALT]),
         (Layout(ulysses=2), DEALT),  # shards
         exhaustive(Layout(data=2), MORE_DEALT),
+        exhaustive(Layout(data=4), DEALT),
         exhaustive(Layout(pipeline=2, data=2), MORE_DEALT),
         exhaustive(Layout(tensor=2), MORE_DEALT[2:3]),
     ],

@@ -290,7 +290,7 @@ def test_a_step_that_cannot_begin_leaves_the_model_whole(monkeypatch: pytest.Mon
     def fail(*_: object) -> None:
         raise MemoryError("stop")
 
-    monkeypatch.setattr(step, "interpreter", fail)
+    monkeypatch.setattr(step, "_interpreter", fail)
     with pytest.raises(MemoryError, match="stop"):
         step(*DATA)
     after = dict(other.named_parameters())

@@ -359,7 +359,7 @@ def test_what_is_refused() -> None:
         step.values(data.input_ids)
     with pytest.raises(UnsupportedError, match="weights: expected a tensor of the shape"):
         step(*data, weights=torch.ones(3))
-    with pytest.raises(UnsupportedError, match="weights: expected finite"):
+    with pytest.raises(UnsupportedError, match="weights: some are not finite"):
         step(*data, weights=torch.full(data.labels.shape, torch.nan))
     wrong = Step(model, strategy("fpdt", LAYERS, TOKENS), head=lambda hidden, _: hidden.sum())
     with pytest.raises(UnsupportedError, match=r"head: expected values \[\d+, k\]"):
@@ -504,3 +504,35 @@ class LogitsMeter(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.ndim and tensor.shape[-1] == VOCAB:
                 self.most = max(self.most, tensor.numel() // VOCAB)
         return out
+
+
+def test_the_fused_loss_weighs_tokens_as_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels that are what PyTorch gives, with the gradient in the place of the logits."""
+
+    def kernel(logits: Tensor, targets: Tensor, *, ignored: int) -> Tensor:
+        return functional.cross_entropy(logits, targets, ignore_index=ignored, reduction="none")
+
+    def in_place(logits: Tensor, targets: Tensor, scale: float, *, ignored: int) -> Tensor:
+        given = logits.clone().requires_grad_()
+        with torch.enable_grad():
+            losses = kernel(given, targets, ignored=ignored)
+            (found,) = torch.autograd.grad(losses.sum() * scale, given)
+        logits.copy_(found)
+        return losses.detach()
+
+    model, data = make_model("qwen2"), draw(TOKENS, batch=2, documents=3)
+    wanted = gradients_of(model, loss_of(expected(model, data)[0]))
+    step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True)
+    monkeypatch.setattr("farspan.engine.loss.fused_for", lambda *_: True)
+    monkeypatch.setattr("farspan.engine.loss.cross_entropy", kernel)
+    monkeypatch.setattr("farspan.engine.loss.cross_entropy_", in_place)
+    step._fused = True
+    loss_of(step.logprobs(*data)).backward()
+    assert max(errors(gradients(model), wanted).values()) < EXACT
+    weights = torch.rand(data.labels.shape, generator=torch.Generator().manual_seed(2)) - 0.5
+    total = -(expected(model, data)[0] * weights).sum()
+    wanted = gradients_of(model, total)
+    model.zero_grad()
+    assert relative_error(step(*data, weights=weights), total) < EXACT
+    assert max(errors(gradients(model), wanted).values()) < EXACT
+    assert relative_error(step.evaluate(*data, weights=weights), total) < EXACT

@@ -1,6 +1,7 @@
 """Work that progress is measured in: MFU's, and what a schedule computes again."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -118,3 +119,23 @@ def test_a_step_that_is_cut_costs_little(groups: int, tokens: int) -> None:
     for tier in Tier:
         before, after = (program.arena_bytes[tier] for program in programs)
         assert after <= 1.02 * before
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "chunks", "percent"),
+    [("Qwen2.5-7B", 131072, 16, 2), ("Qwen2.5-0.5B", 16384, 1, 31)],
+)
+def test_what_a_cut_costs_in_one_group(name: str, tokens: int, chunks: int, percent: int) -> None:
+    """The last chunk runs twice: a little of many, a whole forward of one, as 038 says."""
+    model, run = spec_of(name), RunSpec(1, tokens)
+    kept = 1.0 if chunks > 1 else 0.0
+    groups = len(model.layers)
+    schedule = Schedule(chunk=tokens // chunks, groups=groups, attention_save_fraction=kept)
+    one_pass, cut = (
+        sum(work_of(program, i) for i in program.instructions)
+        for program in (build_program(model, run, schedule, is_cut=cut) for cut in (False, True))
+    )
+    assert round(100 * (cut / one_pass - 1)) == percent
+    words = f"{percent}% of the work of {name}"
+    page = Path(__file__).parents[2] / "docs" / "decisions" / "038-cut-steps.md"
+    assert words in " ".join(page.read_text("utf-8").split())

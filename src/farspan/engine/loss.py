@@ -152,10 +152,11 @@ def _check_weights(weights: Tensor, input_ids: Tensor) -> Tensor:
             f"weights: expected a tensor of the shape of input_ids {tuple(input_ids.shape)}, got "
             f"{found}"
         )
-    if not weights.is_floating_point() or not bool(weights.isfinite().all()):
+    if not weights.is_floating_point():
+        raise UnsupportedError(f"weights: expected floating-point numbers, got {weights.dtype}")
+    if not bool(weights.isfinite().all()):
         raise UnsupportedError(
-            f"weights: expected finite numbers with a point, got {weights.dtype}"
-            + " with some that are not finite" * weights.is_floating_point()
+            "weights: some are not finite; give 0 to a token that is not to be trained"
         )
     return weights.detach()
 
@@ -277,7 +278,7 @@ class LogProbs:
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits [n, V], targets [n, k]: log-probabilities [n, k], 0 where nothing is asked for;
-        with the entropy [n, k + 1]. Raises nothing: targets were checked."""
+        with the entropy [n, k + 1]."""
         wide = logits.to(accumulate_dtype(logits.dtype))
         if self.temperature != 1.0:
             wide = wide / self.temperature

@@ -108,7 +108,7 @@ class ProgramRunner:
     _spared: frozenset[int] = frozenset()  # layers whose last product may be left out
     _running = False
     _steps = 0
-    open_forward: "OpenForward | None" = None  # whose memory stands as it left it
+    _open_forward: "OpenForward | None" = None  # whose memory stands as it left it
 
     @property
     def schedule(self) -> Schedule:
@@ -148,19 +148,19 @@ class ProgramRunner:
 
     def release(self) -> None:
         """Give the arenas' memory back; the next step takes it again."""
-        self.open_forward = None
+        self._open_forward = None
         for arena in self.arenas.values():
             arena.release()
         if self.weights is not None:
             self.weights.release()
 
     def _run(self, prepared: PreparedProgram, inputs: StepInputs, count: int) -> Tensor:
-        gradients = self.accumulator()
-        with self.issuing(prepared.program, gradients):
+        gradients = self._accumulator()
+        with self._issuing(prepared.program, gradients):
             boundary, tokens = self.boundary, self.schedule.loss_chunk_size
             outer = self._outer_parameters()
             head = LossHead(boundary, count, tokens, outer, self._fused)
-            interpreter = self.interpreter(prepared, inputs, head, gradients)
+            interpreter = self._interpreter(prepared, inputs, head, gradients)
             loss = interpreter.run(prepared.orders if self.copies.overlap else None)
             if self.sharded_model is not None:
                 self.sharded_model.ranks.among(*AXES).sum(loss)
@@ -168,13 +168,13 @@ class ProgramRunner:
             self._seen = interpreter.sparse.seen or self._seen
         return loss.to(accumulate_dtype(self.boundary.dtype))
 
-    def accumulator(self) -> GradientAccumulator:
+    def _accumulator(self) -> GradientAccumulator:
         """What the gradients of one backward are added up in."""
         sharded = self.sharded_model
         return GradientAccumulator(None if sharded is None else sharded.reduce)
 
     @contextmanager
-    def issuing(
+    def _issuing(
         self, program: Program, gradients: GradientAccumulator, *, resumes: bool = False
     ) -> Iterator[None]:
         """Memory, weights and lanes are ready inside it; a program that `resumes` has its memory as
@@ -183,7 +183,7 @@ class ProgramRunner:
             raise RuntimeError("step: this Step is already running; use another Step")
         self._running = True
         try:
-            self.open_forward = None
+            self._open_forward = None
             if not resumes:
                 self._reserve(program)
             self._adding.gradients = gradients
@@ -210,7 +210,7 @@ class ProgramRunner:
             self._adding.gradients = None
             self._running = False
 
-    def interpreter(
+    def _interpreter(
         self,
         prepared: PreparedProgram,
         inputs: StepInputs,
@@ -236,7 +236,7 @@ class ProgramRunner:
             weights=self.weights,
         )
 
-    def value_head(self, function: LogProbs | HeadFunction, targets: Tensor) -> ValueHead:
+    def _value_head(self, function: LogProbs | HeadFunction, targets: Tensor) -> ValueHead:
         """The head that gives a function's values; weights are where they are while it runs."""
         outer, piece = self._outer_parameters(), self.schedule.loss_chunk_size
         found: tuple[nn.Parameter, ...] = ()
@@ -324,7 +324,7 @@ class OpenForward:
             values = self._of_all_ranks()
         if not program.cut:
             return values
-        self.was, self.runner.open_forward = self.marks(), self
+        self.was, self.runner._open_forward = self.marks(), self
         found: Tensor = _Values.apply(values.new_zeros(0, requires_grad=True), values, self)
         return found
 
@@ -336,7 +336,7 @@ class OpenForward:
                 "modules, what is trained, or train and eval mode); call backward before that, "
                 "or ask for the values again"
             )
-        stands = self.runner.open_forward is self
+        stands = self.runner._open_forward is self
         if not stands:
             LOG.info("step: another call came before this backward, so the forward runs again")
             self.prepared = self.again()
@@ -347,14 +347,14 @@ class OpenForward:
 
     @contextmanager
     def _begun(self) -> Iterator[None]:
-        runner, self.gradients = self.runner, self.runner.accumulator()
-        with runner.issuing(self.prepared.program, self.gradients):
-            head = runner.value_head(self.function, self.inputs.targets)
-            self.interpreter = runner.interpreter(self.prepared, self.inputs, head, self.gradients)
+        runner, self.gradients = self.runner, self.runner._accumulator()
+        with runner._issuing(self.prepared.program, self.gradients):
+            head = runner._value_head(self.function, self.inputs.targets)
+            self.interpreter = runner._interpreter(self.prepared, self.inputs, head, self.gradients)
             yield
 
     def _resumed(self) -> AbstractContextManager[None]:
-        return self.runner.issuing(self.prepared.program, self.gradients, resumes=True)
+        return self.runner._issuing(self.prepared.program, self.gradients, resumes=True)
 
     def _orders(self) -> tuple[Order, ...] | None:
         return self.prepared.orders if self.runner.copies.overlap else None
