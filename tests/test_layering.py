@@ -36,7 +36,6 @@ INSIDE = {
     "sparse.engine": "engine",
     "sparse.verify": "engine",
     "sparse.train": "train",
-    "sparse.planner": "planner",
     # What a cell takes is read by builder and planner.
     "sparse.sizes": "program",
     "profile": "program",

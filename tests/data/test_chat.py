@@ -11,7 +11,7 @@ import psutil
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from farspan.data import rendering
+from farspan.data import token_cache
 from farspan.data.config import DataConfig, SourceKind
 from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.formats import UNTRAINED
@@ -335,12 +335,12 @@ def test_a_template_has_limits(
 ) -> None:
     """Of time and memory, at the record that meets them; nothing of its process is left."""
     if "MiB" in words:  # 1 GiB of new pages took up to 1.5 s of CPU, most of it the system's
-        monkeypatch.setattr(rendering, "CPU_SECONDS", 30.0)
+        monkeypatch.setattr(token_cache, "CPU_SECONDS", 30.0)
     bomb = f"{{% if messages[-1].content == 'bomb' %}}{template}{{% endif %}}{TURNS}"
     begin, before = sum(os.times()[:4]), set(psutil.Process().children())
     with pytest.raises(UnsupportedError, match=f"line 2: the chat template {words}"):
         build(bomb, CHAT, [*CHAT, {"role": "assistant", "content": "bomb"}])
-    assert sum(os.times()[:4]) - begin < rendering.CPU_SECONDS + 1
+    assert sum(os.times()[:4]) - begin < token_cache.CPU_SECONDS + 1
     gc.collect()  # the reading that was given up
     assert set(psutil.Process().children()) <= before
 

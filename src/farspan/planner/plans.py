@@ -1,7 +1,8 @@
 """What to run: the best plan of all strategies, and the longest context of each."""
 
+import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,12 +24,19 @@ from farspan.planner.memo_lp import with_alpha
 from farspan.planner.prices import rates_of
 from farspan.planner.remedies import remedies_of
 from farspan.planner.request import Fit, Plan, Question, Remedy, of_whole, with_room
-from farspan.planner.search import TOLERANCE, chosen, gap, lightest, search, with_pieces
-from farspan.planner.space import MOST_CELLS, thriftiest, whole_space
+from farspan.planner.search import (
+    TOLERANCE,
+    SearchEffort,
+    chosen,
+    gap,
+    lightest,
+    search,
+    with_pieces,
+)
+from farspan.planner.space import MOST_CELLS, chunk_sizes, thriftiest, whole_space
 from farspan.program.layout import Layout, group_ranges, refuse_together
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
-from farspan.sparse.planner import best_sparse, longest_sparse
-from farspan.spec import RunSpec, Schedule, Tier, UnsupportedError
+from farspan.spec import RunSpec, Schedule, Sparse, Tier, UnsupportedError
 
 FINEST = 64  # the longest context is found to within 1 / FINEST of itself
 LEAST = 1024  # tokens
@@ -54,7 +62,7 @@ def best_plan(
     of schedules, searched for about `seconds` of `search.SearchEffort`. A plan that does not leave
     the question's margin is taken where none does. If nothing fits, the plan that misses by the
     least, with what breaks first and a change that would help. With `question.sparse` see
-    `farspan.sparse.planner`. Raises UnsupportedError.
+    `best_sparse`. Raises UnsupportedError.
     """
     refuse_layout(question)
     if question.run.tokens > MOST_TOKENS:
@@ -418,3 +426,114 @@ def _candidates(question: Question, name: str) -> list[Schedule]:
     others = [other for other in STRATEGIES if other != GROUPED]
     named = [named_schedule(question, other, MOST_NAMED) for other in others]
     return candidates + [schedule for schedule in named if _runs(schedule, question.layout)]
+
+
+# -- with page-sparse attention --------------------------------------------------------------------
+#
+# The dense search's schedules, priced as what they become. Sparse attention takes a little more
+# memory than dense and less time, so that what fits dense nearly always fits sparse. The order of
+# their times is another where chunks differ: queries see all of their own, so that dense attention
+# gains by a wide chunk and sparse attention loses. Where the whole space is asked for, all are
+# therefore priced with narrower chunks as well. No bound is derived for any of it, so none is
+# claimed.
+
+WITHOUT = Remedy("without --sparse", same=False, means="exact attention")
+NARROWING = 4.0  # seconds of `SearchEffort` that narrower chunks are looked for
+
+
+def best_sparse(
+    question: Question,
+    search: Callable[[Question], Sequence[Plan]],
+    remedies_for: Callable[[Plan], tuple[Remedy, ...]],
+) -> Plan:
+    """The best with `question.sparse` of the schedules that `search` finds for dense attention;
+    where none fits, with what would help: dense attention where that fits, or `remedies_for` it.
+
+    Raises UnsupportedError, also for several devices.
+    """
+    sparse = _sparse_of(question)
+    dense = search(replace(question, sparse=None))
+    plans = [_best_form(question, plan, sparse) for plan in dense]
+    # Where nothing fits, narrower chunks do not either: the dense search went through them.
+    if any(plan.strategy == GROUPED for plan in dense) and any(plan.fits for plan in plans):
+        plans = [p for p in plans if p.strategy != GROUPED] + _grouped(question, plans)
+    best, others = chosen(plans)
+    if best.fits:
+        return replace(best, reason=reason_of(best, others), alternatives=others)
+    remedies = (WITHOUT,) if any(plan.fits for plan in dense) else remedies_for(best)
+    return replace(best, reason=breaks_first(best), remedies=remedies, alternatives=others)
+
+
+def longest_sparse(
+    question: Question, search: Callable[[Question], dict[str, Plan]], least: int, finest: int
+) -> dict[str, Plan]:
+    """By strategy, the plan at the longest context that fits, looked for from what fits with dense
+    attention downwards in steps of 1 / `finest` of it."""
+    sparse, found = _sparse_of(question), {}
+    for name, plan in search(replace(question, sparse=None)).items():
+        tokens = plan.question.run.tokens
+        while tokens >= least:
+            asked = replace(question, run=RunSpec(question.run.batch, tokens))
+            best = _best_form(asked, plan, sparse)
+            if best.fits:
+                found[name] = _grouped(asked, [best])[-1] if name == GROUPED else best
+                break
+            tokens -= max(least, tokens // finest)
+    return found
+
+
+def _best_form(question: Question, plan: Plan, sparse: Sparse) -> Plan:
+    forms = _forms(plan.schedule, sparse)
+    return min((evaluate(question, plan.strategy, form) for form in forms), key=Plan.rank)
+
+
+def _grouped(question: Question, plans: Sequence[Plan]) -> list[Plan]:
+    """Of these plans, and of them with narrower chunks, the one to choose, and last the fastest
+    where that is another: every strategy is a point of the space."""
+    known = [*plans, *_narrower(question, plans)]
+    best, fastest = chosen(known)[0], min(known, key=Plan.rank)
+    found = [best] if best is fastest else [best, fastest]
+    found = [replace(plan, strategy=GROUPED) for plan in found]
+    return with_pieces(found, NARROWING / 4) if best.fits else found
+
+
+def _narrower(question: Question, plans: Sequence[Plan]) -> list[Plan]:
+    """The plans with their chunks halved for as long as that is better, down to the finest chunk
+    that is searched; the best first, since a long sequence leaves no time for all."""
+    sparse, found = _sparse_of(question), list[Plan]()
+    finest = max(sparse.page, min(chunk_sizes(question)))
+    heap = [(plan.rank(), place, plan) for place, plan in enumerate(plans)]
+    heapq.heapify(heap)
+    effort = SearchEffort(NARROWING)
+    while heap and not effort.is_spent:
+        rank, place, plan = heapq.heappop(heap)
+        half = plan.schedule.chunk // 2
+        if half < finest:
+            continue
+        schedule = replace(plan.schedule, chunk=sparse.whole_pages(half))
+        sized = size(question, schedule)
+        effort.build(sized.programs)
+        effort.time(sized.programs)
+        narrow = evaluate(question, GROUPED, schedule, sized)
+        if narrow.rank() < rank:
+            found.append(narrow)
+            heapq.heappush(heap, (narrow.rank(), place, narrow))
+    return found
+
+
+def _sparse_of(question: Question) -> Sparse:
+    assert question.sparse is not None
+    if question.layout.devices() > 1:
+        raise UnsupportedError(
+            "sparse: planned for one device so far; give --gpus 1, or leave --sparse out"
+        )
+    return question.sparse
+
+
+def _forms(schedule: Schedule, sparse: Sparse) -> Iterator[Schedule]:
+    """A dense schedule with sparse attention: as it is, its chunk rounded up to pages, and with
+    attention computed again, which costs less than it did."""
+    form = schedule.with_sparse(sparse)
+    yield form
+    if schedule.attention_save_fraction and not schedule.activation_save_fraction:
+        yield replace(form, attention_save_fraction=0.0)
