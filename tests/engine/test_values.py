@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForSequenceClassification
 
 from farspan.distributed.context import ParallelContext
 from farspan.engine.loss import IGNORED, shift_labels
@@ -205,6 +206,29 @@ def test_a_head_of_one_s_own() -> None:
     for gradient in wanted_gradients.values():
         gradient *= 2  # both backwards add
     assert max(errors(gradients(both), wanted_gradients).values()) < EXACT
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_model_that_classifies(streams: bool) -> None:
+    """A reward model: its head for whole sequences is read at the last token."""
+    config = make_model("qwen2").config
+    config.num_labels, config.pad_token_id = 2, 0
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config).double().train()
+    data = draw(TOKENS, batch=2)
+    ids = data.input_ids.clamp(min=1)
+    wanted = model(input_ids=ids).logits
+    wanted_gradients = gradients_of(model, wanted.pow(2).sum())
+    schedule = strategy("fpdt", LAYERS, TOKENS)
+    if streams:
+        schedule = replace(schedule, weights=Tier.HOST)
+    step = Step(model, schedule, poison=True, head=lambda hidden, _: model.score(hidden))
+    found = step.values(ids)[:, -1]
+    assert relative_error(found, wanted) < EXACT
+    found.pow(2).sum().backward()
+    assert max(errors(gradients(model), wanted_gradients).values()) < EXACT
+    with pytest.raises(UnsupportedError, match=r"has a head for whole sequences, and no logits"):
+        step.logprobs(ids)
 
 
 def test_an_evaluation_without_gradients() -> None:

@@ -269,25 +269,34 @@ class LossHead:
 HeadFunction = Callable[[Tensor, Tensor], Tensor]
 
 
+# Of a token's distribution, by its scaled logits [n, V], their log-probabilities and the first id
+# that is asked for [n]; named as in TRL. All but the entropy are without a gradient.
+STATISTICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "entropy": lambda _, normal, __: -(normal.exp() * normal).sum(-1),
+    "log_sum_sq_probs": lambda _, normal, __: (2 * normal.detach()).logsumexp(-1),
+    "mean_logits": lambda wide, _, __: wide.detach().mean(-1),
+    "is_top1": lambda wide, _, target: wide.detach().argmax(-1) == target,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class LogProbs:
     """What is wanted of each token's distribution, by its logits."""
 
     temperature: float = 1.0  # by which logits are divided
-    entropy: bool = False  # is it the last value?
+    statistics: tuple[str, ...] = ()  # of STATISTICS, the last values
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits [n, V], targets [n, k]: log-probabilities [n, k], 0 where nothing is asked for;
-        with the entropy [n, k + 1]."""
+        behind them the statistics, [n, 1] each."""
         wide = logits.to(accumulate_dtype(logits.dtype))
         if self.temperature != 1.0:
             wide = wide / self.temperature
         normal = wide.log_softmax(-1)
         asked = targets != IGNORED
         found = normal.gather(1, targets.where(asked, 0)).where(asked, 0)
-        if not self.entropy:
-            return found
-        return torch.cat((found, -(normal.exp() * normal).sum(-1, keepdim=True)), 1)
+        further = (STATISTICS[name](wide, normal, targets[:, 0]) for name in self.statistics)
+        return torch.cat((found, *(values[:, None].to(found.dtype) for values in further)), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,12 +308,12 @@ class ValueHead:
     piece: int  # tokens whose logits exist at one time
     parameters: tuple[nn.Parameter, ...]  # trained outside the layers
     own: tuple[nn.Parameter, ...]  # that the function brings
-    # Where the values are the labels' log-probabilities, what computes them as a step's losses.
+    # Where the first value is the label's log-probability, what computes it as a step's loss.
     plain: LossHead | None
 
     def values(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """[B, C, k] of hidden [B, C, h] and targets [B, C, ...]."""
-        if self.plain is not None:
+        if self.plain is not None and self.function == LogProbs():
             return -self.plain.losses(hidden, targets)[..., None]
         with torch.no_grad():
             spans = pieces_of(hidden, self.piece, self.boundary.vocab)
@@ -318,14 +327,15 @@ class ValueHead:
         gradients: GradientAccumulator,
         own: GradientAccumulator,
     ) -> Tensor:
-        """That of hidden, by that of the values [B, C, k]; dW go to `gradients` and `own`."""
-        if self.plain is not None:
+        """That of hidden, by that of the values [B, C, k], or of the first of them [B, C, 1]; dW go
+        to `gradients` and `own`."""
+        if self.plain is not None and given.shape[2] == 1:
             return self.plain.loss_and_gradient(hidden, targets, -given[..., 0], gradients)[1]
         gradient = torch.zeros_like(hidden)
         for span in pieces_of(hidden, self.piece, self.boundary.vocab):
             piece = hidden[:, span].detach().requires_grad_()
             with torch.enable_grad():
-                values = self._of(piece, targets[:, span])
+                values = self._of(piece, targets[:, span])[..., : given.shape[2]]
             if not values.requires_grad:
                 continue
             wanted = piece, *self.parameters, *self.own

@@ -146,12 +146,13 @@ class ProgramRunner:
         """What the arenas hold at present."""
         return {tier: arena.nbytes for tier, arena in self.arenas.items()}
 
-    def release(self) -> None:
-        """Give the arenas' memory back; the next step takes it again."""
+    def release(self, *tiers: Tier) -> None:
+        """Give the arenas' memory back, of these tiers or, without any, of all; the next step takes
+        it again."""
         self._open_forward = None
-        for arena in self.arenas.values():
-            arena.release()
-        if self.weights is not None:
+        for tier in tiers or self.arenas:
+            self.arenas[tier].release()
+        if self.weights is not None and not tiers:
             self.weights.release()
 
     def _run(self, prepared: PreparedProgram, inputs: StepInputs, count: int) -> Tensor:
@@ -250,7 +251,8 @@ class ProgramRunner:
                 "use what lies outside the layers, such as model.lm_head, or a module of its own"
             )
         plain = None
-        if function == LogProbs() and targets.ndim == 2:
+        is_plain = isinstance(function, LogProbs) and function.temperature == 1
+        if is_plain and targets.ndim == 2:
             plain = LossHead(self.boundary, 1, piece, outer, self._fused)
         return ValueHead(self.boundary, function, piece, outer, own, plain)
 
@@ -341,6 +343,10 @@ class OpenForward:
             LOG.info("step: another call came before this backward, so the forward runs again")
             self.prepared = self.again()
         with self._resumed() if stands else self._begun():
+            head = self.interpreter.head
+            assert isinstance(head, ValueHead)
+            if head.plain is not None and given.shape[2] > 1 and not bool(given[..., 1:].any()):
+                given = given[..., :1]  # statistics were looked at alone
             self.interpreter.given = given
             self.interpreter.run(self._orders())
             self._close_own()

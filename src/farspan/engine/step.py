@@ -154,7 +154,8 @@ class Step(ProgramRunner):
         found = next(filter(covers, self._plans), None)
         if found is None:
             self.release()  # what is free now is planned with
-            found = self._planner(self.boundary.model, run, self._wanted)
+            with torch.inference_mode(False), torch.enable_grad():  # backwards are measured
+                found = self._planner(self.boundary.model, run, self._wanted)
             self._plans.append(found)
         if found.schedule is not self._schedule:
             self._programs.clear()
@@ -289,7 +290,8 @@ class Step(ProgramRunner):
         if not isinstance(temperature, int | float) or not temperature > 0:
             raise UnsupportedError(f"temperature: expected a number above 0, got {temperature!r}")
         labels = input_ids.long() if labels is None else labels
-        found = self._values(LogProbs(temperature, entropy), input_ids, labels, document_ids)
+        function = LogProbs(temperature, ("entropy",) * entropy)
+        found = self._values(function, input_ids, labels, document_ids)
         asked = found[..., : found.shape[2] - entropy]
         logprobs = asked if labels.ndim == 3 else asked[..., 0]
         return (logprobs, found[..., -1]) if entropy else logprobs

@@ -201,9 +201,12 @@ def _refuse_lost_gradients(stages: CausalLMStages) -> None:
 
 
 def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
-    """Its logits, and how often it attended."""
+    """Its logits, or what its head for whole sequences reads, and how often it attended."""
     dense = ProbeAttention()
     with answering(dense):
+        if stages.classifies:
+            seen: Tensor = stages.decoder(input_ids=ids, use_cache=False).last_hidden_state
+            return seen, dense.calls
         out = stages.model(input_ids=ids, use_cache=False)
     name = type(stages.model).__name__
     if not isinstance(getattr(out, "logits", None), Tensor) or out.logits.ndim != 3:
@@ -287,8 +290,8 @@ def _run_staged(stages: CausalLMStages, ids: Tensor, whole: Tensor) -> list[Laye
             hidden = stages.run_layer(dense.layer, before, call)
         if dense.layer not in dense.seen:
             dense.seen[dense.layer] = _unattending(stages, before, dense.layer, call)
-    _refuse_mixing(stages, "run layer by layer", stages.logits(hidden), whole)
-    pieces = [stages.logits(hidden[:, start:stop]) for start, stop in pairwise((0, CUT, TOKENS))]
+    _refuse_mixing(stages, "run layer by layer", stages.read(hidden), whole)
+    pieces = [stages.read(hidden[:, start:stop]) for start, stop in pairwise((0, CUT, TOKENS))]
     _refuse_mixing(stages, "given its head in pieces", torch.cat(pieces, dim=1), whole)
     return [dense.seen[layer] for layer in range(len(stages.layers))]
 

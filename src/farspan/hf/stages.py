@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from farspan.distributed.tensor_plan import layer_signature
 from farspan.hf.unsupported import chooses_by_length, refuse_adapters, settled
@@ -355,9 +356,26 @@ class CausalLMStages:
         """One decoder layer on a chunk, [B, C, hidden] in and out."""
         return run_layer(self.running[index], hidden, call)
 
+    @property
+    def classifies(self) -> bool:
+        """Is its head one for a whole sequence, such as that of a reward model?"""
+        return isinstance(self.model, GenericForSequenceClassification)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head on the output of the top layer: [B, T, hidden] to [B, T, vocab]."""
+        """Final norm and head on the output of the top layer: [B, T, hidden] to [B, T, vocab].
+        Raises UnsupportedError where a model classifies."""
+        if self.classifies:
+            raise UnsupportedError(
+                f"model: {type(self.model).__name__} has a head for whole sequences, and no logits "
+                "of each token; give Step(..., head=lambda hidden, _: model.score(hidden)) and "
+                "call values"
+            )
         return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=True))
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """What the output of the top layer becomes for each token: logits, or what a head for whole
+        sequences reads."""
+        return self.final(hidden) if self.classifies else self.logits(hidden)
 
     def final(self, hidden: Tensor) -> Tensor:
         """What the head reads: the final norm of the output of the top layer, [B, T, hidden]."""

@@ -1,22 +1,39 @@
 """transformers' Trainer, whose steps are farspan's.
 
-    class LongSFTTrainer(farspan.LongContext, SFTTrainer): ...
+    class LongDPOTrainer(farspan.LongContext, DPOTrainer): ...
 
 Everything but the forward and backward stays the Trainer's: data, optimizer, schedule of the rate,
-clipping, logging, callbacks and checkpoints."""
+clipping, logging, callbacks and checkpoints. The loss of a plain Trainer is a step's, in one pass.
+TRL's trainers compute their own, and their metrics, from what their model returns: the forward of
+that model is replaced by a step's values, whose backward is the rest of the step.
+"""
 
 import copy
+import functools
+import inspect
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers import Trainer as HuggingFaceTrainer
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from farspan.engine.loss import IGNORED, document_starts, trained_token_count
+from farspan.engine.loss import (
+    IGNORED,
+    STATISTICS,
+    HeadFunction,
+    LogProbs,
+    document_starts,
+    shift_labels,
+    trained_token_count,
+)
 from farspan.engine.step import Step
+from farspan.hf.unsupported import rope_types
 from farspan.program.strategies import AUTO
 from farspan.spec import Kernels, Schedule, Tier, UnsupportedError
 
@@ -33,7 +50,8 @@ _ARGUMENTS = {
     "use_liger_kernel": (False, "farspan has kernels of its own, which `kernels` chooses"),
     "activation_offloading": (False, "the schedule says what goes to main memory"),
     "label_smoothing_factor": (0.0, "the loss is the plain one"),
-    "loss_type": ("nll", "the loss is the plain one"),
+    "loss_type": ("nll", "the loss is the plain one; newer releases of TRL have others"),
+    "cast_lm_head_to_fp32": (False, "logits are computed in the dtype of the weights"),
     "neftune_noise_alpha": (None, "a recomputed cell would draw other noise"),
     "deepspeed": (None, "its engine would run the backward itself"),
     "fsdp": (None, "several GPUs share a model in `torchrun -m farspan train`"),
@@ -48,6 +66,24 @@ _IN_BACKWARD = ("lomo", "layerwise")
 _PLAIN = {("transformers.trainer", "Trainer"), ("trl.trainer.sft_trainer", "SFTTrainer")}
 # What of another Trainer is not called.
 _REPLACED = ("training_step", "prediction_step", "_get_num_items_in_batch")
+# Trainers of TRL that compute their loss from what their model returns for each token, and in which
+# release they began to ask it for that alone.
+_BY_VALUES = (
+    "SFTTrainer",
+    "DPOTrainer",
+    "KTOTrainer",
+    "RewardTrainer",
+    "GRPOTrainer",
+    "RLOOTrainer",
+)
+_FUSED, _SINCE = "add_fused_lm_head", "1.16"
+# Of those with a reference, where they take its log-probabilities if these were computed before.
+_REFERENCE = {
+    "DPOTrainer": ("ref_chosen_logps", "ref_rejected_logps"),
+    "KTOTrainer": ("ref_logps", "ref_KL_logps"),
+}
+
+_Predicted = tuple[Tensor | None, Tensor | None, Tensor | None]  # loss, outputs, labels
 
 
 class LongContext:
@@ -59,6 +95,11 @@ class LongContext:
     autocast that a configuration turns on by itself (TRL's bf16) to the dtype of the weights, each
     with a line of log. Raises UnsupportedError, when it is made or at the first step, for what
     would be computed otherwise than is asked. `schedule` is as in `farspan.Step`.
+
+    Before TRL's SFT, DPO, KTO, Reward, GRPO and RLOO trainers the losses and metrics are those of
+    TRL's own code. A reference model, and the model without its adapters, run by the same schedule;
+    DPO's and KTO's reference is asked before the model, whose forward then stands until its
+    backward. Generation, of GRPO and RLOO, is the model's own.
     """
 
     # What the other Trainer's class has of its own in place of `compute_loss`, `training_step` or
@@ -70,6 +111,9 @@ class LongContext:
     model: Any
     optimizer: Any
     current_gradient_accumulation_steps: int
+    ref_model: Any  # and of TRL's
+    precompute_ref_logps: bool
+    _prepare_inputs: Callable[..., dict[str, Any]]
 
     def __init__(
         self,
@@ -78,17 +122,37 @@ class LongContext:
         kernels: Kernels | None = None,
         **kwargs: Any,
     ) -> None:
-        self._refuse_other_methods()
+        self._by_values = _asks_for_values(type(self))
+        if not self._by_values:
+            self._refuse_other_methods()
         self._schedule = schedule
         self._kernels = kernels
+        self._forwards: list[_Forward] = []
         super().__init__(*args, **kwargs)
-        if self._on_host():  # the accelerator places batches and states as well
-            self.accelerator.device_placement = False
-        self._step: Step | None = None
-        self._stepped: Any = None  # the model that it is of
+        self._one_pass: Step | None = None
+        self._one_pass_of: Any = None  # the model that it is of
         self._refuse_other_arguments()
         self._leave_checkpointing()
         self._leave_autocast()
+        if self._by_values:
+            self._replace_forwards()
+
+    def _replace_forwards(self) -> None:
+        if self._forwards:
+            return
+        for model in (self.model, getattr(self, "ref_model", None)):
+            if model is not None:
+                self._forwards.append(_Forward(model, self._step_of, self._forwards))
+        for forward in self._forwards:  # of equal weights a reference then has the same bits
+            forward.head = self._forwards[0].head
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's accelerator, which leaves a model in main memory that is to stay there, and
+        every forward as it is."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator.native_amp = False
+        if self._on_host():  # it would place batches and states as well
+            self.accelerator.device_placement = False
 
     def training_step(
         self,
@@ -98,10 +162,15 @@ class LongContext:
     ) -> Tensor:
         """Loss of one batch, over the trained tokens of all batches of the update; gradients are
         in `.grad`."""
+        if self._by_values:
+            self._refuse_other_arguments()  # somebody may have changed them since
+            own: Any = super()
+            loss: Tensor = own.training_step(model, inputs, num_items_in_batch)
+            return loss
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        batch = _batch(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
+        batch = _batch(self._prepare_inputs(inputs), self.model.config)
         trained = trained_token_count(batch[1], batch[2]) * self.current_gradient_accumulation_steps
         if num_items_in_batch is not None:
             trained = int(num_items_in_batch)
@@ -112,18 +181,48 @@ class LongContext:
         model: nn.Module,
         inputs: dict[str, Any],
         prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,  # noqa: ARG002 - there are no outputs to choose from
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        ignore_keys: list[str] | None = None,
+    ) -> "_Predicted":
         """Loss of one batch. Raises UnsupportedError where outputs are wanted: a vocabulary wide
         row for every token is what a long sequence has no room for."""
-        if not prediction_loss_only:
+        rewards = any(forward.classifies for forward in self._forwards)
+        if not prediction_loss_only and not rewards:
             raise UnsupportedError(
                 "outputs: evaluation returns only the loss; leave out compute_metrics and predict, "
                 "or set prediction_loss_only=True"
             )
+        if self._by_values:
+            own: Any = super()
+            found: _Predicted = own.prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys
+            )
+            return found
         model.eval()
-        batch = _batch(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
+        batch = _batch(self._prepare_inputs(inputs), self.model.config)
         return self._farspan().evaluate(*batch).detach(), None, None
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **keywords: Any) -> Any:
+        """The Trainer's own. A reference's log-probabilities are computed first and handed to it:
+        between the model's forward and its backward they would take the memory in which the forward
+        stands, and it would run again."""
+        compute = super().compute_loss  # type: ignore[misc]
+        names = next(
+            (_REFERENCE[k.__name__] for k in type(self).__mro__ if k.__name__ in _REFERENCE), ()
+        )
+        if not self._by_values or not names or self.precompute_ref_logps:
+            return compute(model, inputs, *args, **keywords)
+        asked = self.model if self.ref_model is None else self.ref_model
+        found = zip(names, self.compute_ref_log_probs(asked, inputs), strict=True)
+        self.precompute_ref_logps = True
+        try:
+            return compute(model, {**inputs, **dict(found)}, *args, **keywords)
+        finally:
+            self.precompute_ref_logps = False
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
+        """TRL's own, which it may also ask for all data as it is made."""
+        self._replace_forwards()
+        return super().compute_ref_log_probs(model, inputs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(
         self, batch_samples: list[dict[str, Any]], device: torch.device
@@ -131,17 +230,22 @@ class LongContext:
         """Trained tokens of all batches of an update: what its loss is divided by."""
         if not batch_samples or "labels" not in batch_samples[0]:
             return None
-        counts = (trained_token_count(*_batch(inputs)[1:]) for inputs in batch_samples)
+        counts = (
+            trained_token_count(*_batch(inputs, self.model.config)[1:]) for inputs in batch_samples
+        )
         return torch.tensor(sum(counts), device=device)
 
     def _farspan(self) -> Step:
         self._refuse_other_arguments()  # somebody may have changed them since
         # `model_init`, and a search for hyperparameters, put another model in the place of one.
-        if self._step is None or self._stepped is not self.model:
-            device = self.args.device if self._on_host() else None
-            self._step = Step(self.model, self._schedule, kernels=self._kernels, device=device)
-            self._stepped = self.model
-        return self._step
+        if self._one_pass is None or self._one_pass_of is not self.model:
+            self._one_pass = self._step_of(self.model)
+            self._one_pass_of = self.model
+        return self._one_pass
+
+    def _step_of(self, model: nn.Module, head: HeadFunction | None = None) -> Step:
+        device = self.args.device if self._on_host() else None
+        return Step(model, self._schedule, kernels=self._kernels, device=device, head=head)
 
     def _on_host(self) -> bool:
         return isinstance(self._schedule, Schedule) and self._schedule.weights is Tier.HOST
@@ -155,15 +259,16 @@ class LongContext:
         """Raises UnsupportedError where the class computes another loss, as far as can be seen."""
         kinds = type(self).__mro__
         behind = kinds[kinds.index(LongContext) + 1 :]
-        for name, asked in ("compute_loss", kinds), *((name, behind) for name in _REPLACED):
+        others = [kind for kind in kinds if kind is not LongContext]
+        for name, asked in ("compute_loss", others), *((name, behind) for name in _REPLACED):
             for kind in asked:
                 if name not in vars(kind) or (kind.__module__, kind.__name__) in _PLAIN:
                     continue
                 if kind.__module__.partition(".")[0] == "trl":
                     raise UnsupportedError(
-                        f"{name}: TRL's {kind.__name__} has a loss of its own, which a step does "
-                        "not compute: it knows the mean cross-entropy over labels; of TRL's "
-                        "trainers use SFTTrainer"
+                        f"{name}: TRL's {kind.__name__} has a loss of its own, from what its model "
+                        f"does not return here; use one of {', '.join(_BY_VALUES)} of TRL {_SINCE} "
+                        "or newer, or call Step.logprobs and farspan.losses in a loop of your own"
                     )
                 if not self.plain_loss:
                     raise UnsupportedError(
@@ -173,6 +278,8 @@ class LongContext:
 
     def _refuse_other_arguments(self) -> None:
         for name, (needed, instead) in _ARGUMENTS.items():
+            if name == "loss_type" and self._by_values:
+                continue
             given = getattr(self.args, name, needed)
             off = given is None or not (given or needed)  # False, 0 and no name all say so
             if given != needed and not off and (name, given) not in _AS_GOOD:
@@ -228,12 +335,110 @@ class LongContext:
         self.accelerator.native_amp = False
 
 
+class _Forward:
+    """Takes the place of the forward of a model that TRL gave a fused head, or of one that
+    classifies: what that returns for each token, or sequence, a step computes."""
+
+    def __init__(
+        self,
+        model: Any,
+        step_of: Callable[[nn.Module, HeadFunction], Step],
+        beside: "list[_Forward]",
+    ) -> None:
+        """`beside` are all of a Trainer, which use the same memory in turn."""
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._own = base.forward
+        self._function = getattr(self._own, "__func__", None)
+        told = inspect.getclosurevars(self._function).nonlocals if self._function else {}
+        self._model, self._base, self._step_of, self._beside = model, base, step_of, beside
+        self._step: Step | None = None
+        self.classifies = "outputs" not in told
+        if self.classifies:
+            self.head: HeadFunction = self._score
+        else:
+            further = tuple(name for name in told["outputs"] if name != "log_probs")
+            unknown = set(further) - STATISTICS.keys()
+            if unknown:
+                raise UnsupportedError(
+                    f"outputs: TRL asks for {min(unknown)} of each token, which a step does not "
+                    f"know; use TRL {_SINCE}"
+                )
+            self.head = LogProbs(told["temperature"], further)
+        functools.update_wrapper(self, self._own)
+        base.forward = self
+
+    def __call__(self, *args: Any, fused_lm_head: bool = False, **inputs: Any) -> Any:
+        if not fused_lm_head and not self.classifies:  # generation
+            return self._own(*args, **inputs)
+        if args or inputs.get("shift_labels") is not None:
+            raise UnsupportedError("forward: a step needs input_ids and labels by these names")
+        unread = ("use_cache", "shift_labels", "margin")
+        count = inputs.pop("num_items_in_batch", None)
+        inputs = {name: value for name, value in inputs.items() if name not in unread}
+        return self._rewards(inputs) if self.classifies else self._log_probs(inputs, count)
+
+    def _log_probs(self, inputs: dict[str, Any], count: Any) -> Any:
+        """What TRL's fused head returns, [batch, tokens - 1] each."""
+        ids, labels, documents = _batch(inputs, self._base.config)
+        targets = shift_labels(labels, documents)
+        mask = targets[:, :-1] != IGNORED
+        assert isinstance(self.head, LogProbs)
+        values = self._values(ids, targets, documents)[:, :-1].where(mask[..., None], 0)
+        found = dict(zip(("log_probs", *self.head.statistics), values.unbind(-1), strict=True))
+        if "is_top1" in found:
+            found["is_top1"] = found["is_top1"] != 0
+        total = mask.sum().clamp(min=1) if count is None else count
+        assert self._function is not None
+        output = self._function.__globals__["FusedCausalLMOutput"]
+        return output(loss=-found["log_probs"].sum() / total, label_mask=mask, **found)
+
+    def _rewards(self, inputs: dict[str, Any]) -> SequenceClassifierOutputWithPast:
+        """Logits [batch, labels] of each sequence, at its last token that is no padding."""
+        if inputs.pop("labels", None) is not None:
+            raise UnsupportedError("labels: a reward model has a loss of pairs; leave labels out")
+        ids, _, documents = _batch({**inputs, "labels": inputs["input_ids"]}, self._base.config)
+        values = self._values(ids, None, documents)
+        padding = self._base.config.get_text_config().pad_token_id
+        if padding is None and len(ids) > 1:
+            raise UnsupportedError(
+                f"pad_token_id: {type(self._base).__name__} has none, by which it finds where a "
+                "sequence ends; set model.config.pad_token_id"
+            )
+        places = torch.arange(ids.shape[1], device=ids.device)
+        last = places[-1:] if padding is None else (places * (ids != padding)).argmax(1)
+        rows = torch.arange(len(ids), device=ids.device)
+        return SequenceClassifierOutputWithPast(logits=values[rows, last])
+
+    def _score(self, hidden: Tensor, _: Tensor) -> Tensor:
+        found: Tensor = self._base.score(hidden)
+        return found
+
+    def _values(self, *inputs: Tensor | None) -> Tensor:
+        for other in self._beside:
+            if other is not self and other._step is not None:
+                other._step.release(Tier.DEVICE)
+        if self._step is None:
+            self._step = self._step_of(self._model, self.head)
+        return self._step.values(*inputs)  # type: ignore[arg-type]
+
+
+def _asks_for_values(kind: type) -> bool:
+    """Does this trainer of TRL compute its loss from what its model returns for each token?"""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] == "trl" and base.__name__ in _BY_VALUES:
+            return base.__name__ == "RewardTrainer" or hasattr(sys.modules[base.__module__], _FUSED)
+    return False
+
+
 class Trainer(LongContext, HuggingFaceTrainer):
     """`transformers.Trainer`, with `schedule` beside its own arguments, as in `farspan.Step`."""
 
 
-def _batch(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs, labels and documents, [batch, tokens] each, of what a collator made."""
+def _batch(
+    inputs: Mapping[str, Any], config: PretrainedConfig
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Inputs, labels and documents, [batch, tokens] each, of what a collator made for a model of
+    this configuration."""
     unknown = {k for k, v in inputs.items() if v is not None} - _READ - _IMPLIED
     if unknown:
         raise UnsupportedError(f"inputs: a step does not read {sorted(unknown)[0]}; leave it out")
@@ -263,6 +468,11 @@ def _batch(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
                 f"{list(mask.shape)}"
             )
         read = mask != 0
+        if positions is None and not rope_types(config) and not bool(read[:, 0].all()):
+            raise UnsupportedError(
+                f"attention_mask: {config.model_type} has no RoPE, and left padding would move its "
+                "tokens' positions; pad right, or have the collator return position_ids"
+            )
         labels = labels.masked_fill(~read, IGNORED)
         begins[:, 1:] = read[:, 1:] != read[:, :-1]
     if positions is not None:
