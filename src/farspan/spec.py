@@ -46,6 +46,47 @@ class Quantization(StrEnum):
     NF4 = "nf4"  # four bits, and eight for each block of 64 (bitsandbytes, double quantisation)
 
 
+class LossKind(StrEnum):
+    """What a step trains. All but `sft` are computed from log-probabilities of the whole sequence,
+    whose gradient is then the rest of the step (`Step.logprobs`)."""
+
+    SFT = "sft"  # a mean of token losses, in one pass
+    DPO = "dpo"
+    IPO = "ipo"
+    ORPO = "orpo"
+    KTO = "kto"
+    GRPO = "grpo"
+    DISTILL = "distill"
+
+
+class Reference(StrEnum):
+    """Where a loss has log-probabilities of another model from."""
+
+    NONE = "none"
+    FROZEN = "frozen"  # a second copy of the weights, evaluated each step
+    ADAPTERS_OFF = "adapters-off"  # the same weights without their adapters, evaluated each step
+    STORED = "stored"  # with the data
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a step trains, and beside what."""
+
+    kind: LossKind = LossKind.SFT
+    reference: Reference = Reference.NONE
+    ids: int = 1  # of a token that have log-probabilities; more than one only in distillation
+
+    @property
+    def is_cut(self) -> bool:
+        """Does the backward begin when all log-probabilities are there?"""
+        return self.kind is not LossKind.SFT
+
+    @property
+    def evaluates(self) -> bool:
+        """Does each step run its reference forward?"""
+        return self.reference in (Reference.FROZEN, Reference.ADAPTERS_OFF)
+
+
 class AttentionKernel(StrEnum):
     """Who computes attention on a CUDA GPU. Named ones are for comparisons: `auto` is fastest."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from farspan.engine.loss import make_inputs
 from farspan.engine.memory import LiveStorage, PeakMemory, estimate_memory, refuse_too_large
 from farspan.engine.step import Step
-from farspan.planner.evaluate import INPUT_BYTES
+from farspan.planner.states import INPUT_BYTES
 from farspan.program.program import made_bytes
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError

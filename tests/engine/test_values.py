@@ -16,6 +16,7 @@ from farspan.distributed.context import ParallelContext
 from farspan.engine.loss import IGNORED, shift_labels
 from farspan.engine.parallelize import parallelize, sharded_parameters
 from farspan.engine.reference import gradients_of, reference_logits
+from farspan.engine.runner import StepMemory
 from farspan.engine.step import Step
 from farspan.engine.tiers import CopyEngine
 from farspan.hf.probe import Float64Mode
@@ -256,6 +257,33 @@ def test_memory_that_another_call_took(caplog: pytest.LogCaptureFixture) -> None
         (loss_of(first) + loss_of(second)).backward()
     assert "the forward runs again" in caplog.text
     assert max(errors(gradients(model), wanted).values()) < EXACT
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_steps_that_take_turns_in_one_memory(
+    between: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reference before the forward takes nothing of it; between the halves its memory."""
+    model, data = make_model("qwen2"), draw(TOKENS)
+    step = Step(model, strategy("fpdt", LAYERS, TOKENS), poison=True)
+    other, narrow = make_model("llama"), strategy("oomb", LAYERS, TOKENS)
+    reference = Step(other, narrow, poison=True, memory=step.memory)
+    wanted = gradients_of(model, loss_of(expected(model, data)[0]))
+    found = step.logprobs(*data) if between else None
+    with torch.no_grad():
+        known = reference.logprobs(*data)
+    found = step.logprobs(*data) if found is None else found
+    with caplog.at_level("INFO", "farspan.engine.runner"):
+        loss_of(found).backward()
+    assert relative_error(known, expected(other, data)[0]) < EXACT
+    assert ("the forward runs again" in caplog.text) is between
+    assert max(errors(gradients(model), wanted).values()) < EXACT
+
+
+def test_memory_of_another_device_is_refused() -> None:
+    there = StepMemory.on(torch.device("meta"))
+    with pytest.raises(UnsupportedError, match=r"^memory: it is of a step on meta, this one"):
+        Step(make_model("qwen2"), Schedule(chunk=16), memory=there)
 
 
 def test_a_second_backward_adds() -> None:

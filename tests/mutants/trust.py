@@ -212,7 +212,7 @@ TRUST = (
     ),
     Fault(
         "values: memory that another call took is read",
-        "stands = self.runner._open_forward is self",
+        "stands = self.runner.memory.open_forward is self",
         "stands = True",
         ("tests/engine/test_values.py::test_memory_that_another_call_took",),
     ),

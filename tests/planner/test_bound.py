@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +15,18 @@ from farspan.planner.prices import Prices
 from farspan.planner.request import Optimizer, Question
 from farspan.planner.search import CellMoments
 from farspan.planner.timeline import run_time
-from farspan.program.builder import build_program
+from farspan.program.builder import build_evaluation, build_program
 from farspan.program.layout import Layout
-from farspan.spec import LayerWork, ModelSpec, RunSpec, Schedule, Tier
+from farspan.spec import (
+    LayerWork,
+    LossKind,
+    ModelSpec,
+    Objective,
+    Reference,
+    RunSpec,
+    Schedule,
+    Tier,
+)
 from tests.grids import examples
 from tests.planner.machines import slow_machine
 from tests.program.cases import dense, steps
@@ -90,6 +100,37 @@ def test_bounds_hold(step: Step, overlap: bool) -> None:
     floor = least(frames)
     assert (floor.device <= found.device).all()
     assert (floor.host <= found.host).all()
+
+
+LOSSES = st.builds(
+    Objective, st.sampled_from([LossKind.DPO, LossKind.ORPO]), st.sampled_from(Reference)
+)
+
+
+@settings(max_examples=examples(150))
+@given(STEPS, st.booleans(), LOSSES)
+def test_bounds_hold_of_losses_of_log_probabilities(
+    step: Step, overlap: bool, loss: Objective
+) -> None:
+    """Of a step cut behind the head, and of the forward of its reference."""
+    question, schedule, frames = framed(step, overlap=overlap, loss=loss)
+    found, tiers = peaks(frames), tiers_of(schedule)
+    what = question.model, question.run, schedule
+    program = build_program(*what, is_cut=True)
+    total = run_time(Prices(question, program, together=overlap), overlap=overlap).total
+    if loss.evaluates:
+        forward = Prices(question, build_evaluation(*what), together=overlap)
+        total += run_time(forward, overlap=overlap).total
+    bound = seconds(frames)[0, 0, tiers]
+    assert bound <= total * (1 + CLOSE)
+    assert overlap or bound == pytest.approx(total, rel=CLOSE)
+    states = frames.cuts.held[0].on_host
+    assert found.host[0, 0, tiers] - states <= program.arena_bytes[Tier.HOST]
+    arena = found.device[0, 0, tiers] - fixed(frames)[0, 0, 0]
+    assert arena <= program.arena_bytes[Tier.DEVICE]
+    sized = size(question, schedule)
+    assert found.device[0, 0, tiers] <= sized.device.total
+    assert found.host[0, 0, tiers] <= sized.host.total
 
 
 @settings(max_examples=examples(60))

@@ -22,10 +22,17 @@ from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.request import SHARE, Optimizer, Plan, Question
 from farspan.profile.catalog import presets
 from farspan.program.strategies import AUTO, STRATEGIES
-from farspan.report.plan import contexts_view, drive_json, plan_view
+from farspan.report.plan import contexts_view, drive_json, loss_json, plan_view
 from farspan.report.tables import show
 from farspan.report.timeline import timeline_json
-from farspan.spec import Quantization, Tier, UnsupportedError, dtype_name
+from farspan.spec import (
+    LossKind,
+    Quantization,
+    Reference,
+    Tier,
+    UnsupportedError,
+    dtype_name,
+)
 from farspan.train.config import DType, LoraConfig, RunConfig, load_run
 from farspan.train.yaml_config import convert
 
@@ -78,7 +85,8 @@ class PlanAnswer:
         chosen = self.chosen()
         answer: dict[str, Any] = {"fits": False}
         if chosen is not None:
-            answer = {**chosen.to_json(), **drive_json(chosen.question), **self.run}
+            more = {**drive_json(chosen.question), **loss_json(chosen)}
+            answer = {**chosen.to_json(), **more, **self.run}
         return answer if self.longest is None else answer | self.longest.to_json()
 
     def show(self) -> None:
@@ -112,7 +120,10 @@ def write_timeline(path: Path, plan: Plan | None) -> None:
 app = typer_app()
 
 # Options that are of the machine, or say what no run file does; the others are put into the run.
-OF_MACHINE = ("machine", "gpus", "optimizer", "device_memory", "host_memory", "margin")
+OF_MACHINE = (
+    *("machine", "gpus", "optimizer", "device_memory", "host_memory", "margin"),
+    *("loss", "reference"),
+)
 MODELS = ", ".join(preset.name for preset in presets())
 MACHINES = ", ".join(machine_names())
 
@@ -201,6 +212,20 @@ SparseText = Annotated[
         f"recent ones), off, or fields such as {EXAMPLE}.",
     ),
 ]
+LossName = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{', '.join(LossKind)}; default: {LossKind.SFT}. All others are computed from "
+        "log-probabilities; a pair of answers is one sequence of --context tokens in all."
+    ),
+]
+ReferenceName = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Of such a loss: {', '.join(Reference)}; default: {Reference.ADAPTERS_OFF} with "
+        f"--lora, else {Reference.FROZEN}, where the loss needs one."
+    ),
+]
 LongestToo = Annotated[
     bool, typer.Option("--max-context", help="Find the longest context of each strategy.")
 ]
@@ -235,6 +260,8 @@ def plan_command(
     host_memory: HostMemory = None,
     margin: MarginText = None,
     sparse: SparseText = None,
+    loss: LossName = None,
+    reference: ReferenceName = None,
     max_context: LongestToo = False,
     max_step: MaxStep = None,
     timeline: Timeline = None,
@@ -249,6 +276,7 @@ def plan_command(
         **{"strategy": strategy, "optimizer": optimizer, "lora": lora, "dtype": dtype},
         **{"device_memory": device_memory, "host_memory": host_memory, "sparse": sparse},
         **{"margin": margin, "quantize": quantize, "weights": weights},
+        **{"loss": loss, "reference": reference},
     }
     given = {name: value for name, value in options.items() if value is not None}
     limit = math.inf if max_step is None else read_seconds(max_step, "max_step")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,26 @@ class Progress:
     work: float  # in the same unit, proportional to expected time
 
 
+@dataclass(slots=True)
+class StepMemory:
+    """What programs run in, one at a time: also those of several steps, which then take turns."""
+
+    device: torch.device
+    arenas: dict[Tier, Arena]
+    open_forward: "OpenForward | None" = None  # which stands there as it left it
+
+    @classmethod
+    def on(cls, device: torch.device, given: Self | None = None) -> Self:
+        """That of a step which computes there: what was given, or one that holds nothing yet.
+        Raises UnsupportedError where that is elsewhere."""
+        if given is not None and given.device != device:
+            raise UnsupportedError(
+                f"memory: it is of a step on {given.device}, this one computes on {device}; leave "
+                "it out, or give that of a step on this device"
+            )
+        return given or cls(device, {tier: Arena(tier, device) for tier in Tier})
+
+
 class ProgramRunner:
     """A model in stages with all that its programs run on. Its one subclass is `Step`, which says
     what each of these is."""
@@ -92,7 +112,7 @@ class ProgramRunner:
     boundary: CausalLMStages
     sharded_model: ShardedModel | None
     weights: StreamedWeights | None
-    arenas: dict[Tier, Arena]
+    memory: StepMemory
     copies: CopyEngine
     kernels: AttentionKernels
     selector: Selector | None
@@ -108,7 +128,11 @@ class ProgramRunner:
     _spared: frozenset[int] = frozenset()  # layers whose last product may be left out
     _running = False
     _steps = 0
-    _open_forward: "OpenForward | None" = None  # whose memory stands as it left it
+
+    @property
+    def arenas(self) -> dict[Tier, Arena]:
+        """Where the buffers of its programs are."""
+        return self.memory.arenas
 
     @property
     def schedule(self) -> Schedule:
@@ -149,7 +173,7 @@ class ProgramRunner:
     def release(self, *tiers: Tier) -> None:
         """Give the arenas' memory back, of these tiers or, without any, of all; the next step takes
         it again."""
-        self._open_forward = None
+        self.memory.open_forward = None
         for tier in tiers or self.arenas:
             self.arenas[tier].release()
         if self.weights is not None and not tiers:
@@ -184,7 +208,7 @@ class ProgramRunner:
             raise RuntimeError("step: this Step is already running; use another Step")
         self._running = True
         try:
-            self._open_forward = None
+            self.memory.open_forward = None
             if not resumes:
                 self._reserve(program)
             self._adding.gradients = gradients
@@ -326,7 +350,7 @@ class OpenForward:
             values = self._of_all_ranks()
         if not program.cut:
             return values
-        self.was, self.runner._open_forward = self.marks(), self
+        self.was, self.runner.memory.open_forward = self.marks(), self
         found: Tensor = _Values.apply(values.new_zeros(0, requires_grad=True), values, self)
         return found
 
@@ -338,7 +362,7 @@ class OpenForward:
                 "modules, what is trained, or train and eval mode); call backward before that, "
                 "or ask for the values again"
             )
-        stands = self.runner._open_forward is self
+        stands = self.runner.memory.open_forward is self
         if not stands:
             LOG.info("step: another call came before this backward, so the forward runs again")
             self.prepared = self.again()

@@ -16,9 +16,15 @@ from farspan.engine.gradients import AccumulatingLinears, adds_products
 from farspan.engine.kernels import attention_kernels
 from farspan.engine.loss import HeadFunction, LogProbs, StepInputs, make_inputs
 from farspan.engine.parallelize import ShardedModel, parallelize, refuse_schedule
-from farspan.engine.runner import OpenForward, PreparedProgram, ProgramRunner, Progress
+from farspan.engine.runner import (
+    OpenForward,
+    PreparedProgram,
+    ProgramRunner,
+    Progress,
+    StepMemory,
+)
 from farspan.engine.streamed_weights import StreamedWeights, computing_device
-from farspan.engine.tiers import Arena, CopyEngine
+from farspan.engine.tiers import CopyEngine
 from farspan.hf.describe import describe
 from farspan.hf.fused_layers import fingerprint, fuse, spared_layers
 from farspan.hf.stages import CausalLMStages, compile_layers
@@ -41,7 +47,7 @@ from farspan.program.program import Program
 from farspan.program.strategies import AUTO
 from farspan.sparse.engine import PageFunction, selector_of
 from farspan.sparse.select import Selector
-from farspan.spec import Kernels, ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
+from farspan.spec import Kernels, ModelSpec, RunSpec, Schedule, UnsupportedError
 
 PROGRAMS_KEPT = 8  # of the latest shapes; one is up to 345,000 objects at 1M tokens
 # Of modules, and of a configuration: what a person may set between steps and chunks would not obey.
@@ -90,6 +96,7 @@ class Step(ProgramRunner):
         device: torch.device | str | None = None,
         weights: StreamedWeights | None = None,
         head: HeadFunction | None = None,
+        memory: StepMemory | None = None,
     ) -> None:
         """`progress` is called after every cell and may raise to abandon the step. `poison` fills
         the arenas with NaN before every step: nothing may depend on what they held. With `overlap`
@@ -103,7 +110,8 @@ class Step(ProgramRunner):
         and have the same loss after it; weights and gradients stay whole on each rank, unless
         `parallelize` has sharded the model. With `schedule.weights` HOST the model is moved to main
         memory; `device` is where to compute then, `weights` those of another step of it. `head` is
-        the function that `values` asks."""
+        the function that `values` asks. `memory` is that of another step, such as one whose model
+        is this one's reference: the two take turns in it, as calls of one step do."""
         self._schedule, self._planner = _written(schedule, selector, ranks)
         self._plans: list[Plan] = []  # where the planner chooses
         kernels = kernels or Kernels()
@@ -115,9 +123,7 @@ class Step(ProgramRunner):
             device = device or getattr(weights, "device", None)
             here = computing_device(self.boundary.device, device, self._on_host, ranks)
             self.boundary = CausalLMStages(model, here)
-        self.progress = progress
-        self.poison = poison
-        self.head = head
+        self.progress, self.poison, self.head = progress, poison, head
         sparse = None if self._schedule is None else self._schedule.sparse
         self.selector = None if sparse is None else selector_of(selector, sparse)
         self.watches = sparse is not None  # what one cell a step sees is measured
@@ -127,7 +133,7 @@ class Step(ProgramRunner):
         self._adding = AccumulatingLinears()
         on_cuda = device.type == "cuda"
         self.copies = CopyEngine(device, overlap=on_cuda if overlap is None else overlap)
-        self.arenas = {tier: Arena(tier, device) for tier in Tier}
+        self.memory = StepMemory.on(device, memory)
         self.weights = weights
         self._programs: dict[tuple[int | bool, ...], PreparedProgram] = {}
         self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()

@@ -12,13 +12,14 @@ from farspan.lazy import load
 from farspan.planner.machines import machine as find_machine
 from farspan.planner.machines import with_main_memory
 from farspan.planner.plans import best_plan
-from farspan.planner.request import Optimizer, Plan, Question, margin_of
+from farspan.planner.request import Optimizer, Plan, Question, loss_of, margin_of
 from farspan.profile.model import Variant
 from farspan.profile.store import Profiles, find_profiles, profiles_of
 from farspan.program.layout import Layout, sequence_layout
 from farspan.program.strategies import AUTO, check_name
 from farspan.spec import (
     Kernels,
+    LossKind,
     MachineSpec,
     ModelSpec,
     Quantization,
@@ -65,6 +66,8 @@ class Options(TypedDict, total=False):
     host_memory: str | int | None
     margin: str | int | None
     sparse: Sparse | None
+    loss: str
+    reference: str | None
     kernels: Kernels
     progress: Callable[[str], None]
 
@@ -92,12 +95,17 @@ class Request:
     # Of a device, and of main memory, that a plan leaves where any can: bytes, "5%", 0; None:
     margin: str | int | None = None  # `request.SHARE` of a device
     sparse: Sparse | None = None  # attention that approximates; None: exact
+    loss: str = LossKind.SFT  # or dpo, ipo, orpo, kto, grpo, distill: from log-probabilities
+    # Of these: none, frozen, adapters-off or stored; None: what `request.loss_of` says.
+    reference: str | None = None
     kernels: Kernels = field(default_factory=Kernels)  # who computes
     progress: Callable[[str], None] = _in_silence  # hears what of this machine is measured
 
     def question(self) -> Question:
         """The question for the planner. Raises UnsupportedError naming the field."""
         model, profiles = self._model()
+        adapters = bool(self.lora) or model.trainable < model.parameters
+        loss = loss_of(self.loss, self.reference, adapters=adapters)
         optimizer = _optimizer(self.optimizer)
         weights = _weights(self.weights, optimizer)
         layout = _layout(self.gpus, model)
@@ -116,6 +124,7 @@ class Request:
             kernels=self.kernels,
             margin=margin_of(self.margin, machine),
             nf4=self.quantize is not None,
+            loss=loss,
             profiles=profiles,
         )
         return as_run(question, self.lora)

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farspan.planner.cell_prices import Array, CellPrices
-from farspan.planner.evaluate import INPUT_BYTES, kinds_of
+from farspan.planner.evaluate import kinds_of
 from farspan.planner.pass_counts import CellCounts, Counts, Cuts, Kept, Part, Role, cells, switches
 from farspan.planner.request import Question
-from farspan.planner.states import update_overlaps
+from farspan.planner.states import input_bytes, update_overlaps
 from farspan.program.layout import kept_chunks, streams
 from farspan.spec import LayerSpec, Schedule, Tier
 
@@ -58,6 +58,29 @@ class Frames:
     def streams(self) -> bool:
         """Do whole weights come from main memory?"""
         return streams(self.schedule, self.cell_prices.question.layout)
+
+    @property
+    def is_cut(self) -> bool:
+        """Does the backward begin when the head was on every chunk?"""
+        return self.cell_prices.question.loss.is_cut
+
+    @property
+    def unseen(self) -> NDArray[np.bool_]:
+        """[K, F]: does the last chunk's first pass end below the rank's last group?"""
+        return np.asarray((self.last_graphs == 0) & self.cuts.has_head & (not self.is_cut))
+
+    @property
+    def evaluates(self) -> bool:
+        """Does each step run a reference forward?"""
+        return self.cell_prices.question.loss.evaluates
+
+    @cached_property
+    def gathers(self) -> Array:
+        """[K, 1]: seconds of FSDP's collectives, those of a reference too."""
+        found, prices = self.cuts.gathers(self.cell_prices.prices), self.cell_prices.prices
+        if self.evaluates and not self.streams:
+            found = found + prices.gathered_once([self.cuts.kind.layers])
+        return found
 
     @property
     def zero(self) -> Array:
@@ -132,7 +155,7 @@ def seconds(frames: Frames, *, in_line: bool = False, update: bool = True) -> Ar
     working = work[:, COMPUTE] + work[:, COLLECTIVE]
     if question.overlap and not in_line:
         # FSDP's gathers go on beside the cells, whose own collectives they wait for.
-        gathers = frames.cuts.gathers(cell_prices.prices)
+        gathers = frames.gathers
         busy = np.maximum(np.maximum(working - gathers, gathers), work[:, HOST])
         link = work[:, FETCH : EVICT + 1, :, None] + spread(copies, ON_HOST)
         total = np.maximum(busy[..., None], link.max(axis=1))
@@ -159,12 +182,15 @@ def _lanes(frames: Frames) -> tuple[Array, Array]:
     work[:, COMPUTE] += cell_prices.clear
     if frames.schedule.kv is Tier.HOST:
         work[:, EVICT] += cell_prices.zeros
-    work[:, COLLECTIVE] += cuts.gathers(cell_prices.prices)
+    work[:, COLLECTIVE] += frames.gathers
     if frames.streams:
         work[:, FETCH : EVICT + 1] += cuts.streamed(cell_prices.prices)[..., None]
     moved = counts @ np.stack([moved for _, moved in each]).reshape(len(parts), -1)
     moved = moved.reshape(size, LINK, 3, choices)
     moved += cell_prices.once(("x", cuts, kv_kept), lambda: _boundaries(frames))
+    if frames.evaluates:
+        once, x = cell_prices.once(("reference",), lambda: _reference(frames)), _handed_on(frames)
+        work, moved = work + once[:, None], moved + x[..., None]
     rates = np.array([cell_prices.prices.fetch_rate(), cell_prices.prices.evict_rate()])
     return work, np.asarray(moved / rates[:, None, None])
 
@@ -177,7 +203,7 @@ def _part(frames: Frames, part: Part) -> tuple[Array, Array]:
     if key not in known:
         part = role, frames.cell_prices.held[spec], alone
         choices = frames.kept.without_graphs if alone else frames.kept
-        found = cells(role, frames.schedule, choices)
+        found = cells(role, frames.schedule, choices, is_cut=frames.is_cut)
         known[key] = _cells(frames, part, found), _moved(frames, part, found)
     return known[key]
 
@@ -220,12 +246,39 @@ def _moved(frames: Frames, part: Part, found: CellCounts) -> Array:
     return np.stack([fetched, evicted])
 
 
+def _reference(frames: Frames) -> Array:
+    """[5]: the reference's forward, whose K, V are those of the open group, without what FSDP
+    gathers and what groups hand on."""
+    cell_prices, kind, prices = frames.cell_prices, frames.cuts.kind, frames.cell_prices.prices
+    lanes, on_host = cell_prices.lanes, frames.schedule.kv is Tier.HOST
+    work = np.zeros(LANES)
+    for spec in cell_prices.model.layers:
+        cell, kv = lanes.forward[spec], cell_prices.kv_row(spec) * cell_prices.share.keys.total
+        of = cell.compute, cell.fetch * on_host, cell.evict, cell.collective, cell.host
+        work += [lane.sum() for lane in of]
+        work[COMPUTE] += 2 * kv / cell_prices.question.machine.memory
+        work[EVICT] += kv * on_host / prices.evict_rate()
+    work[COMPUTE] += lanes.embed.sum() * kind.is_first + lanes.values.sum() * kind.is_last
+    work[FETCH] += prices.streamed_once([kind.layers]) * frames.streams
+    return work
+
+
+def _handed_on(frames: Frames) -> Array:
+    """[K, 2, 3]: bytes of x in the reference's forward, by group or to a stage."""
+    cell_prices, kind, counts = frames.cell_prices, frames.cuts.kind, frames.cuts.counts[:, 0]
+    moved = np.zeros((len(counts), LINK, len(Tier) + 1))
+    moved[:, :, 0] = (cell_prices.x_row() * cell_prices.tokens * (counts - 1))[:, None]
+    received = kind.is_stage and not kind.is_first
+    moved[:, 1, 0] += cell_prices.x_row() * cell_prices.tokens * received
+    return moved
+
+
 def _boundaries(frames: Frames) -> Array:
     """[K, 2, 3, F]: bytes of x, its gradient, and the inputs inside kept cells."""
     cell_prices, groups, kind = frames.cell_prices, frames.cuts.counts, frames.cuts.kind
     row = cell_prices.x_row() * cell_prices.sizes
     graphs = cell_prices.latest(frames.last_graphs) * cell_prices.x_row() * kind.is_last
-    skipped = row[-1] * (frames.last_graphs == 0) * kind.is_last
+    skipped = row[-1] * frames.unseen
     whole = row.sum()
     # The rebuild of a middle group and the first pass of the last begin without the last chunk.
     several = groups > 1
@@ -245,10 +298,12 @@ def _outside(frames: Frames) -> Array:
     """[K, F]: embedding and head, where the rank has them."""
     lanes, several, kind = frames.cell_prices.lanes, frames.cuts.counts > 1, frames.cuts.kind
     once, last = lanes.embed.sum() * kind.is_first, lanes.embed[-1] * kind.is_first
-    passes = 2 * once - last * (frames.last_graphs == 0) * ~several * kind.is_last
+    passes = 2 * once - last * frames.unseen * ~several
     if not frames.schedule.kv_kept:
         passes = passes + (once - last * (frames.kept.graphs == 0)) * several
     head = lanes.head.sum() * kind.is_last
+    if frames.is_cut:
+        head += lanes.values.sum() * kind.is_last
     return np.asarray(passes + head + lanes.embed_backward.sum() * kind.is_first)
 
 
@@ -358,7 +413,7 @@ def _kept(frames: Frames) -> Array:
     x = np.where(is_last, cell_prices.latest(graphs), left)
     x = cell_prices.x_row() * (x + cell_prices.tokens * received)
     # The last group's only kept O would be the left out chunk's: then there is no buffer.
-    written = (kept.attention > 1) | (graphs > 0) | ~is_last
+    written = (kept.attention > 1) | (graphs > 0) | ~is_last | frames.is_cut
     end = np.where(is_last, layers - 1, groups.stop)
     begun = sums.attention[groups.first]
     rows = begun + (sums.attention[end] - begun) * written
@@ -379,7 +434,7 @@ def _open(frames: Frames) -> Array:
     rows = cell_prices.sums.attention[groups.stop - 1] - cell_prices.sums.attention[groups.first]
     keys = cell_prices.share.keys.total - cell_prices.latest_keys(kept.attention)
     # Of the last chunk alone nothing is written, but by a stage that hands it on.
-    fewest = 1 if kind.is_last else 0
+    fewest = 1 if kind.is_last and not frames.is_cut else 0
     return np.asarray(rows * keys * (kept.attention < len(cell_prices.chunks) - fewest) * rebuilt)
 
 
@@ -399,7 +454,7 @@ def differing(frames: Frames) -> NDArray[np.bool_]:
 def fixed(frames: Frames) -> Array:
     """[K, F, 1] on the device: states, graphs of a chunk, inputs, reserve."""
     cell_prices, cuts = frames.cell_prices, frames.cuts
-    inputs = INPUT_BYTES * cell_prices.run.batch * cell_prices.tokens
+    inputs = input_bytes(cell_prices.question, cell_prices.tokens)
     fixed = cuts.fixed + inputs + cell_prices.question.machine.reserve
     return np.asarray((fixed + momentary(frames))[..., None])
 
@@ -481,5 +536,6 @@ def _crossings(frames: Frames, of: Callable[[CellCounts], Counts]) -> Array:
     found = []
     for role, _, alone in parts:
         choices = frames.kept.without_graphs if alone else frames.kept
-        found.append(of(cells(role, frames.schedule, choices)) @ choices.over(each))
+        counted = cells(role, frames.schedule, choices, is_cut=frames.is_cut)
+        found.append(of(counted) @ choices.over(each))
     return np.asarray(counts @ np.stack(found))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,6 +125,11 @@ class CellSeconds:
     @cached_property
     def head(self) -> Array:
         return self._in_line(Head)
+
+    @cached_property
+    def values(self) -> Array:
+        """Of the head without a gradient."""
+        return self._in_line(partial(Head, gradient=False))
 
     @cached_property
     def embed(self) -> Array:

@@ -19,6 +19,7 @@ from farspan.planner.prices import Prices, rates_of
 from farspan.planner.request import Budget, Plan, Question, Seconds
 from farspan.planner.states import (
     gradient_bytes,
+    input_bytes,
     sharing_of,
     states,
     update_overlaps,
@@ -27,7 +28,7 @@ from farspan.planner.states import (
 from farspan.planner.timeline import Timeline, fold, folded_time, run_time
 from farspan.planner.walk import Walk, workspace_bytes
 from farspan.program.attention_blocks import sequence_pairs
-from farspan.program.builder import build_program
+from farspan.program.builder import build_evaluation, build_program
 from farspan.program.chunking import chunks_of
 from farspan.program.layout import (
     Layout,
@@ -39,7 +40,6 @@ from farspan.program.layout import (
     refuse_shared_states,
 )
 from farspan.program.program import (
-    INDEX_BYTES,
     Allocate,
     Clear,
     Close,
@@ -245,8 +245,6 @@ class RankWalk(Walk):
 
 
 PAGE = 4096  # pinned memory is locked by whole pages
-# A token: its number, which is its label as well, and the target and position made of it.
-INPUT_BYTES = 3 * INDEX_BYTES
 DENSE = Schedule()
 
 
@@ -264,9 +262,9 @@ def programs(
 ) -> list[tuple[RankKind, Program]]:
     """What each kind of rank runs; for `walked` see `build_program`. Raises UnsupportedError when
     the groups do not fit."""
-    model, run = question.model, question.run
+    model, run, is_cut = question.model, question.run, question.loss.is_cut
     return [
-        (kind, build_program(model, run, schedule, kind.rank, walked=walked))
+        (kind, build_program(model, run, schedule, kind.rank, walked=walked, is_cut=is_cut))
         for kind in kinds_of(question, schedule)
     ]
 
@@ -377,17 +375,31 @@ def evaluate(
     )
 
 
-def composed_seconds(question: Question, schedule: Schedule) -> tuple[float, float, Program]:
+def composed_seconds(
+    question: Question, schedule: Schedule
+) -> tuple[float, float, tuple[Program, ...]]:
     """Seconds of a step on lanes side by side, its update left out, and of its waits for an update
-    beside it, by a program of fewer layers (`timeline.Fold`), which comes along. Of one stage of a
-    pipeline only."""
+    beside it, by programs of fewer layers (`timeline.Fold`), which come along: the step's, and that
+    of a reference. Of one stage of a pipeline only."""
     layers = question.model.layers
     ranges, inside = group_ranges(schedule, len(layers)), schedule.weights is Tier.DEVICE
     few, counts, sizes = fold(layers, ranges, inside=inside)
     asked = replace(question, model=with_layers(question.model, few))
     ((_, program),) = programs(asked, replace(schedule, groups=sizes))
     prices = Prices(asked, program, counts=counts)
-    return *folded_time(prices, beside=update_overlaps(question)), program
+    alone, waited = folded_time(prices, beside=update_overlaps(question))
+    if not question.loss.evaluates:
+        return alone, waited, (program,)
+    reference = _reference(asked, program)
+    more, _ = folded_time(Prices(asked, reference, counts=counts), beside=False)
+    return alone + more, waited, (program, reference)
+
+
+def _reference(question: Question, program: Program) -> Program:
+    """The forward of a reference, which the rank of a step's program runs before it in the same
+    memory."""
+    of = question.model, question.run, program.schedule, program.share.rank
+    return build_evaluation(*of)
 
 
 def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:
@@ -407,6 +419,7 @@ def _parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict[str
     device = _joined(
         {
             "weights": held.weights,
+            "reference": held.reference,
             "gathered": held.gathered,
             "gradients": held.gradients,
             "accumulators": held.accumulators,
@@ -416,7 +429,7 @@ def _parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict[str
         {
             "cells": max(0, walked.transient) + workspace_bytes(part, own),
             "exchange": exchange_bytes(part, own.chunk),
-            "inputs": INPUT_BYTES * program.run.batch * program.share.tokens.total,
+            "inputs": input_bytes(question, program.share.tokens.total),
             "reserve": question.machine.reserve,
         },
     )
@@ -426,6 +439,7 @@ def _parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict[str
     host = _joined(
         {
             "weights": held.weights_on_host,
+            "reference": held.reference_on_host,
             "gradients": held.gradients_on_host,
             "optimizer": held.optimizer_on_host,
         },
@@ -507,17 +521,18 @@ def arena_parts(program: Program, tier: Tier) -> dict[str, int]:
 def step_seconds(question: Question, program: Program, *, simulated: bool = True) -> Seconds:
     """Of one step with its update on the rank whose program it is, copies as the machine's engine
     issues them; for `simulated` see `run_time`."""
-    prices = Prices(question, program, together=question.overlap)
     beside = update_overlaps(question)
-    line = run_time(prices, overlap=question.overlap, simulated=simulated, beside=beside)
+    line, sent = _line(question, program, beside=beside, simulated=simulated)
     groups = [program.groups[group] for group in program.own_groups()]
     layers = groups[0][0], groups[-1][1]
     update = update_seconds(replace(question, model=stage_model(question.model, layers)))
-    tokens = (stop - start for start, stop in program.share.tokens.rows)
-    sent = 2 * sum(map(prices.collectives.boundary, tokens))
+    if question.loss.evaluates:
+        of = _reference(question, program)
+        forward, more = _line(question, of, beside=False, simulated=simulated)
+        line, sent = line.before(forward), sent + more
     exposed = min(line.waited, update) if beside else update
     return Seconds(
-        total=line.total * _waiting(question, prices) + sent + exposed,
+        total=line.total + sent + exposed,
         compute=line.compute,
         fetch=line.fetch,
         evict=line.evict,
@@ -527,6 +542,18 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
         bound=_bound(line),
         beside=update - exposed,
     )
+
+
+def _line(
+    question: Question, program: Program, *, beside: bool, simulated: bool
+) -> tuple[Timeline, float]:
+    """The seconds of a program, with those that stages wait for each other, and those of what
+    stages send."""
+    prices = Prices(question, program, together=question.overlap)
+    line = run_time(prices, overlap=question.overlap, simulated=simulated, beside=beside)
+    tokens = (stop - start for start, stop in program.share.tokens.rows)
+    sent = (1 + program.trains()) * sum(map(prices.collectives.boundary, tokens))
+    return replace(line, total=line.total * _waiting(question, prices)), sent
 
 
 _OF_NO_CHUNK = (Allocate, Free, Clear, Close, Gather, Reduce, Release)

@@ -11,6 +11,7 @@ from farspan.spec import Tier
 # A part that is not named here is called by its own name.
 PARTS = {
     "weights": "weights",
+    "reference": "weights of the reference",
     "gathered": "weights of the open group, gathered",
     "gradients": "gradients",
     "accumulators": "sums of weight gradients",

@@ -58,7 +58,7 @@ from farspan.planner.space import Cut, Space
 from farspan.planner.states import states, update_overlaps
 from farspan.program.builder import build_program
 from farspan.program.program import Close, EmbedBackward, Program
-from farspan.spec import Schedule, Tier
+from farspan.spec import Objective, Reference, Schedule, Tier
 
 
 def families(
@@ -257,7 +257,8 @@ def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
 def _walk(cell_prices: CellPrices, schedule: Schedule, walked: Sequence[int]) -> RankWalk:
     """Through a program's outline of these chunks."""
     whole, rank = cell_prices.whole, cell_prices.kind.rank
-    program = build_program(whole.model, whole.run, schedule, rank, walked=walked)
+    of, is_cut = (whole.model, whole.run, schedule, rank), whole.loss.is_cut
+    program = build_program(*of, walked=walked, is_cut=is_cut)
     return RankWalk(whole, program)
 
 
@@ -273,6 +274,19 @@ def plan_of(question: Question, strategy: str, schedule: Schedule) -> Plan:
     return composed(question, strategy, schedule, outlined(question, schedule))[0]
 
 
+def loss_seconds(plan: Plan) -> tuple[float, float, float]:
+    """By the plan's schedule: of one pass over a mean of token losses, of a step of the plan's loss
+    whose reference was evaluated before, and of one with its reference."""
+    question = plan.question
+    alone = replace(question.loss, reference=Reference.STORED)
+    losses = Objective(), alone if question.loss.evaluates else question.loss, question.loss
+    one, cut, whole = (
+        plan_of(replace(question, loss=loss), plan.strategy, plan.schedule).seconds.total
+        for loss in losses
+    )
+    return one, cut, whole
+
+
 def composed(
     question: Question, strategy: str, schedule: Schedule, sized: Sized
 ) -> tuple[Plan, tuple[Program, ...]]:
@@ -284,8 +298,8 @@ def composed(
         return evaluate(question, strategy, schedule, whole), whole.programs
     took, built = _counted_seconds(question, schedule), tuple[Program, ...]()
     if question.overlap and sized.fits:
-        alone, waited, program = composed_seconds(question, schedule)
-        built, update = (program,), took.optimizer + took.beside
+        alone, waited, built = composed_seconds(question, schedule)
+        update = took.optimizer + took.beside
         exposed = min(waited, update) if update_overlaps(question) else update
         took = replace(took, total=alone + exposed, optimizer=exposed, beside=update - exposed)
     peak = rates_of(question).peak * question.layout.devices()

@@ -108,11 +108,14 @@ def switches(role: Role, schedule: Schedule) -> tuple[bool, ...]:
     return *kept, schedule.attention_open, schedule.layer_checkpoint
 
 
-def cells(role: Role, schedule: Schedule, choices: Kept) -> CellCounts:
-    """Counts of one layer in this role."""
+def cells(role: Role, schedule: Schedule, choices: Kept, *, is_cut: bool = False) -> CellCounts:
+    """Counts of one layer in this role; of a step that `is_cut` behind the head the last group's
+    first pass leaves nothing out."""
     kept, graph = choices.masks()
     last_chunk = choices.starts[None] == choices.chunks - 1
     skipped = last_chunk & ~graph
+    if is_cut and role in (Role.LAST_INNER, Role.LAST_TOP):
+        skipped = np.zeros_like(graph)
     if role in (Role.INNER, Role.TOP):
         found = _earlier(role is Role.TOP, schedule, kept, graph, skipped)
     elif role is Role.LAST_INNER:
@@ -124,7 +127,7 @@ def cells(role: Role, schedule: Schedule, choices: Kept) -> CellCounts:
         plain = replace(schedule, attention_open=False, layer_checkpoint=False)
         found = _last_inner(plain, kept, graph, np.zeros_like(graph))
     else:
-        found = _last_top(graph, skipped)
+        found = _last_top(graph, skipped, is_cut)
     return found
 
 
@@ -165,13 +168,15 @@ def _last_inner(schedule: Schedule, kept: Mask, graph: Mask, skipped: Mask) -> C
     )
 
 
-def _last_top(graph: Mask, skipped: Mask) -> CellCounts:
-    """The top layer keeps no O: its backward follows the one time that it is computed."""
+def _last_top(graph: Mask, skipped: Mask, is_cut: bool) -> CellCounts:
+    """The top layer keeps no O: its backward follows the one time that it is computed, or where
+    the step is cut the second."""
     none = np.zeros(graph.shape)
+    again = _counts(~graph & ~skipped)
     return CellCounts(
-        compute=np.ones(graph.shape),
+        compute=1 + again * is_cut,
         given=none,
-        project=_counts(~graph & ~skipped),
+        project=again * (not is_cut),
         attention_out=none,
         attention_in=none,
         graph=_counts(graph),

@@ -465,17 +465,22 @@ class Prices:
     def gathers(self) -> float:
         """Seconds of all gathers and reductions of a step that go on beside its instructions."""
         beside = () if self.program.streams() else self.program.own_groups()
-        return self.gathers_of([self.program.groups[group] for group in beside])
+        groups = [self.program.groups[group] for group in beside]
+        return self.gathers_of(groups) if self.program.trains() else self.gathered_once(groups)
 
-    def gathers_of(self, groups: Sequence[tuple[int, int]]) -> float:
-        """The same for a cut of its layers into groups: each but the last is passed twice."""
-        last = len(groups) - 1
+    def gathers_of(self, groups: Sequence[Range]) -> float:
+        """The same for a cut of its layers into groups: each but the last is passed twice, and the
+        last too where values of tokens are looked at in between."""
+        last = len(groups) - (not self.question.loss.is_cut)
         seconds = 0.0
         for group, layers in enumerate(groups):
-            once = sum(self.gather(layer) for layer in range(*layers))
-            seconds += once * (1 if group == last else 2)
+            seconds += self.gathered_once([layers]) * (1 if group == last else 2)
             seconds += self._reduce(layers, is_first=group == 0)
         return seconds
+
+    def gathered_once(self, groups: Sequence[Range]) -> float:
+        """Seconds of gathering these groups for one pass."""
+        return sum(self.gather(layer) for group in groups for layer in range(*group))
 
     # -- weights in main memory --------------------------------------------------------------------
 
@@ -518,10 +523,14 @@ class Prices:
     def streamed(self, groups: Sequence[Range]) -> tuple[float, float]:
         """Seconds of fetch and evict of all groups of a cut, in a step. The backward begins with
         the last two, which are still there."""
-        passes = (*groups, *groups[:-2], None)
-        fetched = sum(self._group_bytes(of, gradients=False) for of in passes)
+        fetched = self.streamed_once((*groups, *groups[:-2]))
         sums = sum(self._group_bytes(of, gradients=True) for of in (*groups, None))
-        return fetched / self.fetch_rate() + self._begin(sums), sums / self.evict_rate()
+        return fetched + self._begin(sums), sums / self.evict_rate()
+
+    def streamed_once(self, groups: Sequence[Range]) -> float:
+        """Seconds of fetching these groups, and what lies outside the layers."""
+        size = sum(self._group_bytes(of, gradients=False) for of in (*groups, None))
+        return size / self.fetch_rate()
 
     def weight_slots(self, groups: Sequence[Range], gradients: bool) -> int:
         """Bytes of two groups' slots and those of what is outside the layers."""

@@ -18,9 +18,12 @@ from farspan.profile.store import Profiles
 from farspan.program.layout import ALONE, Layout
 from farspan.spec import (
     Kernels,
+    LossKind,
     MachineSpec,
     ModelSpec,
+    Objective,
     Quantization,
+    Reference,
     RunSpec,
     Schedule,
     Sparse,
@@ -66,6 +69,7 @@ class Question:
     wide_gradients: bool = False  # `.grad` in fp32 without an optimizer, too: as training has it
     update_beside: bool = True  # of weights on host, the next step, where copies are
     nf4: bool = False  # frozen weights of linear modules have four bits
+    loss: Objective = field(default_factory=Objective)
     profiles: Profiles | None = None  # of the model; None: nothing but its description is known
     profile: ModelProfile | None = None  # of these, as the machine runs it
 
@@ -86,14 +90,21 @@ class Question:
         """The model's profile; of a model that is only described, what can be said of it."""
         if self.profile is None:
             return estimated(self.model)
-        if not tiled or self.profiles is None:
+        if self.profiles is None:
             return self.profile
-        return self.profiles.of(replace(self.profile.variant, tiled=True))
+        found = self.profile
+        if tiled:
+            found = self.profiles.of(replace(found.variant, tiled=True))
+        if found.variant.fused and self.loss.ids > 1:  # autograd differentiates the head
+            plain = self.profiles.of(replace(found.variant, fused=False))
+            found = replace(found, outer=plain.outer)
+        return found
 
     @property
     def fused(self) -> bool:
         """Does the loss run on farspan's own kernel? Of a model that nobody knows, no."""
-        return self.profile is not None and self.profile.variant.fused
+        known = self.profile is not None and self.profile.variant.fused
+        return known and self.loss.ids == 1
 
     @property
     def adds(self) -> bool:
@@ -142,6 +153,46 @@ class Fit(IntEnum):
     NOT = 0
     TIGHT = 1  # without the margin that the question asks for
     ROOMY = 2
+
+
+COMPARED = (LossKind.DPO, LossKind.IPO, LossKind.KTO)  # to a reference, by what they are
+DISTILLED = 32  # ids of a token whose log-probabilities a teacher gives, unless somebody says
+
+
+def loss_of(
+    kind: str, reference: str | None, *, adapters: bool, ids: int | None = None
+) -> Objective:
+    """A loss by its names; `adapters`: they are what is trained. Without a `reference`, one that
+    needs it has the model without its adapters, or else a frozen copy, and distillation what is
+    stored. `ids` are of distillation. Raises UnsupportedError naming the field."""
+    if kind not in tuple(LossKind):
+        raise UnsupportedError(f"loss: expected one of {', '.join(LossKind)}, got {kind!r}")
+    of = LossKind(kind)
+    can = _references(of, adapters=adapters)
+    found = can[0] if reference is None else reference
+    if found not in can:
+        off = "; adapters-off needs adapters: give lora, their rank, such as 16"
+        lacks = found == Reference.ADAPTERS_OFF and not adapters and len(can) > 1
+        raise UnsupportedError(
+            f"reference: of loss {of} expected {' or '.join(can)}, got {found!r}{off * lacks}"
+        )
+    many = of is LossKind.DISTILL
+    if ids is not None and not (many and ids > 0):
+        raise UnsupportedError(
+            f"ids: expected a whole number above 0, of loss {LossKind.DISTILL} alone, got {ids!r}"
+        )
+    return Objective(of, Reference(found), ids or (DISTILLED if many else 1))
+
+
+def _references(kind: LossKind, *, adapters: bool) -> tuple[Reference, ...]:
+    """What a loss may have, by default the first."""
+    off = (Reference.ADAPTERS_OFF,) * adapters
+    if kind in (LossKind.SFT, LossKind.ORPO):
+        return (Reference.NONE,)
+    if kind is LossKind.DISTILL:
+        return Reference.STORED, Reference.FROZEN, *off
+    found = *off, Reference.FROZEN, Reference.STORED
+    return found if kind in COMPARED else (Reference.NONE, *found)
 
 
 def fit_of(question: Question, device: Budget, host: Budget) -> Fit:
@@ -259,6 +310,11 @@ class Plan:
         run, layout = self.question.run, self.question.layout
         return run.batch * run.tokens * layout.data / self.seconds.total
 
+    def _loss_json(self) -> dict[str, str]:
+        """Of a loss that has its own way through a step."""
+        loss = self.question.loss
+        return {"loss": loss.kind, "reference": loss.reference} if loss.is_cut else {}
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
         schedule, question = self.schedule, self.question
@@ -272,6 +328,7 @@ class Plan:
             "quantize": Quantization.NF4.value if question.nf4 else None,
             "gpus": question.layout.devices(),
             "layout": asdict(question.layout),
+            **self._loss_json(),
             "batch": question.run.batch,
             "context": question.run.tokens,
             "fits": self.fits,

@@ -554,7 +554,10 @@ def _work(plan: Plan, schedule: Schedule) -> float:
     """Seconds that the head computes, and once forward and backward every cell, which are as many
     for any size; where attention is sparse the head alone, whose size is then the only choice."""
     cell_prices = CellPrices(plan.question, schedule)
-    seconds = float(cell_prices.lanes.head.sum())
+    lanes, loss = cell_prices.lanes, plan.question.loss
+    seconds = float(lanes.head.sum())
+    if loss.is_cut:
+        seconds += (1 + loss.evaluates) * float(lanes.values.sum())
     if schedule.sparse is not None:
         return seconds
     for layer in cell_prices.model.layers:

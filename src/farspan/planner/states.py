@@ -1,10 +1,11 @@
-"""Weights, gradients and optimizer states: their bytes on one device, and the update's seconds."""
+"""Weights, gradients, optimizer states, a batch: bytes on one device; and the update's seconds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from farspan.planner.collectives import fsdp_ranks
 from farspan.planner.request import Optimizer, Question
-from farspan.spec import ModelSpec, Tier
+from farspan.program.program import INDEX_BYTES
+from farspan.spec import ModelSpec, Reference, Tier
 
 MOMENTS = 2  # of AdamW, an element
 BLOCK = 256  # elements that share a scale of four bytes, where a moment has one byte an element
@@ -16,6 +17,8 @@ SLOTS = 2
 # is written, at addresses and in sizes that direct I/O takes.
 DISK_SLOTS = 4
 SECTOR = 4096
+# A token: its number, which is its label as well, and the target and position made of it.
+INPUT_BYTES = 3 * INDEX_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +62,32 @@ class States:
     optimizer_on_host: int
     weights_on_host: int = 0
     gradients_on_host: int = 0
+    reference: int = 0  # weights of a second model, where the first has its own
+    reference_on_host: int = 0
 
     @property
     def on_device(self) -> int:
         """That a device holds all step long, gradients left out."""
-        return self.weights + self.gathered + self.optimizer
+        return self.weights + self.reference + self.gathered + self.optimizer
 
     @property
     def on_host(self) -> int:
-        return self.optimizer_on_host + self.weights_on_host + self.gradients_on_host
+        of_model = self.weights_on_host + self.gradients_on_host + self.reference_on_host
+        return self.optimizer_on_host + of_model
 
 
 def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> States:
-    """Of one device. `group_layers` are the layer ranges of the schedule's groups. Whole weights
-    that are on host pass through the program's own buffers, and so do their gradients."""
+    """Of one device; of a frozen reference, its weights in the same place."""
+    found = _own_states(question, group_layers)
+    if question.loss.reference is not Reference.FROZEN:
+        return found
+    return replace(found, reference=found.weights, reference_on_host=found.weights_on_host)
+
+
+def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> States:
+    """Of the model that is trained. `group_layers` are the layer ranges of the schedule's groups.
+    Whole weights that are on host pass through the program's own buffers, and so do their
+    gradients."""
     away = question.weights is Tier.HOST
     if away and not question.layout.cuts_weights():
         return _states_on_host(question)
@@ -112,6 +127,21 @@ def _states_on_host(question: Question) -> States:
     gradients = model.trainable * (wide + final * (final < wide))
     weights = model.parameters * model.element_bytes - _packed(model)
     return States(0, 0, 0, 0, on_device, on_host, weights, gradients)
+
+
+def input_bytes(question: Question, tokens: int) -> int:
+    """Of a batch, on a rank that has so many `tokens`. Where the loss is of log-probabilities there
+    are beside them, of the whole sequence: tokens once more, which answer each is of, the values,
+    what the loss is computed from, its gradient, and a reference's values."""
+    batch, loss, model = question.run.batch, question.loss, question.model
+    found = INPUT_BYTES * batch * tokens
+    if not loss.is_cut:
+        return found
+    copies = 3 + (loss.reference is not Reference.NONE)
+    each = 2 * INDEX_BYTES + copies * loss.ids * _sum_bytes(model)
+    if loss.ids > 1:  # labels are no tokens
+        each += (2 * loss.ids - 1) * INDEX_BYTES
+    return found + each * batch * question.run.tokens
 
 
 def sharing_of(question: Question) -> Sharing:

@@ -25,7 +25,7 @@ CPU is, which issues with the cores that compute."""
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from operator import attrgetter
 
@@ -49,6 +49,7 @@ from farspan.program.program import (
     Free,
     Gather,
     Load,
+    Release,
 )
 
 WITHIN = BETWEEN = 1  # that stand for themselves, on either side of what is counted
@@ -70,6 +71,10 @@ class Timeline:
     collective: float
     host: float
     waited: float = 0.0
+
+    def before(self, other: "Timeline") -> "Timeline":
+        """Both, one after the other."""
+        return Timeline(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +140,9 @@ class _Clock:
                 else:
                     if isinstance(i, Load) and i.layer < len(self.prices.counts):
                         self.count = self.prices.counts[i.layer]  # whose group it waits for
-                    if self.updated and isinstance(i, Gather):
+                    if isinstance(i, Release):
+                        self.gathered = ()
+                    elif self.updated and isinstance(i, Gather):
                         self.issued = max(self.issued, self.updated[i.group])
                     lane = accesses[0][0] if accesses else COMPUTE
                     start = self._start(lane)

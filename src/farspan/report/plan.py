@@ -13,6 +13,7 @@ from rich.text import Text
 from farspan.formatting import write_bytes, write_most, write_seconds, write_tokens
 from farspan.planner.evaluate import most_layers, stage_schedule
 from farspan.planner.explain import part_words
+from farspan.planner.feasibility import loss_seconds
 from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question
 from farspan.planner.states import drive_bytes
 from farspan.program.chunking import chunks_of
@@ -25,7 +26,7 @@ from farspan.report.tables import (
     plain_lines,
     schedule_words,
 )
-from farspan.spec import Quantization, Tier
+from farspan.spec import LossKind, Quantization, Reference, Tier
 
 MFU_CONVENTION = (
     "FLOP of one forward and twice that for the backward, attention over the keys a query sees, "
@@ -154,6 +155,7 @@ def notes(plan: Plan) -> Iterator[str]:
         yield EIGHT_BIT
     if question.nf4:
         yield from _packed(question)
+    yield from loss_words(plan)
     if question.sparse is not None:
         yield SPARSE if plan.hides else SEES_ALL
     if question.model.is_recurrent():
@@ -186,6 +188,48 @@ def drive_json(question: Question) -> dict[str, Any]:
     seconds, endures = 2 * size / question.machine.disk, ENDURANCE
     drive = {"bytes_a_step": size, "seconds": seconds, "endures_steps": endures / size}
     return {"drive": drive | {"endures_bytes": endures, "bytes_a_second": question.machine.disk}}
+
+
+PLACES = {
+    Reference.NONE: "no reference",
+    Reference.FROZEN: "the forward of its reference, a frozen copy of the weights in",
+    Reference.ADAPTERS_OFF: "the forward of its reference, the same weights with adapters off",
+    Reference.STORED: "its reference is stored with the data",
+}
+
+
+def loss_words(plan: Plan) -> Iterator[str]:
+    """What a loss of log-probabilities costs beside one pass, and where its reference is."""
+    loss = plan.question.loss
+    if not loss.is_cut:
+        return
+    one, cut, whole = loss_seconds(plan)
+    where = PLACES[loss.reference]
+    if loss.reference is Reference.FROZEN:
+        tier = "main memory" if plan.question.weights is Tier.HOST else "device memory"
+        where = f"{where} {tier}"
+    if loss.evaluates:
+        where = f"{(whole - cut) / one:.1%} {where}"
+    yield (
+        f"loss {loss.kind}: a step takes {whole / one - 1:.1%} longer than one pass of this "
+        f"schedule: {cut / one - 1:.1%} since log-probabilities come before the backward; {where}"
+    )
+    if loss.kind in PAIRS:
+        yield "a pair is one sequence of two answers, priced as one document: it takes less"
+    if loss.ids > 1:
+        yield f"planned of {loss.ids} ids a token that the teacher gives, and of no teacher's step"
+
+
+PAIRS = (LossKind.DPO, LossKind.IPO, LossKind.ORPO)
+
+
+def loss_json(plan: Plan) -> dict[str, Any]:
+    """The same, with a key of its own, where a loss is of log-probabilities."""
+    if not plan.question.loss.is_cut:
+        return {}
+    one, cut, whole = loss_seconds(plan)
+    names = "one_pass", "with_logprobs", "with_reference"
+    return {"seconds_of_loss": dict(zip(names, (one, cut, whole), strict=True))}
 
 
 def _packed(question: Question) -> Iterator[str]:

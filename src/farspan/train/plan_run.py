@@ -24,6 +24,7 @@ from farspan.program.layout import (
 )
 from farspan.program.strategies import AUTO
 from farspan.spec import (
+    LossKind,
     MachineSpec,
     ModelSpec,
     Quantization,
@@ -57,6 +58,8 @@ class Asked(TypedDict, total=False):
     device_memory: str
     host_memory: str
     margin: str
+    loss: str
+    reference: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +202,8 @@ def questions_of_run(
         host_memory=asked.get("host_memory"),
         margin=asked.get("margin", run.margin),
         sparse=run.pages(),
+        loss=asked.get("loss", LossKind.SFT),
+        reference=asked.get("reference"),
         kernels=run.kernels,
     ).question()
     if run.model.path is not None:
