@@ -23,9 +23,10 @@ from unittest import mock
 import typer
 
 import farspan
+from farspan.cli.train import default_run
 from farspan.cli.with_torch import train_and_tell
 from farspan.data.config import DataConfig, SourceKind
-from farspan.train.config import RunConfig, default_run
+from farspan.train.config import RunConfig
 from farspan.train.console import Reporter
 
 SOURCE = Path(farspan.__file__).parent

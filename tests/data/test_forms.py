@@ -165,7 +165,7 @@ def test_tokens_that_cannot_be_are_refused(
         ({"format": "prompt", "prompt": "completion"}, "completion: it is the prompt's field too"),
         (
             {"format": "prompt", "chat_template": "x"},
-            "chat_template: only formats chat and sharegpt",
+            "chat_template: only formats chat, sharegpt and preference",
         ),
         ({"format": "alpaca", "field": "x"}, "field: format alpaca reads instruction, input and o"),
         ({"loss": "all"}, "loss: format text has no answers; leave it out"),
@@ -288,7 +288,8 @@ def test_forms_are_known_by_their_fields(build: Build, record: dict[str, Any], f
             {"body": "a"},
             r"line 1 has no field 'text' \(it has: body\), .*: text \(text\), chat \(messages\), "
             r"sharegpt \(conversations\), alpaca \(instruction and output\), prompt \(prompt and "
-            r"completion\), tokens \(input_ids\); set data\.field",
+            r"completion\), tokens \(input_ids\), preference \(chosen and rejected\); "
+            r"set data\.field",
         ),
         (
             {"prompt": "a", "completion": "b", "input_ids": [1]},

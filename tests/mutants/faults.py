@@ -285,8 +285,8 @@ DOCUMENTS = (
     ),
     Fault(
         "packing: documents in a row are one",
-        "marks[row, begin:end] = number",
-        "marks[row, begin:end] = 0",
+        "marks[row, begin + start : end] = number",
+        "marks[row, begin + start : end] = 0",
         ("tests/data/test_cut.py", "tests/data/test_corpus.py"),
     ),
     Fault(

@@ -97,7 +97,7 @@ TRUST = (
     ),
     Fault(
         "weights on the host: a step moves those that checkpoints refer to",
-        'how["weights"] = self.weights',
+        'how["weights"] = weights',
         'how["weights"] = None',
         (MOVED + "test_everything_refers_to_the_weights_where_they_lie",),
     ),
@@ -233,5 +233,29 @@ TRUST = (
         "            losses = (losses * weights.flatten()).sum()\n",
         "            losses = losses.sum()\n",
         ("tests/engine/test_values.py::test_a_weighted_sum_in_one_pass",),
+    ),
+    Fault(
+        "packing: a pair's answers are numbered as those of another source",
+        "before + number for number in row",
+        "number for number in row",
+        ("tests/data/test_pairs.py",),
+    ),
+    Fault(
+        "losses: adapters are part of the reference",
+        "layer._disable_adapters = True",
+        "layer._disable_adapters = False",
+        ("tests/train/test_losses.py::test_references_agree_while_adapters_are_zero",),
+    ),
+    Fault(
+        "losses: of replicas one tells its own",
+        "found = self.ctx.world.gather_replicas([own])",
+        "found = [own]",
+        ("tests/train/test_losses.py::test_ranks_train_as_one_process_does",),
+    ),
+    Fault(
+        "losses: what is stored is computed anew from trained weights",
+        "if self._stored is None and at == 0:",
+        "if self._stored is None:",
+        ("tests/train/test_losses.py::test_what_is_stored_belongs_to_its_run",),
     ),
 )

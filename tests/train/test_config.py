@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from farspan.cli.train import with_strategy
+from farspan.cli.train import default_run, with_strategy
 from farspan.spec import AttentionKernel, Kernels, Schedule, Sparse, Tier, UnsupportedError
 from farspan.train.config import (
     OptimizerConfig,
     RunConfig,
     ScheduleConfig,
     SparseConfig,
-    default_run,
     load_run,
 )
 from farspan.train.yaml_config import as_yaml, build, to_mapping

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from farspan.cli.train import default_run
 from farspan.engine.loss import trained_token_count
 from farspan.engine.step import Step
 from farspan.spec import AttentionKernel, Kernels, Schedule, UnsupportedError
-from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, default_run
+from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.context import CellsDone
 from farspan.train.trainer import TrainingResult, train
 from farspan.train.yaml_config import to_mapping

@@ -1,5 +1,6 @@
 """`farspan train` and `farspan data`. They read run files without torch: a slip is told at once."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -7,17 +8,22 @@ from typing import Annotated
 import typer
 
 from farspan.cli import Settings, typer_app
+from farspan.data.config import DataConfig, SourceKind
 from farspan.formatting import EXAMPLE, OFF, ON, read_sparse
 from farspan.lazy import load
 from farspan.planner.request import SHARE
 from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.spec import Sparse, UnsupportedError
 from farspan.train.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
     RunConfig,
     ScheduleConfig,
     SparseConfig,
     StartConfig,
-    default_run,
+    built,
     load_run,
 )
 from farspan.train.yaml_config import to_mapping
@@ -182,3 +188,41 @@ def with_sparse(run: RunConfig, sparse: Sparse | None) -> tuple[RunConfig, str |
         note = f"sparse: without sparsity: {before.sparsity}, which belonged to the run file's"
     pages = {f.name: getattr(sparse, f.name) for f in fields(Sparse)}
     return replace(run, sparse=SparseConfig(**pages, warn_below=before.warn_below)), note
+
+
+# -- without a run file ---------------------------------------------------------------------------
+
+DEFAULT_CONTEXT = 8192
+
+
+def default_run(settings: Sequence[str] = ()) -> RunConfig:
+    """A Qwen2-shaped model of bytes learns Python from the standard library's sources.
+
+    Four layers with two queries a K,V head, 8,192 tokens in four chunks, two groups.
+    """
+    model = {
+        "model_type": "qwen2",
+        "vocab_size": 264,  # 256 bytes and the end of a document, padded to a multiple of 8
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": DEFAULT_CONTEXT,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 256,
+        "pad_token_id": None,
+    }
+    run = RunConfig(
+        model=ModelConfig(config=model),
+        data=DataConfig(source=SourceKind.STDLIB, held_out=0.05, tokenizer="bytes"),
+        folder="runs/default",
+        steps=80,
+        context=DEFAULT_CONTEXT,
+        schedule=ScheduleConfig(strategy="grouped", chunk=2048),
+        optimizer=OptimizerConfig(lr=3e-3, warmup=8),
+        evaluation=EvaluationConfig(every=20, sequences=4),
+        checkpoints=CheckpointConfig(every=20, keep=2),
+    )
+    return built(to_mapping(run), settings, "farspan train") if settings else run

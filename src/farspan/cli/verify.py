@@ -9,12 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from farspan.cli import RUN_FILES, Settings, typer_app
+from farspan.cli.train import default_run
 from farspan.formatting import EXAMPLE, OFF, ON, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.profile.catalog import split_revision
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.spec import SHORT_NAMES, Schedule, UnsupportedError
-from farspan.train.config import ModelConfig, RunConfig, SparseConfig, default_run, load_run
+from farspan.train.config import ModelConfig, RunConfig, SparseConfig, load_run
 
 app = typer_app()
 

@@ -1,9 +1,9 @@
-"""Where the text comes from and how it becomes tokens."""
+"""Where the text comes from, how it becomes tokens, and which loss is of them."""
 
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
-from farspan.spec import UnsupportedError
+from farspan.spec import LossKind, Reference, UnsupportedError
 
 _SPLIT = "train"
 _PROMPT = ("prompt", "completion")  # the fields of a record of that format
@@ -11,6 +11,7 @@ _PROMPT = ("prompt", "completion")  # the fields of a record of that format
 _NO_FIELD = {
     "prompt": "prompt and completion; name them by these keys",
     "tokens": "input_ids, labels, attention_mask; leave it out",
+    "preference": "prompt, chosen and rejected; leave it out",
     "alpaca": "instruction, input and output; leave it out",
 }
 
@@ -33,6 +34,7 @@ class RecordFormat(StrEnum):
     ALPACA = "alpaca"  # an instruction, perhaps an input, and the output
     PROMPT = "prompt"  # a prompt and its completion
     TOKENS = "tokens"  # input_ids; labels where some are not trained; attention_mask where padded
+    PREFERENCE = "preference"  # a prompt, the answer that was chosen, and the one that was not
 
 
 class Loss(StrEnum):
@@ -130,14 +132,16 @@ class SourceConfig:
             )
         if self.prompt == self.completion:
             raise UnsupportedError(f"completion: it is the prompt's field too, {self.prompt!r}")
-        chats = (RecordFormat.CHAT, RecordFormat.SHAREGPT)
+        chats = (RecordFormat.CHAT, RecordFormat.SHAREGPT, RecordFormat.PREFERENCE)
         if kind not in chats and self.chat_template is not None:
             raise UnsupportedError(
-                "chat_template: only formats chat and sharegpt have one; set format, or leave it "
-                "out"
+                "chat_template: only formats chat, sharegpt and preference have one; set format, "
+                "or leave it out"
             )
         if kind in (RecordFormat.TEXT, RecordFormat.TOKENS) and self.loss is not Loss.ANSWERS:
             raise UnsupportedError(f"loss: format {kind} has no answers; leave it out")
+        if kind is RecordFormat.PREFERENCE and self.loss is not Loss.ANSWERS:
+            raise UnsupportedError(f"loss: format {kind} compares answers alone; leave it out")
 
     def held_out_elsewhere(self) -> bool:
         """Whether evaluation reads documents of its own."""
@@ -190,3 +194,82 @@ class DataConfig(SourceConfig):
             (replace(self, sources=None, **{n: getattr(s, n) for n in names}), s.weight)
             for s in self.sources
         )
+
+
+# What of them a kind does not take.
+PAIRED = (
+    "loss.kind: {} does not compare the answers of data.format preference; set it to dpo, ipo or "
+    "orpo"
+)
+UNPAIRED = (
+    "loss.kind {} compares pairs of answers; give records with chosen and rejected, in a source "
+    "jsonl or dataset"
+)
+_PAIRED = (LossKind.DPO, LossKind.IPO, LossKind.ORPO)
+_ELSEWHERE = "compute it by farspan.losses from farspan.Step.logprobs, in a loop of your own"
+_NOT_HERE = {
+    LossKind.KTO: f"no data.format has single answers with a label; {_ELSEWHERE}",
+    LossKind.GRPO: f"a run samples no answers; {_ELSEWHERE}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfig:
+    """What a run trains; of a loss that compares with another model, with which."""
+
+    kind: LossKind = LossKind.SFT
+    beta: float = 0.1  # of dpo, ipo and orpo
+    label_smoothing: float = 0.0  # of dpo: the share of pairs taken for swapped
+    by_length: bool = False  # of dpo: means over answers in place of sums
+    reference: Reference | None = None  # of dpo and ipo; null: stored
+    teacher: str | None = None  # of distill: a local folder or a name on the hub
+    top_k: int = 64  # of distill: so many of the teacher's ids a token
+
+    def __post_init__(self) -> None:
+        kind = self.kind
+        if kind in _NOT_HERE:
+            raise UnsupportedError(f"kind: {kind}: {_NOT_HERE[kind]}")
+        own = {
+            "beta": _PAIRED,
+            "label_smoothing": (LossKind.DPO,),
+            "by_length": (LossKind.DPO,),
+            "reference": (LossKind.DPO, LossKind.IPO),
+            "teacher": (LossKind.DISTILL,),
+            "top_k": (LossKind.DISTILL,),
+        }
+        for f in fields(self):
+            if f.name in own and kind not in own[f.name] and getattr(self, f.name) != f.default:
+                raise UnsupportedError(f"{f.name}: kind {kind} has none; leave it out")
+        if not 0.0 < self.beta < float("inf"):
+            raise UnsupportedError(f"beta: expected a number above 0, got {self.beta!r}")
+        if not 0.0 <= self.label_smoothing < 0.5:
+            raise UnsupportedError(
+                f"label_smoothing: expected 0 or more and below 0.5, got {self.label_smoothing!r}"
+            )
+        if self.reference is Reference.NONE:
+            raise UnsupportedError(
+                f"reference: {kind} compares with one; give stored, frozen or adapters-off, or "
+                "set kind to orpo, which has none"
+            )
+        if kind is LossKind.DISTILL and self.teacher is None:
+            raise UnsupportedError("teacher: missing; give the folder or hub name of a model")
+        if self.top_k < 1:
+            raise UnsupportedError(f"top_k: expected at least 1, got {self.top_k}")
+
+    @property
+    def paired(self) -> bool:
+        """Is it of pairs of answers?"""
+        return self.kind in _PAIRED
+
+    def describe(self) -> str:
+        """For the lines that open a run."""
+        other = f", reference {self.compared()}" * (self.compared() is not Reference.NONE)
+        if self.teacher is not None:
+            other = f" from the {self.top_k} likeliest ids of {self.teacher}"
+        return f"{self.kind}{other}"
+
+    def compared(self) -> Reference:
+        """What the policy is compared with."""
+        if self.kind not in (LossKind.DPO, LossKind.IPO):
+            return Reference.NONE
+        return self.reference or Reference.STORED

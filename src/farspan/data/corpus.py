@@ -51,7 +51,7 @@ class Corpus:
     held_out: Packing | Mixture | None
     parts: tuple[Part, ...]
     largest: int  # of all ids: the model needs a vocabulary above it
-    longest: int  # tokens of the longest document: positions go no further
+    longest: int  # tokens of the longest document or answer: positions go no further
     identity: str  # two corpora with one identity give the same sequences
     trained: float  # share of all tokens in the data
 
@@ -67,6 +67,7 @@ class Corpus:
             f"data: {kept.tokens:,} tokens{mostly}, {sequences:,} sequences of {context:,} "
             f"{until}; {f'{held_out.kept.tokens:,} tokens' if held_out else 'none'} held out",
             *self._describe_parts(),
+            *self._describe_pairs(),
             f"packing: {kept.divided:,} of {kept.documents:,} documents divided, "
             f"{kept.padding / room:.1%} padding"
             + (f"; {kept.left_out:,} tokens in pieces that train none" if kept.left_out else ""),
@@ -96,6 +97,23 @@ class Corpus:
                 f"source {config.path or config.source} ({config.format}): "
                 f"{part.weight / weights:.1%} of all tokens that are read; its {kept.tokens:,} in "
                 f"{part.train.sequences_per_epoch():,} sequences {times:.2f} times by then"
+            )
+
+    @property
+    def paired(self) -> bool:
+        """Whether the documents are pairs."""
+        return all(part.stores[0].middles is not None for part in self.parts)
+
+    def _describe_pairs(self) -> Iterator[str]:
+        for part in self.parts:
+            store = part.stores[0]
+            if store.middles is None:
+                continue
+            ends = np.stack([store.starts[:-1], store.middles, store.starts[1:]])
+            both, (chosen, rejected) = np.diff(store.starts), np.diff(ends, axis=0).mean(1)
+            yield (
+                f"pairs: {len(both):,} of {both.min():,} to {both.max():,} tokens; on average "
+                f"{chosen:,.0f} with the chosen answer and {rejected:,.0f} with the rejected one"
             )
 
     def part_of_largest(self) -> Part:
@@ -128,7 +146,7 @@ def open_corpus(
         _evaluated([part.held_out for part in parts if part.held_out is not None]),
         tuple(parts),
         largest=max(s.largest for s in stores),
-        longest=max(int(np.diff(s.starts).max()) for s in stores),
+        longest=max(s.longest() for s in stores),
         identity=_identity(parts),
         trained=sum(p.stores[0].trained_tokens() for p in parts) / sum(tokens),
     )
@@ -205,6 +223,8 @@ def _pack(
     seed: int,
 ) -> Packing:
     """`source` is the key of the run file that these documents are of."""
+    if store.middles is not None:
+        _refuse_cut(store, documents, source, kind, context)
     if kind is PackingKind.CUT:
         if store.trained is not None and not store.trained.all():
             raise UnsupportedError(
@@ -220,6 +240,23 @@ def _pack(
                 f"to {'train' if source == TRAINED else 'evaluate'} on; give longer ones"
             )
     return Packing(store, layout, context)
+
+
+def _refuse_cut(
+    store: TokenStore, documents: np.ndarray, source: str, kind: PackingKind, context: int
+) -> None:
+    """Raises UnsupportedError where a pair would be cut: its answers are compared."""
+    if kind is PackingKind.CUT:
+        raise UnsupportedError("data.packing: cut would divide pairs; set it to whole")
+    lengths = np.diff(store.starts)[documents]
+    long = int((lengths > context).sum())
+    if long:
+        place = int(documents[lengths.argmax()])
+        raise UnsupportedError(
+            f"{source}: {long:,} of {len(lengths):,} pairs are longer than the context of "
+            f"{context:,} tokens, and a pair is not divided; the longest, {store.name(place)}, has "
+            f"{int(lengths.max()):,} in both documents: raise context to that, or leave them out"
+        )
 
 
 def _check_disjoint(parts: list[Part]) -> None:

@@ -1,5 +1,5 @@
-"""The forms of documents: text, prompts with completions, tokens, and chats; and what tells them
-apart.
+"""The forms of documents: text, prompts with completions, tokens, chats and preferences; and what
+tells them apart.
 
 The tokenizer's chat template writes conversations. What the model itself says is trained, and what
 ends it; what it is told is not. A template says which is which by `{% generation %}` around the
@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -313,21 +313,47 @@ class ChatForm:
         return ["sharegpt" if self.sharegpt else "chat", self.field, self.everything, digest]
 
     def read(self, document: Document) -> Written | None:
-        messages = self._messages(document)
+        messages = self.messages(document)
         if not messages:
             return None
         if not self.everything and self.template_says():
             return self._marked(document, messages)
-        text = self._text(document, messages)
         if self.everything:
-            return Written(text, bare=True)
-        return Written(text, self._turns(document, messages, text), bare=True)
+            return Written(self._text(document, messages), bare=True)
+        return self._said(document, messages)
 
     def template_says(self) -> bool:
         """Whether the template marks what the model says."""
         return MARKS.search(self.template) is not None
 
-    def _messages(self, document: Document) -> Sequence[Message]:
+    def answer(self, document: Document, messages: Sequence[Message], told: int) -> Written:
+        """A conversation of which the model's turns behind the first `told` messages are trained.
+        Raises UnsupportedError where there is none."""
+        whole = self._marked if self.template_says() else self._said
+        written = whole(document, messages)
+        spans = written.trained or ()
+        said, own = (
+            sum(m["role"] == ASSISTANT for m in part) for part in (messages, messages[told:])
+        )
+        if len(spans) != said:
+            raise UnsupportedError(
+                f"{document.place}: field {self.field!r}: the chat template marks {len(spans)} "
+                f"turns of the model in {said} messages of the {ASSISTANT}; give another "
+                "data.chat_template"
+            )
+        if own == 0:
+            raise UnsupportedError(
+                f"{document.place}: field {self.field!r} has no message of the {ASSISTANT} of its "
+                "own; give the answer as one, or leave the record out"
+            )
+        return replace(written, trained=spans[-own:])
+
+    def _said(self, document: Document, messages: Sequence[Message]) -> Written:
+        text = self._text(document, messages)
+        return Written(text, self._turns(document, messages, text), bare=True)
+
+    def messages(self, document: Document) -> Sequence[Message]:
+        """Of the record's field. Raises UnsupportedError where it holds something else."""
         given = field_of(document, self.field, self.key(self.field))
         whole = isinstance(given, Sequence) and not isinstance(given, str)
         needed = ("from", "value") if self.sharegpt else ("role",)
@@ -478,6 +504,69 @@ class ChatForm:
                 f"{document.place}: the chat template cannot render field {self.field!r}: "
                 f"{' '.join(str(error).split())}"
             ) from error
+
+
+PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceForm:
+    """Two answers to one prompt, each a document with the prompt before it: the one that was
+    chosen, and the one that was rejected. Texts stand as they are; messages are written by the
+    chat template, and the prompt may stand in both answers instead of a field of its own."""
+
+    chat: ChatForm | None  # None: the tokenizer has no template
+
+    columns: ClassVar[tuple[str, ...]] = (CHOSEN, REJECTED)
+    optional: ClassVar[tuple[str, ...]] = (PROMPT, TOOLS)
+    masked: ClassVar[bool] = True
+    any_ids: ClassVar[bool] = False
+
+    def key(self, column: str) -> str:  # noqa: ARG002 - all have the names that trainers expect
+        return "data.format"
+
+    def listing(self) -> list[object]:
+        return ["preference", *(() if self.chat is None else self.chat.listing())]
+
+    def read(self, document: Document) -> tuple[Written, Written]:
+        both = [field_of(document, name, self.key(name)) for name in (CHOSEN, REJECTED)]
+        if isinstance(both[0], str) != isinstance(both[1], str):
+            raise UnsupportedError(
+                f"{document.place}: one answer is a text and the other is none; give both as "
+                "texts, or both as lists of messages"
+            )
+        chosen, rejected = (self._text if isinstance(both[0], str) else self._chat)(document)
+        if chosen.text == rejected.text:
+            raise UnsupportedError(
+                f"{document.place}: both answers are the same; leave the record out"
+            )
+        return chosen, rejected
+
+    def _text(self, document: Document) -> list[Written]:
+        prompt = text_of(document, PROMPT, self.key(PROMPT))
+        texts = [prompt + text_of(document, name, self.key(name)) for name in (CHOSEN, REJECTED)]
+        return [Written(text, ((len(prompt), len(text)),)) for text in texts]
+
+    def _chat(self, document: Document) -> list[Written]:
+        if self.chat is None:
+            raise UnsupportedError(
+                f"{document.place}: the answers are messages, and the tokenizer has no chat "
+                "template; give data.chat_template, another data.tokenizer, or answers as texts"
+            )
+        forms = [replace(self.chat, field=name) for name in (CHOSEN, REJECTED)]
+        chosen, rejected = (list(form.messages(document)) for form in forms)
+        told: list[Message] = []
+        if isinstance(document.fields.get(PROMPT), list):
+            told = list(replace(self.chat, field=PROMPT).messages(document))
+        shared = len(told)
+        if not told:  # it stands in both answers
+            pairs = enumerate(zip(chosen, rejected, strict=False))
+            least = min(len(chosen), len(rejected))
+            shared = next((n for n, (one, other) in pairs if one != other), least)
+        return [
+            form.answer(document, told + own, shared)
+            for form, own in zip(forms, (chosen, rejected), strict=True)
+        ]
 
 
 def _shared(one: str, other: str) -> int:

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from fractions import Fraction
 from functools import lru_cache
@@ -78,6 +78,9 @@ class PackedBatch:
     document_ids: np.ndarray  # [batch, tokens] int64, rising by one where a document starts
     names: tuple[tuple[str, ...], ...]  # of the documents in each sequence, in order
     tokens: int  # of documents: padding is not among them
+    # Of the pairs in each sequence, in order, their numbers in the data; pair p is documents 2 p
+    # and 2 p + 1. Empty where documents are no pairs.
+    pairs: tuple[tuple[int, ...], ...] = ()
 
 
 class Packing:
@@ -90,7 +93,7 @@ class Packing:
         self.kept = layout.kept
         assert self.kept.tokens > 0
         # Positions of padding go no further than those of documents.
-        self._padded = min(_PADDED, int(np.diff(store.starts).max()))
+        self._padded = min(_PADDED, store.longest())
 
     def sequences_per_epoch(self) -> int:
         """Sequences that hold every token once."""
@@ -113,15 +116,34 @@ class Packing:
         labels = np.full_like(ids, UNTRAINED)
         tokens = 0
         for row, pieces in enumerate(rows):
-            end = 0
-            for number, piece in enumerate(pieces):
+            end = number = 0
+            for piece in pieces:
                 begin, end = end, end + piece.stop - piece.start
                 ids[row, begin:end], labels[row, begin:end] = self._read(piece)
-                marks[row, begin:end] = number
-            marks[row, end:] = len(pieces) + np.arange(length - end) // self._padded
+                for start in self._begins(piece):
+                    marks[row, begin + start : end] = number
+                    number += 1
+            marks[row, end:] = number + np.arange(length - end) // self._padded
             tokens += end
-        names = tuple(tuple(self._store.name(p.document) for p in row) for row in rows)
-        return PackedBatch(ids, labels, marks, names, tokens)
+        names = tuple(tuple(name for p in row for name in self._names(p)) for row in rows)
+        pairs = tuple(tuple(p.document for p in row) for row in rows)
+        paired = self._store.middles is not None
+        return PackedBatch(ids, labels, marks, names, tokens, pairs if paired else ())
+
+    def documents(self) -> int:
+        """Of the data; pairs, where they are that."""
+        return self._store.documents()
+
+    def _begins(self, piece: DocumentPiece) -> tuple[int, ...]:
+        """Where documents begin in a piece."""
+        if self._store.middles is None:
+            return (0,)
+        start = self._store.starts[piece.document]
+        return 0, int(self._store.middles[piece.document] - start)
+
+    def _names(self, piece: DocumentPiece) -> tuple[str, ...]:
+        name = self._store.name(piece.document)
+        return (name,) if self._store.middles is None else (f"{name} chosen", f"{name} rejected")
 
     def _read(self, piece: DocumentPiece) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels, int64."""
@@ -166,12 +188,23 @@ class Mixture:
     def batch(self, indices: Sequence[int]) -> PackedBatch:
         """Sequences by index, `[len(indices), context]`."""
         places = [self._place(index) for index in indices]
-        return _stacked([self._packings[p].batch([number]) for p, number in places])
+        found = [(p, self._packings[p].batch([number])) for p, number in places]
+        return _stacked([self._numbered(p, batch) for p, batch in found])
+
+    def documents(self) -> int:
+        """Of all packings."""
+        return sum(packing.documents() for packing in self._packings)
+
+    def _numbered(self, packing: int, batch: PackedBatch) -> PackedBatch:
+        """With pairs numbered through all packings."""
+        before = sum(p.documents() for p in self._packings[:packing])
+        pairs = tuple(tuple(before + number for number in row) for row in batch.pairs)
+        return replace(batch, pairs=pairs)
 
     def once(self, index: int) -> PackedBatch:
         """The sequence at `index`, as the packing that it is of has it `once`."""
         packing, number = self._place(index)
-        return self._packings[packing].once(number)
+        return self._numbered(packing, self._packings[packing].once(number))
 
     def _due(self, time: Fraction) -> list[int]:
         """How many of each packing are due up to `time`."""
@@ -196,7 +229,8 @@ def _stacked(rows: Sequence[PackedBatch]) -> PackedBatch:
         for name in ("input_ids", "labels", "document_ids")
     )
     names = tuple(name for row in rows for name in row.names)
-    return PackedBatch(ids, labels, marks, names, sum(row.tokens for row in rows))
+    pairs = tuple(pair for row in rows for pair in row.pairs)
+    return PackedBatch(ids, labels, marks, names, sum(row.tokens for row in rows), pairs)
 
 
 def seed_of_source(seed: int, number: int) -> int:

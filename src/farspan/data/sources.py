@@ -15,11 +15,14 @@ import numpy as np
 
 from farspan.data.config import DataConfig, Loss, RecordFormat, SourceKind
 from farspan.data.formats import (
+    CHOSEN,
     INPUT_IDS,
     INSTRUCTION,
     OUTPUT,
+    REJECTED,
     AlpacaForm,
     ChatForm,
+    PreferenceForm,
     PromptForm,
     TextForm,
     TokensForm,
@@ -322,6 +325,7 @@ _MARKS = {
     RecordFormat.ALPACA: (INSTRUCTION, OUTPUT),
     RecordFormat.PROMPT: ("prompt", "completion"),
     RecordFormat.TOKENS: (INPUT_IDS,),
+    RecordFormat.PREFERENCE: (CHOSEN, REJECTED),
 }
 
 
@@ -371,10 +375,15 @@ def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
             form = PromptForm(config.prompt, config.completion, everything)
         case RecordFormat.TOKENS:
             form = TokensForm()
+        case RecordFormat.PREFERENCE:
+            has_template = config.chat_template is not None or (
+                isinstance(tokenizer, HubTokenizer) and bool(tokenizer.inner.chat_template)
+            )
+            form = PreferenceForm(_chat(config, tokenizer, False) if has_template else None)
         case RecordFormat.TEXT:
             in_files = config.source in (SourceKind.STDLIB, SourceKind.TEXT)
             form = TextForm(TEXT if in_files else config.field or TEXT)
-    if config.format in (RecordFormat.PROMPT, RecordFormat.ALPACA) and form.masked:
+    if not isinstance(form, TokensForm) and form.masked:
         _refuse_slow(tokenizer)
     return form
 

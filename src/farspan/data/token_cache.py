@@ -33,8 +33,16 @@ from typing import Any
 
 import numpy as np
 
-from farspan.data.formats import ChatForm
-from farspan.data.tokenizers import Document, Encoded, Form, Source, Tokenizer, Written
+from farspan.data.formats import ChatForm, PreferenceForm
+from farspan.data.tokenizers import (
+    Content,
+    Document,
+    Encoded,
+    Form,
+    Source,
+    Tokenizer,
+    Written,
+)
 from farspan.durable import (
     NotPrivate,
     WriteFailed,
@@ -73,6 +81,9 @@ class TokenStore:
     largest: int  # of all ids
     digest: str  # of all the above: two stores with one digest hold the same documents
     trained: np.ndarray | None = None  # [tokens] bool; None: all are
+    # [documents] int64: where the second part of each begins; None: each has one. A pair is one
+    # document, of what was chosen and of what was rejected.
+    middles: np.ndarray | None = None
     # Of tokens [start, stop), before they are read: a store to read instead where they are damaged.
     check: Callable[[int, int], "TokenStore | None"] = lambda *_: None
 
@@ -85,6 +96,13 @@ class TokenStore:
 
     def documents(self) -> int:
         return len(self.starts) - 1
+
+    def longest(self) -> int:
+        """Tokens of the longest document, or of the longest answer of a pair."""
+        if self.middles is None:
+            return int(np.diff(self.starts).max())
+        firsts, seconds = self.middles - self.starts[:-1], self.starts[1:] - self.middles
+        return int(max(firsts.max(), seconds.max()))
 
     def trained_tokens(self) -> int:
         """How many tokens are trained."""
@@ -218,7 +236,11 @@ def _read(folder: Path, whole: bool) -> tuple[TokenStore, _Blocks]:
         raise _Damaged(" ".join(str(error).split())) from error
     assert blocks is not None
     names, largest, digest = tuple(meta["names"]), meta["largest"], meta["digest"]
-    return TokenStore(names=names, largest=largest, digest=digest, **arrays), blocks
+    store = TokenStore(names=names, largest=largest, digest=digest, **arrays)
+    if meta.get("paired"):
+        starts = store.starts
+        store = replace(store, starts=starts[::2], middles=starts[1::2], origins=store.origins[::2])
+    return store, blocks
 
 
 def _write(folder: Path, source: Source, form: Form, tokenizer: Tokenizer, watch: Watch) -> None:
@@ -260,6 +282,7 @@ def _fill(
     starts, origins = array("q", [0]), array("q")
     digest, largest, any_trained = hashlib.sha256(), 0, False
     signs, read, understood = list(tokenizer.signs()), False, form.any_ids
+    paired = isinstance(form, PreferenceForm)
     with ExitStack() as stack:
         tokens = stack.enter_context(_Column(folder / "tokens.npy", "<u2" if narrow else "<u4"))
         masks = None
@@ -269,6 +292,10 @@ def _fill(
             read = True
             for document, encoded in zip(batch.documents, batch.encode(tokenizer), strict=True):
                 ids = encoded.ids
+                if paired and not encoded.trained[1:].any():
+                    raise UnsupportedError(
+                        f"{document.place}: an answer has no token to train; leave the record out"
+                    )
                 if len(ids) == 0:
                     continue
                 understood = understood or not np.isin(ids, signs).all()
@@ -290,6 +317,7 @@ def _fill(
         "largest": largest,
         "digest": digest.hexdigest(),
         "masked": form.masked,
+        **({"paired": True} if paired else {}),
         "names": list(source.names()),
     }
 
@@ -354,6 +382,11 @@ class _Batch:
     contents: list[Written | Encoded]
     masked: bool
 
+    def is_unlike(self, content: Written | Encoded) -> bool:
+        """Whether a text is for another call of the tokenizer."""
+        first = self.contents[0] if self.contents else content
+        return getattr(first, "bare", None) != getattr(content, "bare", None)
+
     def encode(self, tokenizer: Tokenizer) -> list[Encoded]:
         written = [c for c in self.contents if isinstance(c, Written)]
         if not written:
@@ -373,12 +406,13 @@ def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
             content = read(document)
             if content is None:
                 continue
-            batch.documents.append(document)
-            batch.contents.append(content)
-            size += content.size()
-            if size >= _BATCH_SIZE:
+            parts = content if isinstance(content, tuple) else (content,)
+            if size >= _BATCH_SIZE or batch.is_unlike(parts[0]):
                 yield batch
                 batch, size = _Batch([], [], form.masked), 0
+            batch.documents.extend(document for _ in parts)
+            batch.contents.extend(parts)
+            size += sum(part.size() for part in parts)
     if batch.documents:
         yield batch
 
@@ -397,7 +431,6 @@ CPU_SECONDS = 1.5  # for a record; an honest one takes a thousandth
 MEMORY = 512 << 20  # bytes above those of the process when it is forked
 _PATIENCE = 300.0  # seconds until a child that does not even compute is given up
 
-Content = Written | Encoded | None
 Read = Callable[[Document], Content]
 
 
@@ -405,7 +438,7 @@ Read = Callable[[Document], Content]
 def reading(form: Form) -> Iterator[Read]:
     """`form.read`, in a child where that runs a template. It raises UnsupportedError at a record
     for which the template takes more than CPU_SECONDS or MEMORY."""
-    if not isinstance(form, ChatForm):
+    if not isinstance(form.chat if isinstance(form, PreferenceForm) else form, ChatForm):
         yield form.read
         return
     ours, theirs = Pipe()

@@ -62,6 +62,9 @@ class Encoded:
         return len(self.ids)
 
 
+Content = Written | Encoded | tuple[Written, Written] | None
+
+
 class Form(Protocol):
     """What a record has to hold, and how it is read as a document."""
 
@@ -87,8 +90,9 @@ class Form(Protocol):
     def listing(self) -> list[object]:
         """JSON values that change whenever the reading does."""
 
-    def read(self, document: Document) -> Written | Encoded | None:
-        """None: it is blank. Raises UnsupportedError with the document's place and the field."""
+    def read(self, document: Document) -> Content:
+        """None: it is blank; two: the answers of a pair. Raises UnsupportedError with the
+        document's place and the field."""
 
 
 BYTES = "bytes"

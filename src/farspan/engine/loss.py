@@ -300,6 +300,20 @@ class LogProbs:
 
 
 @dataclass(frozen=True, slots=True)
+class TopIds(LogProbs):
+    """The k likeliest of the first `vocab` ids, and their log-probabilities."""
+
+    k: int = 1
+    vocab: int | None = None
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002 - none is asked
+        """logits [n, V]: [n, 2 k], ids and then log-probabilities, the likeliest first."""
+        normal = logits.to(accumulate_dtype(logits.dtype)).log_softmax(-1)
+        found, ids = normal[:, : self.vocab].topk(self.k, -1)
+        return torch.cat((ids.to(found.dtype), found), 1)
+
+
+@dataclass(frozen=True, slots=True)
 class ValueHead:
     """Values of every token, and the gradient of anything that was computed from them."""
 

@@ -153,20 +153,25 @@ def estimate_memory(
     progress: Callable[[Progress], None] | None = None,
     *,
     accumulate: bool = False,
+    values: int = 0,
 ) -> MemoryEstimate:
     """The memory of a step of this shape: sizes of its program, and a dry run of a short step for
     what programs do not size.
 
     The dry run may take as long as a step: `progress` is called after each of its cells and may
     raise to abandon it. With `accumulate` the step adds to gradients that are there before it, as
-    all but the first batch of an update do. Raises TooLarge when main memory could not hold it.
+    all but the first batch of an update do. `values` are the log-probabilities of a token that the
+    loss is computed from; 0: a step of one pass. Raises TooLarge when main memory could not hold
+    it.
     """
     refuse_known(step, batch, tokens)
-    static = _static(step, step.program(batch, tokens), documents=True)
+    is_cut = values > 0
+    static = _static(step, step.prepared(batch, tokens, is_cut=is_cut).program, documents=True)
     schedule = step.schedule
     short, limit = _dry_run_shape(step, tokens)
-    dry = _static(step, step.program(batch, short), documents=limit < short)
-    peak = _dry_run(step, batch, short, limit, progress, accumulate)
+    program = step.prepared(batch, short, is_cut=is_cut).program
+    dry = _static(step, program, documents=limit < short)
+    peak = _dry_run(step, batch, short, limit, progress, accumulate, values)
     on_cpu = step.boundary.device.type == "cpu"
     known = dry.new_device + (dry.new_host if on_cpu else 0)
     # Of a longer prefix more pages are chosen, until gathers are as large as they come.
@@ -189,13 +194,14 @@ def dry_run_apart(
     progress: Callable[[Progress], None] | None = None,
     *,
     accumulate: bool = False,
+    values: int = 0,
 ) -> int:
     """Peak bytes of the dry run that `estimate_memory` makes, by this rank apart from the others:
     a rank that runs out of memory leaves nobody waiting."""
     assert step.sharded_model is not None, "a step of several ranks"
     with step.sharded_model.ranks.apart():
         short, limit = _dry_run_shape(step, tokens)
-        return _dry_run(step, batch, short, limit, progress, accumulate)
+        return _dry_run(step, batch, short, limit, progress, accumulate, values)
 
 
 def refuse_too_large(step: Step, expected: MemoryEstimate, optimizer: int) -> None:
@@ -332,6 +338,7 @@ def _dry_run(
     limit: int,
     progress: Callable[[Progress], None] | None,
     accumulate: bool,
+    values: int,
 ) -> int:
     """Peak bytes of a step on [batch, tokens], in documents of at most `limit` tokens; gradients
     are not kept."""
@@ -351,7 +358,12 @@ def _dry_run(
             for parameter in before if accumulate else ():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
-            step(ids, ids, documents if limit < tokens else None)
+            marks = documents if limit < tokens else None
+            if values:
+                labels = ids if values == 1 else ids[..., None].expand(-1, -1, values)
+                step.logprobs(ids, labels, marks).sum().backward()
+            else:
+                step(ids, ids, marks)
     finally:
         step.progress = own
         step.release()

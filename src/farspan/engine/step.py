@@ -14,7 +14,7 @@ from farspan.distributed.fsdp import Stage
 from farspan.engine.buffers import ProgramBuffers
 from farspan.engine.gradients import AccumulatingLinears, adds_products
 from farspan.engine.kernels import attention_kernels
-from farspan.engine.loss import HeadFunction, LogProbs, StepInputs, make_inputs
+from farspan.engine.loss import HeadFunction, LogProbs, StepInputs, TopIds, make_inputs
 from farspan.engine.parallelize import ShardedModel, parallelize, refuse_schedule
 from farspan.engine.runner import (
     OpenForward,
@@ -301,6 +301,22 @@ class Step(ProgramRunner):
         asked = found[..., : found.shape[2] - entropy]
         logprobs = asked if labels.ndim == 3 else asked[..., 0]
         return (logprobs, found[..., -1]) if entropy else logprobs
+
+    @torch.no_grad()
+    def top_logprobs(
+        self,
+        input_ids: Tensor,
+        document_ids: Tensor | None = None,
+        *,
+        k: int,
+        vocab: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The k likeliest ids behind each token, [batch, tokens, k] int64, and their
+        log-probabilities, without gradients: what a student is distilled from. Of the first `vocab`
+        ids alone, where given."""
+        labels = input_ids.long()
+        found = self._values(TopIds(k=k, vocab=vocab), input_ids, labels, document_ids)
+        return found[..., :k].long(), found[..., k:]
 
     def values(
         self,

@@ -7,21 +7,23 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from farspan.data.config import DataConfig, SourceKind
+from farspan.data.config import PAIRED, UNPAIRED, DataConfig, LossConfig, RecordFormat, SourceKind
 from farspan.formatting import MOST_TOKENS, read_memory
 from farspan.planner.request import read_margin
 from farspan.program.layout import ALONE, AXES, Layout, sequence_layout
 from farspan.program.strategies import AUTO, check_name
 from farspan.spec import (
     Kernels,
+    LossKind,
     ModelSpec,
     Quantization,
+    Reference,
     Schedule,
     Sparse,
     Tier,
     UnsupportedError,
 )
-from farspan.train.yaml_config import build, read_file, to_mapping, with_settings
+from farspan.train.yaml_config import build, read_file, with_settings
 
 COMMAND = "torchrun --nproc-per-node {} -m farspan train RUN.yaml"
 
@@ -427,6 +429,7 @@ class RunConfig:
     allocator: DeviceAllocator = DeviceAllocator.DEFAULT
     nonfinite: OnNonfinite = OnNonfinite.STOP
     report_to: ReportTo | tuple[ReportTo, ...] | None = None  # charts beside metrics.jsonl
+    loss: LossConfig | None = None  # null: sft, the mean of the losses of trained tokens
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     sparse: SparseConfig | None = None  # null: dense attention, exact
     kernels: Kernels = field(default_factory=Kernels)
@@ -460,6 +463,35 @@ class RunConfig:
         if self.model.lora is not None:
             self._check_lora()
         self._check_states()
+        if self.loss == LossConfig():
+            object.__setattr__(self, "loss", None)
+        self._check_loss()
+
+    def _check_loss(self) -> None:
+        """What a loss of log-probabilities needs, and what it is not known to be exact with."""
+        loss = self.objective
+        if loss.kind is not LossKind.SFT and self.sparse is not None:
+            raise UnsupportedError(f"sparse: not with loss.kind {loss.kind}; leave one of them out")
+        for source, _ in self.data.each():
+            known = source.format not in (RecordFormat.TEXT, RecordFormat.PREFERENCE)
+            if loss.paired and (known or source.source in (SourceKind.TEXT, SourceKind.STDLIB)):
+                raise UnsupportedError(
+                    f"data.format: {UNPAIRED.format(loss.kind)}, got {source.format} of a source "
+                    f"{source.source}"
+                )
+            if source.format is RecordFormat.PREFERENCE and not loss.paired:
+                raise UnsupportedError(PAIRED.format(loss.kind))
+        if loss.compared() is Reference.ADAPTERS_OFF and self.model.lora is None:
+            raise UnsupportedError(
+                "loss.reference: adapters-off needs model.lora; give it, or set it to stored"
+            )
+        start, other = self.start, loss.compared()
+        late = other is Reference.STORED and start is not None and start.states
+        if late or (other is Reference.FROZEN and start is not None):
+            raise UnsupportedError(
+                f"start: loss.reference {other} is of the weights that are there before, "
+                "and the run begins with others; give these as model.path, without start (--from)"
+            )
 
     def _check_states(self) -> None:
         states = self.optimizer.states
@@ -496,6 +528,11 @@ class RunConfig:
                     f"schedule.{name}: {size:,} would cut {self.context:,} tokens into more than "
                     f"{MOST_PIECES:,} pieces; give at least {-(-self.context // MOST_PIECES):,}"
                 )
+
+    @property
+    def objective(self) -> LossConfig:
+        """What is trained, written out."""
+        return self.loss or LossConfig()
 
     def tokens_per_step(self) -> int:
         return self.context * self.batch * self.accumulate * replicas(self.parallel)
@@ -545,10 +582,10 @@ def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:
     given = read_file(path)
     if not given:
         raise UnsupportedError(f"{path}: is empty; a run file names at least `model` and `data`")
-    return _built({"folder": f"runs/{path.stem}"} | given, settings, str(path))
+    return built({"folder": f"runs/{path.stem}"} | given, settings, str(path))
 
 
-def _built(values: dict[str, Any], settings: Sequence[str], name: str) -> RunConfig:
+def built(values: dict[str, Any], settings: Sequence[str], name: str) -> RunConfig:
     try:
         return build(RunConfig, with_settings(values, settings, RunConfig))
     except UnsupportedError as error:
@@ -559,39 +596,3 @@ def _built(values: dict[str, Any], settings: Sequence[str], name: str) -> RunCon
 def _at_least(value: int, least: int, name: str) -> None:
     if value < least:
         raise UnsupportedError(f"{name}: expected a whole number of at least {least}, got {value}")
-
-
-DEFAULT_CONTEXT = 8192
-
-
-def default_run(settings: Sequence[str] = ()) -> RunConfig:
-    """A Qwen2-shaped model of bytes learns Python from the standard library's sources.
-
-    Four layers with two queries a K,V head, 8,192 tokens in four chunks, two groups.
-    """
-    model = {
-        "model_type": "qwen2",
-        "vocab_size": 264,  # 256 bytes and the end of a document, padded to a multiple of 8
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": DEFAULT_CONTEXT,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": 256,
-        "pad_token_id": None,
-    }
-    run = RunConfig(
-        model=ModelConfig(config=model),
-        data=DataConfig(source=SourceKind.STDLIB, held_out=0.05, tokenizer="bytes"),
-        folder="runs/default",
-        steps=80,
-        context=DEFAULT_CONTEXT,
-        schedule=ScheduleConfig(strategy="grouped", chunk=2048),
-        optimizer=OptimizerConfig(lr=3e-3, warmup=8),
-        evaluation=EvaluationConfig(every=20, sequences=4),
-        checkpoints=CheckpointConfig(every=20, keep=2),
-    )
-    return _built(to_mapping(run), settings, "farspan train") if settings else run

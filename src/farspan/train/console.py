@@ -363,14 +363,25 @@ def describe_step(values: Mapping[str, Any]) -> str:
     if values.get("nonfinite"):
         return f"skipped: {values['nonfinite']} is not finite"
     return (
-        f"loss {values['loss']:.4f}{_attention(values)}  lr {values['lr']:.2e}  "
-        f"|grad| {values['grad_norm']:.3f}  {values['tokens_per_second']:,.0f} tokens/s"
+        f"loss {values['loss']:.4f}{_attention(values)}{_preference(values, '')}  "
+        f"lr {values['lr']:.2e}  |grad| {values['grad_norm']:.3f}  "
+        f"{values['tokens_per_second']:,.0f} tokens/s"
     )
 
 
 def describe_heldout(values: Mapping[str, Any]) -> str:
     """The metrics of one evaluation on one line."""
-    return f"held-out loss {values['heldout_loss']:.4f}{_attention(values)}"
+    return (
+        f"held-out loss {values['heldout_loss']:.4f}{_attention(values)}"
+        f"{_preference(values, 'heldout_')}"
+    )
+
+
+def _preference(values: Mapping[str, Any], prefix: str) -> str:
+    """How far chosen answers are above rejected ones, where pairs are trained."""
+    if f"{prefix}margin" not in values:
+        return ""
+    return f"  margin {values[f'{prefix}margin']:.4f}  accuracy {values[f'{prefix}accuracy']:.0%}"
 
 
 def _attention(values: Mapping[str, Any]) -> str:

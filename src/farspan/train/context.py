@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from farspan.checkpoint.local import ReplicatedSaver, Saver, ShardedSaver
 from farspan.data.corpus import Corpus
 from farspan.data.tokenizers import Tokenizer
+from farspan.distributed.fsdp import local
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.calibrate import here
 from farspan.engine.gradients import adds_products
@@ -78,6 +79,10 @@ class StepLike(Protocol):
         document_ids: Tensor | None = None,
         *,
         trained_tokens: int | None = None,
+    ) -> Tensor: ...
+
+    def logprobs(
+        self, input_ids: Tensor, labels: Tensor | None = None, document_ids: Tensor | None = None
     ) -> Tensor: ...
 
     def release(self) -> None:
@@ -206,6 +211,22 @@ def host_share(run: RunConfig, world: DistributedContext) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
+class ReferenceModel:
+    """A second model, which is not trained, laid out over ranks as the first."""
+
+    model: Any  # a PreTrainedModel
+    sharded_model: ShardedModel | None
+    weights: StreamedWeights | None
+    is_other: bool  # than the one that is trained: a teacher
+
+    def held_bytes(self) -> int:
+        """Of its weights on this rank."""
+        if self.sharded_model is None:
+            return sum(map(held_bytes, self.model.parameters()))
+        return sum(local(p).nbytes for p in self.sharded_model.sharded.parameters().values())
+
+
+@dataclass(frozen=True, slots=True)
 class RunContext:
     """What a run computes with."""
 
@@ -224,6 +245,7 @@ class RunContext:
     inspected: InspectedModel | None  # if the planner is asked
     frozen: str | None  # digest of the weights that are not trained; None: all are
     weights: StreamedWeights | None = None  # of a model that lives whole in main memory
+    reference: "ReferenceModel | None" = None  # that the loss compares with, or learns from
 
     @property
     def device(self) -> torch.device:
@@ -241,6 +263,27 @@ class RunContext:
 
     def make_step(self, schedule: Schedule) -> StepLike:
         """The engine for this schedule, on this rank."""
+        step = self._make_step(self.model, schedule, self.sharded_model, self.weights)
+        step.host_room = self.host_room()
+        return step
+
+    def make_reference(self, step: StepLike) -> Any:
+        """The engine of the reference, by the schedule of a step, in whose memory it computes."""
+        of, beside = self.reference, cast(Any, step)
+        assert of is not None, "the loss has a reference"
+        # Layers one by one: a teacher has other groups, and a forward needs no more at once.
+        schedule = replace(beside.schedule, groups=1) if of.is_other else beside.schedule
+        found: Any = self._make_step(of.model, schedule, of.sharded_model, of.weights)
+        found.arenas = beside.arenas
+        return found
+
+    def _make_step(
+        self,
+        model: Any,
+        schedule: Schedule,
+        sharded_model: ShardedModel | None,
+        weights: StreamedWeights | None,
+    ) -> StepLike:
         # Named only if they differ from the defaults: other engines need not know of these.
         how: dict[str, Any] = {}
         if self.run.kernels != Kernels():
@@ -248,13 +291,11 @@ class RunContext:
         selector = fraction_of(self.run.sparse, schedule, self.run.context)
         if selector is not None:
             how["selector"] = selector
-        if self.weights is not None:
-            how["weights"] = self.weights
+        if weights is not None:
+            how["weights"] = weights
         if self.world.ranks is not None:
-            how["ranks"] = self.sharded_model or self.world.ranks
-        step = self.components.make_step(self.model, schedule, **how)
-        step.host_room = self.host_room()
-        return step
+            how["ranks"] = sharded_model or self.world.ranks
+        return self.components.make_step(model, schedule, **how)
 
     def describe(self) -> ModelSpec:
         """The model as programs are made for it."""
@@ -300,6 +341,7 @@ class RunContext:
         )
 
     def _weights(self) -> int:
+        beside = 0 if self.reference is None else self.reference.held_bytes()
         if self.pieces is not None:
-            return self.pieces.held_bytes()
-        return sum(map(held_bytes, self.model.parameters()))
+            return beside + self.pieces.held_bytes()
+        return beside + sum(map(held_bytes, self.model.parameters()))

@@ -197,10 +197,15 @@ NAMES = {
 }
 
 
+def _chart(key: str) -> str:
+    own = key.removeprefix("heldout_")
+    return NAMES.get(key, f"train/{key}" if own == key else f"eval/{own}")
+
+
 def charts(values: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line of metrics.jsonl by the names of their charts."""
     numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and k != "step"}
-    named = {NAMES.get(key, f"train/{key}"): float(value) for key, value in numbers.items()}
+    named = {_chart(key): float(value) for key, value in numbers.items()}
     if "heldout_loss" not in values:
         named["train/skipped"] = float("nonfinite" in values)
     return named

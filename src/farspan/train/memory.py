@@ -36,11 +36,13 @@ def expect_memory(
     optimizer: StateBytes,
     watch: Callable[[Any], None],
     accumulate: bool,
+    values: int = 0,
 ) -> Expected:
-    """Sizes a step of `[batch, tokens]`, one of several of an update with `accumulate`; `watch` is
-    called after each cell of the rehearsal that this takes. Raises TooLarge when main memory cannot
-    hold it and the optimizer's states."""
-    found = estimate_memory(step, batch, tokens, watch, accumulate=accumulate)
+    """Sizes a step of `[batch, tokens]`, one of several of an update with `accumulate`, whose loss
+    is of so many `values` a token, 0 where it has one pass; `watch` is called after each cell of
+    the rehearsal that this takes. Raises TooLarge when main memory cannot hold it and the
+    optimizer's states."""
+    found = estimate_memory(step, batch, tokens, watch, accumulate=accumulate, values=values)
     # Counted although they exist: memory of zeros is taken from the machine when first written.
     refuse_too_large(step, found, optimizer.untouched)
     on_cpu = step.boundary.device.type == "cpu"
@@ -54,12 +56,17 @@ def expect_memory(
 
 
 def rehearse_apart(
-    step: Any, batch: int, tokens: int, watch: Callable[[Any], None], accumulate: bool
+    step: Any,
+    batch: int,
+    tokens: int,
+    watch: Callable[[Any], None],
+    accumulate: bool,
+    values: int = 0,
 ) -> None:
     """What `expect_memory` rehearses, by each rank apart from the others. Raises TooLarge and
     DeviceTooSmall on all ranks, and what an allocator raises on one."""
     refuse_known(step, batch, tokens)
-    apart(step, batch, tokens, watch, accumulate=accumulate)
+    apart(step, batch, tokens, watch, accumulate=accumulate, values=values)
 
 
 def describe_expected(expected: Expected) -> str:

@@ -7,6 +7,7 @@ plan.json        only with strategy auto: what the planner chose and what it exp
 shortage.json    only after a rank ran out of memory within a step of all: with which schedule; the
                  next start takes less
 comparison.json  only with strategy auto: that beside what was measured
+reference.safetensors  only with a loss.reference of stored: its log-probabilities, pair by pair
 metrics.jsonl    a line a step, a line an evaluation, a line each time memory ran out
 tensorboard/     only with report_to tensorboard: its event files
 wandb.json       only with report_to wandb: which of its runs this is; wandb/ has its files
@@ -48,10 +49,11 @@ from farspan.spec import UnsupportedError
 from farspan.train.config import Decay, RunConfig, StatesPlace, replicas
 from farspan.train.yaml_config import flatten, read_file, to_mapping, write_mapping
 
+STORED = "reference.safetensors"
 # What a run writes; the last of them after its first step.
 FILES = (
     *("config.yaml", "about.json", "plan.json", "wandb.json"),
-    *("metrics.jsonl", "shortage.json", "comparison.json", "diagnosis.json"),
+    *("metrics.jsonl", "shortage.json", "comparison.json", "diagnosis.json", STORED),
 )
 # What a killed process leaves of these behind `PARTIAL`; whatever else has such a name stays.
 LEFTOVER = re.compile(rf"(old-)?model|([0-9]+-)?({'|'.join(map(re.escape, FILES))})")
@@ -89,7 +91,7 @@ DECAY = "optimizer.decay"
 # Folders from before there were these keys do not have them: null is as if they were not given.
 LATER = (
     *("start", "sparse", "optimizer.decay_steps", "data.sources", "model.revision"),
-    "model.quantize",
+    *("model.quantize", "loss"),
 )
 
 

@@ -1,5 +1,6 @@
 """From a RunConfig to its context: model, data and optimizer, loaded and laid out over ranks."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from farspan.data.config import PAIRED, UNPAIRED
 from farspan.data.corpus import Corpus, open_corpus, show_sequence
 from farspan.data.token_cache import unwatched
 from farspan.data.tokenizers import BYTES, Tokenizer, load_tokenizer
@@ -25,8 +27,9 @@ from farspan.profile.catalog import is_on_hub, refuse_absent
 from farspan.program.layout import AXES, Layout, group_ranges, refuse_together, streams
 from farspan.program.strategies import AUTO
 from farspan.sparse.train import opening_words
-from farspan.spec import ModelSpec, Schedule, Tier, UnsupportedError
+from farspan.spec import LossKind, ModelSpec, Reference, Schedule, Tier, UnsupportedError
 from farspan.train.config import (
+    ModelConfig,
     Parallel,
     RunConfig,
     StartConfig,
@@ -37,6 +40,7 @@ from farspan.train.config import (
 from farspan.train.console import Observer
 from farspan.train.context import (
     Components,
+    ReferenceModel,
     RunContext,
     host_share,
     inspect_blank,
@@ -100,10 +104,12 @@ def make_context(
     blank = _blank_model(run, components, world)
     corpus, tokenizer = _open_data(run, observer)
     _check_vocabulary(corpus, blank)
+    _check_pairs(run, corpus)
     # Now, rather than at the first step that meets a document too long for the model.
     refuse_context(blank.config, min(run.context, corpus.longest))
     run = place_weights(run, components, world, blank, about, observer)
     model = _load_model(run, components, world, blank, observer)
+    other = _load_reference(run, components, world, model, corpus)
     world.set_layout(layout_of(run.parallel, world.size, partial(_describe_on_rank0, world, model)))
     world.refuse_unlike("data", corpus.identity)
     before = about.get(STATES_KEY)
@@ -113,6 +119,7 @@ def make_context(
     inspected = None
     if run.schedule.strategy == AUTO:
         inspected = world.run_on_rank0(lambda: inspect_for(run, model, world.device))
+    reference = None if other is None else _lay_out(run, components, world, other)
     sharded_model = shard_model(run, components, model, world)
     pieces = None if sharded_model is None else sharded_parameters(sharded_model)
     disk = run.optimizer.disk or run.folder
@@ -137,7 +144,75 @@ def make_context(
         inspected=inspected,
         frozen=frozen,
         weights=weights,
+        reference=reference,
     )
+
+
+def _check_pairs(run: RunConfig, corpus: Corpus) -> None:
+    """What the run file leaves to the fields of the records."""
+    kind, paired = run.objective.kind, {p.stores[0].middles is not None for p in corpus.parts}
+    if run.objective.paired and paired != {True}:
+        raise UnsupportedError(f"data.format: {UNPAIRED.format(kind)}")
+    if not run.objective.paired and True in paired:
+        raise UnsupportedError(PAIRED.format(kind))
+
+
+def _load_reference(
+    run: RunConfig, components: Components, world: DistributedContext, model: Any, corpus: Corpus
+) -> Any:
+    """The second model of the run's loss, where rank 0 has it whole, and the others a blank one;
+    None: there is none. Raises UnsupportedError."""
+    loss, found = run.objective, None
+    if loss.compared() is Reference.FROZEN:
+        found = copy.deepcopy(model)
+    elif loss.teacher is not None:
+        found = _load_teacher(run, components, world, corpus)
+    if found is None:
+        return None
+    if isinstance(run.parallel, Parallel) and run.parallel.pipeline > 1:
+        raise UnsupportedError(
+            "parallel.pipeline: stages hold the layers of one model so far, and loss has a second "
+            "one; use other axes"
+            + ("" if loss.teacher else ", or set loss.reference to stored or adapters-off")
+        )
+    return found.requires_grad_(False).eval()
+
+
+def _load_teacher(
+    run: RunConfig, components: Components, world: DistributedContext, corpus: Corpus
+) -> Any:
+    path = str(run.objective.teacher)
+    refuse_absent("loss.teacher", path)
+    refuse_unpinned(path, False, None, "loss.teacher")
+    stays = world.size == 1 and run.schedule.weights is not Tier.HOST
+    asked = replace(run, model=ModelConfig(path=path, dtype=run.model.dtype))
+    found: list[Any] = []
+
+    def read() -> None:
+        device = world.device if stays else torch.device("cpu")
+        teacher = _load(asked, components, device, Weights.SAVED)
+        rows, most = teacher.get_input_embeddings().num_embeddings, run.objective.top_k
+        if corpus.largest >= rows or most > rows:
+            raise UnsupportedError(
+                f"loss.teacher: {path} embeds {rows:,} ids, and the data has ids up to "
+                f"{corpus.largest:,} (loss.top_k {most:,}); give a teacher of the same tokenizer"
+            )
+        refuse_context(teacher.config, min(run.context, corpus.longest))
+        found.append(teacher)
+
+    world.run_on_rank0(read, "loading the teacher")
+    return found[0] if found else _load(asked, components, torch.device("cpu"), Weights.NONE)
+
+
+def _lay_out(
+    run: RunConfig, components: Components, world: DistributedContext, model: Any
+) -> ReferenceModel:
+    """A second model, over ranks or in main memory as the first will be."""
+    sharded_model = shard_model(run, components, model, world)
+    weights = None
+    if streams(run.schedule.apply(Schedule()), world.layout):
+        weights = StreamedWeights(CausalLMStages(model, world.device), world.ranks)
+    return ReferenceModel(model, sharded_model, weights, run.objective.teacher is not None)
 
 
 def _describe_on_rank0(world: DistributedContext, model: Any) -> ModelSpec:
@@ -384,6 +459,8 @@ def introduce(ctx: RunContext) -> str:
         lines.append(TEXT)
     if run.sparse is not None:
         lines.append(opening_words(run))
+    if run.objective.kind is not LossKind.SFT:
+        lines.append(f"loss: {run.objective.describe()}")
     return "\n".join(lines)
 
 

@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from farspan.data.config import LossConfig
 from farspan.distributed.failure import activity
 from farspan.durable import WriteFailed, read_json
 from farspan.engine.memory import PeakMemory
 from farspan.program.layout import group_ranges
 from farspan.sparse.train import hides, marks, other_chunk
-from farspan.spec import Tier, UnsupportedError
+from farspan.spec import LossKind, Tier, UnsupportedError
 from farspan.train.console import Observer
 from farspan.train.context import CellsDone, RunContext, StepLike
 from farspan.train.memory import Expected, describe_expected, describe_measured, show_bytes
@@ -182,6 +183,7 @@ class StepRunner:
                 ctx.optimizer.held(),
                 self._observer.rehearsing,
                 run.accumulate > 1,
+                **_values_of(run.objective),
             )
             self._observer.note(describe_expected(self._expected))
             self._write_about(self._choice, self._expected)
@@ -199,7 +201,12 @@ class StepRunner:
         try:
             with activity("rehearsing a step apart"):
                 self._ctx.components.rehearse_apart(
-                    step, run.batch, run.context, watch, run.accumulate > 1
+                    step,
+                    run.batch,
+                    run.context,
+                    watch,
+                    run.accumulate > 1,
+                    **_values_of(run.objective),
                 )
         except _Enough:
             pass  # all stop behind the first cell that they rehearse together
@@ -311,6 +318,13 @@ def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
         "message": shortage.message,
         "schedule": to_mapping(choice.schedule),
     }
+
+
+def _values_of(loss: LossConfig) -> dict[str, int]:
+    """Log-probabilities of a token that the loss is of, where it is of any."""
+    if loss.kind is LossKind.SFT:
+        return {}
+    return {"values": loss.top_k if loss.kind is LossKind.DISTILL else 1}
 
 
 def _nothing(step: StepLike) -> None:

@@ -16,9 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from rich.console import Console
-from torch import Tensor
 
 from farspan.checkpoint.distributed import FROZEN
 from farspan.checkpoint.local import (
@@ -29,8 +27,6 @@ from farspan.checkpoint.local import (
     folder_name,
     is_exported,
 )
-from farspan.data.formats import UNTRAINED
-from farspan.data.packing import PackedBatch
 from farspan.distributed.run_context import (
     DistributedContext,
     StopPoint,
@@ -54,6 +50,7 @@ from farspan.train.console import Interrupt, Interrupted, Observer, Reporter, ma
 from farspan.train.context import Components, RunContext, StepLike
 from farspan.train.loggers import LoggerThread, LoggingReporter, make_loggers
 from farspan.train.memory import STATES_KEY
+from farspan.train.objectives import Batches, Micro, objective_of
 from farspan.train.oom import NoScheduleFits, OneRankOutOfMemory
 from farspan.train.optimizer import learning_rate
 from farspan.train.origin import as_begun, checkpoints_of, latest
@@ -82,82 +79,6 @@ class Diverged(RuntimeError):
     """Training met a loss or gradient that is not finite, and `nonfinite: stop` is set."""
 
 
-@dataclass(frozen=True, slots=True)
-class Micro:
-    """One batch on the device and the number of its tokens that have a target."""
-
-    batch: PackedBatch
-    indices: tuple[int, ...]
-    input_ids: Tensor  # [batch, tokens] int64
-    labels: Tensor  # the same, or UNTRAINED
-    document_ids: Tensor  # [batch, tokens] int64
-    trained: int
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Its sequences and their documents, for diagnosis.json."""
-        return [
-            {"sequence": index, "documents": list(names)}
-            for index, names in zip(self.indices, self.batch.names, strict=True)
-        ]
-
-
-class Batches:
-    """The batches of a run. Batch n of D replicas is sequences [n * D * batch, (n + 1) * D * batch)
-    of the run's order, given out in order: the update reads what one replica reads with a batch of
-    D * batch."""
-
-    def __init__(self, ctx: RunContext) -> None:
-        self.ctx = ctx
-        self.replicas, self.replica = ctx.world.replicas, ctx.world.replica
-
-    def of_step(self, step: int) -> list[Micro]:
-        """This replica's, of the update after `step` of them."""
-        count = self.ctx.run.accumulate
-        return [self._micro(step * count + place) for place in range(count)]
-
-    def held_out(self) -> list[Micro]:
-        """This replica's share of those to evaluate on, spread over all that are held out: one long
-        document does not stand for the rest. Every replica has as many; what is missing has no
-        trained token."""
-        packing, replicas = self.ctx.corpus.held_out, self.replicas
-        assert packing is not None, "there is something to evaluate on"
-        there = packing.sequences_per_epoch()
-        count = min(self.ctx.run.evaluation.sequences, there)
-        chosen = [place * there // count for place in range(count)]
-        own = chosen[self.replica :: replicas]
-        found = [self._place(packing.once(i), (i,)) for i in own]
-        for _ in range(-(-count // replicas) - len(own)):
-            spare = self._place(packing.once(chosen[-1]), (chosen[-1],))
-            labels = torch.full_like(spare.labels, UNTRAINED)
-            found.append(replace(spare, labels=labels, trained=0))
-        return found
-
-    def trained(self, micros: list[Micro]) -> int:
-        """Trained tokens of these and of the other replicas'."""
-        return self._sum(sum(m.trained for m in micros))
-
-    def read(self, micros: list[Micro]) -> int:
-        """Tokens of documents in these and in the other replicas'."""
-        return self._sum(sum(m.batch.tokens for m in micros))
-
-    def _sum(self, own: int) -> int:
-        return own if self.replicas == 1 else self.ctx.world.sum_over_replicas(own)
-
-    def _micro(self, number: int) -> Micro:
-        """Batch `number` since the start of the run."""
-        size = self.ctx.run.batch
-        start = (number * self.replicas + self.replica) * size
-        indices = tuple(range(start, start + size))
-        return self._place(self.ctx.corpus.train.batch(indices), indices)
-
-    def _place(self, batch: PackedBatch, indices: tuple[int, ...]) -> Micro:
-        input_ids = torch.from_numpy(batch.input_ids).to(self.ctx.world.device)
-        labels = torch.from_numpy(batch.labels).to(self.ctx.world.device)
-        document_ids = torch.from_numpy(batch.document_ids).to(self.ctx.world.device)
-        trained = self.ctx.components.count_trained(labels, document_ids)
-        return Micro(batch, indices, input_ids, labels, document_ids, trained)
-
-
 class TrainingLoop:
     """Takes the steps of a run, and saves and measures between them.
 
@@ -177,6 +98,7 @@ class TrainingLoop:
         self._identity = {"run": identity(ctx.run), "data": ctx.corpus.identity}
         if ctx.frozen is not None:
             self._identity[FROZEN] = ctx.frozen
+        self._objective = objective_of(self._batches, observer, folder, self._identity)
         self._saved: int | None = None  # step of the latest checkpoint
         self.loss: float | None = None
         self.held_out: dict[int, float] = {}  # loss by step
@@ -199,6 +121,7 @@ class TrainingLoop:
         if self.at.step < run.steps:
             self._interrupt.meet()
             runner.make_ready()
+            runner.attempt(self._objective.prepare, self.at.step)
         how = f" ({self._marks['attention']})" if self._marks else ""
         self._reporter.start(run.steps, run.tokens_per_step(), self.at.step, how)
         while True:
@@ -215,7 +138,8 @@ class TrainingLoop:
             if ctx.memory.begin_step is not None:
                 ctx.memory.begin_step()
             batches = self._batches.of_step(step)
-            loss, seen = runner.attempt(self._gradients, batches)
+            found, seen = runner.attempt(self._gradients, batches)
+            loss = found.pop("loss")
             gradient_norm = ctx.optimizer.gradient_norm()
             norm, rate = float(gradient_norm), self._rate(step)
             values: dict[str, Any] = {"step": step + 1, "lr": rate}
@@ -223,7 +147,7 @@ class TrainingLoop:
             if finite:
                 ctx.optimizer.step(rate, gradient_norm)
                 self.loss = loss
-                values |= {"loss": loss, "grad_norm": norm}
+                values |= {"loss": loss, **found, "grad_norm": norm}
             else:
                 values["nonfinite"] = self._nonfinite(batches, loss, norm)
             tokens = self.at.tokens + self._batches.read(batches)
@@ -231,23 +155,24 @@ class TrainingLoop:
             self._state.rng = capture_rng()
             self._record(values, batches, seen, time.perf_counter() - began)
 
-    def _gradients(self, step: StepLike, batches: list[Micro]) -> tuple[float, list[Seen]]:
-        """Adds the gradient of the mean loss over all trained tokens of the batches. That loss, and
-        what sparse attention saw."""
-        total = max(1, self._batches.trained(batches))
-        losses, seen = [], []
+    def _gradients(
+        self, step: StepLike, batches: list[Micro]
+    ) -> tuple[dict[str, float], list[Seen]]:
+        """Adds the gradient of the mean loss over all of the batches. That loss with its metrics,
+        and what sparse attention saw."""
+        total = self._objective.total(batches)
+        sums, seen = [], []
         with self._runner.metering():
             for place, micro in enumerate(batches):
                 self._interrupt.passed(StopPoint.BATCH)
                 step.progress = partial(
                     self._observer.training, self.at.step + 1, place, len(batches)
                 )
-                ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
-                losses.append(step(ids, labels, documents, trained_tokens=total))
+                sums.append(self._objective.train(step, micro, total))
                 if self._watch is not None and step.seen is not None:
                     seen.append(step.seen)
             step.progress = None
-            return float(torch.stack([loss.detach() for loss in losses]).sum()), seen
+            return self._objective.of_all(sums), seen
 
     def _record(
         self, values: dict[str, Any], batches: list[Micro], seen: list[Seen], seconds: float
@@ -278,24 +203,26 @@ class TrainingLoop:
         if packing is None or not due or step in self.held_out:
             return
         batches = self._batches.held_out()
-        loss = self._runner.attempt(self._heldout_loss, batches)
+        found = self._runner.attempt(self._heldout, batches)
+        loss = found.pop("loss")
         if not math.isfinite(loss):
             self._nonfinite(batches, loss)
         self.held_out[step] = loss
         total = self._batches.trained(batches)
         values = {"step": step, "heldout_loss": loss, "heldout_tokens": total, **self._marks}
-        self._folder.record(values | {"heldout_loss": as_json(loss)})
+        values |= {f"heldout_{name}": value for name, value in found.items()}
+        written = {n: as_json(v) if isinstance(v, float) else v for n, v in values.items()}
+        self._folder.record(written)
         self._reporter.evaluated(values)
 
-    def _heldout_loss(self, step: StepLike, batches: list[Micro]) -> float:
-        total, loss = max(1, self._batches.trained(batches)), 0.0
+    def _heldout(self, step: StepLike, batches: list[Micro]) -> dict[str, float]:
+        total, sums = self._objective.total(batches), []
         for place, micro in enumerate(batches):
             self._interrupt.passed(StopPoint.BATCH)
             step.progress = partial(self._observer.evaluating, place, len(batches))
-            ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
-            loss += float(step.evaluate(ids, labels, documents, trained_tokens=total))
+            sums.append(self._objective.evaluate(step, micro, total))
         step.progress = None
-        return loss
+        return self._objective.of_all(sums)
 
     def resume(self) -> None:
         """Goes to where the latest checkpoint stands, if there is one."""

@@ -1,0 +1,180 @@
+"""Pairs of answers: what is trained of them, and how they are packed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from farspan.data.config import DataConfig, SourceKind
+from farspan.data.corpus import Corpus, open_corpus, show_sequence
+from farspan.data.formats import UNTRAINED
+from farspan.data.packing import PackedBatch
+from farspan.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from farspan.spec import UnsupportedError
+from farspan.train.yaml_config import build
+from tests.data.characters import character_tokenizer
+from tests.data.test_chat import MARKED, NO_END, TURNS
+
+PAIRS = [
+    {"prompt": f"q{n}: ", "chosen": "yes" * (1 + n % 3), "rejected": "no" * (1 + n % 4)}
+    for n in range(9)
+]
+
+
+def corpus(
+    root: Path, records: list[Any], *, tokenizer: Tokenizer | None = None, **own: Any
+) -> Corpus:
+    path = root / "pairs.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    context = own.pop("context", 64)
+    config = DataConfig(
+        source=SourceKind.JSONL,
+        path=str(path),
+        cache=str(root / "cache"),
+        **{"format": "preference", **own},
+    )
+    use = tokenizer or ByteTokenizer()
+    return open_corpus(config, use, context=context, seed=0, watch=lambda *_: None)
+
+
+def texts(batch: PackedBatch, row: int = 0) -> list[tuple[str, str]]:
+    """Of each document that is no padding its text, and what of it is trained."""
+    found = []
+    for number in range(len(batch.names[row])):
+        own = batch.document_ids[row] == number
+        ids, labels = batch.input_ids[row, own], batch.labels[row, own]
+        decode = ByteTokenizer().decode
+        found.append((decode(ids), decode(ids[labels != UNTRAINED])))
+    return found
+
+
+def test_a_pair_is_two_documents_of_one_sequence(tmp_path: Path) -> None:
+    found = corpus(tmp_path, PAIRS)
+    seen: list[int] = []
+    for index in range(found.train.sequences_per_epoch()):
+        batch = found.train.batch([index])
+        (pairs,), (names,), documents = batch.pairs, batch.names, texts(batch)
+        assert len(documents) == 2 * len(pairs) == len(names)
+        for place, number in enumerate(pairs):
+            for side, text, name in zip(
+                ("chosen", "rejected"), documents[2 * place :], names[2 * place :], strict=False
+            ):
+                answer = f"{PAIRS[number][side]}<end>"
+                assert text == (PAIRS[number]["prompt"] + answer, answer)
+                assert name == f"{tmp_path / 'pairs.jsonl'}:{number + 1} {side}"
+        seen += pairs
+    assert sorted(seen) == list(range(9))
+    assert found.train.sequences_per_epoch() < 9  # several pairs a sequence
+    assert found.paired
+
+
+def test_held_out_pairs_are_whole(tmp_path: Path) -> None:
+    found = corpus(tmp_path, PAIRS, held_out=0.3)
+    assert found.held_out is not None
+    packings = found.train, found.held_out
+    trained, aside = (
+        {p for i in range(own.sequences_per_epoch()) for p in own.once(i).pairs[0]}
+        for own in packings
+    )
+    assert len(aside) == 3
+    assert trained | aside == set(range(9))
+    assert not trained & aside
+
+
+def test_pairs_of_several_sources_have_numbers_of_their_own(tmp_path: Path) -> None:
+    for name in "ab":
+        lines = [json.dumps({**p, "prompt": f"{name}{n}"}) for n, p in enumerate(PAIRS)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    sources = tuple(
+        {"source": "jsonl", "path": str(tmp_path / f"{name}.jsonl"), "format": "preference"}
+        for name in "ab"
+    )
+    config = build(DataConfig, {"sources": list(sources), "cache": str(tmp_path / "cache")})
+    found = open_corpus(config, ByteTokenizer(), context=64, seed=0, watch=lambda *_: None)
+    for index in range(found.train.sequences_per_epoch()):
+        batch = found.train.batch([index])
+        for number, (text, _) in zip(batch.pairs[0], texts(batch)[::2], strict=True):
+            assert text.startswith(f"{'ab'[number // 9]}{number % 9}")
+
+
+def characters(ids: np.ndarray) -> str:
+    return "".join(character_tokenizer().convert_ids_to_tokens(ids.tolist()))
+
+
+CHOSEN = [{"role": "user", "content": "so?"}, {"role": "assistant", "content": "yes"}]
+REJECTED = [CHOSEN[0], {"role": "assistant", "content": "no!"}]
+BEFORE = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+@pytest.mark.parametrize("template", [TURNS, MARKED, NO_END])
+@pytest.mark.parametrize("apart", [True, False])
+def test_messages_are_written_by_the_template(tmp_path: Path, template: str, apart: bool) -> None:
+    """The prompt in a field of its own, or in both answers; earlier turns are not trained."""
+    character_tokenizer(template).save_pretrained(tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
+    record = {"chosen": BEFORE + CHOSEN, "rejected": BEFORE + REJECTED, "prompt": "so?"}
+    if apart:
+        record = {"prompt": BEFORE + CHOSEN[:1], "chosen": CHOSEN[1:], "rejected": REJECTED[1:]}
+    batch = corpus(tmp_path, [record], tokenizer=tokenizer, context=200).train.once(0)
+    end = "\n" if template is NO_END else "$"
+    for number, answer in enumerate(("yes", "no!")):
+        own = batch.document_ids[0] == number
+        ids, labels = batch.input_ids[0, own], batch.labels[0, own]
+        text = characters(ids)
+        assert text.replace("$", "").startswith("[user]hi\n[assistant]ho\n[user]so?\n[assistant]")
+        assert characters(ids[labels != UNTRAINED]) == answer + end
+
+
+def test_pairs_are_shown(tmp_path: Path) -> None:
+    found = corpus(tmp_path, PAIRS[:1])
+    lines = list(show_sequence(found.train.batch([0]), ByteTokenizer()))
+    path = tmp_path / "pairs.jsonl"
+    assert lines[:6] == [
+        f"{path}:1 chosen: 8 tokens, 4 trained",
+        "  read    q0: ",
+        "  trained yes<end>",
+        f"{path}:1 rejected: 7 tokens, 3 trained",
+        "  read    q0: ",
+        "  trained no<end>",
+    ]
+    about = "\n".join(found.describe(64))
+    assert "pairs: 1 of 15 to 15 tokens; on average 8 with the chosen answer and 7 with" in about
+    assert found.longest == 8  # positions begin anew in the second
+
+
+def test_they_are_known_by_their_fields(tmp_path: Path) -> None:
+    found = corpus(tmp_path, PAIRS, format="text")
+    assert "format: preference, known by the fields of its records" in found.describe(64)
+    assert np.array_equal(found.parts[0].stores[0].starts[:2], [0, 15])
+
+
+@pytest.mark.parametrize(
+    ("record", "own", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, {}, "has no field 'rejected'"),
+        ({"chosen": "b", "rejected": "c"}, {}, "has no field 'prompt'"),
+        ({"prompt": "a", "chosen": "b", "rejected": CHOSEN}, {}, "one answer is a text"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, {}, "both answers are the same"),
+        ({"prompt": "a", "chosen": CHOSEN, "rejected": REJECTED}, {}, "has no chat template"),
+        ({"prompt": "", "chosen": "", "rejected": "c"}, {}, "an answer has no token to train"),
+        (PAIRS[0], {"packing": "cut"}, "data.packing: cut would divide pairs"),
+        (PAIRS[0], {"loss": "all"}, "compares answers alone"),
+        (PAIRS[0], {"context": 14}, "1 of 1 pairs are longer than the context of 14 tokens"),
+        (PAIRS[0], {"context": 14}, "pairs.jsonl:1, has 15 in both documents: raise context"),
+    ],
+)
+def test_what_is_no_pair_is_refused(
+    tmp_path: Path, record: dict[str, Any], own: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        corpus(tmp_path, [record], **own)
+
+
+def test_an_answer_without_a_message_of_the_model_is_refused(tmp_path: Path) -> None:
+    character_tokenizer(TURNS).save_pretrained(tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
+    record = {"chosen": CHOSEN, "rejected": CHOSEN[:1]}
+    with pytest.raises(UnsupportedError, match="'rejected' has no message of the assistant"):
+        corpus(tmp_path, [record], tokenizer=tokenizer)
