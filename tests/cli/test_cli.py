@@ -25,8 +25,7 @@ from farspan.durable import WriteFailed
 from farspan.program.strategies import strategy
 from farspan.spec import VERSION
 from farspan.train.config import RunConfig, ScheduleConfig
-from farspan.train.step_runner import PlanComparison
-from farspan.train.trainer import TrainingResult
+from farspan.train.step_runner import PlanComparison, TrainingResult
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2",

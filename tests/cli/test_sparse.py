@@ -10,7 +10,7 @@ import yaml
 
 from farspan.cli.with_torch import result_json
 from farspan.train.config import RunConfig, SparseConfig
-from farspan.train.trainer import TrainingResult
+from farspan.train.step_runner import TrainingResult
 from tests.cli.test_cli import CONFIG, RESULT, folder, run, trained
 
 __all__ = ["folder", "trained"]  # fixtures

@@ -17,7 +17,8 @@ from farspan.engine.step import Step
 from farspan.spec import AttentionKernel, Kernels, Schedule, UnsupportedError
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.context import CellsDone
-from farspan.train.trainer import TrainingResult, train
+from farspan.train.step_runner import TrainingResult
+from farspan.train.trainer import train
 from farspan.train.yaml_config import to_mapping
 from tests.grids import part_of
 from tests.numerics import assert_exact

@@ -17,8 +17,8 @@ from farspan.memory.host import TooLarge, refuse_beyond
 from farspan.spec import Schedule, Tier, UnsupportedError
 from farspan.train.config import RunConfig
 from farspan.train.oom import NoScheduleFits, find_shortage
-from farspan.train.step_runner import RETRIES
-from farspan.train.trainer import TrainingResult, train
+from farspan.train.step_runner import RETRIES, TrainingResult
+from farspan.train.trainer import train
 from tests.grids import part_of
 from tests.train.test_interrupt import same_metrics, same_weights
 from tests.train.tiny import STEPS, Quiet, TinyStep, fit, replaced, tiny_components, tiny_run

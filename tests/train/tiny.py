@@ -24,7 +24,8 @@ from farspan.train.config import (
 from farspan.train.console import Reporter
 from farspan.train.context import CellsDone, Components
 from farspan.train.memory import Expected
-from farspan.train.trainer import TrainingResult, train
+from farspan.train.step_runner import TrainingResult
+from farspan.train.trainer import train
 
 MODEL = {
     "model_type": "qwen2",

@@ -28,7 +28,8 @@ from farspan.train.config import ModelConfig, RunConfig, SparseConfig
 from farspan.train.console import make_reporter
 from farspan.train.origin import with_base
 from farspan.train.run_folder import as_json
-from farspan.train.trainer import Diverged, TrainingResult, train
+from farspan.train.step_runner import TrainingResult
+from farspan.train.trainer import Diverged, train
 
 FURTHEST = "gradients furthest from plain autograd's"
 

@@ -1,15 +1,13 @@
-"""What a run trains: the batches of an update, the loss of each, and what it is compared with.
+"""Losses of a run that are not of one pass: of pairs of answers, and of a teacher.
 
-A mean of token losses is a step of one pass. Every other loss is computed from log-probabilities of
-the whole sequence (`farspan.losses`), whose backward is the rest of the step; before them, without
-gradients, those of the reference or of the teacher.
+Each is computed from log-probabilities of the whole sequence (`farspan.losses`), whose backward is
+the rest of the step; before them, without gradients, those of the reference or of the teacher.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -21,152 +19,42 @@ from torch import Tensor, nn
 
 from farspan import losses
 from farspan.data.formats import UNTRAINED
-from farspan.data.packing import Mixture, PackedBatch, Packing
+from farspan.data.packing import Mixture, Packing
 from farspan.distributed.run_context import StopPoint
 from farspan.durable import write_whole
 from farspan.spec import LossKind, Reference, UnsupportedError
 from farspan.train.console import Observer
-from farspan.train.context import RunContext, StepLike
+from farspan.train.context import StepLike
 from farspan.train.run_folder import STORED, RunFolder
+from farspan.train.trainer import Batches, Micro
 
 MARK = "run"  # in the file of stored log-probabilities: whose they are
 F32 = torch.float32
-
-
-@dataclass(frozen=True, slots=True)
-class Micro:
-    """One batch on the device and the number of its tokens that have a target."""
-
-    batch: PackedBatch
-    indices: tuple[int, ...]
-    input_ids: Tensor  # [batch, tokens] int64
-    labels: Tensor  # the same, or UNTRAINED
-    document_ids: Tensor  # [batch, tokens] int64
-    trained: int
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Its sequences and their documents, for diagnosis.json."""
-        return [
-            {"sequence": index, "documents": list(names)}
-            for index, names in zip(self.indices, self.batch.names, strict=True)
-        ]
-
-
-class Batches:
-    """The batches of a run. Batch n of D replicas is sequences [n * D * batch, (n + 1) * D * batch)
-    of the run's order, given out in order: the update reads what one replica reads with a batch of
-    D * batch."""
-
-    def __init__(self, ctx: RunContext) -> None:
-        self.ctx = ctx
-        self.replicas, self.replica = ctx.world.replicas, ctx.world.replica
-
-    def of_step(self, step: int) -> list[Micro]:
-        """This replica's, of the update after `step` of them."""
-        count = self.ctx.run.accumulate
-        return [self.of(step * count + place) for place in range(count)]
-
-    def needed(self) -> int:
-        """How many batches of this replica's hold all that the run ever reads: those of its steps,
-        or of an epoch."""
-        run = self.ctx.run
-        epoch = -(-self.ctx.corpus.train.sequences_per_epoch() // (run.batch * self.replicas))
-        return min(run.steps * run.accumulate, epoch)
-
-    def held_out(self) -> list[Micro]:
-        """This replica's share of those to evaluate on, spread over all that are held out: one long
-        document does not stand for the rest. Every replica has as many; what is missing has no
-        trained token."""
-        packing, replicas = self.ctx.corpus.held_out, self.replicas
-        assert packing is not None, "there is something to evaluate on"
-        there = packing.sequences_per_epoch()
-        count = min(self.ctx.run.evaluation.sequences, there)
-        chosen = [place * there // count for place in range(count)]
-        own = chosen[self.replica :: replicas]
-        found = [self._place(packing.once(i), (i,)) for i in own]
-        for _ in range(-(-count // replicas) - len(own)):
-            spare = self._place(packing.once(chosen[-1]), (chosen[-1],))
-            labels = torch.full_like(spare.labels, UNTRAINED)
-            blank = replace(spare.batch, pairs=())
-            found.append(replace(spare, batch=blank, labels=labels, trained=0))
-        return found
-
-    def trained(self, micros: list[Micro]) -> int:
-        """Trained tokens of these and of the other replicas'."""
-        return self.over_replicas(sum(m.trained for m in micros))
-
-    def read(self, micros: list[Micro]) -> int:
-        """Tokens of documents in these and in the other replicas'."""
-        return self.over_replicas(sum(m.batch.tokens for m in micros))
-
-    def over_replicas(self, own: int) -> int:
-        """The sum of a number of each."""
-        return own if self.replicas == 1 else self.ctx.world.sum_over_replicas(own)
-
-    def of(self, number: int) -> Micro:
-        """Batch `number` since the start of the run."""
-        size = self.ctx.run.batch
-        start = (number * self.replicas + self.replica) * size
-        indices = tuple(range(start, start + size))
-        return self._place(self.ctx.corpus.train.batch(indices), indices)
-
-    def _place(self, batch: PackedBatch, indices: tuple[int, ...]) -> Micro:
-        input_ids = torch.from_numpy(batch.input_ids).to(self.ctx.world.device)
-        labels = torch.from_numpy(batch.labels).to(self.ctx.world.device)
-        document_ids = torch.from_numpy(batch.document_ids).to(self.ctx.world.device)
-        trained = self.ctx.components.count_trained(labels, document_ids)
-        return Micro(batch, indices, input_ids, labels, document_ids, trained)
 
 
 # What a batch adds to an update's loss and to its metrics, by name.
 Sums = dict[str, Tensor | float]
 
 
-class Objective:
-    """The mean of the losses of trained tokens, in one pass."""
+class _OfLogProbs:
+    """A loss of log-probabilities, which each replica computes of its own: the mean over trained
+    tokens."""
 
-    def __init__(self, batches: Batches) -> None:
-        self.batches = batches
+    def __init__(self, batches: Batches, observer: Observer) -> None:
+        self.batches, self.observer = batches, observer
+        self.ctx, self.loss = batches.ctx, batches.ctx.run.objective
+        self._reference: Any = None  # the engine of the second model
+        self._beside: StepLike | None = None  # the one that it shares memory with
 
     def total(self, micros: list[Micro]) -> int:
         """What the loss of these and of the other replicas' is a mean of, at least 1."""
         return max(1, self.batches.trained(micros))
 
-    def train(self, step: StepLike, micro: Micro, total: int) -> Sums:
-        """Adds the gradient of this batch's part of a mean over `total`; that part."""
-        ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
-        return {"loss": step(ids, labels, documents, trained_tokens=total).detach()}
-
-    def evaluate(self, step: StepLike, micro: Micro, total: int) -> Sums:
-        """The same without gradients."""
-        ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
-        return {"loss": float(step.evaluate(ids, labels, documents, trained_tokens=total))}
-
-    def of_all(self, sums: Sequence[Sums]) -> dict[str, float]:
-        """Of all batches and replicas: what a step says is of all replicas already."""
-        return {name: _total([one[name] for one in sums]) for name in sums[0]}
-
     def prepare(self, step: StepLike, at: int) -> None:
         """What is computed once, before the first update; `at` updates are done."""
 
-
-def _total(values: list[Any]) -> float:
-    if isinstance(values[0], Tensor):
-        return float(torch.stack(values).sum())
-    return float(sum(values))
-
-
-class _OfLogProbs(Objective):
-    """A loss of log-probabilities, which each replica computes of its own."""
-
-    def __init__(self, batches: Batches, observer: Observer) -> None:
-        super().__init__(batches)
-        self.ctx, self.loss = batches.ctx, batches.ctx.run.objective
-        self.observer = observer
-        self._reference: Any = None  # the engine of the second model
-        self._beside: StepLike | None = None  # the one that it shares memory with
-
     def train(self, step: StepLike, micro: Micro, total: int) -> Sums:
+        """Adds the gradient of this batch's part of a mean over `total`; that part."""
         with torch.enable_grad():
             found = self._parts(step, micro, total, "train")
             found["loss"].backward()
@@ -174,10 +62,12 @@ class _OfLogProbs(Objective):
 
     @torch.no_grad()
     def evaluate(self, step: StepLike, micro: Micro, total: int) -> Sums:
+        """The same without gradients."""
         return {n: float(v) for n, v in self._parts(step, micro, total, "held_out").items()}
 
     def of_all(self, sums: Sequence[Sums]) -> dict[str, float]:
-        own = super().of_all(sums)
+        """Of all batches and replicas."""
+        own = {name: float(sum(one[name] for one in sums)) for name in sums[0]}
         found = self.ctx.world.gather_replicas([own])
         return {name: sum(one[name] for one in found) for name in own}
 
@@ -403,9 +293,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def objective_of(
     batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
-) -> Objective:
-    """What the run trains."""
-    loss = batches.ctx.run.objective
-    if loss.paired:
+) -> OfPairs | Distilled:
+    """What the run trains, of a loss that is not of one pass."""
+    if batches.ctx.run.objective.paired:
         return OfPairs(batches, observer, folder, identity)
-    return Distilled(batches, observer) if loss.kind is LossKind.DISTILL else Objective(batches)
+    return Distilled(batches, observer)

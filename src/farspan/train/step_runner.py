@@ -1,8 +1,10 @@
 """Runs the engine: chooses a schedule, rehearses it, and retries after out-of-memory."""
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -11,7 +13,7 @@ from farspan.distributed.failure import activity
 from farspan.durable import WriteFailed, read_json
 from farspan.engine.memory import PeakMemory
 from farspan.program.layout import group_ranges
-from farspan.sparse.train import hides, marks, other_chunk
+from farspan.sparse.train import HIDING_NOTHING, SPARSELY, hides, marks, other_chunk
 from farspan.spec import LossKind, Tier, UnsupportedError
 from farspan.train.console import Observer
 from farspan.train.context import CellsDone, RunContext, StepLike
@@ -70,6 +72,42 @@ class PlanComparison:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """How a run ended."""
+
+    folder: Path
+    step: int  # updates done
+    steps: int  # updates asked for
+    loss: float | None = None  # of the last step that was not skipped
+    heldout_loss: float | None = None  # the latest
+    skipped: int = 0  # steps without an update, because something was not finite
+    signum: int | None = None  # the signal that ended it early
+    comparison: PlanComparison | None = None  # of the planner's plan with what happened
+    sparse: bool = False  # by sparse attention, the held-out losses too: an approximation if
+    hides: bool = True  # a query may miss what dense attention shows it
+    leads: bool = True  # this process is the one that tells of it
+    adapters: bool = False  # are what was trained, and is exported
+
+    @property
+    def exit_code(self) -> int:
+        """For the shell: 0, or 128 and the signal's number."""
+        return 0 if self.signum is None else 128 + self.signum
+
+    @property
+    def message(self) -> str:
+        """One sentence for the user."""
+        words = SPARSELY if self.hides else HIDING_NOTHING
+        how = f" {words}" if self.sparse else ""
+        if self.signum is not None:
+            return (
+                f"{signal.Signals(self.signum).name}: stopped after step {self.step} of "
+                f"{self.steps}{how}; run the same command again to resume from there"
+            )
+        what = "adapters are" if self.adapters else "model is"
+        return f"{self.steps} steps done{how}; the {what} in {self.folder / 'model'}"
 
 
 class StepRunner:

@@ -6,7 +6,6 @@ Everything that decides a step follows from its number.
 import json
 import math
 import resource
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from rich.console import Console
+from torch import Tensor
 
 from farspan.checkpoint.distributed import FROZEN
 from farspan.checkpoint.local import (
@@ -27,6 +28,8 @@ from farspan.checkpoint.local import (
     folder_name,
     is_exported,
 )
+from farspan.data.formats import UNTRAINED
+from farspan.data.packing import PackedBatch
 from farspan.distributed.run_context import (
     DistributedContext,
     StopPoint,
@@ -34,23 +37,21 @@ from farspan.distributed.run_context import (
     launch_env,
 )
 from farspan.durable import read_json
+from farspan.lazy import load
 from farspan.sparse.engine import Seen
 from farspan.sparse.train import (
-    HIDING_NOTHING,
-    SPARSELY,
     MassWatch,
     hides,
     marks,
     mass_json,
     what_changes,
 )
-from farspan.spec import UnsupportedError
+from farspan.spec import LossKind, UnsupportedError
 from farspan.train.config import OnNonfinite, RunConfig
 from farspan.train.console import Interrupt, Interrupted, Observer, Reporter, make_reporter
 from farspan.train.context import Components, RunContext, StepLike
 from farspan.train.loggers import LoggerThread, LoggingReporter, make_loggers
 from farspan.train.memory import STATES_KEY
-from farspan.train.objectives import Batches, Micro, objective_of
 from farspan.train.oom import NoScheduleFits, OneRankOutOfMemory
 from farspan.train.optimizer import learning_rate
 from farspan.train.origin import as_begun, checkpoints_of, latest
@@ -71,12 +72,98 @@ from farspan.train.step_runner import (
     ABOUT,
     PlanComparison,
     StepRunner,
+    TrainingResult,
 )
 from farspan.train.yaml_config import flatten, to_mapping
 
 
 class Diverged(RuntimeError):
     """Training met a loss or gradient that is not finite, and `nonfinite: stop` is set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """One batch on the device and the number of its tokens that have a target."""
+
+    batch: PackedBatch
+    indices: tuple[int, ...]
+    input_ids: Tensor  # [batch, tokens] int64
+    labels: Tensor  # the same, or UNTRAINED
+    document_ids: Tensor  # [batch, tokens] int64
+    trained: int
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Its sequences and their documents, for diagnosis.json."""
+        return [
+            {"sequence": index, "documents": list(names)}
+            for index, names in zip(self.indices, self.batch.names, strict=True)
+        ]
+
+
+class Batches:
+    """The batches of a run. Batch n of D replicas is sequences [n * D * batch, (n + 1) * D * batch)
+    of the run's order, given out in order: the update reads what one replica reads with a batch of
+    D * batch."""
+
+    def __init__(self, ctx: RunContext) -> None:
+        self.ctx = ctx
+        self.replicas, self.replica = ctx.world.replicas, ctx.world.replica
+
+    def of_step(self, step: int) -> list[Micro]:
+        """This replica's, of the update after `step` of them."""
+        count = self.ctx.run.accumulate
+        return [self.of(step * count + place) for place in range(count)]
+
+    def needed(self) -> int:
+        """How many batches of this replica's hold all that the run ever reads: those of its steps,
+        or of an epoch."""
+        run = self.ctx.run
+        epoch = -(-self.ctx.corpus.train.sequences_per_epoch() // (run.batch * self.replicas))
+        return min(run.steps * run.accumulate, epoch)
+
+    def held_out(self) -> list[Micro]:
+        """This replica's share of those to evaluate on, spread over all that are held out: one long
+        document does not stand for the rest. Every replica has as many; what is missing has no
+        trained token."""
+        packing, replicas = self.ctx.corpus.held_out, self.replicas
+        assert packing is not None, "there is something to evaluate on"
+        there = packing.sequences_per_epoch()
+        count = min(self.ctx.run.evaluation.sequences, there)
+        chosen = [place * there // count for place in range(count)]
+        own = chosen[self.replica :: replicas]
+        found = [self._place(packing.once(i), (i,)) for i in own]
+        for _ in range(-(-count // replicas) - len(own)):
+            spare = self._place(packing.once(chosen[-1]), (chosen[-1],))
+            labels = torch.full_like(spare.labels, UNTRAINED)
+            blank = replace(spare.batch, pairs=())
+            found.append(replace(spare, batch=blank, labels=labels, trained=0))
+        return found
+
+    def trained(self, micros: list[Micro]) -> int:
+        """Trained tokens of these and of the other replicas'."""
+        return self.over_replicas(sum(m.trained for m in micros))
+
+    def read(self, micros: list[Micro]) -> int:
+        """Tokens of documents in these and in the other replicas'."""
+        return self.over_replicas(sum(m.batch.tokens for m in micros))
+
+    def over_replicas(self, own: int) -> int:
+        """The sum of a number of each."""
+        return own if self.replicas == 1 else self.ctx.world.sum_over_replicas(own)
+
+    def of(self, number: int) -> Micro:
+        """Batch `number` since the start of the run."""
+        size = self.ctx.run.batch
+        start = (number * self.replicas + self.replica) * size
+        indices = tuple(range(start, start + size))
+        return self._place(self.ctx.corpus.train.batch(indices), indices)
+
+    def _place(self, batch: PackedBatch, indices: tuple[int, ...]) -> Micro:
+        input_ids = torch.from_numpy(batch.input_ids).to(self.ctx.world.device)
+        labels = torch.from_numpy(batch.labels).to(self.ctx.world.device)
+        document_ids = torch.from_numpy(batch.document_ids).to(self.ctx.world.device)
+        trained = self.ctx.components.count_trained(labels, document_ids)
+        return Micro(batch, indices, input_ids, labels, document_ids, trained)
 
 
 class TrainingLoop:
@@ -98,7 +185,10 @@ class TrainingLoop:
         self._identity = {"run": identity(ctx.run), "data": ctx.corpus.identity}
         if ctx.frozen is not None:
             self._identity[FROZEN] = ctx.frozen
-        self._objective = objective_of(self._batches, observer, folder, self._identity)
+        self._objective: Any = None  # of a loss that is not of one pass
+        if ctx.run.objective.kind is not LossKind.SFT:
+            made = load("farspan.train.objectives", "objective_of")
+            self._objective = made(self._batches, observer, folder, self._identity)
         self._saved: int | None = None  # step of the latest checkpoint
         self.loss: float | None = None
         self.held_out: dict[int, float] = {}  # loss by step
@@ -121,7 +211,8 @@ class TrainingLoop:
         if self.at.step < run.steps:
             self._interrupt.meet()
             runner.make_ready()
-            runner.attempt(self._objective.prepare, self.at.step)
+            if self._objective is not None:
+                runner.attempt(self._objective.prepare, self.at.step)
         how = f" ({self._marks['attention']})" if self._marks else ""
         self._reporter.start(run.steps, run.tokens_per_step(), self.at.step, how)
         while True:
@@ -160,7 +251,7 @@ class TrainingLoop:
     ) -> tuple[dict[str, float], list[Seen]]:
         """Adds the gradient of the mean loss over all of the batches. That loss with its metrics,
         and what sparse attention saw."""
-        total = self._objective.total(batches)
+        total, objective = self._total(batches), self._objective
         sums, seen = [], []
         with self._runner.metering():
             for place, micro in enumerate(batches):
@@ -168,11 +259,23 @@ class TrainingLoop:
                 step.progress = partial(
                     self._observer.training, self.at.step + 1, place, len(batches)
                 )
-                sums.append(self._objective.train(step, micro, total))
+                if objective is not None:
+                    sums.append(objective.train(step, micro, total))
+                    continue
+                ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
+                sums.append(step(ids, labels, documents, trained_tokens=total))
                 if self._watch is not None and step.seen is not None:
                     seen.append(step.seen)
             step.progress = None
-            return self._objective.of_all(sums), seen
+            if objective is not None:
+                return objective.of_all(sums), seen
+            return {"loss": float(torch.stack([loss.detach() for loss in sums]).sum())}, seen
+
+    def _total(self, batches: list[Micro]) -> int:
+        """What the loss of these and of the other replicas' is a mean of."""
+        if self._objective is not None:
+            return int(self._objective.total(batches))
+        return max(1, self._batches.trained(batches))
 
     def _record(
         self, values: dict[str, Any], batches: list[Micro], seen: list[Seen], seconds: float
@@ -216,13 +319,17 @@ class TrainingLoop:
         self._reporter.evaluated(values)
 
     def _heldout(self, step: StepLike, batches: list[Micro]) -> dict[str, float]:
-        total, sums = self._objective.total(batches), []
+        total, sums = self._total(batches), []
         for place, micro in enumerate(batches):
             self._interrupt.passed(StopPoint.BATCH)
             step.progress = partial(self._observer.evaluating, place, len(batches))
-            sums.append(self._objective.evaluate(step, micro, total))
+            if self._objective is not None:
+                sums.append(self._objective.evaluate(step, micro, total))
+                continue
+            ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
+            sums.append(float(step.evaluate(ids, labels, documents, trained_tokens=total)))
         step.progress = None
-        return self._objective.of_all(sums)
+        return {"loss": sum(sums)} if self._objective is None else self._objective.of_all(sums)
 
     def resume(self) -> None:
         """Goes to where the latest checkpoint stands, if there is one."""
@@ -360,42 +467,6 @@ def _peak_process_bytes() -> int:
 
 def _due(step: int, every: int, first: bool = False) -> bool:
     return every > 0 and step % every == 0 and (step > 0 or first)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingResult:
-    """How a run ended."""
-
-    folder: Path
-    step: int  # updates done
-    steps: int  # updates asked for
-    loss: float | None = None  # of the last step that was not skipped
-    heldout_loss: float | None = None  # the latest
-    skipped: int = 0  # steps without an update, because something was not finite
-    signum: int | None = None  # the signal that ended it early
-    comparison: PlanComparison | None = None  # of the planner's plan with what happened
-    sparse: bool = False  # by sparse attention, the held-out losses too: an approximation if
-    hides: bool = True  # a query may miss what dense attention shows it
-    leads: bool = True  # this process is the one that tells of it
-    adapters: bool = False  # are what was trained, and is exported
-
-    @property
-    def exit_code(self) -> int:
-        """For the shell: 0, or 128 and the signal's number."""
-        return 0 if self.signum is None else 128 + self.signum
-
-    @property
-    def message(self) -> str:
-        """One sentence for the user."""
-        words = SPARSELY if self.hides else HIDING_NOTHING
-        how = f" {words}" if self.sparse else ""
-        if self.signum is not None:
-            return (
-                f"{signal.Signals(self.signum).name}: stopped after step {self.step} of "
-                f"{self.steps}{how}; run the same command again to resume from there"
-            )
-        what = "adapters are" if self.adapters else "model is"
-        return f"{self.steps} steps done{how}; the {what} in {self.folder / 'model'}"
 
 
 def train(
