@@ -115,6 +115,29 @@ def test_sparse_attention_is_asked_for(
     assert asked[0][0].sparse == sparse
 
 
+def test_a_loss_is_asked_for(asked: list[tuple[Question, Sequence[str] | None]]) -> None:
+    for given in (["--loss", "dpo"], ["--loss", "kto", "--reference", "stored", "--lora", "8"]):
+        outcome = call(*SMALL, "--context", "64K", *given)
+        assert outcome.exit_code == 0, outcome.output
+    found = [(question.loss.kind, question.loss.reference) for question, _ in asked]
+    assert found == [("dpo", "frozen"), ("kto", "stored")]
+
+
+def test_a_plan_says_what_its_loss_costs() -> None:
+    asked = [*SMALL, "--context", "16K", "--strategy", "memo", "--lora", "8"]
+    outcome = call(*asked, "--loss", "dpo", "--json")
+    found = json.loads(outcome.output)
+    assert (found["loss"], found["reference"]) == ("dpo", "adapters-off")
+    one, cut, whole = found["seconds_of_loss"].values()
+    assert one < cut < whole
+    words = " ".join(call(*asked, "--loss", "dpo").output.split())
+    assert f"note: loss dpo: a step takes {whole / one - 1:.1%} longer than one pass" in words
+    assert "the forward of its reference, the same weights with adapters off" in words
+    plain = [call(*asked, *more, "--json").output for more in ([], ["--loss", "sft"])]
+    assert plain[0] == plain[1]
+    assert "loss" not in json.loads(plain[0])
+
+
 def test_a_sparse_plan_says_that_it_approximates() -> None:
     arguments = (*SMALL, "--context", "64K", "--strategy", "oomb", "--sparse", "budget=1K")
     words = " ".join(call(*arguments).output.split())
@@ -283,6 +306,8 @@ def test_no_context_fits(monkeypatch: pytest.MonkeyPatch, asked: object) -> None
         ),
         (["--context", "1M", "--strategy", "magic"], "strategy: 'magic' is not known"),
         (["--context", "1M", "--dtype", "int8"], "dtype: expected one of"),
+        (["--context", "1M", "--loss", "ppo"], "loss: expected one of sft, dpo"),
+        (["--context", "1M", "--reference", "frozen"], "reference: of loss sft expected none"),
         (["--context", "1M", "--machine", "h2000"], "machine: 'h2000' is neither a preset nor"),
         (["--context", "1M", "--model", "Qwen9-7X"], "model: 'Qwen9-7X' is no preset"),
         (["--context", "1M", "--sparse", "maybe"], "sparse: expected on, off or fields such as"),

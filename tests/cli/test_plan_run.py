@@ -152,6 +152,8 @@ def test_options_go_before_what_the_file_says(file: Path) -> None:
     assert [found[name] for name in names] == [4096, 3, "float32", 2, "oomb", "host"]
     assert found["host_bytes"]["limit"] == (3 * GIB - 3 * GIB // 10) // 2
     assert found["layout"]["ulysses"] == 2
+    found = planned(file, "--loss", "dpo", "--reference", "stored")
+    assert (found["loss"], found["reference"]) == ("dpo", "stored")
     words = call(file, "--strategy", "oomb", "--sparse", "page=64,budget=256,recent=256").output
     assert "schedule: oomb in place of grouped, without chunk: 512, which belonged to it" in words
     assert "sparse attention" in words

@@ -389,6 +389,21 @@ def test_a_step_plans_anew_for_what_no_plan_covers(step_planner: list[Question])
     assert len(step_planner) == 4
 
 
+def test_a_step_of_values_is_planned_as_one(step_planner: list[Question]) -> None:
+    """One that was planned for one pass is not taken for it; an evaluation is no such step."""
+    ids = torch.arange(48)[None]
+    step = Step(load_tiny(config=MODEL, dtype=torch.float64, seed=0), "auto")
+    with torch.no_grad():
+        step.logprobs(ids)
+    step(ids, ids)
+    assert [question.loss.is_cut for question in step_planner] == [False]
+    step.logprobs(ids).sum().backward()
+    assert [question.loss.is_cut for question in step_planner] == [False, True]
+    step(ids, ids)
+    step.logprobs(ids[:, :20]).sum().backward()
+    assert len(step_planner) == 2
+
+
 def test_a_step_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     components = planned_components(SCHEDULES, size=1000)
     monkeypatch.setattr(planning, "StepPlanner", partial(planning.StepPlanner, components))

@@ -47,12 +47,21 @@ from farspan.program.program import Program
 from farspan.program.strategies import AUTO
 from farspan.sparse.engine import PageFunction, selector_of
 from farspan.sparse.select import Selector
-from farspan.spec import Kernels, ModelSpec, RunSpec, Schedule, UnsupportedError
+from farspan.spec import (
+    Kernels,
+    LossKind,
+    ModelSpec,
+    Objective,
+    RunSpec,
+    Schedule,
+    UnsupportedError,
+)
 
 PROGRAMS_KEPT = 8  # of the latest shapes; one is up to 345,000 objects at 1M tokens
 # Of modules, and of a configuration: what a person may set between steps and chunks would not obey.
 _FLAGS = ("gradient_checkpointing", "is_causal", "merged_adapters")
 _ROUTER_LOSS = "output_router_logits"
+_VALUES = Objective(LossKind.GRPO)  # what is planned where a backward follows values of tokens
 
 
 class Step(ProgramRunner):
@@ -147,21 +156,25 @@ class Step(ProgramRunner):
         """What the planner says of the schedule that it chose; None where it did not."""
         return next((p for p in self._plans if p.schedule is self._schedule), None)
 
-    def _choose(self, run: RunSpec) -> None:
-        """Has `schedule` be one that was planned for batches as large as this one."""
+    def _choose(self, run: RunSpec, loss: Objective) -> None:
+        """Has `schedule` be one that was planned for batches as large as this one, and for values
+        of tokens where the loss is of these."""
         assert self._planner is not None, "the planner chooses"
 
         def covers(plan: Plan) -> bool:
             of, model = plan.question.run, plan.question.model
             wide = of.batch >= run.batch and of.tokens >= run.tokens
             same = model.element_bytes == self.model_spec.element_bytes
+            same = same and plan.question.loss.is_cut >= loss.is_cut
             return wide and same and model.trainable >= self.model_spec.trainable
 
-        found = next(filter(covers, self._plans), None)
+        # What was planned for values is for one pass as well: programs are then built once.
+        covering = filter(covers, self._plans)
+        found = max(covering, key=lambda plan: plan.question.loss.is_cut, default=None)
         if found is None:
             self.release()  # what is free now is planned with
             with torch.inference_mode(False), torch.enable_grad():  # backwards are measured
-                found = self._planner(self.boundary.model, run, self._wanted)
+                found = self._planner(self.boundary.model, run, self._wanted, loss)
             self._plans.append(found)
         if found.schedule is not self._schedule:
             self._programs.clear()
@@ -348,7 +361,7 @@ class Step(ProgramRunner):
     ) -> PreparedProgram:
         """The same, with what is known of it; `is_cut`: its backward comes later."""
         if self._planner is not None:
-            self._choose(RunSpec(batch, tokens))
+            self._choose(RunSpec(batch, tokens), _VALUES if is_cut else Objective())
         deterministic = torch.are_deterministic_algorithms_enabled()
         by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         # By the last two kernels are chosen.
@@ -537,7 +550,7 @@ class Step(ProgramRunner):
 
 def _written(
     schedule: Schedule | str, selector: object, ranks: object
-) -> tuple[Schedule | None, Callable[[nn.Module, RunSpec, Kernels], Plan] | None]:
+) -> tuple[Schedule | None, Callable[[nn.Module, RunSpec, Kernels, Objective], Plan] | None]:
     """The schedule, or who chooses one."""
     if isinstance(schedule, Schedule):
         if selector is not None and schedule.sparse is None:

@@ -24,7 +24,16 @@ from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question, fit_
 from farspan.program.layout import ALONE, Layout, group_ranges, refuse_together
 from farspan.program.strategies import AUTO
 from farspan.sparse.train import marks
-from farspan.spec import Kernels, MachineSpec, ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
+from farspan.spec import (
+    Kernels,
+    MachineSpec,
+    ModelSpec,
+    Objective,
+    RunSpec,
+    Schedule,
+    Tier,
+    UnsupportedError,
+)
 from farspan.train.config import DType, ModelConfig, RunConfig, StatesPlace
 from farspan.train.context import (
     Components,
@@ -351,7 +360,9 @@ class StepPlanner:
 
     components: Components = field(default_factory=Components)
 
-    def __call__(self, model: PreTrainedModel, run: RunSpec, kernels: Kernels) -> Plan:
+    def __call__(
+        self, model: PreTrainedModel, run: RunSpec, kernels: Kernels, loss: Objective
+    ) -> Plan:
         """The best plan of a step of this model that keeps room for AdamW. Raises UnsupportedError
         if none fits."""
         parameters = list(model.parameters())
@@ -371,7 +382,7 @@ class StepPlanner:
         gradients = (p.grad for p in parameters if p.grad is not None)
         held = sum(map(held_bytes, (*parameters, *gradients)))
         free = free_now(device, held).limit(question.machine)
-        plan = self.components.best_plan(replace(question, machine=free))
+        plan = self.components.best_plan(replace(question, machine=free, loss=loss))
         if not plan.fits:
             raise UnsupportedError(
                 f"{explain_none_fits(plan)} (keys of a run file); for another optimizer than AdamW "
