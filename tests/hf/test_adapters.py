@@ -80,7 +80,10 @@ def test_adapters_on_stacked_experts_are_exact() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lora(lora_dropout=0.1), "dropout 0.1 at .* cannot be repeated"),
+        (
+            lora(lora_dropout=0.1, target_modules=["q_proj", "lm_head"]),
+            "dropout 0.1 at lm_head.lora_dropout.default cannot be repeated",
+        ),
         (lora(alora_invocation_tokens=[5]), r"LoraConfig \(alora_invocation_tokens\) begins where"),
         (
             lora(velora_config=VeloraConfig(num_groups=4)),

@@ -168,11 +168,10 @@ class TestDropout:
         [
             ("gpt2", {"attn_pdrop": 0.1}, "attn_dropout"),
             ("gpt2", {"embd_pdrop": 0.1}, "transformer.drop "),
-            ("gpt2", {"resid_pdrop": 0.1}, "resid_dropout"),
             ("llama", {"attention_dropout": 0.1}, "model.layers.0.self_attn.attention_dropout"),
             ("opt", {"dropout": 0.1}, "dropout"),
             ("gpt_neox", {"hidden_dropout": 0.1}, "dropout"),
-            ("phi", {"resid_pdrop": 0.1}, "resid_dropout"),
+            ("phi", {"embd_pdrop": 0.1}, "embed_dropout"),
         ],
     )
     def test_in_training_mode(self, kind: str, fields: dict[str, Any], where: str) -> None:
@@ -192,7 +191,7 @@ class TestDropout:
 
     def test_is_noticed_when_the_mode_changes(self) -> None:
         """A step made in evaluation mode does not train in another one."""
-        model = make_model("gpt2", resid_pdrop=0.1).eval()
+        model = make_model("gpt2", embd_pdrop=0.1).eval()
         step, data = Step(model, SCHEDULE), draw(20)
         step(*data)
         model.train()

@@ -17,8 +17,15 @@ from farspan.planner.prices import Prices
 from farspan.planner.request import Question
 from farspan.planner.search import CellMoments
 from farspan.planner.timeline import run_time
-from farspan.program.builder import build_evaluation, build_program
-from farspan.program.chunking import SHORTEST, Costs, balanced_ranges, chunks_of, costs_of
+from farspan.program.builder import (
+    SHORTEST,
+    Costs,
+    balanced_ranges,
+    build_evaluation,
+    build_program,
+    chunks_of,
+    costs_of,
+)
 from farspan.program.dependencies import waits
 from farspan.program.layout import Layout, Range, Rank, are_equal, chunk_ranges
 from farspan.program.program import Forward, cell_place

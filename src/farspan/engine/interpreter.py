@@ -34,6 +34,7 @@ from farspan.engine.recurrent import Recurrent, RecurrentCell
 from farspan.engine.streamed_weights import StreamedWeights
 from farspan.engine.tiers import StreamOrder
 from farspan.hf.attention_interface import answering
+from farspan.hf.dropout import Draws, Place
 from farspan.hf.stages import CausalLMStages, LayerCall
 from farspan.hf.tiled_mlp import Add, Tokenwise, tiled
 from farspan.program import buffer_names as names
@@ -119,6 +120,7 @@ class TiledLayers(Layers):
     tokens: int
     unread: frozenset[Cell]  # outputs that only autograd asks for
     add: Add
+    draws: Draws | None = None
     shells: dict[tuple[int, bool], nn.Module] = field(default_factory=dict)
 
     def of(self, i: Forward) -> nn.Module:
@@ -128,7 +130,9 @@ class TiledLayers(Layers):
         key = i.layer, not (i.graph and (i.layer, i.chunk) in self.unread)
         if key not in self.shells:
             children = self.children[i.layer]
-            self.shells[key] = tiled(layer, children, self.tokens, self.add, value=key[1])
+            self.shells[key] = tiled(
+                layer, children, self.tokens, self.add, value=key[1], draws=self.draws
+            )
         return self.shells[key]
 
 
@@ -281,8 +285,15 @@ class Interpreter:
         start = min(start, self.program.run.tokens - 1)
         return slice(start, start + 1)
 
-    def _embed(self, chunk: int) -> Tensor:
+    def _stand_at(self, chunk: int) -> slice:
+        """The tokens of a chunk that this rank runs, of which modules are called next."""
         span = self._span(chunk)
+        if self.inputs.draws is not None:
+            self.inputs.draws.at(Place(span.start, span.stop - span.start))
+        return span
+
+    def _embed(self, chunk: int) -> Tensor:
+        span = self._stand_at(chunk)
         with torch.no_grad():
             hidden, calls = self.boundary.embed(
                 self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
@@ -294,7 +305,7 @@ class Interpreter:
     def _embed_backward(self, chunk: int) -> None:
         gradient = self.gradient.pop(0)
         parameters = self.head.parameters
-        span = self._span(chunk)
+        span = self._stand_at(chunk)
         with torch.enable_grad():
             hidden, _ = self.boundary.embed(
                 self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
@@ -387,6 +398,7 @@ class Interpreter:
         if self.program.model.layers[i.layer].query_heads == 0:
             self._forward_recurrent(i, hidden)
             return
+        self._stand_at(i.chunk)
         held = self.held.pop(i.layer) if i.mode is AttentionMode.HELD else None
         cell = self.attention.begin(i, held)
         layer, call = self.layers.of(i), self._call(i.layer, i.chunk)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from farspan.attention.backends import accumulate_dtype
 from farspan.engine.gradients import GradientAccumulator
+from farspan.hf.dropout import Draws
 from farspan.hf.stages import CausalLMStages
 from farspan.kernels.launch import fused_for
 from farspan.kernels.operations import cross_entropy, cross_entropy_
@@ -35,6 +36,7 @@ class StepInputs:
     position_ids: Tensor  # restart in every document; one row when there are no documents
     documents: tuple[tuple[int, ...], ...] | None  # a row: where its documents begin, ascending
     weights: Tensor | None = None  # of each token's loss
+    draws: Draws | None = None  # what dropouts draw; None: nothing
 
     @property
     def trained(self) -> int:

@@ -144,7 +144,7 @@ def parallelize(
     exactly.
     """
     boundary = CausalLMStages(model)
-    refuse_dropout(boundary.model)
+    refuse_dropout(boundary.model, is_cut=ranks.layout.tensor > 1)
     if stage is None:
         several = ranks.layout.devices() > 1  # programs of one rank gather nothing
         stage = Stage.ZERO_3 if ranks.layout.fsdp and several else Stage.ZERO_0

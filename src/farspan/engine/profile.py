@@ -44,6 +44,7 @@ from farspan.engine.trace import meta_model, shortened
 from farspan.engine.trace_steps import META
 from farspan.hf.attention_interface import routed
 from farspan.hf.describe import describe_config, describe_shapes, describe_unproven
+from farspan.hf.dropout import Draws, drawing
 from farspan.hf.fused_layers import fuse, gate_forward
 from farspan.hf.quantized import linear_widths, plain_linears, shape_of
 from farspan.hf.stages import CausalLMStages
@@ -100,6 +101,7 @@ class _Subject:
     arena: Arena = field(default_factory=lambda: Arena(Tier.DEVICE, META))
     heads_first: list[bool] = field(default_factory=list)
     children: Sequence[Sequence[Tokenwise]] = ()  # of each layer, that run on tiles
+    draws: Draws = field(default_factory=lambda: Draws(0, 0, 0, 1))
 
     def program(self, tokens: int, *, kept: bool = False) -> Program:
         schedule = Schedule(
@@ -131,7 +133,7 @@ class _Subject:
             storage=ProgramBuffers(
                 program, dict.fromkeys(Tier, self.arena), dtype, CopyEngine(META)
             ),
-            inputs=StepInputs(ids, torch.zeros_like(ids), torch.zeros_like(ids), None),
+            inputs=StepInputs(ids, ids, ids, None, draws=self.draws),
             head=LossHead(self.stages, 1, piece, outer, self.fused),
             gradients=gradients,
             after=lambda _: None,
@@ -150,6 +152,7 @@ class _Subject:
         with (
             routed(model),
             uncast(model.parameters()),
+            drawing(model, self.draws),
             launched(meter.hear),
             meter,
         ):
@@ -194,9 +197,8 @@ class _Way:
         if not self.tiled:
             return SparedLayers(measured.stages, measured.linears, self.unread)
         unread = frozenset({(layer, 0)} if self.unread else ())
-        return TiledLayers(
-            measured.stages, measured.children, tile[0], unread, GradientAccumulator().add
-        )
+        add, draws = GradientAccumulator().add, measured.draws
+        return TiledLayers(measured.stages, measured.children, tile[0], unread, add, draws)
 
 
 def _run_cell(measured: _Subject, layer: int, length: Sequence[int], way: _Way) -> _Run:

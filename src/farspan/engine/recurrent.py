@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from farspan.engine.attention_op import AttentionContext
 from farspan.engine.buffers import KVPrefix, ProgramBuffers, Span, StagingBuffers
 from farspan.engine.gradients import Inlet, RunChunk, enter
+from farspan.hf.dropout import Draws, Place
 from farspan.hf.recurrent import RecurrentStates, run_piece, state_dtype, takes_two
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
 from farspan.program.program import AttentionMode, Backward, Forward, Program
@@ -56,6 +57,7 @@ class RecurrentCell:
     inlets: list[Inlet] = field(default_factory=list)  # of `before`
     after: Rows = field(default_factory=dict)
     edges: list[GradientEdge] = field(default_factory=list)  # of `after`
+    draws: Draws | None = None
 
     def is_cut(self) -> bool:
         """Does it run piece by piece? How much autograd saves of it is not known then."""
@@ -111,6 +113,9 @@ class RecurrentCell:
 
     def _run(self, hidden: Tensor, piece: _DocumentPiece, states: RecurrentStates) -> Tensor:
         tokens = piece.stop - piece.start
+        if self.draws is not None:
+            several = tokens + takes_two(tokens, states.before)
+            self.draws.at(Place(piece.start, several, piece.rows.start))
         x = hidden[piece.rows, piece.start - self.q_start : piece.stop - self.q_start]
         call = self.call(piece, tokens + takes_two(tokens, states.before))
         if not self.spec.state:
@@ -140,6 +145,7 @@ class Recurrent:
             self.program.chunks[i.chunk][0],
             self._before(i.layer, i.chunk, i.prefix),
             i.mode is AttentionMode.NONE,
+            draws=self.attention.inputs.draws,
         )
 
     def again(self, i: Backward, cell: RecurrentCell) -> RunChunk:

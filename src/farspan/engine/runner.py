@@ -29,6 +29,7 @@ from farspan.engine.parallelize import ShardedModel
 from farspan.engine.streamed_weights import StreamedWeights
 from farspan.engine.tiers import Arena, CopyEngine, refuse_beyond_together, reserve_together
 from farspan.hf.attention_interface import routed
+from farspan.hf.dropout import Draws, drawing
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.tiled_mlp import Tokenwise
 from farspan.program.dependencies import Cell, Order, unread_outputs, waits
@@ -181,7 +182,7 @@ class ProgramRunner:
 
     def _run(self, prepared: PreparedProgram, inputs: StepInputs, count: int) -> Tensor:
         gradients = self._accumulator()
-        with self._issuing(prepared.program, gradients):
+        with self._issuing(prepared.program, gradients, inputs.draws):
             boundary, tokens = self.boundary, self.schedule.loss_chunk_size
             outer = self._outer_parameters()
             head = LossHead(boundary, count, tokens, outer, self._fused)
@@ -200,7 +201,12 @@ class ProgramRunner:
 
     @contextmanager
     def _issuing(
-        self, program: Program, gradients: GradientAccumulator, *, resumes: bool = False
+        self,
+        program: Program,
+        gradients: GradientAccumulator,
+        draws: Draws | None,
+        *,
+        resumes: bool = False,
     ) -> Iterator[None]:
         """Memory, weights and lanes are ready inside it; a program that `resumes` has its memory as
         it left it."""
@@ -217,7 +223,8 @@ class ProgramRunner:
                 if self.weights is not None:
                     self.weights.begin(program, self.arenas[Tier.DEVICE])
                 model = self.boundary.model
-                with routed(model), uncast(model.parameters()), self._settings():
+                plain = uncast(model.parameters())
+                with routed(model), plain, drawing(model, draws), self._settings():
                     yield
                 if self.sharded_model is not None:
                     self.sharded_model.sharded.end()
@@ -252,7 +259,7 @@ class ProgramRunner:
             head=head,
             gradients=gradients,
             after=Counter(prepared, self.progress),
-            layers=self._layers(prepared, gradients),
+            layers=self._layers(prepared, gradients, inputs.draws),
             kernels=self.kernels,
             kernel_of=prepared.kernel_of,
             select=self.selector,
@@ -295,7 +302,9 @@ class ProgramRunner:
         self._steps += 1
         return watched_cell(program, self._steps - 1)
 
-    def _layers(self, prepared: PreparedProgram, gradients: GradientAccumulator) -> Layers:
+    def _layers(
+        self, prepared: PreparedProgram, gradients: GradientAccumulator, draws: Draws | None
+    ) -> Layers:
         tokens = self.schedule.mlp_chunk_size
         if self.sharded_model is not None and self.sharded_model.tensor is not None:
             return CutLayers(self.boundary, self.sharded_model.tensor, prepared.program)
@@ -304,7 +313,7 @@ class ProgramRunner:
         unread = prepared.unread
         if tokens is None:
             return SparingLayers(self.boundary, self._adding, unread, self._spared)
-        return TiledLayers(self.boundary, self._tokenwise, tokens, unread, gradients.add)
+        return TiledLayers(self.boundary, self._tokenwise, tokens, unread, gradients.add, draws)
 
 
 class Counter:
@@ -378,13 +387,14 @@ class OpenForward:
     @contextmanager
     def _begun(self) -> Iterator[None]:
         runner, self.gradients = self.runner, self.runner._accumulator()
-        with runner._issuing(self.prepared.program, self.gradients):
+        with runner._issuing(self.prepared.program, self.gradients, self.inputs.draws):
             head = runner._value_head(self.function, self.inputs.targets)
             self.interpreter = runner._interpreter(self.prepared, self.inputs, head, self.gradients)
             yield
 
     def _resumed(self) -> AbstractContextManager[None]:
-        return self.runner._issuing(self.prepared.program, self.gradients, resumes=True)
+        program, draws = self.prepared.program, self.inputs.draws
+        return self.runner._issuing(program, self.gradients, draws, resumes=True)
 
     def _orders(self) -> tuple[Order, ...] | None:
         return self.prepared.orders if self.runner.copies.overlap else None

@@ -26,11 +26,13 @@ from farspan.engine.runner import (
 from farspan.engine.streamed_weights import StreamedWeights, computing_device
 from farspan.engine.tiers import CopyEngine
 from farspan.hf.describe import describe
+from farspan.hf.dropout import Draws, refuse_noise
 from farspan.hf.fused_layers import fingerprint, fuse, spared_layers
 from farspan.hf.stages import CausalLMStages, compile_layers
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
 from farspan.hf.unsupported import (
     context_limit,
+    drawing_dropouts,
     refuse_context,
     refuse_dropout,
     refuse_dropout_of_head,
@@ -89,6 +91,9 @@ class Step(ProgramRunner):
 
     # Bytes of main memory that a step may take by its forecast; None: as many as there are.
     host_room: int | None = None
+    # Calls so far that may drop or add noise: the number of the next one. A training that goes on
+    # sets it to what it was.
+    drawn = 0
     _shells_of: tuple[Any, ...] | None = None  # the model of which shells were made
 
     def __init__(
@@ -106,6 +111,8 @@ class Step(ProgramRunner):
         weights: StreamedWeights | None = None,
         head: HeadFunction | None = None,
         memory: StepMemory | None = None,
+        seed: int = 0,
+        neftune_alpha: float | None = None,
     ) -> None:
         """`progress` is called after every cell and may raise to abandon the step. `poison` fills
         the arenas with NaN before every step: nothing may depend on what they held. With `overlap`
@@ -120,18 +127,17 @@ class Step(ProgramRunner):
         `parallelize` has sharded the model. With `schedule.weights` HOST the model is moved to main
         memory; `device` is where to compute then, `weights` those of another step of it. `head` is
         the function that `values` asks. `memory` is that of another step, such as one whose model
-        is this one's reference: the two take turns in it, as calls of one step do."""
+        is this one's reference: the two take turns in it, as calls of one step do. What dropouts
+        drop follows from `seed`, the call's number (`drawn`) and a token's place; the most that
+        noise adds to embeddings in training is `neftune_alpha` over sqrt(tokens * hidden)."""
+        self.seed, self.neftune_alpha = seed, refuse_noise(neftune_alpha)
         self._schedule, self._planner = _written(schedule, selector, ranks)
         self._plans: list[Plan] = []  # where the planner chooses
         kernels = kernels or Kernels()
         if ranks is not None:
             ranks = self._shared(model, self.schedule, ranks, kernels)
         self.sharded_model = ranks
-        self.boundary = CausalLMStages(model, None if ranks is None else ranks.sharded.device)
-        if self._on_host or device is not None:
-            device = device or getattr(weights, "device", None)
-            here = computing_device(self.boundary.device, device, self._on_host, ranks)
-            self.boundary = CausalLMStages(model, here)
+        self.boundary = self._stages(model, device or getattr(weights, "device", None))
         self.progress, self.poison, self.head = progress, poison, head
         sparse = None if self._schedule is None else self._schedule.sparse
         self.selector = None if sparse is None else selector_of(selector, sparse)
@@ -150,6 +156,14 @@ class Step(ProgramRunner):
         self._limit = context_limit(self.boundary.model.config)
         self._accepted: dict[bool, tuple[object, ...]] = {}
         self.model_spec: ModelSpec = self._describe()
+
+    def _stages(self, model: nn.Module, device: torch.device | str | None) -> CausalLMStages:
+        ranks = self.sharded_model
+        found = CausalLMStages(model, None if ranks is None else ranks.sharded.device)
+        if self._on_host or device is not None:
+            here = computing_device(found.device, device, self._on_host, ranks)
+            found = CausalLMStages(model, here)
+        return found
 
     @property
     def plan(self) -> Plan | None:
@@ -243,7 +257,7 @@ class Step(ProgramRunner):
                 "inference_mode: a step computes gradients; inside it call evaluate"
             )
         self._refuse_changed(trains=True)
-        inputs = self._inputs(input_ids, labels, document_ids, weights)
+        inputs = self._drawing(self._inputs(input_ids, labels, document_ids, weights))
         count = self._count(inputs, trained_tokens)
         return self._run(self.prepared(*input_ids.shape), inputs, count)
 
@@ -379,7 +393,9 @@ class Step(ProgramRunner):
     def _state(self) -> tuple[Any, ...]:
         """What may change between steps and decides what a cell saves and draws."""
         model = self.boundary.model
-        return model.dtype, model.training, *(p.requires_grad for p in model.parameters())
+        drawing = tuple(name for name, _ in drawing_dropouts(model))
+        trained = tuple(p.requires_grad for p in model.parameters())
+        return model.dtype, model.training, drawing, trained
 
     def _refuse_changed(self, *, trains: bool) -> None:
         """Raises UnsupportedError where the model as it is now cannot be trained, or evaluated. One
@@ -401,8 +417,9 @@ class Step(ProgramRunner):
                 "model: float16 gradients of a long sequence's mean loss vanish without loss "
                 "scaling; load the model in bfloat16 or float32"
             )
-        refuse_dropout(model)
-        if self.sharded_model is None:
+        sharded = self.sharded_model
+        refuse_dropout(model, is_cut=sharded is not None and sharded.tensor is not None)
+        if sharded is None:
             refuse_places(model)
         device, dtype = self.boundary.device, self.boundary.dtype
         self._fused = self._wanted.fused and fused_for(device, dtype)
@@ -470,6 +487,20 @@ class Step(ProgramRunner):
         self.boundary.settle(self._longest(longest))
         return inputs
 
+    def _drawing(self, inputs: StepInputs) -> StepInputs:
+        """The inputs of a call that drops, and what: the same on all ranks of a sequence."""
+        (batch, tokens), row, ranks = inputs.input_ids.shape, 0, None
+        if self.sharded_model is not None:
+            ranks = self.sharded_model.ranks
+            row = batch * ranks.rank.along["data"]
+        number, self.drawn = self.drawn, self.drawn + 1
+        model, alpha = self.boundary.model, self.neftune_alpha
+        if not (alpha or any(True for _ in drawing_dropouts(model))):
+            return inputs
+        if ranks is not None:
+            ranks.refuse_unlike("seed", f"{self.seed} {number} {alpha}", *AXES)
+        return replace(inputs, draws=Draws(self.seed, number, row, tokens, alpha or None))
+
     def _refresh(self) -> None:
         """Have all that is known of the model be of the model as it is now."""
         moved = self.weights is not None and not self.weights.is_of(self.boundary)
@@ -524,6 +555,8 @@ class Step(ProgramRunner):
         inputs = self._inputs(input_ids, labels, document_ids, several=several)
         # The caller may write into its own before the backward reads them.
         inputs = replace(inputs, input_ids=input_ids.clone())
+        if trains:
+            inputs = self._drawing(inputs)
         if targets is not None:
             inputs = replace(inputs, targets=targets.clone())
 

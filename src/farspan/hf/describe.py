@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from farspan.activations import SavedActivations
 from farspan.hf.attention_interface import answering, routed
+from farspan.hf.dropout import still
 from farspan.hf.load import add_adapters, blank_model, config_from_fields
 from farspan.hf.probe import TOKENS, ask_layers, probe_layers
 from farspan.hf.quantized import copied, elements, held_bytes, shape_of
@@ -56,8 +57,9 @@ def _described(
     device = stages.device if device is None else torch.empty(0, device=device).device
     refuse_model(model)
     try:
-        layers = attention(stages)
-        with routed(model):
+        with still(model):
+            layers = attention(stages)
+        with routed(model), still(model):
             layers = _with_activations(stages, layers, device)
     except UnsupportedError:
         raise

@@ -510,6 +510,8 @@ def _fusible(layer: nn.Module) -> Iterator[nn.Module]:
     """Children without attention or routing: of norms, vectors; of dense MLPs, matrices beside an
     activation. Experts hold tensors of three dimensions, or lists of modules."""
     for child in layer.children():
+        if any(isinstance(m, nn.Dropout) and m.p > 0 for m in child.modules()):
+            continue  # whose forward is another while a step runs
         leaves = [module for module in child.modules() if not list(module.children())]
         lists = any(isinstance(module, nn.ModuleList) for module in child.modules())
         parameters = list(child.parameters())

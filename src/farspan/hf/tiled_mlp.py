@@ -16,7 +16,7 @@ Nothing of the model is changed: a layer runs in a shell (see `stages`), which i
 the step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from farspan.activations import SavedActivations
 from farspan.attention.backends import reference
 from farspan.hf.attention_interface import answering, eager_experts, routed
+from farspan.hf.dropout import Draws, Place, still
 from farspan.hf.probe import CUT, MIXING, TOKENS, cast_call, distance
 from farspan.hf.quantized import copied
 from farspan.hf.stages import CausalLMStages, LayerCall, StandIn, copy_module, run_layer, uncompiled
@@ -46,7 +47,13 @@ class Tokenwise:
 
 
 def tiled(
-    layer: nn.Module, children: Sequence[Tokenwise], tokens: int, add: Add, *, value: bool
+    layer: nn.Module,
+    children: Sequence[Tokenwise],
+    tokens: int,
+    add: Add,
+    *,
+    value: bool,
+    draws: Draws | None = None,
 ) -> nn.Module:
     """The layer's shell for cells of more than `tokens` tokens; smaller ones run as they are.
 
@@ -57,16 +64,27 @@ def tiled(
     for child in children:
         module = layer.get_submodule(child.name)
         computed = value or child.needed
-        shell._modules[child.name] = _TiledModule(module, child, tokens, add, computed)
+        shell._modules[child.name] = _TiledModule(
+            module, child, tokens, add, computed, draws or Draws(0, 0, 0, 0)
+        )
     return shell
 
 
 class _TiledModule(StandIn):
     """Takes a token-wise module's place and runs it tile by tile."""
 
-    def __init__(self, module: nn.Module, child: Tokenwise, tokens: int, add: Add, value: bool):
+    def __init__(
+        self,
+        module: nn.Module,
+        child: Tokenwise,
+        tokens: int,
+        add: Add,
+        value: bool,
+        draws: Draws,
+    ):
         super().__init__(module)
         self._child, self._tokens, self._add, self._value = child, tokens, add, value
+        self.draws = draws
 
     def forward(self, x: Tensor) -> Any:
         if x.shape[1] <= self._tokens:
@@ -82,7 +100,7 @@ class _TiledModule(StandIn):
     def whole(self, x: Tensor) -> Tensor:
         """[B, C, h], tile by tile."""
         out: Tensor | None = None
-        for span in self._spans(x):
+        for span in self._spans(x, self.draws.place):
             part = self._first(x[:, span].contiguous())
             if out is None:
                 out = part.new_empty(*x.shape[:2], *part.shape[2:])
@@ -90,11 +108,12 @@ class _TiledModule(StandIn):
         assert out is not None
         return out
 
-    def gradient(self, x: Tensor, dout: Tensor) -> Tensor:
-        """The gradient of x; those of the weights are handed over tile by tile."""
+    def gradient(self, x: Tensor, dout: Tensor, place: Place) -> Tensor:
+        """The gradient of x, whose tokens are there; those of the weights are handed over tile by
+        tile."""
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         dx = torch.empty_like(x)
-        for span in self._spans(x):
+        for span in self._spans(x, place):
             dx[:, span] = self._differentiate(x, dout, span, parameters)
         return dx
 
@@ -115,9 +134,14 @@ class _TiledModule(StandIn):
         out = self._module(x)
         return out if self._child.outputs is None else out[0]
 
-    def _spans(self, x: Tensor) -> list[slice]:
+    def _spans(self, x: Tensor, place: Place) -> Iterator[slice]:
+        """Tiles, as they are run."""
         tokens = x.shape[1]
-        return [slice(s, min(s + self._tokens, tokens)) for s in range(0, tokens, self._tokens)]
+        for start in range(0, tokens, self._tokens):
+            stop = min(start + self._tokens, tokens)
+            self.draws.at(place.part(start, stop))
+            yield slice(start, stop)
+        self.draws.at(place)
 
 
 def blank(like: Tensor) -> Tensor:
@@ -130,14 +154,14 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: _TiledModule) -> Tensor:
-        ctx.module = module
+        ctx.module, ctx.place = module, module.draws.place
         ctx.save_for_backward(x)
         return module.answer(x)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return ctx.module.gradient(x, dout), None
+        return ctx.module.gradient(x, dout, ctx.place), None
 
 
 # -- which modules may run on tiles -------------------------------------------------------------
@@ -164,7 +188,7 @@ def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
     matters may not, or a layer has none."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     found = []
-    with uncompiled(), routed(stages.model), torch.no_grad():
+    with uncompiled(), routed(stages.model), still(stages.model), torch.no_grad():
         for index, kind in enumerate(stages.kinds()):
             if kind not in known:
                 known[kind] = _Probe(stages, index).run()
@@ -180,7 +204,7 @@ def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...
         if kind not in known:
             outputs: dict[str, Tensor] = {}
             saved = SavedActivations((), outputs)
-            with saved.hooks():
+            with saved.hooks(), still(stages.model):
                 seen = _Probe(stages, index).watch(stages.layers[index], outputs)
             known[kind] = tuple(
                 Tokenwise(

@@ -4,6 +4,7 @@ model that this depends on: which of its modules text meets, and which RoPE it u
 
 import copy
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,10 @@ DROPOUTS = (
     "residual_dropout",
     "router_jitter_noise",
 )
+
+# Modules of this name drop attention's weights, which no kernel gives away.
+ATTENTION_DROPOUTS = ("attn_drop", "attention_drop")
+IN_LAYERS = re.compile(r"\.\d+\.")  # of the name of a module in one of a list of layers
 
 # Fields of PEFT's configurations whose adapters see more than a chunk, and what that is.
 BEYOND_CHUNKS = {
@@ -84,14 +89,37 @@ def refuse_model(model: PreTrainedModel) -> None:
         )
 
 
-def refuse_dropout(model: PreTrainedModel) -> None:
-    """Raises UnsupportedError when a dropout would draw: a recomputed cell would draw other
-    numbers."""
+def drawing_dropouts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Dropout]]:
+    """The dropouts that draw and can draw the same again (`hf.dropout`), by name: plain modules in
+    layers, such as those of adapters."""
     if not model.training:
         return
     for name, module in text_modules(model):
+        if not isinstance(module, nn.Dropout) or type(module).forward is not nn.Dropout.forward:
+            continue
+        of_weights = any(kind in name.rpartition(".")[2] for kind in ATTENTION_DROPOUTS)
+        own = "forward" in module.__dict__
+        if module.p > 0 and module.training and IN_LAYERS.search(name) and not (of_weights or own):
+            yield name, module
+
+
+def refuse_dropout(model: PreTrainedModel, *, is_cut: bool = False) -> None:
+    """Raises UnsupportedError when a dropout would draw what cannot be drawn again: a recomputed
+    cell would draw other numbers. `is_cut`: layers have slices of their weights."""
+    if not model.training:
+        return
+    known = {id(module): name for name, module in drawing_dropouts(model)}
+    for name, module in text_modules(model):
+        if module._compiled_call_impl is not None or is_cut:
+            inside = [known[id(m)] for m in module.modules() if id(m) in known]
+            if inside:
+                what = "tensor parallelism" if is_cut else "torch.compile"
+                raise UnsupportedError(
+                    f"model: dropout at {inside[0]} cannot be repeated under {what}; set it to 0, "
+                    f"or do without {what}"
+                )
         for what, probability in _dropouts(module):
-            if probability > 0:
+            if probability > 0 and id(module) not in known:
                 where = f"{name}.{what}" if what else name
                 raise UnsupportedError(
                     f"model: dropout {probability} at {where} cannot be repeated when a cell is "

@@ -14,7 +14,7 @@ from farspan.planner.prices import Prices
 from farspan.planner.request import Question
 from farspan.planner.states import update_seconds
 from farspan.planner.walk import workspace_bytes
-from farspan.program.chunking import chunks_of
+from farspan.program.builder import chunks_of
 from farspan.program.layout import (
     Rank,
     Spans,

@@ -28,8 +28,7 @@ from farspan.planner.states import (
 from farspan.planner.timeline import Timeline, fold, folded_time, run_time
 from farspan.planner.walk import Walk, workspace_bytes
 from farspan.program.attention_blocks import sequence_pairs
-from farspan.program.builder import build_evaluation, build_program
-from farspan.program.chunking import chunks_of
+from farspan.program.builder import build_evaluation, build_program, chunks_of
 from farspan.program.layout import (
     Layout,
     Range,

@@ -21,7 +21,7 @@ from farspan.planner.cell_prices import CellPrices
 from farspan.planner.evaluate import own_schedule
 from farspan.planner.request import Question
 from farspan.planner.states import states
-from farspan.program.chunking import chunks_of
+from farspan.program.builder import chunks_of
 from farspan.spec import Schedule
 
 

@@ -16,7 +16,7 @@ from farspan.planner.explain import part_words
 from farspan.planner.feasibility import loss_seconds
 from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question
 from farspan.planner.states import drive_bytes
-from farspan.program.chunking import chunks_of
+from farspan.program.builder import chunks_of
 from farspan.report.tables import (
     WIDE,
     bars_table,

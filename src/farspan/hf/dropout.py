@@ -1,0 +1,268 @@
+"""Dropout and noise of a step, of random numbers that are functions of where they fall.
+
+A cell that runs again must draw what it drew, and so must another chunk size, schedule or layout.
+Nothing is drawn one after the other, therefore: a number follows from its seed, step, module, row,
+position in the row and feature alone. In arithmetic of 32 bits, modulo 2**32:
+
+    t, u    the halves of splitmix64 of (row, position), which begins at the hash of (seed, step,
+            module); f the lower half of that of the feature, which begins at another hash
+    number  x = t + f;  x ^= x >> 16;  x *= A;  x ^= x >> 15;  x ^= u;  x *= B;  x ^= x >> 16;
+            x *= C
+
+A number below p * 2**32, in the order of signed ones, drops its element. A mask is never kept: the
+backward makes it again. Nothing of the model is changed: modules have another forward while a step
+runs, as their attention has another answer.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from farspan.hf.unsupported import drawing_dropouts
+from farspan.spec import UnsupportedError
+
+A, B, C = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
+PIECE = 1 << 18  # numbers that are made at one time: 1 MiB, and as much beside it
+NOISE = "input embeddings"  # the module of their noise, for its numbers
+_ROWS = 40  # bits below a row: positions
+
+
+def _signed(x: int) -> int:
+    return x - 2**64 if x >= 2**63 else x
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def _words(counters: Tensor, key: int) -> Tensor:
+    """Two words of 32 bits for each int64 counter, [..., 2]: splitmix64."""
+    z = counters.mul_(_GOLDEN).add_(_signed(key))
+    for shift, factor in (30, _FIRST), (27, _SECOND):
+        z ^= (z >> shift).bitwise_and_(2 ** (64 - shift) - 1)
+        z *= factor
+    z ^= (z >> 31).bitwise_and_(2**33 - 1)
+    return z.view(torch.int32).view(*z.shape, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The numbers of a module on a tensor [batch, tokens, ...]."""
+
+    keys: tuple[int, int]  # of tokens and of features, 64 bits each
+    row: int  # of the tensor's first
+    first: int  # position of its first token
+
+    def fill(self, x: Tensor) -> Iterator[tuple[tuple[Any, ...], Tensor, Tensor]]:
+        """Those of x, piece by piece: the piece's place in x [batch, tokens, features], its numbers
+        (int32), and as much memory that may be written to. They are gone when the next one comes;
+        on the meta device none does, and what they take is taken."""
+        batch, tokens, features = x.shape
+        memory = torch.empty(2, max(PIECE, features), dtype=torch.int32, device=x.device)
+        rows = torch.arange(self.row, self.row + batch, device=x.device)[:, None]
+        places = torch.arange(self.first, self.first + tokens, device=x.device)
+        t, u = _words((rows << _ROWS) + places, self.keys[0]).unbind(-1)
+        f = _words(torch.arange(features, device=x.device), self.keys[1])[:, 0]
+        step = max(1, PIECE // max(1, features))
+        for row in range(0 if x.is_meta else batch):
+            for start in range(0, tokens, step):
+                place = row, slice(start, min(start + step, tokens))
+                size = t[place].numel() * features
+                numbers, beside = (m[:size].view(-1, features) for m in memory)
+                _mix(t[place][:, None], u[place][:, None], f, numbers, beside)
+                yield place, numbers, beside
+
+
+def _mix(t: Tensor, u: Tensor, f: Tensor, x: Tensor, beside: Tensor) -> None:
+    torch.add(t, f, out=x)
+    _fold(x, 16, beside)
+    x *= A
+    _fold(x, 15, beside)
+    x ^= u
+    x *= B
+    _fold(x, 16, beside)
+    x *= C
+
+
+def _fold(x: Tensor, shift: int, beside: Tensor) -> None:
+    """x ^= x >> shift, as of numbers without a sign."""
+    torch.bitwise_right_shift(x, shift, out=beside)
+    beside &= 2 ** (32 - shift) - 1
+    x ^= beside
+
+
+def dropped(x: Tensor, p: float, numbers: Numbers) -> Tensor:
+    """x [batch, tokens, ...] with elements dropped with probability p (to 2**-32), the others
+    divided by 1 - p; what is linear in x is its own transpose."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if p >= 1:
+        return out.zero_()
+    below = min(round(p * 2**32), 2**32 - 1) - 2**31
+    given, found = x.flatten(2), out.flatten(2)
+    for place, number, beside in numbers.fill(given):
+        part = torch.mul(given[place], 1 / (1 - p), out=found[place])
+        drops = beside.view(torch.bool)[:, : number.shape[1]]
+        part.masked_fill_(torch.lt(number, below, out=drops), 0)
+    return out
+
+
+def noisy(x: Tensor, most: float, numbers: Numbers) -> Tensor:
+    """x [batch, tokens, hidden] and noise that is uniform from -most to most, of 24 bits."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for place, number, beside in numbers.fill(x):
+        torch.bitwise_right_shift(number, 8, out=number)
+        noise = torch.mul(number, most / 2**23, out=beside.view(torch.float32))
+        torch.add(x[place], noise, out=out[place])
+    return out
+
+
+class _Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, numbers: Numbers) -> Tensor:
+        ctx.given = p, numbers
+        return dropped(x, p, numbers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return dropped(dout, *ctx.given), None, None
+
+
+class _Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor, most: float, numbers: Numbers) -> Tensor:
+        return noisy(x, most, numbers)
+
+    @staticmethod
+    def backward(_: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return dout, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Tokens that modules are called with."""
+
+    first: int  # position of the first of them in the sequence
+    tokens: int
+    row: int = 0  # of the batch, the first
+
+    def part(self, start: int, stop: int) -> "Place":
+        """Of these tokens some."""
+        return Place(self.first + start, min(stop, self.tokens) - start, self.row)
+
+
+@dataclass(slots=True)
+class Draws:
+    """What one call of a step draws.
+
+    Invariant: `place` is where modules are called, while they are.
+    """
+
+    seed: int
+    step: int  # the number of the call
+    row: int  # of the first sequence among those of all replicas
+    tokens: int  # of a whole sequence
+    alpha: float | None = None  # of the noise of embeddings; None: there is none
+    place: Place = Place(0, 0)
+    asked: set[str] = field(default_factory=set)  # modules that were called with these tokens
+
+    def at(self, place: Place) -> None:
+        """From now on modules are called there."""
+        self.place, self.asked = place, set()
+
+    def numbers(self, name: str, x: Tensor) -> Numbers:
+        """Those of a module on x. Raises UnsupportedError where x is not of the tokens at hand."""
+        if x.ndim < 3 or x.shape[1] != self.place.tokens:
+            raise _given_other(name, x)
+        if name in self.asked:
+            raise UnsupportedError(
+                f"model: {name} is called twice with the same tokens, and would drop the same "
+                "elements both times; set its probability to 0"
+            )
+        self.asked.add(name)
+        digest = blake2b(f"{self.seed} {self.step} {name}".encode(), digest_size=16).digest()
+        keys = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+        return Numbers(keys, self.row + self.place.row, self.place.first)
+
+    def forward(self, name: str, module: nn.Dropout, x: Tensor) -> Tensor:
+        """Of a dropout."""
+        out: Tensor = _Dropped.apply(x, module.p, self.numbers(name, x))
+        return out
+
+    def embed(self, table: nn.Module, forward: Callable[..., Tensor], *ids: Any) -> Tensor:
+        """Of the embeddings."""
+        out = forward(*ids)
+        if self.alpha is None or not table.training:
+            return out
+        most = self.alpha / (self.tokens * out.shape[2]) ** 0.5
+        found: Tensor = _Noisy.apply(out, most, self.numbers(NOISE, out))
+        return found
+
+
+def refuse_noise(alpha: float | None) -> float | None:
+    """The alpha of NEFTune's noise, or none. Raises UnsupportedError for what is none."""
+    if alpha is not None and not 0 <= alpha < float("inf"):
+        raise UnsupportedError(f"neftune_alpha: expected a number of at least 0, got {alpha}")
+    return alpha
+
+
+def _given_other(name: str, x: Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        f"model: {name} is given {list(x.shape)} and not the tokens of a chunk in their order, "
+        "[batch, tokens, ...], so what it drops cannot be repeated; set its probability to 0"
+    )
+
+
+@contextmanager
+def drawing(model: PreTrainedModel, draws: Draws | None) -> Iterator[None]:
+    """Inside it the model's dropouts drop what `draws` says, and its embeddings are as noisy; None:
+    nothing is dropped, as in evaluation."""
+    found: dict[nn.Module, Callable[..., Tensor]] = {}
+    for name, module in drawing_dropouts(model):
+        found[module] = _same if draws is None else partial(draws.forward, name, module)
+    if draws is not None and draws.alpha is not None:
+        table = model.get_input_embeddings()
+        found[table] = partial(draws.embed, table, table.forward)
+    with _forwards(found):
+        yield
+
+
+@contextmanager
+def still(model: PreTrainedModel) -> Iterator[None]:
+    """Inside it dropouts drop nothing, and give tensors of their own all the same: what a cell
+    computes can be looked at, and what autograd saves of it is what it will be."""
+
+    def forward(name: str, x: Tensor) -> Tensor:
+        if x.ndim < 3:
+            raise _given_other(name, x)
+        return x.clone()
+
+    with _forwards({module: partial(forward, name) for name, module in drawing_dropouts(model)}):
+        yield
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@contextmanager
+def _forwards(found: dict[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
+    """Inside it modules have these forwards."""
+    before = {module: module.__dict__.get("forward") for module in found}
+    for module, forward in found.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            del module.__dict__["forward"]
+            if own is not None:
+                module.__dict__["forward"] = own
