@@ -16,6 +16,7 @@ from farspan.spec import Schedule, Tier, UnsupportedError
 from farspan.train import planning
 from tests.grids import part_of
 from tests.numerics import assert_exact
+from tests.oracles.masks import add_noise
 from tests.train.planner import planned_components
 from tests.train.tiny import MODEL, load_tiny
 
@@ -155,6 +156,38 @@ def test_a_subclass_of_a_trainer_takes_it_too(make: Make) -> None:
     assert torch.equal(logs(trainer, "loss"), logs(expected, "loss"))
 
 
+class Noisy(Trainer):
+    """The plain Trainer, with the noise of farspan's steps."""
+
+    number = 0
+
+    def training_step(self, *given: Any) -> Tensor:
+        handle = add_noise(self.model, 40.0, self.args.seed, self.number)
+        self.number += 1
+        found = super().training_step(*given)
+        handle.remove()
+        return found
+
+
+def test_noise_of_embeddings(make: Make) -> None:
+    """Of every call another, of evaluations none; another schedule has the same."""
+    plain, quiet = make(Noisy), make()
+    ours = make(neftune_noise_alpha=40.0)
+    other = make(neftune_noise_alpha=40.0, schedule=Schedule(chunk=3, groups=2))
+    for trainer in (plain, ours, other, quiet):
+        trainer.train()
+    wanted = logs(plain, "loss", "grad_norm", "eval_loss")
+    for trainer in (ours, other):
+        assert_exact(logs(trainer, "loss", "grad_norm", "eval_loss"), wanted, limit=1e-6)
+    assert not torch.equal(logs(quiet, "loss"), logs(ours, "loss"))
+    going_on = make(neftune_noise_alpha=40.0)
+    going_on.state.global_step, found = 2, []
+    for _ in range(2):
+        going_on._count_draws()
+        found.append(going_on._farspan().drawn)
+    assert found == [4, 5]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -165,7 +198,6 @@ def test_a_subclass_of_a_trainer_takes_it_too(make: Make) -> None:
         ),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: .* needs 0.0, got 0.1"),
         ({"use_liger_kernel": True}, "use_liger_kernel: .* farspan has kernels of its own"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: .* would draw other noise"),
         (
             {"optim": "galore_adamw_layerwise", "optim_target_modules": ["mlp"]},
             "optim: galore_adamw_layerwise updates weights within the backward",

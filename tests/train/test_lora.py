@@ -134,6 +134,29 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in adapters_of(run).items())
 
 
+def test_what_a_run_drops_depends_on_nothing_but_its_place(tmp_path: Path) -> None:
+    """Resumed to the same bits, and the same by another schedule."""
+    plain, dropping = a_run(tmp_path, "plain"), replace(LORA, dropout=0.25)
+
+    def named(name: str, **changes: Any) -> RunConfig:
+        model = replace(plain.model, lora=dropping)
+        return a_run(tmp_path, name, model=model, neftune_alpha=5.0, accumulate=2, **changes)
+
+    whole, run = named("whole"), named("run")
+    other = named("other", schedule=ScheduleConfig(strategy="memo", chunk=10, mlp_chunk_size=4))
+    fit_all([whole, other, plain])
+    with pytest.raises(Stopped):
+        train(run, reporter=Stopping(4))
+    fit_all([run])
+    expected, others, without = (adapters_of(run) for run in (whole, other, plain))
+    for name, tensor in adapters_of(run).items():
+        assert torch.equal(tensor, expected[name])
+        assert relative_error(others[name], tensor) <= EXACT
+    assert relative_error(without[name], tensor) > 1e-3
+    config = json.loads((Path(run.folder) / "model" / "adapter_config.json").read_text())
+    assert config["lora_dropout"] == 0.25
+
+
 def test_a_run_does_not_go_on_beside_other_weights(tmp_path: Path) -> None:
     run = a_run(tmp_path, "run")
     with pytest.raises(Stopped):
@@ -203,7 +226,7 @@ def test_what_does_not_go_with_adapters(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"dropout": 0.1}, "dropout: expected 0, got 0.1"),
+        ({"dropout": 1.0}, "dropout: expected 0 to below 1, got 1.0"),
         ({"rank": 0}, "rank: expected a whole number of at least 1"),
         ({"alpha": 0.0}, "alpha: expected a number above 0"),
         ({"targets": ()}, "targets: expected linear, or names"),

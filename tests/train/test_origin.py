@@ -247,8 +247,8 @@ def test_adapters_of_another_kind_are_refused(tmp_path: Path) -> None:
     values = json.loads(config.read_text())
     config.write_text(json.dumps(values | {"use_dora": True}))
     assert "use_dora: True: a run trains plain LoRA alone" in refused(start=folder)
-    config.write_text(json.dumps(values | {"lora_dropout": 0.05}))
-    assert "dropout: expected 0, got 0.05" in refused(model=path, start=None)
+    config.write_text(json.dumps(values | {"lora_dropout": 1.5}))
+    assert "dropout: expected 0 to below 1, got 1.5" in refused(model=path, start=None)
     config.write_text(json.dumps(values | {"base_model_name_or_path": None}))
     assert "does not say of which model" in refused(model=path, start=None)
 

@@ -476,15 +476,16 @@ def add_adapters(
     alpha: float,
     targets: str | Sequence[str] = LINEAR,
     seed: int = 0,
+    dropout: float = 0.0,
     zero: bool = True,
 ) -> None:
     """Freezes a PreTrainedModel, in place, and makes W x there W x + alpha / rank * B(A(x)).
 
     A [rank, inner] and B [outer, rank] have the dtype and device of the weight. A is drawn from
-    `seed` alone, and B is zero; without `zero` it is drawn too, so that A has a gradient. `targets`
-    are last parts of the names of linear modules in the layers. Raises UnsupportedError for a name
-    that is none or that peft reads otherwise, a rank above every module's narrower side, and where
-    peft is not installed.
+    `seed` alone, and B is zero; without `zero` it is drawn too, so that A has a gradient. Training
+    drops elements of A's x with probability `dropout`. `targets` are last parts of the names of
+    linear modules in the layers. Raises UnsupportedError for a name that is none or that peft reads
+    otherwise, a rank above every module's narrower side, and where peft is not installed.
     """
     try:
         config_type, inject = load("peft", "LoraConfig"), load("peft", "inject_adapter_in_model")
@@ -500,6 +501,7 @@ def add_adapters(
     config = config_type(
         r=rank,
         lora_alpha=alpha,
+        lora_dropout=dropout,
         target_modules=sorted(modules),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in modules.values()),
         init_lora_weights=zero,

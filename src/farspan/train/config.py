@@ -185,19 +185,16 @@ class LoraConfig:
             raise UnsupportedError(f"alpha: expected a number above 0, got {self.alpha}")
         if not self.targets:
             raise UnsupportedError("targets: expected linear, or names of linear modules, got none")
-        if self.dropout:
-            raise UnsupportedError(
-                f"dropout: expected 0, got {self.dropout}: a recomputed chunk would draw another "
-                "mask; remove it"
-            )
+        if not 0 <= self.dropout < 1:
+            raise UnsupportedError(f"dropout: expected 0 to below 1, got {self.dropout}")
 
     def scale(self) -> float:
         """Alpha as a number."""
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
     def everywhere(self) -> int:
-        """The rank, where every linear module has an adapter; else 0."""
-        return self.rank if self.targets == "linear" else 0
+        """The rank, where every linear module has an adapter that drops nothing; else 0."""
+        return self.rank if self.targets == "linear" and not self.dropout else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,6 +418,7 @@ class RunConfig:
     batch: int = 1  # sequences that go through the model together
     accumulate: int = 1  # such batches an update
     seed: int = 0
+    neftune_alpha: float | None = None  # embeddings get noise in training; null: none
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     host_memory: str | int | None = None  # that a node's ranks may take; null: what is available
     # Of a GPU, and of main memory, that auto leaves: 3GiB, 5%, 0; null: 6% of a GPU.
@@ -445,6 +443,8 @@ class RunConfig:
         _at_least(self.context, 2, "context")
         self._check_bounds()
         _at_least(self.seed, 0, "seed")
+        if self.neftune_alpha is not None and not 0 <= self.neftune_alpha < float("inf"):
+            raise UnsupportedError(f"neftune_alpha: expected at least 0, got {self.neftune_alpha}")
         if self.optimizer.warmup >= self.steps:
             raise UnsupportedError(
                 f"optimizer.warmup: expected fewer than steps ({self.steps}), "

@@ -24,6 +24,7 @@ from farspan.hf.describe import describe, with_work
 from farspan.hf.fused_layers import fuse
 from farspan.hf.quantized import elements, held_bytes, is_packed
 from farspan.hf.stages import CausalLMStages
+from farspan.hf.unsupported import drawing_dropouts
 from farspan.kernels.launch import fused_for
 from farspan.planner import evaluate as evaluation
 from farspan.planner import plans
@@ -59,6 +60,7 @@ class StepLike(Protocol):
 
     progress: Callable[[Any], None] | None
     host_room: int | None  # bytes of main memory that it may take; None: as many as there are
+    drawn: int  # the number of the next call, by which it drops and adds noise
 
     @property
     def seen(self) -> Seen | None: ...  # by the latest step's watched cell; None: all is dense
@@ -288,6 +290,9 @@ class RunContext:
         how: dict[str, Any] = {}
         if self.run.kernels != Kernels():
             how["kernels"] = self.run.kernels
+        alpha = self.run.neftune_alpha
+        if alpha or any(True for _ in drawing_dropouts(self.model)):
+            how |= {"seed": self.run.seed, "neftune_alpha": alpha}
         selector = fraction_of(self.run.sparse, schedule, self.run.context)
         if selector is not None:
             how["selector"] = selector

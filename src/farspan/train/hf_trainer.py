@@ -52,7 +52,6 @@ _ARGUMENTS = {
     "label_smoothing_factor": (0.0, "the loss is the plain one"),
     "loss_type": ("nll", "the loss is the plain one; newer releases of TRL have others"),
     "cast_lm_head_to_fp32": (False, "logits are computed in the dtype of the weights"),
-    "neftune_noise_alpha": (None, "a recomputed cell would draw other noise"),
     "deepspeed": (None, "its engine would run the backward itself"),
     "fsdp": (None, "several GPUs share a model in `torchrun -m farspan train`"),
     "world_size": (1, "several GPUs share a sequence in `torchrun -m farspan train`"),
@@ -110,6 +109,8 @@ class LongContext:
     args: Any
     model: Any
     optimizer: Any
+    state: Any
+    neftune_noise_alpha: Any
     current_gradient_accumulation_steps: int
     ref_model: Any  # and of TRL's
     precompute_ref_logps: bool
@@ -128,9 +129,12 @@ class LongContext:
         self._schedule = schedule
         self._kernels = kernels
         self._forwards: list[_Forward] = []
+        self._calls, self._number = (-1, 0), 0  # updates so far and calls since; of all calls
         super().__init__(*args, **kwargs)
         self._one_pass: Step | None = None
         self._one_pass_of: Any = None  # the model that it is of
+        # The Trainer's own would come by a hook, other noise in every pass.
+        self.neftune_noise_alpha = None
         self._refuse_other_arguments()
         self._leave_checkpointing()
         self._leave_autocast()
@@ -162,6 +166,7 @@ class LongContext:
     ) -> Tensor:
         """Loss of one batch, over the trained tokens of all batches of the update; gradients are
         in `.grad`."""
+        self._count_draws()
         if self._by_values:
             self._refuse_other_arguments()  # somebody may have changed them since
             own: Any = super()
@@ -244,8 +249,27 @@ class LongContext:
         return self._one_pass
 
     def _step_of(self, model: nn.Module, head: HeadFunction | None = None) -> Step:
-        device = self.args.device if self._on_host() else None
-        return Step(model, self._schedule, kernels=self._kernels, device=device, head=head)
+        step = Step(
+            model,
+            self._schedule,
+            kernels=self._kernels,
+            device=self.args.device if self._on_host() else None,
+            head=head,
+            seed=self.args.seed,
+            neftune_alpha=self.args.neftune_noise_alpha,
+        )
+        step.drawn = self._number
+        return step
+
+    def _count_draws(self) -> None:
+        """Has steps drop in this call what they would in a training that goes on."""
+        updates, calls = self._calls
+        now = self.state.global_step
+        self._calls = now, calls + 1 if updates == now else 0
+        self._number = now * self.args.gradient_accumulation_steps + self._calls[1]
+        for step in (self._one_pass, *(forward.step for forward in self._forwards)):
+            if step is not None:
+                step.drawn = self._number
 
     def _on_host(self) -> bool:
         return isinstance(self._schedule, Schedule) and self._schedule.weights is Tier.HOST
@@ -351,7 +375,7 @@ class _Forward:
         self._function = getattr(self._own, "__func__", None)
         told = inspect.getclosurevars(self._function).nonlocals if self._function else {}
         self._model, self._base, self._step_of, self._beside = model, base, step_of, beside
-        self._step: Step | None = None
+        self.step: Step | None = None
         self.classifies = "outputs" not in told
         if self.classifies:
             self.head: HeadFunction = self._score
@@ -415,11 +439,11 @@ class _Forward:
 
     def _values(self, *inputs: Tensor | None) -> Tensor:
         for other in self._beside:
-            if other is not self and other._step is not None:
-                other._step.release(Tier.DEVICE)
-        if self._step is None:
-            self._step = self._step_of(self._model, self.head)
-        return self._step.values(*inputs)  # type: ignore[arg-type]
+            if other is not self and other.step is not None:
+                other.step.release(Tier.DEVICE)
+        if self.step is None:
+            self.step = self._step_of(self._model, self.head)
+        return self.step.values(*inputs)  # type: ignore[arg-type]
 
 
 def _asks_for_values(kind: type) -> bool:

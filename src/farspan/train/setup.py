@@ -308,7 +308,14 @@ def adapt(model: Any, run: RunConfig) -> None:
     if lora is None:
         refuse_whole(model.config)
     else:
-        add_adapters(model, rank=lora.rank, alpha=lora.scale(), targets=lora.targets, seed=run.seed)
+        add_adapters(
+            model,
+            rank=lora.rank,
+            alpha=lora.scale(),
+            targets=lora.targets,
+            seed=run.seed,
+            dropout=lora.dropout,
+        )
 
 
 def _check_vocabulary(corpus: Corpus, model: Any) -> None:

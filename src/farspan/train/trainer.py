@@ -259,6 +259,7 @@ class TrainingLoop:
                 step.progress = partial(
                     self._observer.training, self.at.step + 1, place, len(batches)
                 )
+                step.drawn = self.at.step * len(batches) + place
                 if objective is not None:
                     sums.append(objective.train(step, micro, total))
                     continue
