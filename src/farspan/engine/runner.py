@@ -4,7 +4,7 @@ step holds. A forward that gives values of tokens stays open until their backwar
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -127,6 +127,7 @@ class ProgramRunner:
     _fused: bool
     _seen: Callable[[], Seen] | None = None  # of the latest cell that was watched
     _spared: frozenset[int] = frozenset()  # layers whose last product may be left out
+    _drops = False  # some dropout of the model is there to drop
     _running = False
     _steps = 0
 
@@ -223,8 +224,9 @@ class ProgramRunner:
                 if self.weights is not None:
                     self.weights.begin(program, self.arenas[Tier.DEVICE])
                 model = self.boundary.model
+                dropping = drawing(model, draws) if draws or self._drops else nullcontext()
                 plain = uncast(model.parameters())
-                with routed(model), plain, drawing(model, draws), self._settings():
+                with routed(model), plain, dropping, self._settings():
                     yield
                 if self.sharded_model is not None:
                     self.sharded_model.sharded.end()

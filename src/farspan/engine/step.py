@@ -32,7 +32,6 @@ from farspan.hf.stages import CausalLMStages, compile_layers
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
 from farspan.hf.unsupported import (
     context_limit,
-    drawing_dropouts,
     refuse_context,
     refuse_dropout,
     refuse_dropout_of_head,
@@ -393,9 +392,11 @@ class Step(ProgramRunner):
     def _state(self) -> tuple[Any, ...]:
         """What may change between steps and decides what a cell saves and draws."""
         model = self.boundary.model
-        drawing = tuple(name for name, _ in drawing_dropouts(model))
+        dropouts = (m for m in model.modules() if isinstance(m, nn.Dropout))
+        drops = tuple(m.p > 0 for m in dropouts if m.training)
+        self._drops = any(drops)
         trained = tuple(p.requires_grad for p in model.parameters())
-        return model.dtype, model.training, drawing, trained
+        return model.dtype, model.training, drops, trained
 
     def _refuse_changed(self, *, trains: bool) -> None:
         """Raises UnsupportedError where the model as it is now cannot be trained, or evaluated. One
@@ -494,8 +495,8 @@ class Step(ProgramRunner):
             ranks = self.sharded_model.ranks
             row = batch * ranks.rank.along["data"]
         number, self.drawn = self.drawn, self.drawn + 1
-        model, alpha = self.boundary.model, self.neftune_alpha
-        if not (alpha or any(True for _ in drawing_dropouts(model))):
+        alpha = self.neftune_alpha
+        if not (alpha or self._drops):
             return inputs
         if ranks is not None:
             ranks.refuse_unlike("seed", f"{self.seed} {number} {alpha}", *AXES)
