@@ -5,7 +5,7 @@ step holds. A forward that gives values of tokens stays open until their backwar
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -127,6 +127,11 @@ class ProgramRunner:
     _fused: bool
     _seen: Callable[[], Seen] | None = None  # of the latest cell that was watched
     _spared: frozenset[int] = frozenset()  # layers whose last product may be left out
+    # Calls so far that may drop or add noise: the number of the next one. A training that goes on
+    # sets it to what it was.
+    drawn = 0
+    seed: int
+    neftune_alpha: float | None
     _drops = False  # some dropout of the model is there to drop
     _running = False
     _steps = 0
@@ -194,6 +199,20 @@ class ProgramRunner:
         if interpreter.sparse is not None:
             self._seen = interpreter.sparse.seen or self._seen
         return loss.to(accumulate_dtype(self.boundary.dtype))
+
+    def _drawing(self, inputs: StepInputs) -> StepInputs:
+        """The inputs of a call that drops, and what: the same on all ranks of a sequence."""
+        (batch, tokens), row, ranks = inputs.input_ids.shape, 0, None
+        if self.sharded_model is not None:
+            ranks = self.sharded_model.ranks
+            row = batch * ranks.rank.along["data"]
+        number, self.drawn = self.drawn, self.drawn + 1
+        alpha = self.neftune_alpha
+        if not (alpha or self._drops):
+            return inputs
+        if ranks is not None:
+            ranks.refuse_unlike("seed", f"{self.seed} {number} {alpha}", *AXES)
+        return replace(inputs, draws=Draws(self.seed, number, row, tokens, alpha or None))
 
     def _accumulator(self) -> GradientAccumulator:
         """What the gradients of one backward are added up in."""

@@ -26,7 +26,7 @@ from farspan.engine.runner import (
 from farspan.engine.streamed_weights import StreamedWeights, computing_device
 from farspan.engine.tiers import CopyEngine
 from farspan.hf.describe import describe
-from farspan.hf.dropout import Draws, refuse_noise
+from farspan.hf.dropout import refuse_noise
 from farspan.hf.fused_layers import fingerprint, fuse, spared_layers
 from farspan.hf.stages import CausalLMStages, compile_layers
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
@@ -90,9 +90,6 @@ class Step(ProgramRunner):
 
     # Bytes of main memory that a step may take by its forecast; None: as many as there are.
     host_room: int | None = None
-    # Calls so far that may drop or add noise: the number of the next one. A training that goes on
-    # sets it to what it was.
-    drawn = 0
     _shells_of: tuple[Any, ...] | None = None  # the model of which shells were made
 
     def __init__(
@@ -487,20 +484,6 @@ class Step(ProgramRunner):
             refuse_context(self.boundary.model.config, longest)
         self.boundary.settle(self._longest(longest))
         return inputs
-
-    def _drawing(self, inputs: StepInputs) -> StepInputs:
-        """The inputs of a call that drops, and what: the same on all ranks of a sequence."""
-        (batch, tokens), row, ranks = inputs.input_ids.shape, 0, None
-        if self.sharded_model is not None:
-            ranks = self.sharded_model.ranks
-            row = batch * ranks.rank.along["data"]
-        number, self.drawn = self.drawn, self.drawn + 1
-        alpha = self.neftune_alpha
-        if not (alpha or self._drops):
-            return inputs
-        if ranks is not None:
-            ranks.refuse_unlike("seed", f"{self.seed} {number} {alpha}", *AXES)
-        return replace(inputs, draws=Draws(self.seed, number, row, tokens, alpha or None))
 
     def _refresh(self) -> None:
         """Have all that is known of the model be of the model as it is now."""
