@@ -276,7 +276,7 @@ class RunContext:
         # Layers one by one: a teacher has other groups, and a forward needs no more at once.
         schedule = replace(beside.schedule, groups=1) if of.is_other else beside.schedule
         found: Any = self._make_step(of.model, schedule, of.sharded_model, of.weights)
-        found.arenas = beside.arenas
+        found.memory = beside.memory
         return found
 
     def _make_step(
