@@ -18,6 +18,7 @@ from farspan.distributed.context import ParallelContext
 from farspan.engine.profile import profiles_of_model
 from farspan.engine.reference import gradients_of, reference_loss
 from farspan.engine.step import Step
+from farspan.hf import dropout
 from farspan.hf.dropout import Draws, Numbers, Place, dropped, noisy
 from farspan.hf.probe import Float64Mode
 from farspan.planner.walk import Walk
@@ -203,6 +204,13 @@ def test_memory_is_predicted(name: str) -> None:
     walked = Walk(program, profile, gradient_bytes=4, accumulates=False).run()
     expected = sum(program.arena_bytes.values()) + INDEX * 2 * tokens + walked.bytes
     assert measured(step, 1, tokens) == pytest.approx(expected, rel=CLOSE)
+
+
+def test_a_plan_for_a_gpu_knows_the_kernel() -> None:
+    model = adapted("llama").to(torch.bfloat16)
+    with patch.object(dropout, "drop_launch", wraps=dropout.drop_launch) as launched:
+        profiles_of_model(model, "llama").of(Variant("bfloat16", None, fused=True, adds=True))
+    assert launched.called
 
 
 def test_a_probability_that_is_set_before_the_backward() -> None:

@@ -148,6 +148,8 @@ def test_only_trained_parameters_are_checked() -> None:
 def test_refuses_what_a_step_refuses() -> None:
     with pytest.raises(UnsupportedError, match="dropout"):
         verify(make_model("llama", attention_dropout=0.1), SCHEDULE, RUN)
+    with pytest.raises(UnsupportedError, match=r"resid_dropout would drop other .* model\.eval"):
+        verify(make_model("gpt2", resid_pdrop=0.1), SCHEDULE, RUN)
 
 
 def test_refuses_a_context_before_the_references(monkeypatch: pytest.MonkeyPatch) -> None:

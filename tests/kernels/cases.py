@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from farspan.hf.dropout import Numbers, dropped
 from farspan.kernels.operations import add_, cross_entropy_, merge_
 from farspan.lazy import load
 from tests.numerics import relative_error
@@ -50,6 +51,10 @@ def on_gpu(function: Run, *arguments: Any) -> Any:
     there = [x.to("cuda") if isinstance(x, Tensor) else x for x in arguments]
     results = function(*there)
     return results.cpu() if isinstance(results, Tensor) else tuple(x.cpu() for x in results)
+
+
+def dropped_by_kernel(x: Tensor, p: float, row: int, first: int) -> Tensor:
+    return dropped(x, p, Numbers((2**63 + 11, 77), row, first, fused=True))
 
 
 def merged(out: Tensor, lse: Tensor, *part: Tensor) -> tuple[Tensor, Tensor]:

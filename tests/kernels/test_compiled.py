@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from farspan.hf.dropout import Numbers, drop_launch
 from farspan.kernels import operations
 from farspan.kernels.launch import Launch
 from farspan.lazy import load
@@ -103,6 +104,12 @@ def of_attention(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:
     yield "merge of fp32", operations.merge_launch(out, lse, ((out, lse),), out)
 
 
+def of_dropouts(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:
+    for width in (model.hidden, model.inner):
+        x = empty(1, tokens, width)
+        yield f"drop {width}", drop_launch(x, x, -(2**30), 1.25, Numbers((5, 7), 0, 0))
+
+
 def of_loss(model: Model, tokens: int) -> Iterator[tuple[str, Launch]]:
     logits, losses = empty(tokens, model.vocabulary), empty(tokens, dtype=FP32)
     targets = empty(tokens, dtype=torch.int64)
@@ -167,7 +174,7 @@ BLACKWELL = r"norm True|norm backward True|silu|rotary True|loss 1\.0"
 )
 def test_kernels_compile(capability: tuple[int, int], driver: Any, tmp_path: Path) -> None:
     driver.set_active(Compiler(capability))
-    launches = [kind(QWEN, 16) for kind in (of_norms, of_gates, of_attention, of_loss)]
+    launches = [kind(QWEN, 16) for kind in (of_norms, of_gates, of_attention, of_loss, of_dropouts)]
     for name, launch in (pair for of_kind in launches for pair in of_kind):
         if capability == (12, 0) and not re.fullmatch(BLACKWELL, name):
             continue

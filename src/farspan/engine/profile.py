@@ -98,10 +98,10 @@ class _Subject:
     spec: ModelSpec
     linears: AccumulatingLinears
     fused: bool
+    draws: Draws
     arena: Arena = field(default_factory=lambda: Arena(Tier.DEVICE, META))
     heads_first: list[bool] = field(default_factory=list)
     children: Sequence[Sequence[Tokenwise]] = ()  # of each layer, that run on tiles
-    draws: Draws = field(default_factory=lambda: Draws(0, 0, 0, 1))
 
     def program(self, tokens: int, *, kept: bool = False) -> Program:
         schedule = Schedule(
@@ -425,7 +425,8 @@ def _measure(stages: CausalLMStages, variant: Variant) -> ModelProfile:
     layers = (*spec.layers, spec.layers[-1])
     seeing_all = replace(spec, layers=tuple(replace(layer, window=None) for layer in layers))
     children = likely_tokenwise(stages) if variant.tiled else ()
-    measured = _Subject(stages, seeing_all, linears, variant.fused, children=children)
+    draws = Draws(0, 0, 0, 1, fused=variant.fused)
+    measured = _Subject(stages, seeing_all, linears, variant.fused, draws, children=children)
     keys = list(zip(stages.kinds(), spec.layers, strict=True))
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     made = [_kind(measured, keys.index(key), variant) for key in numbers]

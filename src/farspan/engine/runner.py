@@ -212,7 +212,9 @@ class ProgramRunner:
             return inputs
         if ranks is not None:
             ranks.refuse_unlike("seed", f"{self.seed} {number} {alpha}", *AXES)
-        return replace(inputs, draws=Draws(self.seed, number, row, tokens, alpha or None))
+        return replace(
+            inputs, draws=Draws(self.seed, number, row, tokens, self._fused, alpha or None)
+        )
 
     def _accumulator(self) -> GradientAccumulator:
         """What the gradients of one backward are added up in."""

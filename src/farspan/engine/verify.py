@@ -54,7 +54,7 @@ from farspan.hf.attention_interface import eager_experts
 from farspan.hf.probe import Float64Mode
 from farspan.hf.quantized import is_quantized, unpacked
 from farspan.hf.stages import CausalLMStages
-from farspan.hf.unsupported import refuse_context
+from farspan.hf.unsupported import drawing_dropouts, refuse_context
 from farspan.sparse.engine import PageFunction
 from farspan.sparse.select import Selector
 from farspan.sparse.verify import Approximation, Function, Gradients, approximation
@@ -351,6 +351,10 @@ def verify(
     data = run.draw(boundary.vocab, boundary.device)
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedError("model: no parameter is trained, so there is no gradient to verify")
+    for name, _ in drawing_dropouts(boundary.model):
+        raise UnsupportedError(
+            f"model: {name} would drop other elements in the reference; call model.eval()"
+        )
     function = Function(schedule, selector, _dtype(model))
     with eager_experts(model), Float64Mode() if function.dtype is torch.float64 else nullcontext():
         # Both refuse now, not after the references, which take time and memory by the length

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from farspan.hf.unsupported import drawing_dropouts
+from farspan.kernels.launch import TILE, Launch, padded, warps_of
 from farspan.spec import UnsupportedError
 
 A, B, C = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
@@ -60,6 +61,15 @@ class Numbers:
     keys: tuple[int, int]  # of tokens and of features, 64 bits each
     row: int  # of the tensor's first
     first: int  # position of its first token
+    fused: bool = False  # by a kernel
+
+    def words(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Two of each token [batch, tokens, 2] and one of each feature, int32."""
+        batch, tokens, features = x.shape
+        rows = torch.arange(self.row, self.row + batch, device=x.device)[:, None]
+        places = torch.arange(self.first, self.first + tokens, device=x.device)
+        of_tokens = _words((rows << _ROWS) + places, self.keys[0])
+        return of_tokens, _words(torch.arange(features, device=x.device), self.keys[1])[:, 0]
 
     def fill(self, x: Tensor) -> Iterator[tuple[tuple[Any, ...], Tensor, Tensor]]:
         """Those of x, piece by piece: the piece's place in x [batch, tokens, features], its numbers
@@ -67,10 +77,8 @@ class Numbers:
         on the meta device none does, and what they take is taken."""
         batch, tokens, features = x.shape
         memory = torch.empty(2, max(PIECE, features), dtype=torch.int32, device=x.device)
-        rows = torch.arange(self.row, self.row + batch, device=x.device)[:, None]
-        places = torch.arange(self.first, self.first + tokens, device=x.device)
-        t, u = _words((rows << _ROWS) + places, self.keys[0]).unbind(-1)
-        f = _words(torch.arange(features, device=x.device), self.keys[1])[:, 0]
+        of_tokens, f = self.words(x)
+        t, u = of_tokens.unbind(-1)
         step = max(1, PIECE // max(1, features))
         for row in range(0 if x.is_meta else batch):
             for start in range(0, tokens, step):
@@ -107,11 +115,25 @@ def dropped(x: Tensor, p: float, numbers: Numbers) -> Tensor:
         return out.zero_()
     below = min(round(p * 2**32), 2**32 - 1) - 2**31
     given, found = x.flatten(2), out.flatten(2)
+    if numbers.fused:
+        drop_launch(given.contiguous(), found, below, 1 / (1 - p), numbers).run(x)
+        return out
     for place, number, beside in numbers.fill(given):
         part = torch.mul(given[place], 1 / (1 - p), out=found[place])
         drops = beside.view(torch.bool)[:, : number.shape[1]]
         part.masked_fill_(torch.lt(number, below, out=drops), 0)
     return out
+
+
+def drop_launch(x: Tensor, out: Tensor, below: int, scale: float, numbers: Numbers) -> Launch:
+    """The kernel, of contiguous [batch, tokens, features]."""
+    words, features = numbers.words(x)
+    width = x.shape[2]
+    block = min(padded(width), TILE)
+    given = {"x": x, "out": out, "words": words, "features": features.contiguous()}
+    sizes = {"width": width, "block": block, "num_warps": warps_of(block, 32)}
+    programs = x.shape[0] * x.shape[1], -(-width // block)
+    return Launch("drop_kernel", programs, given | {"below": below, "scale": scale} | sizes)
 
 
 def noisy(x: Tensor, most: float, numbers: Numbers) -> Tensor:
@@ -170,6 +192,7 @@ class Draws:
     step: int  # the number of the call
     row: int  # of the first sequence among those of all replicas
     tokens: int  # of a whole sequence
+    fused: bool = False  # dropouts run on the device's own kernel
     alpha: float | None = None  # of the noise of embeddings; None: there is none
     place: Place = Place(0, 0)
     asked: set[str] = field(default_factory=set)  # modules that were called with these tokens
@@ -190,7 +213,7 @@ class Draws:
         self.asked.add(name)
         digest = blake2b(f"{self.seed} {self.step} {name}".encode(), digest_size=16).digest()
         keys = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
-        return Numbers(keys, self.row + self.place.row, self.place.first)
+        return Numbers(keys, self.row + self.place.row, self.place.first, self.fused)
 
     def forward(self, name: str, module: nn.Dropout, x: Tensor) -> Tensor:
         """Of a dropout."""

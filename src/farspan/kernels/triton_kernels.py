@@ -9,6 +9,8 @@
     loss     one program a row, two passes: the greatest logit and the sum of exponentials; then the
              gradient takes the place of the logits. A row of 152,064 bf16 logits is 0.3 MB: the
              second read is likely from the L2 cache
+    dropping a block of a row a program, whose mask follows from two words of the row and one of
+             each column (`farspan.hf.dropout` has the formula)
     joining  a part joins a softmax, or is added to a sum, in place: a tile of rows a program
     rows     of main memory, taken to the device and added to where they lie, while something else
              needs the GPU's places for programs: so a few programs take all tiles in turn, each
@@ -436,3 +438,22 @@ def add_rows(total, values, rows, count, width, padded: tl.constexpr, tile: tl.c
         place = total + row[:, None] * width + column
         value = tl.load(values + i[:, None] * width + column, mask=mask)
         tl.store(place, tl.load(place, mask=mask) + value, mask=mask)
+
+
+# -- dropping ------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["below"])
+def drop_kernel(x, out, words, features, below, scale, width: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    mask = column < width
+    first = tl.load(words + 2 * row).to(tl.uint32, bitcast=True)
+    second = tl.load(words + 2 * row + 1).to(tl.uint32, bitcast=True)
+    number = first + tl.load(features + column, mask=mask, other=0).to(tl.uint32, bitcast=True)
+    number = (number ^ (number >> 16)) * 0x7FEB352D
+    number = (number ^ (number >> 15) ^ second) * 0x846CA68B
+    number = (number ^ (number >> 16)) * 0x9E3779B1
+    value = tl.load(x + row * width + column, mask=mask, other=0.0).to(tl.float32) * scale
+    kept = tl.where(number.to(tl.int32, bitcast=True) < below, 0.0, value)
+    tl.store(out + row * width + column, kept.to(out.dtype.element_ty), mask=mask)
