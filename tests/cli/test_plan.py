@@ -116,21 +116,22 @@ def test_sparse_attention_is_asked_for(
 
 
 def test_a_loss_is_asked_for(asked: list[tuple[Question, Sequence[str] | None]]) -> None:
-    for given in (["--loss", "dpo"], ["--loss", "kto", "--reference", "stored", "--lora", "8"]):
+    for given in (["--loss", "kto"], ["--loss", "dpo", "--reference", "frozen"]):
         outcome = call(*SMALL, "--context", "64K", *given)
         assert outcome.exit_code == 0, outcome.output
     found = [(question.loss.kind, question.loss.reference) for question, _ in asked]
-    assert found == [("dpo", "frozen"), ("kto", "stored")]
+    assert found == [("kto", "stored"), ("dpo", "frozen")]
 
 
 def test_a_plan_says_what_its_loss_costs() -> None:
     asked = [*SMALL, "--context", "16K", "--strategy", "memo", "--lora", "8"]
-    outcome = call(*asked, "--loss", "dpo", "--json")
+    loss = "--loss", "dpo", "--reference", "adapters-off"
+    outcome = call(*asked, *loss, "--json")
     found = json.loads(outcome.output)
     assert (found["loss"], found["reference"]) == ("dpo", "adapters-off")
     one, cut, whole = found["seconds_of_loss"].values()
     assert one < cut < whole
-    words = " ".join(call(*asked, "--loss", "dpo").output.split())
+    words = " ".join(call(*asked, *loss).output.split())
     assert f"note: loss dpo: a step takes {whole / one - 1:.1%} longer than one pass" in words
     assert "the forward of its reference, the same weights with adapters off" in words
     plain = [call(*asked, *more, "--json").output for more in ([], ["--loss", "sft"])]

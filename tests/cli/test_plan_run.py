@@ -152,11 +152,20 @@ def test_options_go_before_what_the_file_says(file: Path) -> None:
     assert [found[name] for name in names] == [4096, 3, "float32", 2, "oomb", "host"]
     assert found["host_bytes"]["limit"] == (3 * GIB - 3 * GIB // 10) // 2
     assert found["layout"]["ulysses"] == 2
-    found = planned(file, "--loss", "dpo", "--reference", "stored")
-    assert (found["loss"], found["reference"]) == ("dpo", "stored")
+    found = planned(file, "--loss", "dpo", "--reference", "frozen")
+    assert (found["loss"], found["reference"]) == ("dpo", "frozen")
     words = call(file, "--strategy", "oomb", "--sparse", "page=64,budget=256,recent=256").output
     assert "schedule: oomb in place of grouped, without chunk: 512, which belonged to it" in words
     assert "sparse attention" in words
+
+
+def test_the_loss_of_the_file_is_planned(file: Path) -> None:
+    write(file, loss={"kind": "distill", "teacher": "somewhere", "top_k": 7})
+    found, words = planned(file), " ".join(call(file).output.split())
+    assert (found["loss"], found["reference"]) == ("distill", "frozen")
+    assert "planned of 7 ids a token that the teacher gives, and of a teacher as large" in words
+    instead = planned(file, "--loss", "kto")
+    assert (instead["loss"], instead["reference"]) == ("kto", "stored")
 
 
 def test_memory_on_the_command_line_goes_before_the_files(file: Path) -> None:

@@ -148,7 +148,13 @@ def test_the_engine_does_the_work_that_is_planned(groups: int) -> None:
 def test_a_frozen_reference_lies_where_the_weights_do() -> None:
     for place in Tier:
         asked = Request(
-            "Qwen2.5-0.5B", "64K", "h100", optimizer="host", weights=place, loss="dpo"
+            "Qwen2.5-0.5B",
+            "64K",
+            "h100",
+            optimizer="host",
+            weights=place,
+            loss="dpo",
+            reference="frozen",
         ).question()
         sized, bare = (
             size(of, Schedule(chunk=8192, groups=4, weights=place))
@@ -239,8 +245,12 @@ def test_the_other_losses_leave_the_default_alone() -> None:
     ("options", "loss"),
     [
         ({}, Objective()),
-        ({"loss": "dpo"}, DPO_FROZEN),
-        ({"loss": "kto", "lora": 8}, Objective(LossKind.KTO, Reference.ADAPTERS_OFF)),
+        ({"loss": "dpo", "lora": 8}, DPO_STORED),
+        ({"loss": "dpo", "reference": "frozen"}, DPO_FROZEN),
+        (
+            {"loss": "kto", "reference": "adapters-off", "lora": 8},
+            Objective(LossKind.KTO, Reference.ADAPTERS_OFF),
+        ),
         ({"loss": "ipo", "reference": "stored"}, Objective(LossKind.IPO, Reference.STORED)),
         ({"loss": "orpo", "lora": 8}, Objective(LossKind.ORPO)),
         ({"loss": "grpo"}, Objective(LossKind.GRPO)),
@@ -259,16 +269,16 @@ def test_losses_by_name(options: dict[str, Any], loss: Objective) -> None:
         ({"reference": "frozen"}, "reference: of loss sft expected none, got 'frozen'"),
         (
             {"loss": "dpo", "reference": "none"},
-            "reference: of loss dpo expected frozen or stored, got 'none'",
+            "reference: of loss dpo expected stored or frozen, got 'none'",
         ),
         (
             {"loss": "dpo", "reference": "adapters-off"},
-            "reference: of loss dpo expected frozen or stored, got 'adapters-off'; adapters-off "
+            "reference: of loss dpo expected stored or frozen, got 'adapters-off'; adapters-off "
             "needs adapters: give lora, their rank, such as 16",
         ),
         (
             {"loss": "dpo", "reference": "host", "lora": 8},
-            "reference: of loss dpo expected adapters-off or frozen or stored, got 'host'",
+            "reference: of loss dpo expected stored or frozen or adapters-off, got 'host'",
         ),
     ],
 )
@@ -286,13 +296,19 @@ def test_ids_are_of_distillation(kind: str, ids: int) -> None:
 
 
 PLACES: list[tuple[dict[str, Any], str]] = [
-    ({"lora": 8}, "the forward of its reference, the same weights with adapters off"),
-    ({}, "the forward of its reference, a frozen copy of the weights in device memory"),
     (
-        {"optimizer": "host", "weights": "host"},
+        {"lora": 8, "reference": "adapters-off"},
+        "the forward of its reference, the same weights with adapters off",
+    ),
+    (
+        {"reference": "frozen"},
+        "the forward of its reference, a frozen copy of the weights in device memory",
+    ),
+    (
+        {"optimizer": "host", "weights": "host", "reference": "frozen"},
         "the forward of its reference, a frozen copy of the weights in main memory",
     ),
-    ({"reference": "stored"}, "its reference is stored with the data"),
+    ({}, "its reference is stored with the data"),
 ]
 
 

@@ -222,8 +222,8 @@ LossName = Annotated[
 ReferenceName = Annotated[
     str | None,
     typer.Option(
-        help=f"Of such a loss: {', '.join(Reference)}; default: {Reference.ADAPTERS_OFF} with "
-        f"--lora, else {Reference.FROZEN}, where the loss needs one."
+        help=f"Of such a loss: {', '.join(Reference)}; default: {Reference.STORED} where the loss "
+        "needs one."
     ),
 ]
 LongestToo = Annotated[

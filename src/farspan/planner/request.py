@@ -155,16 +155,14 @@ class Fit(IntEnum):
     ROOMY = 2
 
 
-COMPARED = (LossKind.DPO, LossKind.IPO, LossKind.KTO)  # to a reference, by what they are
-DISTILLED = 32  # ids of a token whose log-probabilities a teacher gives, unless somebody says
+DISTILLED = 64  # ids of a token whose log-probabilities a teacher gives, unless somebody says
 
 
 def loss_of(
     kind: str, reference: str | None, *, adapters: bool, ids: int | None = None
 ) -> Objective:
     """A loss by its names; `adapters`: they are what is trained. Without a `reference`, one that
-    needs it has the model without its adapters, or else a frozen copy, and distillation what is
-    stored. `ids` are of distillation. Raises UnsupportedError naming the field."""
+    needs it has it stored. `ids` are of distillation. Raises UnsupportedError naming the field."""
     if kind not in tuple(LossKind):
         raise UnsupportedError(f"loss: expected one of {', '.join(LossKind)}, got {kind!r}")
     of = LossKind(kind)
@@ -189,10 +187,8 @@ def _references(kind: LossKind, *, adapters: bool) -> tuple[Reference, ...]:
     off = (Reference.ADAPTERS_OFF,) * adapters
     if kind in (LossKind.SFT, LossKind.ORPO):
         return (Reference.NONE,)
-    if kind is LossKind.DISTILL:
-        return Reference.STORED, Reference.FROZEN, *off
-    found = *off, Reference.FROZEN, Reference.STORED
-    return found if kind in COMPARED else (Reference.NONE, *found)
+    found = Reference.STORED, Reference.FROZEN, *off
+    return (Reference.NONE, *found) if kind is LossKind.GRPO else found
 
 
 def fit_of(question: Question, device: Budget, host: Budget) -> Fit:

@@ -217,7 +217,8 @@ def loss_words(plan: Plan) -> Iterator[str]:
     if loss.kind in PAIRS:
         yield "a pair is one sequence of two answers, priced as one document: it takes less"
     if loss.ids > 1:
-        yield f"planned of {loss.ids} ids a token that the teacher gives, and of no teacher's step"
+        size = ", and of a teacher as large as the model" if loss.evaluates else ""
+        yield f"planned of {loss.ids} ids a token that the teacher gives{size}"
 
 
 PAIRS = (LossKind.DPO, LossKind.IPO, LossKind.ORPO)

@@ -26,9 +26,11 @@ from farspan.program.strategies import AUTO
 from farspan.sparse.train import marks
 from farspan.spec import (
     Kernels,
+    LossKind,
     MachineSpec,
     ModelSpec,
     Objective,
+    Reference,
     RunSpec,
     Schedule,
     Tier,
@@ -419,9 +421,18 @@ def question_of(
         kernels=run.kernels,
         margin=margin_of(run.margin, machine),
         nf4=inspected.profile is not None and inspected.profile.variant.nf4,
+        loss=planned_loss(run),
         profiles=inspected.profiles,
         profile=inspected.profile,
     )
+
+
+def planned_loss(run: RunConfig) -> Objective:
+    """The run's loss; a teacher is planned as a copy of the model, evaluated each step."""
+    loss = run.objective
+    teaches = loss.kind is LossKind.DISTILL
+    reference = Reference.FROZEN if teaches else loss.compared()
+    return Objective(loss.kind, reference, loss.top_k if teaches else 1)
 
 
 def place_states(
