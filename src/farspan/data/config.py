@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
-from farspan.spec import LossKind, Reference, UnsupportedError
+from farspan.spec import LossKind, Objective, Reference, UnsupportedError
 
 _SPLIT = "train"
 _PROMPT = ("prompt", "completion")  # the fields of a record of that format
@@ -273,3 +273,9 @@ class LossConfig:
         if self.kind not in (LossKind.DPO, LossKind.IPO):
             return Reference.NONE
         return self.reference or Reference.STORED
+
+    def planned(self) -> Objective:
+        """For the planner, to which a teacher is a copy of the model, evaluated each step."""
+        teaches = self.kind is LossKind.DISTILL
+        reference = Reference.FROZEN if teaches else self.compared()
+        return Objective(self.kind, reference, self.top_k if teaches else 1)

@@ -37,7 +37,7 @@ from farspan.train.context import Components, machine_of, torch_dtype
 from farspan.train.memory import leaves_weights_open, with_weights_there
 from farspan.train.oom import explain_moved, explain_there
 from farspan.train.origin import with_base
-from farspan.train.planning import OWN, PLANNED, allowed, planned_loss
+from farspan.train.planning import OWN, PLANNED, allowed
 from farspan.train.setup import (
     SHARED,
     adapt,
@@ -207,7 +207,7 @@ def questions_of_run(
         kernels=run.kernels,
     ).question()
     if "loss" not in asked:
-        question = replace(question, loss=planned_loss(run))
+        question = replace(question, loss=run.objective.planned())
     if run.model.path is not None:
         question = replace(question, model=replace(question.model, name=run.model.path))
     run = _in_place_of(run, asked, question)

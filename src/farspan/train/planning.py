@@ -26,11 +26,9 @@ from farspan.program.strategies import AUTO
 from farspan.sparse.train import marks
 from farspan.spec import (
     Kernels,
-    LossKind,
     MachineSpec,
     ModelSpec,
     Objective,
-    Reference,
     RunSpec,
     Schedule,
     Tier,
@@ -378,9 +376,8 @@ class StepPlanner:
             kernels=kernels,
         )
         machine = self.components.machine_once(device, model.dtype, LOG.info)
-        inspected = inspect_for(asked, model, device)
-        world = DistributedContext(device)
-        question = question_of(asked, inspected, machine, StatesPlace.DEVICE, world)
+        looked, world = inspect_for(asked, model, device), DistributedContext(device)
+        question = question_of(asked, looked, machine, StatesPlace.DEVICE, world)
         gradients = (p.grad for p in parameters if p.grad is not None)
         held = sum(map(held_bytes, (*parameters, *gradients)))
         free = free_now(device, held).limit(question.machine)
@@ -421,18 +418,10 @@ def question_of(
         kernels=run.kernels,
         margin=margin_of(run.margin, machine),
         nf4=inspected.profile is not None and inspected.profile.variant.nf4,
-        loss=planned_loss(run),
+        loss=run.objective.planned(),
         profiles=inspected.profiles,
         profile=inspected.profile,
     )
-
-
-def planned_loss(run: RunConfig) -> Objective:
-    """The run's loss; a teacher is planned as a copy of the model, evaluated each step."""
-    loss = run.objective
-    teaches = loss.kind is LossKind.DISTILL
-    reference = Reference.FROZEN if teaches else loss.compared()
-    return Objective(loss.kind, reference, loss.top_k if teaches else 1)
 
 
 def place_states(

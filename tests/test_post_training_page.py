@@ -1,0 +1,96 @@
+"""The page on post-training shows its data, and the data are those of the planner."""
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import post_training as of
+from farspan.planner.feasibility import loss_seconds
+from farspan.planner.plans import LEAST, best_plan, fits
+from farspan.program.strategies import GROUPED
+from farspan.spec import VERSION, LossKind
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    return of.load()
+
+
+def page() -> str:
+    return of.PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_has_the_tables_of_the_data(record: dict[str, Any]) -> None:
+    assert of.filled(page(), record) == page()
+    moved = json.loads(json.dumps(record))
+    moved["longest"][0]["longest"]["tokens"] *= 2
+    assert of.filled(page(), moved) != page()
+    with pytest.raises(ValueError, match="no place for"):
+        of.filled("# A page\n", record)
+
+
+def test_everything_was_asked_and_says_of_what(record: dict[str, Any]) -> None:
+    assert record["farspan"] == VERSION
+    assert record["date"].startswith("20")
+    named = [
+        (way, loss, machine)
+        for way in of.WAYS
+        for loss in of.LOSSES
+        for machine in of.MACHINES
+        if of.asked(way, loss, machine, LEAST) is not None
+    ]
+    for rows in (record["longest"], record["steps"]):
+        assert [(row["way"], row["loss"], row["machine"]) for row in rows] == named
+    assert "All of this is planned" in page()
+
+
+def test_a_loss_takes_what_it_is_said_to(record: dict[str, Any]) -> None:
+    """Log-probabilities a few percent of one pass, and a reference's forward up to a third."""
+    for row in record["steps"]:
+        one, cut, whole = row["parts"]
+        kind, reference = of.LOSSES[row["loss"]]
+        assert (cut > one) is (kind is not LossKind.SFT)
+        assert cut <= 1.06 * one
+        evaluates = reference in ("frozen", "adapters-off")
+        assert whole == cut or evaluates
+        assert whole - cut <= 0.36 * one
+
+
+def test_a_reference_of_its_own_weights_is_in_the_way_of_a_longer_context(
+    record: dict[str, Any],
+) -> None:
+    found = {(r["way"], r["loss"], r["machine"]): r["longest"]["tokens"] for r in record["longest"]}
+    for machine in of.MACHINES:
+        stored, frozen = (
+            found["full", f"DPO, IPO, KTO, {name}", machine] for name in ("stored", "frozen")
+        )
+        assert frozen <= stored <= found["full", "SFT", machine]
+
+
+@pytest.mark.parametrize("loss", ["DPO, IPO, KTO, frozen", "ORPO, GRPO"])
+def test_the_data_are_the_planners(record: dict[str, Any], loss: str) -> None:
+    """Planned anew: a step's seconds, and that nothing longer by a fortieth fits."""
+    machine = "RTX 4090, 256 GiB"
+    (row,) = (
+        r
+        for r in record["longest"]
+        if (r["way"], r["loss"], r["machine"]) == ("full", loss, machine)
+    )
+    tokens = row["longest"]["tokens"]
+    for context, does in ((tokens, True), (tokens + tokens // 40 + 1024, False)):
+        question = of.asked("full", loss, machine, context)
+        assert question is not None
+        assert fits(question) is does
+
+
+def test_steps_are_the_planners(record: dict[str, Any]) -> None:
+    way, loss, machine = "LoRA", "DPO, IPO, KTO, adapters off", "H100, 1 TiB"
+    (row,) = (
+        r for r in record["steps"] if (r["way"], r["loss"], r["machine"]) == (way, loss, machine)
+    )
+    question = of.asked(way, loss, machine, record["context"])
+    assert question is not None
+    plan = best_plan(question, [GROUPED])
+    assert plan.seconds.total == pytest.approx(row["seconds"])
+    assert list(loss_seconds(plan)) == pytest.approx(row["parts"])
