@@ -15,6 +15,7 @@ from farspan.planner.api import Request
 from farspan.planner.evaluate import evaluate, programs, size
 from farspan.planner.feasibility import loss_seconds, plan_of
 from farspan.planner.plans import best_plan
+from farspan.planner.remedies import remedies_of
 from farspan.planner.request import DISTILLED, Optimizer, Plan, Question, loss_of
 from farspan.planner.search import TOLERANCE, search
 from farspan.program.builder import build_evaluation
@@ -26,6 +27,7 @@ from farspan.spec import (
     Reference,
     RunSpec,
     Schedule,
+    Sparse,
     Tier,
     UnsupportedError,
 )
@@ -267,6 +269,7 @@ def test_losses_by_name(options: dict[str, Any], loss: Objective) -> None:
     [
         ({"loss": "ppo"}, "loss: expected one of sft, dpo, ipo, orpo, kto, grpo, distill, got "),
         ({"reference": "frozen"}, "reference: of loss sft expected none, got 'frozen'"),
+        ({"loss": "orpo", "sparse": Sparse()}, "sparse: not with loss orpo; leave one of them out"),
         (
             {"loss": "dpo", "reference": "none"},
             "reference: of loss dpo expected stored or frozen, got 'none'",
@@ -286,6 +289,14 @@ def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError) as refused:
         Request("Qwen2.5-0.5B", "64K", "h100", **options).question()
     assert str(refused.value).startswith(message)
+
+
+def test_a_reference_that_is_stored_is_offered_where_a_copy_does_not_fit() -> None:
+    asked = Request("Qwen2.5-0.5B", "4K", "h100", loss="dpo", reference="frozen").question()
+    offered = [remedy.options for remedy in remedies_of(asked, lambda of: not of.loss.evaluates)]
+    assert "--reference stored" in offered
+    teaches = replace(asked, loss=Objective(LossKind.DISTILL, Reference.FROZEN, 8))
+    assert not remedies_of(teaches, lambda of: not of.loss.evaluates, tries=20)
 
 
 @pytest.mark.parametrize(("kind", "ids"), [("dpo", 3), ("distill", 0)])

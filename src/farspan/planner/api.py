@@ -106,6 +106,8 @@ class Request:
         model, profiles = self._model()
         adapters = bool(self.lora) or model.trainable < model.parameters
         loss = loss_of(self.loss, self.reference, adapters=adapters)
+        if loss.is_cut and self.sparse is not None:
+            raise UnsupportedError(f"sparse: not with loss {loss.kind}; leave one of them out")
         optimizer = _optimizer(self.optimizer)
         weights = _weights(self.weights, optimizer)
         layout = _layout(self.gpus, model)

@@ -14,7 +14,7 @@ from farspan.planner.machines import machine as find_machine
 from farspan.planner.machines import names, with_main_memory
 from farspan.planner.request import Optimizer, Question, Remedy, margin_of
 from farspan.program.layout import sequence_layout
-from farspan.spec import Quantization, RunSpec, Tier
+from farspan.spec import LossKind, Quantization, Reference, RunSpec, Tier
 
 SMALL = 8 * GIB  # below it a whole GiB is much of the memory
 MOST_DEVICES = 64
@@ -50,7 +50,16 @@ def remedies_of(question: Question, fits: Fits, tries: int = TRIES) -> tuple[Rem
     first(_on_host(question))
     if not found:  # main memory is short, too
         first(_on_disk(question))
-    near = _batches, _adapters, _quantized, _quantized_on_host, _eight_bit, _memory, _more_on_host
+    near = (
+        _stored,
+        _batches,
+        _adapters,
+        _quantized,
+        _quantized_on_host,
+        _eight_bit,
+        _memory,
+        _more_on_host,
+    )
     for kind in (*near, _devices, _cards, _contexts):
         first(kind(question))
     if not any(remedy.options.startswith(LORA) for remedy in found):
@@ -125,6 +134,13 @@ def _optimizer(question: Question, optimizer: Optimizer, *, same: bool) -> tuple
     means = "" if same else "moments of 8 bits"
     remedy = Remedy(f"--optimizer {optimizer}", same, means)
     return remedy, replace(question, optimizer=optimizer)
+
+
+def _stored(question: Question) -> Changes:
+    loss = question.loss
+    if loss.reference is Reference.FROZEN and loss.kind is not LossKind.DISTILL:
+        remedy = Remedy(f"--reference {Reference.STORED}", True, "its values come with the data")
+        yield remedy, replace(question, loss=replace(loss, reference=Reference.STORED))
 
 
 def _batches(question: Question) -> Changes:
