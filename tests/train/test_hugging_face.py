@@ -211,14 +211,6 @@ def test_what_would_be_computed_otherwise_is_refused(
         make(**changes)
 
 
-def test_several_processes_are_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    with pytest.raises(
-        UnsupportedError, match=r"world_size: .* needs 1, got 2: several GPUs share"
-    ):
-        make()
-
-
 def test_a_step_puts_the_model_in_its_mode(make: Make) -> None:
     trainer = make(gradient_accumulation_steps=1)
     trainer.train()

@@ -389,22 +389,29 @@ class Step(ProgramRunner):
     def _state(self) -> tuple[Any, ...]:
         """What may change between steps and decides what a cell saves and draws."""
         model = self.boundary.model
-        dropouts = (m for m in model.modules() if isinstance(m, nn.Dropout))
-        drops = tuple(m.p > 0 for m in dropouts if m.training)
-        self._drops = any(drops)
+        dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout)]
+        self._drops = any(m.p > 0 for m in dropouts if m.training)
+        # A sharded model was described before it was, in a mode that it may leave.
+        mode = model.training if self.sharded_model is None else None
+        drops = tuple(m.p > 0 for m in dropouts if m.training or mode is None)
         trained = tuple(p.requires_grad for p in model.parameters())
-        return model.dtype, model.training, drops, trained
+        return model.dtype, mode, drops, trained
 
     def _refuse_changed(self, *, trains: bool) -> None:
         """Raises UnsupportedError where the model as it is now cannot be trained, or evaluated. One
         that has not changed since it was accepted is not looked at again."""
         model = self.boundary.model
         flags = (tuple(getattr(module, f, None) for f in _FLAGS) for module in model.modules())
-        now = self._state(), repr(tuple(flags)), getattr(model.config, _ROUTER_LOSS, None)
+        now = (
+            *(self._state(), model.training, repr(tuple(flags))),
+            getattr(model.config, _ROUTER_LOSS, None),
+        )
         if self._accepted.get(trains) == now:
             return
         if trains and self.sharded_model is None:  # of a rank's part, nothing may be trained
             refuse_untrained(model)
+        if self.sharded_model is not None:
+            refuse_dropout(model, is_cut=self.sharded_model.tensor is not None)
         refuse_model(model)
         self._accepted[trains] = now
 
@@ -461,8 +468,7 @@ class Step(ProgramRunner):
     ) -> StepInputs:
         if self._state() != self._described and self.sharded_model is not None:
             raise UnsupportedError(
-                "model: dtype, requires_grad or train/eval mode changed after sharding; set them "
-                "before parallelize"
+                "model: dtype or requires_grad changed after sharding; set them before parallelize"
             )
         self._refresh()
         if torch.is_autocast_enabled(self.boundary.device.type):
@@ -562,7 +568,8 @@ class Step(ProgramRunner):
         )
         found = *(parameters.values() if isinstance(parameters, dict) else parameters), *own
         versions = [getattr(p, "_local_tensor", p)._version for p in found]
-        return self._state(), fingerprint(self.boundary), versions, [p.requires_grad for p in own]
+        mode, trained = self.boundary.model.training, [p.requires_grad for p in own]
+        return self._state(), mode, fingerprint(self.boundary), versions, trained
 
 
 def _written(

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 from transformers import Trainer as HuggingFaceTrainer
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
+from farspan.distributed.context import ParallelContext
 from farspan.engine.loss import (
     IGNORED,
     STATISTICS,
@@ -32,10 +33,20 @@ from farspan.engine.loss import (
     shift_labels,
     trained_token_count,
 )
+from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.engine.step import Step
 from farspan.hf.unsupported import rope_types
+from farspan.program.layout import Layout
 from farspan.program.strategies import AUTO
 from farspan.spec import Kernels, Schedule, Tier, UnsupportedError
+from farspan.train.hf_ranks import (
+    complete_gradients,
+    context_of,
+    cut_what_is_loaded,
+    keep_states_whole,
+    share,
+    whole_state,
+)
 
 LOG = logging.getLogger(__name__)
 _READ = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
@@ -53,8 +64,7 @@ _ARGUMENTS = {
     "loss_type": ("nll", "the loss is the plain one; newer releases of TRL have others"),
     "cast_lm_head_to_fp32": (False, "logits are computed in the dtype of the weights"),
     "deepspeed": (None, "its engine would run the backward itself"),
-    "fsdp": (None, "several GPUs share a model in `torchrun -m farspan train`"),
-    "world_size": (1, "several GPUs share a sequence in `torchrun -m farspan train`"),
+    "fsdp": (None, "layout=farspan.Layout(...) cuts weights over ranks"),
     "n_gpu": (1, "set CUDA_VISIBLE_DEVICES to one"),
 }
 # Others that mean the same: no GPU is as good as one, and TRL had the plain loss under two names.
@@ -95,6 +105,11 @@ class LongContext:
     with a line of log. Raises UnsupportedError, when it is made or at the first step, for what
     would be computed otherwise than is asked. `schedule` is as in `farspan.Step`.
 
+    Of several processes (torchrun, accelerate launch) `layout` says how they share a step. Ranks
+    that share sequences are given the same batches; those along `data` have their own, as the
+    processes of a plain Trainer. With `fsdp` weights, gradients and optimizer states are cut over
+    ranks; what is saved is whole, and a run may go on in another layout.
+
     Before TRL's SFT, DPO, KTO, Reward, GRPO and RLOO trainers the losses and metrics are those of
     TRL's own code. A reference model, and the model without its adapters, run by the same schedule;
     DPO's and KTO's reference is asked before the model, whose forward then stands until its
@@ -121,6 +136,7 @@ class LongContext:
         *args: Any,
         schedule: Schedule | str = AUTO,
         kernels: Kernels | None = None,
+        layout: Layout | None = None,
         **kwargs: Any,
     ) -> None:
         self._by_values = _asks_for_values(type(self))
@@ -128,6 +144,9 @@ class LongContext:
             self._refuse_other_methods()
         self._schedule = schedule
         self._kernels = kernels
+        self._layout = layout
+        self._ranks: ParallelContext | None = None
+        self._sharded: ShardedModel | None = None
         self._forwards: list[_Forward] = []
         self._calls, self._number = (-1, 0), 0  # updates so far and calls since; of all calls
         super().__init__(*args, **kwargs)
@@ -138,6 +157,8 @@ class LongContext:
         self._refuse_other_arguments()
         self._leave_checkpointing()
         self._leave_autocast()
+        if self._ranks is not None and self._ranks.layout.cuts_weights():
+            self._shard(self._ranks)
         if self._by_values:
             self._replace_forwards()
 
@@ -155,6 +176,9 @@ class LongContext:
         every forward as it is."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.native_amp = False
+        self._ranks = context_of(self.accelerator, self._layout, type(self))
+        if self._ranks is not None:
+            share(self.accelerator, self._ranks)
         if self._on_host():  # it would place batches and states as well
             self.accelerator.device_placement = False
 
@@ -167,18 +191,28 @@ class LongContext:
         """Loss of one batch, over the trained tokens of all batches of the update; gradients are
         in `.grad`."""
         self._count_draws()
+        self._refuse_other_arguments()  # somebody may have changed them since
         if self._by_values:
-            self._refuse_other_arguments()  # somebody may have changed them since
             own: Any = super()
             loss: Tensor = own.training_step(model, inputs, num_items_in_batch)
-            return loss
+        else:
+            loss = self._one_pass_step(model, inputs, num_items_in_batch)
+        if self._ranks is not None and self.accelerator.sync_gradients:
+            complete_gradients(self.model, self._ranks)
+        return loss
+
+    def _one_pass_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None
+    ) -> Tensor:
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         batch = _batch(self._prepare_inputs(inputs), self.model.config)
-        trained = trained_token_count(batch[1], batch[2]) * self.current_gradient_accumulation_steps
         if num_items_in_batch is not None:
             trained = int(num_items_in_batch)
+        else:
+            trained = self._of_replicas(trained_token_count(batch[1], batch[2]))
+            trained *= self.current_gradient_accumulation_steps
         return self._farspan()(*batch, trained_tokens=max(1, trained)).detach()
 
     def prediction_step(
@@ -238,7 +272,14 @@ class LongContext:
         counts = (
             trained_token_count(*_batch(inputs, self.model.config)[1:]) for inputs in batch_samples
         )
-        return torch.tensor(sum(counts), device=device)
+        return torch.tensor(self._of_replicas(sum(counts)), device=device)
+
+    def _of_replicas(self, mine: int) -> int:
+        """The sum over ranks with sequences of their own."""
+        if self._ranks is None:
+            return mine
+        found = torch.tensor([mine], device=self._ranks.device)
+        return int(self._ranks.among("data").sum(found))
 
     def _farspan(self) -> Step:
         self._refuse_other_arguments()  # somebody may have changed them since
@@ -253,8 +294,9 @@ class LongContext:
             model,
             self._schedule,
             kernels=self._kernels,
-            device=self.args.device if self._on_host() else None,
+            device=self.args.device if self._on_host() and self._ranks is None else None,
             head=head,
+            ranks=self._sharded if model is self.model and self._sharded else self._ranks,
             seed=self.args.seed,
             neftune_alpha=self.args.neftune_noise_alpha,
         )
@@ -270,6 +312,32 @@ class LongContext:
         for step in (self._one_pass, *(forward.step for forward in self._forwards)):
             if step is not None:
                 step.drawn = self._number
+
+    def _shard(self, ranks: ParallelContext) -> None:
+        if not isinstance(self._schedule, Schedule):
+            raise UnsupportedError(
+                f"schedule: {self._schedule!r} plans for one process; give several the schedule of "
+                "farspan.plan(..., layout=...)"
+            )
+        self._sharded = parallelize(self.model, self._schedule, ranks, kernels=self._kernels)
+        cut_what_is_loaded(self.model)
+
+    def create_optimizer(self, *args: Any, **keywords: Any) -> Any:
+        """The Trainer's own, whose saved states are whole."""
+        optimizer = super().create_optimizer(*args, **keywords)  # type: ignore[misc]
+        if self._sharded is not None:
+            keep_states_whole(optimizer)
+        return optimizer
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self._sharded is not None and state_dict is None:
+            state_dict = whole_state(self.model, self._sharded)
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._sharded is not None and not self.args.should_save:
+            self.optimizer.state_dict()  # all ranks give their part of it
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _on_host(self) -> bool:
         return isinstance(self._schedule, Schedule) and self._schedule.weights is Tier.HOST
@@ -315,6 +383,12 @@ class LongContext:
             raise UnsupportedError(
                 f"optim: {optimizer} updates weights within the backward, by hooks that do not "
                 "fire in a step; use one that updates after it"
+            )
+        replicas = 1 if self._ranks is None else self._ranks.layout.data
+        if replicas > 1 and not self.args.average_tokens_across_devices:
+            raise UnsupportedError(
+                "average_tokens_across_devices: a step of several replicas needs True, got False: "
+                "its loss is the mean over the trained tokens of all"
             )
         if getattr(self, "compute_loss_func", None) is not None:
             raise UnsupportedError("compute_loss_func: the loss is the plain one; leave it out")

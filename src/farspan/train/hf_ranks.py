@@ -1,0 +1,157 @@
+"""A Trainer on several ranks: those that share a sequence are one process to it, and replicas with
+sequences of their own are as many."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from farspan.distributed.context import ParallelContext
+from farspan.distributed.fsdp import gradient_dtype
+from farspan.engine.parallelize import ShardedModel
+from farspan.lazy import load
+from farspan.program.layout import Layout
+from farspan.spec import UnsupportedError
+
+# Trainers of TRL that gather from processes by themselves, which would count a sequence several
+# times.
+_GATHER = ("GRPOTrainer", "RLOOTrainer")
+
+
+def context_of(accelerator: Any, layout: Layout | None, kind: type) -> ParallelContext | None:
+    """The ranks of a Trainer's processes; None of one. Raises UnsupportedError where they cannot
+    share a step of this kind of Trainer."""
+    processes = accelerator.num_processes
+    if processes == 1 and (layout is None or layout.devices() == 1):
+        return None
+    if layout is None:
+        raise UnsupportedError(
+            f"layout: {processes} processes were started; say how they share a step, such as "
+            f"layout=farspan.Layout(ulysses={processes}), or data={processes} for replicas"
+        )
+    if layout.devices() != processes:
+        raise UnsupportedError(
+            f"layout: {layout.devices()} devices, but {processes} process(es) were started; start "
+            f"as many: torchrun --nproc-per-node {layout.devices()} script.py"
+        )
+    if layout.data < processes and any(base.__name__ in _GATHER for base in kind.__mro__):
+        raise UnsupportedError(
+            f"layout: {kind.__name__} generates in every process by itself; use "
+            f"farspan.Layout(data={processes}), or another trainer"
+        )
+    if layout.cuts_weights() and layout.pipeline * layout.tensor > 1:
+        raise UnsupportedError(
+            "layout: with pipeline or tensor a Trainer's weights stay whole on every rank; add "
+            "fsdp=False, or use `torchrun -m farspan train`"
+        )
+    return ParallelContext(layout, accelerator.device)
+
+
+def share(accelerator: Any, ranks: ParallelContext) -> None:
+    """Has the accelerator deal batches, gather and average as if replicas were its processes."""
+    layout, number = ranks.layout, ranks.rank.along["data"]
+    every = range(layout.devices())
+    along = [type(ranks.rank)(layout, n).along for n in every]
+    first = [n for n in every if not any(v for axis, v in along[n].items() if axis != "data")]
+    kind: Any = type(accelerator)
+
+    class Replicas(kind):
+        """Of all processes those that have sequences of their own."""
+
+        @property
+        def num_processes(self) -> int:
+            return layout.data
+
+        @property
+        def process_index(self) -> int:
+            return number
+
+        def gather(self, tensor: Any) -> Any:
+            """Of each replica the tensors of one rank, one behind the other."""
+
+            def chosen(found: Tensor) -> Tensor:
+                return found.unflatten(0, (layout.devices(), -1))[first].flatten(0, 1)
+
+            apply = load("accelerate.utils", "recursively_apply")  # farspan is there without it
+            return apply(chosen, super().gather(tensor))
+
+        def prepare_model(self, model: nn.Module, *args: Any, **keywords: Any) -> Any:
+            """The model as it is: a step sums gradients over ranks."""
+            return super().prepare_model(model, *args, **keywords | {"evaluation_mode": True})
+
+        def backward(self, loss: Tensor, **keywords: Any) -> None:
+            """The mean over replicas, of which a step adds up the gradients."""
+            super().backward(loss / layout.data, **keywords)
+
+    accelerator.__class__ = Replicas
+
+
+def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
+    """Has every rank of a pipeline all gradients: of a layer its own stage alone has one."""
+    peers = ranks.among("pipeline")
+    if peers.size == 1:
+        return
+    trained = [p for p in model.parameters() if p.requires_grad]
+    held = torch.tensor([int(p.grad is not None) for p in trained], device=ranks.device)
+    for parameter, holders in zip(trained, peers.sum(held).tolist(), strict=True):
+        if holders not in (0, peers.size):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+            peers.sum(parameter.grad)
+
+
+def whole_state(model: nn.Module, sharded: ShardedModel) -> dict[str, Tensor]:
+    """The model's state in main memory, with every parameter whole. All ranks call it."""
+    own = sharded.sharded.parameters()
+    wholes = {id(own[name]): whole.cpu().clone() for name, whole in sharded.sharded.wholes()}
+    names = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        name: wholes[id(names[name])] if id(names.get(name)) in wholes else value
+        for name, value in model.state_dict().items()
+    }
+
+
+def cut_what_is_loaded(model: nn.Module) -> None:
+    """Has the model cut whole weights that `load_state_dict` is given."""
+
+    def cut(module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if prefix + name in given:
+                given[prefix + name] = _like(given[prefix + name], parameter)
+
+    model.register_load_state_dict_pre_hook(cut)
+
+
+def keep_states_whole(optimizer: torch.optim.Optimizer) -> None:
+    """Has the optimizer's `state_dict` hold whole tensors, so that all ranks must ask for it, and
+    cut those that it is given."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def gathered(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+        states = {
+            number: {key: _whole(value) for key, value in state.items()}
+            for number, state in found["state"].items()
+        }
+        return {**found, "state": states}
+
+    def cut(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        states = {
+            number: {key: _like(value, parameters[number]) for key, value in state.items()}
+            for number, state in given["state"].items()
+        }
+        return {**given, "state": states}
+
+    optimizer.register_state_dict_post_hook(gathered)
+    optimizer.register_load_state_dict_pre_hook(cut)
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _like(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
+        return value
+    value = value.to(parameter.device)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
