@@ -14,7 +14,16 @@ from farspan.planner import plans
 from farspan.planner.evaluate import evaluate
 from farspan.planner.request import Plan, Question, Remedy
 from farspan.program.strategies import strategy
-from farspan.spec import MachineSpec, RunSpec, Schedule, Sparse, UnsupportedError
+from farspan.spec import (
+    LossKind,
+    MachineSpec,
+    Objective,
+    Reference,
+    RunSpec,
+    Schedule,
+    Sparse,
+    UnsupportedError,
+)
 from farspan.train.config import load_run
 from farspan.train.plan_run import Asked, QuestionsOfRun, questions_of_run
 from farspan.train.trainer import train
@@ -60,6 +69,23 @@ def asked(
     if gpus is not None:
         options["gpus"] = gpus
     return questions_of_run(load_run(file), options, lambda _: None)
+
+
+def test_a_loss_of_pairs_is_planned_as_the_run_has_it(file: Path) -> None:
+    """Its step is cut, and a frozen reference has weights of its own; the command line may ask for
+    another."""
+    pairs = {"source": "jsonl", "path": "nowhere", "format": "preference"}
+    loss = {"kind": "dpo", "reference": "frozen"}
+    write(file, loss=loss, data=pairs, schedule={"strategy": "auto"})
+    assert asked(file).questions[0].loss == Objective(LossKind.DPO, Reference.FROZEN)
+    parts = asked(file).plan().plan.device.parts
+    assert parts["reference"] == parts["weights"]
+    other = Asked(machine="h200", reference="stored")
+    found = questions_of_run(load_run(file), other, lambda _: None)
+    assert found.questions[0].loss == Objective(LossKind.DPO, Reference.STORED)
+    write(file, loss={"kind": "distill", "teacher": "x", "top_k": 9})
+    assert asked(file).questions[0].loss.ids == 9
+    assert asked(write(file)).questions[0].loss == Objective()
 
 
 def test_a_written_schedule_is_planned_as_it_is(file: Path) -> None:

@@ -35,3 +35,22 @@ def test_pairs_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     shown = CliRunner().invoke(app, ["data", "run.yaml", *short[-2:]])
     assert " chosen: 4" in shown.output
     assert "  read    Bring me " in shown.output
+
+
+def test_pages_are_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = an_example("evaluate", tmp_path / "examples", monkeypatch)
+    (tmp_path / "docs").mkdir()
+    for name in ("guide", "sparse", "memory"):
+        text = (EXAMPLES.parent / "docs" / f"{name}.md").read_text()[:3000]
+        (tmp_path / "docs" / f"{name}.md").write_text(text)
+    short = {"steps": 2, "context": 512, "schedule.chunk": 128, "optimizer.warmup": 0}
+    settings = [f"{key}={value}" for key, value in short.items()] + [f"data.cache={tmp_path}/c"]
+    flags = [part for setting in settings for part in ("--set", setting)]
+    result = CliRunner().invoke(app, ["train", "run.yaml", *flags])
+    assert result.exit_code == 0, result.output
+    given = ["--text", "../../docs/*.md", "--context", "512", "--picture", "loss.svg"]
+    result = CliRunner().invoke(app, ["evaluate", "run", *given])
+    assert result.exit_code == 0, result.output
+    for words in ("loss by position", "../../docs/guide.md", "hidden sentences: "):
+        assert words in result.stdout
+    assert (folder / "loss.svg").read_text().startswith("<svg ")

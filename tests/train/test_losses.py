@@ -16,7 +16,8 @@ from farspan.data.corpus import Corpus, open_corpus
 from farspan.data.formats import UNTRAINED
 from farspan.data.tokenizers import load_tokenizer
 from farspan.hf.load import load_model
-from farspan.spec import UnsupportedError
+from farspan.planner.request import Question
+from farspan.spec import Schedule, UnsupportedError
 from farspan.train.config import (
     CheckpointConfig,
     DType,
@@ -33,6 +34,7 @@ from farspan.train.trainer import train
 from farspan.train.yaml_config import build, to_mapping
 from tests.numerics import EXACT, relative_error
 from tests.ranks import RankError, run_ranks
+from tests.train.planner import planned_components
 from tests.train.test_ranks import WIDE
 from tests.train.tiny import Quiet, Stopped, Stopping, documents
 
@@ -378,3 +380,17 @@ def test_stages_hold_one_model(tmp_path: Path) -> None:
     run = a_run(tmp_path, loss=of("dpo", reference="frozen"), parallel=Parallel(pipeline=2))
     with pytest.raises(RankError, match=r"parallel\.pipeline: stages hold the layers of one"):
         run_ranks(2, fit_all, [run])
+
+
+def test_a_planner_is_asked_for_a_cut_step(tmp_path: Path) -> None:
+    asked: list[Question] = []
+    written = a_run(tmp_path, "written", loss=of("dpo", reference="frozen"))
+    auto = ScheduleConfig(strategy="auto")
+    run = replace(written, folder=str(tmp_path / "run"), schedule=auto)
+    schedule = Schedule(chunk=24, groups=1)
+    train(run, components=planned_components([schedule], asked=asked), reporter=Quiet())
+    train(written, reporter=Quiet())
+    assert {question.loss for question in asked} == {run.objective.planned()}
+    assert run.objective.planned().is_cut
+    for name, tensor in weights_of(run).items():
+        assert relative_error(tensor, weights_of(written)[name]) < EXACT, name

@@ -70,6 +70,10 @@ COMMANDS = {
         "farspan.cli.verify",
         "Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ.",
     ),
+    "evaluate": LazyCommand(
+        "farspan.cli.evaluate",
+        "Loss by position, perplexity by document, and sentences found in a long context.",
+    ),
     "data": LazyCommand(
         "farspan.cli.train",
         "Show a run file's sequences: which documents, and which of their tokens are trained.",

@@ -346,7 +346,9 @@ class RunContext:
         )
 
     def _weights(self) -> int:
-        beside = 0 if self.reference is None else self.reference.held_bytes()
-        if self.pieces is not None:
-            return beside + self.pieces.held_bytes()
-        return beside + sum(map(held_bytes, self.model.parameters()))
+        if self.pieces is None:
+            own = sum(map(held_bytes, self.model.parameters()))
+        else:
+            own = self.pieces.held_bytes()
+        # A plan has a reference as large as the model, also where a teacher is larger.
+        return own if self.reference is None else own + min(own, self.reference.held_bytes())

@@ -24,7 +24,6 @@ from farspan.program.layout import (
 )
 from farspan.program.strategies import AUTO
 from farspan.spec import (
-    LossKind,
     MachineSpec,
     ModelSpec,
     Quantization,
@@ -202,11 +201,11 @@ def questions_of_run(
         host_memory=asked.get("host_memory"),
         margin=asked.get("margin", run.margin),
         sparse=run.pages(),
-        loss=asked.get("loss", LossKind.SFT),
+        loss=asked.get("loss", run.objective.kind),
         reference=asked.get("reference"),
         kernels=run.kernels,
     ).question()
-    if "loss" not in asked:
+    if not {"loss", "reference"} & asked.keys():
         question = replace(question, loss=run.objective.planned())
     if run.model.path is not None:
         question = replace(question, model=replace(question.model, name=run.model.path))

@@ -1,0 +1,462 @@
+"""`farspan evaluate`: what a model makes of long text: its loss by position, the perplexity of each
+document, and whether it finds a sentence that lies far back."""
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+from xml.sax.saxutils import escape
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor
+
+from farspan.cli import typer_app
+from farspan.data.config import DataConfig
+from farspan.data.formats import UNTRAINED
+from farspan.data.packing import BestFitLayout, PackedBatch, Packing
+from farspan.data.sources import decode, find_files, read_bytes
+from farspan.data.token_cache import TokenStore
+from farspan.data.tokenizers import HubTokenizer, Tokenizer, load_tokenizer
+from farspan.durable import read_json, write_whole
+from farspan.engine.step import Step
+from farspan.formatting import read_tokens, write_tokens
+from farspan.hf.load import add_adapters, load_config, load_model
+from farspan.profile.catalog import refuse_absent, split_revision
+from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
+from farspan.report.tables import lines_table, show
+from farspan.spec import SHORT_NAMES, Schedule, UnsupportedError
+from farspan.train.config import ModelConfig, RunConfig, load_run
+from farspan.train.console import LineReporter
+from farspan.train.origin import copy_adapters, with_base
+from farspan.train.setup import choose_device
+from farspan.train.yaml_config import convert, to_mapping
+
+app = typer_app()
+
+FIRST = 64  # tokens of the first range of positions; every further one is as long as all before it
+SHOWN = 20  # documents in the terminal; --json has all
+NEEDLE, QUESTION = "\nThe secret word of {} is {}.\n", "\nThe secret word of {} is"
+# Begin with letters of their own: a model is asked for the first token alone.
+ANSWERS = " apple", " bridge", " candle", " dragon", " engine", " forest", " garden", " harbor"
+PLACES = "Paris", "Cairo", "Lima", "Oslo", "Delhi", "Quito", "Seoul", "Tunis"
+
+Texts = Annotated[
+    list[str],
+    typer.Option("--text", help="A file, a folder or a glob of text files, a document each."),
+]
+DTypeName = Annotated[
+    str | None, typer.Option("--dtype", help="bfloat16, float32 or float64; default: the model's.")
+]
+TokenizerName = Annotated[
+    str | None,
+    typer.Option("--tokenizer", help="Folder, hub name or bytes; default: the run's, the model's."),
+]
+StrategyName = Annotated[
+    str | None,
+    typer.Option(
+        "--strategy",
+        help=f"{AUTO}, or one of {', '.join(STRATEGIES)}; default: the schedule of the run, else "
+        f"{GROUPED}.",
+    ),
+]
+Needles = Annotated[
+    int, typer.Option(min=0, help="Depths at which a sentence is hidden and asked for; 0: none.")
+]
+Picture = Annotated[
+    Path | None, typer.Option("--picture", help="Draw the loss by position into this SVG file.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Tokens that are predicted from `begin` to `end` tokens before them."""
+
+    begin: int
+    end: int
+    tokens: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A document."""
+
+    name: str
+    tokens: int  # that are predicted
+    loss: float
+    perplexity: float
+
+
+@dataclass(frozen=True, slots=True)
+class Needle:
+    """A sentence in a context, and what the model says when it is asked for its last word."""
+
+    depth: float  # of the context, 0: its beginning
+    tokens: int  # between the sentence and the question
+    answer: str
+    logprob: float  # of the answer's first token
+    wrong: dict[str, float]  # of other answers'
+
+    @property
+    def found(self) -> bool:
+        """Is the right answer the likeliest?"""
+        return self.logprob > max(self.wrong.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TextEvaluation:
+    """All that was found, and how."""
+
+    model: str
+    dtype: str
+    schedule: Schedule
+    context: int
+    cut: int  # documents that were longer than the context, of which the rest was left out
+    ranges: tuple[Range, ...]
+    documents: tuple[Read, ...]
+    needles: tuple[Needle, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(read.tokens for read in self.documents)
+
+    @property
+    def loss(self) -> float:
+        """The mean over all tokens that are predicted."""
+        return sum(read.tokens * read.loss for read in self.documents) / self.tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        needles = [{**asdict(needle), "found": needle.found} for needle in self.needles]
+        return {
+            **{name: getattr(self, name) for name in ("model", "dtype", "context", "cut")},
+            "schedule": to_mapping(self.schedule),
+            "attention": "dense" if self.schedule.sparse is None else "sparse",
+            "tokens": self.tokens,
+            "loss": self.loss,
+            "perplexity": math.exp(self.loss),
+            "positions": [asdict(part) for part in self.ranges],
+            "documents": [asdict(read) for read in self.documents],
+            "needles": needles,
+        }
+
+
+@app.command("evaluate")
+def evaluate_command(
+    model: Annotated[
+        str, typer.Argument(help="Run folder, folder of a model or of adapters, or hub name.")
+    ],
+    texts: Texts,
+    context_text: Annotated[
+        str | None,
+        typer.Option("--context", help="Tokens at most: 8K, 1M; default: the run's, or 8K."),
+    ] = None,
+    needles: Needles = 5,
+    dtype: DTypeName = None,
+    tokenizer: TokenizerName = None,
+    strategy_name: StrategyName = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = AUTO,
+    picture: Picture = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+) -> None:
+    """Loss by position, perplexity by document, and sentences found in a long context."""
+    files = dict.fromkeys(path for text in texts for path in find_files(text, "--text"))
+    subject = subject_of(model, dtype, tokenizer)
+    context = subject.context if context_text is None else read_tokens(context_text, "context")
+    if context < 2:
+        raise UnsupportedError(f"context: expected at least 2 tokens, got {context}")
+    named = [(str(path), decode(read_bytes(path), path, line=1)) for path in files]
+    step = subject.step(choose_device(device), strategy_name, context)
+    watcher = LineReporter(Console(stderr=True))
+    step.progress = lambda done: watcher.evaluating(done.work_done / done.work, done)
+    with torch.no_grad():
+        words = load_tokenizer(subject.tokenizer)
+        found = replace(evaluate_text(step, words, named, context, needles), model=model)
+    if picture is not None:
+        write_whole(picture, draw(found.ranges).encode())
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        show_evaluation(found)
+    if picture is not None:
+        print(f"loss by position: {picture}", file=sys.stderr)
+
+
+# -- what is evaluated ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, and what it was trained with where that is known."""
+
+    source: ModelConfig
+    dtype: torch.dtype
+    adapters: str | None
+    tokenizer: str
+    schedule: Schedule | None  # of the run
+    context: int
+
+    def step(self, device: torch.device, name: str | None, context: int) -> Step:
+        """The engine of the model, with this strategy or as the run had it."""
+        source = self.source
+        model: Any = load_model(
+            path=source.path,
+            dtype=self.dtype,
+            overrides=source.overrides,
+            device=device,
+            revision=source.revision,
+            trust_remote_code=source.trust_remote_code,
+            nf4=source.quantize is not None,
+        )
+        if source.lora is not None:
+            lora = source.lora
+            add_adapters(model, rank=lora.rank, alpha=lora.scale(), targets=lora.targets)
+        if self.adapters is not None:
+            asked = RunConfig(model=source, data=DataConfig())
+            copy_adapters(Path(self.adapters), model, asked)
+        model.eval()
+        if name == AUTO:
+            return Step(model, AUTO)
+        layers = model.config.get_text_config().num_hidden_layers
+        schedule = self.schedule
+        if name is not None or schedule is None:
+            schedule = strategy(name or GROUPED, layers, context)
+        return Step(model.requires_grad_(False), schedule, device=device)
+
+
+def subject_of(model: str, dtype: str | None, tokenizer: str | None) -> Subject:
+    """What a folder or a name stands for. Raises UnsupportedError."""
+    path, revision = split_revision(model)
+    folder, schedule, run = Path(path).expanduser(), None, None
+    source = ModelConfig(path=path, revision=revision)
+    if (folder / "config.yaml").is_file():
+        run = load_run(folder / "config.yaml")
+        if not (folder / "model").is_dir():
+            raise UnsupportedError(
+                f"{folder}: this run has no model yet; let it end, or give another folder"
+            )
+        source = replace(run.model, path=str(folder / "model"), config=None, lora=None)
+        if run.model.lora is None:  # its config has them
+            source = replace(source, overrides={})
+        about = read_json(folder / "about.json") or {}
+        if "schedule" in about:
+            schedule = convert(Schedule, about["schedule"], "schedule")
+    else:
+        refuse_absent("model", path)
+    source, adapters = with_base(source)
+    found = load_config(
+        path=source.path,
+        config=None,
+        overrides=source.overrides,
+        trust_remote_code=source.trust_remote_code,
+        revision=source.revision,
+    )
+    own = str(getattr(found, "dtype", None) or "float32").removeprefix("torch.")
+    own = "bfloat16" if own == "float16" else own
+    own = own if run is None else run.model.dtype.value
+    own = own if dtype is None else SHORT_NAMES.get(dtype, dtype)
+    if own not in ("float64", "float32", "bfloat16"):
+        raise UnsupportedError(f"dtype: expected float64, float32 or bfloat16, got {own!r}")
+    words = tokenizer or (run.data.tokenizer if run else None) or str(source.path)
+    context = 8192 if run is None else run.context
+    return Subject(source, getattr(torch, own), adapters, words, schedule, context)
+
+
+def evaluate_text(
+    step: Step,
+    tokenizer: Tokenizer,
+    texts: Sequence[tuple[str, str]],
+    context: int,
+    needles: int,
+) -> TextEvaluation:
+    """Of named documents, each from its beginning to `context` tokens at most. Raises
+    UnsupportedError where there is nothing to predict."""
+    rows = tokenizer.encode([text for _, text in texts])
+    cut = sum(len(row) > context for row in rows)
+    rows = [row[:context] for row in rows]
+    named = [(name, row) for (name, _), row in zip(texts, rows, strict=True) if len(row) > 1]
+    if not named:
+        raise UnsupportedError("--text: no document has two tokens; give longer ones")
+    losses = dict(_losses_of(step, named, context))
+    reads = [_read(name, losses[name]) for name, _ in named]
+    return TextEvaluation(
+        model="",
+        dtype=str(step.boundary.dtype).removeprefix("torch."),
+        schedule=step.schedule,
+        context=context,
+        cut=cut,
+        ranges=tuple(ranges_of(list(losses.values()))),
+        documents=tuple(reads),
+        needles=tuple(_needles(step, tokenizer, np.concatenate(rows), context, needles)),
+    )
+
+
+def _read(name: str, losses: np.ndarray) -> Read:
+    loss = float(losses.mean())
+    return Read(name, len(losses), loss, math.exp(loss))
+
+
+def _losses_of(
+    step: Step, named: Sequence[tuple[str, np.ndarray]], context: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Of each document the losses of its tokens but the first, fp64."""
+    starts = np.cumsum([0, *(len(row) for _, row in named)])
+    numbers = np.stack([np.arange(len(named)), np.zeros(len(named))], 1).astype(np.int64)
+    store = TokenStore(
+        np.concatenate([row for _, row in named]), starts, numbers,
+        tuple(name for name, _ in named), 0, "",
+    )  # fmt: skip
+    packing = Packing(store, BestFitLayout(starts, numbers[:, 0], context, 0), context)
+    for index in range(packing.sequences_per_epoch()):
+        batch = packing.once(index)
+        yield from _of_batch(step, batch)
+
+
+def _of_batch(step: Step, batch: PackedBatch) -> Iterator[tuple[str, np.ndarray]]:
+    device = step.boundary.device
+    ids, labels, marks = (
+        torch.from_numpy(own).to(device)
+        for own in (batch.input_ids, batch.labels, batch.document_ids)
+    )
+    found = -step.logprobs(ids, labels, marks)[0].double().cpu().numpy()
+    for number, name in enumerate(batch.names[0]):
+        yield name, found[batch.document_ids[0] == number][:-1]
+
+
+def ranges_of(losses: Sequence[np.ndarray]) -> Iterator[Range]:
+    """Means over all documents by how many tokens lie before what is predicted."""
+    longest, begin, end = max(map(len, losses)), 0, FIRST
+    while begin < longest:
+        part = np.concatenate([own[begin:end] for own in losses])
+        yield Range(begin, min(end, longest), len(part), float(part.mean()))
+        begin, end = end, 2 * end
+
+
+# -- sentences in a long context ------------------------------------------------------------------
+
+
+def _needles(
+    step: Step, tokenizer: Tokenizer, hay: np.ndarray, context: int, count: int
+) -> Iterator[Needle]:
+    """A sentence at each of so many depths, in a context of all the text, or as much as there may
+    be."""
+    for number in range(count):
+        town, answer = PLACES[number % len(PLACES)], ANSWERS[number % len(ANSWERS)]
+        sentence = plain(tokenizer, NEEDLE.format(town, answer.strip()))
+        rows = [plain(tokenizer, QUESTION.format(town) + word) for word in ANSWERS]
+        tokens = zip(*(row.tolist() for row in rows), strict=False)
+        same, choices = next((n, c) for n, c in enumerate(tokens) if len(set(c)) > 1)
+        if len(set(choices)) < len(ANSWERS):
+            raise UnsupportedError(
+                "--needles: several answers begin with one token in this tokenizer; set it to 0"
+            )
+        room = min(context - len(sentence) - same - 1, len(hay))
+        if room < 1:
+            raise UnsupportedError(
+                f"--needles: a context of {context:,} tokens has no room for a sentence; give a "
+                "longer one, or set it to 0"
+            )
+        depth = number / max(1, count - 1)
+        at = round(depth * room)
+        ids = np.concatenate([hay[:at], sentence, hay[at:room], rows[0][: same + 1]])
+        logprobs = dict(zip(ANSWERS, _of_choices(step, ids, choices), strict=True))
+        right = logprobs.pop(answer)
+        wrong = {word.strip(): value for word, value in logprobs.items()}
+        yield Needle(depth, room - at, answer.strip(), right, wrong)
+
+
+def _of_choices(step: Step, ids: np.ndarray, choices: Sequence[int]) -> list[float]:
+    """Log-probabilities of some ids in place of the last one."""
+    given = torch.from_numpy(ids.astype(np.int64)).to(step.boundary.device)[None]
+    labels = torch.full((*given.shape, len(choices)), UNTRAINED, device=given.device)
+    labels[0, -1] = torch.tensor(choices, device=given.device)
+    found: Tensor = step.logprobs(given, labels)
+    return [float(value) for value in found[0, -2]]
+
+
+def plain(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """The ids of a piece of a document, int64."""
+    if isinstance(tokenizer, HubTokenizer):
+        ids = tokenizer.inner(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.asarray(ids, dtype=np.int64)
+    return tokenizer.encode([text])[0][:-1]  # without the end
+
+
+# -- for a person ---------------------------------------------------------------------------------
+
+
+def show_evaluation(found: TextEvaluation) -> None:
+    """Print tables, and the sum of them."""
+    table = lines_table("loss by position", "tokens before", "predicted", "loss", "perplexity")
+    for part in found.ranges:
+        span = f"{write_tokens(part.begin)} to {write_tokens(part.end)}"
+        table.add_row(span, f"{part.tokens:,}", f"{part.loss:.4f}", f"{math.exp(part.loss):,.2f}")
+    show(table)
+    table = lines_table("documents", "", "predicted", "loss", "perplexity")
+    for read in found.documents[:SHOWN]:
+        table.add_row(read.name, f"{read.tokens:,}", f"{read.loss:.4f}", f"{read.perplexity:,.2f}")
+    show(table)
+    if len(found.documents) > SHOWN:
+        show(f"and {len(found.documents) - SHOWN:,} more documents (--json has all)")
+    if found.needles:
+        show_needles(found.needles)
+    if found.cut:
+        show(f"{found.cut:,} documents are longer than the context; what lies beyond is left out")
+    how = "" if found.schedule.sparse is None else ", with sparse attention, an approximation"
+    show(
+        f"{found.tokens:,} tokens in {found.dtype}: loss {found.loss:.4f}, perplexity "
+        f"{math.exp(found.loss):,.2f}{how}"
+    )
+
+
+def show_needles(needles: Iterable[Needle]) -> None:
+    """Print what was found of hidden sentences."""
+    known = tuple(needles)
+    title = f"hidden sentences: {sum(n.found for n in known)} of {len(known)} found"
+    table = lines_table(title, "depth", "tokens back", "answer", "log-prob", "best wrong", "")
+    for needle in known:
+        word = max(needle.wrong, key=needle.wrong.__getitem__)
+        table.add_row(
+            f"{needle.depth:.0%}",
+            f"{needle.tokens:,}",
+            needle.answer,
+            f"{needle.logprob:.3f}",
+            f"{needle.wrong[word]:.3f} {word}",
+            "found" if needle.found else "",
+        )
+    show(table)
+
+
+WIDTH, HEIGHT, EDGE = 640, 320, 48  # of the picture, and around its plot, in pixels
+
+
+def draw(ranges: Sequence[Range]) -> str:
+    """The loss by position as SVG: positions in powers of two, a point in the middle of each."""
+    low, high = min(r.loss for r in ranges), max(r.loss for r in ranges)
+    wide = max(1, len(ranges) - 1)
+    points, labels = [], []
+    for place, part in enumerate(ranges):
+        x = EDGE + (WIDTH - 2 * EDGE) * place / wide
+        y = EDGE + (HEIGHT - 2 * EDGE) * (high - part.loss) / (high - low or 1.0)
+        points.append(f"{x:.1f},{y:.1f}")
+        words = f"{write_tokens(part.begin)} to {write_tokens(part.end)}: {part.loss:.4f}"
+        labels.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{escape(words)}</title></circle>'
+            f'<text x="{x:.1f}" y="{HEIGHT - EDGE / 2:.0f}" text-anchor="middle">'
+            f"{write_tokens(part.end)}</text>"
+        )
+    for value, y in ((high, EDGE), (low, HEIGHT - EDGE)):
+        labels.append(f'<text x="4" y="{y + 4}">{value:.3f}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="11">\n'
+        f'<text x="{EDGE}" y="20">mean loss by tokens before</text>\n'
+        f'<polyline points="{" ".join(points)}" fill="none" stroke="#1f77b4"/>\n'
+        f"{''.join(labels)}\n</svg>\n"
+    )
