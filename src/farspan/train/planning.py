@@ -57,19 +57,19 @@ from farspan.train.run_folder import RunFolder, RunState
 from farspan.train.yaml_config import convert, to_mapping
 
 LOG = logging.getLogger(__name__)
-# Of what a schedule that failed decides of a tier, its successor may take so much: after the four
-# tries that one step has, 0.8**4 = 41% are left.
+# Of what a failed schedule decides of a tier its successor may take so much: 41% after four tries.
 RETRY_SHARE = 0.8
 # What no schedule decides. Taken off before the share: weights may be nearly all there is.
-FIXED = ("weights", "gathered", "gradients", "accumulators", "optimizer", "inputs", "reserve")
-
+FIXED = (
+    *("weights", "reference", "gathered", "gradients"),
+    *("accumulators", "optimizer", "inputs", "reserve"),
+)
 PLANNED = {
     StatesPlace.DEVICE: Optimizer.ADAMW,
     StatesPlace.HOST: Optimizer.HOST,
     StatesPlace.DISK: Optimizer.DISK,
     StatesPlace.EIGHT_BIT: Optimizer.ADAMW8BIT,
 }
-
 
 PLAN = "plan.json"  # in the run folder
 PLANNING = "choosing a schedule"
@@ -400,13 +400,12 @@ def question_of(
     world: DistributedContext,
 ) -> Question:
     """One batch of the run, with its optimizer's states in a place."""
+    # Links and main memory are shared by the run's devices on this node, and by no others.
+    here = replace(machine, devices=world.local_size)
     return Question(
         model=inspected.model,
         run=RunSpec(run.batch, run.context),
-        # Links and main memory are shared by the run's devices on this node, and by no others.
-        machine=with_kernels(
-            replace(machine, devices=world.local_size), deterministic=run.kernels.deterministic
-        ),
+        machine=with_kernels(here, deterministic=run.kernels.deterministic),
         layout=world.layout,
         optimizer=PLANNED[states],
         weights=run.schedule.weights or Tier.DEVICE,
