@@ -181,7 +181,7 @@ def _load_reference(
 def _load_teacher(
     run: RunConfig, components: Components, world: DistributedContext, corpus: Corpus
 ) -> Any:
-    path = str(run.objective.teacher)
+    path = str(Path(str(run.objective.teacher)).expanduser())
     refuse_absent("loss.teacher", path)
     refuse_unpinned(path, False, None, "loss.teacher")
     stays = world.size == 1 and run.schedule.weights is not Tier.HOST
