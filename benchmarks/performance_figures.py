@@ -7,7 +7,7 @@ from matplotlib import pyplot as plt
 
 from benchmarks.performance import planner
 from farspan.planner.evaluate import evaluate
-from farspan.report.timeline import step_spans
+from farspan.report.plan import step_spans
 from farspan.spec import Schedule, Tier
 
 DRAWN = (

@@ -12,7 +12,7 @@ from farspan.planner.evaluate import evaluate
 from farspan.planner.request import Optimizer, Plan, Question
 from farspan.program.layout import Layout
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.report.timeline import LANES, timeline_json
+from farspan.report.plan import ROWS, timeline_json
 from farspan.spec import RunSpec, Tier
 from tests.planner.machines import slow_machine
 from tests.planner.test_bound import with_work
@@ -40,7 +40,7 @@ def loaded(plan: Plan) -> tuple[dict[str, Any], dict[str, list[tuple[int, int, s
     """The trace after a trip through text, and its events by lane: start, end (ns), name."""
     trace = json.loads(json.dumps(timeline_json(plan)))
     rows = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
-    words = {words: lane for lane, words in LANES.items()}
+    words = {words: lane for lane, words in ROWS.items()}
     lanes = defaultdict(list)
     for event in trace["traceEvents"]:
         if event["ph"] == "X":

@@ -22,9 +22,8 @@ from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.request import SHARE, Optimizer, Plan, Question
 from farspan.profile.catalog import presets
 from farspan.program.strategies import AUTO, STRATEGIES
-from farspan.report.plan import contexts_view, drive_json, loss_json, plan_view
+from farspan.report.plan import contexts_view, drive_json, loss_json, plan_view, timeline_json
 from farspan.report.tables import show
-from farspan.report.timeline import timeline_json
 from farspan.spec import (
     LossKind,
     Quantization,
