@@ -12,10 +12,11 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForSequenceClassification
 
+from farspan.attention.backends import reference
 from farspan.distributed.context import ParallelContext
 from farspan.engine.loss import IGNORED, shift_labels
 from farspan.engine.parallelize import parallelize, sharded_parameters
-from farspan.engine.reference import gradients_of, reference_logits
+from farspan.engine.reference import Attention, gradients_of, reference_logits
 from farspan.engine.runner import StepMemory
 from farspan.engine.step import Step
 from farspan.engine.tiers import CopyEngine
@@ -47,9 +48,11 @@ def loss_of(logprobs: Tensor) -> Tensor:
     return -functional.logsigmoid(0.01 * logprobs.sum(1)).mean() - clipped.mean()
 
 
-def expected(model: Any, data: Data, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def expected(
+    model: Any, data: Data, temperature: float = 1.0, attend: Attention = reference
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies by plain autograd over the whole sequence."""
-    logits = reference_logits(model, data.input_ids, data.document_ids)
+    logits = reference_logits(model, data.input_ids, data.document_ids, attend=attend)
     normal = (logits / temperature).log_softmax(-1)
     targets = shift_labels(data.labels, data.document_ids)
     rows = targets if targets.ndim == 3 else targets[..., None]

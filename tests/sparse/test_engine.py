@@ -21,10 +21,13 @@ from tests.engine.checks import (
     assert_close,
     assert_same_bits,
     draw,
+    errors,
+    gradients,
     run_oracle,
     run_step,
 )
 from tests.engine.test_exact import LAYERS, any_schedule
+from tests.engine.test_values import expected, loss_of
 from tests.grids import crossed, examples, part_of
 from tests.numerics import EXACT, relative_error
 from tests.zoo import FAMILIES, make_model, shared_model
@@ -92,6 +95,22 @@ def test_second_steps_and_evaluations(name: str) -> None:
         expected = run_sparse_oracle(model, schedule, data)
         assert_close(run_step(model, step, data), expected)
         assert relative_error(step.evaluate(*data), expected.loss) <= EXACT
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_losses_of_log_probabilities(name: str) -> None:
+    """What is not linear in them, twice; pages are chosen once a forward."""
+    model, schedule = shared_model("qwen2"), SCHEDULES[name]
+    attend = SparseReference(SPARSE, schedule.chunk, TopK(SPARSE.budget // SPARSE.page))
+    wanted, _ = expected(model, DATA, attend=attend)
+    wanted_gradients = gradients_of(model, loss_of(wanted))
+    step = Step(model, schedule, poison=True)
+    for _ in range(2):
+        model.zero_grad()
+        found = step.logprobs(*DATA)
+        assert relative_error(found, wanted) < EXACT
+        loss_of(found).backward()
+        assert max(errors(gradients(model), wanted_gradients).values()) < EXACT
 
 
 def test_something_is_hidden() -> None:

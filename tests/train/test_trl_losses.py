@@ -2,6 +2,7 @@
 metrics, beside those of the plain trainers."""
 
 import copy
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,47 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+# All the losses that TRL names, and what else its own tests vary.
+CASES |= {
+    f"dpo, {loss}": (DPOTrainer, {"loss_type": [loss]})
+    for loss in (
+        *("hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot"),
+        *("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+    )
+}
+CASES["dpo, exo_pair"][1]["label_smoothing"] = 1e-3
+CASES["dpo, robust"][1]["label_smoothing"] = 0.1
+CASES |= {
+    f"dpo, {divergence}": (DPOTrainer, {"f_divergence_type": divergence})
+    for divergence in ("forward_kl", "js_divergence")
+}
+CASES |= {
+    "dpo, short answers": (DPOTrainer, {"ld_alpha": 0.5}),
+    "dpo, moving reference": (DPOTrainer, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
+    "dpo, cut": (DPOTrainer, {"max_length": 8, "pad_to_multiple_of": 16}),
+    "kto, apo": (KTOTrainer, {"loss_type": "apo_zero_unpaired"}),
+    "kto, weights": (KTOTrainer, {"desirable_weight": 0.5, "undesirable_weight": 2.0}),
+    "kto, stored": (KTOTrainer, {"precompute_ref_log_probs": True}),
+    "reward, adapters": (
+        RewardTrainer,
+        {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")},
+    ),
+}
+CASES |= {
+    f"grpo, {loss}": (GRPOTrainer, {"loss_type": loss, "num_iterations": 2})
+    for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")
+}
+CASES |= {
+    "grpo, sequences": (
+        GRPOTrainer,
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "num_iterations": 2},
+    ),
+    "grpo, high entropy": (GRPOTrainer, {"top_entropy_quantile": 0.5}),
+    "grpo, clipped higher": (GRPOTrainer, {"epsilon_high": 0.3, "num_iterations": 2}),
+    "rloo, kl": (RLOOTrainer, {"beta": 0.1, "num_iterations": 2}),
+}
+
+
 @pytest.mark.parametrize(
     "case",
     part_of(list(CASES), "dpo, accumulated", "dpo, adapters", "kto", "reward, centred", "grpo, kl"),
@@ -264,3 +306,14 @@ def test_left_padding_of_learned_positions_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"attention_mask: gpt2 has no RoPE"):
         hf_trainer._batch(batch, model.config)
     hf_trainer._batch(batch | {"attention_mask": mask.flip(1)}, model.config)
+
+
+@pytest.mark.parametrize("loss", ["sft", "dpo", "kto", "reward", "grpo"])
+def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
+    monkeypatch.setenv("CI", "1")
+    path = Path(__file__).resolve().parents[2] / "examples" / "trl" / "train.py"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    main = runpy.run_path(str(path))["main"]
+    trainer = main([loss, "--steps", "1", "--chunk", "64", "--folder", str(tmp_path)])
+    assert trainer.state.global_step == 1
+    assert next(iter(trainer._forwards)).step is not None

@@ -470,9 +470,9 @@ class _Forward:
             return self._own(*args, **inputs)
         if args or inputs.get("shift_labels") is not None:
             raise UnsupportedError("forward: a step needs input_ids and labels by these names")
-        unread = ("use_cache", "shift_labels", "margin")
+        unread = ("use_cache", "shift_labels", "margin", "return_dict")
         count = inputs.pop("num_items_in_batch", None)
-        inputs = {name: value for name, value in inputs.items() if name not in unread}
+        inputs = {n: value for n, value in inputs.items() if n not in unread and value is not False}
         return self._rewards(inputs) if self.classifies else self._log_probs(inputs, count)
 
     def _log_probs(self, inputs: dict[str, Any], count: Any) -> Any:
