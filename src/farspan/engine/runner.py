@@ -177,13 +177,12 @@ class ProgramRunner:
         """What the arenas hold at present."""
         return {tier: arena.nbytes for tier, arena in self.arenas.items()}
 
-    def release(self, *tiers: Tier) -> None:
-        """Give the arenas' memory back, of these tiers or, without any, of all; the next step takes
-        it again."""
+    def release(self) -> None:
+        """Give the arenas' memory back; the next step takes it again."""
         self.memory.open_forward = None
-        for tier in tiers or self.arenas:
-            self.arenas[tier].release()
-        if self.weights is not None and not tiers:
+        for arena in self.arenas.values():
+            arena.release()
+        if self.weights is not None:
             self.weights.release()
 
     def _run(self, prepared: PreparedProgram, inputs: StepInputs, count: int) -> Tensor:

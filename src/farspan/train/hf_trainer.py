@@ -224,6 +224,7 @@ class LongContext:
     ) -> "_Predicted":
         """Loss of one batch. Raises UnsupportedError where outputs are wanted: a vocabulary wide
         row for every token is what a long sequence has no room for."""
+        self._refuse_other_arguments()
         rewards = any(forward.classifies for forward in self._forwards)
         if not prediction_loss_only and not rewards:
             raise UnsupportedError(
@@ -282,23 +283,22 @@ class LongContext:
         return int(self._ranks.among("data").sum(found))
 
     def _farspan(self) -> Step:
-        self._refuse_other_arguments()  # somebody may have changed them since
         # `model_init`, and a search for hyperparameters, put another model in the place of one.
         if self._one_pass is None or self._one_pass_of is not self.model:
             self._one_pass = self._step_of(self.model)
             self._one_pass_of = self.model
         return self._one_pass
 
-    def _step_of(self, model: nn.Module, head: HeadFunction | None = None) -> Step:
+    def _step_of(self, model: nn.Module, **further: Any) -> Step:
         step = Step(
             model,
             self._schedule,
             kernels=self._kernels,
             device=self.args.device if self._on_host() and self._ranks is None else None,
-            head=head,
             ranks=self._sharded if model is self.model and self._sharded else self._ranks,
             seed=self.args.seed,
             neftune_alpha=self.args.neftune_noise_alpha,
+            **further,
         )
         step.drawn = self._number
         return step
@@ -440,7 +440,7 @@ class _Forward:
     def __init__(
         self,
         model: Any,
-        step_of: Callable[[nn.Module, HeadFunction], Step],
+        step_of: Callable[..., Step],
         beside: "list[_Forward]",
     ) -> None:
         """`beside` are all of a Trainer, which use the same memory in turn."""
@@ -512,11 +512,12 @@ class _Forward:
         return found
 
     def _values(self, *inputs: Tensor | None) -> Tensor:
-        for other in self._beside:
-            if other is not self and other.step is not None:
-                other.step.release(Tier.DEVICE)
-        if self.step is None:
-            self.step = self._step_of(self._model, self.head)
+        for forward in self._beside:  # first the model's, whose memory all use
+            if forward.step is None:
+                first = self._beside[0].step
+                memory = None if first is None else first.memory
+                forward.step = self._step_of(forward._model, head=self.head, memory=memory)
+        assert self.step is not None
         return self.step.values(*inputs)  # type: ignore[arg-type]
 
 
