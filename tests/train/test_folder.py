@@ -182,6 +182,7 @@ def test_a_dense_run_is_what_it_was_before_there_was_sparse_attention(tmp_path: 
     assert values.pop("start") is None
     assert values.pop("sparse") is None
     assert values.pop("loss") is None
+    assert values.pop("neftune_alpha") is None
     assert values["optimizer"].pop("decay_steps") is None
     assert values["data"].pop("sources") is None
     assert values["model"].pop("revision") is None
