@@ -20,6 +20,17 @@ def an_example(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def pages(root: Path) -> list[str]:
+    """Settings of a short run on the first lines of some pages, which are copied."""
+    (root / "docs").mkdir()
+    for name in ("guide", "sparse", "memory"):
+        text = (EXAMPLES.parent / "docs" / f"{name}.md").read_text()[:3000]
+        (root / "docs" / f"{name}.md").write_text(text)
+    short = {"steps": 2, "context": 512, "schedule.chunk": 128, "optimizer.warmup": 0}
+    settings = [f"{key}={value}" for key, value in short.items()] + [f"data.cache={root}/c"]
+    return [part for setting in settings for part in ("--set", setting)]
+
+
 def test_pairs_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = an_example("dpo", tmp_path, monkeypatch)
     runpy.run_path(str(folder / "make_pairs.py"))["main"](folder)
@@ -39,13 +50,7 @@ def test_pairs_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_pages_are_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = an_example("evaluate", tmp_path / "examples", monkeypatch)
-    (tmp_path / "docs").mkdir()
-    for name in ("guide", "sparse", "memory"):
-        text = (EXAMPLES.parent / "docs" / f"{name}.md").read_text()[:3000]
-        (tmp_path / "docs" / f"{name}.md").write_text(text)
-    short = {"steps": 2, "context": 512, "schedule.chunk": 128, "optimizer.warmup": 0}
-    settings = [f"{key}={value}" for key, value in short.items()] + [f"data.cache={tmp_path}/c"]
-    flags = [part for setting in settings for part in ("--set", setting)]
+    flags = pages(tmp_path)
     result = CliRunner().invoke(app, ["train", "run.yaml", *flags])
     assert result.exit_code == 0, result.output
     given = ["--text", "../../docs/*.md", "--context", "512", "--picture", "loss.svg"]
@@ -54,3 +59,23 @@ def test_pages_are_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for words in ("loss by position", "../../docs/guide.md", "hidden sentences: "):
         assert words in result.stdout
     assert (folder / "loss.svg").read_text().startswith("<svg ")
+
+
+def test_a_student_learns_from_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = an_example("distill", tmp_path / "examples", monkeypatch)
+    flags = pages(tmp_path)
+    for name in "teacher.yaml", "run.yaml":
+        result = CliRunner().invoke(app, ["train", name, *flags])
+        assert result.exit_code == 0, result.output
+    assert "loss: distill" in result.output
+    lines = (folder / "student/metrics.jsonl").read_text().splitlines()
+    assert sum('"loss"' in line for line in lines) == 2
+
+
+def test_adapters_drop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = an_example("adapters", tmp_path / "examples", monkeypatch)
+    result = CliRunner().invoke(app, ["train", "run.yaml", *pages(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert (
+        json.loads((folder / "run/model/adapter_config.json").read_text())["lora_dropout"] == 0.05
+    )
