@@ -69,6 +69,7 @@ def trained(folder: str, layout: Layout | None, changes: dict[str, Any]) -> tupl
 def of_trl(folder: str, layout: Layout | None, name: str, steps: int) -> Logs:
     """Logs of a run of TRL's trainer of this name, of so many batches an update."""
     from datasets import Dataset
+    from peft import LoraConfig
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
     from tests.data.characters import character_tokenizer
@@ -76,13 +77,15 @@ def of_trl(folder: str, layout: Layout | None, name: str, steps: int) -> Logs:
     from tests.train.tiny import MODEL, load_tiny
 
     start(folder)
-    kind, config = {"dpo": (DPOTrainer, DPOConfig), "sft": (SFTTrainer, SFTConfig)}[name]
+    kind, config = {"dpo": (DPOTrainer, DPOConfig), "sft": (SFTTrainer, SFTConfig)}[name[:3]]
     rows: list[dict[str, str]] = [{"text": words} for words in WORDS]
     model: Any = load_tiny(config=MODEL | {"num_key_value_heads": 2}, dtype=torch.float64, seed=0)
     given: dict[str, Any] = {}
-    if name == "dpo":
+    if kind is DPOTrainer:
         rows = [{"prompt": w[:3], "chosen": w[2:], "rejected": w[::-1]} for w in WORDS]
         given["ref_model"] = copy.deepcopy(model)
+    if name == "dpo, adapters":  # which are off, and frozen by peft, in its reference
+        given = {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
     values: dict[str, Any] = {
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": steps,
@@ -156,8 +159,11 @@ def test_ranks_are_one_process(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "name"),
     part_of(
-        product(("dpo", "sft"), ("data", "ulysses, fsdp", "pipeline", "ulysses, data, fsdp")),
-        ("dpo", "data"),
+        product(
+            ("dpo", "dpo, adapters", "sft"),
+            ("data", "ulysses, fsdp", "pipeline", "ulysses, data, fsdp"),
+        ),
+        ("dpo, adapters", "data"),
         ("sft", "ulysses, fsdp"),
     ),
 )

@@ -2,7 +2,9 @@
 metrics, beside those of the plain trainers."""
 
 import copy
+import gc
 import runpy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,7 +86,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
     def trainer(kind: Any, *, is_long: bool, **changes: Any) -> Any:
         config, rows, further = KINDS[kind]
-        model = (
+        model = changes.pop("model", None) or (
             scorer()
             if kind is RewardTrainer
             else load_tiny(config=MODEL, dtype=torch.float64, seed=0)
@@ -264,6 +266,32 @@ def test_generation_is_the_model_s_own(make: Make) -> None:
     found = trainer.model.generate(ids, max_new_tokens=4, do_sample=False)
     plain: Any = load_tiny(config=MODEL, dtype=torch.float64, seed=0)
     assert torch.equal(found, plain.generate(ids, max_new_tokens=4, do_sample=False))
+
+
+def test_a_copy_of_the_model_is_a_plain_one(make: Make) -> None:
+    """A reference is often a copy of what was trained before."""
+    trainer = make(DPOTrainer, is_long=True)
+    copied = copy.deepcopy(trainer.model)
+    plain: Any = load_tiny(config=MODEL, dtype=torch.float64, seed=1)
+    copied.load_state_dict(plain.state_dict())
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(copied(input_ids=ids).logits, plain(input_ids=ids).logits)
+    make(DPOTrainer, is_long=True, model=trainer.model).train()
+
+
+@pytest.mark.parametrize("kind", [DPOTrainer, RewardTrainer])
+def test_a_model_outlives_its_trainer(make: Make, kind: Any) -> None:
+    """The optimizer's states and a step's memory go with the trainer."""
+    trainer = make(kind, is_long=True, max_steps=1, eval_strategy="no")
+    trainer.train()
+    model, gone = trainer.model, weakref.ref(trainer)
+    forward = model.forward
+    assert forward.step is not None
+    del trainer
+    gc.collect()
+    assert gone() is None
+    assert forward.step is None
+    model(input_ids=torch.tensor([[5, 6, 7]]))
 
 
 @pytest.mark.parametrize(

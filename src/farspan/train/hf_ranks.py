@@ -1,6 +1,8 @@
 """A Trainer on several ranks: those that share a sequence are one process to it, and replicas with
 sequences of their own are as many."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,6 +101,20 @@ def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
             peers.sum(parameter.grad)
+
+
+@contextmanager
+def trained_as(flags: dict[nn.Parameter, bool]) -> Iterator[None]:
+    """Inside it parameters are trained or not, as they were when they were shared: peft freezes
+    adapters while they are off."""
+    before = {parameter: parameter.requires_grad for parameter in flags}
+    try:
+        for parameter, is_trained in flags.items():
+            parameter.requires_grad_(is_trained)
+        yield
+    finally:
+        for parameter, is_trained in before.items():
+            parameter.requires_grad_(is_trained)
 
 
 def whole_state(model: nn.Module, sharded: ShardedModel) -> dict[str, Tensor]:

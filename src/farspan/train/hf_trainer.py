@@ -13,7 +13,9 @@ import functools
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -45,6 +47,7 @@ from farspan.train.hf_ranks import (
     cut_what_is_loaded,
     keep_states_whole,
     share,
+    trained_as,
     whole_state,
 )
 
@@ -77,14 +80,7 @@ _PLAIN = {("transformers.trainer", "Trainer"), ("trl.trainer.sft_trainer", "SFTT
 _REPLACED = ("training_step", "prediction_step", "_get_num_items_in_batch")
 # Trainers of TRL that compute their loss from what their model returns for each token, and in which
 # release they began to ask it for that alone.
-_BY_VALUES = (
-    "SFTTrainer",
-    "DPOTrainer",
-    "KTOTrainer",
-    "RewardTrainer",
-    "GRPOTrainer",
-    "RLOOTrainer",
-)
+_BY_VALUES = tuple(f"{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO"))
 _FUSED, _SINCE = "add_fused_lm_head", "1.16"
 # Of those with a reference, where they take its log-probabilities if these were computed before.
 _REFERENCE = {
@@ -170,6 +166,7 @@ class LongContext:
                 self._forwards.append(_Forward(model, self._step_of, self._forwards))
         for forward in self._forwards:  # of equal weights a reference then has the same bits
             forward.head = self._forwards[0].head
+            weakref.finalize(self, setattr, forward, "step", None)  # its memory
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's accelerator, which leaves a model in main memory that is to stay there, and
@@ -448,7 +445,9 @@ class _Forward:
         self._own = base.forward
         self._function = getattr(self._own, "__func__", None)
         told = inspect.getclosurevars(self._function).nonlocals if self._function else {}
-        self._model, self._base, self._step_of, self._beside = model, base, step_of, beside
+        self._model, self._base, self._beside = model, base, beside
+        self._step_of = weakref.WeakMethod(step_of)  # of a trainer that may go before its model
+        self._trained = {p: p.requires_grad for p in model.parameters()}
         self.step: Step | None = None
         self.classifies = "outputs" not in told
         if self.classifies:
@@ -466,7 +465,7 @@ class _Forward:
         base.forward = self
 
     def __call__(self, *args: Any, fused_lm_head: bool = False, **inputs: Any) -> Any:
-        if not fused_lm_head and not self.classifies:  # generation
+        if not fused_lm_head and not (self.classifies and self._step_of()):  # generation
             return self._own(*args, **inputs)
         if args or inputs.get("shift_labels") is not None:
             raise UnsupportedError("forward: a step needs input_ids and labels by these names")
@@ -474,6 +473,9 @@ class _Forward:
         count = inputs.pop("num_items_in_batch", None)
         inputs = {n: value for n, value in inputs.items() if n not in unread and value is not False}
         return self._rewards(inputs) if self.classifies else self._log_probs(inputs, count)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return type(self._base).forward.__get__(copy.deepcopy(self._base, memo))
 
     def _log_probs(self, inputs: dict[str, Any], count: Any) -> Any:
         """What TRL's fused head returns, [batch, tokens - 1] each."""
@@ -512,13 +514,16 @@ class _Forward:
         return found
 
     def _values(self, *inputs: Tensor | None) -> Tensor:
-        for forward in self._beside:  # first the model's, whose memory all use
-            if forward.step is None:
-                first = self._beside[0].step
-                memory = None if first is None else first.memory
-                forward.step = self._step_of(forward._model, head=self.head, memory=memory)
-        assert self.step is not None
-        return self.step.values(*inputs)  # type: ignore[arg-type]
+        with nullcontext() if torch.is_grad_enabled() else trained_as(self._trained):
+            for forward in self._beside:  # first the model's, whose memory all use
+                if forward.step is None:
+                    first = self._beside[0].step
+                    memory = None if first is None else first.memory
+                    step_of = forward._step_of()
+                    assert step_of is not None, "its trainer asks"
+                    forward.step = step_of(forward._model, head=self.head, memory=memory)
+            assert self.step is not None
+            return self.step.values(*inputs)  # type: ignore[arg-type]
 
 
 def _asks_for_values(kind: type) -> bool:
