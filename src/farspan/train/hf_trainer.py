@@ -153,14 +153,14 @@ class LongContext:
         self._refuse_other_arguments()
         self._leave_checkpointing()
         self._leave_autocast()
-        if self._ranks is not None and self._ranks.layout.cuts_weights():
-            self._shard(self._ranks)
+        self._shard()
         if self._by_values:
             self._replace_forwards()
 
     def _replace_forwards(self) -> None:
         if self._forwards:
             return
+        self._shard()
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
                 self._forwards.append(_Forward(model, self._step_of, self._forwards))
@@ -310,12 +310,13 @@ class LongContext:
             if step is not None:
                 step.drawn = self._number
 
-    def _shard(self, ranks: ParallelContext) -> None:
+    def _shard(self) -> None:
+        ranks = self._ranks
+        if ranks is None or not ranks.layout.cuts_weights() or self._sharded:
+            return
         if not isinstance(self._schedule, Schedule):
-            raise UnsupportedError(
-                f"schedule: {self._schedule!r} plans for one process; give several the schedule of "
-                "farspan.plan(..., layout=...)"
-            )
+            what = f"{self._schedule!r} plans for one process; give several a farspan.Schedule"
+            raise UnsupportedError(f"schedule: {what}, such as that of farspan.plan(..., gpus=...)")
         self._sharded = parallelize(self.model, self._schedule, ranks, kernels=self._kernels)
         cut_what_is_loaded(self.model)
 
