@@ -81,7 +81,10 @@ def test_json_lines_give_a_document_each_with_its_line(tmp_path: Path) -> None:
     ("line", "message"),
     [
         (b'{"text": "cut', "line 2 is not valid JSON: Unterminated string"),
-        ({"body": "x", "n": 1}, r"line 2 has no field 'text' \(it has: body, n\); set data.field"),
+        (
+            {"body": "x", "n": 1},
+            r"line 2 has no field 'text' \(it has: body, n\); add it, or set data.field",
+        ),
         ([1], "line 2 holds list, expected an object with fields"),
         ({"text": 5}, "line 2: field 'text' holds int, expected text"),
         (b'{"text": "\xff"}', "line 2 is not valid UTF-8"),

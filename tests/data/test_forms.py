@@ -119,7 +119,10 @@ def test_a_cache_is_of_one_form(build: Build) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"ids": [1]}, r"line 1 has no field 'input_ids' \(it has: ids\); set data\.format"),
+        (
+            {"ids": [1]},
+            r"line 1 has no field 'input_ids' \(it has: ids\); add it, or set data\.format",
+        ),
         ({"input_ids": "1 2"}, "field 'input_ids': expected a list of whole numbers"),
         ({"input_ids": [1, 2.5]}, "field 'input_ids': expected a list of whole numbers"),
         ({"input_ids": [1, True]}, "field 'input_ids': expected a list of whole numbers"),
@@ -178,7 +181,7 @@ def test_keys_that_say_nothing_are_refused(fields: dict[str, Any], message: str)
 
 def test_a_field_that_is_missing_is_named_by_its_key(build: Build) -> None:
     with pytest.raises(
-        UnsupportedError, match=r"no field 'completion' \(.*\); set data\.completion"
+        UnsupportedError, match=r"no field 'completion' \(.*\); add it, or set data\.completion"
     ):
         build({"prompt": "x", "answer": "y"}, format="prompt")
 

@@ -153,7 +153,7 @@ def test_they_are_known_by_their_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "own", "message"),
     [
-        ({"prompt": "a", "chosen": "b"}, {}, "has no field 'rejected'"),
+        ({"prompt": "a", "chosen": "b"}, {}, "has no field 'rejected' .*; add it, or"),
         ({"chosen": "b", "rejected": "c"}, {}, "has no field 'prompt'"),
         ({"prompt": "a", "chosen": "b", "rejected": CHOSEN}, {}, "one answer is a text"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, {}, "both answers are the same"),

@@ -235,6 +235,14 @@ def test_the_schedule_is_one_for_the_loss() -> None:
     assert cut / one < 1.1
 
 
+def test_a_stored_teacher_is_not_that_of_a_run_file() -> None:
+    given: dict[str, Any] = {"config": "Qwen2.5-0.5B", "context": "64K", "machine": "h100"}
+    for reference, asks in (("stored", True), ("frozen", False)):
+        question = Request(**given, loss="distill", reference=reference).question()
+        plan = plan_of(question, "grouped", Schedule(chunk=16384, groups=24))
+        assert ("--reference frozen plans that" in " ".join(loss_words(plan))) is asks
+
+
 def test_the_other_losses_leave_the_default_alone() -> None:
     given: dict[str, Any] = {"config": "Qwen2.5-0.5B", "context": "64K", "machine": "h100"}
     plan = best_plan(Request(**given, loss="sft").question())
@@ -268,7 +276,10 @@ def test_losses_by_name(options: dict[str, Any], loss: Objective) -> None:
     ("options", "message"),
     [
         ({"loss": "ppo"}, "loss: expected one of sft, dpo, ipo, orpo, kto, grpo, distill, got "),
-        ({"reference": "frozen"}, "reference: of loss sft expected none, got 'frozen'"),
+        (
+            {"reference": "frozen"},
+            "reference: of loss sft expected none, got 'frozen'; leave it out",
+        ),
         ({"loss": "orpo", "sparse": Sparse()}, "sparse: not with loss orpo; leave one of them out"),
         (
             {"loss": "dpo", "reference": "none"},

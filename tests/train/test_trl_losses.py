@@ -25,6 +25,7 @@ from trl import (
     RewardTrainer,
     RLOOConfig,
     RLOOTrainer,
+    SFTTrainer,
 )
 
 import farspan
@@ -223,6 +224,13 @@ def test_schedules_of_two_models(make: Make, schedule: Any) -> None:
         torch.manual_seed(1)
         trainer.train()
     assert_same_logs(runs[1], runs[0])
+
+
+def test_trainers_derived_from_one_that_is_known_are_refused() -> None:
+    """TRL derives GKDTrainer from SFTTrainer; its loss needs logits."""
+    derived = type("GKDTrainer", (SFTTrainer,), {"compute_loss": None, "__module__": "trl.gkd"})
+    with pytest.raises(UnsupportedError, match="compute_loss: TRL's GKDTrainer has a loss of its"):
+        type("Long", (farspan.LongContext, derived), {})(schedule=SCHEDULE)
 
 
 def count_values(monkeypatch: pytest.MonkeyPatch) -> list[bool]:

@@ -197,7 +197,7 @@ def field_of(document: Document, field: str, key: str) -> Any:
     if field not in document.fields:
         raise UnsupportedError(
             f"{document.place} has no field {field!r} (it has: {', '.join(document.fields)}); "
-            f"set {key}"
+            f"add it, or set {key}"
         )
     return document.fields[field]
 

@@ -169,10 +169,13 @@ def loss_of(
     can = _references(of, adapters=adapters)
     found = can[0] if reference is None else reference
     if found not in can:
-        off = "; adapters-off needs adapters: give lora, their rank, such as 16"
-        lacks = found == Reference.ADAPTERS_OFF and not adapters and len(can) > 1
+        advice = f"; set it to {can[0]}"
+        if len(can) == 1:
+            advice = "; leave it out"
+        elif found == Reference.ADAPTERS_OFF:
+            advice = "; adapters-off needs adapters: give lora, their rank, such as 16"
         raise UnsupportedError(
-            f"reference: of loss {of} expected {' or '.join(can)}, got {found!r}{off * lacks}"
+            f"reference: of loss {of} expected {' or '.join(can)}, got {found!r}{advice}"
         )
     many = of is LossKind.DISTILL
     if ids is not None and not (many and ids > 0):

@@ -229,7 +229,9 @@ def loss_words(plan: Plan) -> Iterator[str]:
     if loss.kind in PAIRS:
         yield "a pair is one sequence of two answers, priced as one document: it takes less"
     if loss.ids > 1:
-        size = ", and of a teacher as large as the model" if loss.evaluates else ""
+        size = "; a run file asks its teacher at every step: --reference frozen plans that"
+        if loss.evaluates:
+            size = ", and of a teacher as large as the model"
         yield f"planned of {loss.ids} ids a token that the teacher gives{size}"
 
 

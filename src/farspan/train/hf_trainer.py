@@ -528,11 +528,13 @@ class _Forward:
 
 
 def _asks_for_values(kind: type) -> bool:
-    """Does this trainer of TRL compute its loss from what its model returns for each token?"""
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] == "trl" and base.__name__ in _BY_VALUES:
-            return base.__name__ == "RewardTrainer" or hasattr(sys.modules[base.__module__], _FUSED)
-    return False
+    """Does this trainer of TRL compute its loss from what its model returns for each token? One
+    that TRL derives from those that do (GKDTrainer) reads logits."""
+    own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl")
+    base = next(own, object)
+    if base.__name__ not in _BY_VALUES:
+        return False
+    return base.__name__ == "RewardTrainer" or hasattr(sys.modules[base.__module__], _FUSED)
 
 
 class Trainer(LongContext, HuggingFaceTrainer):
