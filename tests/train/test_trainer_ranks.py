@@ -213,6 +213,8 @@ def without_mean(logs: Logs) -> Logs:
 
 
 def test_a_layout_must_fit_the_processes(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"layout: expected a farspan.Layout, got 'ring'"):
+        trained(str(tmp_path), "ring", {})  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match=r"layout: 2 devices, but 1 process\(es\)"):
         trained(str(tmp_path), Layout(ulysses=2), {})
     with pytest.raises(RankError, match=r"layout: 2 processes were started; say how"):

@@ -25,6 +25,11 @@ def context_of(accelerator: Any, layout: Layout | None, kind: type) -> ParallelC
     """The ranks of a Trainer's processes; None of one. Raises UnsupportedError where they cannot
     share a step of this kind of Trainer."""
     processes = accelerator.num_processes
+    if layout is not None and not isinstance(layout, Layout):
+        raise UnsupportedError(
+            f"layout: expected a farspan.Layout, got {layout!r}; write layout=farspan.Layout("
+            f"ulysses={processes})"
+        )
     if processes == 1 and (layout is None or layout.devices() == 1):
         return None
     if layout is None:

@@ -83,10 +83,8 @@ _REPLACED = ("training_step", "prediction_step", "_get_num_items_in_batch")
 _BY_VALUES = tuple(f"{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO"))
 _FUSED, _SINCE = "add_fused_lm_head", "1.16"
 # Of those with a reference, where they take its log-probabilities if these were computed before.
-_REFERENCE = {
-    "DPOTrainer": ("ref_chosen_logps", "ref_rejected_logps"),
-    "KTOTrainer": ("ref_logps", "ref_KL_logps"),
-}
+_REFERENCE = {"DPOTrainer": ("ref_chosen_logps", "ref_rejected_logps")}
+_REFERENCE |= {"KTOTrainer": ("ref_logps", "ref_KL_logps")}
 
 _Predicted = tuple[Tensor | None, Tensor | None, Tensor | None]  # loss, outputs, labels
 
