@@ -83,8 +83,8 @@ PLANNER = (
     ),
     Fault(
         "weights on host: the last groups are fetched again",
-        "passes = (*groups, *groups[:-2], None)",
-        "passes = (*groups, *groups, None)",
+        "fetched = self.streamed_once((*groups, *groups[:-2]))",
+        "fetched = self.streamed_once((*groups, *groups))",
         ("tests/planner/test_bound.py::test_bounds_hold",),
     ),
     Fault(
