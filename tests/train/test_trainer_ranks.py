@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 import farspan
 from farspan.program.layout import Layout
 from farspan.spec import Schedule, UnsupportedError
+from farspan.train.hf_ranks import context_of
 from tests.grids import part_of
 from tests.numerics import assert_exact
 from tests.ranks import RankError, run_ranks
@@ -219,3 +221,17 @@ def test_a_layout_must_fit_the_processes(tmp_path: Path) -> None:
         trained(str(tmp_path), Layout(ulysses=2), {})
     with pytest.raises(RankError, match=r"layout: 2 processes were started; say how"):
         run_ranks(2, trained, str(tmp_path), None, {})
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(tensor=2), "layout: tensor cuts weights into slices"),
+        (Layout(tensor=2, fsdp=False), "layout: tensor cuts weights into slices"),
+        (Layout(pipeline=2), "layout: with pipeline a Trainer's weights stay whole"),
+    ],
+)
+def test_what_would_not_be_saved_whole_is_refused(layout: Layout, message: str) -> None:
+    accelerator = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match=message):
+        context_of(accelerator, layout, farspan.Trainer)

@@ -47,10 +47,15 @@ def context_of(accelerator: Any, layout: Layout | None, kind: type) -> ParallelC
             f"layout: {kind.__name__} generates in every process by itself; use "
             f"farspan.Layout(data={processes}), or another trainer"
         )
-    if layout.cuts_weights() and layout.pipeline * layout.tensor > 1:
+    if layout.tensor > 1:
         raise UnsupportedError(
-            "layout: with pipeline or tensor a Trainer's weights stay whole on every rank; add "
-            "fsdp=False, or use `torchrun -m farspan train`"
+            "layout: tensor cuts weights into slices, which a Trainer would save as if they were "
+            "whole; use ulysses, or `torchrun -m farspan train`"
+        )
+    if layout.cuts_weights() and layout.pipeline > 1:
+        raise UnsupportedError(
+            "layout: with pipeline a Trainer's weights stay whole on every rank; add fsdp=False, "
+            "or use `torchrun -m farspan train`"
         )
     return ParallelContext(layout, accelerator.device)
 
