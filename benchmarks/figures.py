@@ -3,7 +3,7 @@
     python -m benchmarks.figures
 
 Needs matplotlib (the `figures` extra). Writes docs/figures/*.svg, and the tables of
-docs/will-it-fit.md from the same data.
+docs/evidence/longest-contexts.md from the same data.
 """
 
 import json

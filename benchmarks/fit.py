@@ -1,4 +1,4 @@
-"""Which context fits which GPU, by strategy, and what a token costs: the data of the guide page.
+"""Which context fits which GPU, by strategy, and what a token costs: data of the longest contexts.
 
     python -m benchmarks.fit --out benchmarks/results/fit.json
 
@@ -115,7 +115,7 @@ def on_host() -> Iterator[dict[str, Any]]:
         yield {"model": model, "way": way, "machine": name, "host_gib": memory, "longest": best}
 
 
-# Full fine-tuning with weights, gradients and states in main memory: docs/comparison.md.
+# Full fine-tuning, all of it in main memory: docs/explanation/comparison.md.
 STEPS = (
     ("Qwen2.5-7B", "4K", "rtx4090", 192),
     ("Qwen2.5-7B", "32K", "rtx4090", 192),

@@ -1,4 +1,4 @@
-"""The plots of docs/will-it-fit.md, from the committed results."""
+"""The plots of docs/evidence/longest-contexts.md, from the committed results."""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""The tables of docs/will-it-fit.md, from benchmarks/results/fit.json and cluster.json."""
+"""What benchmarks/results/fit.json and cluster.json say: commands with what they print in
+docs/tutorials/will-it-fit.md, tables in docs/evidence/longest-contexts.md.
+"""
 
 import json
 from collections.abc import Iterable
@@ -8,7 +10,8 @@ from typing import Any
 from farspan.formatting import write_seconds
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "will-it-fit.md"
+COMMANDS = ROOT / "docs" / "tutorials" / "will-it-fit.md"
+TABLES = ROOT / "docs" / "evidence" / "longest-contexts.md"
 RESULTS = ROOT / "benchmarks" / "results"
 OPENING, CLOSING = "<!-- table {} -->", "<!-- end -->"
 MEGA, KILO = 2**20, 1e3
@@ -23,14 +26,15 @@ def load(name: str) -> Record:
 
 
 def write() -> None:
-    """Put the tables into the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(filled(text, load("fit"), load("cluster")), encoding="utf-8")
+    """Put commands and tables into their pages."""
+    fit = load("fit")
+    for page, made in ((COMMANDS, commands(fit)), (TABLES, tables(fit, load("cluster")))):
+        page.write_text(filled(page.read_text(encoding="utf-8"), made), encoding="utf-8")
 
 
-def filled(text: str, fit: Record, cluster: Record) -> str:
-    """The page with every table in its place. Raises ValueError where a mark is missing."""
-    for name, table in tables(fit, cluster).items():
+def filled(text: str, made: dict[str, str]) -> str:
+    """A page with each of these in its place. Raises ValueError where a mark is missing."""
+    for name, table in made.items():
         opening = OPENING.format(name)
         before, mark, rest = text.partition(opening)
         if not mark or CLOSING not in rest:
@@ -39,10 +43,14 @@ def filled(text: str, fit: Record, cluster: Record) -> str:
     return text
 
 
+def commands(fit: Record) -> dict[str, str]:
+    """Every command and what it printed, by its name in the page."""
+    return {f"command {index}": command(entry) for index, entry in enumerate(fit["commands"])}
+
+
 def tables(fit: Record, cluster: Record) -> dict[str, str]:
     """Every generated table by its name in the page."""
     return {
-        **{f"command {index}": command(entry) for index, entry in enumerate(fit["commands"])},
         "longest": longest(fit),
         "on host": on_host(fit),
         "bytes": bytes_a_token(fit),
@@ -92,7 +100,7 @@ def on_host(fit: Record) -> str:
 
 
 def steps_on_host(fit: Record) -> str:
-    """Rows of the table of docs/comparison.md."""
+    """Rows of the table of docs/explanation/comparison.md."""
     rows = []
     for row in fit["steps_on_host"]:
         gib = row["host_gib"]

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md: what was measured on an H200, and what is planned for one.
+"""The tables of docs/evidence/performance.md: measured on an H200, and planned for one.
 
     python -m benchmarks.performance
 
@@ -24,7 +24,7 @@ from farspan.planner.machines import from_json, machine
 from farspan.planner.request import Plan
 from farspan.spec import Curve, MachineSpec, Schedule, Tier
 
-PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+PAGE = Path(__file__).parent.parent / "docs" / "evidence" / "performance.md"
 RECORD = Path(__file__).parent / "results" / "gpu_h200.json"
 # What the calls of the record's `sustained` limit.
 LIMITED = {

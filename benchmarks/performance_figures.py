@@ -1,4 +1,4 @@
-"""The picture of docs/performance.md: lanes of two planned steps on an H200."""
+"""The picture of docs/evidence/performance.md: lanes of two planned steps on an H200."""
 
 from dataclasses import replace
 from typing import Any

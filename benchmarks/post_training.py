@@ -1,5 +1,5 @@
 """How long a sequence may be whose loss is of log-probabilities, and what that loss costs: the data
-of docs/post-training.md, and its tables.
+of docs/how-to/post-training.md, and its tables.
 
     python -m benchmarks.post_training --out benchmarks/results/post_training.json
     python -m benchmarks.post_training --page
@@ -27,7 +27,7 @@ from farspan.planner.request import Question
 from farspan.program.strategies import GROUPED
 from farspan.spec import VERSION, LossKind, Reference
 
-PAGE = ROOT / "docs" / "post-training.md"
+PAGE = ROOT / "docs" / "how-to" / "post-training.md"
 NAME = "post_training"
 MODEL, CONTEXT = "Qwen3-8B", "128K"
 Record = dict[str, Any]

@@ -91,11 +91,11 @@ def test_scripts_run() -> None:
     assert done.stdout.count("--out OUT") >= len(scripts)
 
 
-def test_log_probabilities_cost_what_the_guide_says() -> None:
+def test_log_probabilities_cost_what_the_page_says() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "logprobs.json").read_text("utf-8"))
-    guide = " ".join((ROOT / "docs" / "guide.md").read_text("utf-8").split())
+    page = " ".join((ROOT / "docs" / "how-to" / "trainers.md").read_text("utf-8").split())
     ratio, peaks = found["cpu_ratio"]["logprobs"], found["peak_bytes"]
     memory = peaks["logprobs"] / peaks["one pass"]
     assert ratio <= 1.05
     assert memory <= 1.02
-    assert f"took {ratio:.2f} times the processor seconds of one pass, and {memory:.3f}" in guide
+    assert f"took {ratio:.2f} times the processor seconds of one pass, and {memory:.3f}" in page

@@ -1,4 +1,4 @@
-"""The guide page shows its data, the data hold together, and the figures can be drawn from them."""
+"""The pages show their data, the data hold together, and the figures can be drawn from them."""
 
 import json
 from dataclasses import replace
@@ -37,29 +37,34 @@ def simulated() -> dict[str, Any]:
 def test_page_has_the_tables_of_the_data(
     planned: dict[str, Any], simulated: dict[str, Any]
 ) -> None:
-    text = fit_page.PAGE.read_text(encoding="utf-8")
-    assert fit_page.filled(text, planned, simulated) == text
+    for page, made in (
+        (fit_page.COMMANDS, fit_page.commands(planned)),
+        (fit_page.TABLES, fit_page.tables(planned, simulated)),
+    ):
+        text = page.read_text(encoding="utf-8")
+        assert made
+        assert fit_page.filled(text, made) == text
 
 
 def test_page_follows_the_data(planned: dict[str, Any], simulated: dict[str, Any]) -> None:
-    text = fit_page.PAGE.read_text(encoding="utf-8")
+    text = fit_page.TABLES.read_text(encoding="utf-8")
     moved = json.loads(json.dumps(planned))
     moved["longest"][-1]["strategies"]["grouped"] = {"tokens": 3 * 2**30, "seconds": 1.0}
-    assert fit_page.filled(text, moved, simulated) != text
+    assert fit_page.filled(text, fit_page.tables(moved, simulated)) != text
 
 
 def test_page_without_a_place_is_refused(
     planned: dict[str, Any], simulated: dict[str, Any]
 ) -> None:
     with pytest.raises(ValueError, match="no place for"):
-        fit_page.filled("# A page\n", planned, simulated)
+        fit_page.filled("# A page\n", fit_page.tables(planned, simulated))
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_figures_are_there_and_shown(name: str) -> None:
     drawn = ROOT / "docs" / "figures" / f"{name}.svg"
     assert drawn.read_text(encoding="utf-8").lstrip().startswith("<?xml")
-    assert f"figures/{name}.svg" in fit_page.PAGE.read_text(encoding="utf-8")
+    assert f"figures/{name}.svg" in fit_page.TABLES.read_text(encoding="utf-8")
 
 
 # -- one device ------------------------------------------------------------------------------------
@@ -89,7 +94,7 @@ def test_large_models_fit_one_device(planned: dict[str, Any]) -> None:
 
 def test_the_measured_step_of_the_comparison_is_the_datas() -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / "streamed_step.json").read_text())
-    page = " ".join((ROOT / "docs" / "comparison.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs/explanation/comparison.md").read_text(encoding="utf-8").split())
     least = {name: min(seconds) for name, seconds in found["cpu_seconds"].items()}
     peaks = found["peak_bytes"]
     deepspeed = f"(DeepSpeed {found['deepspeed']}) takes"
@@ -99,12 +104,13 @@ def test_the_measured_step_of_the_comparison_is_the_datas() -> None:
         assert f"and {memory:.1f} times its bytes at the peak" in page
     ratio = least["streamed"] / least["resident"]
     assert ratio <= 1.05
-    assert f"took {ratio:.2f} times the CPU seconds" in (ROOT / "docs" / "run-file.md").read_text()
+    run_file = (ROOT / "docs/reference/run-file.md").read_text(encoding="utf-8")
+    assert f"took {ratio:.2f} times the CPU seconds" in run_file
 
 
 def test_planned_steps_of_the_comparison_are_the_datas(planned: dict[str, Any]) -> None:
     assert all(row["fits"] for row in planned["steps_on_host"])
-    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "comparison.md").read_text(encoding="utf-8")
     assert fit_page.steps_on_host(planned) in page
 
 

@@ -1,4 +1,4 @@
-"""docs/performance.md is written from plans, and promises nothing that was not measured."""
+"""docs/evidence/performance.md is written from plans, and promises nothing unmeasured."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_what_was_measured_is_the_records() -> None:
     assert performance.filled(text, performance.measured(record)) == text
     steps = [row for row in record["measurements"] if is_exact(row)]
     assert len(steps) == 5
-    readme = (performance.PAGE.parent.parent / "README.md").read_text(encoding="utf-8")
+    readme = (performance.PAGE.parents[2] / "README.md").read_text(encoding="utf-8")
     for row in steps:
         planned = performance.replanned(record, row).seconds.total
         assert row["seconds"] / planned == pytest.approx(1.0, abs=0.04)
@@ -41,6 +41,10 @@ def test_what_was_measured_is_the_records() -> None:
     seconds = {row["name"]: row["seconds"] for row in steps}
     slower = seconds["streamed at 131072"] / seconds["auto at 131072"]
     assert f"on the host cost {slower - 1:.1%}" in text
-    for name in ("comparison", "run-file", "decisions/034-streamed-weights"):
-        page = (performance.PAGE.parent / f"{name}.md").read_text(encoding="utf-8")
+    for name in (
+        "explanation/comparison",
+        "reference/run-file",
+        "decisions/034-streamed-weights",
+    ):
+        page = (performance.PAGE.parents[1] / f"{name}.md").read_text(encoding="utf-8")
         assert f"{slower:.3f} times as long" in " ".join(page.split()), name

@@ -15,7 +15,7 @@ from farspan.spec import RunSpec, Schedule, Tier
 from tests.oracles.formulas import live_bytes
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "record.md"
+PAGE = ROOT / "docs" / "evidence" / "record.md"
 RESULT = ROOT / "benchmarks" / "results" / "record.json"
 # Predictions written to the result file and made again on another machine: sums of floats in the
 # same order, so only the libraries' last digits may differ.

@@ -2,7 +2,7 @@
 
     python -m tests.versions oldest    run the core tests here, and record with what they passed
     python -m tests.versions newest
-    python -m tests.versions page      the table of the records, into docs/guide.md
+    python -m tests.versions page      the table of the records, into docs/reference/models.md
 
 `make test-versions` makes an environment for each and does all of it.
 """
@@ -20,7 +20,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "versions.json"
-PAGE = ROOT / "docs" / "guide.md"
+PAGE = ROOT / "docs" / "reference" / "models.md"
 OPENING, CLOSING = "<!-- table versions -->", "<!-- end -->"
 SHOWN = (
     *("torch", "transformers", "peft", "trl", "accelerate", "datasets", "safetensors"),

@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the record to this file")
     parser.add_argument("--tiny", action="store_true", help="short sequences, to see it run")
-    parser.add_argument("--page", action="store_true", help="and its tables into docs/parallel.md")
+    parser.add_argument("--page", action="store_true", help="and its tables into their page")
     parser.add_argument("--counts", action="store_true", help="count work only, into that file")
     given = parser.parse_args()
     if given.counts and given.out is None:

@@ -1,4 +1,4 @@
-"""The tables of docs/parallel.md, from a record of `python -m benchmarks.ranks`."""
+"""The tables of docs/evidence/several-gpus.md, from a record of `python -m benchmarks.ranks`."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from benchmarks.ranks.counting import ATTENDED, CALLS, PRODUCTS, TOUCHED
 from benchmarks.ranks.measure import ALONE, LAYOUTS, Row
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "parallel.md"
+PAGE = ROOT / "docs" / "evidence" / "several-gpus.md"
 RESULTS = ROOT / "benchmarks" / "results" / "ranks.json"
 MB = 1e6
 

@@ -1,6 +1,6 @@
 """Lay what the planner says beside what three papers published.
 
-python -m benchmarks.record --out benchmarks/results/record.json [--page docs/record.md]
+python -m benchmarks.record --out benchmarks/results/record.json [--page docs/evidence/record.md]
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The tables of docs/record.md, from the cells."""
+"""The tables of docs/evidence/record.md, from the cells."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path

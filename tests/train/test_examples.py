@@ -22,10 +22,10 @@ def an_example(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def pages(root: Path) -> list[str]:
     """Settings of a short run on the first lines of some pages, which are copied."""
-    (root / "docs").mkdir()
-    for name in ("guide", "sparse", "memory"):
-        text = (EXAMPLES.parent / "docs" / f"{name}.md").read_text()[:3000]
-        (root / "docs" / f"{name}.md").write_text(text)
+    for name in ("how-to/trainers", "how-to/sparse", "explanation/design"):
+        copy = root / "docs" / f"{name}.md"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text((EXAMPLES.parent / "docs" / f"{name}.md").read_text()[:3000])
     short = {"steps": 2, "context": 512, "schedule.chunk": 128, "optimizer.warmup": 0}
     settings = [f"{key}={value}" for key, value in short.items()] + [f"data.cache={root}/c"]
     return [part for setting in settings for part in ("--set", setting)]
@@ -53,10 +53,10 @@ def test_pages_are_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     flags = pages(tmp_path)
     result = CliRunner().invoke(app, ["train", "run.yaml", *flags])
     assert result.exit_code == 0, result.output
-    given = ["--text", "../../docs/*.md", "--context", "512", "--picture", "loss.svg"]
+    given = ["--text", "../../docs/*/*.md", "--context", "512", "--picture", "loss.svg"]
     result = CliRunner().invoke(app, ["evaluate", "run", *given])
     assert result.exit_code == 0, result.output
-    for words in ("loss by position", "../../docs/guide.md", "hidden sentences: "):
+    for words in ("loss by position", "../../docs/how-to/trainers.md", "hidden sentences: "):
         assert words in result.stdout
     assert (folder / "loss.svg").read_text().startswith("<svg ")
 

@@ -75,7 +75,7 @@ def test_the_command_line_does_without_it(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_tests_of_a_gpu_are_collected_without_it() -> None:
-    """As docs/performance.md has the command, on a machine that has no `datasets`."""
+    """As docs/evidence/performance.md has the command, on a machine that has no `datasets`."""
     done = without(COLLECT)
     assert done.returncode == 0, done.stdout[-2000:]
     assert "errors" not in done.stdout
