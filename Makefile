@@ -8,6 +8,7 @@
 #   make PYTHON=python3.12 ...   another interpreter for .venv
 #   make check                   style, types and gates only
 #   make native-test             the native allocator's own tests, plain and with sanitizers
+#   make wheels                  the wheels of farspan and farspan-plan, and the sdist, in dist/
 #   make format                  rewrite the sources in the project's style
 
 PYTHON  ?= python3
@@ -17,6 +18,7 @@ ARGS    ?=
 BIN     := .venv/bin
 STAMP   := .venv/.installed
 NATIVE  := setup.py native/CMakeLists.txt $(wildcard native/include/*.h native/src/*)
+SMALL   := packaging/farspan-plan
 GATES   := tests/test_layering.py tests/test_size.py
 
 # Builds of the native tests: their sanitizers, and which tests (all, or a pattern).
@@ -26,7 +28,7 @@ SANITIZE_thread   := thread
 # One thread has no races.
 ONLY_thread       := test_threads
 
-.PHONY: train test test-all test-versions test-oldest test-newest mutants check format clean native-test $(NATIVE_TESTS:%=native-test-%)
+.PHONY: train test test-all test-versions test-oldest test-newest mutants check format wheels clean native-test $(NATIVE_TESTS:%=native-test-%)
 
 # OpenMP threads that wait without spinning: beside another process on two cores a step of the
 # default run took 3.5 to 4.4 s with this and 5 to 30 s without.
@@ -77,8 +79,14 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The wheel of farspan is made of the sdist, which shows that nothing is missing there.
+wheels: $(STAMP)
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m build --no-isolation --outdir dist --wheel $(SMALL)
+
 clean:
-	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build src/*.egg-info
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
+	rm -rf $(SMALL)/build $(SMALL)/*.egg-info
 
 # The stamp is written last: an interrupted installation starts anew, since an environment made by
 # two interpreters is broken; a finished one is brought up to date.

@@ -1,24 +1,32 @@
-"""The wheel works where the sources are not, for any Python 3 and every glibc that it names."""
+"""What is built works where the sources are not: the wheel for any Python 3 and every glibc that it
+names, the small wheel that only plans, and the sdist, of which both are made here."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from collections.abc import Callable
+from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from farspan import cli
 from farspan.memory.native import LIBRARY
+from farspan.spec import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"
-FOLDERS = "src", "native"
-MADE = shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__")
+SMALL = Path("packaging") / "farspan-plan"
+MADE = shutil.ignore_patterns(".*", "*.so", "*.egg-info", "__pycache__", "build", "dist", "runs")
+NOT_IN_SDIST = ".ci/", ".github/", ".gitignore", ".pre-commit-config.yaml", ".dockerignore"
 # Where it is imported from, and that the allocator is loaded there.
 WHERE = "from farspan.memory.native import LIBRARY, library; library(); print(LIBRARY.parents[2])"
-BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
 # Compiling takes half a minute: this has setup.py find what was compiled before.
 CMAKE = """#!/bin/sh
 for argument; do case $argument in -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=*)
@@ -46,28 +54,48 @@ def output(*command: str | Path, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def install(root: Path, cmake: str | None) -> Command:
-    """The command of a wheel that was built of a copy and lies alone in `root`/site; `cmake` stands
-    in for the real one."""
+def build(what: str, source: Path, dist: Path, **environment: str) -> Path:
+    """The file that a hook of the build backend makes of a folder, in a folder of its own."""
+    output(sys.executable, "-c", BUILD, what, dist, cwd=source, **environment)
+    (made,) = dist.iterdir()
+    return made
+
+
+def put(wheel: Path, site: Path) -> None:
+    """Pip itself says whether the name is one for this machine."""
+    target = ("--quiet", "--no-deps", "--no-index", "--target", site)
+    output(sys.executable, "-m", "pip", "install", *target, wheel, cwd=site.parent)
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sdist")
+    shutil.copytree(ROOT, root / "tree", ignore=MADE)
+    return build("build_sdist", root / "tree", root / "dist")
+
+
+def unpacked(sdist: Path, root: Path) -> Path:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(root, filter="data")
+    return root / f"farspan-{VERSION}"
+
+
+def install(root: Path, sdist: Path, cmake: str | None) -> Command:
+    """The command of a wheel that was built of the sdist and lies alone in `root`/site; `cmake`
+    stands in for the real one."""
     if not LIBRARY.exists():
         pytest.skip("the native allocator was not built here")
-    tree, dist, site, tools = (root / name for name in ("tree", "dist", "site", "tools"))
-    for folder in (tree, tools):
-        folder.mkdir()
-    for name in FILES:
-        shutil.copy(ROOT / name, tree)
-    for name in FOLDERS:
-        shutil.copytree(ROOT / name, tree / name, ignore=MADE)
+    site, tools = root / "site", root / "tools"
+    tools.mkdir()
     if cmake is not None:
         (tools / "cmake").write_text(cmake)
         (tools / "cmake").chmod(0o755)
-    output(sys.executable, "-c", BUILD, dist, cwd=tree, PATH=f"{tools}:{os.environ['PATH']}")
-    shutil.rmtree(tree)
-    (wheel,) = dist.iterdir()
+    source = unpacked(sdist, root)
+    path = f"{tools}:{os.environ['PATH']}"
+    wheel = build("build_wheel", source, root / "dist", PATH=path)
+    shutil.rmtree(source)
     assert re.fullmatch(r"farspan-[\d.]+-py3-none-manylinux_2_\d+_\w+\.whl", wheel.name)
-    # Pip itself says whether the name is one for this machine.
-    target = ("--quiet", "--no-deps", "--no-index", "--target", site)
-    output(sys.executable, "-m", "pip", "install", *target, wheel, cwd=root)
+    put(wheel, site)
 
     def run(*arguments: str | Path) -> str:
         script = site / "bin" / "farspan"
@@ -78,19 +106,139 @@ def install(root: Path, cmake: str | None) -> Command:
 
 
 @pytest.mark.slow
-def test_a_wheel_works_without_the_sources(tmp_path: Path) -> None:
-    farspan = install(tmp_path, CMAKE.replace("@BUILT@", str(LIBRARY)))
+def test_a_wheel_works_without_the_sources(tmp_path: Path, sdist: Path) -> None:
+    farspan = install(tmp_path, sdist, CMAKE.replace("@BUILT@", str(LIBRARY)))
     assert farspan("--version").startswith("farspan 0.")
     asked = ("--model", "Qwen2.5-0.5B", "--context", "8K", "--machine", "h100")
     assert "fits" in farspan("plan", *asked, "--strategy", "grouped")
 
 
 @pytest.mark.exhaustive
-def test_a_wheel_trains_and_has_the_allocator(tmp_path: Path) -> None:
-    farspan = install(tmp_path, None)
+def test_a_wheel_trains_and_has_the_allocator(tmp_path: Path, sdist: Path) -> None:
+    farspan = install(tmp_path, sdist, None)
     farspan("memory", "trace", "--model", "Qwen2.5-0.5B", "--context", "2K", "-o", "step.trace")
     assert "real code" in farspan("memory", "compare", "step.trace")
     (tmp_path / "text.txt").write_text("Whoever builds a wheel should drive it once.\n" * 40)
     (tmp_path / "run.yaml").write_text(RUN)
     assert "2 steps done" in farspan("train", "run.yaml")
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_sdist_is_what_git_has(sdist: Path) -> None:
+    """Whoever has it alone can build, run the examples, read, and test."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    tracked = output("git", "ls-files", cwd=ROOT).splitlines()
+    with tarfile.open(sdist) as archive:
+        there = {name.partition("/")[2] for name in archive.getnames()}
+    missing = [name for name in tracked if name not in there and (ROOT / name).exists()]
+    assert [name for name in missing if not name.startswith(NOT_IN_SDIST)] == []
+    assert not [name for name in there if name.endswith((".pyc", ".so"))]
+
+
+# -- farspan-plan -------------------------------------------------------------------------------
+
+ASKED = ("--model", "Qwen2.5-0.5B", "--context", "8K", "--machine", "h100")
+MOST_BYTES = 600_000  # 385,000 when it was made, most of it the profiles
+# Nothing but what the wheel asks for, and what that needs.
+ALONE = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}")
+
+sys.meta_path.insert(0, Blocked())
+"""
+HEAVY = "accelerate", "datasets", "huggingface_hub", "peft", "safetensors", "torch", "transformers"
+EACH = """
+import importlib, pathlib, sys
+tree = pathlib.Path(sys.argv[1])
+sys.path.insert(0, str(tree))
+names = [".".join(path.relative_to(tree).with_suffix("").parts) for path in tree.rglob("*.py")]
+for name in names:
+    importlib.import_module(name.removesuffix(".__init__"))
+"""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, sdist: Path) -> Path:
+    root = tmp_path_factory.mktemp("small")
+    return build("build_wheel", unpacked(sdist, root) / SMALL, root / "dist")
+
+
+@pytest.fixture(scope="module")
+def site(small: Path) -> Path:
+    """The small wheel's, beside which an interpreter finds no library that it does not ask for."""
+    site = small.parent.parent / "site"
+    put(small, site)
+    (site / "sitecustomize.py").write_text(ALONE.format(blocked=HEAVY))
+    return site
+
+
+def ask(
+    site: Path, *arguments: str | Path, beside: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What the command says; with another folder of packages `beside` its own, and before it."""
+    path = os.pathsep.join(map(str, (site,) if beside is None else (beside, site)))
+    return subprocess.run(
+        [sys.executable, site / "bin" / "farspan-plan", *arguments],
+        cwd=site.parent,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_the_small_wheel_answers_as_the_tree_does(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "farspan.py").write_text("raise SystemExit('another farspan is used')")
+    found = ask(site, *ASKED, "--json", beside=tmp_path)
+    tree = CliRunner().invoke(cli.app, ["plan", *ASKED, "--json"])
+    assert found.returncode == tree.exit_code == 0, found.stderr
+    assert json.loads(found.stdout) == json.loads(tree.stdout)
+    assert len(json.loads(found.stdout)["alternatives"]) > 3
+
+
+@pytest.mark.slow
+def test_the_small_wheel_is_small_and_asks_for_what_it_imports(small: Path) -> None:
+    assert small.name == f"farspan_plan-{VERSION}-py3-none-any.whl"
+    assert small.stat().st_size < MOST_BYTES
+    with zipfile.ZipFile(small) as wheel:
+        names = wheel.namelist()
+        metadata = wheel.read(f"farspan_plan-{VERSION}.dist-info/METADATA").decode()
+    asked = HeaderParser().parsestr(metadata).get_all("Requires-Dist", ())
+    names_asked = sorted(re.split(r"[^\w-]", line)[0] for line in asked)
+    assert names_asked == ["numpy", "psutil", "pyyaml", "rich", "typer"]
+    assert all(name.startswith("farspan_plan") for name in names)
+    data = {path.name for path in (ROOT / "src/farspan/profile/presets").glob("*.json")}
+    assert data <= {Path(name).name for name in names}
+
+
+@pytest.mark.slow
+def test_each_module_of_the_small_wheel_imports_alone(site: Path) -> None:
+    """None that is there only for what another would have to import."""
+    tree = site / "farspan_plan" / "tree"
+    output(sys.executable, "-c", EACH, tree, cwd=site, PYTHONPATH=str(site))
+
+
+@pytest.mark.slow
+def test_the_small_wheel_says_what_needs_the_whole(site: Path, tmp_path: Path) -> None:
+    assert ask(site, "--version").stdout == f"farspan-plan {VERSION}\n"
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    on_h100 = ("--context", "8K", "--machine", "h100")
+    for arguments, field in (
+        (("--model", "GPT-2", "--context", "1K"), "machine"),
+        (("--model", tmp_path, *on_h100), "model"),
+        (("--model", "GPT-2", "--dtype", "fp64", *on_h100), "model"),
+        (("--model", "someone/something", *on_h100), "model"),
+        ((tmp_path / "run.yaml", "--machine", "h100"), str(tmp_path / "run.yaml")),
+    ):
+        found = ask(site, *arguments)
+        assert found.returncode == cli.USAGE
+        assert found.stderr.startswith(f"farspan: {field}: ")
+        assert "; pip install farspan, which has" in found.stderr
+        assert len(found.stderr.splitlines()) == 1

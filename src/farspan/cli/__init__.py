@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -163,7 +164,7 @@ def lasting(stream: Any) -> Any:
     )
 
 
-def main() -> None:
+def main(called: Callable[[], Any] = app) -> None:
     """Entry point: what is refused is one clear line, never a traceback."""
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
     if not sys.stderr.isatty():  # read by tqdm when it is imported: bars of loading and of tokens
@@ -172,7 +173,7 @@ def main() -> None:
     # cores a step took 3.5 to 4.4 s with this and 5 to 30 s without.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        app()
+        called()
     except UnsupportedError as error:
         print(f"farspan: {error}", file=sys.stderr)
         sys.exit(USAGE)

@@ -332,7 +332,14 @@ def _of_run(
         )
     run, notes = in_place_of(load_run(path, settings), given)
     asked = {name: given[name] for name in OF_MACHINE if name in given}
-    questions = load("farspan.train.plan_run", "questions_of_run")(run, asked, telling())
+    try:
+        questions_of_run = load("farspan.train.plan_run", "questions_of_run")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{path}: planning a run file needs torch and transformers ({error}); pip install "
+            "farspan, which has them, or give --model and --context in place of the run file"
+        ) from error
+    questions = questions_of_run(run, asked, telling())
     found, longest = questions.plan(), None
     if max_step is not None:
         plans = questions.longest(max_step)

@@ -269,8 +269,8 @@ def _here(progress: Callable[[str], None]) -> MachineSpec:
         )
     except ImportError as error:
         raise UnsupportedError(
-            f"machine: measuring this machine needs torch and transformers ({error}); name a "
-            "preset or a machine file"
+            f"machine: measuring this machine needs torch and transformers ({error}); pip install "
+            "farspan, which has them, or name a preset or a machine file"
         ) from error
     return measure(progress)
 

@@ -11,8 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-
+from farspan.lazy import load
 from farspan.spec import UnsupportedError
 
 PRESETS = Path(__file__).parent / "models.json"
@@ -119,12 +118,18 @@ def is_on_hub(path: str) -> bool:
 
 
 def _from_hub(model: str, revision: str | None) -> Path:
+    of = model, "config.json"
     try:
         # A copy in the cache needs no network; without one the library tries for half a minute.
-        cached = huggingface_hub.try_to_load_from_cache(model, "config.json", revision=revision)
+        cached = load("huggingface_hub", "try_to_load_from_cache")(*of, revision=revision)
         if isinstance(cached, str):
             return Path(cached)
-        return Path(huggingface_hub.hf_hub_download(model, "config.json", revision=revision))
+        return Path(load("huggingface_hub", "hf_hub_download")(*of, revision=revision))
+    except ImportError as error:
+        raise UnsupportedError(
+            f"model: {model} is no preset, and reading the hub needs huggingface_hub ({error}); "
+            f"pip install farspan, which has it, or name a preset; {_close(model)}"
+        ) from error
     except Exception as error:  # not there, gated, no network: each has its own kind
         raise UnsupportedError(
             f"model: no config.json of {with_revision(model, revision)!r} could be read from the "

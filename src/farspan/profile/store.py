@@ -96,17 +96,17 @@ class Profiles:
         return from_json(between(low, high, (variant.rank - RANKS[0]) / (RANKS[1] - RANKS[0])))
 
     def _cached(self, variant: Variant) -> ModelProfile:
-        path = cache_folder() / f"{digest(self.config, variant)}.json"
         try:
-            return from_json(json.loads(path.read_text(encoding="utf-8")))
-        except Exception:  # not there, or broken, in whatever way: made anew
-            pass
-        try:
+            path = cache_folder() / f"{digest(self.config, variant)}.json"
+            kept = _kept(path)
+            if kept is not None:
+                return kept
             measure: Measure = load("farspan.engine.profile", "measure")
         except ImportError as error:
             raise UnsupportedError(
                 f"model: profiles of {self.name} in {variant.key()} do not ship, and making them "
-                f"needs torch and transformers ({error}); install them, or name a preset"
+                f"needs torch and transformers ({error}); pip install farspan, which has them, or "
+                "name a preset"
             ) from error
         found = measure(self.config, variant, self.name)
         try:
@@ -174,6 +174,14 @@ def write(preset: str, made: Mapping[str, Any]) -> Path:
 
 def _text(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
+
+
+def _kept(path: Path) -> ModelProfile | None:
+    """What an earlier question has left; what is broken, in whatever way, is made anew."""
+    try:
+        return from_json(json.loads(path.read_text(encoding="utf-8")))
+    except Exception:
+        return None
 
 
 def cache_folder() -> Path:

@@ -1,0 +1,1 @@
+"""The command `farspan plan` by itself. As a library, use `farspan`."""
