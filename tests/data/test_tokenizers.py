@@ -112,8 +112,8 @@ def test_code_of_a_tokenizer_runs_only_where_it_is_trusted(
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2", "gemma2", "llama"])
 def test_a_models_folder_without_tokenizer_is_refused(tmp_path: Path, family: str) -> None:
-    """As after a run on bytes. Of some types transformers makes a tokenizer without words, whose
-    text is nothing, or one unknown token."""
+    """Of some types transformers makes a tokenizer without words, whose text is nothing, or one
+    unknown token."""
     AutoConfig.for_model(family).save_pretrained(tmp_path)
     with pytest.raises(
         UnsupportedError, match=r"data\.tokenizer: .*give 'bytes'.* or a name on the hub"
@@ -142,7 +142,21 @@ def test_a_folder_that_transformers_misreads_does_not_read_back(tmp_path: Path) 
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path / "b")
     assert reads_back(tokenizer, tmp_path / "a")
     assert not reads_back(tokenizer, tmp_path / "b")
-    assert reads_back(load_tokenizer("bytes"), tmp_path / "b")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "gemma2"])
+def test_bytes_are_saved_as_a_tokenizer(tmp_path: Path, family: str) -> None:
+    """That transformers finds in a model's folder, whatever class it insists on."""
+    own = load_tokenizer("bytes")
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    assert not reads_back(own, tmp_path)
+    own.save(tmp_path)
+    assert reads_back(own, tmp_path)
+    found = AutoTokenizer.from_pretrained(tmp_path)
+    text = "".join(map(chr, range(1, 384))) + " \n 漢字 <end> 🙂"
+    ids = own.encode([text])[0].tolist()
+    assert [*found(text)["input_ids"], found.eos_token_id] == ids
+    assert found.decode(ids[:-1], clean_up_tokenization_spaces=False) == text
 
 
 @pytest.mark.parametrize("trim", [True, False])

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from farspan.data.config import DataConfig, SourceKind
 from farspan.data.corpus import open_corpus
@@ -96,6 +96,8 @@ def test_the_model_loads_where_hugging_face_loads_models(tmp_path: Path) -> None
     saved = load_file(tmp_path / "run/checkpoints/step-00000005/model.safetensors")
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, saved[name]), name
+    words = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert words("café").input_ids == list("café".encode())
 
 
 def test_updates_are_those_of_a_loop_written_out(tmp_path: Path) -> None:

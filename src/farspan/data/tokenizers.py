@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from farspan.profile.catalog import pinned, read_config, refuse_absent
 from farspan.spec import UnsupportedError
@@ -166,8 +168,20 @@ class ByteTokenizer:
         ids[:-1] = data
         return ids
 
-    def save(self, folder: Path) -> None:  # noqa: ARG002 - bytes need no files
-        return
+    def save(self, folder: Path) -> None:
+        # The signs that byte-level tokenizers write bytes with: those that print stand for
+        # themselves, the others follow behind.
+        signs = {byte: chr(byte) for byte in (*range(33, 127), *range(161, 173), *range(174, 256))}
+        others = [byte for byte in range(END_OF_DOCUMENT) if byte not in signs]
+        signs |= {byte: chr(END_OF_DOCUMENT + place) for place, byte in enumerate(others)}
+        ids = {sign: byte for byte, sign in signs.items()}
+        backend = Backend(models.BPE(vocab=ids, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=backend, eos_token=_END, split_special_tokens=True
+        )
+        made.save_pretrained(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +267,6 @@ def reads_back(tokenizer: Tokenizer, folder: Path) -> bool:
 
     For some model types it insists on their own class, whatever the files say.
     """
-    if isinstance(tokenizer, ByteTokenizer):
-        return True
     try:
         found = load_tokenizer(str(folder))
     except UnsupportedError:
