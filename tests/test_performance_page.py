@@ -24,19 +24,16 @@ def test_published_numbers_are_the_papers() -> None:
 
 
 def test_what_was_measured_is_the_records() -> None:
-    """On both pages, and planned within 4% at the rates under load."""
+    """Planned within 4% at the rates under load."""
     record = json.loads(performance.RECORD.read_text(encoding="utf-8"))
     text = performance.PAGE.read_text(encoding="utf-8")
     assert performance.filled(text, performance.measured(record)) == text
     steps = [row for row in record["measurements"] if is_exact(row)]
     assert len(steps) == 5
-    readme = (performance.PAGE.parents[2] / "README.md").read_text(encoding="utf-8")
     for row in steps:
         planned = performance.replanned(record, row).seconds.total
         assert row["seconds"] / planned == pytest.approx(1.0, abs=0.04)
         assert row["device_bytes_over_planned"] == pytest.approx(1.0, abs=0.015)
-        cells = f"| {row['seconds']:.2f} s | {row['tokens_a_second']:,.0f} | {row['mfu']:.1%} |"
-        assert f"{cells} {planned:.2f} s |" in readme
         assert 1.10 <= row["seconds"] / row["planned"]["seconds"] <= 1.15
     seconds = {row["name"]: row["seconds"] for row in steps}
     slower = seconds["streamed at 131072"] / seconds["auto at 131072"]
