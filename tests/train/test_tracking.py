@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """A run that reports to nobody."""
     run = tiny_run(tmp_path_factory.mktemp("plain"))
     fit(run)
-    assert not {"wandb", "tensorboard", "wandb.json"} & {p.name for p in Path(run.folder).iterdir()}
+    trackers_files = {"wandb", "tensorboard", "wandb.json", "trackio.json"}
+    assert not trackers_files & {p.name for p in Path(run.folder).iterdir()}
     return run
 
 
@@ -246,7 +248,8 @@ def test_a_signal_closes_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("kind", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
+    ("kind", "module"),
+    [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("trackio", "trackio")],
 )
 def test_without_the_package_nothing_is_begun(
     tmp_path: Path, kind: str, module: str, monkeypatch: pytest.MonkeyPatch
@@ -260,9 +263,9 @@ def test_without_the_package_nothing_is_begun(
     assert not Path(run.folder).exists()
 
 
-def test_neither_package_is_imported_at_the_top() -> None:
+def test_no_such_package_is_imported_at_the_top() -> None:
     found = re.compile(
-        r"^(import|from) (wandb|tensorboard|torch\.utils\.tensorboard)", re.MULTILINE
+        r"^(import|from) (wandb|trackio|tensorboard|torch\.utils\.tensorboard)", re.MULTILINE
     )
     assert found.search("import os\nimport wandb")
     for path in PACKAGE.rglob("*.py"):
@@ -278,6 +281,7 @@ def test_neither_package_is_imported_at_the_top() -> None:
         ("report_to: []\n", ()),
         ("report_to: tensorboard\n", (TENSORBOARD,)),
         ("report_to: [wandb, tensorboard, wandb]\n", (ReportTo.WANDB, TENSORBOARD)),
+        ("report_to: [trackio, tensorboard]\n", (ReportTo.TRACKIO, TENSORBOARD)),
     ],
 )
 def test_what_a_run_file_says(tmp_path: Path, written: str, kinds: tuple[ReportTo, ...]) -> None:
@@ -389,3 +393,84 @@ def asked_of(wandb: Any, run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> dic
         with pytest.raises(AttributeError):  # None is no run
             trackers.WandbLogger(run).open(0)
     return made
+
+
+class Trackio(ModuleType):
+    """Stands in for the package, with what `TrackioLogger` calls of it: a run is known by project
+    and name, and `resume="allow"` goes on with it."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.runs: dict[tuple[str, str], list[tuple[int, dict[str, float]]]] = {}
+        self.configs: list[dict[str, Any]] = []
+        self.finished = 0
+
+    def init(
+        self,
+        project: str,
+        name: str | None = None,
+        space_id: str | None = None,
+        config: dict[str, Any] | None = None,
+        resume: str = "never",
+        embed: bool = True,
+        auto_log_gpu: bool | None = None,
+        auto_log_cpu: bool | None = None,
+    ) -> "Trackio":
+        assert (space_id, embed, auto_log_gpu, auto_log_cpu) == (None, False, False, False)
+        assert resume == "allow"
+        assert name is not None
+        assert config is not None
+        self.configs.append(config)
+        self.points = self.runs.setdefault((project, name), [])
+        return self
+
+    def log(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.points.append((step, metrics))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def of_trackio(monkeypatch: pytest.MonkeyPatch) -> Trackio:
+    """The stand-in, for one who has said nothing of it."""
+    for name in [name for name in os.environ if name.startswith("TRACKIO_")]:
+        monkeypatch.delenv(name)
+    found = Trackio()
+    monkeypatch.setitem(sys.modules, "trackio", found)
+    return found
+
+
+def test_a_trackio_run_goes_on_in_its_folder(
+    tmp_path: Path, plain: RunConfig, of_trackio: Trackio
+) -> None:
+    """Beside TensorBoard, which has the same charts."""
+    run, quiet = tiny_run(tmp_path, report_to=(ReportTo.TRACKIO, TENSORBOARD)), Quiet()
+    with pytest.raises(Stopped):
+        fit(run, reporter=Stopping(4))  # step 3, behind the checkpoint of step 2, comes twice
+    assert fit(run, reporter=quiet).step == STEPS
+    number = json.loads((Path(run.folder) / "trackio.json").read_text())["id"]
+    (((project, name), told),) = of_trackio.runs.items()
+    assert (project, name) == ("farspan", f"run-{number}")
+    assert of_trackio.finished == 2
+    written = yaml.safe_load((Path(run.folder) / "config.yaml").read_text())
+    assert of_trackio.configs == [written] * 2
+    for chart in ("train/loss", "eval/loss", "train/tokens"):
+        kept = {step: np.float32(values[chart]) for step, values in told if chart in values}
+        assert kept == {step: np.float32(value) for step, value in points(run, chart)}, chart
+    assert any(note.startswith(f"trackio: run {name}") for note in quiet.notes)
+    same_weights(run, plain)
+
+
+def test_another_run_or_project_is_another_for_trackio(
+    tmp_path: Path, of_trackio: Trackio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_run(tmp_path)
+    Path(run.folder).mkdir()
+    for one in (run, replace(run, device="cpu"), replace(run, seed=1)):
+        trackers.TrackioLogger(one).open(0)
+    assert len(of_trackio.runs) == 2
+    monkeypatch.setenv("TRACKIO_PROJECT", "of-the-user")
+    assert "of-the-user" in trackers.TrackioLogger(run).open(0)
+    assert [project for project, _ in of_trackio.runs] == ["farspan", "farspan", "of-the-user"]

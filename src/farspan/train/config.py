@@ -168,6 +168,7 @@ class ReportTo(StrEnum):
 
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
+    TRACKIO = "trackio"
 
 
 @dataclass(frozen=True, slots=True)

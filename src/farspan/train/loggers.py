@@ -1,4 +1,4 @@
-"""Charts beside metrics.jsonl: TensorBoard and wandb, each on a thread of its own."""
+"""Charts beside metrics.jsonl: TensorBoard, wandb and Trackio, each on a thread of its own."""
 
 import os
 import secrets
@@ -111,7 +111,7 @@ class WandbLogger:
             **LEAST,
             "project": PROJECT,
             "run_name": self._folder.name,
-            "run_id": self._known.run_id or self._run_id(),
+            "run_id": self._known.run_id or run_number(self._folder, WANDB_FILE, self._identity),
             "resume": "allow",
             "reinit": "create_new",  # beside one that the calling program may have
             "root_dir": str(self._folder),
@@ -139,20 +139,59 @@ class WandbLogger:
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
-    def _run_id(self) -> str:
-        """The folder's, unless it is of another run that was in it."""
-        path = self._folder / "wandb.json"
-        known = read_json(path) or {}
-        if known.get("run") == self._identity and isinstance(known.get("id"), str):
-            return known["id"]
-        made = secrets.token_hex(4)
-        write_whole(path, b'{"id": "%s", "run": "%s"}' % (made.encode(), self._identity.encode()))
-        return made
+
+class TrackioLogger:
+    """A Trackio run, which goes on where the folder does: in files of this machine (TRACKIO_DIR),
+    unless the user's environment names a Space or a server of theirs. Raises UnsupportedError where
+    trackio is missing."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._init = _loaded(ReportTo.TRACKIO, "trackio", "init")
+        self._folder = Path(run.folder).expanduser()
+        self._config = config_of(run)
+        self._identity = identity(run)
+        self._run: Any = None
+
+    def open(self, step: int) -> str:  # noqa: ARG002 - points have their step with them
+        project = os.environ.get("TRACKIO_PROJECT") or PROJECT
+        # It knows runs by their names alone, and many folders have the same.
+        name = f"{self._folder.name}-{run_number(self._folder, TRACKIO_FILE, self._identity)}"
+        self._run = self._init(
+            project=project,
+            name=name,
+            resume="allow",
+            config=self._config,
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+        return f'trackio: run {name}; `trackio show --project "{project}"` shows it'
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, *, failed: bool) -> None:  # noqa: ARG002 - a run has no such state there
+        self._run.finish()
+
+
+WANDB_FILE, TRACKIO_FILE = "wandb.json", "trackio.json"
+
+
+def run_number(folder: Path, file: str, run: str) -> str:
+    """Of a service's run: the folder's, unless its file there is of another run that was in it."""
+    path = folder / file
+    known = read_json(path) or {}
+    if known.get("run") == run and isinstance(known.get("id"), str):
+        return str(known["id"])
+    made = secrets.token_hex(4)
+    write_whole(path, b'{"id": "%s", "run": "%s"}' % (made.encode(), run.encode()))
+    return made
 
 
 KINDS: Mapping[ReportTo, Callable[[RunConfig], MetricsLogger]] = {
     ReportTo.TENSORBOARD: TensorBoardLogger,
     ReportTo.WANDB: WandbLogger,
+    ReportTo.TRACKIO: TrackioLogger,
 }
 
 

@@ -11,6 +11,7 @@ reference.safetensors  only with a loss.reference of stored: its log-probabiliti
 metrics.jsonl    a line a step, a line an evaluation, a line each time memory ran out
 tensorboard/     only with report_to tensorboard: its event files
 wandb.json       only with report_to wandb: which of its runs this is; wandb/ has its files
+trackio.json     only with report_to trackio: which of its runs this is
 checkpoints/     to resume from
 model/           the trained model, as Hugging Face reads it
 diagnosis.json   only after a loss or gradient that is not finite
@@ -52,7 +53,7 @@ from farspan.train.yaml_config import flatten, read_file, to_mapping, write_mapp
 STORED = "reference.safetensors"
 # What a run writes; the last of them after its first step.
 FILES = (
-    *("config.yaml", "about.json", "plan.json", "wandb.json"),
+    *("config.yaml", "about.json", "plan.json", "wandb.json", "trackio.json"),
     *("metrics.jsonl", "shortage.json", "comparison.json", "diagnosis.json", STORED),
 )
 # What a killed process leaves of these behind `PARTIAL`; whatever else has such a name stays.
