@@ -34,6 +34,7 @@ from farspan.memory.placement import PlacementRequest, available, sweep_placemen
 from farspan.memory.replay import make_plan, rounded, write_plan
 from farspan.memory.trace import Trace, TraceFormat, read_format, read_trace
 from farspan.report.memory import compare_view, page, picture, remark
+from farspan.report.snapshot import trace_snapshot, write_snapshot
 from farspan.report.tables import show
 from farspan.spec import UnsupportedError
 
@@ -113,6 +114,13 @@ def place_command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan as JSON.")
     ] = None,
+    snapshot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the traced tensors at these addresses as a snapshot that "
+            "pytorch.org/memory_viz draws."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print plan and proof as JSON.")] = False,
 ) -> None:
     """Plan an address for each tensor of a trace, as low as possible."""
@@ -128,6 +136,8 @@ def place_command(
     if output is not None:
         made = make_plan(read, solution.placement, alignment, solution.optimal, used)
         write_plan(made, output)
+    if snapshot is not None:
+        write_snapshot(trace_snapshot(read, solution.placement), snapshot)
     fits = limit is None or solution.placement.height <= limit
     answer = placement_json(question, solution, used, alignment)
     if as_json:

@@ -23,6 +23,7 @@ from farspan.planner.request import SHARE, Optimizer, Plan, Question
 from farspan.profile.catalog import presets
 from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.plan import contexts_view, drive_json, loss_json, plan_view, timeline_json
+from farspan.report.snapshot import plan_snapshot, write_snapshot
 from farspan.report.tables import show
 from farspan.spec import (
     LossKind,
@@ -106,14 +107,28 @@ class PlanAnswer:
 def write_timeline(path: Path, plan: Plan | None) -> None:
     """The plan's step as a trace. Raises UnsupportedError where there is no plan, or no such
     place."""
-    if plan is None:
-        raise UnsupportedError(
-            "timeline: no strategy fits at any context, so there is no step to draw"
-        )
+    content = json.dumps(timeline_json(_drawn(plan, "timeline")))
     try:
-        path.write_text(json.dumps(timeline_json(plan)) + "\n", encoding="utf-8")
+        path.write_text(content + "\n", encoding="utf-8")
     except OSError as error:
         raise UnsupportedError(f"timeline: {path} cannot be written: {error}") from error
+
+
+def write_memory(path: Path, plan: Plan | None) -> None:
+    """The memory of the plan's step as a snapshot of PyTorch's. Raises UnsupportedError as
+    `write_timeline` does."""
+    snapshot, note = plan_snapshot(_drawn(plan, "snapshot"))
+    write_snapshot(snapshot, path)
+    if note:
+        print(note, file=sys.stderr)
+
+
+def _drawn(plan: Plan | None, name: str) -> Plan:
+    if plan is None:
+        raise UnsupportedError(
+            f"{name}: no strategy fits at any context, so there is no step to draw"
+        )
+    return plan
 
 
 app = typer_app()
@@ -236,6 +251,13 @@ Timeline = Annotated[
     Path | None,
     typer.Option(help="Write the planned step here as a trace that ui.perfetto.dev draws."),
 ]
+Snapshot = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write the memory of the planned step here as a snapshot that "
+        "pytorch.org/memory_viz draws."
+    ),
+]
 
 
 FEW_COLLECTIONS = 1_000_000  # objects made between two
@@ -264,6 +286,7 @@ def plan_command(
     max_context: LongestToo = False,
     max_step: MaxStep = None,
     timeline: Timeline = None,
+    snapshot: Snapshot = None,
     settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -291,6 +314,8 @@ def plan_command(
     chosen = answer.chosen()
     if timeline is not None:
         write_timeline(timeline, chosen)
+    if snapshot is not None:
+        write_memory(snapshot, chosen)
     if as_json:
         print(json.dumps(answer.to_json()))
     else:

@@ -3,7 +3,7 @@ nothing, by the interpreter that trains.
 
 A cell runs at two lengths, and each moment of its run is a line through both. The meter sees when
 attention is asked for, and when kernels begin and end: what lies between depends on the blocks of
-keys that a chunk sees, and is added where these are known (`farspan.profile.cells`).
+keys that a chunk sees, and is added where these are known (`farspan.profile.model`).
 """
 
 import copy

@@ -343,7 +343,7 @@ def _is_packed(program: Program) -> bool:
 
 
 def _sized(question: Question, walked: tuple[Walked, ...]) -> Sized:
-    parts = [_parts(question, one) for one in walked]
+    parts = [rank_parts(question, one) for one in walked]
     devices, hosts = [device for device, _ in parts], [host for _, host in parts]
     kinds = [one.kind for one in walked]
     host, device = _together(question, kinds, hosts), max(devices, key=_total)
@@ -410,7 +410,7 @@ def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:
     return max(found, key=lambda pair: pair[1].total)
 
 
-def _parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict[str, int]]:
+def rank_parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict[str, int]]:
     """What lives on the device and on the host when each is fullest, of one kind of rank."""
     program, part = walked.program, part_of(question, walked.kind)
     held = states(part, own_ranges(program))

@@ -12,8 +12,14 @@ from typing import Any
 
 from farspan.planner.request import Question
 from farspan.planner.states import ALONE, Sharing
-from farspan.profile.cells import CellBytes, CellKind, ProfiledCells, ProfiledStages, outer_names
-from farspan.profile.model import ModelProfile
+from farspan.profile.model import (
+    CellBytes,
+    CellKind,
+    ModelProfile,
+    ProfiledCells,
+    ProfiledStages,
+    outer_names,
+)
 from farspan.program.attention_blocks import most_tokens
 from farspan.program.dependencies import unread_outputs
 from farspan.program.program import (

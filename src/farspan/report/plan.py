@@ -454,8 +454,13 @@ def timeline_json(plan: Plan) -> dict[str, Any]:
 def step_spans(plan: Plan) -> tuple[Program, tuple[Span, ...]]:
     """The slowest rank's program and when each of its instructions keeps which lane busy, the
     update last, where it is not beside the next step; seconds from the step's begin."""
+    program, _ = slowest(plan.question, size(plan.question, plan.schedule))
+    return program, program_spans(plan, program)
+
+
+def program_spans(plan: Plan, program: Program) -> tuple[Span, ...]:
+    """The same of one rank's program."""
     question = plan.question
-    program, _ = slowest(question, size(question, plan.schedule))
     prices = Prices(question, program, together=question.overlap)
     beside = update_overlaps(question)
     found = spans(prices, beside=beside) if question.overlap else tuple(_in_line(prices))
@@ -464,7 +469,7 @@ def step_spans(plan: Plan) -> tuple[Program, tuple[Span, ...]]:
     if update:
         when = Span("update", 0.0, update, UPDATE) if beside else None
         found += (when or Span("compute", end, end + update, UPDATE),)
-    return program, found
+    return found
 
 
 def _in_line(prices: Prices) -> Iterator[Span]:

@@ -1,0 +1,432 @@
+"""A step's memory as a snapshot of PyTorch's, which pytorch.org/memory_viz and its kin draw.
+
+A planned step has two devices: 0 is the device, 1 is main memory. On each
+
+    arena   |kv.0      |x.0  | free     |   buffers at their planned addresses; the slab is there
+            |kv.0      |act.0       |   |   all step long, so what no buffer has of it is drawn too
+    rest    |weights|optimizer|temporaries| states, and what cells hold for a moment, at addresses
+                                            that are made up here: a run asks PyTorch for them
+
+so that what is drawn at any moment is what is planned then, and the most of it is the plan's peak.
+
+Moments are instructions. Where there are more than `MOST_MOMENTS`, so many neighbours as it takes
+are one moment: it shows the most that any of them holds, and what is left after the last.
+
+The format is that of `torch.cuda.memory._snapshot()`: dicts, lists, texts and numbers, pickled by a
+protocol that the viewer's own reader knows (2 to 4). That reader changes the entries that it reads:
+no entry may stand twice.
+"""
+
+import pickle
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from farspan.memory.placement import Placement, PlacementRequest, place
+from farspan.memory.trace import Malloc, Mark, Trace
+from farspan.planner import evaluate
+from farspan.planner.explain import part_words
+from farspan.planner.request import Plan
+from farspan.planner.timeline import Span
+from farspan.program.program import Allocate, Free, Instruction, Program
+from farspan.report.plan import ROWS, program_spans, span_words
+from farspan.spec import Tier, UnsupportedError
+
+MOST_MOMENTS = 5000  # the viewer draws 15,000 tensors, and a moment brings one to three
+ARENA, REST = 2**40, 2**44  # addresses: main memory is less than the space between them
+PROTOCOL = 4
+NEVER = 2**62  # the moment at which nothing ends
+# Causes beside the parts of a budget.
+UNUSED, KERNELS, SUMS = "arena, free", "workspaces of kernels", "gradients and their sums"
+CELL, GRAPH, REGISTER = "transients of a cell", "graphs of cells", "hidden states and gradients"
+# The viewer's reader fails where entries have categories and none has this one.
+UNKNOWN = "unknown"
+
+Frames = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBlock:
+    """Memory that something has for a while."""
+
+    size: int  # bytes
+    born: int  # moments; alive in [born, dies)
+    dies: int
+    cause: str
+    frames: Frames
+    address: int = -1  # none yet
+
+
+def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
+    """Raises UnsupportedError where the file cannot be written."""
+    try:
+        path.write_bytes(pickle.dumps(snapshot, protocol=PROTOCOL))
+    except OSError as error:
+        raise UnsupportedError(f"snapshot: {path} cannot be written: {error.strerror}") from error
+
+
+def frame(where: str, line: int, what: str) -> dict[str, Any]:
+    """Shown as `where:line:what`."""
+    return {"filename": where, "line": line, "name": what}
+
+
+# -- a planned step -------------------------------------------------------------------------------
+
+
+def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
+    """The planned step of the rank whose device is the fullest, and a note of how many
+    instructions are one moment; empty: each is one."""
+    question = plan.question
+    walked = max(
+        evaluate.size(question, plan.schedule).walked,
+        key=lambda one: sum(evaluate.rank_parts(question, one)[0].values()),
+    )
+    program, parts = walked.program, evaluate.rank_parts(question, walked)
+    moments = _StepMoments(program)
+    held = _CellMemory(plan, walked, moments)
+    transients = list(held.blocks())
+    found = []
+    for tier, of_tier in zip((Tier.DEVICE, Tier.HOST), parts, strict=True):
+        buffers = _arena(program, tier, moments)
+        states = list(_states(program, tier, of_tier, held.most))
+        rest = states + (transients if tier is Tier.DEVICE else [])
+        found += [_SnapshotDevice(buffers, rest, program.arena_bytes[tier])] * bool(buffers or rest)
+    about = {
+        "about": "planned by farspan plan, not measured",
+        "model": question.model.name,
+        "tokens": question.run.tokens,
+        "strategy": plan.strategy,
+        "devices": ["the device", "main memory"],
+        "instructions_a_moment": moments.each,
+    }
+    note = ""
+    if moments.each > 1:
+        note = (
+            f"the snapshot shows {moments.count:,} moments of {len(program.instructions):,} "
+            f"instructions: {moments.each} are one, at the most that any of them holds"
+        )
+    return _snapshot(found, moments.times(plan), about), note
+
+
+@dataclass(slots=True)
+class _StepMoments:
+    """Which instructions are one moment. A moment has a number twice its place: what a cell has
+    while it runs ends at the number after it."""
+
+    program: Program
+    places: list[int] = field(default_factory=list)  # of every instruction, the moment's number
+    each: int = 1
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        is_work = [not isinstance(i, Allocate | Free) for i in self.program.instructions]
+        self.each = max(1, -(-sum(is_work) // MOST_MOMENTS))
+        done = 0
+        for works in is_work:
+            self.places.append(2 * (done // self.each))
+            done += works
+        self.count = -(-done // self.each)
+
+    def of(self, index: int) -> int:
+        """The number at which a buffer is there, or gone."""
+        return self.places[index] if index < len(self.places) else NEVER
+
+    def groups(self) -> Iterator[tuple[int, list[tuple[int, Instruction]]]]:
+        """Every moment's number, and its instructions by their place in the program."""
+        group: list[tuple[int, Instruction]] = []
+        for index, instruction in enumerate(self.program.instructions):
+            if isinstance(instruction, Allocate | Free):
+                continue
+            group.append((index, instruction))
+            if len(group) == self.each:
+                yield self.places[group[0][0]], group
+                group = []
+        if group:
+            yield self.places[group[0][0]], group
+
+    def times(self, plan: Plan) -> list[int]:
+        """By number, microseconds from the step's begin as they are planned."""
+        first: dict[int, float] = {}
+        for span in program_spans(plan, self.program):
+            first[span.index] = min(span.start, first.get(span.index, span.start))
+        found = [0] * (2 * self.count + 1)
+        now = 0.0
+        for index, number in enumerate(self.places):
+            now = max(now, first.get(index, now))
+            found[min(number + 1, 2 * self.count)] = round(now * 1e6)
+        for number in range(1, len(found)):  # a moment begins where the one before ends
+            found[number] = max(found[number], found[number - 1])
+        return found
+
+
+@dataclass(slots=True)
+class _CellMemory:
+    """What cells hold of the device, as the walk of the plan has it."""
+
+    plan: Plan
+    walked: evaluate.Walked
+    moments: _StepMoments
+    most: int = 0  # bytes, once all blocks are made
+
+    def blocks(self) -> Iterator[MemoryBlock]:
+        walk = evaluate.RankWalk(self.plan.question, self.walked.program)
+        standing: dict[Hashable, tuple[int, int, str, Frames]] = {}  # size, born, cause, frames
+        for key, (size, cause) in _live(walk).items():
+            standing[key] = size, 0, cause, [frame(cause, 0, "from earlier batches")]
+        self.most = walk.live
+        for number, group in self.moments.groups():
+            before = walk.live
+            fullest, where = before, group[0][0]
+            for index, instruction in group:
+                walk.peak = walk.live
+                walk.issue(instruction)
+                if walk.peak > fullest:
+                    fullest, where = walk.peak, index
+            self.most = max(self.most, fullest)
+            frames = _instruction_frames(self.walked.program, where)
+            if fullest > before:
+                own = [frame(CELL, *_layer_of(self.walked.program, where)), *frames]
+                yield MemoryBlock(fullest - before, number, number + 1, CELL, own)
+            yield from self._changed(walk, standing, number + 1, group[-1][0])
+        for size, born, cause, frames in standing.values():
+            yield MemoryBlock(size, born, NEVER, cause, frames)
+
+    def _changed(
+        self,
+        walk: evaluate.RankWalk,
+        standing: dict[Hashable, tuple[int, int, str, Frames]],
+        number: int,
+        index: int,
+    ) -> Iterator[MemoryBlock]:
+        """What is gone since the moment before; what came stands."""
+        now = _live(walk)
+        gone = [key for key, (size, *_) in standing.items() if now.get(key, (0, ""))[0] != size]
+        for key in gone:
+            size, born, cause, frames = standing.pop(key)
+            yield MemoryBlock(size, born, number, cause, frames)
+        frames = _instruction_frames(self.walked.program, index)
+        for key, (size, cause) in now.items():
+            if key not in standing:
+                what = frame(cause, *_key_words(key))
+                standing[key] = size, number, cause, [what, *frames]
+
+
+def _live(walk: evaluate.RankWalk) -> dict[Hashable, tuple[int, str]]:
+    """Bytes and cause of everything that the walk holds, by what it is."""
+    found: dict[Hashable, tuple[int, str]] = {}
+    for layer, size in walk.hidden.items():
+        found["hidden state before layer", layer] = size, REGISTER
+    for layer, size in walk.gradient.items():
+        found["gradient before layer", layer] = size, REGISTER
+    for layer, size in walk.held.items():
+        found["O and LSE in registers of layer", layer] = size, REGISTER
+    for cell, graph in walk.graphs.items():
+        found["graph of cell", *cell] = graph.bytes, GRAPH
+    found["positions and masks of a chunk", 0] = walk.tables[1], REGISTER
+    found[SUMS, 0] = walk.live - sum(size for size, _ in found.values()), SUMS
+    return {key: (size, cause) for key, (size, cause) in found.items() if size}
+
+
+def _key_words(key: Hashable) -> tuple[int, str]:
+    """Layer and words of a key of `_live`."""
+    assert isinstance(key, tuple)
+    words, layer, *chunk = key
+    if words == SUMS or words.startswith("positions"):
+        return 0, words
+    return layer, f"{words} {layer}" + "".join(f", chunk {number}" for number in chunk)
+
+
+def _layer_of(program: Program, index: int) -> tuple[int, str]:
+    instruction = program.instructions[index]
+    layer, chunk = (getattr(instruction, name, None) for name in ("layer", "chunk"))
+    words = [f"layer {layer}"] * (layer is not None) + [f"chunk {chunk}"] * (chunk is not None)
+    return layer or 0, ", ".join(words) or "all"
+
+
+def _instruction_frames(program: Program, index: int) -> Frames:
+    """Which instruction it is, as `--timeline` calls it."""
+    words = span_words(program, Span(next(iter(ROWS)), 0.0, 0.0, index))
+    return [frame("instruction", index, words)]
+
+
+def _arena(program: Program, tier: Tier, moments: _StepMoments) -> list[MemoryBlock]:
+    """Its buffers at their addresses, and what is free between them."""
+    found = []
+    for buffer in program.buffers.values():
+        born, dies = moments.of(buffer.born), moments.of(buffer.dies)
+        if buffer.tier is not tier or not buffer.bytes or born >= dies:
+            continue
+        cause = part_words(str(buffer.kind))
+        rows = f"{buffer.name}, rows {buffer.start} to {buffer.stop}"
+        frames = [
+            frame(cause, max(0, buffer.layer), rows),
+            frame("instruction", buffer.born, "Allocate"),
+        ]
+        found.append(MemoryBlock(buffer.bytes, born, dies, cause, frames, ARENA + buffer.address))
+    return [*found, *_unused(found, program.arena_bytes[tier])]
+
+
+def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]:
+    """What of the arena no buffer has, and from when until when."""
+    frames = [frame(UNUSED, 0, "no buffer has these addresses now")]
+    standing: dict[tuple[int, int], int] = {}  # range to when it became free
+    for moment in sorted({0, *(b.born for b in blocks), *(b.dies for b in blocks)} - {NEVER}):
+        taken = sorted((b.address, b.size) for b in blocks if b.born <= moment < b.dies)
+        free, at = set(), ARENA
+        for address, held in [*taken, (ARENA + height, 0)]:
+            if address > at:
+                free.add((at, address))
+            at = address + held
+        for gone in standing.keys() - free:
+            born = standing.pop(gone)
+            yield MemoryBlock(gone[1] - gone[0], born, moment, UNUSED, frames, gone[0])
+        for new in free - standing.keys():
+            standing[new] = moment
+    for (start, stop), born in standing.items():
+        yield MemoryBlock(stop - start, born, NEVER, UNUSED, frames, start)
+
+
+def _states(
+    program: Program, tier: Tier, parts: Mapping[str, int], walked: int
+) -> Iterator[MemoryBlock]:
+    """What is there all step long beside the arena. Of what the walk holds, only what calls of
+    kernels may take beside it."""
+    held = {
+        name: count
+        for name, count in parts.items()
+        if name not in evaluate.arena_parts(program, tier)
+    }
+    if tier is Tier.DEVICE:
+        cells = sum(held.pop(name, 0) for name in ("gradients", "accumulators", "cells"))
+        # The walk rounds every weight's slice up, and the plan all of them together.
+        held[KERNELS] = max(0, cells - walked)
+    for name, count in held.items():
+        if count:
+            words = part_words(name)
+            yield MemoryBlock(count, 0, NEVER, words, [frame(words, 0, "all step long")])
+
+
+# -- a traced step --------------------------------------------------------------------------------
+
+
+def trace_snapshot(trace: Trace, placement: Placement) -> dict[str, Any]:
+    """The tensors of a trace at the addresses of a placement of its requests, in order. A tensor's
+    frames say after which mark it came."""
+    mark, blocks, frames = "", list[MemoryBlock](), list[Frames]()
+    for index, event in enumerate(trace.events):
+        if isinstance(event, Mark):
+            mark = event.name
+        elif isinstance(event, Malloc):
+            words = f"{mark}, stream {event.stream}" if mark else f"stream {event.stream}"
+            frames.append([frame("event", index, words)])
+    end = len(trace.events)
+    mallocs = (event for event in trace.events if isinstance(event, Malloc))
+    of = zip(mallocs, trace.requests(), placement.addresses, frames, strict=True)
+    for malloc, request, address, own in of:
+        dies = NEVER if request.dies == end else request.dies
+        if malloc.size:
+            blocks.append(MemoryBlock(malloc.size, request.born, dies, "", own, ARENA + address))
+    about = {"about": "addresses by farspan memory place", "trace": trace.name}
+    return _snapshot([_SnapshotDevice(blocks, [], placement.height)], range(end + 1), about)
+
+
+# -- PyTorch's dicts ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _SnapshotDevice:
+    """Blocks with addresses in a segment of so many bytes, and others, which have none yet."""
+
+    placed: list[MemoryBlock]
+    rest: list[MemoryBlock]
+    height: int
+
+
+def _snapshot(
+    devices: Sequence[_SnapshotDevice], times: Sequence[int], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`times` are the microseconds of moments. Each device has a segment of what was placed, and
+    one of the others."""
+    segments, traces = [], []
+    for number, device in enumerate(devices):
+        found = place([PlacementRequest(b.size, b.born, b.dies) for b in device.rest])
+        rest = [_at(b, REST + a) for b, a in zip(device.rest, found.addresses, strict=True)]
+        own = [(ARENA, device.height, device.placed), (REST, found.height, rest)]
+        own = [one for one in own if one[1]]
+        segments += [_segment(number, *one) for one in own]
+        opened = [_entry("segment_alloc", address, size, [], 0) for address, size, _ in own]
+        traces.append([*opened, *_entries([b for *_, of in own for b in of], times)])
+    return {"segments": segments, "device_traces": traces, "farspan": dict(about)}
+
+
+def _at(block: MemoryBlock, address: int) -> MemoryBlock:
+    return MemoryBlock(block.size, block.born, block.dies, block.cause, block.frames, address)
+
+
+def _entry(action: str, address: int, size: int, frames: Frames, time: int) -> dict[str, Any]:
+    return {
+        "action": action,
+        "addr": address,
+        "size": size,
+        "stream": 0,
+        "frames": frames,
+        "time_us": time,
+    }
+
+
+def _entries(blocks: Sequence[MemoryBlock], times: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """What happens to them, in order: at a moment what ends comes before what begins."""
+    events = [(b.born, True, index) for index, b in enumerate(blocks)]
+    events += [(b.dies, False, index) for index, b in enumerate(blocks) if b.dies < NEVER]
+    causes = False
+    for moment, is_birth, index in sorted(events):
+        block = blocks[index]
+        of = block.address, block.size, block.frames, times[min(moment, len(times) - 1)]
+        if not is_birth:
+            yield _entry("free_requested", *of)
+            yield _entry("free_completed", *of)
+            continue
+        made = _entry("alloc", *of)
+        if block.cause:
+            causes, made["category"] = True, block.cause
+        yield made
+    if causes:
+        yield _entry("snapshot", 0, 0, [], times[-1]) | {"category": UNKNOWN}
+
+
+def _segment(device: int, address: int, size: int, blocks: Iterable[MemoryBlock]) -> dict[str, Any]:
+    """As it is in the end."""
+    found, at = list[dict[str, Any]](), address
+    for block in sorted((b for b in blocks if b.dies == NEVER), key=lambda b: b.address):
+        if block.address > at:
+            found.append(_piece(at, block.address - at, []))
+        found.append(_piece(block.address, block.size, block.frames, used=True))
+        at = block.address + block.size
+    if address + size > at:
+        found.append(_piece(at, address + size - at, []))
+    used = sum(piece["size"] for piece in found if piece["requested_size"])
+    return {
+        "device": device,
+        "address": address,
+        "total_size": size,
+        "allocated_size": used,
+        "active_size": used,
+        "requested_size": used,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": found,
+    }
+
+
+def _piece(address: int, size: int, frames: Frames, *, used: bool = False) -> dict[str, Any]:
+    return {
+        "address": address,
+        "size": size,
+        "requested_size": size if used else 0,
+        "state": "active_allocated" if used else "inactive",
+        "frames": frames,
+    }
