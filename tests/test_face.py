@@ -72,9 +72,9 @@ def test_what_needs_torch_comes_when_it_is_read() -> None:
     script = (
         "import farspan\nprint(farspan.memory.__name__, 'torch' in sys.modules)\n"
         "print(farspan.memory.install.__name__, 'torch' in sys.modules)\n"
-        "print(farspan.Step.__module__)\n"
+        "print(farspan.Step.__module__, farspan.losses.dpo.__module__)\n"
     )
-    expected = ["farspan.memory False", "install True", "farspan.engine.step"]
+    expected = ["farspan.memory False", "install True", "farspan.engine.step farspan.losses"]
     assert run(script + "\n".join(names)).splitlines() == expected
 
 

@@ -1,3 +1,4 @@
+from farspan import losses as losses
 from farspan import memory as memory
 from farspan.distributed.context import ParallelContext
 from farspan.engine.parallelize import ShardedModel, parallelize
@@ -29,6 +30,7 @@ __all__ = [
     "Verification",
     "VerificationRun",
     "__version__",
+    "losses",
     "memory",
     "parallelize",
     "plan",

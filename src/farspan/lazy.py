@@ -38,12 +38,14 @@ def attributes(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package whose names (`homes`: name to module) are loaded
-    when they are first read. Raises AttributeError for any other name."""
+    when they are first read; one whose home is `package.name` is that module. Raises AttributeError
+    for any other name."""
 
     def read(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = load(homes[name], name)
+        home = homes[name]
+        value = import_module(home) if home == f"{package}.{name}" else load(home, name)
         setattr(sys.modules[package], name, value)
         return value
 

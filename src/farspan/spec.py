@@ -58,6 +58,11 @@ class LossKind(StrEnum):
     GRPO = "grpo"
     DISTILL = "distill"
 
+    @property
+    def of_loops(self) -> bool:
+        """Is it for a loop of one's own, and in no run file?"""
+        return self in (LossKind.KTO, LossKind.GRPO)
+
 
 class Reference(StrEnum):
     """Where a loss has log-probabilities of another model from."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from farspan.formatting import MOST_TOKENS, did_you_mean, read_pages, read_tokens, shortened
-from farspan.spec import SHORT_NAMES, Schedule, UnsupportedError
+from farspan.spec import SHORT_NAMES, LossKind, Schedule, UnsupportedError
 
 LOG = logging.getLogger(__name__)
 
@@ -356,19 +356,24 @@ def _describe_option(option: Any) -> str:
             return f"a list, each {describe_type(arguments[0])}"
         return f"a list of {len(arguments)}, each {describe_type(arguments[0])}"
     if isinstance(option, type) and issubclass(option, Enum):
-        return "one of " + ", ".join(str(member.value) for member in option)
+        return "one of " + ", ".join(_offered(option))
     if is_dataclass(option):
         names = [field.name for field in fields(option)]
         return f"keys and values ({', '.join(names[:3])}{', ...' if names[3:] else ''})"
     return "keys and values"
 
 
+def _offered(option: type[Enum]) -> list[str]:
+    """Values that a run file may have."""
+    return [str(one.value) for one in option if not (isinstance(one, LossKind) and one.of_loops)]
+
+
 def _near(hint: Any, value: Any) -> str:
     names = [
-        str(member.value)
+        name
         for option in _options(hint)
         if isinstance(option, type) and issubclass(option, Enum)
-        for member in option
+        for name in _offered(option)
     ]
     return did_you_mean(str(value), names)
 
