@@ -20,8 +20,7 @@ from farspan.distributed.context import (
 from farspan.distributed.fsdp import ShardedParameters, Stage, local
 from farspan.distributed.run_context import LaunchEnv, process_group
 from farspan.engine.tiers import refuse_beyond_together
-from farspan.program.layout import Layout
-from farspan.train.config import Auto
+from farspan.program.layout import Auto, Layout
 from farspan.train.trainer import train
 from tests.distributed.cut import Model
 from tests.train.test_ranks import a_run, same_run

@@ -11,8 +11,7 @@ from farspan.engine.memory import PeakMemory
 from farspan.profile import attention_kernels as kernels
 from farspan.profile.attention import attend as attend_sizes
 from farspan.profile.attention import chunk_call
-from farspan.profile.attention_kernels import Kernel, token_first
-from farspan.profile.tensor_sizes import Memory, Outline
+from farspan.profile.attention_kernels import Kernel, Memory, Outline, token_first
 from farspan.program import attention_blocks as blocks_module
 from farspan.program.attention_blocks import Block, cut_wide, most_tokens, plan_blocks
 from farspan.spec import LayerSpec

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from farspan.checkpoint.local import list_checkpoints
 from farspan.data.config import DataConfig, SourceKind
+from farspan.program.layout import Parallel
 from farspan.train.config import (
     CheckpointConfig,
     Decay,
@@ -19,7 +20,6 @@ from farspan.train.config import (
     EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
-    Parallel,
     RunConfig,
     ScheduleConfig,
     load_run,

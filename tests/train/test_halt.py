@@ -20,11 +20,11 @@ from farspan.distributed.failure import CooperativeStop
 from farspan.engine.runner import Progress
 from farspan.engine.step import Step
 from farspan.program.builder import build_evaluation, build_program
-from farspan.program.layout import Layout
+from farspan.program.layout import Layout, Parallel
 from farspan.program.program import Backward, Forward, Head
 from farspan.spec import RunSpec, Schedule, UnsupportedError
 from farspan.train import trainer as loop
-from farspan.train.config import Parallel, RunConfig
+from farspan.train.config import RunConfig
 from tests.grids import examples
 from tests.program.test_share import MODEL, layouts, ranks_of, schedules
 from tests.ranks import run_ranks

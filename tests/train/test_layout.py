@@ -7,17 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from farspan.program.layout import Layout
+from farspan.program.layout import Auto, Layout, Parallel, check_ranks, layout_of, replicas
 from farspan.spec import LayerSpec, ModelSpec, UnsupportedError
-from farspan.train.config import (
-    Auto,
-    Parallel,
-    RunConfig,
-    check_ranks,
-    layout_of,
-    load_run,
-    replicas,
-)
+from farspan.train.config import RunConfig, load_run
 from farspan.train.run_folder import identity
 from farspan.train.setup import resolve
 

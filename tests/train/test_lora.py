@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from farspan import cli
 from farspan.cli.with_torch import model_for
 from farspan.hf.load import add_adapters, load_model
+from farspan.program.layout import Parallel
 from farspan.spec import Kernels, UnsupportedError
 from farspan.train.config import (
     CheckpointConfig,
@@ -22,7 +23,6 @@ from farspan.train.config import (
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
-    Parallel,
     RunConfig,
     ScheduleConfig,
     load_run,

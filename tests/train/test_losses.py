@@ -17,6 +17,7 @@ from farspan.data.formats import UNTRAINED
 from farspan.data.tokenizers import load_tokenizer
 from farspan.hf.load import load_model
 from farspan.planner.request import Question
+from farspan.program.layout import Parallel
 from farspan.spec import Schedule, UnsupportedError
 from farspan.train.config import (
     CheckpointConfig,
@@ -25,7 +26,6 @@ from farspan.train.config import (
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
-    Parallel,
     RunConfig,
     ScheduleConfig,
 )

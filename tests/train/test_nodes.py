@@ -17,14 +17,8 @@ import pytest
 import torch
 import yaml
 
-from farspan.train.config import (
-    CheckpointConfig,
-    DType,
-    ModelConfig,
-    Parallel,
-    RunConfig,
-    ScheduleConfig,
-)
+from farspan.program.layout import Parallel
+from farspan.train.config import CheckpointConfig, DType, ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.trainer import train
 from farspan.train.yaml_config import to_mapping
 from tests.numerics import EXACT, relative_error

@@ -14,9 +14,9 @@ from farspan.checkpoint.distributed import entries_of, save_sharded
 from farspan.checkpoint.local import MODEL, OPTIMIZER, read_rng
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import read_json
+from farspan.program.layout import Auto
 from farspan.spec import UnsupportedError
 from farspan.train.config import (
-    Auto,
     DType,
     EvaluationConfig,
     LoraConfig,

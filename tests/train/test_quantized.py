@@ -16,13 +16,13 @@ from farspan.hf.load import load_model
 from farspan.hf.quantized import held_bytes
 from farspan.planner.evaluate import evaluate
 from farspan.planner.plans import best_plan
+from farspan.program.layout import Parallel
 from farspan.spec import Quantization, Tier, UnsupportedError
 from farspan.train.config import (
     DType,
     EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
-    Parallel,
     RunConfig,
     ScheduleConfig,
     load_run,

@@ -14,11 +14,12 @@ import pytest
 import yaml
 
 from farspan.data.corpus import open_corpus
+from farspan.program.layout import Parallel
 from farspan.program.strategies import AUTO
 from farspan.spec import Schedule
 from farspan.train import setup
 from farspan.train import trainer as loop
-from farspan.train.config import ModelConfig, Parallel, RunConfig, ScheduleConfig
+from farspan.train.config import ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.yaml_config import to_mapping
 from tests.distributed.launched import launch
 from tests.train.crash import outcome

@@ -12,16 +12,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from farspan.program.layout import Auto, Parallel
 from farspan.spec import UnsupportedError
 from farspan.train.config import (
-    Auto,
     CheckpointConfig,
     DType,
     EvaluationConfig,
     ModelConfig,
     OnNonfinite,
     OptimizerConfig,
-    Parallel,
     ReportTo,
     RunConfig,
     ScheduleConfig,

@@ -19,11 +19,11 @@ from farspan.engine.runner import Progress
 from farspan.engine.step import Step
 from farspan.engine.tiers import Arena
 from farspan.planner.request import Question
-from farspan.program.layout import Layout
+from farspan.program.layout import Layout, Parallel
 from farspan.program.strategies import AUTO
 from farspan.spec import Schedule, Tier
 from farspan.train import trainer as loop
-from farspan.train.config import Parallel, RunConfig, ScheduleConfig
+from farspan.train.config import RunConfig, ScheduleConfig
 from farspan.train.oom import NoScheduleFits, Shortage
 from farspan.train.planning import Choice
 from farspan.train.step_runner import StepRunner

@@ -19,19 +19,17 @@ from farspan.data.tokenizers import BYTES
 from farspan.distributed.fsdp import gradient_dtype, local, whole_placement
 from farspan.hf.load import load_model
 from farspan.planner.request import Question
-from farspan.program.layout import Layout
+from farspan.program.layout import Auto, Layout, Parallel
 from farspan.program.strategies import AUTO
 from farspan.spec import Schedule, UnsupportedError
 from farspan.train import trainer
 from farspan.train import trainer as loop
 from farspan.train.config import (
-    Auto,
     CheckpointConfig,
     DType,
     EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
-    Parallel,
     RunConfig,
     ScheduleConfig,
     StatesPlace,

@@ -23,6 +23,7 @@ from farspan.hf.stages import CausalLMStages
 from farspan.memory.host import TooLarge
 from farspan.planner.evaluate import evaluate
 from farspan.planner.plans import best_plan
+from farspan.program.layout import Parallel
 from farspan.spec import Schedule, Tier, UnsupportedError
 from farspan.train.config import (
     CheckpointConfig,
@@ -30,7 +31,6 @@ from farspan.train.config import (
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
-    Parallel,
     RunConfig,
     ScheduleConfig,
     StatesPlace,

@@ -11,14 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from farspan.hf.load import load_model
-from farspan.train.config import (
-    DType,
-    EvaluationConfig,
-    ModelConfig,
-    Parallel,
-    RunConfig,
-    ScheduleConfig,
-)
+from farspan.program.layout import Parallel
+from farspan.train.config import DType, EvaluationConfig, ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.trainer import train
 from tests.hf.test_text import KINDS, fields
 from tests.numerics import EXACT, relative_error

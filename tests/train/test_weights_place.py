@@ -18,12 +18,12 @@ from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import machine
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Plan, Question
+from farspan.program.layout import Parallel
 from farspan.spec import Kernels, MachineSpec, RunSpec, Schedule, Tier, UnsupportedError
 from farspan.train.config import (
     DType,
     ModelConfig,
     OptimizerConfig,
-    Parallel,
     RunConfig,
     ScheduleConfig,
     StatesPlace,

@@ -11,23 +11,21 @@ from farspan.profile.attention_kernels import (
     SEEN_TILES,
     FlashSizes,
     Kernel,
-    PaddedSizes,
-    TiledSizes,
-    column,
-    merge,
-    part,
-    token_first,
-    wide,
-)
-from farspan.profile.tensor_sizes import (
     Memory,
     Outline,
+    PaddedSizes,
+    TiledSizes,
     as_width,
+    column,
     contiguous,
+    merge,
+    part,
     permute,
     pointwise,
     reduced,
+    token_first,
     transpose,
+    wide,
 )
 from farspan.program.attention_blocks import Block, cut_wide, most_tokens, near_blocks, plan_blocks
 from farspan.sparse.sizes import Far, choice_bytes, far_bytes, far_of, most_units_of, watch_bytes

@@ -20,7 +20,9 @@ hold the rows of all chunks one after the other, so a row is not a position in t
 Every rank of a sequence runs the same instructions; only the rows differ. Parts may be empty.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import gcd, prod
@@ -368,3 +370,94 @@ def local_layer(layer: LayerSpec, layout: Layout) -> LayerSpec:
     if ranks == 1:
         return layer
     return replace(layer, kv_heads=layer.kv_heads // ranks, query_heads=layer.query_heads // ranks)
+
+
+# -- as a run file asks for it ---------------------------------------------------------------------
+
+COMMAND = "torchrun --nproc-per-node {} -m farspan train RUN.yaml"
+LONGEST = 1e9  # seconds, a life; clocks count nanoseconds in 64 bits, 292 years
+
+
+class Auto(StrEnum):
+    """All ranks share every sequence, in the way that the model's heads allow."""
+
+    AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """So many ranks along each axis of `Layout`."""
+
+    tensor: int = 1
+    ulysses: int = 1
+    shards: int = 1
+    ring: int = 1
+    pipeline: int = 1
+    data: int | None = None  # null: what is left over
+    fsdp: bool = True
+    timeout: float = 600.0  # seconds after which ranks no longer wait for each other
+
+    def __post_init__(self) -> None:
+        data = 1 if self.data is None else self.data
+        Layout(**self._extents(), data=data, fsdp=self.fsdp)
+        if not 0 < self.timeout <= LONGEST:
+            raise UnsupportedError(
+                f"timeout: expected seconds above 0 and up to {LONGEST:.0e}, got {self.timeout!r}"
+            )
+
+    def asked(self) -> int:
+        """Ranks that are asked for, where `data` does not take what is left over."""
+        return prod(self._extents().values()) * (self.data or 1)
+
+    def layout(self, ranks: int) -> Layout:
+        """The layout of so many ranks. Raises UnsupportedError if another number is asked for."""
+        asked = self.asked()
+        if ranks % asked or (self.data is not None and ranks != asked):
+            there = "there is 1" if ranks == 1 else f"there are {ranks}"
+            raise UnsupportedError(f"{self.describe()}, but {there}")
+        return Layout(**self._extents(), data=self.data or ranks // asked, fsdp=self.fsdp)
+
+    def describe(self) -> str:
+        """The product, written out."""
+        extents = {**self._extents(), "data": self.data or 1}
+        found = [f"{name} {n}" for name, n in extents.items() if n > 1] or ["1"]
+        many = "" if self.data is not None else " or a multiple"
+        return f"parallel: {' x '.join(found)} needs {self.asked()} rank(s){many}"
+
+    def _extents(self) -> dict[str, int]:
+        names = {f.name for f in fields(self)} & set(AXES) - {"data"}
+        return {name: getattr(self, name) for name in AXES if name in names}
+
+
+Given = Parallel | Auto | None  # what a run file says
+
+
+def check_ranks(given: Given, ranks: int | None) -> Given:
+    """`given` for so many ranks, None being a process that nobody launched, with `data` written
+    out. Raises UnsupportedError where it is for another number of them."""
+    if isinstance(given, Parallel):
+        try:
+            return replace(given, data=given.layout(ranks or 1).data)
+        except UnsupportedError as error:
+            many = given.asked()
+            if given.data is None:  # of those that are there, as many as can share it
+                many *= max(1, (ranks or 1) // many)
+            raise UnsupportedError(f"{error}; start {many}: {COMMAND.format(many)}") from error
+    if given is None and ranks is not None and ranks > 1:
+        raise UnsupportedError(
+            f"parallel: missing, but {ranks} ranks were started; set it to auto to share every "
+            f"sequence, or to data: {ranks} for that many replicas"
+        )
+    return given
+
+
+def layout_of(given: Given, ranks: int, model: Callable[[], ModelSpec]) -> Layout:
+    """The layout of a run on so many ranks; the model is looked at where its heads decide."""
+    if isinstance(given, Parallel):
+        return given.layout(ranks)
+    return ALONE if ranks == 1 else sequence_layout(model(), ranks)
+
+
+def replicas(given: Given) -> int:
+    """Ranks, or groups of them, with sequences of their own."""
+    return (given.data or 1) if isinstance(given, Parallel) else 1

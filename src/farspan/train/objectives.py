@@ -26,7 +26,7 @@ from farspan.spec import LossKind, Reference, UnsupportedError
 from farspan.train.console import Observer
 from farspan.train.context import StepLike
 from farspan.train.run_folder import STORED, RunFolder
-from farspan.train.trainer import Batches, Micro
+from farspan.train.step_runner import Batches, Micro
 
 MARK = "run"  # in the file of stored log-probabilities: whose they are
 F32 = torch.float32

@@ -14,9 +14,8 @@ from farspan.planner.explain import part_words
 from farspan.planner.request import Budget, Plan, Question
 from farspan.planner.space import SMALLEST_CHUNK
 from farspan.program.builder import build_program
-from farspan.program.layout import ALONE, Layout, Rank, group_ranges, refuse_together
+from farspan.program.layout import ALONE, COMMAND, Layout, Rank, group_ranges, refuse_together
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
-from farspan.train.config import COMMAND
 
 # How torch's allocator of main memory says that it got none.
 NO_MAIN_MEMORY = ("DefaultCPUAllocator", "not enough memory", "an't allocate memory")

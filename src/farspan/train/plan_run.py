@@ -18,7 +18,9 @@ from farspan.planner.request import Fit, Optimizer, Plan, Question
 from farspan.profile.store import Profiles
 from farspan.program.layout import (
     ALONE,
+    Given,
     Layout,
+    Parallel,
     group_ranges,
     sequence_layout,
 )
@@ -31,7 +33,7 @@ from farspan.spec import (
     Tier,
     UnsupportedError,
 )
-from farspan.train.config import Given, Parallel, RunConfig, StatesPlace
+from farspan.train.config import RunConfig, StatesPlace
 from farspan.train.context import Components, machine_of, torch_dtype
 from farspan.train.memory import leaves_weights_open, with_weights_there
 from farspan.train.oom import explain_moved, explain_there

@@ -46,8 +46,9 @@ from farspan.durable import (
     write_failure,
     write_whole,
 )
+from farspan.program.layout import replicas
 from farspan.spec import UnsupportedError
-from farspan.train.config import Decay, RunConfig, StatesPlace, replicas
+from farspan.train.config import Decay, RunConfig, StatesPlace
 from farspan.train.yaml_config import flatten, read_file, to_mapping, write_mapping
 
 STORED = "reference.safetensors"

@@ -24,19 +24,20 @@ from farspan.hf.quantized import elements, format_of, frozen_digest, refuse_whol
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import reads_text_alone, refuse_context, refuse_dropout, refuse_model
 from farspan.profile.catalog import is_on_hub, refuse_absent
-from farspan.program.layout import AXES, Layout, group_ranges, refuse_together, streams
+from farspan.program.layout import (
+    AXES,
+    Layout,
+    Parallel,
+    check_ranks,
+    group_ranges,
+    layout_of,
+    refuse_together,
+    streams,
+)
 from farspan.program.strategies import AUTO
 from farspan.sparse.train import opening_words
 from farspan.spec import LossKind, ModelSpec, Reference, Schedule, Tier, UnsupportedError
-from farspan.train.config import (
-    ModelConfig,
-    Parallel,
-    RunConfig,
-    StartConfig,
-    StatesPlace,
-    check_ranks,
-    layout_of,
-)
+from farspan.train.config import ModelConfig, RunConfig, StartConfig, StatesPlace
 from farspan.train.console import Observer
 from farspan.train.context import (
     Components,

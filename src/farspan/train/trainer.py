@@ -10,14 +10,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from farspan.checkpoint.distributed import FROZEN
 from farspan.checkpoint.local import (
@@ -28,8 +27,6 @@ from farspan.checkpoint.local import (
     folder_name,
     is_exported,
 )
-from farspan.data.formats import UNTRAINED
-from farspan.data.packing import PackedBatch
 from farspan.distributed.run_context import (
     DistributedContext,
     StopPoint,
@@ -70,6 +67,8 @@ from farspan.train.run_folder import (
 from farspan.train.setup import choose_device, introduce, make_context, resolve
 from farspan.train.step_runner import (
     ABOUT,
+    Batches,
+    Micro,
     PlanComparison,
     StepRunner,
     TrainingResult,
@@ -79,91 +78,6 @@ from farspan.train.yaml_config import flatten, to_mapping
 
 class Diverged(RuntimeError):
     """Training met a loss or gradient that is not finite, and `nonfinite: stop` is set."""
-
-
-@dataclass(frozen=True, slots=True)
-class Micro:
-    """One batch on the device and the number of its tokens that have a target."""
-
-    batch: PackedBatch
-    indices: tuple[int, ...]
-    input_ids: Tensor  # [batch, tokens] int64
-    labels: Tensor  # the same, or UNTRAINED
-    document_ids: Tensor  # [batch, tokens] int64
-    trained: int
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Its sequences and their documents, for diagnosis.json."""
-        return [
-            {"sequence": index, "documents": list(names)}
-            for index, names in zip(self.indices, self.batch.names, strict=True)
-        ]
-
-
-class Batches:
-    """The batches of a run. Batch n of D replicas is sequences [n * D * batch, (n + 1) * D * batch)
-    of the run's order, given out in order: the update reads what one replica reads with a batch of
-    D * batch."""
-
-    def __init__(self, ctx: RunContext) -> None:
-        self.ctx = ctx
-        self.replicas, self.replica = ctx.world.replicas, ctx.world.replica
-
-    def of_step(self, step: int) -> list[Micro]:
-        """This replica's, of the update after `step` of them."""
-        count = self.ctx.run.accumulate
-        return [self.of(step * count + place) for place in range(count)]
-
-    def needed(self) -> int:
-        """How many batches of this replica's hold all that the run ever reads: those of its steps,
-        or of an epoch."""
-        run = self.ctx.run
-        epoch = -(-self.ctx.corpus.train.sequences_per_epoch() // (run.batch * self.replicas))
-        return min(run.steps * run.accumulate, epoch)
-
-    def held_out(self) -> list[Micro]:
-        """This replica's share of those to evaluate on, spread over all that are held out: one long
-        document does not stand for the rest. Every replica has as many; what is missing has no
-        trained token."""
-        packing, replicas = self.ctx.corpus.held_out, self.replicas
-        assert packing is not None, "there is something to evaluate on"
-        there = packing.sequences_per_epoch()
-        count = min(self.ctx.run.evaluation.sequences, there)
-        chosen = [place * there // count for place in range(count)]
-        own = chosen[self.replica :: replicas]
-        found = [self._place(packing.once(i), (i,)) for i in own]
-        for _ in range(-(-count // replicas) - len(own)):
-            spare = self._place(packing.once(chosen[-1]), (chosen[-1],))
-            labels = torch.full_like(spare.labels, UNTRAINED)
-            blank = replace(spare.batch, pairs=())
-            found.append(replace(spare, batch=blank, labels=labels, trained=0))
-        return found
-
-    def trained(self, micros: list[Micro]) -> int:
-        """Trained tokens of these and of the other replicas'."""
-        return self.over_replicas(sum(m.trained for m in micros))
-
-    def read(self, micros: list[Micro]) -> int:
-        """Tokens of documents in these and in the other replicas'."""
-        return self.over_replicas(sum(m.batch.tokens for m in micros))
-
-    def over_replicas(self, own: int) -> int:
-        """The sum of a number of each."""
-        return own if self.replicas == 1 else self.ctx.world.sum_over_replicas(own)
-
-    def of(self, number: int) -> Micro:
-        """Batch `number` since the start of the run."""
-        size = self.ctx.run.batch
-        start = (number * self.replicas + self.replica) * size
-        indices = tuple(range(start, start + size))
-        return self._place(self.ctx.corpus.train.batch(indices), indices)
-
-    def _place(self, batch: PackedBatch, indices: tuple[int, ...]) -> Micro:
-        input_ids = torch.from_numpy(batch.input_ids).to(self.ctx.world.device)
-        labels = torch.from_numpy(batch.labels).to(self.ctx.world.device)
-        document_ids = torch.from_numpy(batch.document_ids).to(self.ctx.world.device)
-        trained = self.ctx.components.count_trained(labels, document_ids)
-        return Micro(batch, indices, input_ids, labels, document_ids, trained)
 
 
 class TrainingLoop:
