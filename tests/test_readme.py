@@ -1,0 +1,99 @@
+"""The first screen shows its data, the data are the planner's, and what it claims is on record."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import performance, readme
+from benchmarks.gpu.show import PUBLISHED, is_exact
+from farspan.cli import FAILED
+from farspan.cli.plan import app
+from farspan.planner.plans import fits, longest_contexts
+from farspan.program.strategies import GROUPED
+from farspan.spec import VERSION
+
+LINES = 140
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    return readme.load()
+
+
+def page() -> str:
+    return readme.PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_has_the_table_of_the_data(record: dict[str, Any]) -> None:
+    assert readme.filled(page(), record) == page()
+    moved = json.loads(json.dumps(record))
+    moved["longest"][0]["longest"]["tokens"] *= 2
+    assert readme.filled(page(), moved) != page()
+    with pytest.raises(ValueError, match="no place for"):
+        readme.filled("# A page\n", record)
+
+
+def test_everything_was_asked_and_called_planned(record: dict[str, Any]) -> None:
+    assert record["farspan"] == VERSION
+    assert record["machines"] == readme.MACHINES
+    asked = [(row["model"], row["way"], row["machine"]) for row in record["longest"]]
+    names = (readme.MODELS, readme.WAYS, readme.MACHINES)
+    assert asked == [(m, w, on) for m in names[0] for w in names[1] for on in names[2]]
+    assert "**All planned**" in page()
+    for row in record["longest"]:
+        found = row["longest"]
+        assert found is None or found["seconds"] <= record["max_step"]
+
+
+@pytest.mark.parametrize(
+    ("model", "way", "machine"),
+    [
+        ("Qwen3-8B", "QLoRA", "RTX 4090, 128 GiB"),
+        ("Qwen3-32B", "LoRA", "H100, 256 GiB"),
+    ],
+)
+def test_the_data_are_the_planners(
+    record: dict[str, Any], model: str, way: str, machine: str
+) -> None:
+    """The context fits, and a search by the same options finds it again."""
+    (row,) = (
+        row["longest"]
+        for row in record["longest"]
+        if (row["model"], row["way"], row["machine"]) == (model, way, machine)
+    )
+    question = readme.asked(model, row["options"], machine, row["tokens"])
+    assert question is not None
+    assert fits(question)
+    again = longest_contexts(question, [GROUPED], max_step=record["max_step"])[GROUPED]
+    assert again.question.run.tokens == row["tokens"]
+
+
+def test_the_claim_is_on_record() -> None:
+    """The measured step, its share of the peak, the plans, and the published speed beside it."""
+    steps = json.loads(performance.RECORD.read_text(encoding="utf-8"))["measurements"]
+    exact = [step for step in steps if is_exact(step)]
+    (row,) = (step for step in exact if step["name"] == "auto at 262144")
+    text = " ".join(page().split())
+    assert f"256K tokens, takes {row['seconds']:.0f} s at {row['mfu']:.1%} MFU" in text
+    assert f"{PUBLISHED[row['tokens']] / row['seconds']:.1f} times as fast" in text
+    memory = max(abs(step["device_bytes_over_planned"] - 1) for step in exact)
+    time = max(step["seconds"] / step["planned"]["seconds"] - 1 for step in exact)
+    rounded = f"within {math.ceil(1000 * memory) / 1000:.1%} of the plan"
+    assert f"{rounded} made before it, its time within {time:.0%}" in text
+
+
+def test_the_plan_on_the_page_is_the_planners() -> None:
+    (block,) = (part for part in page().split("```") if part.startswith("\n$ farspan plan "))
+    command, *lines = block.strip().splitlines()
+    done = CliRunner().invoke(app, command.removeprefix("$ farspan plan ").split())
+    assert done.exit_code == FAILED
+    said = " ".join(" ".join(lines).removesuffix("...").split())
+    assert said.startswith("Qwen3-8B")
+    assert said in " ".join(done.output.split())
+
+
+def test_a_first_screen_is_short() -> None:
+    assert len(page().splitlines()) <= LINES
