@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from farspan import Schedule, Step
-from farspan.sparse.select import RandomPages
+from farspan.sparse.pages import RandomPages
 from farspan.spec import Sparse
 
 DENSE, SPARSE, RANDOM = "dense", "sparse", "random"

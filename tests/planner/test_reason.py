@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from farspan.planner.explain import reason_of
+from farspan.planner.remedies import reason_of
 from tests.report.cases import GIB, fitting, overrun
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from farspan.planner.api import Request
-from farspan.planner.explain import PARTS, breaks_first, reason_of
 from farspan.planner.plans import best_plan
+from farspan.planner.remedies import PARTS, breaks_first, reason_of
 from farspan.planner.request import Budget, Optimizer, Remedy
 from farspan.profile.estimate import estimated
 from farspan.program.layout import Layout

@@ -23,7 +23,7 @@ from farspan.sparse.attend import (
     sparse_reference,
 )
 from farspan.sparse.gathered import select_far
-from farspan.sparse.select import Selector, TopK
+from farspan.sparse.pages import Selector, TopK
 from farspan.sparse.sizes import MOST_UNITS
 from farspan.spec import Sparse
 from tests.attention.cases import Case, Inputs, Results

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from farspan.sparse.attend import FarCall
 from farspan.sparse.gathered import FlashPages, Gathered, PlainPages
-from farspan.sparse.pages import Pages
-from farspan.sparse.select import Checked, Fraction, RandomPages, Selector, TopK
+from farspan.sparse.pages import Checked, Fraction, Pages, RandomPages, Selector, TopK
 from farspan.spec import Sparse
 from tests.attention import cases as dense_cases
 from tests.attention.cases import Case, Inputs, make_inputs

@@ -9,7 +9,7 @@ from farspan.engine.memory import PeakMemory
 from farspan.program.attention_blocks import plan_blocks
 from farspan.sparse.attend import SparseCall, choose, sampled, seen_mass, sparse_call
 from farspan.sparse.gathered import select_far
-from farspan.sparse.select import TopK
+from farspan.sparse.pages import TopK
 from farspan.sparse.sizes import SAMPLES, WATCHED_KEYS, Far, choice_bytes, watch_bytes
 from farspan.spec import Sparse
 from tests.sparse.memory_pages import MemoryPages

@@ -13,7 +13,7 @@ from farspan.engine.reference import SparseReference, gradients_of, reference_lo
 from farspan.engine.step import Step
 from farspan.program.program import Forward
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.sparse.select import Candidates, Fraction, RandomPages, Selector, TopK
+from farspan.sparse.pages import Candidates, Fraction, RandomPages, Selector, TopK
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import (
     Data,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from farspan.sparse.attend import Mass, sampled, seen_mask, seen_mass
-from farspan.sparse.select import RandomPages
+from farspan.sparse.pages import RandomPages
 from farspan.spec import Sparse
 from tests.attention.cases import Case, make_inputs
 from tests.numerics import EXACT, assert_exact

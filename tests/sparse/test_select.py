@@ -11,7 +11,7 @@ from torch import Tensor
 
 from farspan.sparse import select as selecting
 from farspan.sparse.attend import choose
-from farspan.sparse.select import Candidates, Checked, Fraction, RandomPages, Selector, TopK, vote
+from farspan.sparse.pages import Candidates, Checked, Fraction, RandomPages, Selector, TopK, vote
 from farspan.spec import Sparse, UnsupportedError
 from tests.attention.cases import Case, make_inputs
 from tests.grids import crossed

@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farspan.sparse.pages import Slab, Units, ends_of, index_of, slabs_of, units_of
-from farspan.sparse.select import Candidates, Checked, Fraction, TopK
+from farspan.sparse.pages import (
+    Candidates,
+    Checked,
+    Fraction,
+    Slab,
+    TopK,
+    Units,
+    ends_of,
+    index_of,
+    slabs_of,
+    units_of,
+)
 from farspan.spec import Sparse
 from tests.attention.cases import Case, make_inputs
 from tests.grids import crossed

@@ -16,7 +16,7 @@ from farspan.hf.load import load_model
 from farspan.hf.stages import CausalLMStages
 from farspan.planner.request import Question
 from farspan.program.layout import Layout
-from farspan.sparse.select import Fraction
+from farspan.sparse.pages import Fraction
 from farspan.sparse.train import fraction_of, hides, other_chunk
 from farspan.spec import ModelSpec, RunSpec, Schedule, Sparse, Tier, UnsupportedError
 from farspan.train.config import (

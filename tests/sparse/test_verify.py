@@ -15,7 +15,7 @@ from farspan.engine.step import Step
 from farspan.engine.verify import VerificationRun, verify
 from farspan.hf.stages import CausalLMStages
 from farspan.sparse.engine import BufferPages, Means
-from farspan.sparse.select import Candidates, Fraction, RandomPages, TopK, take_most
+from farspan.sparse.pages import Candidates, Fraction, RandomPages, TopK, take_most
 from farspan.sparse.verify import distance, linear_modules
 from farspan.spec import Schedule, Sparse, UnsupportedError
 from tests.engine.checks import Data, run_oracle

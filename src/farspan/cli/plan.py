@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,9 @@ from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.request import SHARE, Optimizer, Plan, Question
 from farspan.profile.catalog import presets
 from farspan.program.strategies import AUTO, STRATEGIES
+from farspan.report.page import write_page
 from farspan.report.plan import contexts_view, drive_json, loss_json, plan_view, timeline_json
+from farspan.report.plan_page import PageOf, plan_page
 from farspan.report.snapshot import plan_snapshot, write_snapshot
 from farspan.report.tables import show
 from farspan.spec import (
@@ -129,6 +132,35 @@ def _drawn(plan: Plan | None, name: str) -> Plan:
             f"{name}: no strategy fits at any context, so there is no step to draw"
         )
     return plan
+
+
+def write_html(path: Path, answer: PlanAnswer, command: str) -> None:
+    """The answer as a page: all plans that were looked at. Raises UnsupportedError where there is
+    none, or no such place."""
+    plans = () if answer.plan is None else (answer.plan, *answer.plan.alternatives)
+    found = PageOf(plans, words=answer.words, command=command)
+    if answer.longest is not None:
+        longest = answer.longest
+        found = replace(
+            found,
+            longest=longest.plans,
+            strategies=longest.strategies,
+            max_step=longest.max_step,
+        )
+    write_page(path, plan_page(found))
+
+
+def command_line(context: typer.Context) -> str:
+    """What was called, as it may be typed again: options in the order of the help."""
+    words = ["plan"]
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if value is None or value == parameter.default or value in ([], ()):
+            continue
+        option = [parameter.opts[0]] if parameter.param_type_name == "option" else []
+        for one in value if isinstance(value, list | tuple) else [value]:
+            words += option if one is True else [*option, str(one)]
+    return f"farspan {shlex.join(words)}"
 
 
 app = typer_app()
@@ -259,12 +291,17 @@ Snapshot = Annotated[
     ),
 ]
 
+Html = Annotated[
+    Path | None,
+    typer.Option(help="Write the answer here as a page that any browser shows, without a network."),
+]
 
 FEW_COLLECTIONS = 1_000_000  # objects made between two
 
 
 @app.command("plan")
 def plan_command(
+    call: typer.Context,
     run: RunFile = None,
     model: Model = None,
     context: Context = None,
@@ -287,6 +324,7 @@ def plan_command(
     max_step: MaxStep = None,
     timeline: Timeline = None,
     snapshot: Snapshot = None,
+    html: Html = None,
     settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -301,10 +339,7 @@ def plan_command(
         **{"loss": loss, "reference": reference},
     }
     given = {name: value for name, value in options.items() if value is not None}
-    limit = math.inf if max_step is None else read_seconds(max_step, "max_step")
-    if max_step is not None and not max_context:
-        raise UnsupportedError("max_step: is of the longest context; give --max-context, too")
-    longest = limit if max_context else None
+    longest = _longest_step(max_step, max_context)
     if run is not None:
         answer = _of_run(run, settings or (), given, longest)
     elif settings:
@@ -316,11 +351,24 @@ def plan_command(
         write_timeline(timeline, chosen)
     if snapshot is not None:
         write_memory(snapshot, chosen)
+    if html is not None:
+        write_html(html, answer, command_line(call))
     if as_json:
         print(json.dumps(answer.to_json()))
     else:
         answer.show()
+    if html is not None:
+        print(f"page: {html}", file=sys.stderr if as_json else sys.stdout)
     raise typer.Exit(0 if chosen and chosen.fits else FAILED)
+
+
+def _longest_step(max_step: str | None, max_context: bool) -> float | None:
+    """Seconds that a step of the longest context may take; None where that is not asked for."""
+    if max_step is None:
+        return math.inf if max_context else None
+    if not max_context:
+        raise UnsupportedError("max_step: is of the longest context; give --max-context, too")
+    return read_seconds(max_step, "max_step")
 
 
 def _of_model(given: dict[str, Any], max_step: float | None) -> PlanAnswer:

@@ -67,7 +67,7 @@ from farspan.program.program import (
     cell_place,
 )
 from farspan.sparse.engine import SparseRun
-from farspan.sparse.select import Selector
+from farspan.sparse.pages import Selector
 from farspan.spec import LayerSpec
 
 

@@ -18,8 +18,7 @@ from farspan.hf.attention_interface import answering, routed
 from farspan.hf.stages import CausalLMStages
 from farspan.sparse.attend import seen_mask
 from farspan.sparse.attend import sparse_reference as sparse_reference
-from farspan.sparse.pages import page_means
-from farspan.sparse.select import Candidates, Selector, vote
+from farspan.sparse.pages import Candidates, Selector, page_means, vote
 from farspan.spec import Sparse
 
 Attention = Callable[..., Tensor]  # what `reference` takes and gives

@@ -37,7 +37,7 @@ from farspan.program.layout import AXES, SEQUENCE
 from farspan.program.program import Backward, Forward, Head, Instruction, Program
 from farspan.program.work import work_of
 from farspan.sparse.engine import Seen, watched_cell
-from farspan.sparse.select import Selector
+from farspan.sparse.pages import Selector
 from farspan.spec import LayerSpec, Schedule, Tier, UnsupportedError
 
 LOG = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ from farspan.program.layout import ALONE, AXES, ONLY, SEQUENCE, streams
 from farspan.program.program import Program
 from farspan.program.strategies import AUTO
 from farspan.sparse.engine import PageFunction, selector_of
-from farspan.sparse.select import Selector
+from farspan.sparse.pages import Selector
 from farspan.spec import (
     Kernels,
     LossKind,
@@ -115,7 +115,7 @@ class Step(ProgramRunner):
         copies run beside the computation, which is what they do on CUDA unless it is False; the
         results are the same bits (on CUDA with `kernels.deterministic`, else up to rounding).
         `kernels` says who computes. With `schedule.sparse`, `selector` chooses pages in place of
-        the votes: one of `farspan.sparse.select`, or a function from votes [B, Hk, M, n]
+        the votes: one of `farspan.sparse.pages`, or a function from votes [B, Hk, M, n]
         and the range of their n pages to a choice, int32 [B, Hk, M, k] of pages or -1, k at most
         `budget // page`, which depends on nothing but its arguments. With `ranks` all of them make
         the same call with the same sequences (but for replicas along `data`, which bring their own)

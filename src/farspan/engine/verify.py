@@ -56,7 +56,7 @@ from farspan.hf.quantized import is_quantized, unpacked
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import drawing_dropouts, refuse_context
 from farspan.sparse.engine import PageFunction
-from farspan.sparse.select import Selector
+from farspan.sparse.pages import Selector
 from farspan.sparse.verify import Approximation, Function, Gradients, approximation
 from farspan.spec import Schedule, UnsupportedError
 

@@ -18,11 +18,10 @@ from farspan.planner.evaluate import (
     useful_flop,
     whole_schedule,
 )
-from farspan.planner.explain import breaks_first, reason_of
 from farspan.planner.feasibility import plan_of, roomiest, states_do_not_fit
 from farspan.planner.memo_lp import with_alpha
 from farspan.planner.prices import rates_of
-from farspan.planner.remedies import remedies_of
+from farspan.planner.remedies import breaks_first, reason_of, remedies_of
 from farspan.planner.request import Fit, Plan, Question, Remedy, of_whole, with_room
 from farspan.planner.search import (
     TOLERANCE,

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from farspan.formatting import write_bytes, write_most, write_seconds, write_tokens
-from farspan.planner.evaluate import most_layers, size, slowest, stage_schedule
-from farspan.planner.explain import part_words
+from farspan.planner.evaluate import most_layers, programs, size, slowest, stage_schedule
 from farspan.planner.feasibility import loss_seconds
 from farspan.planner.prices import Prices
+from farspan.planner.remedies import part_words
 from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question
 from farspan.planner.states import drive_bytes, update_overlaps
 from farspan.planner.timeline import Span, spans
@@ -63,6 +63,7 @@ RECURRENT = (
 )
 NOTHING_HELPS = "none of those that were tried makes it fit"
 FITS = {Fit.NOT: "no", Fit.TIGHT: "tight", Fit.ROOMY: "yes"}
+FITTING = {Fit.NOT: "does NOT fit", Fit.TIGHT: "fits, tightly", Fit.ROOMY: "fits"}
 LANES = {
     "compute": "compute",
     "fetch": "host to device",
@@ -100,27 +101,32 @@ def plan_text(plan: Plan) -> str:
 def verdict(plan: Plan) -> Text:
     """Does it fit, by how much on each tier; if not, what breaks first and what would help."""
     text = Text(f"{subject(plan)}\n")
-    if plan.fits:
-        text.append("fits, tightly" if plan.tight else "fits", "bold green")
-    else:
-        text.append("does NOT fit", "bold red")
-    if plan.question.machine.unified:
-        text.append(f": {_spare(plan.device)} in the one memory of both tiers\n")
-    else:
-        text.append(f": {_spare(plan.device)} on the device, {_spare(plan.host)} on the host\n")
-    if plan.tight:
-        text.append(f"{tight_words(plan)}\n", "yellow")
-    if not plan.fits and plan.reason:
-        text.append(f"{plan.reason}\n", "red")
-    if not plan.fits:
-        first, *others = plan.remedies or (None,)
-        cheapest = NOTHING_HELPS if first is None else first.words()
-        text.append(f"cheapest change: {cheapest}\n", "yellow")
-        for remedy in others:
-            text.append(f"or: {remedy.words()}\n", "yellow")
+    text.append(FITTING[plan.fit], "bold green" if plan.fits else "bold red")
+    spare, *more = verdict_lines(plan)
+    text.append(f": {spare}\n")
+    for place, line in enumerate(more):
+        breaks = not plan.fits and plan.reason and place == 0
+        text.append(f"{line}\n", "red" if breaks else "yellow")
     for note in notes(plan):
         text.append(f"note: {note}\n")
     return text
+
+
+def verdict_lines(plan: Plan) -> list[str]:
+    """What is to spare or too much, first; then what is tight, or what breaks first and what would
+    help."""
+    lines = [f"{_spare(plan.device)} on the device, {_spare(plan.host)} on the host"]
+    if plan.question.machine.unified:
+        lines = [f"{_spare(plan.device)} in the one memory of both tiers"]
+    if plan.tight:
+        lines.append(tight_words(plan))
+    if not plan.fits:
+        first, *others = plan.remedies or (None,)
+        cheapest = NOTHING_HELPS if first is None else first.words()
+        lines += [plan.reason] * bool(plan.reason)
+        lines.append(f"cheapest change: {cheapest}")
+        lines += [f"or: {remedy.words()}" for remedy in others]
+    return lines
 
 
 def tight_words(plan: Plan) -> str:
@@ -454,7 +460,9 @@ def timeline_json(plan: Plan) -> dict[str, Any]:
 def step_spans(plan: Plan) -> tuple[Program, tuple[Span, ...]]:
     """The slowest rank's program and when each of its instructions keeps which lane busy, the
     update last, where it is not beside the next step; seconds from the step's begin."""
-    program, _ = slowest(plan.question, size(plan.question, plan.schedule))
+    question = plan.question
+    found = [program for _, program in programs(question, plan.schedule)]
+    program = found[0] if len(found) == 1 else slowest(question, size(question, plan.schedule))[0]
     return program, program_spans(plan, program)
 
 

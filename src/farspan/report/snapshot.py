@@ -26,7 +26,7 @@ from typing import Any
 from farspan.memory.placement import Placement, PlacementRequest, place
 from farspan.memory.trace import Malloc, Mark, Trace
 from farspan.planner import evaluate
-from farspan.planner.explain import part_words
+from farspan.planner.remedies import part_words
 from farspan.planner.request import Plan
 from farspan.planner.timeline import Span
 from farspan.program.program import Allocate, Free, Instruction, Program

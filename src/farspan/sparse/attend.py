@@ -29,8 +29,7 @@ from torch import Tensor
 from farspan.attention.backends import BackwardQueries, accumulate_dtype, add_sinks, merge_
 from farspan.attention.chunk import AttentionCall, KeyValues, attend_backward, attend_blocks
 from farspan.program.attention_blocks import near_blocks
-from farspan.sparse.pages import Pages
-from farspan.sparse.select import Candidates, Selector, vote
+from farspan.sparse.pages import Candidates, Pages, Selector, vote
 from farspan.spec import Sparse
 
 

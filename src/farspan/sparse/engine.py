@@ -49,9 +49,14 @@ from farspan.sparse.attend import (
     sparse_call,
 )
 from farspan.sparse.pages import (
+    Checked,
     Ends,
+    Fraction,
+    RandomPages,
     Resident,
+    Selector,
     Slab,
+    TopK,
     Units,
     ends_of,
     index_of,
@@ -59,7 +64,6 @@ from farspan.sparse.pages import (
     slabs_of,
     units_of,
 )
-from farspan.sparse.select import Checked, Fraction, RandomPages, Selector, TopK
 from farspan.sparse.sizes import SAMPLES, WATCHED_KEYS, Far, far_of, most_units_of, slot_parts
 from farspan.spec import LayerSpec, Sparse, UnsupportedError
 

@@ -1,23 +1,35 @@
-"""Pages of keys and values as sparse attention asks for them, and a storage in memory.
+"""Pages of keys and values: which of them a page of queries attends, by votes of its queries and
+selectors that read them; how sparse attention asks for them, and a storage in memory.
 
-Legend: T tokens, B batch, Hk key-value heads, P tokens a page, D head dim, Dv value dim. A unit is
-one page of one batch row and one key-value head, K [P, D] and V [P, Dv]: the least that is chosen
-alone. Units are asked for once each, however many pages of queries chose them, so that a storage on
-host moves them in one batched gather and back in one write without collisions. Where there are more
-than memory is to hold, the pages of queries are taken in slabs, consecutive runs of them.
+Legend: T tokens, B batch, H query heads, Hk key-value heads, r = H / Hk, C tokens of the chunk,
+P tokens a page, M = ceil(C / P) pages of queries (the last may be ragged), n candidate pages, k
+chosen ones, D head dim, Dv value dim.
+
+A choice is int32 [B, Hk, M, k]: numbers of pages of the sequence, ascending, then -1 where there
+are fewer than k. It is made once, in a chunk's first forward; rebuild and backward get the same.
+
+A unit is one page of one batch row and one key-value head, K [P, D] and V [P, Dv]: the least that
+is chosen alone. Units are asked for once each, however many pages of queries chose them, so that a
+storage on host moves them in one batched gather and back in one write without collisions. Where
+there are more than memory is to hold, the pages of queries are taken in slabs, consecutive runs of
+them.
 
 Who attends says what was chosen before it needs the pages (`Pages.begin`), so that they may be on
 their way while near keys are attended to."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction as Ratio
+from math import ceil
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from farspan.attention.backends import accumulate_dtype
 from farspan.attention.chunk import KeyValues
+from farspan.spec import UnsupportedError
 
 MOST_PAGES = 2**31  # more than an int32 names: no device is asked for the largest of a choice
 Ends = tuple[tuple[int, int], ...]  # of slabs: the page of queries behind each, and its units
@@ -172,3 +184,215 @@ def page_means(k: Tensor, page: int) -> Tensor:
     """Mean keys [n, B, Hk, D] of the whole pages of k [T, B, Hk, D], in the accumulate dtype."""
     whole = k.shape[0] // page
     return k[: whole * page].unflatten(0, (whole, page)).mean(1, dtype=accumulate_dtype(k.dtype))
+
+
+# -- which are chosen ------------------------------------------------------------------------------
+
+# The most scores at one time: on a CPU what its cache holds (1 MB in fp32, twice as fast as 32 MB),
+# elsewhere 128 MB.
+SCORES = {"cpu": 2**18}
+SCORES_ELSEWHERE = 2**25
+# A page of queries may have so many times more before it is divided: it is as fast, and matrix
+# products of fewer than 16 queries are not.
+UNDIVIDED, LEAST = 4, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The pages a chunk chooses from; column i of votes is page `pages[i]`."""
+
+    pages: range
+    first: Tensor | None = None  # [B, M]: no query of the page sees pages before; None: sees all
+
+    def hidden(self) -> Tensor | None:
+        """Columns whose page is hidden from every query: bool [B, 1, M, n]."""
+        if self.first is None:
+            return None
+        pages = torch.arange(self.pages.start, self.pages.stop, device=self.first.device)
+        return (pages < self.first[..., None]).unsqueeze(1)
+
+
+class Selector(Protocol):
+    """Chooses pages. Its answer depends on nothing but its arguments and its own fields."""
+
+    def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
+        """votes [B, Hk, M, n], n >= 1 -> a choice among `candidates`."""
+
+
+def vote(
+    q: Tensor,
+    representatives: Tensor,
+    page: int,
+    scale: float,
+    documents: Tensor | None,
+    first: int,
+) -> Tensor:
+    """Votes [B, Hk, M, n], in the accumulate dtype, of the queries for pages from `first` on.
+
+    q [B, H, C, D], representatives [B, Hk, n, D], documents [B, C] the first token of each query's
+    document. Every query and head spreads one vote over the pages it sees, in proportion to
+    exp(scale q . representative) (OOMB equation 4; the scale is that of attention); one that sees
+    none of them does not vote.
+    """
+    batch, heads, tokens, _ = q.shape
+    kv_heads, pages = representatives.shape[1:3]
+    keys = representatives.to(accumulate_dtype(q.dtype)).mT * scale
+    number = torch.arange(first, first + pages, device=q.device)
+    votes = keys.new_zeros(batch, kv_heads, -(-tokens // page), pages)
+    most = SCORES.get(q.device.type, SCORES_ELSEWHERE)
+    each = batch * (heads // kv_heads) * max(1, pages)
+    heads_at_once = min(kv_heads, max(1, UNDIVIDED * most // (each * page)))
+    for start, stop in _spans(tokens, page, most // (each * heads_at_once)):
+        hidden = None
+        if documents is not None:
+            hidden = (documents[:, start:stop, None] // page > number)[:, None, None]
+        of_pages = slice(start // page, -(-stop // page))
+        for head in range(0, kv_heads, heads_at_once):
+            some = slice(head, head + heads_at_once)
+            part = q[:, :, start:stop].unflatten(1, (kv_heads, -1))[:, some]
+            votes[:, some, of_pages] += _vote(part, keys[:, some], hidden, page)
+    return votes
+
+
+def _spans(tokens: int, page: int, most: int) -> Iterator[tuple[int, int]]:
+    """Tokens of a chunk that vote together, about `most`: whole pages, or parts of one."""
+    whole = max(1, most // page) * page
+    step = whole if UNDIVIDED * most >= page else max(LEAST, most)
+    for first in range(0, tokens, whole):
+        last = min(first + whole, tokens)
+        for start in range(first, last, step):
+            yield start, min(start + step, last)
+
+
+def _vote(q: Tensor, keys: Tensor, hidden: Tensor | None, page: int) -> Tensor:
+    """Votes [B, h, m, n] of q [B, h, r, t, D] for keys [B, h, D, n]: of m pages of queries, or of a
+    part of one. `hidden` is bool [B, 1, 1, t, n]."""
+    # The heads of a group stacked: their keys are read once, not copied for each.
+    scores = (q.to(keys.dtype).flatten(2, 3) @ keys).unflatten(2, q.shape[2:4])
+    if hidden is None:
+        weights = scores.softmax(-1)
+    else:
+        # A row that is hidden as a whole is nan for a moment.
+        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0)
+    if q.shape[3] <= page:
+        return weights.sum((2, 3)).unsqueeze(2)
+    ragged = -q.shape[3] % page
+    weights = pad(weights, (0, 0, 0, ragged)) if ragged else weights
+    return weights.unflatten(3, (-1, page)).sum((2, 4))
+
+
+def _everywhere(count: int, votes: Tensor) -> Tensor:
+    """A count for all rows; written by the device, where torch.tensor would wait for a copy."""
+    return torch.full((), count, device=votes.device)
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """The pages with most votes (OOMB 4.2); of equals the lower."""
+
+    pages: int
+
+    def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
+        most = min(self.pages, votes.shape[3])
+        return take_most(votes, candidates, _everywhere(most, votes), most)
+
+
+@dataclass(frozen=True, slots=True)
+class Fraction:
+    """A share of all pages that a page of queries could see, those with most votes: block-sparse
+    attention of a given sparsity (FPDT 5.6 and table 4, which do not say by which rule blocks are
+    chosen). The time of a step grows with the square of the tokens, as dense attention's does."""
+
+    sparsity: float  # 0: dense attention
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.sparsity, int | float) and not isinstance(self.sparsity, bool)
+        if not number or not 0.0 <= self.sparsity <= 1.0:
+            raise UnsupportedError(
+                f"sparsity: expected a fraction from 0 to 1, got {self.sparsity!r}"
+            )
+
+    def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
+        # A decimal means what it says: 1 - 0.9 is a tenth, of 10 pages one and not two.
+        kept = 1 - Ratio(str(self.sparsity))
+        most = ceil(kept * votes.shape[3])
+        if candidates.first is None:
+            return take_most(votes, candidates, _everywhere(most, votes), most)
+        seen = (candidates.pages.stop - candidates.first).clamp(0, votes.shape[3])
+        counts = -(-seen * kept.numerator // kept.denominator)
+        return take_most(votes, candidates, counts[:, None, :, None], most)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomPages:
+    """As many pages as `TopK`, whatever the votes are: the control that a retrieval must beat."""
+
+    pages: int
+    seed: int
+
+    def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((self.seed, candidates.pages.stop)))
+        drawn = torch.rand(votes.shape, generator=generator, dtype=torch.float64)
+        return TopK(self.pages)(drawn.to(votes.device), candidates)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A function of a user: any order, -1 for no page. Raises UnsupportedError for what is no
+    choice."""
+
+    function: Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n], their pages
+
+    def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
+        choice = self.function(votes, candidates.pages)
+        check_choice(choice, (*votes.shape[:3], None), candidates.pages)
+        last = candidates.pages.stop
+        ascending = torch.where(choice < 0, last, choice).sort(-1).values
+        return torch.where(ascending == last, -1, ascending).int()
+
+
+def check_choice(choice: Tensor, shape: tuple[int | None, ...], pages: range) -> None:
+    """Raise UnsupportedError unless these are whole numbers of `pages` or -1, each once in its
+    row."""
+    wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
+    kind = str(choice.dtype) if isinstance(choice, Tensor) else type(choice).__name__
+    if not isinstance(choice, Tensor) or choice.dtype not in (torch.int32, torch.int64):
+        raise UnsupportedError(f"selector: expected an int32 tensor {wanted} of pages, got {kind}")
+    if choice.ndim != 4 or choice.shape[:3] != shape[:3]:
+        raise UnsupportedError(
+            f"selector: expected pages of shape {wanted}, got {list(choice.shape)}"
+        )
+    outside = (choice != -1) & ((choice < pages.start) | (choice >= pages.stop))
+    if outside.any():
+        raise UnsupportedError(
+            f"selector: expected pages from {pages.start} to {pages.stop - 1}, or -1 for none, "
+            f"got {int(choice[outside][0])}; column i of the votes is page {pages.start} + i"
+        )
+    ascending = choice.sort(-1).values
+    twice = (ascending[..., 1:] == ascending[..., :-1]) & (ascending[..., 1:] >= 0)
+    if twice.any():
+        page = int(ascending[..., 1:][twice][0])
+        raise UnsupportedError(f"selector: expected each page once in a row, got page {page} twice")
+
+
+def take_most(votes: Tensor, candidates: Candidates, counts: Tensor, most: int) -> Tensor:
+    """In each row the `counts` <= `most` pages with most votes, ties to the lower page.
+
+    Exactly so on every device: topk alone leaves open which of two equals it takes.
+    """
+    pages, hidden = candidates.pages, candidates.hidden()
+    if most == 0:
+        return votes.new_empty(*votes.shape[:3], 0, dtype=torch.int32)
+    if hidden is not None:
+        votes = votes.masked_fill(hidden, -1.0)
+    counts = counts.expand(*votes.shape[:3], 1)
+    best = votes.topk(most).values
+    least = best.gather(3, (counts - 1).clamp(min=0))
+    above, equal = votes > least, votes == least
+    places = counts - above.sum(3, keepdim=True)
+    taken = above | equal & (equal.cumsum(3) <= places)
+    if hidden is not None:
+        taken &= ~hidden
+    column = torch.arange(len(pages), device=votes.device)
+    chosen = torch.where(taken, column, len(pages)).topk(most, largest=False).values.sort(3).values
+    return torch.where(chosen < len(pages), chosen + pages.start, -1).int()

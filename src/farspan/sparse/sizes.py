@@ -241,7 +241,7 @@ def _chunk_bytes(far: Far, backward: bool) -> int:
 # -- choosing -------------------------------------------------------------------------------------
 
 # Elements of scores that votes hold at one time on a CPU, or one page of queries' if that is more.
-# On a GPU they are more (sparse.select), which no plan counts.
+# On a GPU they are more (sparse.pages), which no plan counts.
 SCORES = 2**18
 SAMPLES = 16  # queries of a cell whose seen mass is measured
 WATCHED_KEYS = 1024  # that they are compared with at one time

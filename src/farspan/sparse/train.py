@@ -8,7 +8,7 @@ from typing import Any
 
 from farspan.formatting import SEES_ALL, sparse_words
 from farspan.sparse.engine import Seen
-from farspan.sparse.select import Fraction
+from farspan.sparse.pages import Fraction
 from farspan.spec import Schedule, UnsupportedError
 from farspan.train.config import RunConfig, SparseConfig
 from farspan.train.run_folder import as_json

@@ -19,7 +19,7 @@ from farspan.hf.stages import CausalLMStages
 from farspan.program.builder import build_program
 from farspan.program.program import Forward
 from farspan.sparse.engine import PageFunction, selector_of
-from farspan.sparse.select import Candidates, Checked, Selector
+from farspan.sparse.pages import Candidates, Checked, Selector
 from farspan.spec import RunSpec, Schedule, Sparse
 
 Gradients = dict[str, Tensor]  # by the name of a parameter

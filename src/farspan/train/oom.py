@@ -10,7 +10,7 @@ from farspan.engine.memory import least_transient
 from farspan.engine.tiers import DeviceTooSmall
 from farspan.formatting import write_bytes, write_seconds
 from farspan.memory.host import TooLarge
-from farspan.planner.explain import part_words
+from farspan.planner.remedies import part_words
 from farspan.planner.request import Budget, Plan, Question
 from farspan.planner.space import SMALLEST_CHUNK
 from farspan.program.builder import build_program

@@ -1,0 +1,551 @@
+"""A plan, and the others that were looked at, as a page; a step's memory and its walk over the grid
+of cells, thinned out to what a page can hold.
+
+A step is drawn in frames: of so many cells in a row one, with the memory of the fullest moment
+among them, so that no peak is lost. Of the grid at most so many layers and chunks are shown, ends
+included; what is shown of a cell is that cell's own. What no buffer of the program is (weights,
+gradients, what a cell holds for a moment) is drawn as the plan counts it, at its most throughout.
+"""
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from farspan.formatting import write_tokens
+from farspan.planner.evaluate import most_layers, stage_schedule
+from farspan.planner.remedies import breaks_first, part_words
+from farspan.planner.request import Budget, Plan
+from farspan.program.builder import chunks_of
+from farspan.program.program import (
+    Allocate,
+    AttentionMode,
+    Backward,
+    Buffer,
+    Evict,
+    Fetch,
+    Forward,
+    Free,
+    Head,
+    Instruction,
+    Program,
+    Store,
+    StoreGradient,
+)
+from farspan.program.residency import RESIDENCY, CutInto, Kind
+from farspan.report.page import html_page
+from farspan.report.plan import (
+    LANES,
+    MFU_CONVENTION,
+    devices_words,
+    notes,
+    step_spans,
+    subject,
+    verdict_lines,
+)
+from farspan.report.tables import memory_text, schedule_words
+from farspan.spec import VERSION, Tier, UnsupportedError
+
+FRAMES, ROWS_SHOWN, COLUMNS_SHOWN = 600, 48, 64  # of a step on a page; of its grid
+PHASES = 60  # rows of the walk's table
+LEVELS = 2**14  # bytes are told apart to this part of the most
+# Kinds of tensors that a cell leaves behind, in the order of their bits in its state.
+LEFT = (Kind.KV, Kind.DKV, Kind.ATTENTION, Kind.ACTIVATIONS)
+PLACE = {Tier.HOST: 1, Tier.DEVICE: 2}
+COMPUTED, AGAIN, DONE = (phase << 2 * len(LEFT) for phase in (1, 2, 3))
+OPERATIONS = {
+    AttentionMode.COMPUTE: "forward",
+    AttentionMode.NONE: "K, V of the forward",
+    AttentionMode.GIVEN: "forward, attention outputs given",
+    AttentionMode.HELD: "forward, attention outputs held",
+}
+BACKWARD, LOSS = "backward", "loss and its gradient"
+NAMES = (*OPERATIONS.values(), BACKWARD, LOSS)
+Cells = Forward | Backward | Head
+
+
+@dataclass(frozen=True, slots=True)
+class StepFrames:
+    """Which instructions a step is shown at: `ends[i]` is one past the last of frame i, and
+    `shown[i]` the cell that stands for it."""
+
+    ends: tuple[int, ...]
+    shown: tuple[int, ...]
+    cells: int  # of the whole step
+
+    def of(self, index: int) -> int:
+        """The frame that an instruction lies in."""
+        return min(bisect_left(self.ends, index + 1), len(self.ends) - 1)
+
+
+def frames_of(program: Program, most: int, layers: set[int], chunks: set[int]) -> StepFrames:
+    """At most so many, of equally many cells each; a cell of these layers and chunks stands for its
+    frame where there is one."""
+    found = program.instructions
+    cells = [index for index, i in enumerate(found) if isinstance(i, Cells)]
+    count = min(most, len(cells))
+    ends, shown = [], []
+    for frame in range(count):
+        own = cells[frame * len(cells) // count : (frame + 1) * len(cells) // count]
+        seen = [index for index in own if _is_shown(found[index], layers, chunks)]
+        shown.append((seen or own)[-1])
+        ends.append(own[-1] + 1)
+    ends[-1] = len(found)
+    return StepFrames(tuple(ends), tuple(shown), len(cells))
+
+
+def _is_shown(i: Instruction, layers: set[int], chunks: set[int]) -> bool:
+    return isinstance(i, Forward | Backward) and i.layer in layers and i.chunk in chunks
+
+
+def thinned(numbers: Sequence[int], most: int) -> list[int]:
+    """At most so many of them, evenly, the first and the last included."""
+    if len(numbers) <= most:
+        return list(numbers)
+    last = len(numbers) - 1
+    return [numbers[round(place * last / (most - 1))] for place in range(most)]
+
+
+def step_json(
+    plan: Plan, frames: int = FRAMES, rows: int = ROWS_SHOWN, columns: int = COLUMNS_SHOWN
+) -> dict[str, Any]:
+    """A plan's step for `farspan.step` of the page: `time` of each frame (seconds from the step's
+    begin), memory of both tiers by cause, and the walk."""
+    program, spans = step_spans(plan)
+    groups = [program.groups[group] for group in program.own_groups()]
+    layers = thinned(range(groups[0][0], groups[-1][1]), rows)
+    chunks = thinned(range(len(program.chunks)), columns)
+    at = frames_of(program, frames, set(layers), set(chunks))
+    begins = {span.index: span.start for span in spans if span.lane == "compute"}
+    end = max((span.end for span in spans), default=0.0)
+    time = _times(at, begins)
+    return {
+        "seconds": end,
+        "time": [_rounded(when, end) for when in time],
+        "device": _memory(plan.device, program, Tier.DEVICE, at),
+        "host": _memory(plan.host, program, Tier.HOST, at),
+        "walk": walk_json(program, at, layers, chunks),
+        "phases": list(_phases(program, begins, end)),
+        "thinned": _thinned(program, at, len(layers), len(chunks)),
+    }
+
+
+def _times(at: StepFrames, begins: Mapping[int, float]) -> list[float]:
+    """When each frame begins; ascending, since what waits for a copy is issued before it."""
+    found, now = [], 0.0
+    for index in at.shown:
+        now = max(now, begins.get(index, now))
+        found.append(now)
+    return found
+
+
+def _rounded(when: float, end: float) -> float:
+    return float(f"{when:.6g}") if when < end else end
+
+
+# -- a plan ----------------------------------------------------------------------------------------
+
+ALTERNATIVE = {"frames": 240, "rows": 24, "columns": 24}  # of each plan but the first
+MOST_PLANS = 12  # whose steps are drawn
+DRAWN = (
+    "Planned, not measured. What a cell holds for a moment, weights and gradients are drawn at "
+    "their most throughout the step; the optimizer's update comes after it, or beside the next."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PageOf:
+    """Plans for one page: the best of a context first and the others looked at; those of the
+    longest contexts, by strategy; and what `farspan plan` was asked."""
+
+    plans: Sequence[Plan]
+    longest: Mapping[str, Plan] = field(default_factory=dict)
+    strategies: Sequence[str] = ()  # of the longest contexts: all that were tried
+    max_step: float = math.inf  # and the seconds that a step of theirs may take
+    words: Sequence[str] = ()  # of the run that is planned
+    command: str = ""
+
+
+def plan_page(of: PageOf) -> str:
+    """The page, as text. Raises UnsupportedError where there is no plan to show."""
+    longest = sorted(
+        of.longest.values(), key=lambda plan: (-plan.question.run.tokens, plan.seconds.total)
+    )
+    plans = [*of.plans, *longest]
+    if not plans:
+        raise UnsupportedError("html: no strategy fits at any context, so there is nothing to show")
+    first = plans[0]
+    data = {
+        "about": f"{first.question.machine.name} as planned, nothing on this page was measured.",
+        "command": of.command,
+        "machine": _machine(first),
+        "words": list(of.words),
+        "plans": [plan_json(plan, place) for place, plan in enumerate(plans)],
+        "longest": len(of.plans),
+        "max_step": of.max_step,
+        "without": [name for name in of.strategies if name not in of.longest],
+        "drawn": DRAWN,
+        "mfu": MFU_CONVENTION,
+    }
+    tokens = write_tokens(first.question.run.tokens)
+    return html_page(f"{first.question.model.name}, {tokens} tokens", data, "plan.js")
+
+
+def _machine(plan: Plan) -> dict[str, str]:
+    """Facts of the machine and of who planned."""
+    question = plan.question
+    return {
+        "machine": devices_words(question),
+        "memory": memory_text(question.machine)
+        .plain.strip()
+        .removeprefix(f"{question.machine.name}: "),
+        "farspan": VERSION,
+    }
+
+
+def plan_json(plan: Plan, place: int) -> dict[str, Any]:
+    """What the page shows of a plan; the first of them in more detail. Its numbers are
+    `Plan.to_json`'s."""
+    question = plan.question
+    schedule, layers = stage_schedule(question, plan.schedule), most_layers(question)
+    chunks = chunks_of(question.model, question.run.tokens, plan.schedule, question.layout)
+    seconds = plan.seconds
+    busy = {LANES[name]: getattr(seconds, name) for name in LANES}
+    busy["waiting, nothing is computed"] = seconds.exposed(overlap=question.overlap)
+    drawn = None
+    if place < MOST_PLANS:
+        drawn = step_json(plan) if place == 0 else step_json(plan, **ALTERNATIVE)
+    return {
+        "strategy": plan.strategy,
+        "subject": subject(plan),
+        "tokens": question.run.tokens,
+        "fits": plan.fits,
+        "tight": plan.tight,
+        "verdict": _verdict(plan),
+        "notes": list(notes(plan)),
+        "device": _budget(plan.device),
+        "host": _budget(plan.host),
+        "unified": question.machine.unified,
+        "seconds": seconds.total,
+        "bound": seconds.bound,
+        "busy": [[name, time] for name, time in busy.items() if time > 0],
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
+        "schedule": schedule_words(schedule, layers, len(chunks)),
+        "why": plan.reason if plan.fits else "",
+        "gap": plan.gap,
+        "chunk": min(schedule.chunk, question.run.tokens),
+        "groups": len(schedule.group_sizes(layers)),
+        "attention": schedule.attention_save_fraction,
+        "activations": schedule.activation_save_fraction,
+        "step": drawn,
+    }
+
+
+def _verdict(plan: Plan) -> list[str]:
+    """For an alternative nobody looked for what would help."""
+    if plan.fits or plan.reason:
+        return verdict_lines(plan)
+    return [verdict_lines(plan)[0], breaks_first(plan)]
+
+
+def _budget(budget: Budget) -> dict[str, Any]:
+    """The parts with their names, the most first."""
+    parts = sorted(budget.parts.items(), key=lambda part: -part[1])
+    return {
+        "total": budget.total,
+        "limit": budget.limit,
+        "parts": [[name, part_words(name), size] for name, size in parts],
+    }
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dict[str, Any]:
+    """By cause, the lowest first: bytes of what is there throughout, else a number of `unit` bytes
+    for each frame, at the frame's fullest moment."""
+    varying = _of_buffers(program, tier, at)
+    unit = max(1, budget.total // LEVELS)
+    causes = []
+    for name, size in budget.parts.items():
+        values = varying.get(name, [size])
+        flat = len(set(values)) == 1
+        shown = values[0] if flat else [round(of / unit) for of in values]
+        causes.append({"key": name, "name": part_words(name), "values": shown})
+    causes.sort(key=lambda cause: isinstance(cause["values"], list))
+    return {"limit": budget.limit, "total": budget.total, "unit": unit, "causes": causes}
+
+
+def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[int]]:
+    """Bytes of the buffers of each part at the fullest moment of each frame."""
+    live: dict[str, int] = defaultdict(int)
+    found: dict[str, list[int]] = defaultdict(list)
+    start = 0
+    for end in at.ends:
+        total = most = sum(live.values())
+        fullest = dict(live)
+        for i in program.instructions[start:end]:
+            if not isinstance(i, Allocate | Free):
+                continue
+            buffer = program.buffers[i.buffer]
+            if buffer.tier is not tier:
+                continue
+            size = buffer.bytes if isinstance(i, Allocate) else -buffer.bytes
+            live[_part(buffer)] += size
+            total += size
+            if total > most:
+                most, fullest = total, dict(live)
+        for name in live:
+            missing = [0] * (len(found["frames"]) - len(found[name]))
+            found[name] += [*missing, fullest.get(name, 0)]
+        found["frames"].append(0)
+        start = end
+    del found["frames"]
+    return dict(found)
+
+
+def _part(buffer: Buffer) -> str:
+    """As in a budget (evaluate.arena_parts)."""
+    is_slot = buffer.layer < 0 and RESIDENCY[buffer.kind].rows is not CutInto.GROUPS
+    return "slots" if is_slot else str(buffer.kind)
+
+
+# -- the walk --------------------------------------------------------------------------------------
+
+
+class _Left(NamedTuple):
+    """A kind of tensors of a cell, or of a group's input, whose number then is `layer`."""
+
+    kind: Kind
+    layer: int
+    chunk: int
+
+
+@dataclass(slots=True)
+class _Grid:
+    """What is left of the cells that are shown, and where, instruction by instruction."""
+
+    program: Program
+    layers: dict[int, int]  # of those that are shown, their rows
+    chunks: dict[int, int]  # and columns
+    holders: dict[_Left, set[str]] = field(default_factory=lambda: defaultdict(set))
+    held: dict[str, set[_Left]] = field(default_factory=lambda: defaultdict(set))
+    phases: dict[tuple[int, int], int] = field(default_factory=dict)
+    changed: set[_Left] = field(default_factory=set)
+
+    def follow(self, i: Instruction) -> None:
+        match i:
+            case Forward():
+                self._forward(i)
+            case Backward(layer, chunk):
+                self._phase(layer, chunk, DONE)
+                self._drop(f"graph of {layer}, {chunk}")
+            case Store(_, chunk, buffer) | StoreGradient(_, chunk, buffer):
+                self._put(buffer, chunk)
+            case Fetch(_, target, chunk) | Evict(_, target, chunk):
+                self._put(target, chunk)
+            case Free(buffer):
+                self._drop(buffer)
+            case Allocate(buffer) if self.program.buffers[buffer].kind is Kind.DKV:
+                for chunk in self.chunks:  # sums of all chunks, from here on
+                    self._put(buffer, chunk)
+
+    def _forward(self, i: Forward) -> None:
+        again = (i.layer, i.chunk) in self.phases
+        self._phase(i.layer, i.chunk, AGAIN if again else COMPUTED)
+        for buffer in (i.write_kv, i.attention, i.activations):
+            if buffer is not None:
+                self._put(buffer, i.chunk, i.layer)
+        if i.graph:
+            self._hold(f"graph of {i.layer}, {i.chunk}", _Left(Kind.ACTIVATIONS, i.layer, i.chunk))
+
+    def _phase(self, layer: int, chunk: int, phase: int) -> None:
+        if layer in self.layers and chunk in self.chunks:
+            self.phases[layer, chunk] = phase
+            self.changed.add(_Left(Kind.KV, layer, chunk))
+
+    def _put(self, name: str, chunk: int, layer: int | None = None) -> None:
+        """A buffer holds a chunk's part of its layer; a slot nothing that lasts."""
+        buffer = self.program.buffers[name]
+        if buffer.layer >= 0:
+            self._hold(name, _Left(buffer.kind, buffer.layer if layer is None else layer, chunk))
+
+    def _hold(self, name: str, cell: _Left) -> None:
+        if cell.chunk not in self.chunks:
+            return
+        self.holders[cell].add(name)
+        self.held[name].add(cell)
+        self.changed.add(cell)
+
+    def _drop(self, name: str) -> None:
+        for cell in self.held.pop(name, ()):
+            self.holders[cell].discard(name)
+            self.changed.add(cell)
+
+    def place(self, kind: Kind, layer: int, chunk: int) -> int:
+        """0 nowhere, 1 on the host, 2 on the device: where it is nearest."""
+        buffers = self.program.buffers
+        tiers = (
+            buffers[name].tier if name in buffers else Tier.DEVICE
+            for name in self.holders[_Left(kind, layer, chunk)]
+        )
+        return max((PLACE[tier] for tier in tiers), default=0)
+
+    def state(self, layer: int, chunk: int) -> int:
+        """Two bits for the place of each kind of tensor, above them the phase."""
+        bits = (self.place(kind, layer, chunk) << 2 * n for n, kind in enumerate(LEFT))
+        return sum(bits) + self.phases.get((layer, chunk), 0)
+
+
+def walk_json(
+    program: Program, at: StepFrames, layers: Sequence[int], chunks: Sequence[int]
+) -> dict[str, Any]:
+    """For `farspan.walk` of the page: what runs in each frame, and from which frame on each shown
+    cell, and each input of a group, has which state."""
+    rows = {layer: row for row, layer in enumerate(layers)}
+    columns = {chunk: column for column, chunk in enumerate(chunks)}
+    first = [program.groups[group][0] for group in program.own_groups()]
+    groups = [(group, layer) for group, layer in enumerate(first) if layer in rows]
+    cells: list[list[int]] = [[] for _ in range(len(rows) * len(columns))]
+    inputs: list[list[int]] = [[] for _ in range(len(groups) * len(columns))]
+    of_group = {group: row for row, (group, _) in enumerate(groups)}
+    walked, start = _Grid(program, rows, columns), 0
+    for frame, end in enumerate(at.ends):
+        for i in program.instructions[start:end]:
+            walked.follow(i)
+        for kind, layer, chunk in walked.changed:
+            if kind is Kind.X:
+                row, states, value = of_group.get(layer), inputs, walked.place(kind, layer, chunk)
+            else:
+                row, states, value = rows.get(layer), cells, walked.state(layer, chunk)
+            if row is not None:
+                _note(states[row * len(columns) + columns[chunk]], frame, value)
+        walked.changed.clear()
+        start = end
+    shown = [program.instructions[index] for index in at.shown]
+    return {
+        "ops": list(NAMES),
+        "op": [NAMES.index(_operation(i)) for i in shown],
+        "layer": [getattr(i, "layer", -1) for i in shown],
+        "chunk": [getattr(i, "chunk", -1) for i in shown],
+        "kinds": [part_words(kind) for kind in LEFT],
+        "layers": list(layers),
+        "chunks": list(chunks),
+        "groups": [layer for _, layer in groups],
+        "cells": cells,
+        "inputs": inputs,
+    }
+
+
+def _note(states: list[int], frame: int, state: int) -> None:
+    """From this frame on; where nothing changes, nothing is noted."""
+    if states[1::2][-1:] == [state]:
+        return
+    if states[-2:-1] == [frame]:
+        states[-1] = state
+    else:
+        states += [frame, state]
+
+
+def _operation(i: Instruction) -> str:
+    match i:
+        case Forward():
+            return OPERATIONS[i.mode]
+        case Backward():
+            return BACKWARD
+        case _:
+            return LOSS
+
+
+# -- the walk in words -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Phase:
+    """Cells of one group in a row, forward or not."""
+
+    group: int
+    forward: bool  # for the first time, and nothing else
+    begin: float
+    kinds: dict[str, None] = field(default_factory=dict)  # in their order
+    layers: set[int] = field(default_factory=set)
+    chunks: list[int] = field(default_factory=list)
+
+    def row(self, end: float) -> list[Any]:
+        layers, chunks = sorted(self.layers), self.chunks
+        return [
+            " and ".join(self.kinds),
+            _span(layers[0], layers[-1]),
+            _there(chunks),
+            _rounded(self.begin, end),
+            _rounded(end - self.begin, end),
+        ]
+
+
+def _span(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first} to {last}"
+
+
+def _there(chunks: list[int]) -> str:
+    """Which way a pass goes over them."""
+    if chunks[0] == chunks[-1]:
+        turn = max(chunks, key=lambda chunk: abs(chunk - chunks[0]))
+        return _span(chunks[0], turn) + (" and back" if turn != chunks[0] else "")
+    return _span(chunks[0], chunks[-1])
+
+
+def _phases(program: Program, begins: Mapping[int, float], end: float) -> Iterator[list[Any]]:
+    """What runs, the layers, the chunks, begin and duration (seconds), for each pass over a group:
+    of many of them the first and the last."""
+    found = list(_passes(program, begins))
+    ends = [*(phase.begin for phase in found[1:]), end]
+    rows = [phase.row(when) for phase, when in zip(found, ends, strict=True)]
+    if len(rows) > PHASES:
+        left = len(rows) - PHASES
+        between = rows[PHASES // 2 : -(PHASES // 2)]
+        took = _rounded(sum(row[-1] for row in between), end)
+        rows[PHASES // 2 : -(PHASES // 2)] = [
+            [f"{left} more of the same", "", "", between[0][-2], took]
+        ]
+    yield from rows
+
+
+def _passes(program: Program, begins: Mapping[int, float]) -> Iterator[_Phase]:
+    group_of = {layer: group for group, ends in enumerate(program.groups) for layer in range(*ends)}
+    seen: set[tuple[int, int]] = set()
+    phase: _Phase | None = None
+    now = 0.0
+    for index, i in enumerate(program.instructions):
+        if not isinstance(i, Forward | Backward):
+            continue
+        now = max(now, begins.get(index, now))
+        forward = isinstance(i, Forward)
+        first = forward and (i.layer, i.chunk) not in seen
+        seen.add((i.layer, i.chunk))
+        kind = "backward" if not forward else "forward" if first else "forward again"
+        group = group_of[i.layer]
+        if phase is None or (phase.group, phase.forward) != (group, first):
+            if phase is not None:
+                yield phase
+            phase = _Phase(group, first, now)
+        phase.kinds[kind] = None
+        phase.layers.add(i.layer)
+        phase.chunks.append(i.chunk)
+    if phase is not None:
+        yield phase
+
+
+def _thinned(program: Program, at: StepFrames, rows: int, columns: int) -> str:
+    """What of the step is left out on the page; empty for nothing."""
+    layers = sum(stop - first for first, stop in (program.groups[g] for g in program.own_groups()))
+    chunks, parts = len(program.chunks), list[str]()
+    if at.cells > len(at.ends):
+        parts.append(f"{len(at.ends)} of {at.cells:,} cells as positions, peaks of memory kept")
+    if layers > rows:
+        parts.append(f"{rows} of {layers} layers")
+    if chunks > columns:
+        parts.append(f"{columns} of {chunks:,} chunks")
+    return f"Thinned out to what a page can hold: {', '.join(parts)}." if parts else ""

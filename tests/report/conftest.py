@@ -1,0 +1,5 @@
+"""What tests of pages share."""
+
+from tests.report.browser import browser
+
+__all__ = ["browser"]

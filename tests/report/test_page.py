@@ -1,0 +1,205 @@
+"""Pages need nothing but themselves, whatever their data say, and what they show is the plan's."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farspan.formatting import write_bytes, write_seconds
+from farspan.planner.remedies import part_words
+from farspan.planner.request import Plan
+from farspan.report.page import POLICY, html_page, page_json, write_page
+from farspan.report.plan_page import PageOf, plan_page, step_json
+from farspan.spec import UnsupportedError
+from tests.report.browser import SCHEMES, WIDTHS, Browser
+from tests.report.test_timeline import planned
+
+STRATEGIES = ("grouped", "fpdt", "swap")
+# Names of what is drawn and who wrote the library, which nothing loads.
+NAMES = ("http://www.w3.org/2000/svg", "https://github.com/leeoniya/uPlot")
+
+
+def data_of(page: str) -> Any:
+    """What a page has to show."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[Plan]:
+    return [planned(name) for name in STRATEGIES]
+
+
+@pytest.fixture(scope="module")
+def page(plans: list[Plan], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "plan.html"
+    write_page(path, plan_page(PageOf(plans, command="farspan plan --model <any>")))
+    return path
+
+
+# -- as text ---------------------------------------------------------------------------------------
+
+
+def test_a_page_refers_to_nothing_outside(page: Path) -> None:
+    text = page.read_text()
+    for name in NAMES:
+        text = text.replace(name, "")
+    assert "http" not in text.replace("http-equiv", "")
+    assert not re.search(r"@import|\bsrc=|url\((?!#)", text)
+    assert POLICY.startswith("default-src 'none'")
+    assert f'content="{POLICY}"' in text
+
+
+def test_data_cannot_leave_their_element() -> None:
+    data = {"text": "</script><script>alert(1)</script><!-- \u2028", "title": "&"}
+    text = html_page("</title><b>", data, "plan.js")
+    assert "<!-- " not in page_json(data)
+    assert data_of(text) == data
+    assert "<title>&lt;/title&gt;&lt;b&gt;</title>" in text
+
+
+def test_numbers_that_are_none_are_left_out() -> None:
+    assert json.loads(page_json({"loss": [1.5, float("nan"), float("inf")], 3: ()})) == {
+        "loss": [1.5, None, None],
+        "3": [],
+    }
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"html: .*plan\.html cannot be written"):
+        write_page(tmp_path / "none" / "plan.html", "")
+
+
+# -- a plan's numbers ------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_numbers_of_the_plans(page: Path, plans: list[Plan]) -> None:
+    shown = data_of(page.read_text())["plans"]
+    for one, plan in zip(shown, plans, strict=True):
+        given = plan.to_json()
+        for tier in ("device", "host"):
+            budget = given[f"{tier}_bytes"]
+            assert {name: size for name, _, size in one[tier]["parts"]} == budget["parts"]
+            assert (one[tier]["total"], one[tier]["limit"]) == (budget["total"], budget["limit"])
+        for name in ("strategy", "fits", "bound", "mfu", "tokens_per_second"):
+            assert one[name] == given[name]
+        assert one["seconds"] == given["seconds_per_step"]
+
+
+def spread_of(values: Any, unit: int, count: int) -> list[int]:
+    """Bytes at each of so many positions."""
+    return [of * unit for of in values] if isinstance(values, list) else [values] * count
+
+
+@pytest.mark.parametrize("frames", [1000, 13])
+def test_memory_over_the_step_reaches_what_is_planned(plans: list[Plan], frames: int) -> None:
+    """At its fullest moment, however few positions are shown."""
+    for plan in plans:
+        step = step_json(plan, frames=frames)
+        count = len(step["time"])
+        assert count <= frames
+        assert step["time"] == sorted(step["time"])
+        for budget, of in ((plan.device, step["device"]), (plan.host, step["host"])):
+            spread = [spread_of(cause["values"], of["unit"], count) for cause in of["causes"]]
+            most = max(map(sum, zip(*spread, strict=True)))
+            assert abs(most - budget.total) <= of["unit"] * len(spread)
+
+
+def test_of_a_large_grid_a_part_is_shown(plans: list[Plan]) -> None:
+    for plan in plans:
+        step = step_json(plan, frames=9, rows=2, columns=2)
+        assert step["walk"]["layers"] == [0, 3]
+        assert len(step["walk"]["cells"]) == 4
+        assert "9 of " in step["thinned"]
+        assert "2 of 4 layers" in step["thinned"]
+    assert step_json(plans[0])["thinned"] == ""
+
+
+@pytest.mark.parametrize("frames", [1000, 13])
+def test_the_walk_ends_with_every_cell_done(plans: list[Plan], frames: int) -> None:
+    for plan in plans:
+        walk = step_json(plan, frames=frames)["walk"]
+        assert len(walk["cells"]) == len(walk["layers"]) * len(walk["chunks"])
+        for states in walk["cells"]:
+            assert states[::2] == sorted(set(states[::2]))
+            assert states[-1] >> 8 == 3
+            assert states[-1] & 0b11110011 == 0  # nothing is left but sums, which the group frees
+        assert all(states[-1] == 0 for states in walk["inputs"] if states)
+
+
+# -- in a browser ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_page_is_whole_at_any_width(browser: Browser, page: Path, scheme: str) -> None:
+    with browser.opened(page, scheme=scheme) as opened:
+        opened.page.evaluate("document.querySelectorAll('details').forEach(of => of.open = true)")
+        for width in WIDTHS:
+            opened.resize(width)
+            opened.check()
+        assert opened.violations() == []
+
+
+def test_another_plan_is_a_click_away(browser: Browser, page: Path, plans: list[Plan]) -> None:
+    with browser.opened(page, 768) as opened:
+        shown = opened.page.locator("main")
+        for plan, row in zip(plans, opened.page.locator(".choice tbody tr").all(), strict=True):
+            row.click()
+            text = shown.inner_text()
+            assert f"The schedule: {plan.strategy}" in text
+            assert f"a step takes {write_seconds(plan.seconds.total)}" in text
+            assert f"Device: {write_bytes(plan.device.total)}" in text
+            for name, size in plan.host.parts.items():
+                assert f"{part_words(name)}\t{write_bytes(size)}" in text
+        opened.page.keyboard.press("ArrowUp")  # of the row that was clicked last
+        assert f"The schedule: {plans[-2].strategy}" in shown.inner_text()
+        opened.check()
+        assert opened.violations() == []
+
+
+def test_the_walk_is_scrubbed_to_its_end(browser: Browser, page: Path, plans: list[Plan]) -> None:
+    with browser.opened(page, 768) as opened:
+        slider = opened.page.locator(".scrub input")
+        cells = {name: f".walk .cells rect.{name}" for name in ("done", "host", "device")}
+        count = len(step_json(plans[0])["walk"]["cells"])
+        slider.focus()
+        opened.page.keyboard.press("Home")
+        assert opened.page.locator(cells["done"]).count() == 0
+        opened.page.keyboard.press("End")
+        assert opened.page.locator(cells["done"]).count() == count
+        assert opened.page.locator(cells["host"]).count() == 0
+        assert opened.page.locator(cells["device"]).count() == 0
+        chart = opened.page.get_by_role("slider", name="Memory of the device")
+        assert chart.get_attribute("aria-valuenow") == slider.input_value()
+        chart.focus()
+        for _ in range(2):
+            opened.page.keyboard.press("PageDown")
+        assert opened.page.locator(cells["done"]).count() < count
+        assert chart.get_attribute("aria-valuenow") == slider.input_value()
+        opened.check()
+
+
+def test_light_and_dark_are_switched(browser: Browser, page: Path) -> None:
+    with browser.opened(page, 768, "dark") as opened:
+        paper = "getComputedStyle(document.body).backgroundColor"
+        dark = opened.page.evaluate(paper)
+        opened.page.get_by_role("button", name="Switch").click()
+        assert opened.page.evaluate(paper) == "rgb(255, 255, 255)" != dark
+        assert opened.violations() == []
+        opened.check()
+
+
+def test_what_a_page_does_wrong_is_noticed(browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(
+        "<title>x</title><img src='http://192.0.2.1/a.png'><p style='width: 999px; color: #eee'>y"
+        "</p><footer>z</footer><script>console.log('z')</script>"
+    )
+    with browser.opened(tmp_path / "page.html", 360) as opened:
+        assert opened.requests == ["http://192.0.2.1/a.png"]
+        assert "z" in opened.complaints
+        with pytest.raises(AssertionError):
+            opened.check()
+        assert any("image-alt" in of for of in opened.violations())
