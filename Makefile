@@ -9,6 +9,7 @@
 #   make check                   style, types and gates only
 #   make native-test             the native allocator's own tests, plain and with sanitizers
 #   make wheels                  the wheels of farspan and farspan-plan, and the sdist, in dist/
+#   make site                    the documentation as a site, in build/site; no network
 #   make format                  rewrite the sources in the project's style
 
 PYTHON  ?= python3
@@ -17,6 +18,7 @@ ARGS    ?=
 
 BIN     := .venv/bin
 STAMP   := .venv/.installed
+DOCS    := .venv/.docs
 NATIVE  := setup.py native/CMakeLists.txt $(wildcard native/include/*.h native/src/*)
 SMALL   := packaging/farspan-plan
 GATES   := tests/test_layering.py tests/test_size.py
@@ -28,7 +30,7 @@ SANITIZE_thread   := thread
 # One thread has no races.
 ONLY_thread       := test_threads
 
-.PHONY: train test test-all test-versions test-oldest test-newest mutants check format wheels clean native-test $(NATIVE_TESTS:%=native-test-%)
+.PHONY: train test test-all test-versions test-oldest test-newest mutants check format site wheels clean native-test $(NATIVE_TESTS:%=native-test-%)
 
 # OpenMP threads that wait without spinning: beside another process on two cores a step of the
 # default run took 3.5 to 4.4 s with this and 5 to 30 s without.
@@ -42,10 +44,10 @@ train: $(STAMP)
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(addprefix --ignore=,$(GATES))
 
-test: check
+test: check $(DOCS)
 	$(PYTEST)
 
-test-all: check
+test-all: check $(DOCS)
 	$(PYTEST) -m '' --hypothesis-profile=thorough
 
 # Each in an environment of its own, the newest as pip resolves them that day. Records with what the
@@ -75,6 +77,9 @@ $(NATIVE_TESTS:%=native-test-%): native-test-%:
 	cmake --build build/native-$* --parallel $(WORKERS) $(addprefix --target ,$(ONLY_$*))
 	ctest --test-dir build/native-$* --output-on-failure --parallel $(WORKERS) $(addprefix -R ,$(ONLY_$*))
 
+site: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -99,4 +104,8 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	        "$$($(PYTHON) -V 2>&1); name a newer one: make PYTHON=python3.12" >&2; exit 1; }
 	test -e $@ || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[docs]'
 	@touch $@
