@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farspan.sparse import select as selecting
+from farspan.sparse import pages as selecting
 from farspan.sparse.attend import choose
 from farspan.sparse.pages import Candidates, Checked, Fraction, RandomPages, Selector, TopK, vote
 from farspan.spec import Sparse, UnsupportedError
