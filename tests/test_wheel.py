@@ -23,7 +23,7 @@ from farspan.spec import VERSION
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = Path("packaging") / "farspan-plan"
 MADE = shutil.ignore_patterns(".*", "*.so", "*.egg-info", "__pycache__", "build", "dist", "runs")
-NOT_IN_SDIST = ".ci/", ".github/", ".gitignore", ".pre-commit-config.yaml", ".dockerignore"
+NOT_IN_SDIST = "."  # what only git and its hosts read
 # Where it is imported from, and that the allocator is loaded there.
 WHERE = "from farspan.memory.native import LIBRARY, library; library(); print(LIBRARY.parents[2])"
 BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
@@ -140,6 +140,7 @@ def test_the_sdist_is_what_git_has(sdist: Path) -> None:
 # -- farspan-plan -------------------------------------------------------------------------------
 
 ASKED = ("--model", "Qwen2.5-0.5B", "--context", "8K", "--machine", "h100")
+DATA = ".css", ".html", ".js", ".json", ".yaml"
 MOST_BYTES = 600_000  # 385,000 when it was made, most of it the profiles
 # Nothing but what the wheel asks for, and what that needs.
 ALONE = """
@@ -195,11 +196,13 @@ def ask(
 @pytest.mark.slow
 def test_the_small_wheel_answers_as_the_tree_does(site: Path, tmp_path: Path) -> None:
     (tmp_path / "farspan.py").write_text("raise SystemExit('another farspan is used')")
-    found = ask(site, *ASKED, "--json", beside=tmp_path)
+    page = tmp_path / "plan.html"
+    found = ask(site, *ASKED, "--json", "--html", page, beside=tmp_path)
     tree = CliRunner().invoke(cli.app, ["plan", *ASKED, "--json"])
     assert found.returncode == tree.exit_code == 0, found.stderr
     assert json.loads(found.stdout) == json.loads(tree.stdout)
     assert len(json.loads(found.stdout)["alternatives"]) > 3
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 @pytest.mark.slow
@@ -213,8 +216,12 @@ def test_the_small_wheel_is_small_and_asks_for_what_it_imports(small: Path) -> N
     names_asked = sorted(re.split(r"[^\w-]", line)[0] for line in asked)
     assert names_asked == ["numpy", "psutil", "pyyaml", "rich", "typer"]
     assert all(name.startswith("farspan_plan") for name in names)
-    data = {path.name for path in (ROOT / "src/farspan/profile/presets").glob("*.json")}
-    assert data <= {Path(name).name for name in names}
+    tree, source = "farspan_plan/tree/", ROOT / "src"
+    packages = {Path(name.removeprefix(tree)).parent for name in names if name.endswith(".py")}
+    for path in (path for path in source.rglob("*") if path.suffix in DATA):
+        own = next(above for above in path.parents if (above / "__init__.py").exists())
+        there = f"{tree}{path.relative_to(source)}" in names
+        assert there == (own.relative_to(source) in packages), path
 
 
 @pytest.mark.slow

@@ -111,9 +111,15 @@ class Tree:
 
 
 def requirements(needs: frozenset[str]) -> list[str]:
-    """The whole package's own, of those modules. Raises KeyError for one that it does not name."""
+    """The whole package's own, of those modules."""
     bounds = {re.split(r"[^\w-]", line)[0]: line for line in PROJECT["project"]["dependencies"]}
-    return sorted(bounds[DISTRIBUTION.get(name, name)] for name in needs)
+    asked = {DISTRIBUTION.get(name, name) for name in needs}
+    if not asked <= bounds.keys():
+        raise SystemExit(
+            f"{', '.join(asked - bounds.keys())}: {START} needs it, and pyproject.toml does not "
+            "name it; load it where it is used, or add it to the dependencies"
+        )
+    return sorted(bounds[name] for name in asked)
 
 
 TREE = Tree()
