@@ -130,16 +130,40 @@ def test_the_walk_ends_with_every_cell_done(plans: list[Plan], frames: int) -> N
         assert all(states[-1] == 0 for states in walk["inputs"] if states)
 
 
+def fullest_of(step: Any) -> int:
+    """Where both tiers together are fullest, each measured by what it can hold."""
+    count = len(step["time"])
+    shares = [0.0] * count
+    for of in (step["device"], step["host"]):
+        for cause in of["causes"]:
+            for place, size in enumerate(spread_of(cause["values"], of["unit"], count)):
+                shares[place] += size / of["limit"]
+    return shares.index(max(shares))
+
+
+# Where the cursor of each chart is, as a share of its width; -1 where none is seen.
+MARKED = """charts => charts.map(of => {
+    const cursor = of.querySelector(".u-cursor-x"), box = of.getBoundingClientRect();
+    if (cursor.classList.contains("u-off")) return -1;
+    return (cursor.getBoundingClientRect().left - box.left) / box.width;
+})"""
+
 # -- in a browser ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_page_is_whole_at_any_width(browser: Browser, page: Path, scheme: str) -> None:
+    step = data_of(page.read_text())["plans"][0]["step"]
+    fullest = step["time"][fullest_of(step)] / step["time"][-1]
     with browser.opened(page, scheme=scheme) as opened:
         opened.page.evaluate("document.querySelectorAll('details').forEach(of => of.open = true)")
         for width in WIDTHS:
             opened.resize(width)
             opened.check()
+            marks = opened.page.locator(".plot:has(.u-cursor-x) .u-over").evaluate_all(MARKED)
+            assert len(marks) == 2  # of the device and the host, at the fullest moment of the step
+            assert abs(marks[0] - marks[1]) < 0.01
+            assert abs(marks[0] - fullest) < 0.01
         assert opened.violations() == []
 
 

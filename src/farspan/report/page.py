@@ -7,7 +7,7 @@ calls `farspan.page(build)` once, where `build(data)` returns elements, or a lis
 makers are functions of plain data, each with a comment that says what it takes:
 
     page.js    facts, numbers, bars, table, choice, words, note, section, columns, details, make;
-               bytes, seconds, tokens, percent and count write numbers
+               bytes, seconds, tokens, percent, rate and count write numbers
     charts.js  memory (stacked by cause over a step), lines (over steps, or over anything)
     walk.js    walk (the grid of cells), step (memory and walk of `plan_page.step_json`, together)
 

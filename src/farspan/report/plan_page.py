@@ -178,7 +178,7 @@ def plan_page(of: PageOf) -> str:
         raise UnsupportedError("html: no strategy fits at any context, so there is nothing to show")
     first = plans[0]
     data = {
-        "about": f"{first.question.machine.name} as planned, nothing on this page was measured.",
+        "about": f"Planned for {first.question.machine.name}; no step was run.",
         "command": of.command,
         "machine": _machine(first),
         "words": list(of.words),

@@ -139,7 +139,8 @@ Object.assign(farspan, (() => {
     });
     drawn.watcher = new ResizeObserver(() => {
       if (plot.clientWidth) drawn.setSize({ width: plot.clientWidth, height });
-      if (at >= 0) found.seek(at);
+      // uPlot takes a size on in a task of its own, and its cursor along with it.
+      queueMicrotask(() => found.seek(at));
     });
     drawn.watcher.observe(plot);
     charts.add(drawn);

@@ -67,6 +67,7 @@ const farspan = (() => {
   }
 
   const percent = (share, digits = 0) => (share == null ? "" : `${(100 * share).toFixed(digits)}%`);
+  const rate = (amount) => (amount >= 100 ? grouped(amount) : figures(amount));
   const count = (amount) => (amount == null ? "" : figures(amount, 4));
 
   // -- frame --------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ const farspan = (() => {
   }
 
   return {
-    make, draw, fresh, bytes, seconds, tokens, percent, count, figures, page, section, columns, note, words,
+    make, draw, fresh, bytes, seconds, tokens, percent, rate, count, figures, page, section, columns, note, words,
     details, facts, numbers, table, choice, look, swatch, bars, onRepaint,
   };
 })();

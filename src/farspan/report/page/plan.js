@@ -2,7 +2,7 @@
 // The page of a plan: the question, the answer, and all plans to click through.
 farspan.page((data) => {
   const { make, section, columns, note, words, facts, numbers, choice, bars, bytes, seconds,
-    percent, count, step } = farspan;
+    percent, rate, step } = farspan;
   const { plans } = data;
   const front = make("div", { "aria-live": "polite" }), detail = make("div");
 
@@ -26,8 +26,9 @@ farspan.page((data) => {
       plan.subject === plans[0].subject ? null : make("p", {}, plan.subject),
       more.length ? words(more) : null,
       numbers([[`a step, planned, bound by ${plan.bound}`, seconds(plan.seconds)],
-        ["tokens a second", count(plan.tokens_per_second)], ["MFU", percent(plan.mfu, 1)],
-        ["of the device", share(plan.device)], ["of the host", share(plan.host)]]),
+        ["tokens a second", rate(plan.tokens_per_second)], ["MFU", percent(plan.mfu, 1)],
+        ...(plan.unified ? [["of the memory", share(plan.device)]]
+          : [["of the device", share(plan.device)], ["of the host", share(plan.host)]])]),
       plan.notes.length ? words(plan.notes.map((of) => `Note: ${of}`)) : null,
     ].filter(Boolean);
   }
@@ -46,7 +47,8 @@ farspan.page((data) => {
 
   function memoryOf(plan, drawn) {
     return section("Memory by cause, planned",
-      columns(budget("Device", plan.device), budget("Host", plan.host)),
+      columns(budget("Device", plan.device),
+        plan.host.parts.length || !plan.unified ? budget("Host", plan.host) : null),
       drawn ? [drawn.memory, note(data.drawn)]
         : note("The step of this plan is not drawn: a page holds so many."));
   }
@@ -92,7 +94,7 @@ farspan.page((data) => {
         { name: "tokens/s", number: true, spare: true }, { name: "MFU", number: true, spare: true },
         { name: "bound by", spare: true }],
       rows: list.map((plan) => [plan.strategy, tokens(plan.tokens), seconds(plan.seconds),
-        share(plan.device), share(plan.host), count(plan.tokens_per_second), percent(plan.mfu, 1),
+        share(plan.device), share(plan.host), rate(plan.tokens_per_second), percent(plan.mfu, 1),
         plan.bound]),
     }), data.without.length ? note(`At no context fits: ${data.without.join(", ")}.`) : null];
   }

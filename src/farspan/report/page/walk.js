@@ -24,7 +24,7 @@ Object.assign(farspan, (() => {
     const slider = make("input", { type: "range", min: 0, max: last, value: of.start,
       "aria-label": "Position in the step", oninput: () => go(Number(slider.value)) });
     const play = make("button", { type: "button", onclick: () => player.turn() }, "Play");
-    const fullest = make("button", { type: "button", onclick: () => go(of.start) }, "Fullest");
+    const fullest = make("button", { type: "button", onclick: () => go(of.start) }, "Fullest moment");
     const kind = make("select", { onchange: () => seek(Number(slider.value)) },
       [ANY, ...of.kinds].map((name, value) => make("option", { value }, name)));
     const side = readout(of, picture);
