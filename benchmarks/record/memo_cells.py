@@ -8,7 +8,7 @@ from benchmarks.record import memo
 from benchmarks.record.cells import KILO, Cell, Kind, published, steps_between
 from benchmarks.record.memo import Split, Way
 from benchmarks.record.models import ask
-from farspan.planner.memo_lp import solve_alpha
+from farspan.planner.space import solve_alpha
 
 NAMES = {"deepspeed": "DeepSpeed-Ulysses", "megatron": "Megatron-LM", "memo": "MEMO"}
 APPENDIX = {
@@ -166,7 +166,7 @@ def _figure11() -> Iterator[Cell]:
 
 
 def allowed_alpha(size: str, length: int, split: Split) -> float:
-    """The largest alpha that the planner's own program for it allows (`farspan.planner.memo_lp`),
+    """The largest alpha that the planner's own program for it allows (`farspan.planner.space`),
     on a node with the link and the host memory that were read off."""
     tokens = length * KILO
     on, link = memo.calibrated()

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from fractions import Fraction
 from math import ceil
+from pathlib import Path
 
 from farspan.spec import Sparse, UnsupportedError
 
@@ -85,6 +86,12 @@ def shortened(given: object) -> str:
     """A value as an error shows it: of a long one the beginning."""
     text = given if isinstance(given, str) else f"{given!r}"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def without_home(text: str) -> str:
+    """Text in which the home folder is `~`."""
+    home = str(Path.home())
+    return text if home == "/" else re.sub(rf"{re.escape(home)}(?![^/\s'\"])", "~", text)
 
 
 def write_tokens(tokens: int) -> str:

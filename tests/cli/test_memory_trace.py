@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from farspan.cli.memory_trace import app, read_contexts, read_temporaries
+from farspan.cli.with_torch import read_contexts, read_temporaries, trace_app
 from farspan.engine.trace import ALL_TEMPORARIES, NO_TEMPORARIES, Temporaries, Temporary
 from farspan.memory.trace import Mark, read_trace
 from farspan.spec import UnsupportedError
@@ -15,7 +15,7 @@ SMALL = ("--model", "Qwen2.5-0.5B", "--layers", "2")
 
 
 def run(*arguments: str) -> None:
-    app(list(arguments), standalone_mode=False)
+    trace_app(list(arguments), standalone_mode=False)
 
 
 def test_a_trace_is_written_and_summed_up(tmp_path: Path, capsys: Any) -> None:

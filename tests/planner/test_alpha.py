@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from farspan.planner.evaluate import evaluate
-from farspan.planner.memo_lp import solve_alpha, with_alpha
 from farspan.planner.request import Optimizer, Plan, Question
+from farspan.planner.space import solve_alpha, with_alpha
 from farspan.program.layout import Layout
 from farspan.program.strategies import strategy
 from farspan.spec import RunSpec, Schedule

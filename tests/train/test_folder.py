@@ -59,7 +59,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 OF_FOLDERS = [".", "checkpoints", "checkpoints/step-00000003", "model"]
-WRITTEN = [".lock", "config.yaml", "about.json", "metrics.jsonl", "comparison.json"]
+WRITTEN = [".lock", "config.yaml", "about.json", "metrics.jsonl", "step.json"]
 
 
 @pytest.mark.parametrize("what", ["another kind", "dangling", "pipe"])

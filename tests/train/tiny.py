@@ -69,6 +69,7 @@ class TinyStep:
         self.progress: Callable[[CellsDone], None] | None = None
         self.seen: Seen | None = None
         self.host_room: int | None = None
+        self.watch: Any = None
         self.drawn = 0
 
     def __call__(

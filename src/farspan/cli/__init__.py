@@ -75,6 +75,10 @@ COMMANDS = {
         "farspan.cli.evaluate",
         "Loss by position, perplexity by document, and sentences found in a long context.",
     ),
+    "report": LazyCommand(
+        "farspan.cli.report",
+        "Write one HTML page of a run, or of several side by side: curves, memory, time, the walk.",
+    ),
     "data": LazyCommand(
         "farspan.cli.train",
         "Show a run file's sequences: which documents, and which of their tokens are trained.",

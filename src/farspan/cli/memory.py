@@ -40,8 +40,9 @@ from farspan.spec import UnsupportedError
 
 COMMANDS = {
     "trace": LazyCommand(
-        "farspan.cli.memory_trace",
+        "farspan.cli.with_torch",
         "Write the allocations and releases of a training step; needs no GPU.",
+        app="trace_app",
     ),
     "place": LazyCommand(
         "farspan.cli.memory",

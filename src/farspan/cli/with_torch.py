@@ -1,10 +1,12 @@
-"""What `farspan train` and `farspan verify` do once they know what is asked: this needs torch."""
+"""What `farspan train` and `farspan verify` do once they know what is asked, and `farspan memory
+trace`: this needs torch."""
 
 import json
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -12,14 +14,23 @@ from rich.console import Console
 from rich.table import Column, Table
 from transformers import PreTrainedModel
 
-from farspan.cli import FAILED, USAGE
+from farspan.cli import FAILED, USAGE, typer_app
+from farspan.cli.plan import MODELS
 from farspan.distributed.failure import RankFailed, is_shared
+from farspan.distributed.run_context import launch_env
 from farspan.durable import WriteFailed
+from farspan.engine.allocator import record_script
+from farspan.engine.trace import Temporaries, Temporary
+from farspan.engine.trace_steps import OWN, Checkpointing, Recording, TraceRequest
 from farspan.engine.verify import Verification, VerificationRun, verify
-from farspan.formatting import sparse_words
+from farspan.formatting import read_tokens, sparse_words
 from farspan.hf.load import Weights, add_adapters, load_model
 from farspan.hf.merge import merge
 from farspan.hf.quantized import is_quantized_folder, refuse_whole
+from farspan.memory.host import GIB
+from farspan.memory.trace import Malloc, Trace, write_trace
+from farspan.program.strategies import STRATEGIES
+from farspan.report.run import write_report
 from farspan.report.tables import show
 from farspan.sparse.train import fraction_of
 from farspan.sparse.verify import Approximation
@@ -37,19 +48,41 @@ FURTHEST = "gradients furthest from plain autograd's"
 def train_and_tell(run: RunConfig, notes: Sequence[str], *, in_json: bool) -> None:
     """Trains and prints the result. Raises typer.Exit with the command's exit code, and
     UnsupportedError."""
+    began = time.time()
     try:
         result = train(run, reporter=make_reporter(Console(stderr=in_json)), notes=notes)
     except (WriteFailed, Diverged, RankFailed) as error:
         if not is_shared(error):
             print(f"farspan: {error}", file=sys.stderr)
+            report_after(run, began)
         raise typer.Exit(FAILED) from error
     except UnsupportedError as error:
         if is_shared(error):
             raise typer.Exit(USAGE) from error
+        report_after(run, began)
         raise
     if result.leads:
         print(json.dumps(result_json(result)) if in_json else result.message)
+        report_after(run, began, stderr=in_json)
     raise typer.Exit(result.exit_code)
+
+
+def report_after(run: RunConfig, began: float, *, stderr: bool = True) -> None:
+    """Writes the page of a run that has ended, by the rank that leads, and prints where it is. Of a
+    run that took no step since it `began`, in seconds since 1970, there is nothing new to tell. A
+    page that cannot be written fails no run."""
+    launch, folder = launch_env(), Path(run.folder).expanduser()
+    if launch is not None and launch.rank:
+        return
+    metrics = folder / "metrics.jsonl"
+    try:
+        if metrics.stat().st_mtime < began - 1:
+            return
+        print(f"report: {write_report(folder)}", file=sys.stderr if stderr else sys.stdout)
+    except FileNotFoundError:
+        return  # no step was done
+    except Exception as error:
+        print(f"farspan: no report of this run: {error}", file=sys.stderr)
 
 
 def merge_and_tell(source: Path, folder: Path, base: str | None) -> None:
@@ -179,3 +212,133 @@ def show_approximation(found: Approximation) -> None:
             "nothing is hidden at this length, so this is dense attention: give a longer --context "
             "or a smaller budget to see what it costs"
         )
+
+
+# -- farspan memory trace: what a step asks its allocator for, without a GPU -------------------
+
+trace_app = typer_app()
+
+NOTHING = "none"
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Folder, config.json, hub name (its configuration only), or a preset: {MODELS}."
+    ),
+]
+Strategy = Annotated[
+    str,
+    typer.Option(
+        help=f"Of plain Hugging Face training: {', '.join(Checkpointing)}. Of farspan's own cells: "
+        f"{', '.join(STRATEGIES)}, with {OWN} before it where both have the name."
+    ),
+]
+
+
+@trace_app.command("trace")
+def trace_command(
+    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")],
+    model: Model = None,
+    context: Annotated[str | None, typer.Option(help="Tokens of a sequence: 64K, 1M.")] = None,
+    contexts: Annotated[
+        str | None, typer.Option(help="Lengths of the steps, one after the other: 64K,48K.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
+    strategy: Strategy = Checkpointing.PLAIN,
+    lora: Annotated[
+        int, typer.Option(min=0, max=2**16, help="Rank of adapters; 0 trains all weights.")
+    ] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 1,
+    dtype: Annotated[str, typer.Option(help="bf16, fp32 or fp64.")] = "bf16",
+    weights: Annotated[
+        bool, typer.Option(help="Weights and optimizer states are in the trace too.")
+    ] = True,
+    temporaries: Annotated[
+        str,
+        typer.Option(
+            help="What CUDA kernels take within themselves: any of "
+            f"{','.join(Temporary)}, or {NOTHING}."
+        ),
+    ] = ",".join(Temporary),
+    record: Annotated[
+        Path | None,
+        typer.Option(help="A Python program to run on this GPU, whose allocations to record."),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Of the program to record, after --.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Write the allocations and releases of a training step; needs no GPU."""
+    began = time.monotonic()
+    if record is not None:
+        if model is not None:
+            raise UnsupportedError("record: it records a program, not a model; leave out --model")
+        found = record_script(record, arguments or ())
+    else:
+        if model is None:
+            raise UnsupportedError("model: give --model MODEL, or --record PROGRAM")
+        if arguments:
+            raise UnsupportedError(
+                f"arguments: {arguments[0]!r} is for a program; add --record PROGRAM, "
+                "or leave it out"
+            )
+        found = TraceRequest(
+            model=model,
+            contexts=read_contexts(context, contexts, steps),
+            layers=layers,
+            strategy=strategy,
+            rank=lora,
+            batch=batch,
+            dtype=dtype,
+            recording=Recording(read_temporaries(temporaries), lasting=weights),
+        ).trace()
+    write_trace(found, output)
+    show_trace(trace_summary(found, output, time.monotonic() - began), as_json)
+
+
+def read_contexts(context: str | None, contexts: str | None, steps: int | None) -> tuple[int, ...]:
+    """The length of each step; lengths begin anew where there are more steps than lengths."""
+    if (context is None) == (contexts is None):
+        raise UnsupportedError(
+            "context: give either --context, or --contexts with the length of each step"
+        )
+    texts = [context or ""] if contexts is None else contexts.split(",")
+    lengths = [read_tokens(text.strip(), "context") for text in texts]
+    return tuple(lengths[step % len(lengths)] for step in range(steps or len(lengths)))
+
+
+def read_temporaries(text: str) -> Temporaries:
+    """The kinds that are named. Raises UnsupportedError for one that is not known."""
+    names = [] if text == NOTHING else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in tuple(Temporary):
+            known = ", ".join((*Temporary, NOTHING))
+            raise UnsupportedError(f"temporaries: {name!r} is not known; expected any of {known}")
+    return Temporaries(frozenset(map(Temporary, names)))
+
+
+def trace_summary(trace: Trace, output: Path, seconds: float) -> dict[str, Any]:
+    """What a person wants to know of a trace."""
+    mallocs = [event for event in trace.events if isinstance(event, Malloc)]
+    return {
+        "trace": str(output),
+        "name": trace.name,
+        "events": len(trace.events),
+        "mallocs": len(mallocs),
+        "sizes": len({malloc.size for malloc in mallocs}),
+        "live_peak": trace.live_peak(),
+        "seconds": round(seconds, 3),
+    }
+
+
+def show_trace(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found))
+        return
+    print(
+        f"{found['trace']}: {found['name']}: {found['events']:,} events, {found['mallocs']:,} "
+        f"mallocs of {found['sizes']:,} sizes, {found['live_peak'] / GIB:.2f} GiB alive at most "
+        f"({found['seconds']:.1f} s)"
+    )

@@ -96,13 +96,21 @@ class PeakMemory:
             self._before = torch.cuda.memory_allocated(self._device)
         return self
 
+    def lap(self) -> int:
+        """Peak bytes since the lap before, or since the block began."""
+        if self._storage is not None:
+            found, self._storage.peak = self._storage.peak, self._storage.live
+        else:
+            found = torch.cuda.max_memory_allocated(self._device) - self._before
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self.peak = max(self.peak, found)
+        return found
+
     def __exit__(self, *error: Any) -> None:
         if self._storage is not None:
             self._storage.__exit__(*error)
             self._uncompiled.__exit__(*error)
-            self.peak = self._storage.peak
-        else:
-            self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
+        self.lap()
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,8 @@ class ProgramRunner:
     kernels: AttentionKernels
     selector: Selector | None
     progress: Callable[[Progress], None] | None
+    # Of a program with a backward that begins: what is told of each instruction once it is issued.
+    watch: Callable[[Program], Callable[[Instruction], None]] | None = None
     poison: bool
     watches: bool
     _schedule: Schedule | None  # None: to be planned
@@ -280,7 +282,7 @@ class ProgramRunner:
             inputs=inputs,
             head=head,
             gradients=gradients,
-            after=Counter(prepared, self.progress),
+            after=self._after(prepared),
             layers=self._layers(prepared, gradients, inputs.draws),
             kernels=self.kernels,
             kernel_of=prepared.kernel_of,
@@ -289,6 +291,19 @@ class ProgramRunner:
             sharded_model=self.sharded_model,
             weights=self.weights,
         )
+
+    def _after(self, prepared: PreparedProgram) -> Callable[[Instruction], None]:
+        """What is called when an instruction was issued."""
+        counter = Counter(prepared, self.progress)
+        if self.watch is None or not prepared.program.trains():
+            return counter
+        seen = self.watch(prepared.program)
+
+        def both(instruction: Instruction) -> None:
+            seen(instruction)
+            counter(instruction)
+
+        return both
 
     def _value_head(self, function: LogProbs | HeadFunction, targets: Tensor) -> ValueHead:
         """The head that gives a function's values; weights are where they are while it runs."""

@@ -19,7 +19,6 @@ from farspan.planner.evaluate import (
     whole_schedule,
 )
 from farspan.planner.feasibility import plan_of, roomiest, states_do_not_fit
-from farspan.planner.memo_lp import with_alpha
 from farspan.planner.prices import rates_of
 from farspan.planner.remedies import breaks_first, reason_of, remedies_of
 from farspan.planner.request import Fit, Plan, Question, Remedy, of_whole, with_room
@@ -32,7 +31,7 @@ from farspan.planner.search import (
     search,
     with_pieces,
 )
-from farspan.planner.space import MOST_CELLS, chunk_sizes, thriftiest, whole_space
+from farspan.planner.space import MOST_CELLS, chunk_sizes, thriftiest, whole_space, with_alpha
 from farspan.program.layout import Layout, group_ranges, refuse_together
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.spec import RunSpec, Schedule, Sparse, Tier, UnsupportedError

@@ -280,7 +280,7 @@ class Prices:
         compute = self._tiled.forward(i) + self._put_away(i)
         compute += self._moved(spec.work.forward_traffic * tokens * self.program.run.batch)
         attends = i.mode is MODE_COMPUTE
-        attention = self._attention(i.layer, i.chunk, backward=False) if attends else 0.0
+        attention = self.attention(i.layer, i.chunk, backward=False) if attends else 0.0
         moved = self.collectives.forward(spec, tokens, i.mode, self._pieces[i.layer], attention)
         if attends:
             ring = self.collectives.ring(spec, self.program.chunks[i.chunk][1], backward=False)
@@ -304,7 +304,7 @@ class Prices:
         compute += self._moved(work.backward_traffic * tokens * self.program.run.batch)
         compute += self._moved(work.trainable * self._gradient_traffic(product=True))
         compute += self._tiled.again(i)
-        attention = self._attention(i.layer, i.chunk, backward=True)
+        attention = self.attention(i.layer, i.chunk, backward=True)
         ring = self.collectives.ring(spec, self.program.chunks[i.chunk][1], backward=True)
         moved = self.collectives.backward(spec, tokens, self._pieces[i.layer], attention)
         moved += max(0.0, ring - attention)
@@ -341,7 +341,7 @@ class Prices:
             )
         return self._known[key]
 
-    def _attention(self, layer: int, chunk: int, *, backward: bool) -> float:
+    def attention(self, layer: int, chunk: int, *, backward: bool) -> float:
         """Calls on blocks of earlier keys, then the square on the diagonal; where attention is
         sparse, chosen pages beside them."""
         spec, layout = self.question.model.layers[layer], self.question.layout

@@ -18,16 +18,27 @@ attention work on all heads too.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from farspan.program.attention_blocks import chunk_pairs, earlier_rows, sparse_of
 from farspan.program.layout import Layout, Range, Rank, part
 from farspan.program.program import (
     AttentionMode,
     Backward,
+    Close,
+    Embed,
+    EmbedBackward,
+    Evict,
+    Fetch,
     Forward,
+    Gather,
     Head,
     Instruction,
     Program,
+    Receive,
+    Reduce,
+    Release,
+    Send,
     cell_place,
     row_bytes,
 )
@@ -58,6 +69,52 @@ def work_of(program: Program, instruction: Instruction) -> float:
             return forward * (2.0 + bool(model.outer_trainable()) if gradient else 1.0)
         case _:
             return 0.0
+
+
+class WorkKind(StrEnum):
+    """What an instruction is there for, in words."""
+
+    FORWARD = "forward"
+    AGAIN = "forward, computed again"
+    BACKWARD = "backward"
+    HEAD = "head and loss"
+    EMBEDDING = "embedding"
+    COPIES = "copies between the memories"
+    WEIGHTS = "weights and their gradients, moved"
+    RANKS = "messages between devices"
+    OTHER = "inputs and sums on the device"
+
+
+def work_kinds(program: Program) -> list[WorkKind]:
+    """Of each instruction, in order. The forward of a cell that has run before is computed
+    again."""
+    seen: set[tuple[int, int]] = set()
+    found: list[WorkKind] = []
+    for instruction in program.instructions:
+        kind = _KINDS.get(type(instruction), WorkKind.OTHER)
+        if isinstance(instruction, Forward):
+            cell = instruction.layer, instruction.chunk
+            kind = WorkKind.AGAIN if cell in seen else kind
+            seen.add(cell)
+        found.append(kind)
+    return found
+
+
+_KINDS: dict[type[Instruction], WorkKind] = {
+    Forward: WorkKind.FORWARD,
+    Backward: WorkKind.BACKWARD,
+    Head: WorkKind.HEAD,
+    Embed: WorkKind.EMBEDDING,
+    EmbedBackward: WorkKind.EMBEDDING,
+    Fetch: WorkKind.COPIES,
+    Evict: WorkKind.COPIES,
+    Gather: WorkKind.WEIGHTS,
+    Release: WorkKind.WEIGHTS,
+    Reduce: WorkKind.WEIGHTS,
+    Close: WorkKind.WEIGHTS,
+    Receive: WorkKind.RANKS,
+    Send: WorkKind.RANKS,
+}
 
 
 def _rows(program: Program, chunk: int) -> int:

@@ -114,18 +114,32 @@ def step_json(
     """A plan's step for `farspan.step` of the page: `time` of each frame (seconds from the step's
     begin), memory of both tiers by cause, and the walk."""
     program, spans = step_spans(plan)
+    begins = {span.index: span.start for span in spans if span.lane == "compute"}
+    end = max((span.end for span in spans), default=0.0)
+    at, drawn = drawn_walk(program, begins, end, frames, rows, columns)
+    return drawn | {
+        "device": _memory(plan.device, program, Tier.DEVICE, at),
+        "host": _memory(plan.host, program, Tier.HOST, at),
+    }
+
+
+def drawn_walk(
+    program: Program,
+    begins: Mapping[int, float],
+    end: float,
+    frames: int = FRAMES,
+    rows: int = ROWS_SHOWN,
+    columns: int = COLUMNS_SHOWN,
+) -> tuple[StepFrames, dict[str, Any]]:
+    """A step without its memory, and its frames. Instructions begin then, in seconds from the
+    step's begin, and the step has its `end`."""
     groups = [program.groups[group] for group in program.own_groups()]
     layers = thinned(range(groups[0][0], groups[-1][1]), rows)
     chunks = thinned(range(len(program.chunks)), columns)
     at = frames_of(program, frames, set(layers), set(chunks))
-    begins = {span.index: span.start for span in spans if span.lane == "compute"}
-    end = max((span.end for span in spans), default=0.0)
-    time = _times(at, begins)
-    return {
+    return at, {
         "seconds": end,
-        "time": [_rounded(when, end) for when in time],
-        "device": _memory(plan.device, program, Tier.DEVICE, at),
-        "host": _memory(plan.host, program, Tier.HOST, at),
+        "time": [_rounded(when, end) for when in _times(at, begins)],
         "walk": walk_json(program, at, layers, chunks),
         "phases": list(_phases(program, begins, end)),
         "thinned": _thinned(program, at, len(layers), len(chunks)),

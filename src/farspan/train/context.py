@@ -60,6 +60,7 @@ class StepLike(Protocol):
 
     progress: Callable[[Any], None] | None
     host_room: int | None  # bytes of main memory that it may take; None: as many as there are
+    watch: Any  # of each program with a backward, engine.runner.ProgramRunner
     drawn: int  # the number of the next call, by which it drops and adds noise
 
     @property
@@ -316,6 +317,21 @@ class RunContext:
         held, both = self.optimizer.held(), self.device.type == "cpu"
         weights = self._weights() if both or self.lives is Tier.DEVICE else 0
         return weights + held.device + (held.host if both else 0)
+
+    def held_parts(self) -> dict[str, int]:
+        """The same by cause."""
+        weights = self.held_bytes() - self._held_states()
+        return {"weights": weights, "optimizer": self._held_states()}
+
+    def _held_states(self) -> int:
+        held = self.optimizer.held()
+        return held.device + (held.host if self.device.type == "cpu" else 0)
+
+    def gradient_bytes(self) -> int:
+        """Of `.grad` on the device."""
+        found = (p.grad for p in self.optimizer.parameters.values())
+        own = (local(g) for g in found if g is not None)
+        return sum(g.nbytes for g in own if g.device.type == self.device.type)
 
     def touched_bytes(self) -> StateBytes:
         """What is held and was written: memory of zeros is handed out at the first write."""

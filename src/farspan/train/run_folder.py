@@ -7,6 +7,9 @@ plan.json        only with strategy auto: what the planner chose and what it exp
 shortage.json    only after a rank ran out of memory within a step of all: with which schedule; the
                  next start takes less
 comparison.json  only with strategy auto: that beside what was measured
+step.json        one step in detail: the walk over its cells, memory by cause, seconds by work
+history.json     each part of the run: its command, machine and versions, when it began and ended
+report.html      all of this as one page, written when `farspan train` ends
 reference.safetensors  only with a loss.reference of stored: its log-probabilities, pair by pair
 metrics.jsonl    a line a step, a line an evaluation, a line each time memory ran out
 tensorboard/     only with report_to tensorboard: its event files
@@ -23,6 +26,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,17 +42,22 @@ from farspan.checkpoint.local import (
     list_checkpoints,
     named_checkpoints,
 )
+from farspan.distributed.run_context import launch_env
 from farspan.durable import (
     PARTIAL,
+    WriteFailed,
     publish,
+    read_json,
     remove_leftovers,
     write_bytes,
     write_failure,
     write_whole,
 )
 from farspan.program.layout import replicas
+from farspan.report.run import REPORT
 from farspan.spec import UnsupportedError
 from farspan.train.config import Decay, RunConfig, StatesPlace
+from farspan.train.record import HISTORY, STEP, now, part_json
 from farspan.train.yaml_config import flatten, read_file, to_mapping, write_mapping
 
 STORED = "reference.safetensors"
@@ -56,6 +65,7 @@ STORED = "reference.safetensors"
 FILES = (
     *("config.yaml", "about.json", "plan.json", "wandb.json", "trackio.json"),
     *("metrics.jsonl", "shortage.json", "comparison.json", "diagnosis.json", STORED),
+    *(STEP, HISTORY, REPORT),
 )
 # What a killed process leaves of these behind `PARTIAL`; whatever else has such a name stays.
 LEFTOVER = re.compile(rf"(old-)?model|([0-9]+-)?({'|'.join(map(re.escape, FILES))})")
@@ -121,6 +131,7 @@ class RunFolder:
         self.shortage = self.path / "shortage.json"
         self._run = run
         self._lock: TextIO | None = None
+        self._parts: list[dict[str, Any]] = []  # of history.json, where this is one
 
     def __enter__(self) -> "RunFolder":
         _refuse_other(self.path, "folder")
@@ -145,7 +156,12 @@ class RunFolder:
         self._lock = lock
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._parts:
+            ended = {"ended": now()} | ({} if kind is None else {"error": kind.__name__})
+            parts = [*self._parts[:-1], self._parts[-1] | ended]
+            with suppress(WriteFailed):  # the error to report is the one that led here
+                self.write_json(HISTORY, {"parts": parts})
         if self._lock is not None:
             self._lock.close()
 
@@ -173,6 +189,12 @@ class RunFolder:
                 "resume it, or give another folder"
             )
         write_whole(config, write_mapping(values).encode("utf-8"))
+        begun = list_checkpoints(self.checkpoints)
+        known = (read_json(self.path / HISTORY) or {}).get("parts") if begun else None
+        launch = launch_env()
+        part = part_json(1 if launch is None else launch.ranks)
+        self._parts = [*(known if isinstance(known, list) else []), part]
+        self.write_json(HISTORY, {"parts": self._parts})
         rounding = [text for text in changed if text.startswith(ROUNDING)]
         return [text for text in rounding if not text.startswith(TIMEOUT)]
 
@@ -221,8 +243,9 @@ class RunFolder:
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> Path:
         """Writes a JSON file whole. Raises WriteFailed."""
-        path = self.path / name
-        write_whole(path, json.dumps(values, indent=1, allow_nan=False).encode("utf-8"))
+        path, many = self.path / name, name == STEP  # numbers, which nobody reads one by one
+        text = json.dumps(values, indent=None if many else 1, allow_nan=False)
+        write_whole(path, text.encode("utf-8"))
         return path
 
     def write_shortage(self, values: Mapping[str, Any]) -> None:

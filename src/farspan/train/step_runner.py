@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -41,6 +41,7 @@ from farspan.train.planning import (
     named_json,
     plan_json,
 )
+from farspan.train.record import STEP, StepRecorder, drawn_json, memory_json, planned_json
 from farspan.train.run_folder import RunFolder, RunState, restore_rng
 from farspan.train.yaml_config import as_yaml, to_mapping
 
@@ -140,6 +141,10 @@ class StepRunner:
         self._peak: int | None = None  # bytes of a step beside weights and optimizer
         self._measured: dict[str, int] = {}  # for metrics.jsonl, until it is taken
         self._seconds: list[float] = []  # of whole steps after the metered one
+        self._recorder: StepRecorder | None = None  # of the update at hand, where it is looked at
+        self._known: dict[str, Any] = {}  # of the content of step.json
+        self._place = 0  # of the program that is drawn, among those of an update
+        self._is_timed = False  # a step that was not metered
 
     def make_ready(self) -> None:
         """Chooses and rehearses now. Raises UnsupportedError, Interrupted."""
@@ -165,11 +170,13 @@ class StepRunner:
 
     @contextmanager
     def metering(self) -> Iterator[None]:
-        """Measures the peak bytes of the first step with a schedule; later ones run as they are."""
+        """Measures the peak bytes of the first step with a schedule, and the seconds of the second
+        at each instruction; later ones run as they are."""
         if self._peak is not None:
-            yield
+            with nullcontext() if self._is_timed else self._recording(None):
+                yield
             return
-        with PeakMemory(self._ctx.device) as meter:
+        with PeakMemory(self._ctx.device) as meter, self._recording(meter):
             yield
         assert self._expected is not None, "work is done with what was rehearsed"
         self._peak = meter.peak
@@ -179,15 +186,61 @@ class StepRunner:
         }
         self._observer.note(describe_measured(self._expected.new, meter.peak))
 
-    def take_memory(self) -> dict[str, int]:
-        """Expected and measured peak bytes of the step before, if it was metered, for
-        metrics.jsonl; once."""
+    @contextmanager
+    def _recording(self, meter: PeakMemory | None) -> Iterator[None]:
+        """Looks at a step's instructions, on the rank that writes them down."""
+        step = self._step
+        assert step is not None, "work is done with a step"
+        if self._ctx.world.is_rank0:
+            self._recorder = StepRecorder(self._ctx.device, self._ctx.gradient_bytes, meter)
+            step.watch = self._recorder.follow
+        try:
+            yield
+        finally:
+            step.watch = None
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Around the optimizer's update."""
+        return nullcontext() if self._recorder is None else self._recorder.updating()
+
+    def took(self, seconds: float) -> dict[str, int]:
+        """A whole step took so long. Its expected and measured peak bytes, if it was metered, for
+        metrics.jsonl."""
         found, self._measured = self._measured, {}
+        if not found:
+            self._seconds.append(seconds)
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None and recorder.walks:
+            self._write_step(recorder, seconds)
+        self._is_timed = self._is_timed or not found
         return found
 
-    def took(self, seconds: float) -> None:
-        """A whole step, which was not metered, took so long."""
-        self._seconds.append(seconds)
+    def _write_step(self, recorder: StepRecorder, seconds: float) -> None:
+        """Says in the run folder what the step did when."""
+        ctx, choice, expected = self._ctx, self._choice, self._expected
+        assert choice is not None, "a step was done"
+        assert expected is not None, "it was rehearsed"
+        recorder.finish()
+        if recorder.meter is not None and self._peak is not None:
+            self._place = recorder.highest()
+        walk, known = recorder.walks[min(self._place, len(recorder.walks) - 1)], self._known
+        at, known["drawn"] = drawn_json(walk)
+        program = walk.program
+        known["grid"] = {"layers": len(program.model.layers), "chunks": len(program.chunks)}
+        step = {"step": self._state.at.step}
+        if recorder.meter is not None and self._peak is not None:
+            held, peak = ctx.held_parts(), self._peak
+            known["memory"] = step | memory_json(walk, at, expected, held, peak, ctx.device)
+            plan = choice.plan
+            if plan is not None and ctx.run.model.dtype in plan.question.machine.rates:
+                known["planned"] = planned_json(plan, program, ctx.run.accumulate)
+        known["seconds"] = {
+            **step,
+            "metered": recorder.meter is not None,
+            "total": seconds,
+            "parts": recorder.seconds(),
+        }
+        self._folder.write_json(STEP, known)
 
     def compare(self) -> PlanComparison | None:
         """The plan beside what was measured; None without a plan or a measured step."""
@@ -324,6 +377,7 @@ class StepRunner:
         if self._step is not None:
             self._step.release()
         self._step, self._peak, self._measured, self._seconds = None, None, {}, []
+        self._recorder, self._known, self._is_timed = None, {}, False
         ctx.optimizer.clear()
         restore_rng(self._state.rng, ctx.device)
         clear_up(ctx.device)

@@ -150,7 +150,8 @@ class TrainingLoop:
             values: dict[str, Any] = {"step": step + 1, "lr": rate}
             finite = math.isfinite(loss) and math.isfinite(norm)
             if finite:
-                ctx.optimizer.step(rate, gradient_norm)
+                with runner.updating():
+                    ctx.optimizer.step(rate, gradient_norm)
                 self.loss = loss
                 values |= {"loss": loss, **found, "grad_norm": norm}
             else:
@@ -196,11 +197,8 @@ class TrainingLoop:
         self, values: dict[str, Any], batches: list[Micro], seen: list[Seen], seconds: float
     ) -> None:
         """Writes down the step that has just ended."""
-        memory = self._runner.take_memory()
-        if not memory:
-            self._runner.took(seconds)
         values |= {
-            **memory,
+            **self._runner.took(seconds),
             **(mass_json(seen) if seen else {}),
             "tokens": self.at.tokens,
             "trained_tokens": self._batches.trained(batches),

@@ -253,12 +253,13 @@ Object.assign(farspan, (() => {
   }
 
   // Lines over one ascending x. series: [{name, values}], null where there is no value; `format`
-  // and `formatX` write values; `log`: a logarithmic axis; `from`: the axis begins there.
+  // and `formatX` write values; `log`: a logarithmic axis; `from`: the axis begins there;
+  // `bridge`: a line goes on over places without a value.
   function lines({ title, x, xName, series, format = farspan.count, formatX = farspan.count,
-    log = false, from = null, height = 230, onSeek }) {
+    log = false, from = null, bridge = false, height = 230, onSeek }) {
     const { key, tell } = legend(series.map((of, place) => [dashed(place), of]), format);
     const line = (_, place) => ({ stroke: () => ink(LINES[place % LINES.length]), width: 2,
-      dash: dash(place), points: { show: x.length < 40, size: 5 } });
+      dash: dash(place), spanGaps: bridge, points: { show: x.length < 40, size: 5 } });
     const range = (_, low, high) => ends(low, high, from);
     return chart({
       title, name: `${title}: ${xName}`, height, key, onSeek,

@@ -18,7 +18,8 @@ Object.assign(farspan, (() => {
   // bytes of `device` and `host`); `cells` are by layer and chunk the states that a cell has, each
   // as frame, state, frame, state, ..., from the first frame on "not yet" until another comes;
   // `inputs` the same of the inputs of groups. `onSeek(frame)` is called when a person goes to a
-  // frame, and `seek(frame)` of what is returned goes there.
+  // frame, and `seek(frame)` of what is returned goes there. In place of the two tiers' bytes,
+  // `memory` may have bars of its own: {title, whole, rows: [{name, values by frame}]}.
   function walk(of, { onSeek } = {}) {
     const picture = grid(of), last = of.frames.time.length - 1;
     const slider = make("input", { type: "range", min: 0, max: last, value: of.start,
@@ -156,17 +157,23 @@ Object.assign(farspan, (() => {
     });
     const key = make("ul", { class: "key" }, rows.map(([, , row]) => row));
     function show(frame) {
-      const { device, host } = of.frames;
       runs.replaceChildren(spoken(of, frame), make("br"), make("small", {}, when(of, frame)));
-      held.replaceChildren(bars({
-        title: "Planned memory at this moment", whole: Math.max(of.limits.device, of.limits.host),
-        rows: [{ name: "device", value: device[frame], text: share(device[frame], of.limits.device) },
-          { name: "host", value: host[frame], text: share(host[frame], of.limits.host) }]
-          .map((row, place) => ({ ...row, value: row.value * scaleOf(of, place) })),
-      }));
+      held.replaceChildren(bars(of.memory ? {
+        ...of.memory,
+        rows: of.memory.rows.map(({ name, values }) => ({ name, value: values[frame] })),
+      } : ofTiers(of, frame)));
       for (const [state, number] of rows) number.textContent = picture.counts[state];
     }
     return { element: make("div", {}, runs, held, key), show };
+  }
+
+  function ofTiers({ frames, limits }, frame) {
+    return {
+      title: "Planned memory at this moment", whole: Math.max(limits.device, limits.host),
+      rows: ["device", "host"].map((tier, place) => ({ name: tier,
+        value: frames[tier][frame] * scaleOf({ limits }, place),
+        text: share(frames[tier][frame], limits[tier]) })),
+    };
   }
 
   // Each bar is a share of its own tier.

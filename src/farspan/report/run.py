@@ -1,0 +1,435 @@
+"""A run folder as a page: what was measured beside what was planned, for one run or several side by
+side. Files are read as they are: a run may be under way, and folders of earlier versions lack some,
+of which the page says so."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from farspan.formatting import without_home, write_bytes, write_tokens
+from farspan.planner.remedies import part_words
+from farspan.report.page import html_page, write_page
+from farspan.report.tables import schedule_words
+from farspan.spec import Schedule, Sparse, UnsupportedError
+
+Values = dict[str, Any]
+
+REPORT = "report.html"  # in the run folder
+MOST_RUNS = 8  # of a page
+POINTS = 2000  # of a curve
+# Of metrics.jsonl, what is no curve of its own, or has one by its name.
+CURVES = ("loss", "heldout_loss", "tokens_per_second", "lr", "grad_norm")
+NO_CURVE = {
+    *("step", "tokens", "trained_tokens", "heldout_tokens", "seconds", "peak_process_bytes"),
+    *("memory_predicted_bytes", "memory_measured_bytes"),
+}
+OLDER = "this run was made by a version of farspan that did not write it down"
+REST = "everything else"
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What a run folder says. A file that is not there is an empty mapping."""
+
+    path: Path
+    config: Values
+    metrics: tuple[Values, ...]  # in their order, a line each
+    about: Values = field(default_factory=dict)
+    plan: Values = field(default_factory=dict)
+    comparison: Values = field(default_factory=dict)
+    step: Values = field(default_factory=dict)
+    history: Values = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[Values]:
+        """The lines of steps."""
+        return [line for line in self.metrics if "lr" in line]
+
+    @property
+    def done(self) -> int:
+        """Steps that are done."""
+        return max((line["step"] for line in self.steps), default=0)
+
+    @property
+    def parts(self) -> list[Values]:
+        """What each part of the run says of itself, the latest last."""
+        found = self.history.get("parts")
+        return [part for part in found if isinstance(part, dict)] if found else []
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Reads a run folder, also of a run under way. Raises UnsupportedError where it is none,
+    where no step is done yet, and where a file is damaged."""
+    path = folder.expanduser()
+    if not path.is_dir():
+        raise UnsupportedError(f"{folder}: no such folder; give one that farspan train has written")
+    if not (path / "config.yaml").is_file():
+        raise UnsupportedError(
+            f"{folder} is no run folder: it has no config.yaml; give the one that a run file names "
+            "as its folder"
+        )
+    metrics = tuple(_lines(path / "metrics.jsonl"))
+    if not metrics:
+        raise UnsupportedError(
+            f"{folder} has no metrics: no step of its run is done; ask again after the first one"
+        )
+    names = ("about", "plan", "comparison", "step", "history")
+    found = {name: _read(path / f"{name}.json") for name in names}
+    return RunRecord(path.resolve(), _config(path / "config.yaml"), metrics, **found)
+
+
+def _read(path: Path) -> Values:
+    """An object in JSON; empty where there is no such file."""
+    try:
+        value = json.loads(path.read_bytes()) if path.exists() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, error) from error
+    if not isinstance(value, dict):
+        raise _damaged(path, "expected an object")
+    return value
+
+
+def _config(path: Path) -> Values:
+    try:
+        value = yaml.safe_load(path.read_bytes())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise _damaged(path, error) from error
+    if not isinstance(value, dict):
+        raise _damaged(path, "expected keys and values")
+    return value
+
+
+def _lines(path: Path) -> Iterator[Values]:
+    """Of metrics.jsonl; the last one may be half written."""
+    try:
+        lines = path.read_bytes().splitlines() if path.exists() else []
+    except OSError as error:
+        raise _damaged(path, error) from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                return
+            raise _damaged(path, f"line {number}: {error}") from error
+        if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+            raise _damaged(path, f"line {number}: expected an object with a step")
+        yield value
+
+
+def _damaged(path: Path, why: object) -> UnsupportedError:
+    first = str(why).partition("\n")[0]
+    return UnsupportedError(
+        f"{path} is damaged: {first}; restore it, or move it away to see the page without it"
+    )
+
+
+# -- as a page -------------------------------------------------------------------------------------
+
+
+def write_report(folder: Path) -> Path:
+    """Writes the page of a run folder into it. Raises UnsupportedError as `read_run` does, and
+    where it cannot be written."""
+    path = folder / REPORT
+    write_page(path, run_page([read_run(folder)]), REPORT)
+    return path
+
+
+def run_page(runs: Sequence[RunRecord]) -> str:
+    """One page of these runs, as text. Raises UnsupportedError where they are too many."""
+    if len(runs) > MOST_RUNS:
+        raise UnsupportedError(
+            f"a page shows {MOST_RUNS} runs side by side, got {len(runs)}; give fewer"
+        )
+    data = runs_json(runs)
+    return html_page(" and ".join(run["name"] for run in data["runs"]), data, "run.js")
+
+
+def runs_json(runs: Sequence[RunRecord]) -> Values:
+    """What the page shows: bytes, seconds and steps as numbers, sentences as text."""
+    names = _names([run.path for run in runs])
+    return {
+        "about": "Measured where it says so; what is called planned was computed before the run.",
+        "runs": [run_json(run, name) for run, name in zip(runs, names, strict=True)],
+        "settings": _differences(runs),
+    }
+
+
+def run_json(run: RunRecord, name: str) -> Values:
+    """What the page shows of one run."""
+    return {
+        "name": name,
+        "status": _status(run),
+        "summary": _summary(run),
+        "curves": _curves(run),
+        "step": run.step,
+        "parts": _part_names(run.step),
+        "seconds": _seconds(run.step),
+        "schedule": _schedule(run),
+        "reason": _reason(run),
+        "comparison": run.comparison,
+        "machine": _machine(run),
+        "versions": _versions(run),
+        "commands": [_command(part) for part in run.parts],
+        "config": without_home(yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)),
+        "notes": list(_notes(run)),
+    }
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell them apart."""
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    seen: dict[str, int] = {}
+    for place, name in enumerate(names):
+        seen[name] = seen.get(name, 0) + 1
+        names[place] = name if seen[name] == 1 else f"{name} ({seen[name]})"
+    return names
+
+
+def _status(run: RunRecord) -> str:
+    asked = run.config.get("steps")
+    done = f"{run.done:,} steps done" if asked is None else f"{run.done:,} of {asked:,} steps done"
+    if asked is not None and run.done >= asked:
+        return done
+    last = run.parts[-1] if run.parts else {}
+    if error := last.get("error"):
+        return f"{done}; the latest part ended with {error}"
+    if last.get("ended"):
+        return f"{done}; stopped, and can be resumed by the same command"
+    return f"{done}; under way, or ended by force" if run.parts else done
+
+
+def _summary(run: RunRecord) -> Values:
+    """The numbers that matter most; null where there is none."""
+    steps = run.steps
+    plain = [line for line in steps if "memory_measured_bytes" not in line] or steps
+    held = [line["heldout_loss"] for line in run.metrics if "heldout_loss" in line]
+    memory = run.step.get("memory", {})
+    return {
+        "model": run.about.get("model"),
+        "parameters": run.about.get("parameters"),
+        "trainable": run.about.get("trainable"),
+        "context": run.config.get("context"),
+        "sequences": _sequences(run.config),
+        "strategy": run.about.get("strategy"),
+        "loss": _last([_number(line.get("loss")) for line in steps]),
+        "heldout_loss": _last([_number(value) for value in held]),
+        "tokens_per_second": _median(plain, "tokens_per_second"),
+        "seconds": _median(plain, "seconds"),
+        "planned_seconds": run.comparison.get("predicted_seconds")
+        or run.step.get("planned", {}).get("total"),
+        "tokens": _last([line.get("tokens") for line in steps]),
+        "skipped": sum("nonfinite" in line for line in steps),
+        "planned_bytes": memory.get("planned", {}).get("peak"),
+        "measured_bytes": memory.get("measured", {}).get("peak"),
+        "tier": memory.get("tier"),
+        "process_bytes": max((line.get("peak_process_bytes", 0) for line in steps), default=0),
+    }
+
+
+def _sequences(config: Values) -> str:
+    batch, accumulate = config.get("batch", 1), config.get("accumulate", 1)
+    return f"{batch} x {accumulate}" if accumulate != 1 else f"{batch}"
+
+
+def _median(lines: Sequence[Values], name: str) -> float | None:
+    values = [value for line in lines if (value := _number(line.get(name))) is not None]
+    return median(values) if values else None
+
+
+def _last(values: Sequence[Any]) -> Any:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def _number(value: object) -> float | None:
+    """JSON knows no infinity: those are text in a run folder."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
+
+
+def _curves(run: RunRecord) -> dict[str, Values]:
+    """By name the steps and values of each metric, thinned out evenly to so many, the last kept."""
+    found: dict[str, Values] = {}
+    for line in run.metrics:
+        for name, value in line.items():
+            number = _number(value)
+            if name not in NO_CURVE and number is not None:
+                curve = found.setdefault(name, {"x": [], "y": []})
+                curve["x"].append(line["step"])
+                curve["y"].append(number)
+    for curve in found.values():
+        many = len(curve["x"])
+        places = range(many)
+        if many > POINTS:
+            kept = {round(place * (many - 1) / (POINTS - 1)) for place in range(POINTS)}
+            places = sorted(kept)  # type: ignore[assignment]
+        curve |= {axis: [curve[axis][place] for place in places] for axis in ("x", "y")}
+        curve["of"] = many
+    order = {name: place for place, name in enumerate(CURVES)}
+    return dict(sorted(found.items(), key=lambda item: (order.get(item[0], 99), item[0])))
+
+
+def _part_names(step: Values) -> dict[str, str]:
+    memory = step.get("memory", {})
+    sides = [memory.get(side, {}).get("parts", {}) for side in ("planned", "measured")]
+    return {part: part_words(part) for side in (*sides, memory.get("host", {})) for part in side}
+
+
+def _seconds(step: Values) -> Values:
+    """Rows of name and seconds, the most first: measured in a step with what is left of it, and
+    planned."""
+    found: Values = {"measured": [], "planned": [], **step.get("seconds", {})}
+    measured = dict(found.get("parts", {}))
+    if measured:
+        rest = found["total"] - sum(measured.values())
+        found["measured"] = [*_rows(measured), [REST, max(0.0, rest)]]
+    planned = step.get("planned", {})
+    found["planned"] = _rows(planned.get("parts", {}))
+    found["planned_total"] = planned.get("total")
+    found["attention"] = planned.get("attention")
+    return found
+
+
+def _rows(parts: Mapping[str, float]) -> list[list[Any]]:
+    return [[name, size] for name, size in sorted(parts.items(), key=lambda part: -part[1])]
+
+
+def _schedule(run: RunRecord) -> list[str]:
+    """In words; by its fields where the model's layers are not known."""
+    given = run.about.get("schedule") or {}
+    names = {of.name for of in fields(Schedule)}
+    known = {name: value for name, value in given.items() if name in names}
+    layers = run.step.get("grid", {}).get("layers")
+    if layers is None:
+        layers = ((run.config.get("model") or {}).get("config") or {}).get("num_hidden_layers")
+    try:
+        if isinstance(known.get("groups"), list):
+            known["groups"] = tuple(known["groups"])
+        if isinstance(known.get("sparse"), dict):
+            known["sparse"] = Sparse(**known["sparse"])
+        schedule = Schedule(**known)
+        if layers and known:
+            chunks = -(-int(run.config["context"]) // schedule.chunk)
+            return schedule_words(schedule, int(layers), chunks)
+    except (UnsupportedError, KeyError, TypeError, ValueError):
+        pass
+    return [f"{name}: {value}" for name, value in given.items() if value not in (None, False)]
+
+
+def _reason(run: RunRecord) -> str:
+    if run.plan:
+        return str(run.plan.get("reason") or "")
+    return "" if run.about.get("strategy") is None else "Named in the run file, not planned."
+
+
+def _machine(run: RunRecord) -> list[list[str]]:
+    """Names and texts."""
+    found = dict(run.about.get("machine") or {})
+    part = run.parts[-1] if run.parts else {}
+    found |= {name: value for name, value in (part.get("machine") or {}).items() if value}
+    gpus = found.get("gpus") or (1 if found.get("gpu") else 0)
+    device = f"{gpus} x {found.get('gpu')}" if gpus else str(run.about.get("device") or "")
+    if size := found.get("device_bytes"):
+        device += f", {write_bytes(size)} each"
+    cores = f"{found['cores']} cores, " if found.get("cores") else ""
+    threads = f"{cores}{found['threads']} threads of torch" if found.get("threads") else ""
+    rows = {
+        "device": device,
+        "processor": found.get("processor"),
+        "threads": threads,
+        "main memory": write_bytes(found["host_bytes"]) if found.get("host_bytes") else None,
+        "system": found.get("system"),
+        "ranks": str(part["ranks"]) if part.get("ranks", 1) != 1 else None,
+    }
+    return [[name, str(text)] for name, text in rows.items() if text]
+
+
+def _versions(run: RunRecord) -> list[list[str]]:
+    found = dict((run.about.get("machine") or {}).get("versions") or {})
+    if python := (run.about.get("machine") or {}).get("python"):
+        found["python"] = python
+    for part in run.parts[-1:]:
+        found |= part.get("versions") or {}
+    first = ("farspan", "python", "torch", "cuda", "transformers")
+    order = sorted(found, key=lambda name: (first.index(name) if name in first else 9, name))
+    return [[name, str(found[name])] for name in order]
+
+
+def _command(part: Values) -> Values:
+    """A part of the run: the command, when, and how long in seconds."""
+    started, ended = part.get("started"), part.get("ended")
+    took = None
+    try:
+        if started and ended:
+            took = (datetime.fromisoformat(ended) - datetime.fromisoformat(started)).total_seconds()
+    except (TypeError, ValueError):
+        took = None
+    return {
+        "command": str(part.get("command") or ""),
+        "started": _when(started),
+        "ended": _when(ended) or "not yet",
+        "took": took,
+    }
+
+
+def _when(text: object) -> str:
+    try:
+        return f"{datetime.fromisoformat(str(text)):%Y-%m-%d %H:%M:%S} UTC" if text else ""
+    except ValueError:
+        return str(text)
+
+
+def _notes(run: RunRecord) -> Iterator[str]:
+    """What happened that a reader should know, and what is not recorded and why."""
+    for line in run.metrics:
+        if "out_of_memory" in line:
+            yield (
+                f"Memory ran out in step {line['step']} ({line['out_of_memory']}): "
+                f"{line.get('message', '')}"
+            )
+    skipped = [line["step"] for line in run.steps if "nonfinite" in line]
+    if skipped:
+        steps = ", ".join(map(str, skipped[:8])) + (", ..." if len(skipped) > 8 else "")
+        yield f"{len(skipped)} steps skipped, whose loss or gradient was not finite: {steps}."
+    if "memory" not in run.step:
+        why = "no whole step is done with it" if run.parts else OLDER
+        yield f"Memory and time within a step are not recorded: {why}."
+    if not run.parts:
+        yield f"Command, versions and times of the run are not recorded: {OLDER}."
+    elif not run.step.get("planned"):
+        yield (
+            "Seconds by kind of work are not planned: the schedule is named in the run file. With "
+            "strategy auto the planner says what it expects."
+        )
+
+
+def _differences(runs: Sequence[RunRecord]) -> list[list[Any]]:
+    """Keys of the run files that are not the same in all, each with a text for each run."""
+    leaves = [dict(_flat(run.config)) for run in runs]
+    keys = dict.fromkeys(key for of in leaves for key in of)
+    rows = [[key, *(_text(of.get(key)) for of in leaves)] for key in keys if key != "folder"]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def _text(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1024:
+        return write_tokens(value)
+    return "none" if value is None else json.dumps(value) if isinstance(value, list) else str(value)

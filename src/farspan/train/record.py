@@ -1,0 +1,352 @@
+"""What a run writes down of itself: how each part of it was started, on which machine, with which
+versions; and one step, instruction by instruction: what memory holds and why, as planned and as
+measured, and how long each kind of work takes. Two steps are looked at, once a schedule: the first
+for memory, which is metered anyway, and the one after it for time.
+
+What the engine plans has its exact bytes: weights, optimizer states, the program's buffers. Weight
+gradients are counted as they appear. The rest of what was measured is a cell's own.
+"""
+
+import os
+import platform
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from farspan.engine.memory import PeakMemory
+from farspan.formatting import without_home
+from farspan.memory.host import describe_host
+from farspan.planner.prices import Prices
+from farspan.planner.request import Plan
+from farspan.program.program import (
+    AttentionMode,
+    Backward,
+    Close,
+    EmbedBackward,
+    Forward,
+    Head,
+    Instruction,
+    Program,
+)
+from farspan.program.work import WorkKind, work_kinds
+from farspan.report.plan_page import StepFrames, drawn_walk
+from farspan.spec import VERSION, Tier
+from farspan.train.memory import Expected
+
+# In the run folder.
+HISTORY = "history.json"
+STEP = "step.json"
+
+UPDATE = "optimizer's update"
+ISSUING = "issuing work"
+
+Bytes = NDArray[np.int64]
+
+
+PACKAGES = ("torch", "transformers", "peft", "triton", "safetensors")
+# Words of an argument's name whose value is nobody else's business.
+SECRET = {"token", "secret", "password", "passwd", "key", "apikey", "credential", "credentials"}
+# What services call their tokens, and what stands before the host of an address.
+TOKENS = re.compile(r"\b(?:hf_|sk-|gh[a-z]_|glpat-|xox[a-z]-|AKIA)[\w-]{12,}|(?<=://)[^/@\s]+(?=@)")
+HIDDEN = "***"
+
+
+def part_json(ranks: int) -> dict[str, Any]:
+    """A part of a run that begins now: the command, the machine, versions. No environment."""
+    return {
+        "command": command_text(sys.argv),
+        "ranks": ranks,
+        "started": now(),
+        "ended": None,
+        "versions": _versions(),
+        "machine": _machine(),
+    }
+
+
+def now() -> str:
+    """The time in UTC, to a second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def command_text(arguments: Sequence[str]) -> str:
+    """What a process was called with, as a person would type it. Home is `~`, and what looks like a
+    secret is left out."""
+    program, *rest = arguments or ("python",)
+    path = Path(program)
+    words = [path.name]
+    if path.name == "__main__.py":
+        words = ["farspan"] if path.parent.name == "farspan" else ["python", "-m", path.parent.name]
+    elif path.suffix == ".py":
+        words = ["python", path.name]
+    hides = False  # the next word is the value of a secret
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        secret = bool(SECRET & set(re.split("[^a-z]+", name.lower())))
+        shown = f"{name}={HIDDEN}" if secret and equals else word
+        words.append(_quoted(HIDDEN if hides and not word.startswith("-") else shown))
+        hides = secret and not equals and word.startswith("-")
+    return " ".join(words)
+
+
+def _quoted(word: str) -> str:
+    shown = without_home(TOKENS.sub(HIDDEN, word))
+    if shown == HIDDEN or shown.endswith(f"={HIDDEN}"):
+        return shown
+    return f"~/{shlex.quote(shown[2:])}" if shown.startswith("~/") else shlex.quote(shown)
+
+
+def _versions() -> dict[str, str]:
+    found = {"farspan": VERSION, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name) if name != "torch" else str(torch.__version__)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    """Of this process's node: bytes are of each device, and of main memory."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.cuda.get_device_properties(0) if gpus else None
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "host_bytes": describe_host()["total"],
+        "gpus": gpus,
+        "gpu": None if device is None else device.name,
+        "device_bytes": None if device is None else device.total_memory,
+    }
+
+
+@dataclass(slots=True)
+class Walk:
+    """A program that ran, and what was seen after each of its instructions."""
+
+    program: Program
+    peaks: list[int] = field(default_factory=list)  # bytes at most since the one before
+    gradients: list[int] = field(default_factory=list)  # bytes of them
+    marks: list[Any] = field(default_factory=list)  # seconds, or events of a GPU; one more, first
+
+
+@dataclass(slots=True)
+class StepRecorder:
+    """Watches the programs of one update. The device is not waited for before it is to `finish`."""
+
+    device: torch.device
+    gradient_bytes: Callable[[], int]
+    meter: PeakMemory | None = None  # of memory, where that is looked at
+    walks: list[Walk] = field(default_factory=list)
+    update: tuple[Any, Any] | None = None  # marks around it
+
+    def follow(self, program: Program) -> Callable[[Instruction], None]:
+        """What is told of each instruction of a program that begins."""
+        walk = Walk(program)
+        self.walks.append(walk)
+        held, known = self.gradient_bytes() if self.meter else 0, set[object]()
+        walk.marks.append(self._mark())
+
+        def seen(instruction: Instruction) -> None:
+            nonlocal held
+            walk.marks.append(self._mark())
+            if self.meter is None:
+                return
+            walk.peaks.append(self.meter.lap())
+            if _may_bring_gradients(instruction, known):
+                held = self.gradient_bytes()
+            walk.gradients.append(held)
+
+        return seen
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around the optimizer's update."""
+        began = self._mark()
+        yield
+        self.update = began, self._mark()
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def finish(self) -> None:
+        """Waits for the device: from now on times are known."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self) -> dict[str, float]:
+        """Of each kind of work, all programs together."""
+        found = dict.fromkeys(map(str, WorkKind), 0.0)
+        for walk in self.walks:
+            kinds = work_kinds(walk.program)
+            for kind, began, ended in zip(kinds, walk.marks, walk.marks[1:], strict=False):
+                found[kind] += _between(began, ended)
+        if self.update is not None:
+            found[UPDATE] = _between(*self.update)
+        return {kind: size for kind, size in found.items() if size > 0}
+
+    def highest(self) -> int:
+        """Which of the programs ran with the most memory; the first where none was metered."""
+        tops = [max(walk.peaks, default=0) for walk in self.walks]
+        return tops.index(max(tops))
+
+
+def _between(began: Any, ended: Any) -> float:
+    if isinstance(began, float):
+        return float(ended - began)
+    return float(began.elapsed_time(ended)) / 1e3
+
+
+def _may_bring_gradients(instruction: Instruction, known: set[object]) -> bool:
+    """Whether `.grad` may be another than before: at the first such instruction of its kind and
+    layer, and where a group is closed."""
+    if isinstance(instruction, Close):
+        return True
+    if not isinstance(instruction, Backward | Head | EmbedBackward):
+        return False
+    key = type(instruction), getattr(instruction, "layer", None)
+    known_before = key in known
+    known.add(key)
+    return not known_before
+
+
+# -- as JSON ---------------------------------------------------------------------------------------
+
+
+def memory_json(
+    walk: Walk,
+    at: StepFrames,
+    expected: Expected,
+    held: Mapping[str, int],
+    peak: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Bytes by cause over a step, as planned and as measured, at the fullest moment of each frame;
+    one number for what does not change. `held` is what is there before the step on the device,
+    which on a CPU is main memory; `peak` the most that was measured beside it."""
+    tiers = tuple(Tier) if device.type == "cpu" else (Tier.DEVICE,)
+    places = _fullest(walk.peaks, at)
+    buffers = _buffers(walk.program, tiers, places)
+    arena = sum(walk.program.arena_bytes[tier] for tier in tiers)
+    fixed = {**held, **_fixed_parts(expected.parts, tiers)}
+    gaps = {"placement": arena - sum(buffers.values(), np.zeros(len(places), np.int64))}
+    gradients = np.array(walk.gradients, np.int64)[places]
+    rest = np.array(walk.peaks, np.int64)[places] - arena - gradients
+    measured = {**held, **gaps, **buffers, "gradients": gradients, "cells": np.maximum(rest, 0)}
+    found: dict[str, Any] = {
+        "tier": "main memory" if device.type == "cpu" else "device memory",
+        "planned": {
+            "peak": sum(fixed.values()) + arena,
+            "parts": _plain({**fixed, **gaps, **buffers}),
+        },
+        "measured": {"peak": sum(held.values()) + peak, "parts": _plain(measured)},
+    }
+    if device.type != "cpu":
+        there = _buffers(walk.program, (Tier.HOST,), places)
+        found["host"] = _plain({**dict(_on_host(expected.parts)), **there})
+    return found
+
+
+def _fullest(peaks: Sequence[int], at: StepFrames) -> Bytes:
+    """The instruction of each frame with the most bytes."""
+    values, found, start = np.array(peaks, np.int64), list[int](), 0
+    for end in at.ends:
+        stop = min(end, len(values))
+        found.append(start + int(values[start:stop].argmax()) if stop > start else len(values) - 1)
+        start = stop
+    return np.array(found, np.int64)
+
+
+def _buffers(program: Program, tiers: tuple[Tier, ...], at: Bytes) -> dict[str, Bytes]:
+    """Bytes of the buffers of each class that are alive then."""
+    changes: dict[str, Bytes] = {}
+    for buffer in program.buffers.values():
+        if buffer.tier in tiers:
+            own = changes.setdefault(
+                buffer.kind.value, np.zeros(len(program.instructions) + 1, np.int64)
+            )
+            own[buffer.born] += buffer.bytes
+            own[buffer.dies] -= buffer.bytes
+    return {kind: np.cumsum(change)[at] for kind, change in changes.items()}
+
+
+def _fixed_parts(parts: Mapping[str, int], tiers: tuple[Tier, ...]) -> dict[str, int]:
+    """What a plan counts as there throughout, beside what is held before the step."""
+    on_host = parts.get("host_gradients", 0) if Tier.HOST in tiers else 0
+    return {
+        "gradients": parts.get("gradients", 0) + on_host,
+        "accumulators": parts.get("accumulators", 0),
+        "inputs": parts.get("inputs", 0),
+        "cells": parts.get("transient", 0),
+    }
+
+
+def _on_host(parts: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    names = {
+        "weights": "host_weights",
+        "gradients": "host_gradients",
+        "optimizer": "optimizer_on_host",
+    }
+    return ((part, parts[name]) for part, name in names.items() if parts.get(name))
+
+
+def _plain(parts: Mapping[str, int | Bytes]) -> dict[str, int | list[int]]:
+    """What there is any of, in plain numbers."""
+    found: dict[str, int | list[int]] = {}
+    for part, sizes in parts.items():
+        if isinstance(sizes, int):
+            found |= {part: sizes} if sizes else {}
+        elif sizes.any():
+            found[part] = sizes.tolist()
+    return found
+
+
+def drawn_json(walk: Walk) -> tuple[StepFrames, dict[str, Any]]:
+    """The walk over the grid of cells, when it was where, as `farspan.report.plan_page` has it."""
+    first, *_ = walk.marks
+    begins = {index: _between(first, mark) for index, mark in enumerate(walk.marks[:-1])}
+    return drawn_walk(walk.program, begins, _between(first, walk.marks[-1]))
+
+
+def planned_json(plan: Plan, program: Program, batches: int) -> dict[str, Any]:
+    """Seconds that the planner expects of each kind of work in an update of so many batches, alone
+    on its lane, and of attention in its cells; and of the update in all, side by side."""
+    prices = Prices(plan.question, program, together=plan.question.overlap)
+    found, attended = dict.fromkeys((*map(str, WorkKind), ISSUING), 0.0), 0.0
+    for i, kind in zip(program.instructions, work_kinds(program), strict=True):
+        cost = prices.of(i)
+        attention = 0.0
+        if isinstance(i, Backward):
+            attention = prices.attention(i.layer, i.chunk, backward=True)
+        elif isinstance(i, Forward) and i.mode is AttentionMode.COMPUTE:
+            attention = prices.attention(i.layer, i.chunk, backward=False)
+        if kind in (WorkKind.FORWARD, WorkKind.AGAIN, WorkKind.BACKWARD):
+            attended += min(attention, cost.compute)
+        found[kind] += cost.compute
+        found[WorkKind.COPIES] += cost.fetch + cost.evict
+        found[WorkKind.RANKS] += cost.collective
+        found[ISSUING] += cost.host
+    parts = {kind: size * batches for kind, size in found.items() if size > 0}
+    update = plan.seconds.optimizer
+    if update:
+        parts[UPDATE] = update
+    total = (plan.seconds.total - update) * batches + update
+    return {"parts": parts, "attention": attended * batches, "total": total}
