@@ -10,7 +10,26 @@ STREAMED = "tests/engine/test_streamed_weights.py::"
 PACKED = "tests/hf/test_quantized.py::"
 CACHE = "tests/data/test_store.py::"
 RESULTS = ("tests/engine/test_tracing.py::test_results_that_are_known_are_those_of_torch",)
+RECORD = "tests/train/test_record.py::"
 TRUST = (
+    Fault(
+        "record: the value of a secret argument is written down",
+        "secret = bool(SECRET & set(re.split(",
+        "secret = bool(set() & set(re.split(",
+        (RECORD + "test_a_command_is_written_without_secrets_and_home",),
+    ),
+    Fault(
+        "record: laps of memory are forgotten",
+        "self.peak = max(self.peak, found)",
+        "self.peak = found",
+        (RECORD + "test_the_measured_peak_is_the_runs_own",),
+    ),
+    Fault(
+        "report: a curve loses its last point",
+        "kept = {round(place * (many - 1) / (POINTS - 1)) for place in range(POINTS)}",
+        "kept = {place * many // POINTS for place in range(POINTS)}",
+        ("tests/report/test_run.py::test_a_long_curve_is_thinned_and_keeps_its_ends",),
+    ),
     Fault(
         "trace: results are known by arguments that are equal, whatever they are",
         "key += type(value), value",

@@ -135,7 +135,7 @@ def _machine() -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Walk:
+class WatchedProgram:
     """A program that ran, and what was seen after each of its instructions."""
 
     program: Program
@@ -151,12 +151,12 @@ class StepRecorder:
     device: torch.device
     gradient_bytes: Callable[[], int]
     meter: PeakMemory | None = None  # of memory, where that is looked at
-    walks: list[Walk] = field(default_factory=list)
+    walks: list[WatchedProgram] = field(default_factory=list)
     update: tuple[Any, Any] | None = None  # marks around it
 
     def follow(self, program: Program) -> Callable[[Instruction], None]:
         """What is told of each instruction of a program that begins."""
-        walk = Walk(program)
+        walk = WatchedProgram(program)
         self.walks.append(walk)
         held, known = self.gradient_bytes() if self.meter else 0, set[object]()
         walk.marks.append(self._mark())
@@ -232,7 +232,7 @@ def _may_bring_gradients(instruction: Instruction, known: set[object]) -> bool:
 
 
 def memory_json(
-    walk: Walk,
+    walk: WatchedProgram,
     at: StepFrames,
     expected: Expected,
     held: Mapping[str, int],
@@ -319,7 +319,7 @@ def _plain(parts: Mapping[str, int | Bytes]) -> dict[str, int | list[int]]:
     return found
 
 
-def drawn_json(walk: Walk) -> tuple[StepFrames, dict[str, Any]]:
+def drawn_json(walk: WatchedProgram) -> tuple[StepFrames, dict[str, Any]]:
     """The walk over the grid of cells, when it was where, as `farspan.report.plan_page` has it."""
     first, *_ = walk.marks
     begins = {index: _between(first, mark) for index, mark in enumerate(walk.marks[:-1])}
