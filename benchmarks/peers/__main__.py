@@ -59,14 +59,14 @@ def ways_of(name: str) -> Record:
 def cases(name: str) -> list[Case]:
     """In float32 every model with one document and with five. Ranks have an odd length to share,
     farspan both at once. In float64, where there is a way, five documents."""
-    batches = {model: ["one document", "five documents"] for model in MODELS}
+    batches = {model: ["one document", "five documents"] for model in WAYS[name].models}
     if WAYS[name].ranks > 1:
         batches["dense"].append("odd length")
     if name.startswith("farspan"):
-        batches = {model: list(BATCHES) for model in MODELS}
+        batches = {model: list(BATCHES) for model in batches}
     first, *others = WAYS[name].dtypes
-    return [Case(model, batch, first) for model in MODELS for batch in batches[model]] + [
-        Case(model, "five documents", dtype) for dtype in others for model in MODELS
+    return [Case(model, batch, first) for model in batches for batch in batches[model]] + [
+        Case(model, "five documents", dtype) for dtype in others for model in batches
     ]
 
 

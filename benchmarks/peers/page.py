@@ -56,7 +56,8 @@ def grid(record: Record, ranks: int, columns: list[tuple[str, str]], said: list[
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "--:|" * len(heads)]
     for way, about in record["ways"].items():
         if about["ranks"] == ranks:
-            cells = [cell(rows[way, model, batch, "float32"], said) for model, batch in columns]
+            asked = [rows.get((way, model, batch, "float32")) for model, batch in columns]
+            cells = ["" if row is None else cell(row, said) for row in asked]
             lines.append(f"| {way} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -73,8 +74,10 @@ def cell(row: Record, said: list[str]) -> str:
 
 
 def verdict(row: Record) -> str:
-    """Whether it ran out of a CPU's means, was refused, or failed."""
+    """Whether it takes what a CPU has not, was refused, or failed."""
     raised = row["raised"]
+    if "through torch.nn.functional.scaled_dot_product_attention" in raised:
+        return "no SDPA"
     if "_for_cpu" in raised or "on CPU" in raised:
         return "needs a GPU"
     kinds = ("ValueError", "NotImplementedError", "UnsupportedError", "ImportError")

@@ -1,5 +1,5 @@
 """Ways on two ranks over gloo: torch's and accelerate's context parallelism, DeepSpeed's Ulysses
-alone and under accelerate and TRL, farspan's layouts.
+alone and under accelerate, farspan's layouts; and DeepSpeed's tiles on one rank.
 """
 
 import math
@@ -225,29 +225,13 @@ def accelerate_ulysses(case: Case) -> Found:
     return of_engine(model, loss)
 
 
-def trl_ulysses(case: Case) -> Found:
-    """TRL: SFTConfig(packing=True, deepspeed=..., parallelism_config=...) with Ulysses as above."""
-    model = case.built("sdpa")
-    packs = len(case.lengths()) > 1
-    return trained(
-        case,
-        model,
-        Seen(of_engine),
-        packing=packs,
-        per_device_train_batch_size=1,
-        deepspeed=dict(ZERO),
-        parallelism_config=parallelism(),
-    )
-
-
 def tiles(case: Case, fused: bool) -> Found:
-    """TiledMLP in place of the MLPs, and a tiled loss; the rest as transformers has it."""
+    """TiledMLP in place of the MLPs, which are of gate_proj, up_proj and down_proj, and a tiled
+    loss; the rest as transformers has it."""
     deepspeed = import_module("deepspeed")
     parts = import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
     model: Any = case.built(attention_of(case))
     kind: Any = type(model.model.layers[0].mlp)
-    if not hasattr(model.model.layers[0].mlp, "gate_proj"):
-        raise NotImplementedError("TiledMLP takes MLPs of gate_proj, up_proj and down_proj")
 
     def plain(module: Any, x: Tensor) -> Tensor:
         out: Tensor = module.down_proj(module.act_fn(module.gate_proj(x)) * module.up_proj(x))

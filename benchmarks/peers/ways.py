@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from benchmarks.peers import alone, together
-from benchmarks.peers.bed import DTYPES, Case, Found
+from benchmarks.peers.bed import DTYPES, MODELS, Case, Found
 
 SINGLE = DTYPES[:1]
 
@@ -19,6 +19,7 @@ class Way:
     ranks: int = 1
     processes: bool = False  # with a process group even on one rank
     dtypes: tuple[str, ...] = SINGLE
+    models: tuple[str, ...] = tuple(MODELS)
 
     @property
     def calls(self) -> str:
@@ -35,15 +36,18 @@ WAYS: dict[str, Way] = {
     "transformers, SDPA": Way(alone.sdpa, dtypes=DTYPES),
     "TRL, packing": Way(alone.packed, TRL),
     "TRL, padding-free": Way(alone.padding_free, TRL),
-    "DeepSpeed, tiles": Way(together.tiled, ("deepspeed",), processes=True),
-    "DeepSpeed, fused tiled loss": Way(together.tiled_fused, ("deepspeed",), processes=True),
+    "DeepSpeed, tiles": Way(
+        together.tiled, ("deepspeed",), processes=True, models=("dense", "windows")
+    ),
+    "DeepSpeed, fused tiled loss": Way(
+        together.tiled_fused, ("deepspeed",), processes=True, models=("dense", "windows")
+    ),
     "farspan": Way(alone.far, dtypes=DTYPES),
     "torch, context parallelism": Way(together.context_parallel, ranks=TWO),
     "accelerate, context parallelism": Way(together.accelerate_cp, ("accelerate",), TWO),
     "TRL, context parallelism": Way(together.trl_cp, TRL, TWO),
     "DeepSpeed, Ulysses": Way(together.ulysses, ("deepspeed",), TWO),
     "accelerate, Ulysses": Way(together.accelerate_ulysses, ("accelerate", "deepspeed"), TWO),
-    "TRL, Ulysses": Way(together.trl_ulysses, (*TRL, "deepspeed"), TWO),
     "farspan, ulysses: 2": Way(together.far_ulysses, ranks=TWO, dtypes=DTYPES),
     "farspan, shards: 2": Way(together.far_shards, ranks=TWO, dtypes=DTYPES),
     "farspan, ring: 2": Way(together.far_ring, ranks=TWO, dtypes=DTYPES),
