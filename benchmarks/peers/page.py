@@ -78,7 +78,7 @@ def verdict(row: Record) -> str:
     raised = row["raised"]
     if "through torch.nn.functional.scaled_dot_product_attention" in raised:
         return "no SDPA"
-    if "_for_cpu" in raised or "on CPU" in raised:
+    if any(word in raised for word in ("_for_cpu", "MULTI_CPU", "on CPU")):
         return "needs a GPU"
     kinds = ("ValueError", "NotImplementedError", "UnsupportedError", "ImportError")
     return "refused" if raised.startswith(kinds) else "fails"

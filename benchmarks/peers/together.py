@@ -3,7 +3,6 @@ alone and under accelerate, farspan's layouts; and DeepSpeed's tiles on one rank
 """
 
 import math
-import os
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import farspan
-from benchmarks.peers.alone import SCHEDULE, Seen, attention_of, batch_of, trained
+from benchmarks.peers.alone import SCHEDULE, attention_of, batch_of
 from benchmarks.peers.bed import IGNORED, Case, Flat, Found, of_model
 
 RANKS = 2
@@ -67,7 +66,7 @@ def kinds(model: Any) -> set[str]:
     return set(getattr(model.config, "layer_types", None) or ["full_attention"])
 
 
-# -- accelerate and TRL ---------------------------------------------------------------------------
+# -- accelerate ---------------------------------------------------------------------------
 
 
 def whole(model: nn.Module, loss: float | Tensor) -> Found:
@@ -102,16 +101,6 @@ def accelerate_cp(case: Case) -> Found:
         loss = model(**batch, use_cache=False).loss
         accelerator.backward(loss)
     return whole(model, accelerator.reduce(loss.detach(), "mean"))
-
-
-def trl_cp(case: Case) -> Found:
-    """TRL: SFTConfig(packing=True) with ParallelismConfig(cp_size=2) and FSDP2."""
-    accelerate = import_module("accelerate")
-    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    model = case.built("sdpa")
-    options = {"parallelism_config": accelerate.ParallelismConfig(cp_size=RANKS)}
-    packs = len(case.lengths()) > 1
-    return trained(case, model, Seen(whole), packing=packs, **options)
 
 
 # -- DeepSpeed ------------------------------------------------------------------------------------

@@ -45,7 +45,6 @@ WAYS: dict[str, Way] = {
     "farspan": Way(alone.far, dtypes=DTYPES),
     "torch, context parallelism": Way(together.context_parallel, ranks=TWO),
     "accelerate, context parallelism": Way(together.accelerate_cp, ("accelerate",), TWO),
-    "TRL, context parallelism": Way(together.trl_cp, TRL, TWO),
     "DeepSpeed, Ulysses": Way(together.ulysses, ("deepspeed",), TWO),
     "accelerate, Ulysses": Way(together.accelerate_ulysses, ("accelerate", "deepspeed"), TWO),
     "farspan, ulysses: 2": Way(together.far_ulysses, ranks=TWO, dtypes=DTYPES),
