@@ -45,8 +45,8 @@ class Seen(TrainerCallback):
         self.gathered = gathered  # of a model whose gradients may be cut
         self.gradients: dict[str, Tensor] = {}
 
-    def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
-        self.gradients = self.gathered(model, 0.0).gradients
+    def on_pre_optimizer_step(self, *_: Any, **given: Any) -> None:
+        self.gradients = self.gathered(given["model"], 0.0).gradients
 
 
 def trained(case: Case, model: nn.Module, seen: Seen, **options: Any) -> Found:

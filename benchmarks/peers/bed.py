@@ -107,7 +107,7 @@ def expected(case: Case) -> Found:
     for ids in documents:
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
         loss = F.cross_entropy(logits, ids[1:], reduction="sum") / trained
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total += loss.item()
     return of_model(model, total)
 
