@@ -139,6 +139,7 @@ def described(command: Any, context: Any, level: int) -> Iterator[str]:
 
 
 def cell(text: str) -> str:
-    """Of a table, without this machine's home."""
-    text = text.replace(str(Path.home()), "~").replace("|", "\\|")
+    """Of a table, without this machine's folders."""
+    text = re.sub(r"\S+/farspan/machine\.json", "~/.config/farspan/machine.json", text)
+    text = text.replace("|", "\\|")
     return " ".join(text.split())

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import farspan
+from tests.report.browser import SCHEMES, WIDTHS, Browser, browser
 
 pytest.importorskip("mkdocs")
+__all__ = ["browser"]  # a fixture
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = ("index", "tutorials/first-long-run", "reference/cli", "reference/api")
 
@@ -64,3 +66,15 @@ def test_nothing_is_fetched(site: Path) -> None:
         assert found is None, (page, found)
     for style in site.rglob("*.css"):
         assert not re.search(r"url\(['\"]?(https?:|//)", style.read_text("utf-8")), style
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_everyone_can_read_it(site: Path, browser: Browser, name: str) -> None:
+    """On a phone and on a desk, by day and by night, by ear and by keyboard."""
+    for width in WIDTHS:
+        for scheme in SCHEMES if width == max(WIDTHS) else SCHEMES[:1]:
+            with browser.opened(site / f"{name}.html", width, scheme) as opened:
+                assert not [url for url in opened.requests if not url.startswith("file:")]
+                opened.requests.clear()
+                opened.check()
+                assert not opened.violations(), (width, scheme)
