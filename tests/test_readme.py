@@ -15,7 +15,7 @@ from farspan.planner.plans import fits, longest_contexts
 from farspan.program.strategies import GROUPED
 from farspan.spec import VERSION
 
-LINES = 140
+LINES = 136
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +90,8 @@ def test_the_plan_on_the_page_is_the_planners() -> None:
     command, *lines = block.strip().splitlines()
     done = CliRunner().invoke(app, command.removeprefix("$ farspan plan ").split())
     assert done.exit_code == FAILED
-    said = " ".join(" ".join(lines).removesuffix("...").split())
-    assert said.startswith("Qwen3-8B")
-    assert said in " ".join(done.output.split())
+    assert lines[0] == "..."
+    assert " ".join(lines[1:]) in " ".join(done.output.split())
 
 
 def test_a_first_screen_is_short() -> None:
