@@ -70,6 +70,7 @@ class TinyStep:
         self.seen: Seen | None = None
         self.host_room: int | None = None
         self.watch: Any = None
+        self.copies: Any = None
         self.drawn = 0
 
     def __call__(

@@ -45,6 +45,22 @@ WithStates = Annotated[
     ),
 ]
 
+Margin = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Of a GPU, and of main memory, that --strategy {AUTO} leaves free where any "
+        f"schedule can: 3GiB, 5%, 0; default: {SHARE:.0%} of a GPU less what the machine's "
+        "reserve explains."
+    ),
+]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write the second step, as it was measured, here as a trace that ui.perfetto.dev "
+        "draws; of several ranks a file each."
+    ),
+]
+
 
 @app.command("train")
 def train_command(
@@ -74,19 +90,13 @@ def train_command(
             "file's, and of all that is available."
         ),
     ] = None,
-    margin: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Of a GPU, and of main memory, that --strategy {AUTO} leaves free where any "
-            f"schedule can: 3GiB, 5%, 0; default: {SHARE:.0%} of a GPU less what the machine's "
-            "reserve explains."
-        ),
-    ] = None,
+    margin: Margin = None,
     settings: Settings = None,
     start: Start = None,
     with_states: WithStates = False,
     folder: Annotated[Path | None, typer.Option(help="Run folder; the same resumes.")] = None,
     steps: Annotated[int | None, typer.Option(help="Updates to do in all.")] = None,
+    trace: TraceFile = None,
     json_wanted: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train a model; the same command again resumes from the latest checkpoint."""
@@ -104,7 +114,9 @@ def train_command(
     if sparse is not None:
         chosen, note = with_sparse(chosen, read_sparse(sparse))
         notes += [] if note is None else [note]
-    load("farspan.cli.with_torch", "train_and_tell")(chosen, notes, in_json=json_wanted)
+    if trace is not None and not trace.parent.is_dir():
+        raise UnsupportedError(f"trace: there is no folder {trace.parent}; make it first")
+    load("farspan.cli.with_torch", "train_and_tell")(chosen, notes, trace, in_json=json_wanted)
 
 
 def override(

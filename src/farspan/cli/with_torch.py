@@ -45,12 +45,15 @@ from farspan.train.trainer import Diverged, train
 FURTHEST = "gradients furthest from plain autograd's"
 
 
-def train_and_tell(run: RunConfig, notes: Sequence[str], *, in_json: bool) -> None:
+def train_and_tell(
+    run: RunConfig, notes: Sequence[str], trace: Path | None = None, *, in_json: bool
+) -> None:
     """Trains and prints the result. Raises typer.Exit with the command's exit code, and
     UnsupportedError."""
     began = time.time()
     try:
-        result = train(run, reporter=make_reporter(Console(stderr=in_json)), notes=notes)
+        reporter = make_reporter(Console(stderr=in_json))
+        result = train(run, reporter=reporter, notes=notes, trace=trace)
     except (WriteFailed, Diverged, RankFailed) as error:
         if not is_shared(error):
             print(f"farspan: {error}", file=sys.stderr)

@@ -32,8 +32,8 @@ import mmap
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -252,6 +252,8 @@ class CopyEngine:
         self.overlap = overlap
         self.fetched = 0  # bytes host to device
         self.evicted = 0  # bytes device to host
+        # Of each copy on a stream of its own: the lane, and events around it; None: nobody asks.
+        self.timed: list[tuple[Lane, Any, Any]] | None = None
         self._streams: dict[Lane, torch.cuda.Stream] = {}
         if overlap:
             # Of higher priority: their few programs (PROGRAMS) start while those of a long kernel
@@ -332,7 +334,19 @@ class CopyEngine:
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """What is computed inside is computed on the lane."""
         stream = self._streams.get(lane)
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
+        if stream is None:
+            return nullcontext()
+        return torch.cuda.stream(stream) if self.timed is None else self._timing(lane, stream)
+
+    @contextmanager
+    def _timing(self, lane: Lane, stream: torch.cuda.Stream) -> Iterator[None]:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            began.record(stream)
+            yield
+            ended.record(stream)
+        if self.timed is not None:
+            self.timed.append((lane, began, ended))
 
     # -- order -----------------------------------------------------------------------------------
 

@@ -408,14 +408,15 @@ def _share(budget: Budget) -> str:
 
 # -- a step as a trace -----------------------------------------------------------------------------
 #
-# A planned step as a trace of events, which Perfetto (ui.perfetto.dev) and chrome://tracing draw.
+# A step as a trace of events, which Perfetto (ui.perfetto.dev) and chrome://tracing draw: as it is
+# planned, or as it was measured.
 #
 # One row a lane: what computes, fetches, evicts and talks to other devices when. The format is that
 # of Chrome's trace events, and of torch.profiler's `export_chrome_trace`: a measured step and the
 # planned one can be looked at side by side.
 #
-# The device's own program is drawn and, after it, the update. Where copies are in line a lane is
-# idle while another works. What pipeline stages wait for each other is in no row.
+# Of a plan the device's own program is drawn and, after it, the update. Where copies are in line a
+# lane is idle while another works. What pipeline stages wait for each other is in no row.
 
 UPDATE = -1  # the index of the optimizer's update, which is no instruction
 ROWS = {
@@ -437,24 +438,28 @@ MODES = {
 def timeline_json(plan: Plan) -> dict[str, Any]:
     """The trace of a plan, ready to be written as JSON. Times are microseconds."""
     program, found = step_spans(plan)
-    events = [_event(program, span) for span in found]
+    about = {
+        "model": plan.question.model.name,
+        "tokens": plan.question.run.tokens,
+        "machine": plan.question.machine.name,
+        "strategy": plan.strategy,
+        "overlap": plan.question.overlap,
+        "predicted_seconds": plan.seconds.total,
+        "about": "simulated by farspan plan, not measured",
+    }
+    return spans_json(((program, span) for span in found), about)
+
+
+def spans_json(
+    found: Iterable[tuple[Program, Span]], about: Mapping[str, Any], process: int = 1
+) -> dict[str, Any]:
+    """Spans of programs as a trace, planned or measured, of a process with a row a lane."""
+    events = [_event(*one, process) for one in found]
     rows = [
-        {"name": "thread_name", "ph": "M", "pid": 1, "tid": row, "args": {"name": words}}
+        {"name": "thread_name", "ph": "M", "pid": process, "tid": row, "args": {"name": words}}
         for row, words in enumerate(ROWS.values())
     ]
-    return {
-        "displayTimeUnit": "ms",
-        "otherData": {
-            "model": plan.question.model.name,
-            "tokens": plan.question.run.tokens,
-            "machine": plan.question.machine.name,
-            "strategy": plan.strategy,
-            "overlap": plan.question.overlap,
-            "predicted_seconds": plan.seconds.total,
-            "about": "simulated by farspan plan, not measured",
-        },
-        "traceEvents": rows + events,
-    }
+    return {"displayTimeUnit": "ms", "otherData": dict(about), "traceEvents": rows + events}
 
 
 def step_spans(plan: Plan) -> tuple[Program, tuple[Span, ...]]:
@@ -509,7 +514,7 @@ def _closing(prices: Prices, instruction: Instruction) -> float:
     return passes * gathers + prices.reduce(instruction.group)
 
 
-def _event(program: Program, span: Span) -> dict[str, Any]:
+def _event(program: Program, span: Span, process: int) -> dict[str, Any]:
     """A complete event. Both ends are whole nanoseconds, so that neighbours meet and do not
     overlap."""
     start, end = (round(time * 1e9) for time in (span.start, span.end))
@@ -517,7 +522,7 @@ def _event(program: Program, span: Span) -> dict[str, Any]:
         "name": span_words(program, span),
         "cat": span.lane,
         "ph": "X",
-        "pid": 1,
+        "pid": process,
         "tid": tuple(ROWS).index(span.lane),
         "ts": round(start * NANOSECOND, 3),
         "dur": round((end - start) * NANOSECOND, 3),

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -172,9 +173,10 @@ class Observer:
     """A Reporter behind an Interrupt: whatever takes long is told here how far it is, and leaves
     by Interrupted if a signal has come."""
 
-    def __init__(self, reporter: Reporter, interrupt: Interrupt) -> None:
+    def __init__(self, reporter: Reporter, interrupt: Interrupt, trace: Path | None = None) -> None:
         self.reporter = reporter
         self.interrupt = interrupt
+        self.trace = trace  # the file for a step's spans; None: nobody asks for them
 
     def note(self, text: str) -> None:
         self.reporter.note(text)

@@ -61,6 +61,7 @@ class StepLike(Protocol):
     progress: Callable[[Any], None] | None
     host_room: int | None  # bytes of main memory that it may take; None: as many as there are
     watch: Any  # of each program with a backward, engine.runner.ProgramRunner
+    copies: Any  # engine.tiers.CopyEngine
     drawn: int  # the number of the next call, by which it drops and adds noise
 
     @property

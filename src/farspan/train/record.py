@@ -26,21 +26,35 @@ import torch
 from numpy.typing import NDArray
 
 from farspan.engine.memory import PeakMemory
+from farspan.engine.tiers import CopyEngine
 from farspan.formatting import without_home
 from farspan.memory.host import describe_host
 from farspan.planner.prices import Prices
 from farspan.planner.request import Plan
+from farspan.planner.timeline import Span
+from farspan.program.dependencies import Lane
 from farspan.program.program import (
+    Allocate,
     AttentionMode,
     Backward,
     Close,
     EmbedBackward,
+    Evict,
+    Fetch,
     Forward,
+    Free,
+    Gather,
     Head,
     Instruction,
     Program,
+    Receive,
+    Reduce,
+    Release,
+    Send,
 )
 from farspan.program.work import WorkKind, work_kinds
+from farspan.report.plan import UPDATE as UPDATE_SPAN
+from farspan.report.plan import spans_json
 from farspan.report.plan_page import StepFrames, drawn_walk
 from farspan.spec import VERSION, Tier
 from farspan.train.memory import Expected
@@ -142,6 +156,7 @@ class WatchedProgram:
     peaks: list[int] = field(default_factory=list)  # bytes at most since the one before
     gradients: list[int] = field(default_factory=list)  # bytes of them
     marks: list[Any] = field(default_factory=list)  # seconds, or events of a GPU; one more, first
+    copied: list[int] = field(default_factory=list)  # copies beside it so far; one more, first
 
 
 @dataclass(slots=True)
@@ -151,6 +166,7 @@ class StepRecorder:
     device: torch.device
     gradient_bytes: Callable[[], int]
     meter: PeakMemory | None = None  # of memory, where that is looked at
+    copies: CopyEngine | None = None  # which times those beside the computation, for `spans`
     walks: list[WatchedProgram] = field(default_factory=list)
     update: tuple[Any, Any] | None = None  # marks around it
 
@@ -159,11 +175,11 @@ class StepRecorder:
         walk = WatchedProgram(program)
         self.walks.append(walk)
         held, known = self.gradient_bytes() if self.meter else 0, set[object]()
-        walk.marks.append(self._mark())
+        self._pass(walk)
 
         def seen(instruction: Instruction) -> None:
             nonlocal held
-            walk.marks.append(self._mark())
+            self._pass(walk)
             if self.meter is None:
                 return
             walk.peaks.append(self.meter.lap())
@@ -172,6 +188,13 @@ class StepRecorder:
             walk.gradients.append(held)
 
         return seen
+
+    def _pass(self, walk: WatchedProgram) -> None:
+        walk.marks.append(self._mark())
+        walk.copied.append(len(self._timed()))
+
+    def _timed(self) -> list[tuple[Lane, Any, Any]]:
+        return (self.copies and self.copies.timed) or []
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -203,6 +226,23 @@ class StepRecorder:
             found[UPDATE] = _between(*self.update)
         return {kind: size for kind, size in found.items() if size > 0}
 
+    def spans(self) -> Iterator[tuple[Program, Span]]:
+        """What each lane did when, seconds from the begin of the first program."""
+        first, timed = self.walks[0].marks[0], self._timed()
+        for walk in self.walks:
+            for index, instruction in enumerate(walk.program.instructions):
+                lane, marks = _lane(walk.program, instruction), walk.marks[index : index + 2]
+                beside = timed[slice(*walk.copied[index : index + 2])]
+                found = [(copied.name.lower(), *around) for copied, *around in beside]
+                if lane and not (beside and lane != "compute"):
+                    found.append((lane, *marks))
+                for name, began, ended in found:
+                    span = Span(name, _between(first, began), _between(first, ended), index)
+                    yield walk.program, span
+        if self.update is not None:
+            began, ended = (_between(first, mark) for mark in self.update)
+            yield self.walks[-1].program, Span("compute", began, ended, UPDATE_SPAN)
+
     def highest(self) -> int:
         """Which of the programs ran with the most memory; the first where none was metered."""
         tops = [max(walk.peaks, default=0) for walk in self.walks]
@@ -213,6 +253,22 @@ def _between(began: Any, ended: Any) -> float:
     if isinstance(began, float):
         return float(ended - began)
     return float(began.elapsed_time(ended)) / 1e3
+
+
+def _lane(program: Program, instruction: Instruction) -> str:
+    """Where `farspan plan --timeline` draws it; empty: nowhere, as nothing happens."""
+    alone = program.share.rank.layout.devices() == 1
+    match instruction:
+        case Allocate() | Free():
+            return ""
+        case Fetch():
+            return "fetch"
+        case Evict():
+            return "evict"
+        case Gather() | Release() | Reduce() | Receive() | Send():
+            return "fetch" if alone else "collective"
+        case _:
+            return "compute"
 
 
 def _may_bring_gradients(instruction: Instruction, known: set[object]) -> bool:
@@ -317,6 +373,17 @@ def _plain(parts: Mapping[str, int | Bytes]) -> dict[str, int | list[int]]:
         elif sizes.any():
             found[part] = sizes.tolist()
     return found
+
+
+def trace_json(recorder: StepRecorder, rank: int, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The step as `farspan plan --timeline` draws a planned one, a process a rank."""
+    words = {
+        "about": "measured by farspan train",
+        "rank": rank,
+        "metered": recorder.meter is not None,  # which takes time of its own
+        **about,
+    }
+    return spans_json(recorder.spans(), words, rank + 1)
 
 
 def drawn_json(walk: WatchedProgram) -> tuple[StepFrames, dict[str, Any]]:

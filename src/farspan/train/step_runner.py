@@ -1,5 +1,6 @@
 """Runs the engine on batches: chooses a schedule, rehearses it, and retries after out-of-memory."""
 
+import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -15,7 +16,7 @@ from farspan.data.config import LossConfig
 from farspan.data.formats import UNTRAINED
 from farspan.data.packing import PackedBatch
 from farspan.distributed.failure import activity
-from farspan.durable import WriteFailed, read_json
+from farspan.durable import WriteFailed, read_json, write_whole
 from farspan.engine.memory import PeakMemory
 from farspan.program.layout import group_ranges
 from farspan.sparse.train import HIDING_NOTHING, SPARSELY, hides, marks, other_chunk
@@ -41,7 +42,14 @@ from farspan.train.planning import (
     named_json,
     plan_json,
 )
-from farspan.train.record import STEP, StepRecorder, drawn_json, memory_json, planned_json
+from farspan.train.record import (
+    STEP,
+    StepRecorder,
+    drawn_json,
+    memory_json,
+    planned_json,
+    trace_json,
+)
 from farspan.train.run_folder import RunFolder, RunState, restore_rng
 from farspan.train.yaml_config import as_yaml, to_mapping
 
@@ -191,8 +199,12 @@ class StepRunner:
         """Looks at a step's instructions, on the rank that writes them down."""
         step = self._step
         assert step is not None, "work is done with a step"
-        if self._ctx.world.is_rank0:
-            self._recorder = StepRecorder(self._ctx.device, self._ctx.gradient_bytes, meter)
+        traced = self._observer.trace is not None
+        if traced or self._ctx.world.is_rank0:
+            copies = step.copies if traced else None
+            if copies is not None:
+                copies.timed = []
+            self._recorder = StepRecorder(self._ctx.device, self._ctx.gradient_bytes, meter, copies)
             step.watch = self._recorder.follow
         try:
             yield
@@ -211,7 +223,11 @@ class StepRunner:
             self._seconds.append(seconds)
         recorder, self._recorder = self._recorder, None
         if recorder is not None and recorder.walks:
-            self._write_step(recorder, seconds)
+            recorder.finish()
+            if self._ctx.world.is_rank0:
+                self._write_step(recorder, seconds)
+            if self._observer.trace is not None:
+                self._write_trace(recorder, seconds, self._observer.trace)
         self._is_timed = self._is_timed or not found
         return found
 
@@ -220,7 +236,6 @@ class StepRunner:
         ctx, choice, expected = self._ctx, self._choice, self._expected
         assert choice is not None, "a step was done"
         assert expected is not None, "it was rehearsed"
-        recorder.finish()
         if recorder.meter is not None and self._peak is not None:
             self._place = recorder.highest()
         walk, known = recorder.walks[min(self._place, len(recorder.walks) - 1)], self._known
@@ -241,6 +256,24 @@ class StepRunner:
             "parts": recorder.seconds(),
         }
         self._folder.write_json(STEP, known)
+
+    def _write_trace(self, recorder: StepRecorder, seconds: float, path: Path) -> None:
+        """Draws the step; the second with a schedule, where there is one, takes the place of the
+        first, which is metered."""
+        launch, step = self._ctx.world.launch, self._state.at.step
+        rank = 0 if launch is None else launch.rank
+        about = {
+            "tokens": self._ctx.run.context,
+            "device": str(self._ctx.device),
+            "step": step,
+            "seconds": seconds,
+        }
+        if rank:
+            path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+        write_whole(path, json.dumps(trace_json(recorder, rank, about)).encode())
+        if recorder.copies is not None:
+            recorder.copies.timed = None
+        self._observer.note(f"trace: step {step} is in {path}; ui.perfetto.dev draws it")
 
     def compare(self) -> PlanComparison | None:
         """The plan beside what was measured; None without a plan or a measured step."""

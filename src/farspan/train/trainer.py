@@ -388,14 +388,16 @@ def train(
     components: Components | None = None,
     reporter: Reporter | None = None,
     notes: Sequence[str] = (),
+    trace: Path | None = None,
 ) -> TrainingResult:
     """Trains until the last step or the first signal, from the latest checkpoint if there is one.
 
-    `notes` are said first. Raises UnsupportedError for what cannot be done as asked, NoScheduleFits
-    (which is one) when memory runs out with every schedule, WriteFailed when the disk is full,
-    Diverged when a loss or gradient is not finite; all of them leave the last good checkpoint. If
-    torchrun started several processes, or in a process group, all of them call this and have the
-    same result; then also RankFailed, which names another rank that failed.
+    `notes` are said first; `trace` is a file for the spans of a step. Raises UnsupportedError for
+    what cannot be done as asked, NoScheduleFits (which is one) when memory runs out with every
+    schedule, WriteFailed when the disk is full, Diverged when a loss or gradient is not finite; all
+    of them leave the last good checkpoint. If torchrun started several processes, or in a process
+    group, all of them call this and have the same result; then also RankFailed, which names another
+    rank that failed.
     """
     launch = launch_env()
     run = resolve(run, None if launch is None else launch.ranks)
@@ -406,7 +408,7 @@ def train(
         folder = RunFolder(run) if world.is_rank0 else OthersFolder(run)
         with folder, Interrupt() as interrupt, told, ExitStack() as entered:
             interrupt.share(world)
-            observer = Observer(told, interrupt)
+            observer = Observer(told, interrupt, trace)
             for text in (*notes, *_what_changed(run, world, folder)):
                 observer.note(text)
             result = _unfinished(run, world)
