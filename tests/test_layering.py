@@ -34,7 +34,6 @@ ORDER = (
 # name that a module begins with says where it stands.
 INSIDE = {
     "sparse.engine": "engine",
-    "sparse.verify": "engine",
     "sparse.train": "train",
     # What a cell takes is read by builder and planner.
     "sparse.sizes": "program",

@@ -1,6 +1,6 @@
 """farspan trains Hugging Face language models on sequences far longer than memory, exactly."""
 
-from farspan import memory
+from farspan import memory, train
 from farspan.lazy import attributes
 from farspan.program.layout import Layout
 from farspan.program.strategies import strategy
@@ -13,6 +13,7 @@ Refused = UnsupportedError  # its name of before, for code that catches it
 __getattr__, __dir__ = attributes(
     __name__,
     {
+        "Callback": "farspan.train.loggers",
         "LongContext": "farspan.train.hf_trainer",
         "ParallelContext": "farspan.distributed.context",
         "Progress": "farspan.engine.runner",
@@ -29,6 +30,7 @@ __getattr__, __dir__ = attributes(
 )
 
 __all__ = [
+    "Callback",
     "Layout",
     "LongContext",
     "ParallelContext",
@@ -49,5 +51,6 @@ __all__ = [
     "parallelize",
     "plan",
     "strategy",
+    "train",
     "verify",
 ]

@@ -11,10 +11,13 @@ from farspan.program.strategies import strategy
 from farspan.spec import VERSION as __version__
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from farspan.train.hf_trainer import LongContext, Trainer
+from farspan.train.loggers import Callback
+from farspan.train.trainer import train
 
 Refused = UnsupportedError
 
 __all__ = [
+    "Callback",
     "Layout",
     "LongContext",
     "ParallelContext",
@@ -35,5 +38,6 @@ __all__ = [
     "parallelize",
     "plan",
     "strategy",
+    "train",
     "verify",
 ]

@@ -1,12 +1,13 @@
 """Kills a training process at chosen moments, starts it again, and tells what became of it.
 
-`python -m tests.train.crash ROOT [STRIDE [COUNT]]` imports everything once and forks for every
-run, so that a run costs a fraction of a second. A moment is a call that a run makes: the n-th sync,
-rename, removal, tensor file or cell. The first, undisturbed run counts them; then the run is
-killed at one, by the signal that cannot be caught, and started again. Every STRIDE-th moment is
-tried, the first of each kind, and of those that change a name or write tensors ten times as many.
-With COUNT the states are in a file on a drive, a request to it is a moment, too, and so many
-moments are tried that are drawn at random.
+`python -m tests.train.crash ROOT [STRIDE [COUNT [BEST]]]` imports everything once and forks
+for every run, so that a run costs a fraction of a second. A moment is a call that a run makes: the
+n-th sync, rename, removal, tensor file or cell. The first, undisturbed run counts them; then the
+run is killed at one, by the signal that cannot be caught, and started again. Every STRIDE-th moment
+is tried, the first of each kind, and of those that change a name or write tensors ten times as
+many. With COUNT the states are in a file on a drive, a request to it is a moment, too, and so many
+moments are tried that are drawn at random. With BEST the best checkpoint is kept beside the
+latest one, and of the moments only those that change a name are tried.
 Prints one JSON object: the moments' names, and for every kill what the folder held in the end.
 """
 
@@ -30,8 +31,11 @@ from farspan import durable
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, RunConfig, StatesPlace
 from farspan.train.optimizer import TrainingOptimizer
 from farspan.train.staged_states import ScratchFile
+from farspan.train.trainer import TrainingLoop
 from tests.train.tiny import MODEL, TinyStep, fit, load_tiny, tiny_run
 
+# By step, where the best checkpoint is kept: two are the best of their time, and others are not.
+LOSSES = {0: 9.0, 1: 5.0, 2: 3.0, 3: 4.0, 4: 3.5, 5: 3.2}
 OUTCOME = ("model/model.safetensors", "model/config.json")
 
 
@@ -115,10 +119,16 @@ def in_child(function: Callable[[], None]) -> int:
     return -code
 
 
+def scripted(loop: TrainingLoop, *_: object) -> dict[str, float]:
+    return {"loss": LOSSES[loop.at.step]}
+
+
 def attempt(run: RunConfig, at: int | None, names: Path | None = None) -> int:
     """One process that trains; `names` receives the moments that it passed."""
 
     def work() -> None:
+        if run.checkpoints.best:
+            TrainingLoop._heldout = scripted  # type: ignore[method-assign,assignment]
         fuse = Fuse(at)
         fuse.install()
         result = fit(run, fuse.cell)
@@ -146,19 +156,22 @@ def outcome(folder: Path) -> dict[str, Any]:
     }
 
 
-def run_of(root: Path, states: StatesPlace) -> RunConfig:
+def run_of(root: Path, states: StatesPlace, best: bool = False) -> RunConfig:
     run = tiny_run(root)
+    if best:
+        checkpoints = replace(run.checkpoints, keep=1, best=True)
+        return replace(run, checkpoints=checkpoints, evaluation=replace(run.evaluation, every=1))
     if states is StatesPlace.AUTO:
         return run
     model = ModelConfig(config=MODEL, dtype=DType.BFLOAT16)  # with masters
     return replace(run, model=model, optimizer=replace(run.optimizer, states=states))
 
 
-def trial(root: Path, at: int, states: StatesPlace) -> dict[str, Any]:
+def trial(root: Path, at: int, states: StatesPlace, best: bool) -> dict[str, Any]:
     """A run killed at a moment and started again."""
     where = root / f"kill-{at}"
     # Its own cache, so that tokens are written, and interrupted, too.
-    run = run_of(root, states)
+    run = run_of(root, states, best)
     run = replace(
         run, folder=str(where / "run"), data=replace(run.data, cache=str(where / "cache"))
     )
@@ -168,7 +181,7 @@ def trial(root: Path, at: int, states: StatesPlace) -> dict[str, Any]:
     return {"at": at, "first": first, "second": second, **found}
 
 
-def main(root: Path, stride: int, count: int = 0) -> None:
+def main(root: Path, stride: int, count: int = 0, best: int = 0) -> None:
     states = StatesPlace.DISK if count else StatesPlace.AUTO
     torch.set_num_threads(1)
     # What is imported at its first use is imported here, once. No backward: its threads and forks
@@ -176,7 +189,7 @@ def main(root: Path, stride: int, count: int = 0) -> None:
     model: Any = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
     TrainingOptimizer(model, OptimizerConfig()).step(0.0, torch.zeros(()))
     model.save_pretrained(root / "warm")
-    run = run_of(root, states)
+    run = run_of(root, states, bool(best))
     status = attempt(run, None, root / "names.json")
     assert status == 0, status
     names = json.loads((root / "names.json").read_text())
@@ -188,7 +201,9 @@ def main(root: Path, stride: int, count: int = 0) -> None:
     ]
     if count:
         chosen = random.Random(0).sample(range(len(names)), count)
-    trials = [trial(root, at, states) for at in chosen]
+    if best:
+        chosen = [at for at in changing if names[at] != "tensors"][::stride]
+    trials = [trial(root, at, states, bool(best)) for at in chosen]
     print(json.dumps({"names": names, "whole": outcome(root / "run"), "trials": trials}))
 
 

@@ -16,6 +16,8 @@ from tests.grids import exhaustive
 STRIDES = (exhaustive(1), 33)
 # Moments of a run whose states are on disk, drawn at random.
 ON_DISK = (exhaustive(30), 2)
+# Of the sixty moments that give or take a name in a run that keeps its best checkpoint.
+BEST = (exhaustive(1), 4)
 
 
 @pytest.fixture(scope="module", params=STRIDES)
@@ -33,6 +35,13 @@ def on_disk(
     assert len(report["trials"]) == request.param
     assert report["names"].count("drive") > 300
     return report
+
+
+@pytest.fixture(scope="module", params=BEST)
+def with_best(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    return crash(tmp_path_factory.mktemp("best"), request.param, 0, 1)
 
 
 def crash(root: Path, *numbers: int) -> dict[str, Any]:
@@ -71,6 +80,19 @@ def test_states_on_disk_are_those_of_the_checkpoint_again(on_disk: dict[str, Any
     for trial in on_disk["trials"]:
         assert (trial["first"], trial["second"]) == (signal.SIGKILL, 0), trial["at"]
     nothing_happened(on_disk)
+
+
+def test_the_best_checkpoint_is_never_lost(with_best: dict[str, Any]) -> None:
+    best, last = "step-00000002", "step-00000005"
+    assert with_best["whole"]["checkpoints"] == [best, last]
+    for trial in with_best["trials"]:
+        assert (trial["first"], trial["second"]) == (signal.SIGKILL, 0), trial["at"]
+        assert {best, last} <= set(trial["checkpoints"]), trial["at"]
+    assert {with_best["names"][trial["at"]] for trial in with_best["trials"]} == {
+        "rename",
+        "remove",
+    }
+    nothing_happened(with_best)
 
 
 def nothing_happened(report: dict[str, Any]) -> None:

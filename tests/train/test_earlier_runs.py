@@ -129,8 +129,10 @@ def test_an_earlier_run_file_says_the_same(folder: Path) -> None:
             part[names[old]] = part.pop(old)
     found, written = flatten(to_mapping(load_run(folder / "run.yaml"))), flatten(written)
     assert {key: found[key] for key in written} == written
-    # What came later is as if it were not there; the bound is of states on a drive alone.
+    # What came later is as if it were not there; the bound is of states on a drive alone, and the
+    # least improvement is of early stopping.
     assert found.pop("optimizer.disk_seconds") == OptimizerConfig().disk_seconds
+    assert (found.pop("evaluation.min_delta"), found.pop("checkpoints.best")) == (0.0, False)
     assert {key: found[key] for key in found.keys() - written.keys()} == dict.fromkeys(
         found.keys() - written.keys()
     )

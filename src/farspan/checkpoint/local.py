@@ -73,6 +73,8 @@ from farspan.hf.load import save_model
 from farspan.spec import UnsupportedError
 
 R = TypeVar("R", "Restored", "Restored | None")
+State = Mapping[str, Any]  # of a checkpoint, as JSON has it
+Best = int | None  # the step of the best checkpoint, where it is kept
 _FORMAT = 1
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
@@ -163,10 +165,11 @@ def save_checkpoint(
     *,
     step: int,
     keep: int,
+    best: int | None = None,
     kept: set[str] | None = None,
 ) -> Path:
-    """Writes the checkpoint of `step` under `folder` and removes all but the latest `keep`, and
-    none of those named in `kept`.
+    """Writes the checkpoint of `step` under `folder` and removes all but the latest `keep` and that
+    of step `best`, and none of those named in `kept`.
 
     Raises WriteFailed naming the file; the checkpoints that were there are then untouched.
     """
@@ -184,7 +187,7 @@ def save_checkpoint(
     except BaseException:
         remove_leftovers(folder, CHECKPOINT_LEFTOVER)  # the space is wanted: the disk may be full
         raise
-    prune(folder, step, keep, kept)
+    prune(folder, step, keep, best, kept)
     return path
 
 
@@ -280,14 +283,17 @@ def _make_way(path: Path, kept: set[str]) -> None:
         kept.discard(path.name)
 
 
-def prune(folder: Path, step: int, keep: int, kept: Collection[str] = ()) -> None:
-    """Keeps the latest `keep`, beside those named in `kept`. A later step than the one just saved
-    is of no use any more: this run resumed from before it because it was damaged. Raises
-    WriteFailed."""
+def prune(
+    folder: Path, step: int, keep: int, best: int | None = None, kept: Collection[str] = ()
+) -> None:
+    """Keeps the latest `keep` and that of step `best`, beside those named in `kept`. A later step
+    than the one just saved is of no use any more: this run resumed from before it because it was
+    damaged. Raises WriteFailed."""
     saved = [path for path in list_checkpoints(folder) if path.name not in kept]
     later = [p for p in saved if p.name > folder_name(step)]
     for path in later + saved[: len(saved) - len(later)][:-keep]:
-        discard(path)
+        if best is None or path.name != folder_name(best):
+            discard(path)
 
 
 def _json(value: Any) -> bytes:
@@ -378,10 +384,10 @@ class Saver(Protocol):
         """Goes to this checkpoint, of another run. Raises UnsupportedError."""
 
     def save(
-        self, folder: Path, rng: Tensors, state: Mapping[str, Any], *, step: int, keep: int
+        self, folder: Path, rng: Tensors, state: State, *, step: int, keep: int, best: Best = None
     ) -> None:
         """Writes the checkpoint of `step`, whole or not at all, and removes all but the latest
-        `keep`. Raises WriteFailed."""
+        `keep` and that of step `best`. Raises WriteFailed."""
 
     def weights(self) -> Mapping[str, Tensor] | None:
         """The whole weights on rank 0, if the model itself does not have them; else None."""
@@ -411,11 +417,13 @@ class ReplicatedSaver:
         return restored
 
     def save(
-        self, folder: Path, rng: Tensors, state: Mapping[str, Any], *, step: int, keep: int
+        self, folder: Path, rng: Tensors, state: State, *, step: int, keep: int, best: Best = None
     ) -> None:
         own, kept = self._live, self._kept
         self._world.run_on_rank0(
-            lambda: save_checkpoint(folder, own, rng, state, step=step, keep=keep, kept=kept),
+            lambda: save_checkpoint(
+                folder, own, rng, state, step=step, keep=keep, best=best, kept=kept
+            ),
             "writing a checkpoint",
         )
 
@@ -478,14 +486,14 @@ class ShardedSaver:
         return self._read(path, self._forms(), expected)
 
     def save(
-        self, folder: Path, rng: Tensors, state: Mapping[str, Any], *, step: int, keep: int
+        self, folder: Path, rng: Tensors, state: State, *, step: int, keep: int, best: Best = None
     ) -> None:
         path = folder / folder_name(step)
         self._world.run_on_rank0(lambda: _make_way(path, self._kept))
         given = {**state, "step": step}
         with activity("writing a checkpoint"):
             save_sharded(path, self._entries, rng, given, self._world)
-        self._world.run_on_rank0(lambda: prune(folder, step, keep, self._kept))
+        self._world.run_on_rank0(lambda: prune(folder, step, keep, best, self._kept))
 
     def weights(self) -> Mapping[str, Tensor] | None:
         return gather_model(self._sharded_model, self._model)
@@ -518,6 +526,7 @@ class ShardedSaver:
 # Beside the weights: the SHA-256 of the manifest, and so of every file, of a checkpoint, and how it
 # was trained. A folder without it, or with another one, is not the result of this run: replaced.
 SOURCE = "farspan.json"
+CARD = "README.md"  # what the hub shows of a model
 
 
 def source_of(checkpoint: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
@@ -542,10 +551,11 @@ def export(
     note: Callable[[str], None],
     marks: Mapping[str, Any],
     weights: Mapping[str, Tensor] | None = None,
+    card: str | None = None,
 ) -> None:
     """Writes `folder`, which `from_pretrained` reads, unless it was made of this very checkpoint.
     `marks` are what a reader is to know of how it was trained; `weights` are the whole ones of a
-    model that is sharded over ranks. Raises WriteFailed."""
+    model that is sharded over ranks, and `card` is its README. Raises WriteFailed."""
     if is_exported(checkpoint, folder, marks):
         return
     source = source_of(checkpoint, marks)
@@ -554,6 +564,8 @@ def export(
         save_model(model, partial, weights)
         tokenizer.save(partial)
         write_bytes(partial / SOURCE, json.dumps(source).encode("utf-8"))
+        if card is not None:
+            write_bytes(partial / CARD, card.encode("utf-8"))
     publish(partial, folder)
     if "overrides" in marks:
         note(

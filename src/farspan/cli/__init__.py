@@ -89,6 +89,11 @@ COMMANDS = {
         "Merge a run's adapters into the model that they are for; transformers loads the result.",
         app="merge_app",
     ),
+    "push": LazyCommand(
+        "farspan.cli.train",
+        "Upload a run's model, with a card that says how it was trained, to the Hugging Face hub.",
+        app="push_app",
+    ),
     "calibrate": LazyCommand(
         "farspan.cli.calibrate",
         "Measure this machine and write the file that `farspan plan` reads.",

@@ -17,6 +17,7 @@ from farspan.spec import Sparse, UnsupportedError
 from farspan.train.config import (
     CheckpointConfig,
     EvaluationConfig,
+    HubConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
@@ -167,6 +168,22 @@ def merge_command(
 ) -> None:
     """Merge a run's adapters into the model that they are for; transformers loads the result."""
     load("farspan.cli.with_torch", "merge_and_tell")(run.expanduser(), output.expanduser(), base)
+
+
+push_app = typer_app()
+
+
+@push_app.command("push")
+def push_command(
+    run: Annotated[Path, typer.Argument(help="Run folder whose run has ended.")],
+    repo: Annotated[str, typer.Option("--to", metavar="USER/NAME", help="Repository on the hub.")],
+    public: Annotated[
+        bool, typer.Option("--public", help="A repository that is made for it is public.")
+    ] = False,
+) -> None:
+    """Upload a run's model, with a card that says how it was trained, to the Hugging Face hub."""
+    hub = HubConfig(repo, private=not public)
+    load("farspan.cli.with_torch", "push_and_tell")(run.expanduser(), hub)
 
 
 # -- in place of a run file's own --------------------------------------------------------------

@@ -20,6 +20,7 @@ from farspan.distributed.failure import RankFailed, is_shared
 from farspan.distributed.run_context import launch_env
 from farspan.durable import WriteFailed
 from farspan.engine.allocator import record_script
+from farspan.engine.reference import Approximation
 from farspan.engine.trace import Temporaries, Temporary
 from farspan.engine.trace_steps import OWN, Checkpointing, Recording, TraceRequest
 from farspan.engine.verify import Verification, VerificationRun, verify
@@ -33,10 +34,10 @@ from farspan.program.strategies import STRATEGIES
 from farspan.report.run import write_report
 from farspan.report.tables import show
 from farspan.sparse.train import fraction_of
-from farspan.sparse.verify import Approximation
 from farspan.spec import Schedule, UnsupportedError
-from farspan.train.config import ModelConfig, RunConfig, SparseConfig
+from farspan.train.config import HubConfig, ModelConfig, RunConfig, SparseConfig
 from farspan.train.console import make_reporter
+from farspan.train.hub import PushFailed, push, refuse_login
 from farspan.train.origin import with_base
 from farspan.train.run_folder import as_json
 from farspan.train.step_runner import TrainingResult
@@ -97,6 +98,17 @@ def merge_and_tell(source: Path, folder: Path, base: str | None) -> None:
         raise typer.Exit(FAILED) from error
 
 
+def push_and_tell(folder: Path, hub: HubConfig) -> None:
+    """Uploads and says where. Raises typer.Exit where the hub does not take it, and
+    UnsupportedError."""
+    try:
+        refuse_login(hub)
+        print(f"{folder / 'model'} is at {push(folder, hub)}")
+    except (PushFailed, WriteFailed) as error:
+        print(f"farspan: {error}", file=sys.stderr)
+        raise typer.Exit(FAILED) from error
+
+
 def result_json(result: TrainingResult) -> dict[str, Any]:
     """A training result for a program to read."""
     heldout, comparison = result.heldout_loss, result.comparison
@@ -108,6 +120,9 @@ def result_json(result: TrainingResult) -> dict[str, Any]:
         "loss": result.loss,
         "heldout_loss": None if heldout is None else as_json(heldout),
         "skipped": result.skipped,
+        **({} if result.stopped is None else {"stopped": result.stopped}),
+        **({} if result.best is None else {"best": result.best}),
+        **({} if result.uploaded is None else {"uploaded": result.uploaded}),
         "comparison": None if comparison is None else comparison.to_json(),
         "message": result.message,
     }

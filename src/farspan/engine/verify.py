@@ -48,7 +48,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.attention.backends import reference
 from farspan.engine.loss import IGNORED, make_inputs
-from farspan.engine.reference import Attention, gradients_of, reference_loss
+from farspan.engine.reference import (
+    Approximation,
+    Attention,
+    Function,
+    Gradients,
+    approximation,
+    gradients_of,
+    reference_loss,
+)
 from farspan.engine.step import Step
 from farspan.hf.attention_interface import eager_experts
 from farspan.hf.probe import Float64Mode
@@ -57,7 +65,6 @@ from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import drawing_dropouts, refuse_context
 from farspan.sparse.engine import PageFunction
 from farspan.sparse.pages import Selector
-from farspan.sparse.verify import Approximation, Function, Gradients, approximation
 from farspan.spec import Schedule, UnsupportedError
 
 EXACT = 1e-12  # float64 throughout, where the model's own code would compute in float32 as well

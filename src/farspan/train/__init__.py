@@ -1,1 +1,20 @@
-"""Training: configuration, planning, optimizers, loggers and the loop."""
+"""Training: configuration, planning, optimizers, loggers and the loop. The package is called as the
+command is: `farspan.train("run.yaml")`."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from farspan.lazy import load
+
+
+class _CallablePackage(ModuleType):
+    """The name `farspan.train` is that of a package and of what it is for, in every order of
+    imports; `farspan/__init__.pyi` shows type checkers the function."""
+
+    def __call__(self, run: Any, **given: Any) -> Any:
+        """`farspan.train.trainer.train`, which needs torch."""
+        return load("farspan.train.trainer", "train")(run, **given)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -1,6 +1,7 @@
 """A run as a value: what is trained on what, how, for how long, and where the results go."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -288,22 +289,64 @@ class EvaluationConfig:
 
     every: int = 100  # steps; 0: only after the last one
     sequences: int = 8  # at most, spread evenly over the held-out text
+    patience: int | None = None  # evaluations without a lower loss that end a run; null: none do
+    min_delta: float = 0.0  # only what is lower by more than this is lower
 
     def __post_init__(self) -> None:
         _at_least(self.every, 0, "every")
         _at_least(self.sequences, 1, "sequences")
+        if self.patience is not None:
+            _at_least(self.patience, 1, "patience")
+            if self.every == 0:
+                raise UnsupportedError(
+                    "patience: counts evaluations, and every: 0 has none before the last step; "
+                    "give every, or leave patience out"
+                )
+        if not 0.0 <= self.min_delta < float("inf"):
+            raise UnsupportedError(f"min_delta: expected 0 or more, got {self.min_delta!r}")
+        if self.min_delta and self.patience is None:
+            raise UnsupportedError("min_delta: is of patience; give patience, or leave it out")
+
+    def why_stop(self, held_out: Mapping[int, float]) -> str | None:
+        """Why a run ends after these losses by step; None: it goes on. What is not a multiple of
+        `every`, such as the last step of a run that was then made longer, does not count."""
+        lowest, at, waited = float("inf"), 0, 0
+        for step in sorted(step for step in held_out if self.every and step % self.every == 0):
+            waited += 1
+            if held_out[step] < lowest - self.min_delta:
+                lowest, at, waited = held_out[step], step, 0
+        if self.patience is None or waited < self.patience:
+            return None
+        by = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        return f"no held-out loss{by} below the {lowest:.4f} of step {at} in {waited} evaluations"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """How often everything is saved, and how many of the latest checkpoints stay."""
+    """How often everything is saved, and which checkpoints stay."""
 
     every: int = 100  # steps; 0: only after the last one, and when interrupted
-    keep: int = 2
+    keep: int = 2  # so many of the latest
+    best: bool = False  # and the one of the lowest held-out loss, of which the model is then made
 
     def __post_init__(self) -> None:
         _at_least(self.every, 0, "every")
         _at_least(self.keep, 1, "keep")
+
+
+@dataclass(frozen=True, slots=True)
+class HubConfig:
+    """Where on the Hugging Face hub the model goes when the run has ended."""
+
+    repo: str  # user/name, or organisation/name
+    private: bool = True  # of a repository that is made for it
+
+    def __post_init__(self) -> None:
+        if not _REPO.fullmatch(self.repo):
+            raise UnsupportedError(f"repo: expected USER/NAME, got {self.repo!r}")
+
+
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +387,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    hub: HubConfig | None = None  # null: nothing is uploaded
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate"):
@@ -373,6 +417,7 @@ class RunConfig:
         if self.model.lora is not None:
             self._check_lora()
         self._check_states()
+        self._check_held_out()
         if self.loss == LossConfig():
             object.__setattr__(self, "loss", None)
         self._check_loss()
@@ -401,6 +446,18 @@ class RunConfig:
             raise UnsupportedError(
                 f"start: loss.reference {other} is of the weights that are there before, "
                 "and the run begins with others; give these as model.path, without start (--from)"
+            )
+
+    def _check_held_out(self) -> None:
+        """What compares held-out losses needs some."""
+        if any(source.held_out or source.held_out_elsewhere() for source, _ in self.data.each()):
+            return
+        stops, best = self.evaluation.patience is not None, self.checkpoints.best
+        if stops or best:
+            key = "evaluation.patience" if stops else "checkpoints.best"
+            raise UnsupportedError(
+                f"{key}: compares held-out losses, and no documents are held out; set "
+                "data.held_out, or leave it out"
             )
 
     def _check_states(self) -> None:

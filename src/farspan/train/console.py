@@ -86,6 +86,9 @@ class Reporter:
     def end(self, values: Mapping[str, Any]) -> None:
         """A step ended with these metrics."""
 
+    def over(self) -> None:
+        """No step follows, be there some left or not."""
+
     def evaluating(self, done: float, progress: CellsDone) -> None:
         """The evaluation is done to the fraction `done`."""
 

@@ -1,4 +1,5 @@
-"""Charts beside metrics.jsonl: TensorBoard, wandb and Trackio, each on a thread of its own."""
+"""Who is told of a run beside metrics.jsonl: TensorBoard, wandb and Trackio, each on a thread of
+its own, and callbacks of the caller."""
 
 import os
 import secrets
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 
 import yaml
 
+from farspan.distributed.failure import RankFailed
+from farspan.distributed.run_context import DistributedContext
 from farspan.durable import read_json, write_whole
 from farspan.lazy import load
 from farspan.sparse.train import marks
@@ -20,6 +23,7 @@ from farspan.train.config import ReportTo, RunConfig
 from farspan.train.console import Reporter
 from farspan.train.context import CellsDone
 from farspan.train.run_folder import identity
+from farspan.train.step_runner import TrainingResult
 from farspan.train.yaml_config import to_mapping
 
 STEP = "train/global_step"  # as transformers calls the axis of its charts in wandb
@@ -371,6 +375,10 @@ class LoggingReporter(Reporter):
         self._tell(values)
         self._person.end(values)
 
+    def over(self) -> None:
+        self._left = 0
+        self._person.over()
+
     def evaluating(self, done: float, progress: CellsDone) -> None:
         self._pass_on()
         self._person.evaluating(done, progress)
@@ -390,3 +398,68 @@ class LoggingReporter(Reporter):
         for lane in self._lanes:
             for text in lane.notes():
                 self._person.note(text)
+
+
+# -- callbacks -------------------------------------------------------------------------------------
+
+Answer = str | bool | None
+
+
+class Callback:
+    """Told by a run what happens, between two steps and on every rank; to inherit from.
+
+    A method that returns a text, or True, ends the run there as its last step would: evaluated,
+    saved, the model written. The text says why. An exception ends the run too, with its own
+    traceback, after a checkpoint is saved.
+    """
+
+    def on_step(self, metrics: Mapping[str, Any]) -> Answer:
+        """A step ended. Its line of metrics.jsonl: `step` (from 1), `loss`, `lr`, `grad_norm`,
+        `tokens`, `tokens_per_second`, `seconds` and others; `nonfinite` in place of `loss` where it
+        was skipped."""
+
+    def on_evaluation(self, metrics: Mapping[str, Any]) -> Answer:
+        """An evaluation ended: `step` (0 before the first), `heldout_loss`, `heldout_tokens`."""
+
+    def on_checkpoint(self, path: Path) -> Answer:
+        """A checkpoint was saved in this folder."""
+
+    def on_end(self, result: TrainingResult) -> None:
+        """The run ended: after its last step, early, or by a signal."""
+
+
+class Callbacks:
+    """Those of a run. Invariant: when `tell` returns, or raises, it does so on all ranks, and all
+    know what was asked."""
+
+    def __init__(self, given: Sequence[Callback], world: DistributedContext) -> None:
+        self._given, self._world = tuple(given), world
+        self.any = world.maximum(len(self._given)) > 0  # on any rank: all take part then
+        self.stop: str | None = None  # why the run is to end, once one has asked
+
+    def tell(self, call: Callable[[Callback], Answer]) -> None:
+        """Calls a method of each. Raises what the first of them raises, after which the others are
+        not called, and RankFailed where that was on another rank."""
+        why, error = None, None
+        try:
+            for one in self._given:
+                answer = call(one)
+                if answer:
+                    name = type(one).__name__
+                    why = why or (answer if isinstance(answer, str) else f"{name} asked for it")
+        except Exception as raised:
+            error = raised
+        words = None if error is None else f"a callback raised {type(error).__name__}: {error}"
+        found = self._world.all_gather((why, words))
+        self.stop = self.stop or next((why for why, _ in found if why), None)
+        if error is not None:
+            raise error
+        for rank, (_, words) in enumerate(found):
+            if words is not None:
+                raise RankFailed(f"rank {rank}: {words}")
+
+    def end(self, result: TrainingResult) -> TrainingResult:
+        """Tells each that the run has ended. Raises what one of them raises."""
+        for one in self._given:
+            one.on_end(result)
+        return result

@@ -13,6 +13,7 @@ report.html      all of this as one page, written when `farspan train` ends
 reference.safetensors  only with a loss.reference of stored: its log-probabilities, pair by pair
 metrics.jsonl    a line a step, a line an evaluation, a line each time memory ran out
 tensorboard/     only with report_to tensorboard: its event files
+hub.json         only with hub: which model went where
 wandb.json       only with report_to wandb: which of its runs this is; wandb/ has its files
 trackio.json     only with report_to trackio: which of its runs this is
 checkpoints/     to resume from
@@ -63,7 +64,7 @@ from farspan.train.yaml_config import flatten, read_file, to_mapping, write_mapp
 STORED = "reference.safetensors"
 # What a run writes; the last of them after its first step.
 FILES = (
-    *("config.yaml", "about.json", "plan.json", "wandb.json", "trackio.json"),
+    *("config.yaml", "about.json", "plan.json", "wandb.json", "trackio.json", "hub.json"),
     *("metrics.jsonl", "shortage.json", "comparison.json", "diagnosis.json", STORED),
     *(STEP, HISTORY, REPORT),
 )
@@ -78,6 +79,7 @@ FREE = (
     "report_to",
     "checkpoints.",
     "evaluation.",
+    "hub",
     "device",
     "host_memory",
     "margin",

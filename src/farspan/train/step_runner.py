@@ -99,6 +99,10 @@ class TrainingResult:
     heldout_loss: float | None = None  # the latest
     skipped: int = 0  # steps without an update, because something was not finite
     signum: int | None = None  # the signal that ended it early
+    stopped: str | None = None  # why it ended before its last step, the signal apart
+    uploaded: str | None = None  # the address of its commit on the hub
+    not_uploaded: str | None = None  # why it is not there, though it was to be
+    best: int | None = None  # the step that the model is of, where that is the best checkpoint's
     comparison: PlanComparison | None = None  # of the planner's plan with what happened
     sparse: bool = False  # by sparse attention, the held-out losses too: an approximation if
     hides: bool = True  # a query may miss what dense attention shows it
@@ -107,8 +111,8 @@ class TrainingResult:
 
     @property
     def exit_code(self) -> int:
-        """For the shell: 0, or 128 and the signal's number."""
-        return 0 if self.signum is None else 128 + self.signum
+        """For the shell: 0, 128 and the signal's number, or 1 where the upload failed."""
+        return int(self.not_uploaded is not None) if self.signum is None else 128 + self.signum
 
     @property
     def message(self) -> str:
@@ -120,8 +124,15 @@ class TrainingResult:
                 f"{signal.Signals(self.signum).name}: stopped after step {self.step} of "
                 f"{self.steps}{how}; run the same command again to resume from there"
             )
-        what = "adapters are" if self.adapters else "model is"
-        return f"{self.steps} steps done{how}; the {what} in {self.folder / 'model'}"
+        what = "adapters" if self.adapters else "model"
+        done = f"{self.steps} steps done{how}"
+        if self.stopped is not None:
+            done = f"stopped after step {self.step} of {self.steps}{how}: {self.stopped}"
+        of = "" if self.best is None else f" of step {self.best}, the best on held-out text,"
+        verb = "are" if self.adapters else "is"
+        there = f", and at {self.uploaded}" if self.uploaded is not None else ""
+        lacks = f"; {self.not_uploaded}" if self.not_uploaded is not None else ""
+        return f"{done}; the {what}{of} {verb} in {self.folder / 'model'}{there}{lacks}"
 
 
 class StepRunner:

@@ -8,7 +8,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,6 +26,7 @@ from farspan.checkpoint.local import (
     export,
     folder_name,
     is_exported,
+    list_checkpoints,
 )
 from farspan.distributed.run_context import (
     DistributedContext,
@@ -44,10 +45,18 @@ from farspan.sparse.train import (
     what_changes,
 )
 from farspan.spec import LossKind, UnsupportedError
-from farspan.train.config import OnNonfinite, RunConfig
+from farspan.train.config import OnNonfinite, RunConfig, load_run
 from farspan.train.console import Interrupt, Interrupted, Observer, Reporter, make_reporter
 from farspan.train.context import Components, RunContext, StepLike
-from farspan.train.loggers import LoggerThread, LoggingReporter, make_loggers
+from farspan.train.hub import card_of, pushed, refuse_login
+from farspan.train.loggers import (
+    Answer,
+    Callback,
+    Callbacks,
+    LoggerThread,
+    LoggingReporter,
+    make_loggers,
+)
 from farspan.train.memory import STATES_KEY
 from farspan.train.oom import NoScheduleFits, OneRankOutOfMemory
 from farspan.train.optimizer import learning_rate
@@ -87,8 +96,15 @@ class TrainingLoop:
     run after `at.step` steps, the last two when the optimizer has settled.
     """
 
-    def __init__(self, ctx: RunContext, folder: RunFolder, observer: Observer) -> None:
+    def __init__(
+        self,
+        ctx: RunContext,
+        folder: RunFolder,
+        observer: Observer,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
         self._ctx = ctx
+        self._callbacks = Callbacks(callbacks, ctx.world)
         self._run = ctx.run
         self._world = ctx.world
         self._batches = Batches(ctx)
@@ -106,6 +122,7 @@ class TrainingLoop:
         self._saved: int | None = None  # step of the latest checkpoint
         self.loss: float | None = None
         self.held_out: dict[int, float] = {}  # loss by step
+        self.best: int | None = None  # step of the best checkpoint, where it is kept
         self._marks = marks(ctx.run)
         self._watch = None if ctx.run.sparse is None else MassWatch(ctx.run.sparse.warn_below)
         self._state = RunState()
@@ -123,6 +140,8 @@ class TrainingLoop:
         WriteFailed."""
         run, ctx, runner = self._run, self._ctx, self._runner
         if self.at.step < run.steps:
+            if self.why_stop() is not None:
+                return  # an earlier part of the run has come to this
             self._interrupt.meet()
             runner.make_ready()
             if self._objective is not None:
@@ -133,9 +152,10 @@ class TrainingLoop:
             step = self.at.step
             self._interrupt.meet()
             self._evaluate_if_due()
-            if step == run.steps or _due(step, run.checkpoints.every):
+            if self.is_over() or step == self.best or _due(step, run.checkpoints.every):
                 self.save()
-            if step == run.steps:
+            if self.is_over():
+                self._reporter.over()
                 return
 
             began = time.perf_counter()
@@ -160,6 +180,26 @@ class TrainingLoop:
             self._state.at = TrainState(step + 1, tokens, self.at.skipped + (not finite))
             self._state.rng = capture_rng()
             self._record(values, batches, seen, time.perf_counter() - began)
+
+    def is_over(self) -> bool:
+        """Whether no step follows."""
+        return self.at.step == self._run.steps or self.why_stop() is not None
+
+    def why_stop(self) -> str | None:
+        """Why the run ends before its last step, if it does."""
+        if self._callbacks.stop is None and self.at.step in self.held_out:
+            return self._run.evaluation.why_stop(self.held_out)
+        return self._callbacks.stop
+
+    def _tell(self, call: Callable[[Callback], Answer]) -> None:
+        """Tells callbacks. Raises what one of them raises, once the step is saved."""
+        if not self._callbacks.any:
+            return
+        try:
+            self._callbacks.tell(call)
+        except Exception:
+            self._save()
+            raise
 
     def _gradients(
         self, step: StepLike, batches: list[Micro]
@@ -209,13 +249,14 @@ class TrainingLoop:
         }
         self._folder.record(values)
         self._reporter.end(values)
+        self._tell(lambda one: one.on_step(dict(values)))
         warning = self._watch.warning(self.at.step, seen) if self._watch else None
         if warning is not None:
             self._observer.note(warning)
 
     def _evaluate_if_due(self) -> None:
         step, packing = self.at.step, self._ctx.corpus.held_out
-        due = step == self._run.steps or _due(step, self._run.evaluation.every, first=True)
+        due = self.is_over() or _due(step, self._run.evaluation.every, first=True)
         if packing is None or not due or step in self.held_out:
             return
         batches = self._batches.held_out()
@@ -224,12 +265,15 @@ class TrainingLoop:
         if not math.isfinite(loss):
             self._nonfinite(batches, loss)
         self.held_out[step] = loss
+        if self._run.checkpoints.best:
+            self.best = _lowest(self.held_out, {self.best, step})
         total = self._batches.trained(batches)
         values = {"step": step, "heldout_loss": loss, "heldout_tokens": total, **self._marks}
         values |= {f"heldout_{name}": value for name, value in found.items()}
         written = {n: as_json(v) if isinstance(v, float) else v for n, v in values.items()}
         self._folder.record(written)
         self._reporter.evaluated(values)
+        self._tell(lambda one: one.on_evaluation(dict(values)))
 
     def _heldout(self, step: StepLike, batches: list[Micro]) -> dict[str, float]:
         total, sums = self._total(batches), []
@@ -270,6 +314,11 @@ class TrainingLoop:
             self.loss = line.get("loss", self.loss)
             if "heldout_loss" in line:
                 self.held_out[line["step"]] = float(line["heldout_loss"])
+        if self._run.checkpoints.best:
+            saved = self._world.run_on_rank0(lambda: list_checkpoints(self._folder.checkpoints))
+            names = {path.name for path in saved}
+            there = {step for step in self.held_out if folder_name(step) in names}
+            self.best = _lowest(self.held_out, there)
 
     def _go_to(self, restored: Restored) -> None:
         """Stands where a checkpoint does, whose tensors are copied."""
@@ -284,7 +333,13 @@ class TrainingLoop:
         restore_rng(restored.rng, self._ctx.device)
 
     def save(self) -> None:
-        """A checkpoint of the last finished step, unless there is one."""
+        """A checkpoint of the last finished step, unless there is one. Callbacks know of it."""
+        if self._saved != self.at.step:
+            self._save()
+            path = self._folder.checkpoints / folder_name(self.at.step)
+            self._tell(lambda one: one.on_checkpoint(path))
+
+    def _save(self) -> None:
         if self._saved == self.at.step:
             return
         self._ctx.optimizer.settle()
@@ -294,6 +349,7 @@ class TrainingLoop:
             {**self._identity, "position": asdict(self.at)},
             step=self.at.step,
             keep=self._run.checkpoints.keep,
+            best=self.best,
         )
         self._saved = self.at.step
 
@@ -304,6 +360,10 @@ class TrainingLoop:
         if kind is KeyboardInterrupt:  # a second signal, which waits for no update
             self._ctx.optimizer.abandon()
 
+    def told(self, result: TrainingResult) -> TrainingResult:
+        """The result, which callbacks know then."""
+        return self._callbacks.end(result)
+
     def compare(self) -> PlanComparison | None:
         """The plan beside what was measured, also in the run folder; None without a plan."""
         found = self._runner.compare()
@@ -313,18 +373,33 @@ class TrainingLoop:
         return found
 
     def export(self) -> None:
-        """The model as a folder that `from_pretrained` reads, with its tokenizer."""
-        path = self._folder.checkpoints / folder_name(self.at.step)
+        """The model as a folder that `from_pretrained` reads, with its tokenizer: that of the best
+        checkpoint, where it is kept, else of the last step."""
+        step = self.at.step if self.best is None else self.best
+        path = self._folder.checkpoints / folder_name(step)
         folder, ctx = self._folder.model, self._ctx
         told = self._marks | base_of(self._run)
         if self._world.run_on_rank0(lambda: is_exported(path, folder, told)):
             return
+        if step != self.at.step:
+            self._go_back(path)
         weights = self._saver.weights()
-        self._world.run_on_rank0(
-            lambda: export(
-                ctx.model, ctx.tokenizer, path, folder, self._observer.note, told, weights
-            )
-        )
+
+        def write() -> None:
+            note, card = self._observer.note, card_of(self._folder.path, step)
+            export(ctx.model, ctx.tokenizer, path, folder, note, told, weights, card)
+
+        self._world.run_on_rank0(write)
+
+    def _go_back(self, path: Path) -> None:
+        """Has the weights of an earlier checkpoint. Raises UnsupportedError."""
+        try:
+            self._saver.begin(path, self._identity)
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                f"{error}; it has the lowest held-out loss: move it away, and the same command "
+                "makes model/ of the best of the others, or set checkpoints.best to false"
+            ) from error
 
     def _nonfinite(self, batches: list[Micro], loss: float, norm: float | None = None) -> str:
         """What is not finite: of the step that was to come, or, without a norm, of held-out text.
@@ -382,9 +457,16 @@ def _due(step: int, every: int, first: bool = False) -> bool:
     return every > 0 and step % every == 0 and (step > 0 or first)
 
 
+def _lowest(held_out: Mapping[int, float], steps: Set[int | None]) -> int | None:
+    """Of these steps the first with the lowest loss; before the first one nothing is trained."""
+    trained = [step for step in steps if step and math.isfinite(held_out[step])]
+    return min(trained, key=lambda step: (held_out[step], step), default=None)
+
+
 def train(
-    run: RunConfig,
+    run: RunConfig | str | Path,
     *,
+    callbacks: Sequence[Callback] = (),
     components: Components | None = None,
     reporter: Reporter | None = None,
     notes: Sequence[str] = (),
@@ -392,18 +474,21 @@ def train(
 ) -> TrainingResult:
     """Trains until the last step or the first signal, from the latest checkpoint if there is one.
 
-    `notes` are said first; `trace` is a file for the spans of a step. Raises UnsupportedError for
-    what cannot be done as asked, NoScheduleFits (which is one) when memory runs out with every
-    schedule, WriteFailed when the disk is full, Diverged when a loss or gradient is not finite; all
-    of them leave the last good checkpoint. If torchrun started several processes, or in a process
-    group, all of them call this and have the same result; then also RankFailed, which names another
-    rank that failed.
+    `run` is a run file, or its value; `callbacks` are told what happens between steps, and may end
+    the run. `reporter` prints, `notes` are said first; `trace` is a file for the spans of a step.
+    Raises UnsupportedError for what cannot be done as asked, NoScheduleFits (which is one) when
+    memory runs out with every schedule, WriteFailed when the disk is full, Diverged when a loss or
+    gradient is not finite, and what a callback raises; all of them leave the last good checkpoint.
+    If torchrun started several processes, or in a process group, all of them call this and have the
+    same result; then also RankFailed, which names another rank that failed.
     """
+    run = run if isinstance(run, RunConfig) else load_run(Path(run))
     launch = launch_env()
     run = resolve(run, None if launch is None else launch.ranks)
     device, values = choose_device(run.device), flatten(to_mapping(run))
     with join_run(launch, device, values, run.timeout()) as world:
         run = world.run_on_rank0(partial(as_begun, run))
+        world.run_on_rank0(partial(refuse_login, run.hub))
         told = _reporter_of(run, world, reporter)
         folder = RunFolder(run) if world.is_rank0 else OthersFolder(run)
         with folder, Interrupt() as interrupt, told, ExitStack() as entered:
@@ -413,7 +498,8 @@ def train(
                 observer.note(text)
             result = _unfinished(run, world)
             try:
-                loop = _make_loop(run, components or Components(), world, folder, observer)
+                parts = components or Components()
+                loop = _make_loop(run, parts, world, folder, observer, callbacks)
             except Interrupted as stop:
                 return replace(result, signum=stop.signum)
             entered.enter_context(loop)
@@ -421,7 +507,7 @@ def train(
                 loop.fit()
             except Interrupted as stop:
                 loop.save()
-                return _result(result, loop, signum=stop.signum)
+                return loop.told(_result(result, loop, signum=stop.signum))
             except NoScheduleFits as error:
                 if loop.at.step == 0 or isinstance(error, OneRankOutOfMemory):
                     raise
@@ -432,7 +518,9 @@ def train(
                 ) from error
             comparison = loop.compare()
             loop.export()
-            return _result(result, loop, comparison=comparison)
+            result = loop.told(_result(result, loop, comparison=comparison))
+    # When the ranks have parted: an upload takes longer than they wait for each other.
+    return pushed(result, run.hub)
 
 
 def _reporter_of(run: RunConfig, world: DistributedContext, given: Reporter | None) -> Reporter:
@@ -459,12 +547,13 @@ def _make_loop(
     world: DistributedContext,
     folder: RunFolder,
     observer: Observer,
+    callbacks: Sequence[Callback],
 ) -> TrainingLoop:
     """The loop, where the latest checkpoint stands."""
     about = world.run_on_rank0(lambda: read_json(folder.path / ABOUT) or {})
     ctx, before = make_context(run, components, world, observer, about), about.get(STATES_KEY)
     observer.note(introduce(ctx))
-    loop = TrainingLoop(ctx, folder, observer)
+    loop = TrainingLoop(ctx, folder, observer, callbacks)
     loop.resume()
     if loop.at.step and before not in (None, ctx.placed.states):
         observer.note(f"optimizer states: moved from the {before}; the values are the same")
@@ -500,4 +589,6 @@ def _result(
         skipped=loop.at.skipped,
         signum=signum,
         comparison=comparison,
+        stopped=loop.why_stop() if signum is None and loop.at.step < begun.steps else None,
+        best=loop.best,
     )

@@ -1,0 +1,249 @@
+"""The card of a model, which says how it was trained, and its way to the Hugging Face hub. Both
+read nothing but the run folder."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+
+from farspan.checkpoint.local import CARD, SOURCE
+from farspan.data.config import RecordFormat, SourceConfig, SourceKind
+from farspan.durable import read_json, write_whole
+from farspan.formatting import sparse_words, write_tokens
+from farspan.profile.catalog import is_on_hub
+from farspan.sparse.train import NOT_DENSE, hides, sparsity_words
+from farspan.spec import VERSION, UnsupportedError
+from farspan.train.config import HubConfig, RunConfig, StatesPlace, load_run
+from farspan.train.memory import WHERE
+from farspan.train.run_folder import as_json
+from farspan.train.step_runner import ABOUT, TrainingResult
+from farspan.train.yaml_config import write_mapping
+
+PUSHED = "hub.json"  # in the run folder: which model went where
+EXACT = (
+    "dense and exact: loss and gradients are those of plain training on whole sequences, up to "
+    "rounding"
+)
+
+
+class PushFailed(RuntimeError):
+    """The hub did not take a model; the message says how to try again."""
+
+
+def refuse_login(hub: HubConfig | None) -> None:
+    """Raises UnsupportedError where a run is to upload its model and nobody is logged in: now,
+    rather than when it has ended."""
+    if hub is not None and not huggingface_hub.get_token():
+        raise UnsupportedError(
+            "hub: nobody is logged in to the Hugging Face hub; run `hf auth login` or set "
+            "HF_TOKEN, or leave hub out and upload the model later with farspan push"
+        )
+
+
+def push(folder: Path, hub: HubConfig) -> str:
+    """Uploads the `model/` of a run folder, with its card, to a repository that is made if it is
+    not there; the commit's address. Raises UnsupportedError where there is no such model, and
+    PushFailed."""
+    model = folder / "model"
+    source = read_json(model / SOURCE)
+    if source is None:
+        raise UnsupportedError(
+            f"{folder}: has no model/ of a run that ended; give a run folder, or run farspan train "
+            "to its end first"
+        )
+    if not (model / CARD).exists():
+        step = int(str(source["checkpoint"]).rpartition("-")[2])
+        write_whole(model / CARD, card_of(folder, step).encode("utf-8"))
+    try:
+        api = huggingface_hub.HfApi(library_name="farspan", library_version=VERSION)
+        api.create_repo(hub.repo, private=hub.private, exist_ok=True)
+        words = f"Model of {source['checkpoint']}, by farspan {VERSION}"
+        done = api.upload_folder(repo_id=hub.repo, folder_path=model, commit_message=words)
+    except Exception as error:  # of the library, of what it sends by, of the network
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise PushFailed(
+            f"{model} was not uploaded to {hub.repo}: {why}; nothing of the run is lost: try again "
+            f"with farspan push {folder} --to {hub.repo}{'' if hub.private else ' --public'}"
+        ) from error
+    address = str(done.commit_url)
+    known = {"repo": hub.repo, "commit": address, SOURCE: source}
+    write_whole(folder / PUSHED, json.dumps(known, indent=1).encode("utf-8"))
+    return address
+
+
+def pushed(result: TrainingResult, hub: HubConfig | None) -> TrainingResult:
+    """The result, once the model of a run that ended by itself is on the hub, where it is to go
+    there and is not yet. Whatever fails, the run has ended as it did."""
+    if hub is None or result.signum is not None or not result.leads:
+        return result
+    known = read_json(result.folder / PUSHED) or {}
+    is_there = known.get("repo") == hub.repo
+    if is_there and known.get(SOURCE) == read_json(result.folder / "model" / SOURCE):
+        return replace(result, uploaded=str(known["commit"]))
+    try:
+        return replace(result, uploaded=push(result.folder, hub))
+    except (PushFailed, OSError) as error:
+        return replace(result, not_uploaded=str(error))
+
+
+# -- the card ------------------------------------------------------------------------------------
+
+_SEAL = re.compile(r"\n<!-- farspan: ([0-9a-f]{64}) -->\n$")  # of all that stands above it
+
+
+def card_of(folder: Path, step: int) -> str:
+    """The README of the model of step `step`, or the one that is there where a person has written
+    or changed it. Raises UnsupportedError where config.yaml cannot be read."""
+    path = folder / "model" / CARD
+    before = path.read_text("utf-8", errors="replace") if path.is_file() else None
+    if before is not None and not _is_own(before):
+        return before
+    run, about = load_run(folder / "config.yaml"), read_json(folder / ABOUT) or {}
+    values = {k: v for k, v in _metadata(run).items() if v}
+    rows = [f"| {name} | {_cell(text)} |" for name, text in _rows(run, about, folder, step) if text]
+    base, adapters = base_words(run), run.model.lora is not None
+    how = (
+        "Load the model that they are for, then these with `peft.PeftModel.from_pretrained`."
+        if adapters
+        else "Load it with `AutoModelForCausalLM.from_pretrained`."
+    )
+    what = "Adapters for" if adapters else "A model trained from"
+    lines = [
+        *("---", write_mapping(values).rstrip("\n"), "---", ""),
+        f"# {base}, trained on sequences of {write_tokens(run.context)} tokens",
+        *("", f"{what} {base}, trained with farspan {VERSION}. {how}", "", "## Training", ""),
+        *("| | |", "|---|---|", *rows, ""),
+    ]
+    text = "\n".join(lines)
+    return f"{text}\n<!-- farspan: {hashlib.sha256(text.encode()).hexdigest()} -->\n"
+
+
+def _is_own(card: str) -> bool:
+    """Whether it is as it was written here."""
+    seal = _SEAL.search(card)
+    return seal is not None and seal[1] == hashlib.sha256(card[: seal.start()].encode()).hexdigest()
+
+
+def _metadata(run: RunConfig) -> dict[str, Any]:
+    """What the hub's search reads."""
+    path, adapters = run.model.path, run.model.lora is not None
+    return {
+        "library_name": "peft" if adapters else "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": path if path and is_on_hub(path) else None,
+        "datasets": [
+            str(source.path)
+            for source, _ in run.data.each()
+            if source.source is SourceKind.DATASET and is_on_hub(str(source.path))
+        ],
+        "tags": [
+            *("farspan", "long-context"),
+            *["lora"] * adapters,
+            *["sparse-attention"] * (run.sparse is not None),
+        ],
+    }
+
+
+def _rows(
+    run: RunConfig, about: dict[str, Any], folder: Path, step: int
+) -> Iterator[tuple[str, str]]:
+    """What was trained how, by what it is called."""
+    lora, o = run.model.lora, run.optimizer
+    yield "base model", base_words(run) + (f" ({run.model.revision})" if run.model.revision else "")
+    if run.model.overrides:
+        yield "changes to its configuration", f"`{json.dumps(run.model.overrides)}`"
+    trained, of = about.get("trainable"), about.get("parameters")
+    what = "all weights"
+    if lora is not None:
+        targets = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
+        what = f"LoRA adapters of rank {lora.rank}, alpha {lora.scale():g}, on {targets}"
+        what += f", beside weights in {run.model.quantize}" if run.model.quantize else ""
+    yield "trained", f"{what}, {trained:,} of {of:,} parameters" if trained and of else what
+    for source, weight in run.data.each():
+        share = "" if run.data.sources is None else f", weight {weight:g}"
+        yield "data", source_words(source) + share
+    loss = run.objective
+    other = None if loss.teacher is None else local_name(loss.teacher)
+    yield "loss", replace(loss, teacher=other).describe()
+    yield "context", f"{run.context:,} tokens a sequence"
+    yield "steps", f"{step:,}, of {run.tokens_per_step() // run.context:,} sequences each"
+    fall = f"then {o.decay}" + (f" over the last {o.decay_steps}" if o.decay_steps else "")
+    yield (
+        "optimizer",
+        f"AdamW, learning rate {o.lr:g}, {o.warmup} steps of warm-up, {fall} to {o.final:g} of it, "
+        f"betas {o.betas[0]:g} and {o.betas[1]:g}, weight decay {o.weight_decay:g}, gradient norm "
+        f"at most {o.clip if o.clip is None else format(o.clip, 'g')}",
+    )
+    if o.states is StatesPlace.EIGHT_BIT:
+        yield "its states", f"**approximate**: {WHERE[o.states]}"
+    yield "precision", f"{run.model.dtype} weights and activations"
+    yield "attention", attention_words(run)
+    yield "schedule", f"{about.get('strategy') or 'as written'}, seed {run.seed}"
+    yield from _measured(folder, step)
+    machine = about.get("machine", {})
+    layout = {axis: n for axis, n in about.get("layout", {}).items() if axis != "fsdp" and n > 1}
+    ranks = ", ".join(f"{axis} {n}" for axis, n in layout.items())
+    device = machine.get("gpu") if str(about.get("device")).startswith("cuda") else None
+    yield "hardware", (device or machine.get("processor", "")) + (f"; ranks: {ranks}" * bool(ranks))
+    versions = {"farspan": VERSION, "python": machine.get("python"), **machine.get("versions", {})}
+    yield "versions", ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+
+
+def _measured(folder: Path, step: int) -> Iterator[tuple[str, str]]:
+    """Of the steps until this one."""
+    text = (folder / "metrics.jsonl").read_text("utf-8") if folder.is_dir() else ""
+    lines = [json.loads(line) for line in text.splitlines()]
+    steps = [line for line in lines if "seconds" in line and line["step"] <= step]
+    if steps:
+        trained = sum(line["trained_tokens"] for line in steps)
+        yield "tokens", f"{steps[-1]['tokens']:,} read, a loss on {trained:,} of them"
+        yield "time", f"{sum(line['seconds'] for line in steps) / 3600:,.2f} hours of steps"
+        losses = [line["loss"] for line in steps if "loss" in line]
+        yield "loss of the last step", str(as_json(round(losses[-1], 4))) if losses else ""
+    held = {line["step"]: line["heldout_loss"] for line in lines if "heldout_loss" in line}
+    if step in held:
+        before = f", {float(held[0]):.4f} before training" if 0 in held else ""
+        yield "held-out loss", f"{float(held[step]):.4f}{before}"
+
+
+def attention_words(run: RunConfig) -> str:
+    """Whether loss and gradients are exact."""
+    if run.sparse is None:
+        return EXACT
+    hidden = hides(run)
+    words = sparse_words(run.sparse.spec(), hides=hidden) + sparsity_words(run)
+    return f"**approximate**: {words}; {NOT_DENSE}" if hidden else words
+
+
+def base_words(run: RunConfig) -> str:
+    """The model that a run begins with, without the folders of this machine."""
+    if run.model.path is None:
+        kind = (run.model.config or {}).get("model_type")
+        return f"a {kind} model of random weights"
+    return local_name(run.model.path)
+
+
+def source_words(source: SourceConfig) -> str:
+    """Documents, without the folders of this machine."""
+    if source.source is SourceKind.STDLIB:
+        return "the sources of Python's standard library"
+    split = f", split {source.split}" if source.source is SourceKind.DATASET else ""
+    form = "" if source.format is RecordFormat.TEXT else f", format {source.format}"
+    return f"{source.source} `{local_name(str(source.path))}`{split}{form}"
+
+
+def local_name(path: str) -> str:
+    """A name on the hub as it is; of a file, a folder or a glob the last part."""
+    if is_on_hub(path):
+        return path
+    parts = Path(path).expanduser().parts
+    return parts[-1] if parts else path
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())

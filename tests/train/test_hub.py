@@ -1,0 +1,223 @@
+"""The card of a model and its way to the hub, which a stand-in takes the place of."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import huggingface_hub
+import pytest
+import typer
+
+from farspan.cli.with_torch import push_and_tell
+from farspan.data.config import DataConfig, RecordFormat, SourceKind, WeightedSource
+from farspan.spec import UnsupportedError
+from farspan.train.config import (
+    HubConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    SparseConfig,
+    StatesPlace,
+)
+from farspan.train.hub import PushFailed, card_of, push
+from farspan.train.yaml_config import to_mapping, write_mapping
+from tests.train.tiny import Quiet, fit, tiny_run
+
+REPO = "someone/a-model"
+
+
+class StandIn:
+    """Takes what the hub would; `fails` is what it raises instead."""
+
+    uploads: ClassVar[list[dict[str, Any]]] = []
+    fails: ClassVar[Exception | None] = None
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    def create_repo(self, repo: str, *, private: bool, exist_ok: bool) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.uploads.append({"repo": repo, "private": private, "exist_ok": exist_ok})
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> Any:
+        files = sorted(path.name for path in Path(folder_path).iterdir())
+        self.uploads.append({"repo": repo_id, "files": files, "message": commit_message})
+        return SimpleNamespace(commit_url=f"https://huggingface.co/{repo_id}/commit/1")
+
+
+@pytest.fixture(autouse=True)
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
+    monkeypatch.setattr(huggingface_hub, "HfApi", StandIn)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_secret")
+    StandIn.uploads.clear()
+    StandIn.fails = None
+    yield StandIn
+    StandIn.fails = None
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    run = tiny_run(
+        tmp_path_factory.mktemp("hub"), steps=2, optimizer=OptimizerConfig(lr=1e-2, warmup=1)
+    )
+    fit(run)
+    return run
+
+
+@pytest.fixture
+def run(finished: RunConfig, tmp_path: Path) -> RunConfig:
+    """A run that has ended, in a folder of its own."""
+    shutil.copytree(finished.folder, tmp_path / "run")
+    return replace(finished, folder=str(tmp_path / "run"))
+
+
+def metadata(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = huggingface_hub.ModelCard(text).data.to_dict()
+    return found
+
+
+def test_a_model_has_a_card_that_says_how_it_was_trained(run: RunConfig) -> None:
+    text = (Path(run.folder) / "model" / "README.md").read_text()
+    data = metadata(text)
+    assert data["library_name"] == "transformers"
+    assert data["tags"] == ["farspan", "long-context"]
+    for words in (
+        "a qwen2 model of random weights, trained on sequences of 48 tokens",
+        "| data | text `text` |",
+        "| context | 48 tokens a sequence |",
+        "| steps | 2, of 2 sequences each |",
+        "| optimizer | AdamW, learning rate 0.01, 1 steps of warm-up, then cosine to 0.1 of it,",
+        "| attention | dense and exact: loss and gradients are those of plain training",
+        "| held-out loss | ",
+        "| hardware | ",
+        "| versions | farspan ",
+        "read, a loss on ",
+    ):
+        assert words in text, words
+    assert str(Path(run.folder).parent) not in text
+    assert str(Path(str(run.data.path)).parent) not in text
+    assert "|  |" not in text
+
+
+def test_a_card_names_approximations_and_no_folders(run: RunConfig) -> None:
+    config = Path(run.folder) / "config.yaml"
+    shutil.rmtree(Path(run.folder) / "model")
+    sources = (
+        WeightedSource(SourceKind.JSONL, "/home/me/books/*.jsonl", format=RecordFormat.CHAT),
+        WeightedSource(SourceKind.DATASET, "someone/texts", weight=3.0),
+    )
+    other = replace(
+        run,
+        model=ModelConfig(path="Qwen/Qwen2.5-0.5B", lora=LoraConfig(rank=8)),
+        data=DataConfig(sources=sources, tokenizer="bytes"),
+        context=131072,
+        sparse=SparseConfig(page=64, budget=1024, recent=1024),
+        optimizer=OptimizerConfig(states=StatesPlace.EIGHT_BIT),
+    )
+    config.write_text(write_mapping(to_mapping(other)))
+    text = card_of(Path(run.folder), 2)
+    data = metadata(text)
+    assert (data["base_model"], data["library_name"]) == ("Qwen/Qwen2.5-0.5B", "peft")
+    assert data["datasets"] == ["someone/texts"]
+    assert data["tags"][2:] == ["lora", "sparse-attention"]
+    assert "# Qwen/Qwen2.5-0.5B, trained on sequences of 128K tokens" in text
+    assert "| data | jsonl `*.jsonl`, format chat, weight 1 |" in text
+    assert "| data | dataset `someone/texts`, split train, weight 3 |" in text
+    assert "| attention | **approximate**: sparse attention, approximate: of earlier" in text
+    assert "| its states | **approximate**: on the device, moments of 8 bits" in text
+    assert "LoRA adapters of rank 8, alpha 16, on linear" in text
+    assert "/home/me" not in text
+
+
+def test_a_card_that_was_edited_stays_and_another_follows_the_run(run: RunConfig) -> None:
+    constant = replace(run, steps=2)
+    card = Path(run.folder) / "model" / "README.md"
+    first = card.read_text()
+    (card.parent / "farspan.json").write_text("{}")
+    assert fit(constant).step == 2
+    assert card.read_text() == first
+    own = first.replace("# a qwen2", "# My qwen2")
+    card.write_text(own)
+    (card.parent / "farspan.json").write_text("{}")
+    fit(constant)
+    assert card.read_text() == own
+    assert card_of(Path(run.folder), 1) == own
+    card.write_text(first)
+    assert "| steps | 1, of" in card_of(Path(run.folder), 1)
+
+
+def test_a_run_uploads_its_model_once(run: RunConfig, hub: type[StandIn]) -> None:
+    asked = replace(run, hub=HubConfig(REPO))
+    result = fit(asked)
+    address = f"https://huggingface.co/{REPO}/commit/1"
+    assert (result.uploaded, result.exit_code) == (address, 0)
+    assert f"{result.folder / 'model'}, and at {address}" in result.message
+    made, sent = hub.uploads
+    assert made == {"repo": REPO, "private": True, "exist_ok": True}
+    assert {"README.md", "config.json", "farspan.json", "model.safetensors"} <= set(sent["files"])
+    assert sent["message"].startswith("Model of step-00000002, by farspan ")
+    assert (fit(asked).uploaded, len(hub.uploads)) == (address, 2)
+    fit(replace(asked, hub=HubConfig("someone/another")))
+    assert len(hub.uploads) == 4
+    for path in Path(run.folder).rglob("*"):
+        assert not path.is_file() or b"hf_secret" not in path.read_bytes(), path
+
+
+def test_an_upload_that_fails_loses_nothing(run: RunConfig, hub: type[StandIn]) -> None:
+    hub.fails = OSError("no network.\nmore")
+    quiet, asked = Quiet(), replace(run, hub=HubConfig(REPO, private=False))
+    result = fit(asked, reporter=quiet)
+    assert (result.step, result.exit_code, result.uploaded) == (2, 1, None)
+    assert result.message.startswith("2 steps done; the model is in ")
+    assert (
+        f"was not uploaded to {REPO}: no network; nothing of the run is lost: try again with "
+        f"farspan push {run.folder} --to {REPO} --public"
+    ) in result.message
+    assert (Path(run.folder) / "model" / "model.safetensors").is_file()
+    hub.fails = None
+    again = fit(asked)
+    assert (again.exit_code, again.uploaded is not None) == (0, True)
+
+
+def test_who_is_not_logged_in_is_told_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    run = replace(tiny_run(tmp_path), hub=HubConfig(REPO))
+    with pytest.raises(UnsupportedError, match=r"hub: nobody is logged in .*hf auth login"):
+        fit(run)
+    assert not Path(run.folder).exists()
+
+
+def test_the_command_uploads_what_a_run_left(
+    run: RunConfig, hub: type[StandIn], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(run.folder)
+    (folder / "model" / "README.md").unlink()  # as earlier versions left it
+    push_and_tell(folder, HubConfig(REPO, private=False))
+    assert capsys.readouterr().out == (
+        f"{folder / 'model'} is at https://huggingface.co/{REPO}/commit/1\n"
+    )
+    assert hub.uploads[0]["private"] is False
+    assert json.loads((folder / "hub.json").read_text())["repo"] == REPO
+    assert "| steps | 2, of" in (folder / "model" / "README.md").read_text()
+    hub.fails = ValueError("")
+    with pytest.raises(PushFailed, match=f"not uploaded to {REPO}: ValueError; nothing"):
+        push(folder, HubConfig(REPO))
+    with pytest.raises(typer.Exit):
+        push_and_tell(folder, HubConfig(REPO))
+    shutil.rmtree(folder / "model")
+    with pytest.raises(UnsupportedError, match="has no model/ of a run that ended"):
+        push(folder, HubConfig(REPO))
+
+
+@pytest.mark.parametrize("repo", ["name", "a/b/c", "/b", "a b/c", ""])
+def test_what_is_no_repository_is_refused(repo: str) -> None:
+    with pytest.raises(UnsupportedError, match="repo: expected USER/NAME"):
+        HubConfig(repo)

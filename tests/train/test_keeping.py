@@ -1,0 +1,369 @@
+"""What a run keeps and when it ends: early stopping, the best checkpoint, callbacks."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import farspan
+from farspan.checkpoint.local import list_checkpoints
+from farspan.distributed.failure import RankFailed
+from farspan.program.layout import Parallel
+from farspan.spec import Tier, UnsupportedError
+from farspan.train.config import (
+    CheckpointConfig,
+    Decay,
+    EvaluationConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    StatesPlace,
+)
+from farspan.train.loggers import Callback
+from farspan.train.step_runner import TrainingResult
+from farspan.train.trainer import TrainingLoop, train
+from tests.ranks import run_ranks
+from tests.train.tiny import Quiet, Stopped, Stopping, fit, tiny_components, tiny_run
+
+# Held-out losses by step: the lowest at 4, none lower in the three evaluations after it.
+LOSSES = {0: 5.0, 2: 4.0, 4: 3.0, 6: 3.5, 8: 3.0, 10: 2.99, 12: 2.0}
+
+
+SMALL = ScheduleConfig(strategy="grouped", chunk=16, groups=1)
+
+
+def script(losses: Mapping[int, float] = LOSSES) -> None:
+    def told(self: TrainingLoop, *_: object) -> dict[str, float]:
+        return {"loss": losses[self.at.step]}
+
+    TrainingLoop._heldout = told  # type: ignore[method-assign,assignment]
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingLoop, "_heldout", TrainingLoop._heldout)  # put back in the end
+    script()
+
+
+def a_run(root: Path, **changes: Any) -> RunConfig:
+    run = tiny_run(
+        root,
+        steps=12,
+        optimizer=OptimizerConfig(lr=1e-2, warmup=2, decay=Decay.CONSTANT),
+        evaluation=EvaluationConfig(every=2, sequences=2, patience=2),
+        checkpoints=CheckpointConfig(every=3, keep=1),
+    )
+    return replace(run, **changes)
+
+
+def lasting(run: RunConfig, patience: int | None, min_delta: float = 0.0) -> RunConfig:
+    return replace(run, evaluation=replace(run.evaluation, patience=patience, min_delta=min_delta))
+
+
+def weights(run: RunConfig) -> dict[str, torch.Tensor]:
+    return load_file(Path(run.folder) / "model" / "model.safetensors")
+
+
+def saved(run: RunConfig) -> list[str]:
+    return [path.name[-2:] for path in list_checkpoints(Path(run.folder) / "checkpoints")]
+
+
+@pytest.mark.parametrize(
+    ("patience", "min_delta", "step"), [(1, 0.0, 6), (2, 0.0, 8), (3, 0.1, 10), (3, 0.0, 12)]
+)
+def test_a_run_stops_where_the_loss_no_longer_falls(
+    tmp_path: Path, patience: int, min_delta: float, step: int
+) -> None:
+    result = fit(lasting(a_run(tmp_path), patience, min_delta))
+    assert (result.step, result.exit_code) == (step, 0)
+    assert (result.stopped is None) is (step == 12)
+    if step < 12:
+        assert result.message.startswith(f"stopped after step {step} of 12: no held-out loss")
+        assert "below the 3.0000 of step 4" in result.message
+    assert (result.folder / "model" / "model.safetensors").is_file()
+
+
+def test_a_killed_run_stops_at_the_same_step_with_the_same_bits(tmp_path: Path) -> None:
+    whole = a_run(tmp_path / "whole")
+    fit(whole)
+    for begun in (5, 8):
+        run = a_run(tmp_path / str(begun))
+        with pytest.raises(Stopped):
+            fit(run, reporter=Stopping(begun))
+        assert fit(run).step == 8
+        for name, tensor in weights(whole).items():
+            assert torch.equal(weights(run)[name], tensor), name
+
+
+def test_a_run_that_has_stopped_does_nothing_more_until_it_may(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    fit(run)
+    files = {p: p.stat().st_mtime_ns for p in Path(run.folder).rglob("*.safetensors")}
+    calls: list[int] = []
+    again = fit(run, lambda _, call: calls.append(call))
+    assert (again.step, calls) == (8, [])
+    assert "stopped after step 8 of 12" in again.message
+    assert files == {p: p.stat().st_mtime_ns for p in Path(run.folder).rglob("*.safetensors")}
+    on = fit(lasting(run, 3))
+    assert (on.step, on.stopped) == (12, None)
+    whole = lasting(a_run(tmp_path / "whole"), None)
+    fit(whole)
+    for name, tensor in weights(whole).items():
+        assert torch.equal(weights(run)[name], tensor), name
+
+
+def test_evaluations_beside_the_regular_ones_do_not_count() -> None:
+    config = EvaluationConfig(every=2, patience=2)
+    assert config.why_stop({0: 1.0, 1: 2.0, 2: 2.0, 3: 2.0}) is None
+    assert config.why_stop({0: 1.0, 2: float("nan"), 4: 2.0}) is not None
+    assert EvaluationConfig(every=0).why_stop({0: 1.0, 5: 2.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"patience": 0}, r"patience: expected a whole number of at least 1"),
+        ({"patience": 2, "every": 0}, r"patience: counts evaluations, and every: 0 has none"),
+        ({"patience": 2, "min_delta": -1.0}, r"min_delta: expected 0 or more"),
+        ({"min_delta": 0.1}, r"min_delta: is of patience"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        EvaluationConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [
+        ({"evaluation": EvaluationConfig(patience=2)}, "evaluation.patience"),
+        ({"checkpoints": CheckpointConfig(best=True)}, "checkpoints.best"),
+    ],
+)
+def test_nothing_held_out_is_refused(tmp_path: Path, part: dict[str, Any], key: str) -> None:
+    run = tiny_run(tmp_path)
+    with pytest.raises(UnsupportedError, match=f"{key}: compares held-out losses"):
+        replace(run, data=replace(run.data, held_out=0.0), **part)
+
+
+# -- the best checkpoint -------------------------------------------------------------------------
+
+
+def best_run(root: Path, **changes: Any) -> RunConfig:
+    checkpoints = CheckpointConfig(every=3, keep=1, best=True)
+    return a_run(root, **{"checkpoints": checkpoints, **changes})
+
+
+def only(root: Path, steps: int, **changes: Any) -> RunConfig:
+    """The same run, which had so many steps and nothing of this."""
+    return lasting(a_run(root, steps=steps, checkpoints=CheckpointConfig(), **changes), None)
+
+
+@pytest.mark.parametrize("states", [StatesPlace.DEVICE, StatesPlace.HOST, StatesPlace.DISK])
+def test_the_best_is_kept_and_is_the_model(tmp_path: Path, states: StatesPlace) -> None:
+    optimizer = replace(a_run(tmp_path).optimizer, states=states)
+    run = best_run(tmp_path / "best", optimizer=optimizer)
+    result = fit(run)
+    assert (result.step, result.best, saved(run)) == (8, 4, ["04", "08"])
+    assert "the model of step 4, the best on held-out text, is in" in result.message
+    plain = only(tmp_path / "plain", 4, optimizer=optimizer)
+    fit(plain)
+    assert weights(run).keys() == weights(plain).keys()
+    for name, tensor in weights(plain).items():
+        assert torch.equal(weights(run)[name], tensor), name
+    before = (result.folder / "model" / "model.safetensors").stat().st_mtime_ns
+    assert fit(run).best == 4
+    assert (result.folder / "model" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_better_one_takes_its_place(tmp_path: Path) -> None:
+    run = best_run(tmp_path)
+    fit(run)
+    result = fit(lasting(run, None))  # goes on from the last, not from the best
+    assert (result.step, result.best, saved(run)) == (12, 12, ["12"])
+    plain = only(tmp_path / "plain", 12)
+    fit(plain)
+    for name, tensor in weights(plain).items():
+        assert torch.equal(weights(run)[name], tensor), name
+
+
+def test_one_that_was_switched_on_later_begins_there(tmp_path: Path) -> None:
+    run = best_run(tmp_path)
+    with pytest.raises(Stopped):
+        fit(replace(run, checkpoints=CheckpointConfig(every=3, keep=1)), reporter=Stopping(6))
+    result = fit(run)  # from step 3: the checkpoint of step 4 was never there
+    assert (result.step, result.best, saved(run)) == (8, 4, ["04", "08"])
+
+
+def test_a_best_one_that_is_damaged_is_named(tmp_path: Path) -> None:
+    run = best_run(tmp_path)
+    fit(run)
+    path = Path(run.folder) / "checkpoints" / "step-00000004"
+    (path / "optimizer.safetensors").write_bytes(b"damaged")
+    (Path(run.folder) / "model" / "farspan.json").write_text("{}")
+    with pytest.raises(UnsupportedError, match=r"step-00000004.* move it away, and the same comm"):
+        fit(run)
+    path.rename(path.with_name("step-00000004-damaged"))
+    assert fit(run).best == 8
+
+
+def on_ranks(run: RunConfig) -> None:
+    script()
+    train(run, reporter=Quiet())
+
+
+def test_ranks_keep_the_best_in_parts(tmp_path: Path) -> None:
+    shared = {"parallel": Parallel(data=2), "schedule": SMALL}
+    run, plain = best_run(tmp_path, **shared), only(tmp_path / "b", 4, **shared)
+    for one in (run, plain):
+        run_ranks(2, on_ranks, one)
+    assert saved(run) == ["04", "08"]
+    for name, tensor in weights(plain).items():
+        assert torch.equal(weights(run)[name], tensor), name
+
+
+def test_weights_in_main_memory_go_back_too(tmp_path: Path) -> None:
+    schedule = replace(SMALL, weights=Tier.HOST)
+    run, plain = best_run(tmp_path, schedule=schedule), only(tmp_path / "b", 4, schedule=schedule)
+    for one in (run, plain):
+        train(one, reporter=Quiet())
+    assert saved(run) == ["04", "08"]
+    for name, tensor in weights(plain).items():
+        assert torch.equal(weights(run)[name], tensor), name
+
+
+# -- callbacks -----------------------------------------------------------------------------------
+
+
+class Told(Callback):
+    """Writes down what it is told, and answers one of it."""
+
+    def __init__(self, event: str = "", answer: Any = None) -> None:
+        self.events: list[str] = []
+        self._event, self._answer = event, answer
+        self.result: TrainingResult | None = None
+
+    def _hear(self, event: str) -> Any:
+        self.events.append(event)
+        if event != self._event:
+            return None
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    def on_step(self, metrics: Mapping[str, Any]) -> Any:
+        assert metrics["loss"] > 0
+        return self._hear(f"step {metrics['step']}")
+
+    def on_evaluation(self, metrics: Mapping[str, Any]) -> Any:
+        assert metrics["heldout_loss"] == LOSSES[metrics["step"]]
+        return self._hear(f"evaluation {metrics['step']}")
+
+    def on_checkpoint(self, path: Path) -> Any:
+        assert (path / "state.json").is_file()
+        return self._hear(f"checkpoint {int(path.name[5:])}")
+
+    def on_end(self, result: TrainingResult) -> None:
+        self.result = result
+
+
+def short(root: Path) -> RunConfig:
+    return lasting(a_run(root, steps=4), None)
+
+
+def called(run: RunConfig, *callbacks: Callback) -> TrainingResult:
+    return train(run, callbacks=callbacks, components=tiny_components(), reporter=Quiet())
+
+
+def test_callbacks_are_told_in_order(tmp_path: Path) -> None:
+    told = Told()
+    result = called(short(tmp_path), told)
+    steps = ["evaluation 0", "step 1", "step 2", "evaluation 2", "step 3", "checkpoint 3"]
+    assert told.events == [*steps, "step 4", "evaluation 4", "checkpoint 4"]
+    assert told.result == result
+    plain = short(tmp_path / "plain")
+    fit(plain)
+    for name, tensor in weights(plain).items():
+        assert torch.equal(weights(short(tmp_path))[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("event", "last"), [("step 2", 2), ("evaluation 2", 2), ("checkpoint 3", 3)]
+)
+@pytest.mark.parametrize(("answer", "why"), [("enough", "enough"), (True, "Told asked for it")])
+def test_a_callback_ends_a_run(
+    tmp_path: Path, event: str, last: int, answer: Any, why: str
+) -> None:
+    script({**LOSSES, 3: 3.3})
+    LOSSES_3 = {**LOSSES, 3: 3.3}
+    told = Told(event, answer)
+    told.on_evaluation = lambda metrics: (  # type: ignore[method-assign]
+        told._hear(f"evaluation {metrics['step']}")
+        if metrics["heldout_loss"] == LOSSES_3[metrics["step"]]
+        else None
+    )
+    run = short(tmp_path)
+    result = called(run, Callback(), told)
+    assert (result.step, result.stopped, result.exit_code) == (last, why, 0)
+    assert f"stopped after step {last} of 4: {why}; the model is in" in result.message
+    assert saved(run)[-1] == f"{last:02}"
+    assert told.result == result
+    assert (result.folder / "model" / "config.json").is_file()
+    assert called(run).step == 4
+
+
+@pytest.mark.parametrize("event", ["step 2", "evaluation 2", "checkpoint 3"])
+def test_what_a_callback_raises_comes_out_once_the_step_is_saved(
+    tmp_path: Path, event: str
+) -> None:
+    run, told = short(tmp_path), Told(event, KeyError("mine"))
+    with pytest.raises(KeyError, match="mine") as caught:
+        called(run, told)
+    assert any(entry.name == "_hear" for entry in caught.traceback)
+    assert saved(run)[-1] == f"{int(event[-1]):02}"
+    assert told.result is None
+    assert called(run).step == 4
+
+
+def on_rank_1(run: RunConfig, answer: str | None) -> None:
+    script()
+    asked = Told("step 3", KeyError("mine") if answer is None else answer)
+    there = [asked] if torch.distributed.get_rank() == 1 else []
+    if answer is None:
+        with pytest.raises((KeyError, RankFailed), match="mine"):
+            train(run, callbacks=there, reporter=Quiet())
+    else:
+        result = train(run, callbacks=there, reporter=Quiet())
+        assert (result.step, result.stopped) == (3, "enough")
+
+
+@pytest.mark.parametrize("answer", ["enough", None])
+def test_one_rank_asks_for_all(tmp_path: Path, answer: str | None) -> None:
+    run = replace(short(tmp_path), parallel=Parallel(data=2), schedule=SMALL)
+    run = replace(run, data=replace(run.data, held_out=0.0))
+    run_ranks(2, on_rank_1, run, answer)
+    assert saved(run) == ["03"]
+
+
+def test_a_run_file_is_trained_by_the_packages_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_file = tmp_path / "run.yaml"
+    monkeypatch.chdir(tmp_path)
+    fit(short(tmp_path))
+    config = Path(short(tmp_path).folder) / "config.yaml"
+    from_file.write_text(config.read_text())
+    told = Told()
+    result = farspan.train(
+        from_file, callbacks=[told], components=tiny_components(), reporter=Quiet()
+    )
+    assert (result.step, told.events) == (4, [])
+    assert told.result == result
+    assert farspan.Callback is Callback
+    lines = (result.folder / "metrics.jsonl").read_text().splitlines()
+    assert "stopped" not in json.dumps([json.loads(line) for line in lines])
