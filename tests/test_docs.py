@@ -1,0 +1,308 @@
+"""Every command and every snippet of Python in README.md, CONTRIBUTING.md, docs/ and examples/ is
+known to work: it runs here as it stands, at tiny size, or a table below names what runs it."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+import yaml
+from transformers import AutoModelForCausalLM, Qwen2Config
+from typer.testing import CliRunner
+
+import farspan
+from farspan.cli import app
+from farspan.spec import UnsupportedError
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(
+    page for pattern in ("*.md", "docs/**/*.md", "examples/*/*.md") for page in ROOT.glob(pattern)
+)
+STARTS = ("farspan", "torchrun", "python", "make", "pip")
+WORDS = "the longer the text, the more of it has to be kept or made again\n"
+
+# What a line says, and what runs in its place: no page has time for tests in mind. A model by name
+# has all its layers, and the machine that is measured is this one.
+SMALLER = (
+    (r"^farspan train$", r"\g<0> --steps 1 --set context=256"),
+    (r"(memory trace .*) --context 64K --strategy", r"\1 --context 64K --layers 1 --strategy"),
+    (r"--layers 4", "--layers 1"),
+    (r"(memory trace .*--contexts) 64K,48K,56K", r"\1 4K,3K --layers 1"),
+    (r"(evaluate .*)--context 1M", r"\1--context 512"),
+    (r"run.yaml --from runs/first", "next.yaml --from runs/run"),
+    (r"step-00000200", "step-00000002"),
+    (r"--nproc-per-node \d", "--nproc-per-node 2"),
+    (r"^(torchrun .*) run.yaml", r"\1 RUN.yaml"),  # which says how ranks share it
+)
+# Exit codes of what a page shows to be refused, or not to fit.
+CODES = {
+    "farspan plan --model Qwen2.5-7B --context 128K --machine rtx4090": 1,
+    "farspan plan --model Qwen3-8B --context 128K --machine rtx4090": 1,
+    "farspan memory place bad.trace": 2,
+    "farspan memory trace --record train.py -o step.trace": 2,  # there is no GPU
+}
+# Lines that do not run here, and what runs the like of them. A line that no page has any more, or a
+# test that is not there, fails.
+ELSEWHERE = {
+    "make check": "every submission",
+    "make format": "it rewrites the sources",
+    "make mutants": "tests/mutants: minutes",
+    "make native-test": "tests/native: minutes",
+    "make test": "every submission",
+    "make test-all": "before a release",
+    "make test-versions": "makes environments, with a network",
+    "make site": "tests/test_site.py",
+    "pip install .": "tests/test_wheel.py",
+    "pip install farspan": "it asks a registry",
+    "python -m benchmarks.gpu --out gpu.json": "tests/test_gpu_tiny.py",
+    "python -m benchmarks.gpu --out gpu.json --resume": "tests/test_gpu_tiny.py",
+    "python -m benchmarks.gpu --show gpu.json": "tests/test_gpu_show.py",
+    "python -m benchmarks.gpu.hour --out records": "an hour of a GPU",
+    "python -m benchmarks.gpu.probe --out probe.json": "tests/test_gpu_probe.py",
+    "python -m benchmarks.gpu_allocator --out FILE": "tests/test_gpu_allocator.py",
+    "python -m tests.standin farspan train run.yaml": "tests/test_standin.py",
+    "python -m tests.standin python -m pytest -m gpu -W default": "tests/test_standin.py",
+    "torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --master-addr 10.0.0.1 "
+    "--master-port 29500 -m farspan train RUN.yaml": "tests/train/test_nodes.py",
+    "torchrun --nnodes 2 --nproc-per-node 8 --node-rank 1 --master-addr 10.0.0.1 "
+    "--master-port 29500 -m farspan train RUN.yaml": "tests/train/test_nodes.py",
+}
+# Snippets by a line of theirs, for the same.
+SNIPPETS_ELSEWHERE = {
+    'farspan.memory.install("stitch")': "tests/memory: before CUDA starts",
+    "farspan.memory.recorded(iteration=-1)": "tests/memory: of an allocator that is installed",
+    'farspan.memory.install("replay"': "tests/memory: before CUDA starts",
+    "farspan.ParallelContext(farspan.Layout(ulysses=4)": "tests/engine/test_ranks.py: four ranks",
+    "trainer = farspan.Trainer(": "tests/train/test_hugging_face.py",
+    "class LongDPOTrainer(farspan.LongContext, DPOTrainer)": "tests/train/test_trl_losses.py",
+}
+
+
+def fenced(page: Path) -> Iterator[tuple[str, str]]:
+    """Its blocks of code: language and text."""
+    found = re.finditer(r"^```(\w*)\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    yield from ((block[1], block[2]) for block in found)
+
+
+def command_lines(page: Path) -> Iterator[str]:
+    """Without comments, joined where they are continued, parted where one follows another."""
+    text = "\n".join(text for kind, text in fenced(page) if kind in ("", "bash", "sh", "console"))
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        line = re.sub(r"\s+#\s.*", "", line).removeprefix("$ ").strip()
+        yield from (command.removeprefix(".venv/bin/") for command in line.split(" && "))
+
+
+def commands() -> dict[str, Path]:
+    """Every command once, and the first page that has it."""
+    found: dict[str, Path] = {}
+    for page in PAGES:
+        for command in command_lines(page):
+            if command.split(" ")[0] in STARTS:
+                found.setdefault(command, page)
+    return found
+
+
+COMMANDS = commands()
+OF_EXAMPLES = {c for c, page in COMMANDS.items() if page.parent.parent.name == "examples"}
+RUN_HERE = [c for c in COMMANDS if c not in ELSEWHERE and c not in OF_EXAMPLES]
+# Whose results other lines speak of.
+FIRST = [
+    "farspan train run.yaml",
+    "farspan train first.yaml",
+    *(c for c in RUN_HERE if c.endswith(("-o step.trace", "-o lengths.trace")) and c not in CODES),
+]
+# 15 s and more of search, or three processes that import torch.
+SLOW = [c for c in RUN_HERE if "--max-context" in c or c.startswith("torchrun")]
+
+
+def test_there_are_commands_and_all_are_real() -> None:
+    """Options, strategies and presets are there; recipes and targets, too."""
+    assert len(RUN_HERE) > 30
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
+    group = typer.main.get_command(app)
+    for line in COMMANDS:
+        words = shlex.split(line)
+        if "farspan" in words and words[0] != "pip":
+            rest = words[words.index("farspan") + 1 :]
+            command: Any = group
+            context = group.context_class(group, info_name="farspan")
+            while hasattr(command, "resolve_command"):
+                _, command, rest = command.resolve_command(context, rest)
+            command.make_context("farspan", list(rest))
+        if words[0] == "make":
+            assert words[1] in targets
+
+
+def test_what_does_not_run_here_is_on_a_page_and_has_a_test() -> None:
+    assert set(ELSEWHERE) <= set(COMMANDS)
+    assert set(CODES) <= set(COMMANDS)
+    snippets = "\n".join(text for page in PAGES for kind, text in fenced(page) if kind == "python")
+    assert all(line in snippets for line in SNIPPETS_ELSEWHERE)
+    for reason in (*ELSEWHERE.values(), *SNIPPETS_ELSEWHERE.values()):
+        path = re.match(r"tests/[\w/.]+", reason)
+        assert path is None or (ROOT / path[0]).exists(), reason
+
+
+def test_commands_of_recipes_are_run_by_their_tests() -> None:
+    """By name of the folder, in tests/train/test_examples.py or beside it."""
+    tests = "".join(page.read_text("utf-8") for page in (ROOT / "tests/train").glob("test_*.py"))
+    for command in OF_EXAMPLES:
+        assert f'"{COMMANDS[command].parent.name}"' in tests, command
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages speak of: a model, run files, texts, earlier runs, traces."""
+    root = tmp_path_factory.mktemp("pages")
+    config = Qwen2Config(
+        vocab_size=264,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(root / "path/to/model")
+    for name in ("corpus", "books", "docs"):
+        (root / name).mkdir()
+        for number in range(8):
+            (root / name / f"{number}.txt").write_text(WORDS * 30)
+            (root / name / f"{number}.md").write_text(WORDS * 200)
+    run = {
+        "model": {"path": "path/to/model"},
+        "data": {"source": "text", "path": "corpus/*.txt", "tokenizer": "bytes", "cache": "cache"},
+        "context": 512,
+        "steps": 2,
+        "schedule": {"strategy": "grouped", "chunk": 128},
+        "evaluation": {"every": 0},
+        "checkpoints": {"every": 1},
+    }
+    for name in ("run", "next"):
+        (root / f"{name}.yaml").write_text(yaml.safe_dump(run))
+    (root / "RUN.yaml").write_text(yaml.safe_dump(run | {"parallel": "auto"}))
+    (root / "first.yaml").write_text(tutorial())
+    (root / "bad.trace").write_text("malloc 1 512\nfree 2\n")
+    (root / "train.py").write_text("")
+    return root
+
+
+def tutorial() -> str:
+    """The run file of the tutorial, of fewer steps."""
+    page = ROOT / "docs/tutorials/first-long-run.md"
+    (text,) = (text for language, text in fenced(page) if language == "yaml")
+    return text.replace("context: 4096", "context: 1024").replace("steps: 10", "steps: 2")
+
+
+def smaller(line: str) -> str:
+    for pattern, replacement in SMALLER:
+        line = re.sub(pattern, replacement, line)
+    return line
+
+
+def run(line: str) -> Any:
+    """Of the command line, in this process."""
+    return CliRunner().invoke(app, shlex.split(line)[1:])
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        for line in FIRST:
+            result = run(smaller(line))
+            assert result.exit_code == 0, result.output
+    return place
+
+
+def once() -> list[Any]:
+    """Lines that run, each smaller one once."""
+    lines = {smaller(line): line for line in RUN_HERE if line not in FIRST}
+    return [
+        pytest.param(line, marks=pytest.mark.exhaustive if line in SLOW else ())
+        for line in lines.values()
+    ]
+
+
+@pytest.mark.parametrize("line", once())
+def test_a_command_runs(
+    line: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained)
+    short = smaller(line)
+    if "farspan train" in line and "--folder" not in line:
+        short += f" --folder {tmp_path}"
+    if line.startswith("farspan"):
+        result = run(short)
+        refused = isinstance(result.exception, UnsupportedError)
+        found = 2 if refused else result.exit_code
+        assert found == CODES.get(line, 0), (short, result.output, result.exception)
+    else:
+        words = [sys.executable, "-m", "torch.distributed.run", *shlex.split(short)[1:]]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def snippets() -> list[Any]:
+    """Of Python, by page and line, unless a table says what runs the like of them."""
+    found = []
+    for page in PAGES:
+        for number, (language, text) in enumerate(fenced(page)):
+            if language == "python" and not any(line in text for line in SNIPPETS_ELSEWHERE):
+                found.append(pytest.param(text, id=f"{page.stem}-{number}"))
+    return found
+
+
+@pytest.mark.parametrize("text", snippets())
+def test_a_snippet_runs(text: str, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the names that its page speaks of."""
+    monkeypatch.chdir(trained)
+    model = AutoModelForCausalLM.from_pretrained("path/to/model", dtype=torch.float32)
+    ids = torch.randint(0, 256, (2, 512))
+    documents = torch.zeros_like(ids)
+    schedule = farspan.Schedule(chunk=128, groups=2)
+    names: dict[str, Any] = {
+        "farspan": farspan,
+        "torch": torch,
+        "Schedule": farspan.Schedule,
+        "Sparse": farspan.Sparse,
+        "Step": farspan.Step,
+        "model": model,
+        "reference": model,
+        "schedule": schedule,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3),
+        "input_ids": ids,
+        "labels": ids,
+        "document_ids": documents,
+        "data": [(ids, ids, documents)],
+        "step": farspan.Step(model, schedule),
+        "reference_step": farspan.Step(model, schedule),
+    }
+    exec(compile(text, "a snippet", "exec"), names)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"\]\([^)]*\)", "", text), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_lead_somewhere() -> None:
+    """In the repository; the site checks those of its pages once more."""
+    count = 0
+    for page in PAGES:
+        for path, anchor in re.findall(
+            r"\]\(([^)\s:#]*)(?:#([^)\s]*))?\)", page.read_text("utf-8")
+        ):
+            target = page.parent / path if path else page
+            assert target.exists(), (page, path)
+            assert not anchor or anchor in anchors(target), (page, path, anchor)
+            count += 1
+    assert count > 200
