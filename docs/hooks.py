@@ -130,7 +130,8 @@ def described(command: Any, context: Any, level: int) -> Iterator[str]:
         for parameter in command.get_params(context):
             name, text = parameter.get_help_record(context) or ("", "")
             if name and "--help" not in name:
-                yield f"| `{cell(name)}` | {cell(text).replace('<', '&lt;')} |"
+                text = cell(text).replace("<", "&lt;").replace("*", "\\*")
+                yield f"| `{cell(name)}` | {text} |"
         yield ""
     for name in getattr(command, "list_commands", lambda _: ())(context):
         _, called, _ = command.resolve_command(context, [name])

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from farspan.formatting import write_tokens
+from farspan.formatting import write_most, write_tokens
 from farspan.planner.evaluate import most_layers, stage_schedule
 from farspan.planner.remedies import breaks_first, part_words
 from farspan.planner.request import Budget, Plan
@@ -249,7 +249,7 @@ def plan_json(plan: Plan, place: int) -> dict[str, Any]:
         "mfu": plan.mfu,
         "schedule": schedule_words(schedule, layers, len(chunks)),
         "why": plan.reason if plan.fits else "",
-        "gap": plan.gap,
+        "gap": write_most(plan.gap) if plan.gap > 0 else "",
         "chunk": min(schedule.chunk, question.run.tokens),
         "groups": len(schedule.group_sizes(layers)),
         "attention": schedule.attention_save_fraction,

@@ -342,7 +342,7 @@ def _machine(run: RunRecord) -> list[list[str]]:
     if size := found.get("device_bytes"):
         device += f", {write_bytes(size)} each"
     cores = f"{found['cores']} cores, " if found.get("cores") else ""
-    threads = f"{cores}{found['threads']} threads of torch" if found.get("threads") else ""
+    threads = f"{cores}torch uses {found['threads']}" if found.get("threads") else ""
     rows = {
         "device": device,
         "processor": found.get("processor"),

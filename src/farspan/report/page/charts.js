@@ -97,8 +97,10 @@ Object.assign(farspan, (() => {
   };
 
   // A chart in a figure, whose cursor is moved by the pointer and by arrow keys. `say(index)` tells
-  // what is there; `seek(index)` moves the cursor; `onSeek(index)` is called when a person did.
-  function chart({ title, name, options, data, height, key, say, onSeek, onDraw, below }) {
+  // what is there; `seek(index)` moves the cursor, which begins at `start`; `onSeek(index)` is called
+  // when a person did.
+  function chart({ title, name, options, data, height, key, say, onSeek, onDraw, below,
+    start = 0 }) {
     const plot = make("div", { class: "plot", tabindex: 0, role: "slider", "aria-label": name });
     const found = make("figure", {}, make("figcaption", {}, title), plot, key, below);
     const most = data[0].length - 1;
@@ -144,7 +146,7 @@ Object.assign(farspan, (() => {
     });
     drawn.watcher.observe(plot);
     charts.add(drawn);
-    tell(0);
+    tell(start);
     return found;
   }
 
@@ -214,13 +216,14 @@ Object.assign(farspan, (() => {
     });
   }
 
-  // A list of what is drawn; `tell(index)` writes the values that it has there.
+  // A list of what is drawn; `tell(index)` writes the values that it has there, or had before.
   function legend(rows, format) {
     const texts = rows.map(() => make("b"));
     const key = make("ul", { class: "key" },
       rows.map(([mark, { name }], place) => make("li", {}, mark, `${name} `, texts[place])));
     const tell = (index) => rows.forEach(([, { values }], place) => {
-      texts[place].textContent = values[index] == null ? "" : format(values[index]);
+      const latest = values.slice(0, index + 1).findLast((of) => of != null);
+      texts[place].textContent = latest == null ? "" : format(latest);
     });
     return { key, tell };
   }
@@ -262,7 +265,7 @@ Object.assign(farspan, (() => {
       dash: dash(place), spanGaps: bridge, points: { show: x.length < 40, size: 5 } });
     const range = (_, low, high) => ends(low, high, from);
     return chart({
-      title, name: `${title}: ${xName}`, height, key, onSeek,
+      title, name: `${title}: ${xName}`, height, key, onSeek, start: x.length - 1,
       data: [x, ...series.map((of) => of.values)],
       options: {
         padding: [8, 14, 0, 0],

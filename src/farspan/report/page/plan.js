@@ -34,8 +34,8 @@ farspan.page((data) => {
   }
 
   function why(plan) {
-    const gap = plan.gap > 0
-      ? `At most ${percent(plan.gap, 1)} slower than the best of all schedules.` : null;
+    const gap = plan.gap
+      ? `At most ${plan.gap} slower than the best of all schedules.` : null;
     return [plan.why ? make("p", {}, make("b", {}, "Why: "), plan.why) : null,
       gap ? note(gap) : null];
   }

@@ -43,7 +43,7 @@ Object.assign(farspan, (() => {
     const left = make("div", {}, picture.element,
       make("div", { class: "scrub" }, play, slider, fullest));
     const right = make("div", {}, side.element,
-      make("label", {}, "Show of a cell", kind));
+      make("label", {}, "Show", kind));
     const found = make("div", {}, make("div", { class: "walk" }, left, right),
       of.thinned ? note(of.thinned) : null, details("The walk as a table", phases(of)));
     found.seek = seek;
