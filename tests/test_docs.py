@@ -59,7 +59,6 @@ ELSEWHERE = {
     "make test-versions": "makes environments, with a network",
     "make site": "tests/test_site.py",
     "pip install .": "tests/test_wheel.py",
-    "pip install farspan": "it asks a registry",
     "python -m benchmarks.gpu --out gpu.json": "tests/test_gpu_tiny.py",
     "python -m benchmarks.gpu --out gpu.json --resume": "tests/test_gpu_tiny.py",
     "python -m benchmarks.gpu --show gpu.json": "tests/test_gpu_show.py",
