@@ -1,8 +1,8 @@
-"""Pictures of `farspan plan --html` for the docs, by a headless Chromium.
+"""Pictures of `farspan plan --html` and of a run's page for the docs, by a headless Chromium.
 
-    python -m benchmarks.page_figures
+    python -m benchmarks.page_figures runs/first
 
-Needs Chromium, playwright and Pillow. Colours are reduced to what keeps a picture small."""
+The run is that of docs/tutorials/first-long-run.md. Needs Chromium, playwright and Pillow. Colours are reduced to what keeps a picture small."""
 
 import subprocess
 import sys
@@ -20,6 +20,7 @@ ASKED = (
     *("--host-memory", "200GiB"),
 )
 WIDTH, TOP = 1280, 1215  # pixels; of the page so many are shown
+RUN_WIDTH, RUN_TOP = 1100, 1560
 PLACE = 0.55  # of the walk, where some cells are done and others are not
 COLOURS = 160
 
@@ -43,8 +44,12 @@ def main() -> None:
                 PLACE,
             )
             window.locator("section:has(.walk)").screenshot(path=FIGURES / "plan-walk.png")
+            window.set_viewport_size({"width": RUN_WIDTH, "height": RUN_TOP})
+            window.goto((Path(sys.argv[1]) / "report.html").resolve().as_uri())
+            window.wait_for_timeout(500)
+            window.screenshot(path=FIGURES / "run-page.png")
             chromium.close()
-    for name in ("plan-page.png", "plan-walk.png"):
+    for name in ("plan-page.png", "plan-walk.png", "run-page.png"):
         reduce_colours(FIGURES / name)
 
 

@@ -246,6 +246,16 @@ def test_the_page_is_whole_at_any_width(
         opened.check()
 
 
+def test_keys_have_the_latest_values_and_facts_have_room(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    with browser.opened(pages["one"], WIDTHS[0]) as opened:
+        latest = opened.page.locator(".numbers dd").first.inner_text()
+        assert opened.page.locator(".key").first.inner_text().split()[-1] == latest
+        room = "of => of.map(dd => dd.clientWidth / dd.parentElement.clientWidth)"
+        assert min(opened.page.locator(".facts dd").evaluate_all(room)) >= 0.5
+
+
 def test_the_scrubber_moves_charts_and_grid(browser: Browser, pages: dict[str, Path]) -> None:
     with browser.opened(pages["one"]) as opened:
         page = opened.page
