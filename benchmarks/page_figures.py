@@ -2,7 +2,8 @@
 
     python -m benchmarks.page_figures runs/first
 
-The run is that of docs/tutorials/first-long-run.md. Needs Chromium, playwright and Pillow. Colours are reduced to what keeps a picture small."""
+The run is that of docs/tutorials/first-long-run.md. Needs Chromium, playwright and Pillow. Colours
+are reduced to what keeps a picture small."""
 
 import subprocess
 import sys
