@@ -59,6 +59,8 @@ ELSEWHERE = {
     "make test-versions": "makes environments, with a network",
     "make site": "tests/test_site.py",
     "pip install .": "tests/test_wheel.py",
+    "pip install trl==1.16.0 accelerate==1.15.0 deepspeed==0.19.8": "with a network",
+    "python -m benchmarks.peers --out peers.json": "tests/test_peers.py",
     "python -m benchmarks.gpu --out gpu.json": "tests/test_gpu_tiny.py",
     "python -m benchmarks.gpu --out gpu.json --resume": "tests/test_gpu_tiny.py",
     "python -m benchmarks.gpu --show gpu.json": "tests/test_gpu_show.py",

@@ -49,7 +49,7 @@ class TestTrain:
     ) -> None:
         assert run(monkeypatch, "train", str(run_file)) == 0
         said = capsys.readouterr().out.splitlines()
-        assert said[-1].startswith("3 steps done with sparse attention, an approximation; ")
+        assert said[-2].startswith("3 steps done with sparse attention, an approximation; ")
         losses = [line for line in said if " loss " in line and line.startswith("step ")]
         assert len(losses) >= 4
         assert all("(sparse attention" in line for line in losses)

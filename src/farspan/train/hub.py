@@ -196,7 +196,8 @@ def _rows(
 
 def _measured(folder: Path, step: int) -> Iterator[tuple[str, str]]:
     """Of the steps until this one."""
-    text = (folder / "metrics.jsonl").read_text("utf-8") if folder.is_dir() else ""
+    metrics = folder / "metrics.jsonl"
+    text = metrics.read_text("utf-8") if metrics.exists() else ""  # a run without a step has none
     lines = [json.loads(line) for line in text.splitlines()]
     steps = [line for line in lines if "seconds" in line and line["step"] <= step]
     if steps:
