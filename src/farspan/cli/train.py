@@ -247,11 +247,11 @@ def default_run(settings: Sequence[str] = ()) -> RunConfig:
         model=ModelConfig(config=model),
         data=DataConfig(source=SourceKind.STDLIB, held_out=0.05, tokenizer="bytes"),
         folder="runs/default",
-        steps=24,
+        steps=16,
         context=DEFAULT_CONTEXT,
         schedule=ScheduleConfig(strategy="grouped", chunk=2048),
         optimizer=OptimizerConfig(lr=3e-3, warmup=8),
-        evaluation=EvaluationConfig(every=12, sequences=4),
-        checkpoints=CheckpointConfig(every=12, keep=2),
+        evaluation=EvaluationConfig(every=8, sequences=4),
+        checkpoints=CheckpointConfig(every=8, keep=2),
     )
     return built(to_mapping(run), settings, "farspan train") if settings else run
