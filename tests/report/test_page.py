@@ -1,5 +1,6 @@
 """Pages need nothing but themselves, whatever their data say, and what they show is the plan's."""
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -71,6 +72,32 @@ def test_numbers_that_are_none_are_left_out() -> None:
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"html: .*plan\.html cannot be written"):
         write_page(tmp_path / "none" / "plan.html", "")
+
+
+def test_a_page_stays_until_another_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.html"
+    write_page(path, "first")
+
+    def full(self: Path, data: bytes) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(UnsupportedError, match=r"plan\.html cannot be written: No space left"):
+            write_page(path, "second")
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_any_name_of_a_file_can_be_written(tmp_path: Path) -> None:
+    """Those that are no Unicode, too; and a pipe is a file to write to."""
+    write_page(tmp_path / "plan.html", html_page("\udcff", {"name": "\ud800"}, "plan.js"))
+    assert data_of((tmp_path / "plan.html").read_text()) == {"name": "?"}
+    write_page(Path("/dev/null"), "page")
+    assert Path("/dev/null").is_char_device()
 
 
 # -- a plan's numbers ------------------------------------------------------------------------------
@@ -227,3 +254,11 @@ def test_what_a_page_does_wrong_is_noticed(browser: Browser, tmp_path: Path) -> 
         with pytest.raises(AssertionError):
             opened.check()
         assert any("image-alt" in of for of in opened.violations())
+
+
+def test_data_that_a_page_does_not_know_are_told(browser: Browser, tmp_path: Path) -> None:
+    write_page(tmp_path / "plan.html", html_page("A plan", {"plans": 3}, "plan.js"))
+    with browser.opened(tmp_path / "plan.html") as opened:
+        shown = opened.page.locator("main").inner_text()
+        assert shown.startswith("This page cannot be drawn: its data are not of the kind")
+        assert len(opened.complaints) == 1

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,35 @@ def test_a_damaged_file_is_named(run: RunConfig, tmp_path: Path, name: str, text
         read_run(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("about", {"machine": 3}),
+        ("step", {"memory": None}),
+        ("step", {"seconds": {"parts": {"forward": 1.0}}}),
+        ("history", {"parts": 3}),
+        ("history", {"parts": [{"machine": {"host_bytes": "many"}}]}),
+        ("config", {"steps": "many"}),
+    ],
+)
+def test_what_is_of_another_kind_is_named(
+    run: RunConfig, name: str, changes: dict[str, Any]
+) -> None:
+    """As a version to come may write it."""
+    of = read_run(Path(run.folder))
+    wrong = replace(of, **{name: {**getattr(of, name), **changes}})
+    suffix = "yaml is damaged.*restore it$" if name == "config" else "json is damaged.*move it away"
+    with pytest.raises(UnsupportedError, match=rf"{name}\.{suffix}"):
+        run_json(wrong, "run")
+
+
+def test_a_line_of_another_kind_is_named(run: RunConfig) -> None:
+    of = read_run(Path(run.folder))
+    lines = (*of.metrics[:-1], of.metrics[-1] | {"lr": 1.0, "peak_process_bytes": None})
+    with pytest.raises(UnsupportedError, match=r"metrics\.jsonl is damaged.*restore it$"):
+        run_json(replace(of, metrics=lines), "run")
+
+
 def test_what_is_no_run_is_refused(run: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"none: no such folder; give one"):
         read_run(tmp_path / "none")
@@ -175,10 +205,11 @@ def test_what_is_no_run_is_refused(run: RunConfig, tmp_path: Path) -> None:
     (folder / "metrics.jsonl").unlink()
     with pytest.raises(UnsupportedError, match=r"no metrics: .* ask again after the first one"):
         read_run(folder)
-    (folder / "config.yaml").write_text("a: [")
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(UnsupportedError, match=r"config\.yaml is damaged"):
-        read_run(folder)
+    for text in ("a: [", "[" * 9999, "a: \0", "[1]"):
+        (folder / "config.yaml").write_text(text)
+        with pytest.raises(UnsupportedError, match=r"config\.yaml is damaged"):
+            read_run(folder)
     many = [read_run(Path(run.folder))] * (MOST_RUNS + 1)
     with pytest.raises(UnsupportedError, match=f"shows {MOST_RUNS} runs side by side, got 9"):
         run_page(many)

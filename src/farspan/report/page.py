@@ -74,11 +74,25 @@ def page_json(data: Any) -> str:
 
 
 def write_page(path: Path, text: str, option: str = "html") -> None:
-    """Raises UnsupportedError, naming the option, where it cannot be written."""
+    """A page that is there stays until the new one is whole. Raises UnsupportedError, naming the
+    option, where it cannot be written."""
+    # What names of files have that is no Unicode becomes a question mark.
+    data = text.encode("utf-8", "replace")
+    partial = path.with_name(f".partial-{path.name}")
     try:
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)  # a pipe or a terminal
+            return
+        try:
+            partial.write_bytes(data)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
-        raise UnsupportedError(f"{option}: {path} cannot be written: {error}") from error
+        raise UnsupportedError(
+            f"{option}: {path} cannot be written: {error.strerror}; free some space, fix its "
+            "permissions, or name another file"
+        ) from error
 
 
 def _finite(value: Any) -> Any:

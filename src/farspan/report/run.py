@@ -5,7 +5,8 @@ of which the page says so."""
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import median
@@ -30,6 +31,8 @@ NO_CURVE = {
     *("step", "tokens", "trained_tokens", "heldout_tokens", "seconds", "peak_process_bytes"),
     *("memory_predicted_bytes", "memory_measured_bytes"),
 }
+OBJECTS = ("about", "plan", "comparison", "step", "history")  # each a file of JSON
+WRONG = AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError
 OLDER = "this run was made by a version of farspan that did not write it down"
 REST = "everything else"
 
@@ -80,8 +83,7 @@ def read_run(folder: Path) -> RunRecord:
         raise UnsupportedError(
             f"{folder} has no metrics: no step of its run is done; ask again after the first one"
         )
-    names = ("about", "plan", "comparison", "step", "history")
-    found = {name: _read(path / f"{name}.json") for name in names}
+    found = {name: _read(path / f"{name}.json") for name in OBJECTS}
     return RunRecord(path.resolve(), _config(path / "config.yaml"), metrics, **found)
 
 
@@ -99,7 +101,7 @@ def _read(path: Path) -> Values:
 def _config(path: Path) -> Values:
     try:
         value = yaml.safe_load(path.read_bytes())
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise _damaged(path, error) from error
     if not isinstance(value, dict):
         raise _damaged(path, "expected keys and values")
@@ -126,9 +128,8 @@ def _lines(path: Path) -> Iterator[Values]:
 
 def _damaged(path: Path, why: object) -> UnsupportedError:
     first = str(why).partition("\n")[0]
-    return UnsupportedError(
-        f"{path} is damaged: {first}; restore it, or move it away to see the page without it"
-    )
+    without = ", or move it away to see the page without it" if path.suffix == ".json" else ""
+    return UnsupportedError(f"{path} is damaged: {first}; restore it{without}")
 
 
 # -- as a page -------------------------------------------------------------------------------------
@@ -163,7 +164,28 @@ def runs_json(runs: Sequence[RunRecord]) -> Values:
 
 
 def run_json(run: RunRecord, name: str) -> Values:
-    """What the page shows of one run."""
+    """What the page shows of one run. Raises UnsupportedError, naming the file, where one has a
+    value of a kind that no farspan writes."""
+    try:
+        return _shown(run, name)
+    except WRONG as error:
+        why = f"what it says is not of the kind that this version reads ({error!r:.80})"
+        raise _damaged(_culprit(run), why) from error
+
+
+def _culprit(run: RunRecord) -> Path:
+    """The file without which there is a page; of two, the last."""
+    for name in OBJECTS:
+        with suppress(*WRONG):
+            _shown(replace(run, **{name: {}}), "")
+            return run.path / f"{name}.json"
+    with suppress(*WRONG):
+        _shown(replace(run, config={}), "")
+        return run.path / "config.yaml"
+    return run.path / "metrics.jsonl"
+
+
+def _shown(run: RunRecord, name: str) -> Values:
     return {
         "name": name,
         "status": _status(run),

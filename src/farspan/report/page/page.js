@@ -75,7 +75,15 @@ const farspan = (() => {
   // Call once: `build(data)` returns what stands between the page's head and its foot.
   function page(build) {
     const data = JSON.parse(document.getElementById("data").textContent);
-    const main = make("main", {}, build(data));
+    let shown, failed = null;
+    try {
+      shown = build(data);
+    } catch (error) {
+      failed = error;
+      shown = note("This page cannot be drawn: its data are not of the kind that it knows " +
+        `(${error.message}). A newer farspan may have written them; ask that one for the page.`);
+    }
+    const main = make("main", {}, shown);
     const head = make("header", { class: "top" }, make("h1", {}, document.title), schemeSwitch());
     const by = document.querySelector('meta[name="generator"]').content;
     const foot = make("footer", {}, make("small", {}, data.about ? `${by}. ${data.about}` : by));
@@ -83,6 +91,7 @@ const farspan = (() => {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
     addEventListener("beforeprint", () => paint("light"));
     addEventListener("afterprint", () => paint(chosenScheme));
+    if (failed) throw failed;
   }
 
   let chosenScheme = "";
