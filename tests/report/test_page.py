@@ -80,7 +80,7 @@ def test_a_page_stays_until_another_is_whole(
     path = tmp_path / "plan.html"
     write_page(path, "first")
 
-    def full(self: Path, data: bytes) -> int:
+    def full(self: Path, _: bytes) -> int:
         self.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 

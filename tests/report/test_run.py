@@ -180,7 +180,8 @@ def test_what_is_of_another_kind_is_named(
 ) -> None:
     """As a version to come may write it."""
     of = read_run(Path(run.folder))
-    wrong = replace(of, **{name: {**getattr(of, name), **changes}})
+    value: Any = {name: {**getattr(of, name), **changes}}
+    wrong = replace(of, **value)
     suffix = "yaml is damaged.*restore it$" if name == "config" else "json is damaged.*move it away"
     with pytest.raises(UnsupportedError, match=rf"{name}\.{suffix}"):
         run_json(wrong, "run")

@@ -165,7 +165,7 @@ def runs_json(runs: Sequence[RunRecord]) -> Values:
 
 def run_json(run: RunRecord, name: str) -> Values:
     """What the page shows of one run. Raises UnsupportedError, naming the file, where one has a
-    value of a kind that no farspan writes."""
+    value of a kind that this version does not write."""
     try:
         return _shown(run, name)
     except WRONG as error:
@@ -174,14 +174,13 @@ def run_json(run: RunRecord, name: str) -> Values:
 
 
 def _culprit(run: RunRecord) -> Path:
-    """The file without which there is a page; of two, the last."""
-    for name in OBJECTS:
+    """The file without which there is a page."""
+    files = {"config": "config.yaml"} | {name: f"{name}.json" for name in OBJECTS}
+    for name, file in files.items():
+        without: Any = {name: {}}
         with suppress(*WRONG):
-            _shown(replace(run, **{name: {}}), "")
-            return run.path / f"{name}.json"
-    with suppress(*WRONG):
-        _shown(replace(run, config={}), "")
-        return run.path / "config.yaml"
+            _shown(replace(run, **without), "")
+            return run.path / file
     return run.path / "metrics.jsonl"
 
 
