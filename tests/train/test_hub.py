@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any, ClassVar
 
 import huggingface_hub
 import pytest
+import torch
 import typer
 
 from farspan.cli.with_torch import push_and_tell
 from farspan.data.config import DataConfig, RecordFormat, SourceKind, WeightedSource
+from farspan.program.layout import Parallel
 from farspan.spec import UnsupportedError
 from farspan.train.config import (
     HubConfig,
@@ -21,34 +24,57 @@ from farspan.train.config import (
     ModelConfig,
     OptimizerConfig,
     RunConfig,
+    ScheduleConfig,
     SparseConfig,
     StatesPlace,
 )
-from farspan.train.hub import PushFailed, card_of, push
+from farspan.train.hub import PushFailed, Upload, card_of, push
+from farspan.train.trainer import train
 from farspan.train.yaml_config import to_mapping, write_mapping
+from tests.ranks import run_ranks
 from tests.train.tiny import Quiet, fit, tiny_run
 
 REPO = "someone/a-model"
 
 
 class StandIn:
-    """Takes what the hub would; `fails` is what it raises instead."""
+    """Takes what the hub would; `fails` is what it raises instead, `there` what is in the
+    repository."""
 
     uploads: ClassVar[list[dict[str, Any]]] = []
-    fails: ClassVar[Exception | None] = None
+    fails: ClassVar[BaseException | None] = None
+    there: ClassVar[SimpleNamespace | None] = None
 
     def __init__(self, **_: object) -> None:
         pass
+
+    def repo_exists(self, repo: str) -> bool:
+        assert repo.startswith("someone/")
+        return self.there is not None
+
+    def model_info(self, repo: str) -> Any:
+        assert repo.startswith("someone/")
+        return self.there
 
     def create_repo(self, repo: str, *, private: bool, exist_ok: bool) -> None:
         if self.fails is not None:
             raise self.fails
         self.uploads.append({"repo": repo, "private": private, "exist_ok": exist_ok})
 
-    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> Any:
-        files = sorted(path.name for path in Path(folder_path).iterdir())
-        self.uploads.append({"repo": repo_id, "files": files, "message": commit_message})
-        return SimpleNamespace(commit_url=f"https://huggingface.co/{repo_id}/commit/1")
+    def create_commit(self, repo: str, operations: list[Any], *, commit_message: str) -> Any:
+        added = [of for of in operations if isinstance(of, huggingface_hub.CommitOperationAdd)]
+        gone = [of.path_in_repo for of in operations if of not in added]
+        files = {of.path_in_repo: of.path_or_fileobj for of in added}
+        sent = {"repo": repo, "files": files, "gone": gone, "message": commit_message}
+        self.uploads.append(sent)
+        return SimpleNamespace(commit_url=f"https://huggingface.co/{repo}/commit/1")
+
+
+def holding(*files: str, private: bool = True) -> SimpleNamespace:
+    """What a repository says of itself."""
+    return SimpleNamespace(
+        private=private, siblings=[SimpleNamespace(rfilename=name) for name in files]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +82,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandIn]]:
     monkeypatch.setattr(huggingface_hub, "HfApi", StandIn)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_secret")
     StandIn.uploads.clear()
-    StandIn.fails = None
+    StandIn.fails = StandIn.there = None
     yield StandIn
-    StandIn.fails = None
+    StandIn.fails = StandIn.there = None
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +186,7 @@ def test_a_run_uploads_its_model_once(run: RunConfig, hub: type[StandIn]) -> Non
     assert f"{result.folder / 'model'}, and at {address}" in result.message
     made, sent = hub.uploads
     assert made == {"repo": REPO, "private": True, "exist_ok": True}
-    assert {"README.md", "config.json", "farspan.json", "model.safetensors"} <= set(sent["files"])
+    assert {"README.md", "config.json", "farspan.json", "model.safetensors"} <= sent["files"].keys()
     assert sent["message"].startswith("Model of step-00000002, by farspan ")
     assert (fit(asked).uploaded, len(hub.uploads)) == (address, 2)
     fit(replace(asked, hub=HubConfig("someone/another")))
@@ -183,6 +209,110 @@ def test_an_upload_that_fails_loses_nothing(run: RunConfig, hub: type[StandIn]) 
     hub.fails = None
     again = fit(asked)
     assert (again.exit_code, again.uploaded is not None) == (0, True)
+
+
+# -- what is in the repository, and what goes there ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        (
+            holding("config.json", "model.safetensors"),
+            r"files that farspan did not upload \(config",
+        ),
+        (holding("notes.txt", "README.md", ".gitattributes"), r"did not upload \(notes\.txt\)"),
+        (holding("farspan.json", private=False), r"is public already, and a private one is asked"),
+    ],
+)
+def test_what_is_of_others_stays(
+    run: RunConfig, hub: type[StandIn], there: SimpleNamespace, words: str
+) -> None:
+    hub.there = there
+    with pytest.raises(PushFailed, match=f"was not uploaded: {REPO} .*{words}.*nothing of the run"):
+        push(Path(run.folder), HubConfig(REPO))
+    assert hub.uploads == []
+    assert fit(replace(run, hub=HubConfig(REPO))).exit_code == 1
+
+
+def test_a_model_of_farspan_is_replaced_whole(run: RunConfig, hub: type[StandIn]) -> None:
+    hub.there = holding(
+        *("farspan.json", "README.md", "LICENSE", "model-00001-of-00002.safetensors"),
+        *("model.safetensors", "model.safetensors.index.json"),
+    )
+    push(Path(run.folder), HubConfig(REPO))
+    gone = ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    assert hub.uploads[-1]["gone"] == gone
+    hub.there = holding("README.md", ".gitattributes", private=False)
+    push(Path(run.folder), HubConfig(REPO, private=False))
+    assert hub.uploads[-1]["gone"] == []
+
+
+def test_hidden_files_and_folders_of_this_machine_stay_here(
+    run: RunConfig, hub: type[StandIn]
+) -> None:
+    model = Path(run.folder) / "model"
+    (model / ".env").write_text("HF_TOKEN=hf_secret")
+    (model / ".cache").mkdir()
+    (model / ".cache" / "token").write_text("hf_secret")
+    (model / "code").mkdir()
+    (model / "code" / "model.py").write_text("")
+    text = json.dumps({"r": 8, "base_model_name_or_path": str(model.parent / "base")})
+    (model / "adapter_config.json").write_text(text)
+    push(Path(run.folder), HubConfig(REPO))
+    files = hub.uploads[-1]["files"]
+    assert "code/model.py" in files
+    assert not [name for name in files if name.startswith(".")]
+    sent = json.loads(files["adapter_config.json"])
+    assert sent == {"r": 8, "base_model_name_or_path": "base"}
+    assert (model / "adapter_config.json").read_text() == text
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/base"}')
+    push(Path(run.folder), HubConfig(REPO))
+    sent = json.loads(hub.uploads[-1]["files"]["adapter_config.json"])
+    assert sent["base_model_name_or_path"] == "someone/base"
+
+
+def test_an_upload_that_is_interrupted_says_how_it_goes_on(
+    run: RunConfig, hub: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.fails = KeyboardInterrupt()
+    with pytest.raises(PushFailed, match=f"to {REPO}: interrupted; .* farspan push"):
+        push(Path(run.folder), HubConfig(REPO))
+
+    def interrupted(_: Upload, timeout: float | None = None) -> None:
+        assert timeout is not None
+        raise KeyboardInterrupt
+
+    hub.fails = None
+    monkeypatch.setattr(Upload, "join", interrupted)
+    result = fit(replace(run, hub=HubConfig(REPO)))
+    assert result.exit_code == 1
+    assert f"to {REPO}: interrupted; nothing of the run is lost: try again" in result.message
+
+
+def on_ranks(run: RunConfig, why: str | None) -> None:
+    """Rank 0 alone knows the hub; it takes longer than one look at it."""
+    rank = torch.distributed.get_rank()
+    Upload.POLL = 0.05
+    huggingface_hub.HfApi = StandIn if rank == 0 else None  # type: ignore[misc,assignment]
+    huggingface_hub.get_token = lambda: "hf_secret" if rank == 0 else None
+    StandIn.create_repo = lambda *_, **__: time.sleep(0.5)  # type: ignore[method-assign]
+    StandIn.there = None if why is None else holding("others.txt")
+    result = train(run, reporter=Quiet())
+    assert result.exit_code == (why is not None)
+    assert (result.uploaded is None) is (why is not None)
+    assert why is None or why in result.message
+
+
+@pytest.mark.parametrize("why", [None, "files that farspan did not upload"])
+def test_all_ranks_end_as_the_upload_does(tmp_path: Path, why: str | None) -> None:
+    run = replace(
+        tiny_run(tmp_path, steps=1, optimizer=OptimizerConfig(lr=1e-2)),
+        parallel=Parallel(data=2),
+        schedule=ScheduleConfig(strategy="grouped", chunk=16, groups=1),
+        hub=HubConfig(REPO),
+    )
+    run_ranks(2, on_ranks, run, why)
 
 
 def test_who_is_not_logged_in_is_told_before_anything_is_loaded(

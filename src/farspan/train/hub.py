@@ -7,14 +7,17 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import huggingface_hub
 
 from farspan.checkpoint.local import CARD, SOURCE
 from farspan.data.config import RecordFormat, SourceConfig, SourceKind
+from farspan.distributed.run_context import DistributedContext
 from farspan.durable import read_json, write_whole
 from farspan.formatting import sparse_words, write_tokens
+from farspan.hf.merge import ADAPTER_CONFIG
 from farspan.profile.catalog import is_on_hub
 from farspan.sparse.train import NOT_DENSE, hides, sparsity_words
 from farspan.spec import VERSION, UnsupportedError
@@ -29,6 +32,14 @@ EXACT = (
     "dense and exact: loss and gradients are those of plain training on whole sequences, up to "
     "rounding"
 )
+
+
+WEIGHTS = ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
+BASE = "base_model_name_or_path"
+
+
+class RepositoryTaken(Exception):
+    """What is in a repository is to stay as it is."""
 
 
 class PushFailed(RuntimeError):
@@ -59,36 +70,121 @@ def push(folder: Path, hub: HubConfig) -> str:
     if not (model / CARD).exists():
         step = int(str(source["checkpoint"]).rpartition("-")[2])
         write_whole(model / CARD, card_of(folder, step).encode("utf-8"))
+    api = huggingface_hub.HfApi(library_name="farspan", library_version=VERSION)
     try:
-        api = huggingface_hub.HfApi(library_name="farspan", library_version=VERSION)
+        gone = _leftovers(api, model, hub)
         api.create_repo(hub.repo, private=hub.private, exist_ok=True)
+        operations: list[Any] = [
+            *_files(model),
+            *(huggingface_hub.CommitOperationDelete(name) for name in gone),
+        ]
         words = f"Model of {source['checkpoint']}, by farspan {VERSION}"
-        done = api.upload_folder(repo_id=hub.repo, folder_path=model, commit_message=words)
-    except Exception as error:  # of the library, of what it sends by, of the network
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        done = api.create_commit(hub.repo, operations, commit_message=words)
+    except RepositoryTaken as error:
         raise PushFailed(
-            f"{model} was not uploaded to {hub.repo}: {why}; nothing of the run is lost: try again "
-            f"with farspan push {folder} --to {hub.repo}{'' if hub.private else ' --public'}"
+            f"{model} was not uploaded: {hub.repo} {error}; nothing of the run is lost"
         ) from error
+    except (Exception, KeyboardInterrupt) as error:  # of the library, of the network, of a person
+        name = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+        why = (str(error).strip().splitlines() or [name])[0].rstrip(".")
+        raise PushFailed(_failure(folder, hub, why)) from error
     address = str(done.commit_url)
     known = {"repo": hub.repo, "commit": address, SOURCE: source}
     write_whole(folder / PUSHED, json.dumps(known, indent=1).encode("utf-8"))
     return address
 
 
-def pushed(result: TrainingResult, hub: HubConfig | None) -> TrainingResult:
-    """The result, once the model of a run that ended by itself is on the hub, where it is to go
-    there and is not yet. Whatever fails, the run has ended as it did."""
-    if hub is None or result.signum is not None or not result.leads:
+def _failure(folder: Path, hub: HubConfig, why: str) -> str:
+    public = "" if hub.private else " --public"
+    return (
+        f"{folder / 'model'} was not uploaded to {hub.repo}: {why}; nothing of the run is lost: "
+        f"try again with farspan push {folder} --to {hub.repo}{public}"
+    )
+
+
+def _leftovers(api: Any, model: Path, hub: HubConfig) -> list[str]:
+    """Weights that are in the repository and would lie beside these. Raises RepositoryTaken where
+    it is public and is not to be, and where what it has is not of farspan."""
+    if not api.repo_exists(hub.repo):
+        return []
+    info = api.model_info(hub.repo)
+    if hub.private and not info.private:
+        raise RepositoryTaken(
+            "is public already, and a private one is asked for; make it private on the hub, name "
+            "another, or ask for a public one (hub.private: false, or --public)"
+        )
+    there = {file.rfilename for file in info.siblings or ()}
+    if SOURCE not in there and (others := sorted(there - {CARD, ".gitattributes"})):
+        raise RepositoryTaken(
+            f"has files that farspan did not upload ({others[0]}), which would be replaced; name "
+            "another repository, or remove them there first"
+        )
+    ours = {path.relative_to(model).as_posix() for path in model.rglob("*")}
+    return sorted(name for name in there - ours if name.endswith(WEIGHTS))
+
+
+def _files(model: Path) -> Iterator[huggingface_hub.CommitOperationAdd]:
+    """What is uploaded of `model/`: all but hidden files. Adapters name the model that they are for
+    by its last part, where that is a folder of this machine."""
+    for path in sorted(model.rglob("*")):
+        name = path.relative_to(model)
+        if not path.is_file() or any(part.startswith(".") for part in name.parts):
+            continue
+        content: Path | bytes = path
+        if name == Path(ADAPTER_CONFIG):
+            values = json.loads(path.read_bytes())
+            values[BASE] = local_name(values.get(BASE) or "")
+            content = json.dumps(values, indent=2).encode("utf-8")
+        yield huggingface_hub.CommitOperationAdd(name.as_posix(), content)
+
+
+class Upload(Thread):
+    """One in the background, which the process does not wait for when it ends."""
+
+    POLL = 5.0  # seconds of one look at it
+
+    def __init__(self, folder: Path, hub: HubConfig) -> None:
+        super().__init__(name="upload", daemon=True)
+        self._folder, self._hub = folder, hub
+        self._found: tuple[str | None, str | None] | None = None
+
+    def run(self) -> None:
+        """As `push`."""
+        try:
+            self._found = push(self._folder, self._hub), None
+        except Exception as error:
+            self._found = None, str(error) or type(error).__name__
+
+    def poll(self) -> tuple[str | None, str | None] | None:
+        """The commit's address, or why there is none; None where it goes on."""
+        try:
+            self.join(self.POLL)
+        except KeyboardInterrupt:
+            return None, _failure(self._folder, self._hub, "interrupted")
+        return self._found
+
+
+def pushed(
+    result: TrainingResult, hub: HubConfig | None, world: DistributedContext
+) -> TrainingResult:
+    """The result on every rank, once the model of a run that ended by itself is on the hub, where
+    it is to go there and is not yet. Whatever fails, the run has ended as it did."""
+    if hub is None or result.signum is not None:
         return result
-    known = read_json(result.folder / PUSHED) or {}
-    is_there = known.get("repo") == hub.repo
-    if is_there and known.get(SOURCE) == read_json(result.folder / "model" / SOURCE):
-        return replace(result, uploaded=str(known["commit"]))
-    try:
-        return replace(result, uploaded=push(result.folder, hub))
-    except (PushFailed, OSError) as error:
-        return replace(result, not_uploaded=str(error))
+
+    def there() -> str | None:
+        known = read_json(result.folder / PUSHED) or {}
+        same = known.get(SOURCE) == read_json(result.folder / "model" / SOURCE)
+        return str(known["commit"]) if same and known.get("repo") == hub.repo else None
+
+    address = world.run_on_rank0(there)
+    if address is not None:
+        return replace(result, uploaded=address)
+    upload, found = Upload(result.folder, hub), None
+    world.run_on_rank0(upload.start)
+    while found is None:  # an upload takes longer than ranks wait for each other
+        found = world.run_on_rank0(upload.poll)
+    return replace(result, uploaded=found[0], not_uploaded=found[1])
 
 
 # -- the card ------------------------------------------------------------------------------------

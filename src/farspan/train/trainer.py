@@ -519,8 +519,8 @@ def train(
             comparison = loop.compare()
             loop.export()
             result = loop.told(_result(result, loop, comparison=comparison))
-    # When the ranks have parted: an upload takes longer than they wait for each other.
-    return pushed(result, run.hub)
+        # The folder is let go of, and signals do again what they did.
+        return pushed(result, run.hub, world)
 
 
 def _reporter_of(run: RunConfig, world: DistributedContext, given: Reporter | None) -> Reporter:
