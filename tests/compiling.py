@@ -1,8 +1,10 @@
 """Triton's compiler without a GPU: launches are made as on one, and compiled instead of run."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import run
 from typing import Any
 
 import pytest
@@ -39,3 +41,23 @@ def compiling(kernel: Any, cache: Path) -> Iterator[Any]:
         patch.setenv("TRITON_CACHE_DIR", str(cache))
         yield driver
     driver.set_active(before)
+
+
+def spilled(kernel: Any, capability: tuple[int, int], folder: Path) -> int:
+    """Bytes of registers that a thread of a compiled kernel stores in memory, as ptxas says."""
+    source = folder / "kernel.ptx"
+    source.write_text(kernel.asm["ptx"], "utf-8")
+    target = re.search(r"\.target (sm_\w+)", kernel.asm["ptx"])
+    assert target is not None
+    tool = load("triton.backends.nvidia.compiler", "get_ptxas")
+    arch = 10 * capability[0] + capability[1]
+    command = [tool(arch).path, "-v", f"--gpu-name={target[1]}", "-o", folder / "kernel", source]
+    said = run(command, check=True, capture_output=True, text=True, timeout=120).stderr
+    spills = re.search(r"(\d+) bytes spill stores", said)
+    assert spills is not None, said
+    return int(spills[1])
+
+
+def waits(kernel: Any) -> list[int]:
+    """Of each wait for asynchronous copies, how many copies may still be under way behind it."""
+    return [int(number) for number in re.findall(r"async_wait.*num = (\d+)", kernel.asm["ttgir"])]

@@ -6,7 +6,8 @@ from subprocess import run
 import pytest
 import torch
 
-from farspan.sparse.kernel_calls import AMPERE, HOPPER, PageTable, PageTiles, choose_tiles
+from farspan.sparse.kernel_calls import PageTable
+from farspan.sparse.sizes import TILES, choose_tiles, shared_bytes
 from farspan.spec import UnsupportedError
 
 
@@ -61,18 +62,25 @@ def test_the_inverse_holds_each_visit_once_in_order() -> None:
 
 
 def test_tiles_by_gpu_and_head_size() -> None:
-    assert choose_tiles((9, 0), 96, 2) == HOPPER[128]
-    assert choose_tiles((8, 0), 32, 2) == AMPERE[64]
-    assert choose_tiles((8, 9), 256, 2) not in (HOPPER[256], AMPERE[256])
+    """A chip that is not in the table takes the last before it."""
+    assert choose_tiles((9, 0), 96, 2) is TILES[9, 0][128]
+    assert choose_tiles((8, 0), 32, 2) is TILES[8, 0][64]
+    assert choose_tiles((8, 9), 256, 2) is TILES[8, 6][256]
+    assert choose_tiles((10, 3), 128, 2) is TILES[10, 0][128]
+    assert choose_tiles((12, 1), 256, 2) is TILES[12, 0][256]
     assert choose_tiles((9, 0), 128, 4).forward.stages == 1
 
 
-def test_tables_hold_powers_of_two() -> None:
-    every: list[PageTiles] = [*HOPPER.values(), *AMPERE.values()]
-    for tiles in every:
-        for tile in (tiles.forward, tiles.dq, tiles.dkv):
-            assert all(x & (x - 1) == 0 for x in (tile.queries, tile.keys, tile.warps))
-            assert min(tile.queries, tile.keys) >= 16
+def test_tables_hold_powers_of_two_that_fit_shared_memory() -> None:
+    room = {(8, 0): 163, (8, 6): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}  # KiB a program
+    for capability, table in TILES.items():
+        for head_dim, tiles in table.items():
+            assert shared_bytes(tiles, head_dim, 2) <= 1024 * room[capability]
+            for tile in (tiles.forward, tiles.dq, tiles.dkv):
+                assert all(x & (x - 1) == 0 for x in (tile.queries, tile.keys, tile.warps))
+                assert min(tile.queries, tile.keys) >= 16
+                assert tile.stages >= 3  # with two none is in flight behind a wait
+    assert shared_bytes(TILES[9, 0][256], 256, 2) > 1024 * room[12, 0]
 
 
 def test_the_launchers_are_imported_without_triton() -> None:

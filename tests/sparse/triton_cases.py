@@ -21,13 +21,12 @@ from farspan.sparse.kernel_calls import (
     PagedCall,
     PageGradients,
     PageTable,
-    PageTile,
-    PageTiles,
     TritonFar,
     attend_pages,
     attend_pages_backward,
 )
 from farspan.sparse.pages import Pages, Slab
+from farspan.sparse.sizes import PageTile, PageTiles
 from tests.attention.cases import Results
 from tests.versions import CANNOT_INTERPRET
 
@@ -57,6 +56,7 @@ class PagedCase:
     queries: int = 32
     tokens: int = 96
     page: int = 16
+    query_page: int | None = None  # None: as `page`
     chosen: int = 3
     batch: int = 1
     kv_heads: int = 2
@@ -71,6 +71,11 @@ class PagedCase:
     @property
     def scale(self) -> float:
         return 0.7 * self.head_dim**-0.5
+
+    @property
+    def query_tokens(self) -> int:
+        """Of a query page."""
+        return self.query_page or self.page
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ def make_paged(case: PagedCase) -> PagedInputs:
     of_keys = case.tokens, case.batch, case.kv_heads, case.head_dim
     q, dout = (torch.randn(of_queries).to(case.dtype).transpose(1, 2) for _ in range(2))
     k, v = (torch.randn(of_keys).to(case.dtype) for _ in range(2))
-    pages, query_pages = -(-case.tokens // case.page), -(-case.queries // case.page)
+    pages, query_pages = -(-case.tokens // case.page), -(-case.queries // case.query_tokens)
     rows = case.batch, case.kv_heads, query_pages
     order = torch.rand(*rows, pages).argsort(-1)
     choice = order[..., : case.chosen].sort(-1).values.int()
@@ -115,11 +120,12 @@ def make_paged(case: PagedCase) -> PagedInputs:
 def paged_mask(case: PagedCase, inputs: PagedInputs) -> Tensor:
     """What each query sees, [B, Hk, C, T], entry by entry of the choice."""
     mask = torch.zeros(case.batch, case.kv_heads, case.queries, case.tokens, dtype=torch.bool)
-    size = case.page
+    size, of_queries = case.page, case.query_tokens
     for b, h, m, entry in product(*map(range, inputs.choice.shape)):
         page = int(inputs.choice[b, h, m, entry])
         if page >= 0:
-            mask[b, h, m * size : (m + 1) * size, page * size : (page + 1) * size] = True
+            rows = slice(m * of_queries, (m + 1) * of_queries)
+            mask[b, h, rows, page * size : (page + 1) * size] = True
     if inputs.first_key is not None:
         mask &= torch.arange(case.tokens) >= inputs.first_key[:, None, :, None]
     return mask
@@ -162,7 +168,8 @@ def run_paged(case: PagedCase, inputs: PagedInputs, calls: int = 1) -> Results:
         chosen = inputs.choice.flatten(2).clamp(min=0).long()
         slots = (places.gather(2, chosen) // case.page).int().view(inputs.choice.shape)
         slots = slots.masked_fill(inputs.choice < 0, -5)
-    table = PageTable(inputs.choice, case.page, case.tokens, len(keys), slots)
+    sizes = case.page, case.tokens, len(keys)
+    table = PageTable(inputs.choice, *sizes, slots, case.query_page)
     call = PagedCall(table, case.scale, inputs.first_key, case.tiles)
     out, lse = attend_pages(call, inputs.q, keys, values)
     totals = PageGradients(*(torch.zeros_like(x, dtype=torch.float32) for x in (keys, values)))

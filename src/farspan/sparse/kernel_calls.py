@@ -31,9 +31,10 @@ import torch
 from torch import Tensor
 
 from farspan.attention.backends import BackwardQueries
-from farspan.kernels.launch import DTYPES, Heads, Launch, heads_of, padded, veiled
+from farspan.kernels.launch import DTYPES, Heads, Launch, heads_of, veiled
 from farspan.sparse.attend import FarCall
 from farspan.sparse.pages import Pages, Resident, Slab
+from farspan.sparse.sizes import PageTile, PageTiles, choose_tiles, shared_bytes, tile_edge
 from farspan.spec import UnsupportedError
 
 
@@ -41,7 +42,7 @@ class PageReads(NamedTuple):
     """What each query page reads (`PageTable`), and the first key each query sees, or None."""
 
     choice: Any  # [B, Hk, M, k]
-    slots: Any  # [B, Hk, M, k]
+    slots: Any  # [B, Hk, M, k], or None: page p lies in slot p
     first_key: Any  # [B, C] int32, or None
 
 
@@ -53,13 +54,6 @@ class Visits(NamedTuple):
     starts: Any
     rows: Any
     first_key: Any
-
-
-class Softmax(NamedTuple):
-    """Of the whole softmax, per query: [B, H, C] fp32, contiguous."""
-
-    lse: Any
-    delta: Any  # rowsum(dO * O)
 
 
 class Totals(NamedTuple):
@@ -89,69 +83,14 @@ class PageShape(NamedTuple):
     """What the code is compiled for."""
 
     page: int
+    query_page: int
     group: int  # query heads of a head of keys and values
     head_dim: int
     padded_dim: int
     tile_queries: int
     tile_keys: int
     stages: int
-
-
-@dataclass(frozen=True, slots=True)
-class PageTile:
-    """One kernel's tile: rows of queries by keys of a page, and how it runs."""
-
-    queries: int  # rows, a power of two, 16 or more
-    keys: int  # a power of two, 16 or more
-    warps: int
-    stages: int  # loads in flight: tiles of the inner loop that shared memory holds
-
-
-@dataclass(frozen=True, slots=True)
-class PageTiles:
-    forward: PageTile
-    dq: PageTile
-    dkv: PageTile
-
-
-# -- tiles --------------------------------------------------------------------------------------
-#
-# Tile sizes are part of a run's arithmetic (sums are taken tile by tile), so they come from a table
-# and not from a stopwatch: two runs on one machine give the same bits.
-
-
-# By padded head size. Shared memory: 227 KiB on Hopper, 163 KiB on Ampere (99 KiB on its smaller
-# chips, compute capability 8.6 and 8.9, which take the last column).
-HOPPER = {
-    64: PageTiles(PageTile(128, 128, 8, 3), PageTile(128, 64, 8, 3), PageTile(64, 128, 8, 3)),
-    128: PageTiles(PageTile(128, 128, 8, 2), PageTile(128, 64, 8, 2), PageTile(64, 128, 8, 2)),
-    256: PageTiles(PageTile(128, 64, 8, 2), PageTile(64, 32, 8, 2), PageTile(32, 64, 8, 2)),
-}
-AMPERE = {
-    64: PageTiles(PageTile(128, 64, 4, 3), PageTile(128, 64, 8, 2), PageTile(64, 128, 8, 2)),
-    128: PageTiles(PageTile(128, 64, 8, 3), PageTile(64, 64, 4, 2), PageTile(32, 128, 8, 2)),
-    256: PageTiles(PageTile(64, 64, 8, 2), PageTile(32, 32, 4, 2), PageTile(32, 32, 4, 2)),
-}
-SMALL_AMPERE = {
-    64: PageTiles(PageTile(64, 64, 4, 3), PageTile(64, 64, 4, 2), PageTile(64, 64, 4, 2)),
-    128: PageTiles(PageTile(64, 32, 4, 3), PageTile(64, 32, 4, 2), PageTile(32, 64, 4, 2)),
-    256: PageTiles(PageTile(32, 32, 4, 2), PageTile(32, 16, 4, 2), PageTile(16, 32, 4, 2)),
-}
-# fp32 has no tensor cores at full precision and tiles of twice the bytes: for checks, not speed.
-FULL_PRECISION = PageTiles(PageTile(32, 32, 4, 1), PageTile(32, 32, 4, 1), PageTile(32, 32, 4, 1))
-
-
-def _tile_edge(size: int) -> int:
-    """The next power of two from 16 on: what a tile of a matrix product can be."""
-    return max(16, padded(size))
-
-
-def choose_tiles(capability: tuple[int, int], head_dim: int, itemsize: int) -> PageTiles:
-    """The table's entry for a GPU's compute capability, heads of head_dim, elements of bytes."""
-    if itemsize > 2:
-        return FULL_PRECISION
-    table = HOPPER if capability >= (9, 0) else AMPERE if capability == (8, 0) else SMALL_AMPERE
-    return table[max(64, _tile_edge(head_dim))]
+    alike: bool  # dO lies as q does
 
 
 # -- what each page of queries reads ------------------------------------------------------------
@@ -175,9 +114,9 @@ class PageTable:
     """A choice as one call of the kernels reads it: of a chunk in a layer, or of a slab of it.
 
     Page p is tokens [p * page, (p + 1) * page) of the sequence; query page m is tokens
-    [m * page, (m + 1) * page) of the chunk. All chosen pages lie before the chunk: the kernels
-    have no causal mask. Without `slots` page p lies at tokens [p * page, ...) of the buffer of
-    keys and values; with it, entry e's page lies at [slots[e] * page, ...).
+    [m * query_page, (m + 1) * query_page) of the chunk. All chosen pages lie before the chunk: the
+    kernels have no causal mask. Without `slots` page p lies at tokens [p * page, ...) of the buffer
+    of keys and values; with it, entry e's page lies at [slots[e] * page, ...).
     """
 
     choice: Tensor  # [B, Hk, M, k] int32, -1 = none, in any order, none twice in a row
@@ -185,6 +124,7 @@ class PageTable:
     tokens: int  # of the sequence so far: the last page may be shorter than the others
     buffer_tokens: int  # of the buffer of keys and values
     slots: Tensor | None = None  # [B, Hk, M, k] int32, or None where page p lies in slot p
+    query_page: int | None = None  # tokens of the chunk that choose together; None: as `page`
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -203,6 +143,11 @@ class PageTable:
             f"slots: expected places below {self.slot_count} pages of {self.page} tokens; give "
             "a larger buffer or other slots",
         )
+
+    @property
+    def query_tokens(self) -> int:
+        """Of a query page."""
+        return self.page if self.query_page is None else self.query_page
 
     @property
     def pages(self) -> int:
@@ -291,7 +236,12 @@ def supports(
         return False
     if head_dim != value_dim or head_dim % 8 or not 8 <= head_dim <= 256:
         return False
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    tiles = choose_tiles(torch.cuda.get_device_capability(device), head_dim, dtype.itemsize)
+    # PyTorch has the number, and its types do not.
+    gpu: Any = torch.cuda.get_device_properties(device)
+    return shared_bytes(tiles, head_dim, dtype.itemsize) <= gpu.shared_memory_per_block_optin
 
 
 def attend_pages(call: PagedCall, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -330,8 +280,8 @@ def attend_pages_backward(
     ).transpose(1, 2)
     lse = lse.contiguous()
     queries = BackwardQueries(dout, q, out, lse)
-    delta = torch.empty_like(lse)
-    for launch in backward_launches(call, queries, delta, keys, values, dq, totals):
+    rows = torch.empty(*lse.shape, 4, dtype=lse.dtype, device=lse.device)
+    for launch in backward_launches(call, queries, rows, keys, values, dq, totals):
         launch.run(q)
     return dq
 
@@ -354,37 +304,38 @@ def forward_launch(
 def backward_launches(
     call: PagedCall,
     queries: BackwardQueries,
-    delta: Tensor,
+    rows: Tensor,
     keys: Tensor,
     values: Tensor,
     dq: Tensor,
     totals: PageGradients,
 ) -> Iterator[Launch]:
-    """delta, dQ, and dK with dV, in this order: delta [B, H, C] is read by the others."""
+    """What the others read of a query, into rows [B, H, C, 4] fp32; dQ; and dK with dV; in this
+    order."""
     dout, q, out, lse = queries
     tiles, inverse = _tiles(call, q), call.table.inverse
-    of_rows = Softmax(lse, delta)
-    arguments: dict[str, Any] = {"dout": heads_of(dout), "out": heads_of(out), "delta": delta}
+    of_rows = {"lse": lse, "first_key": call.first_key, "rows": rows}
+    arguments: dict[str, Any] = {"dout": heads_of(dout), "out": heads_of(out), **of_rows}
     grid = _query_grid(call, q, tiles.forward)
-    yield _launch("delta_kernel", grid, arguments, call, q, tiles.forward)
+    yield _launch("rows_kernel", grid, arguments, call, q, tiles.forward)
     arguments = {
         "q": heads_of(q),
         "keys": _tokens_first(keys),
         "values": _tokens_first(values),
         "dout": heads_of(dout),
     }
-    of_dq = {"dq": heads_of(dq), "given": (of_rows, _pages(call))}
+    of_dq = {"dq": heads_of(dq), "rows": rows, "table": _pages(call)}
     grid = _query_grid(call, q, tiles.dq)
     yield _launch("dq_kernel", grid, arguments | of_dq, call, q, tiles.dq)
     visits = Visits(
         inverse.query_pages, inverse.pages, inverse.starts, inverse.rows, call.first_key
     )
     sums = Totals(_tokens_first(totals.dk), _tokens_first(totals.dv))
-    of_dkv = {"totals": sums, "given": (of_rows, visits)}
+    of_dkv = {"totals": sums, "rows": rows, "visits": visits}
     # The most visited pages come first, so those that anyone visits are among the first of these.
     visited = min(inverse.rows.numel(), inverse.query_pages.numel())
     grid = visited * -(-call.table.page // _shape(call, q, tiles.dkv).tile_keys), 1
-    yield _launch("dkv_kernel", grid, arguments | of_dkv, call, q, tiles.dkv)
+    yield _launch("dkv_kernel", grid, arguments | of_dkv, call, q, tiles.dkv, dout)
 
 
 def _launch(
@@ -394,6 +345,7 @@ def _launch(
     call: PagedCall,
     q: Tensor,
     tile: PageTile,
+    dout: Tensor | None = None,
 ) -> Launch:
     _, kv_heads, query_pages, chosen = call.table.choice.shape
     table = call.table
@@ -406,28 +358,41 @@ def _launch(
         kv_heads=kv_heads,
         scale=call.scale,
     )
-    common = {"sizes": sizes, "shape": _shape(call, q, tile), "num_warps": tile.warps}
+    shape = _shape(call, q, tile, several=dout is not None)
+    if dout is not None:
+        shape = shape._replace(alike=dout.stride() == q.stride())
+    common = {"sizes": sizes, "shape": shape, "num_warps": _warps(shape, tile)}
     return Launch(kernel, grid, arguments | common, "farspan.sparse.kernels")
 
 
-def _shape(call: PagedCall, q: Tensor, tile: PageTile) -> PageShape:
-    page, group = call.table.page, q.shape[1] // call.table.choice.shape[1]
+def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False) -> PageShape:
+    """`several`: a tile may hold rows of several query pages, so it need not shrink to one."""
+    table, group = call.table, q.shape[1] // call.table.choice.shape[1]
+    rows = group * table.query_tokens
     return PageShape(
-        page=page,
+        page=table.page,
+        query_page=table.query_tokens,
         group=group,
         head_dim=q.shape[3],
-        padded_dim=_tile_edge(q.shape[3]),
-        tile_queries=min(tile.queries, _tile_edge(group * page)),
-        tile_keys=min(tile.keys, _tile_edge(page)),
+        padded_dim=tile_edge(q.shape[3]),
+        tile_queries=tile.queries if several else min(tile.queries, tile_edge(rows)),
+        tile_keys=min(tile.keys, tile_edge(table.page)),
         stages=tile.stages,
+        alike=False,
     )
+
+
+def _warps(shape: PageShape, tile: PageTile) -> int:
+    """A tile that shrank has 16 rows a warp at least: more would compute the same twice."""
+    shrunk = shape.tile_queries < tile.queries
+    return min(tile.warps, max(4, shape.tile_queries // 16)) if shrunk else tile.warps
 
 
 def _query_grid(call: PagedCall, q: Tensor, tile: PageTile) -> tuple[int, int]:
     """(tiles of all query pages, B * Hk)."""
     shape = _shape(call, q, tile)
     batch, kv_heads, query_pages, _ = call.table.choice.shape
-    tiles = -(-shape.group * shape.page // shape.tile_queries)
+    tiles = -(-shape.group * shape.query_page // shape.tile_queries)
     return query_pages * tiles, batch * kv_heads
 
 
@@ -440,7 +405,7 @@ def _tiles(call: PagedCall, q: Tensor) -> PageTiles:
 
 
 def _pages(call: PagedCall) -> PageReads:
-    return PageReads(call.table.choice, call.table.places, call.first_key)
+    return PageReads(call.table.choice, call.table.slots, call.first_key)
 
 
 def _tokens_first(x: Tensor) -> Heads:
@@ -453,10 +418,10 @@ def _check(call: PagedCall, q: Tensor, keys: Tensor, values: Tensor) -> None:
     choice, table = call.table.choice, call.table
     batch, kv_heads, query_pages, _ = choice.shape
     fits = q.ndim == 4 and q.shape[0] == batch and q.shape[1] % kv_heads == 0
-    if not fits or -(-q.shape[2] // table.page) != query_pages:
+    if not fits or -(-q.shape[2] // table.query_tokens) != query_pages:
         raise UnsupportedError(
             f"q: expected [{batch}, a multiple of {kv_heads} heads, tokens of {query_pages} pages "
-            f"of {table.page}, head size] for the choice {tuple(choice.shape)}, got "
+            f"of {table.query_tokens}, head size] for the choice {tuple(choice.shape)}, got "
             f"{tuple(q.shape)}; make the choice for these queries"
         )
     if q.shape[3] % 8 or not 8 <= q.shape[3] <= 256 or q.dtype not in DTYPES:

@@ -1,13 +1,18 @@
 """Attention of query pages over chosen pages, in Triton: forward, dQ, and dK with dV.
 
 One tile of queries is rows of one query page and one head of keys and values: the r query heads
-that share it lie one after the other, row = head * page + token. K and V are read where they lie.
+that share it lie one after the other, row = head * query_page + token. K and V are read where they
+lie.
 
     forward   one program per (tile, b, h): over the pages its query page chose
-    delta     rowsum(dO * O), which the two others read
+    rows      what the two others read of a query: lse, rowsum(dO * O), its first key
     dQ        the same program, from the out and lse of the whole softmax
     dK, dV    one program per (page, b, h): over the query pages that chose it and all r heads, in
               the order of `Inverse`; adds to the totals once. No atomics: the same bits each time
+
+What a loop loads runs beside the products of the two tiles before it. The compiler does so only
+where addresses do not come from a load of the same iteration: the number of the next page is
+carried from the one before.
 
 Written for Triton 3.6 to 3.9: pointers, not block pointers; keyword arguments; arguments in named
 tuples (see kernel_calls.py).
@@ -25,6 +30,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+NOWHERE = tl.constexpr(2**20)  # a query page behind every chunk
 
 
 @triton.jit
@@ -34,26 +40,34 @@ def _size(veiled):
 
 
 @triton.jit
-def _load(x, offset, row, fits, shape: tl.constexpr):
-    """Vectors at `offset` + row, [rows, padded_dim]; zeros where they do not fit."""
+def _vectors(x, offset, row, fits, shape: tl.constexpr):
+    """Addresses of vectors at `offset` + row, [rows, padded_dim], and which of them are there."""
     d = tl.arange(0, shape.padded_dim)
-    mask = fits[:, None] & (d < shape.head_dim)[None, :]
-    return tl.load(x.base + offset + row[:, None] + d[None, :], mask=mask, other=0.0)
+    mask = fits[:, None]
+    if shape.padded_dim != shape.head_dim:
+        mask = mask & (d < shape.head_dim)[None, :]
+    return x.base + offset + row[:, None] + d[None, :], mask
+
+
+@triton.jit
+def _load(x, offset, row, fits, shape: tl.constexpr):
+    """Zeros where they do not fit."""
+    at, mask = _vectors(x, offset, row, fits, shape)
+    return tl.load(at, mask=mask, other=0.0)
 
 
 @triton.jit
 def _store(x, offset, row, fits, values, shape: tl.constexpr):
-    d = tl.arange(0, shape.padded_dim)
-    mask = fits[:, None] & (d < shape.head_dim)[None, :]
-    tl.store(x.base + offset + row[:, None] + d[None, :], values, mask=mask)
+    at, mask = _vectors(x, offset, row, fits, shape)
+    tl.store(at, values, mask=mask)
 
 
 @triton.jit
-def _query_rows(query_page, tile, sizes, shape: tl.constexpr):
-    """Head in the group, token in the chunk, and whether there is such a query, of a tile."""
-    row = tile * shape.tile_queries + tl.arange(0, shape.tile_queries)
-    head = row // shape.page
-    token = query_page * shape.page + row % shape.page
+def _query_rows(query_page, row, sizes, shape: tl.constexpr):
+    """Head in the group, token in the chunk, and whether there is such a query, of rows of a query
+    page, or of each its own."""
+    head = row // shape.query_page
+    token = query_page * shape.query_page + row % shape.query_page
     fits = (head < shape.group) & (token < _size(sizes.queries))
     return head.to(tl.int64), token.to(tl.int64), fits
 
@@ -65,12 +79,14 @@ def _place(x, batch, kv_head, heads):
 
 
 @triton.jit
-def _tile_of_program(sizes, shape: tl.constexpr):
-    """Tile, query page, batch row and head of keys and values of a program of forward or dQ."""
-    tiles: tl.constexpr = (shape.group * shape.page + shape.tile_queries - 1) // shape.tile_queries
-    query_page = tl.program_id(0) // tiles
-    row = tl.program_id(1)
-    return tl.program_id(0) % tiles, query_page, row // sizes.kv_heads, row % sizes.kv_heads
+def _rows_of_program(sizes, shape: tl.constexpr):
+    """Rows, query page, batch row and head of keys and values of a program of forward or dQ."""
+    rows: tl.constexpr = shape.group * shape.query_page
+    tiles: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
+    tile, query_page = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    row = tile * shape.tile_queries + tl.arange(0, shape.tile_queries)
+    of_batch = tl.program_id(1)
+    return row, query_page, of_batch // sizes.kv_heads, of_batch % sizes.kv_heads
 
 
 @triton.jit
@@ -81,16 +97,23 @@ def _entries(query_page, sizes):
 
 
 @triton.jit
-def _chosen_keys(table, entries, step, sizes, shape: tl.constexpr):
-    """Token in the sequence, token in the buffer, and whether there is such a key, of one step."""
-    tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
-    page = tl.load(table.choice + entries + step // tiles)
-    slot = tl.load(table.slots + entries + step // tiles)
-    at = (step % tiles) * shape.tile_keys + tl.arange(0, shape.tile_keys)
-    key = page * shape.page + at
-    # No page is -1, whose keys are below 0.
-    fits = (key >= 0) & (at < shape.page) & (key < _size(sizes.tokens))
-    return key, slot.to(tl.int64) * shape.page + at, fits
+def _chosen_page(table, entry):
+    """Page in the sequence, -1 for none, and slot in the buffer."""
+    page = tl.load(table.choice + entry)
+    slot = page
+    if table.slots is not None:
+        slot = tl.load(table.slots + entry)
+    return page, slot
+
+
+@triton.jit
+def _keys_of(page, slot, tile, sizes, shape: tl.constexpr):
+    """First token in the sequence and in the buffer of a tile of a page, and which keys there
+    are."""
+    first = tile * shape.tile_keys
+    count = tl.where(page < 0, 0, tl.minimum(shape.page, _size(sizes.tokens) - page * shape.page))
+    fits = tl.arange(0, shape.tile_keys) < count - first
+    return page * shape.page + first, slot.to(tl.int64) * shape.page + first, fits
 
 
 @triton.jit
@@ -100,35 +123,42 @@ def _first_keys(first_key, batch, token, fits, sizes):
 
 
 @triton.jit
-def _row_values(of_rows, at, fits):
-    """lse in base 2 and delta. A row without any key gets +inf, so that its weights are 0."""
-    lse = tl.load(of_rows.lse + at, mask=fits, other=float("-inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    return lse * LOG2E, tl.load(of_rows.delta + at, mask=fits, other=0.0)
+def _product(a, b, start):
+    """a @ b, whose sums begin at `start`. Of fp32 they begin at 0: such checks are of their last
+    bits."""
+    if a.dtype == tl.float32:
+        product = tl.dot(a, b, input_precision="ieee") + start
+    else:
+        product = tl.dot(a, b, start)
+    return product
 
 
 @triton.jit
 def forward_kernel(q, keys, values, out, lse, table, sizes, shape: tl.constexpr):
-    tile, query_page, batch, kv_head = _tile_of_program(sizes, shape)
-    head, token, fits = _query_rows(query_page, tile, sizes, shape)
+    row, query_page, batch, kv_head = _rows_of_program(sizes, shape)
+    head, token, fits = _query_rows(query_page, row, sizes, shape)
     q_tile = _load(
         q, _place(q, batch, kv_head, shape.group), head * q.head + token * q.token, fits, shape
     )
-    entries = _entries(query_page, sizes)
     k_place, v_place = _place(keys, batch, kv_head, 1), _place(values, batch, kv_head, 1)
     if table.first_key is not None:
         first = _first_keys(table.first_key, batch, token, fits, sizes)
     most = tl.full([shape.tile_queries], float("-inf"), tl.float32)
     total = tl.full([shape.tile_queries], 0.0, tl.float32)
     sums = tl.full([shape.tile_queries, shape.padded_dim], 0.0, tl.float32)
+    scale = sizes.scale * LOG2E
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
-    for step in tl.range(0, _size(sizes.chosen) * tiles, num_stages=shape.stages):
-        key, at, there = _chosen_keys(table, entries, step, sizes, shape)
-        k_tile = _load(keys, k_place, at * keys.token, there, shape)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * (sizes.scale * LOG2E)
+    within = tl.arange(0, shape.tile_keys)
+    entries, last = _entries(query_page, sizes), _size(sizes.chosen) * tiles - 1
+    page, slot = _chosen_page(table, entries)
+    for step in tl.range(0, last + 1, num_stages=shape.stages):
+        key, at, there = _keys_of(page, slot, step % tiles, sizes, shape)
+        page, slot = _chosen_page(table, entries + tl.minimum(step + 1, last) // tiles)
+        k_tile = _load(keys, k_place + at * keys.token, within * keys.token, there, shape)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
         seen = there[None, :]
         if table.first_key is not None:
-            seen = seen & (key[None, :] >= first[:, None])
+            seen = seen & (key + within[None, :] >= first[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         new_most = tl.maximum(most, tl.max(scores, 1))
         # -inf - -inf is nan: rows that have seen nothing are compared with 0 instead.
@@ -136,7 +166,7 @@ def forward_kernel(q, keys, values, out, lse, table, sizes, shape: tl.constexpr)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(most - base)
         total = total * shrink + tl.sum(weights, 1)
-        v_tile = _load(values, v_place, at * values.token, there, shape)
+        v_tile = _load(values, v_place + at * values.token, within * values.token, there, shape)
         sums = sums * shrink[:, None]
         sums += tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
         most = new_most
@@ -153,100 +183,206 @@ def forward_kernel(q, keys, values, out, lse, table, sizes, shape: tl.constexpr)
 
 
 @triton.jit
-def delta_kernel(dout, out, delta, sizes, shape: tl.constexpr):
-    """delta = rowsum(dO * O), tile by tile: without the fp32 copies of dO and O."""
-    tile, query_page, batch, kv_head = _tile_of_program(sizes, shape)
-    head, token, fits = _query_rows(query_page, tile, sizes, shape)
-    place, rows = _place(dout, batch, kv_head, shape.group), head * dout.head + token * dout.token
-    dout_tile = _load(dout, place, rows, fits, shape).to(tl.float32)
-    place, rows = _place(out, batch, kv_head, shape.group), head * out.head + token * out.token
-    out_tile = _load(out, place, rows, fits, shape).to(tl.float32)
+def rows_kernel(dout, out, lse, first_key, rows, sizes, shape: tl.constexpr):
+    """What the two others read of a query, as `_row_values` gives it: without the fp32 copies of dO
+    and O. A row without any key gets -inf, so that its weights are 0."""
+    row, query_page, batch, kv_head = _rows_of_program(sizes, shape)
+    head, token, fits = _query_rows(query_page, row, sizes, shape)
+    dout_tile, out_tile = _load_both(dout, out, batch, kv_head, head, token, fits, shape)
+    delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     at = (tl.program_id(1).to(tl.int64) * shape.group + head) * _size(sizes.queries) + token
-    tl.store(delta + at, tl.sum(dout_tile * out_tile, 1), mask=fits)
+    natural = tl.load(lse + at, mask=fits, other=0.0)
+    unseen = natural == float("-inf")
+    tl.store(rows + 4 * at, tl.where(unseen, natural, -natural / sizes.scale), mask=fits)
+    tl.store(rows + 4 * at + 1, -delta, mask=fits)
+    if first_key is not None:
+        first = _first_keys(first_key, batch, token, fits, sizes)
+        tl.store(rows + 4 * at + 2, first.to(tl.float32, bitcast=True), mask=fits)
 
 
 @triton.jit
-def _load_queries(q, dout, of_rows, batch, kv_head, tile, sizes, shape: tl.constexpr):
-    """One tile of a backward: q, dO, lse in base 2 and delta. `tile` is (query page, tile)."""
-    head, token, fits = _query_rows(tile[0], tile[1], sizes, shape)
-    rows = head * q.head + token * q.token
-    q_tile = _load(q, _place(q, batch, kv_head, shape.group), rows, fits, shape)
-    rows = head * dout.head + token * dout.token
-    dout_tile = _load(dout, _place(dout, batch, kv_head, shape.group), rows, fits, shape)
-    first_head = (batch.to(tl.int64) * sizes.kv_heads + kv_head) * shape.group
-    lse, delta = _row_values(of_rows, (first_head + head) * _size(sizes.queries) + token, fits)
-    return q_tile, dout_tile, lse, delta
+def _row_values(rows, offset, row, fits):
+    """-lse / scale, -delta and the first key of queries, zeros where they do not fit.
+
+    One number of 16 bytes a query: of three tensors there would be three times the copies of four
+    bytes, and their addresses. A product begins with -lse / scale or -delta as its sum, which
+    saves the registers of a subtraction."""
+    at = rows + offset * 4 + row[:, None] * 4 + tl.arange(0, 4)[None, :]
+    four = tl.load(at, mask=fits[:, None], other=0.0)
+    even, odd = tl.split(tl.reshape(four, [four.shape[0], 2, 2]))
+    lse, first = tl.split(even)
+    delta, _ = tl.split(odd)
+    return lse, delta, first.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def dq_kernel(q, keys, values, dout, dq, given, sizes, shape: tl.constexpr):
-    """`given` is (Softmax, Pages)."""
-    of_rows, table = given[0], given[1]
-    tile, query_page, batch, kv_head = _tile_of_program(sizes, shape)
-    head, token, fits = _query_rows(query_page, tile, sizes, shape)
-    q_tile, dout_tile, lse, delta = _load_queries(
-        q, dout, of_rows, batch, kv_head, (query_page, tile), sizes, shape
-    )
-    entries = _entries(query_page, sizes)
+def _load_both(x, y, batch, kv_head, head, token, fits, shape: tl.constexpr):
+    """Rows of two tensors of queries."""
+    place, rows = _place(x, batch, kv_head, shape.group), head * x.head + token * x.token
+    x_tile = _load(x, place, rows, fits, shape)
+    place, rows = _place(y, batch, kv_head, shape.group), head * y.head + token * y.token
+    return x_tile, _load(y, place, rows, fits, shape)
+
+
+@triton.jit
+def dq_kernel(q, keys, values, dout, dq, rows, table, sizes, shape: tl.constexpr):
+    row, query_page, batch, kv_head = _rows_of_program(sizes, shape)
+    head, token, fits = _query_rows(query_page, row, sizes, shape)
+    q_tile, dout_tile = _load_both(q, dout, batch, kv_head, head, token, fits, shape)
+    at_row = tl.program_id(1).to(tl.int64) * shape.group * _size(sizes.queries)
+    lse, delta, first = _row_values(rows, at_row, head * _size(sizes.queries) + token, fits)
     k_place, v_place = _place(keys, batch, kv_head, 1), _place(values, batch, kv_head, 1)
-    if table.first_key is not None:
-        first = _first_keys(table.first_key, batch, token, fits, sizes)
     sums = tl.full([shape.tile_queries, shape.padded_dim], 0.0, tl.float32)
+    scale = sizes.scale * LOG2E
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
-    for step in tl.range(0, _size(sizes.chosen) * tiles, num_stages=shape.stages):
-        key, at, there = _chosen_keys(table, entries, step, sizes, shape)
-        k_tile = _load(keys, k_place, at * keys.token, there, shape)
-        v_tile = _load(values, v_place, at * values.token, there, shape)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * (sizes.scale * LOG2E)
+    within = tl.arange(0, shape.tile_keys)
+    entries, last = _entries(query_page, sizes), _size(sizes.chosen) * tiles - 1
+    page, slot = _chosen_page(table, entries)
+    for step in tl.range(0, last + 1, num_stages=shape.stages):
+        key, at, there = _keys_of(page, slot, step % tiles, sizes, shape)
+        page, slot = _chosen_page(table, entries + tl.minimum(step + 1, last) // tiles)
+        k_tile = _load(keys, k_place + at * keys.token, within * keys.token, there, shape)
+        v_tile = _load(values, v_place + at * values.token, within * values.token, there, shape)
+        sum_from = tl.broadcast_to(lse[:, None], [shape.tile_queries, shape.tile_keys])
+        scores = _product(q_tile, tl.trans(k_tile), sum_from) * scale
         seen = there[None, :]
         if table.first_key is not None:
-            seen = seen & (key[None, :] >= first[:, None])
-        weights = tl.exp2(tl.where(seen, scores, float("-inf")) - lse[:, None])
-        dweights = tl.dot(dout_tile, tl.trans(v_tile), input_precision="ieee")
-        dscores = weights * (dweights - delta[:, None])
-        sums += tl.dot(dscores.to(k_tile.dtype), k_tile, input_precision="ieee")
-    place, rows = _place(dq, batch, kv_head, shape.group), head * dq.head + token * dq.token
-    _store(dq, place, rows, fits, sums * sizes.scale, shape)
+            seen = seen & (key + within[None, :] >= first[:, None])
+        weights = tl.exp2(tl.where(seen, scores, float("-inf")))
+        sum_from = tl.broadcast_to(delta[:, None], [shape.tile_queries, shape.tile_keys])
+        dscores = weights * _product(dout_tile, tl.trans(v_tile), sum_from)
+        sums = tl.dot(dscores.to(k_tile.dtype), k_tile, sums, input_precision="ieee")
+    place, at_rows = _place(dq, batch, kv_head, shape.group), head * dq.head + token * dq.token
+    _store(dq, place, at_rows, fits, sums * sizes.scale, shape)
 
 
 @triton.jit
-def dkv_kernel(q, keys, values, dout, totals, given, sizes, shape: tl.constexpr):
-    """`given` is (Softmax, Visits). Owns its keys of the totals: nobody else touches them."""
-    of_rows, visits = given[0], given[1]
+def _visitors(visits, start, stop, step, shape: tl.constexpr):
+    """Query page of a tile of a page's visits, or of each of its rows.
+
+    A tile is of one query page, but where that has fewer rows: then the rows of all visits lie one
+    after the other and a tile takes those of several. Behind the last there is a page without
+    queries."""
+    rows: tl.constexpr = shape.group * shape.query_page
+    if rows >= shape.tile_queries:
+        parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
+        query_page = tl.load(visits.query_pages + tl.minimum(start + step // parts, stop - 1))
+    else:
+        row = step * shape.tile_queries + tl.arange(0, shape.tile_queries)
+        at = start + row // rows
+        query_page = tl.load(visits.query_pages + at, mask=at < stop, other=NOWHERE)
+    return query_page
+
+
+@triton.jit
+def _rows_of_tile(step, shape: tl.constexpr):
+    """Head in the group and token in the query page of a tile's rows: of the first, and from there.
+
+    What is the same for all rows is one number; the rest is the same for all tiles, but of several
+    query pages or of parts of uneven ones."""
+    rows: tl.constexpr = shape.group * shape.query_page
+    parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
+    part, within = step % parts, tl.arange(0, shape.tile_queries)
+    if shape.query_page % shape.tile_queries == 0:
+        of_head: tl.constexpr = shape.query_page // shape.tile_queries
+        head, token = part // of_head, part % of_head * shape.tile_queries
+        heads, tokens = 0 * within, within
+    elif rows >= shape.tile_queries and shape.tile_queries % shape.query_page == 0:
+        head, token = part * (shape.tile_queries // shape.query_page), 0 * part
+        heads, tokens = within // shape.query_page, within % shape.query_page
+    else:
+        row = part * shape.tile_queries + within
+        if rows < shape.tile_queries:
+            row = (step * shape.tile_queries + within) % rows
+        head, token = 0 * part, 0 * part
+        heads, tokens = row // shape.query_page, row % shape.query_page
+    return head, token, heads, tokens
+
+
+@triton.jit
+def _rows_from(x, place, head, token, shape: tl.constexpr):
+    """Where the first row of a tile lies, or each row's query page."""
+    at = place + tl.cast(head, tl.int64) * x.head + tl.cast(token, tl.int64) * x.token
+    if shape.group * shape.query_page < shape.tile_queries:
+        at = at[:, None]
+    return at
+
+
+@triton.jit
+def _owned(visits, row, start, sizes, shape: tl.constexpr):
+    """Batch row, head, first token in the sequence and in the buffer, and which keys there are, of
+    a program of dK, dV."""
+    tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
+    batch_head, slot = row // _size(sizes.slots), row % _size(sizes.slots)
+    page = tl.load(visits.pages + start)
+    key, at, there = _keys_of(page, slot, tl.program_id(0) % tiles, sizes, shape)
+    return batch_head // sizes.kv_heads, batch_head % sizes.kv_heads, key, at, there
+
+
+@triton.jit
+def _add(total, sums, visits, tiles: tl.constexpr, sizes, shape: tl.constexpr):
+    """Add to a program's keys of a total. All is read again (`volatile`): addresses that are held
+    through the loop cost 20 registers, which it does not have."""
+    row = tl.load(visits.rows + tl.program_id(0) // tiles, volatile=True).to(tl.int64)
+    start = tl.load(visits.starts + row)
+    batch, kv_head, _, at, there = _owned(visits, row, start, sizes, shape)
+    place = _place(total, batch, kv_head, 1) + at * total.token
+    rows = tl.arange(0, shape.tile_keys) * total.token
+    _store(total, place, rows, there, sums + _load(total, place, rows, there, shape), shape)
+
+
+@triton.jit
+def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.constexpr):
+    """Owns its keys of the totals: nobody else touches them."""
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     row = tl.load(visits.rows + tl.program_id(0) // tiles).to(tl.int64)
     start, stop = tl.load(visits.starts + row), tl.load(visits.starts + row + 1)
     if start == stop:
         return
-    batch_head, slot = row // _size(sizes.slots), row % _size(sizes.slots)
-    batch, kv_head = batch_head // sizes.kv_heads, batch_head % sizes.kv_heads
-    at = tl.program_id(0) % tiles * shape.tile_keys + tl.arange(0, shape.tile_keys)
-    key = tl.load(visits.pages + start) * shape.page + at
-    there = (at < shape.page) & (key < _size(sizes.tokens))
-    at = slot * shape.page + at
-    k_tile = _load(keys, _place(keys, batch, kv_head, 1), at * keys.token, there, shape)
-    v_tile = _load(values, _place(values, batch, kv_head, 1), at * values.token, there, shape)
+    batch, kv_head, key, at, there = _owned(visits, row, start, sizes, shape)
+    within = tl.arange(0, shape.tile_keys)
+    place = _place(keys, batch, kv_head, 1) + at * keys.token
+    k_tile = _load(keys, place, within * keys.token, there, shape)
+    place = _place(values, batch, kv_head, 1) + at * values.token
+    v_tile = _load(values, place, within * values.token, there, shape)
     dk = tl.full([shape.tile_keys, shape.padded_dim], 0.0, tl.float32)
     dv = tl.full([shape.tile_keys, shape.padded_dim], 0.0, tl.float32)
-    parts: tl.constexpr = (shape.group * shape.page + shape.tile_queries - 1) // shape.tile_queries
-    for step in tl.range(start * parts, stop * parts, num_stages=shape.stages):
-        query_page = tl.load(visits.query_pages + step // parts)
-        q_tile, dout_tile, lse, delta = _load_queries(
-            q, dout, of_rows, batch, kv_head, (query_page, step % parts), sizes, shape
-        )
-        scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee") * (sizes.scale * LOG2E)
+    scale = sizes.scale * LOG2E
+    q_place = _place(q, batch, kv_head, shape.group)
+    dout_place = _place(dout, batch, kv_head, shape.group)
+    row_place = (batch * sizes.kv_heads + kv_head) * shape.group * _size(sizes.queries)
+    of_page: tl.constexpr = shape.group * shape.query_page
+    steps = (stop - start) * ((of_page + shape.tile_queries - 1) // shape.tile_queries)
+    if of_page < shape.tile_queries:
+        steps = ((stop - start) * of_page + shape.tile_queries - 1) // shape.tile_queries
+    query_page = _visitors(visits, start, stop, 0, shape)
+    for step in tl.range(0, steps, num_stages=shape.stages):
+        head, token, heads, tokens = _rows_of_tile(step, shape)
+        token += query_page * shape.query_page
+        query_page = _visitors(visits, start, stop, step + 1, shape)
+        fits = tokens < _size(sizes.queries) - token
+        if of_page > shape.tile_queries and of_page % shape.tile_queries != 0:
+            fits = fits & (heads < shape.group - head)
+        from_row = heads * q.head + tokens * q.token
+        q_tile = _load(q, _rows_from(q, q_place, head, token, shape), from_row, fits, shape)
+        if not shape.alike:
+            from_row = heads * dout.head + tokens * dout.token
+        at_dout = _rows_from(dout, dout_place, head, token, shape)
+        dout_tile = _load(dout, at_dout, from_row, fits, shape)
+        at_row = row_place + tl.cast(head, tl.int64) * _size(sizes.queries) + token
+        if of_page < shape.tile_queries:
+            at_row = at_row[:, None]
+        lse, delta, first = _row_values(rows, at_row, heads * _size(sizes.queries) + tokens, fits)
+        # Keys that are not there have zeros for products. Their sums are never stored.
+        sum_from = tl.broadcast_to(lse[None, :], [shape.tile_keys, shape.tile_queries])
+        scores = _product(k_tile, tl.trans(q_tile), sum_from) * scale
         if visits.first_key is not None:
-            _, token, fits = _query_rows(query_page, step % parts, sizes, shape)
-            first = _first_keys(visits.first_key, batch, token, fits, sizes)
-            scores = tl.where(key[:, None] >= first[None, :], scores, float("-inf"))
-        # Keys that are not there have zeros for scores. Their sums are never stored.
-        weights = tl.exp2(scores - lse[None, :])
-        dv += tl.dot(weights.to(dout_tile.dtype), dout_tile, input_precision="ieee")
-        dweights = tl.dot(v_tile, tl.trans(dout_tile), input_precision="ieee")
-        dscores = weights * (dweights - delta[None, :])
-        dk += tl.dot(dscores.to(q_tile.dtype), q_tile, input_precision="ieee")
-    place, rows = _place(totals.dk, batch, kv_head, 1), at * totals.dk.token
-    dk = dk * sizes.scale + _load(totals.dk, place, rows, there, shape)
-    _store(totals.dk, place, rows, there, dk, shape)
-    place, rows = _place(totals.dv, batch, kv_head, 1), at * totals.dv.token
-    _store(totals.dv, place, rows, there, dv + _load(totals.dv, place, rows, there, shape), shape)
+            scores = tl.where((key + within)[:, None] >= first[None, :], scores, float("-inf"))
+        weights = tl.exp2(scores)
+        sum_from = tl.broadcast_to(delta[None, :], [shape.tile_keys, shape.tile_queries])
+        dscores = weights * _product(v_tile, tl.trans(dout_tile), sum_from)
+        # The two last: weights and their gradients are 32 registers as bf16, and 64 as fp32.
+        dv = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
+        dk = tl.dot(dscores.to(q_tile.dtype), q_tile, dk, input_precision="ieee")
+    _add(totals.dk, dk * sizes.scale, visits, tiles, sizes, shape)
+    _add(totals.dv, dv, visits, tiles, sizes, shape)

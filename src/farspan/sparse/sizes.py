@@ -1,5 +1,6 @@
 """Bytes that attention to chosen pages holds at one time where it copies them, and that choosing
-them and measuring what the choice sees take, without torch.
+them and measuring what the choice sees take; and tiles of the kernels that read them where they
+are. Without torch.
 
 A chunk's pages of queries are taken in slabs that chose so many units at most (a unit is K, V of
 one page of one batch row and key-value head). A slab's units are gathered once; then rows (a row is
@@ -291,3 +292,90 @@ def grown_bytes(model: ModelSpec, schedule: Schedule, batch: int, lengths: tuple
             sizes.append((attended, choice_bytes(far)))
         found += [long - short for short, long in zip(*sizes, strict=True)]
     return max(found)
+
+
+# -- tiles --------------------------------------------------------------------------------------
+#
+# Tile sizes are part of a run's arithmetic (sums are taken tile by tile), so they come from a table
+# and not from a stopwatch: two runs on one machine give the same bits.
+
+
+@dataclass(frozen=True, slots=True)
+class PageTile:
+    """One kernel's tile: rows of queries by keys of a page, and how it runs."""
+
+    queries: int  # rows, a power of two, 16 or more
+    keys: int  # a power of two, 16 or more
+    warps: int
+    stages: int  # loads in flight: tiles of the inner loop that shared memory holds
+
+
+@dataclass(frozen=True, slots=True)
+class PageTiles:
+    forward: PageTile
+    dq: PageTile
+    dkv: PageTile
+
+
+# By compute capability and padded head size; a chip that is not here takes the last before it.
+# All have three tiles in flight or more: at the table's head sizes and 128 tokens a page nothing
+# spills on 9.0 (tests/sparse/test_triton_compile.py), and shared memory holds them.
+_SMALL = {
+    64: PageTiles(PageTile(64, 64, 4, 3), PageTile(64, 64, 4, 3), PageTile(64, 64, 4, 3)),
+    128: PageTiles(PageTile(64, 32, 4, 3), PageTile(64, 32, 4, 3), PageTile(32, 64, 4, 3)),
+    256: PageTiles(PageTile(32, 16, 4, 3), PageTile(32, 16, 4, 3), PageTile(16, 32, 4, 3)),
+}
+_LARGE = {
+    64: PageTiles(PageTile(128, 128, 8, 3), PageTile(128, 64, 8, 3), PageTile(64, 128, 8, 3)),
+    128: PageTiles(PageTile(128, 64, 8, 3), PageTile(128, 64, 8, 3), PageTile(64, 128, 8, 3)),
+    256: PageTiles(PageTile(128, 32, 8, 4), PageTile(64, 32, 4, 3), PageTile(32, 64, 8, 3)),
+}
+TILES = {
+    (8, 0): {
+        64: PageTiles(PageTile(128, 64, 4, 3), PageTile(128, 64, 8, 3), PageTile(64, 128, 8, 3)),
+        128: PageTiles(PageTile(128, 64, 8, 3), PageTile(64, 64, 4, 3), PageTile(32, 128, 8, 3)),
+        256: PageTiles(PageTile(64, 32, 4, 3), PageTile(32, 32, 4, 3), PageTile(32, 32, 4, 3)),
+    },
+    (8, 6): _SMALL,
+    (9, 0): _LARGE,
+    (10, 0): _LARGE,
+    (12, 0): _SMALL,
+}
+# fp32 has no tensor cores at full precision and tiles of twice the bytes: for checks, not speed.
+FULL_PRECISION = PageTiles(PageTile(32, 32, 4, 1), PageTile(32, 32, 4, 1), PageTile(32, 32, 4, 1))
+
+
+ROW = 16  # bytes of what a backward reads of a query, besides vectors
+
+
+def tile_edge(size: int) -> int:
+    """The next power of two from 16 on: what a tile of a matrix product can be."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def choose_tiles(capability: tuple[int, int], head_dim: int, itemsize: int) -> PageTiles:
+    """The table's entry for a GPU's compute capability, heads of head_dim, elements of bytes."""
+    if itemsize > 2:
+        return FULL_PRECISION
+    return TILES[max(one for one in TILES if one <= capability)][max(64, tile_edge(head_dim))]
+
+
+def shared_bytes(tiles: PageTiles, head_dim: int, itemsize: int) -> int:
+    """Of shared memory that a program of the kernels takes at most: what it holds throughout, as
+    many tiles of what it walks over as are in flight, and weights, which some chips multiply from
+    there. A forward holds one tile of queries and walks over two of keys and values; the others
+    hold two and walk over two."""
+    vector = tile_edge(head_dim) * itemsize
+    forward, dq, dkv = tiles.forward, tiles.dq, tiles.dkv
+    of_query = 2 * vector + ROW
+    return max(
+        vector * (forward.queries + 2 * forward.keys * forward.stages)
+        + _weights(forward, itemsize),
+        2 * vector * (dq.queries + dq.keys * dq.stages) + _weights(dq, itemsize),
+        2 * vector * dkv.keys + of_query * dkv.queries * dkv.stages + 2 * _weights(dkv, itemsize),
+    )
+
+
+def _weights(tile: PageTile, itemsize: int) -> int:
+    """Bytes."""
+    return tile.queries * tile.keys * itemsize
