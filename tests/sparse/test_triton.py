@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.gpu import sparse_kernels
 from farspan.attention.backends import BackwardQueries
 from farspan.sparse.kernel_calls import (
     PagedCall,
@@ -108,6 +110,20 @@ def test_the_same_inputs_give_the_same_bits_and_totals_add_up(
         assert torch.equal(second[name], tensor), name
         # A double is exact in floating point.
         assert torch.equal(twice[name], 2 * tensor if name in "kv" else tensor), name
+
+
+def benchmark_rows() -> list[dict[str, Any]]:
+    return list(sparse_kernels.rows((), tiny=True))
+
+
+def test_the_benchmark_runs_and_all_that_it_measures_is_right(
+    interpreted: ProcessPoolExecutor,
+) -> None:
+    rows = interpreted.submit(benchmark_rows).result()
+    assert {row["kernel"] for row in rows} >= {*sparse_kernels.KERNELS, "dense flash"}
+    for row in rows:
+        assert "failed" not in row, row
+        assert row.get("right", True), row
 
 
 def spread(x: torch.Tensor) -> torch.Tensor:
