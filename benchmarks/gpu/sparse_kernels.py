@@ -7,9 +7,10 @@ prefix of 128K tokens; heads as Qwen2.5-7B and Qwen2.5-0.5B have them, pages of 
 For each kernel and tile a row: seconds, useful flop a second (4 of a query, key and dimension of
 the head forward, 10 backward: 4 of them count for dQ and 6 for dK, dV), registers, spills, and the
 error of a small case beside that of plain PyTorch in the same dtype. Then dense attention of
-PyTorch with as many pairs of query and key. FILE is written after each row, and what fails is a
-row that says so. `--tiny` runs it on a CPU in Triton's interpreter: nothing is to be learned about
-speed.
+PyTorch with as many pairs of query and key, and the votes by which pages are chosen (2 flop of a
+query, representative and dimension; they are computed twice). FILE is written after each row, and
+what fails is a row that says so. `--tiny` runs it on a CPU in Triton's interpreter: nothing is to
+be learned about speed.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -27,12 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from farspan.attention.backends import BackwardQueries
 from farspan.kernels.launch import Launch
 from farspan.lazy import load
+from farspan.sparse.attend import FarCall
 from farspan.sparse.kernel_calls import (
+    VOTE_TILE,
     PagedCall,
     PageGradients,
     PageTable,
@@ -40,7 +44,9 @@ from farspan.sparse.kernel_calls import (
     attend_pages_backward,
     backward_launches,
     forward_launch,
+    fused_votes,
 )
+from farspan.sparse.pages import vote
 from farspan.sparse.sizes import PageTile, PageTiles, choose_tiles
 
 Row = dict[str, Any]
@@ -301,6 +307,61 @@ def _dense(leaves: list[Tensor], dout: Tensor, device: str, shape: Shape) -> Row
     }
 
 
+# -- votes ----------------------------------------------------------------------------------------
+
+VOTE_TILES = ((128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3))
+EACH = (1, 8)  # representatives of a page
+
+
+def votes_in(q: Tensor, representatives: Tensor, pages: int, scale: float, page: int) -> Tensor:
+    """Written out, in the dtype of q [B, H, C, D]."""
+    kv_heads = representatives.shape[1]
+    grouped = q.unflatten(1, (kv_heads, -1))
+    scores = scale * grouped @ representatives.to(q.dtype).unsqueeze(2).mT
+    weights = scores.unflatten(-1, (pages, -1)).amax(-1).softmax(-1).sum(2)
+    return pad(weights, (0, 0, 0, -q.shape[2] % page)).unflatten(2, (-1, page)).sum(3)
+
+
+def vote_tiles(shape: Shape, device: str) -> list[PageTile]:
+    if device == "cpu":
+        return [PageTile(32, 16, 4, 2)]
+    return [PageTile(*edges) for edges in VOTE_TILES[: None if shape.head_dim == 128 else 1]]
+
+
+def voting(shape: Shape, device: str, dtype: torch.dtype) -> Iterator[Row]:
+    """The fused kernel by tile, and the step's own votes where a page has one representative."""
+    pages, scale = shape.tokens // shape.page, shape.head_dim**-0.5
+    of_queries = 1, shape.queries, shape.heads, shape.head_dim
+    q = torch.randn(of_queries, device=device).to(dtype).transpose(1, 2)
+    call = FarCall(scale, shape.page)
+    repeats = 1 if device == "cpu" else REPEATS
+    for each in EACH:
+        named: Row = {"kernel": "votes", "shape": asdict(shape), "representatives": each}
+        many = torch.randn(1, shape.kv_heads, pages * each, shape.head_dim, device=device)
+        flop = 2 * shape.heads * shape.queries * pages * each * shape.head_dim
+
+        def timed(work: Callable[[], object], flop: int = flop) -> Row:
+            seconds = median(seconds_of(work, device, repeats))
+            return {"seconds": seconds, "useful_tflops": flop / seconds / 1e12}
+
+        for tile in vote_tiles(shape, device):
+            row = named | {"tile": asdict(tile), "shipped": tile == VOTE_TILE}
+            try:
+                few = q[:, :, : shape.query_page + 3]
+                of = few, many, range(1, 1 + pages), call, shape.query_page, tile
+                found = fused_votes(*of).double()
+                exact = votes_in(few.double(), many.to(dtype), pages, scale, shape.query_page)
+                row["error"] = float((found - exact).norm() / exact.norm())
+                row["right"] = row["error"] < 1e-3
+                row |= timed(partial(fused_votes, q, *of[1:]))
+            except Exception as error:
+                row |= {"failed": f"{type(error).__name__}: {error}"[:600]}
+            yield row
+        if each == 1 and shape.query_page == shape.page:
+            work = partial(vote, q, many, shape.page, scale, None, 1)
+            yield named | {"kernel": "votes plain"} | timed(work)
+
+
 # -- the whole ------------------------------------------------------------------------------------
 
 
@@ -320,18 +381,32 @@ class _Target:
         return 0
 
 
-def compile_one(kernel: str, shape: Shape, tiles: PageTiles, capability: tuple[int, int]) -> float:
+def _compile(launch: Launch, _: object = None) -> None:
+    launch.kernel.warmup(grid=launch.programs, **launch.arguments, enable_fp_fusion=True)
+
+
+def compile_one(
+    kernel: str, shape: Shape, tiles: PageTiles | PageTile, capability: tuple[int, int]
+) -> float:
     """In a process of its own, into Triton's cache; seconds."""
     begun = time.perf_counter()
     torch.set_num_threads(1)
     load("triton.runtime.driver", "driver").set_active(_Target(capability))
-    data = make(shape.small(), "cpu", torch.bfloat16, tiles)
-    launch = launch_of(data, kernel, ready=False)
-    launch.kernel.warmup(grid=launch.programs, **launch.arguments, enable_fp_fusion=True)
+    if isinstance(tiles, PageTiles):
+        data = make(shape.small(), "cpu", torch.bfloat16, tiles)
+        _compile(launch_of(data, kernel, ready=False))
+        return time.perf_counter() - begun
+    Launch.run = _compile  # type: ignore[method-assign, assignment]  # of this process
+    of_queries = 1, shape.query_page, shape.heads, shape.head_dim
+    q = torch.empty(of_queries, dtype=torch.bfloat16).transpose(1, 2)
+    for each in EACH:
+        many = torch.empty(1, shape.kv_heads, 3 * each, shape.head_dim)
+        call = FarCall(shape.head_dim**-0.5, shape.page)
+        fused_votes(q, many, range(1, 4), call, shape.query_page, tiles)
     return time.perf_counter() - begun
 
 
-def compile_all(works: list[tuple[str, Shape, PageTiles]]) -> Row:
+def compile_all(works: list[tuple[str, Shape, Any]]) -> Row:
     """All kernels at once; the first of each is what would take longest one by one."""
     begun = time.perf_counter()
     capability = torch.cuda.get_device_capability()
@@ -366,7 +441,13 @@ def rows(only: tuple[str, ...], tiny: bool) -> Iterator[Row]:
     ]
     if not tiny:
         first = {shape: ("rows", shape, tiles) for _, shape, tiles in reversed(works)}
-        yield compile_all([*first.values(), *works])
+        votes = [
+            ("votes", shape, tile)
+            for shape in shapes(tiny)
+            if not only or "votes" in only
+            for tile in vote_tiles(shape, device)
+        ]
+        yield compile_all([*first.values(), *works, *votes])
     kept: dict[Shape, tuple[Data, Data, Any]] = {}
     for kernel, shape, tiles in works:
         row: Row = {
@@ -391,6 +472,9 @@ def rows(only: tuple[str, ...], tiny: bool) -> Iterator[Row]:
         if shape.query_page == shape.page and (not only or "dense" in only):
             kept.clear()
             yield from dense(shape, device, dtype)
+    for shape in shapes(tiny):
+        if not only or "votes" in only:
+            yield from voting(shape, device, dtype)
 
 
 def words(row: Row) -> str:
@@ -418,7 +502,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="result file to write")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, to see the script run")
     parser.add_argument(
-        "--only", nargs="+", default=(), metavar="NAME", help="of forward, dq, dkv, dense"
+        "--only", nargs="+", default=(), metavar="NAME", help="of forward, dq, dkv, dense, votes"
     )
     given = parser.parse_args()
     if given.tiny:

@@ -5,15 +5,17 @@ The interpreter knows fp32 and fp16, not bf16. Sizes are small: a step of a tile
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from benchmarks.gpu import sparse_kernels
 from farspan.attention.backends import BackwardQueries
+from farspan.sparse.attend import FarCall
 from farspan.sparse.kernel_calls import (
     PagedCall,
     PageGradients,
@@ -21,8 +23,11 @@ from farspan.sparse.kernel_calls import (
     TritonFar,
     attend_pages,
     attend_pages_backward,
+    fused_votes,
     supports,
 )
+from farspan.sparse.pages import vote
+from farspan.sparse.sizes import PageTile
 from farspan.spec import Sparse, UnsupportedError
 from tests.attention.cases import Case, Inputs, Results, make_inputs
 from tests.grids import exhaustive, part_of
@@ -110,6 +115,71 @@ def test_the_same_inputs_give_the_same_bits_and_totals_add_up(
         assert torch.equal(second[name], tensor), name
         # A double is exact in floating point.
         assert torch.equal(twice[name], 2 * tensor if name in "kv" else tensor), name
+
+
+@dataclass(frozen=True)
+class VoteCase:
+    batch: int = 1
+    group: int = 2
+    kv_heads: int = 2
+    head_dim: int = 16
+    page: int = 8
+    query_page: int = 8
+    queries: int = 27
+    each: int = 1  # representatives of a page
+    documents: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+PAGES = range(3, 22)
+
+
+def votes_of(case: VoteCase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """By the kernel, by the formula in fp64, and by the plain path where it has such votes."""
+    torch.manual_seed(0)
+    heads, count = case.group * case.kv_heads, len(PAGES)
+    q = 2 * torch.randn(case.batch, case.queries, heads, case.head_dim).to(case.dtype)
+    q = q.transpose(1, 2)
+    many = torch.randn(case.batch, case.kv_heads, count * case.each, case.head_dim)
+    documents = None
+    if case.documents:
+        # The last of them see no page.
+        documents = torch.randint(0, (PAGES.stop + 3) * case.page, (case.batch, case.queries))
+        documents = documents.sort(1).values
+    call = FarCall(0.3, case.page, documents)
+    found = fused_votes(q, many, PAGES, call, case.query_page, PageTile(32, 16, 4, 2))
+    grouped = q.double().unflatten(1, (case.kv_heads, -1))
+    scores = 0.3 * grouped @ many.to(case.dtype).double().unsqueeze(2).mT
+    scores = scores.unflatten(-1, (count, case.each)).amax(-1)
+    if documents is not None:
+        hidden = documents[:, :, None] // case.page > torch.arange(PAGES.start, PAGES.stop)
+        scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0).sum(2)
+    weights = pad(weights, (0, 0, 0, -case.queries % case.query_page))
+    plain = None
+    if case.each == 1 and case.query_page == case.page:
+        plain = vote(q, many, case.page, 0.3, documents, PAGES.start)
+    return found, weights.unflatten(2, (-1, case.query_page)).sum(3), plain
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        VoteCase(batch=2, documents=True),
+        VoteCase(query_page=4, group=7, kv_heads=1, each=4, documents=True, dtype=HALF),
+        exhaustive(VoteCase(query_page=16, each=2, head_dim=64, dtype=HALF)),
+        exhaustive(VoteCase(group=1, head_dim=24, each=8, query_page=32)),
+    ],
+    ids=str,
+)
+def test_fused_votes_are_those_of_the_formula(
+    case: VoteCase, interpreted: ProcessPoolExecutor
+) -> None:
+    found, exact, plain = interpreted.submit(votes_of, case).result()
+    # Sums are fp32; of fp16, products of two are exact there.
+    assert relative_error(found, exact) <= 8 * torch.finfo(torch.float32).eps
+    if plain is not None:
+        assert relative_error(plain, exact) <= 8 * torch.finfo(torch.float32).eps
 
 
 def benchmark_rows() -> list[dict[str, Any]]:

@@ -34,7 +34,14 @@ from farspan.attention.backends import BackwardQueries
 from farspan.kernels.launch import DTYPES, Heads, Launch, heads_of, veiled
 from farspan.sparse.attend import FarCall
 from farspan.sparse.pages import Pages, Resident, Slab
-from farspan.sparse.sizes import PageTile, PageTiles, choose_tiles, shared_bytes, tile_edge
+from farspan.sparse.sizes import (
+    PageShape,
+    PageTile,
+    PageTiles,
+    choose_tiles,
+    shared_bytes,
+    tile_edge,
+)
 from farspan.spec import UnsupportedError
 
 
@@ -79,18 +86,15 @@ class PageSizes(NamedTuple):
 LARGEST = 2**27 - 1  # of what is veiled: `veiled` gives an int32
 
 
-class PageShape(NamedTuple):
-    """What the code is compiled for."""
+class VoteSizes(NamedTuple):
+    """As `PageSizes`, of votes."""
 
-    page: int
-    query_page: int
-    group: int  # query heads of a head of keys and values
-    head_dim: int
-    padded_dim: int
-    tile_queries: int
-    tile_keys: int
-    stages: int
-    alike: bool  # dO lies as q does
+    queries: int
+    query_pages: int
+    pages: int  # n, to choose from
+    first: int  # of them, in the sequence
+    kv_heads: int
+    scale: float
 
 
 # -- what each page of queries reads ------------------------------------------------------------
@@ -378,7 +382,6 @@ def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False)
         tile_queries=tile.queries if several else min(tile.queries, tile_edge(rows)),
         tile_keys=min(tile.keys, tile_edge(table.page)),
         stages=tile.stages,
-        alike=False,
     )
 
 
@@ -467,6 +470,47 @@ def _expect(
         )
     if dense and x.stride(-1) != 1:
         raise UnsupportedError(f"{name}: expected inner stride 1; call .contiguous() on it")
+
+
+# -- votes --------------------------------------------------------------------------------------
+
+VOTE_TILE = PageTile(128, 64, 8, 3)  # `keys` are pages
+SMALL_VOTE_TILE = PageTile(32, 32, 4, 2)  # heads wider than 128, or fp32
+
+
+def fused_votes(
+    q: Tensor,
+    representatives: Tensor,
+    pages: range,
+    call: FarCall,
+    query_page: int,
+    tile: PageTile | None = None,
+) -> Tensor:
+    """Votes [B, Hk, M, n] fp32 of q [B, H, C, D] for n `pages`, as `pages.vote` counts them.
+
+    representatives [B, Hk, n * s, D]: a page's score is the largest of its s ones', side by side.
+    They are rounded to the dtype of q. Nothing but votes and an LSE a query is written."""
+    (batch, heads, tokens, head_dim), kv_heads = q.shape, representatives.shape[1]
+    first = None if call.documents is None else call.documents.int().contiguous()
+    wide = head_dim > 128 or q.element_size() > 2
+    tile = tile or (SMALL_VOTE_TILE if wide else VOTE_TILE)
+    query_pages, group = -(-tokens // query_page), heads // kv_heads
+    rows, each = tile_edge(group * query_page), representatives.shape[2] // len(pages)
+    edges = head_dim, tile_edge(head_dim), min(tile.queries, rows), tile.keys, tile.stages
+    shape = PageShape(call.page, query_page, group, *edges, each=each)
+    c, m, n = veiled(tokens), veiled(query_pages), veiled(len(pages))
+    sizes = VoteSizes(c, m, n, veiled(pages.start), kv_heads, call.scale)
+    lse = torch.empty(batch, heads, tokens, device=q.device)
+    votes = torch.empty(batch, kv_heads, query_pages, len(pages), device=q.device)
+    tensors = {"q": heads_of(q), "representatives": heads_of(representatives.to(q.dtype))}
+    arguments: dict[str, Any] = {**tensors, "first_key": first, "lse": lse, "sizes": sizes}
+    arguments |= {"shape": shape, "num_warps": _warps(shape, tile)}
+    tiles = -(-group * query_page // shape.tile_queries), -(-len(pages) // shape.tile_keys)
+    for name, count in (("vote_lse_kernel", tiles[0]), ("vote_kernel", tiles[1])):
+        grid = query_pages * count, batch * kv_heads
+        Launch(name, grid, arguments, "farspan.sparse.kernels").run(q)
+        arguments = arguments | {"votes": votes}
+    return votes
 
 
 # -- as a FarKernel -----------------------------------------------------------------------------

@@ -386,3 +386,93 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
         dk = tl.dot(dscores.to(q_tile.dtype), q_tile, dk, input_precision="ieee")
     _add(totals.dk, dk * sizes.scale, visits, tiles, sizes, shape)
     _add(totals.dv, dv, visits, tiles, sizes, shape)
+
+
+# -- votes ----------------------------------------------------------------------------------------
+#
+# Of each query for pages, in proportion to exp(score); a page's score is the largest of its
+# representatives'. Two walks over the representatives write nothing as large as the scores:
+#
+#     lse     one program per (tile of queries, b, h): the log of the sum over all pages, base 2
+#     votes   one program per (tile of pages, query page, b, h): their sum over its queries
+
+
+@triton.jit
+def _best_scores(q_tile, representatives, place, column, sizes, shape: tl.constexpr):
+    """Scores of a tile of pages in base 2, [tile_queries, tile_keys]."""
+    row = (column * shape.each).to(tl.int64) * representatives.token
+    there = column < _size(sizes.pages)
+    if shape.each == 1:
+        tile = _load(representatives, place, row, there, shape)
+        best = tl.dot(q_tile, tl.trans(tile), input_precision="ieee")
+    else:
+        best = tl.full([shape.tile_queries, shape.tile_keys], float("-inf"), tl.float32)
+        for which in tl.range(0, shape.each, num_stages=shape.stages):
+            at = place + which * representatives.token
+            tile = _load(representatives, at, row, there, shape)
+            best = tl.maximum(best, tl.dot(q_tile, tl.trans(tile), input_precision="ieee"))
+    return best * (sizes.scale * LOG2E)
+
+
+@triton.jit
+def _seen_pages(first_key, batch, token, fits, column, sizes, shape: tl.constexpr):
+    """Which pages of a tile there are, and hold a key that a query may see."""
+    seen = (column < _size(sizes.pages))[None, :]
+    if first_key is not None:
+        first = _first_keys(first_key, batch, token, fits, sizes) // shape.page
+        seen = seen & (_size(sizes.first) + column[None, :] >= first[:, None])
+    return seen
+
+
+@triton.jit
+def vote_lse_kernel(q, representatives, first_key, lse, sizes, shape: tl.constexpr):
+    row, query_page, batch, kv_head = _rows_of_program(sizes, shape)
+    head, token, fits = _query_rows(query_page, row, sizes, shape)
+    rows = head * q.head + token * q.token
+    q_tile = _load(q, _place(q, batch, kv_head, shape.group), rows, fits, shape)
+    place = _place(representatives, batch, kv_head, 1)
+    most = tl.full([shape.tile_queries], float("-inf"), tl.float32)
+    total = tl.full([shape.tile_queries], 0.0, tl.float32)
+    ahead: tl.constexpr = shape.stages if shape.each == 1 else 1
+    tiles = (_size(sizes.pages) + shape.tile_keys - 1) // shape.tile_keys
+    for tile in tl.range(0, tiles, num_stages=ahead):
+        column = tile * shape.tile_keys + tl.arange(0, shape.tile_keys)
+        scores = _best_scores(q_tile, representatives, place, column, sizes, shape)
+        seen = _seen_pages(first_key, batch, token, fits, column, sizes, shape)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_most = tl.maximum(most, tl.max(scores, 1))
+        base = tl.where(new_most == float("-inf"), 0.0, new_most)
+        total = total * tl.exp2(most - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
+        most = new_most
+    # A query that sees no page does not vote: its weights are exp2(-inf).
+    found = most + tl.log2(tl.where(total > 0, total, 1.0))
+    found = tl.where(total > 0, found, float("inf"))
+    at = (tl.program_id(1).to(tl.int64) * shape.group + head) * _size(sizes.queries) + token
+    tl.store(lse + at, found, mask=fits)
+
+
+@triton.jit
+def vote_kernel(q, representatives, first_key, lse, votes, sizes, shape: tl.constexpr):
+    tiles = (_size(sizes.pages) + shape.tile_keys - 1) // shape.tile_keys
+    tile, query_page = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    of_batch = tl.program_id(1)
+    batch, kv_head = of_batch // sizes.kv_heads, of_batch % sizes.kv_heads
+    column = tile * shape.tile_keys + tl.arange(0, shape.tile_keys)
+    place = _place(representatives, batch, kv_head, 1)
+    sums = tl.full([shape.tile_queries, shape.tile_keys], 0.0, tl.float32)
+    parts: tl.constexpr = (
+        shape.group * shape.query_page + shape.tile_queries - 1
+    ) // shape.tile_queries
+    for part in tl.range(0, parts, num_stages=1):
+        row = part * shape.tile_queries + tl.arange(0, shape.tile_queries)
+        head, token, fits = _query_rows(query_page, row, sizes, shape)
+        rows = head * q.head + token * q.token
+        q_tile = _load(q, _place(q, batch, kv_head, shape.group), rows, fits, shape)
+        at = (of_batch.to(tl.int64) * shape.group + head) * _size(sizes.queries) + token
+        base = tl.load(lse + at, mask=fits, other=float("inf"))
+        scores = _best_scores(q_tile, representatives, place, column, sizes, shape)
+        seen = _seen_pages(first_key, batch, token, fits, column, sizes, shape)
+        sums += tl.exp2(tl.where(seen, scores - base[:, None], float("-inf")))
+    row = of_batch.to(tl.int64) * _size(sizes.query_pages) + query_page
+    at = row * _size(sizes.pages) + column
+    tl.store(votes + at, tl.sum(sums, 0), mask=column < _size(sizes.pages))

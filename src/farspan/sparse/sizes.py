@@ -9,6 +9,7 @@ copied side by side. Neither slabs nor parts grow with the prefix or the chunk.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from farspan.program.program import aligned
 from farspan.spec import LayerSpec, ModelSpec, Schedule, Sparse
@@ -315,6 +316,21 @@ class PageTiles:
     forward: PageTile
     dq: PageTile
     dkv: PageTile
+
+
+class PageShape(NamedTuple):
+    """What the code is compiled for."""
+
+    page: int
+    query_page: int
+    group: int  # query heads of a head of keys and values
+    head_dim: int
+    padded_dim: int
+    tile_queries: int
+    tile_keys: int
+    stages: int
+    alike: bool = False  # dO lies as q does
+    each: int = 1  # representatives of a page
 
 
 # By compute capability and padded head size; a chip that is not here takes the last before it.
