@@ -43,6 +43,7 @@ KIB = 1024
 SHARED = {(8, 0): 163 * KIB, (8, 6): 99 * KIB, (9, 0): 227 * KIB, (10, 0): 227 * KIB}
 SHARED[12, 0] = SHARED[8, 6]
 PRODUCTS = {(8, 0): "mma.sync", (9, 0): "wgmma.mma_async", (10, 0): "tcgen05.mma"}
+PRODUCTS |= dict.fromkeys(((8, 6), (12, 0)), "mma.sync")
 BF16 = replace(PagedCase(), page=128, tokens=1024, queries=256, head_dim=128, dtype=torch.bfloat16)
 QWEN_7B = replace(BF16, group=7, kv_heads=4)
 LLAMA_8B = replace(BF16, group=4, kv_heads=8)
@@ -118,7 +119,9 @@ def test_kernels_compile(
         assert len(kernel.asm["cubin"]) > 0
         assert kernel.metadata.shared <= shared_bytes(tiles, case.head_dim, 2), name
         if name != "rows_kernel":
-            assert PRODUCTS.get(capability, "mma.sync") in ptx, name
+            # A tile of one small query page has too few rows for more.
+            few = case.group * (case.query_page or case.page) < 64 and name != "dkv_kernel"
+            assert PRODUCTS[(8, 0) if few else capability] in ptx, name
             # 16 bytes a load, and a tile in flight while another is computed with.
             assert "cp.async.cg.shared.global" in ptx, name
             assert max(waits(kernel)) > 0, name

@@ -314,20 +314,15 @@ def backward_launches(
     dq: Tensor,
     totals: PageGradients,
 ) -> Iterator[Launch]:
-    """What the others read of a query, into rows [B, H, C, 4] fp32; dQ; and dK with dV; in this
-    order."""
+    """rows [B, H, C, 4] fp32, which the others read; then dQ; then dK with dV."""
     dout, q, out, lse = queries
     tiles, inverse = _tiles(call, q), call.table.inverse
     of_rows = {"lse": lse, "first_key": call.first_key, "rows": rows}
     arguments: dict[str, Any] = {"dout": heads_of(dout), "out": heads_of(out), **of_rows}
     grid = _query_grid(call, q, tiles.forward)
     yield _launch("rows_kernel", grid, arguments, call, q, tiles.forward)
-    arguments = {
-        "q": heads_of(q),
-        "keys": _tokens_first(keys),
-        "values": _tokens_first(values),
-        "dout": heads_of(dout),
-    }
+    arguments = {"q": heads_of(q), "dout": heads_of(dout)}
+    arguments |= {"keys": _tokens_first(keys), "values": _tokens_first(values)}
     of_dq = {"dq": heads_of(dq), "rows": rows, "table": _pages(call)}
     grid = _query_grid(call, q, tiles.dq)
     yield _launch("dq_kernel", grid, arguments | of_dq, call, q, tiles.dq)
@@ -436,8 +431,12 @@ def _check(call: PagedCall, q: Tensor, keys: Tensor, values: Tensor) -> None:
     for name, x in (("keys", keys), ("values", values)):
         _expect(name, x, expected, q.dtype, q.device)
     _expect("choice", choice, choice.shape, torch.int32, q.device)
-    if q.stride(3) != 1:
-        raise UnsupportedError("q: expected inner stride 1; call .contiguous() on it")
+    apart = max(q.shape[1] // kv_heads * q.stride(1), table.query_tokens * q.stride(2))
+    if q.stride(3) != 1 or max(apart, table.page * keys.stride(0)) > 2**31:
+        raise UnsupportedError(
+            "q: expected inner stride 1, its groups of heads and pages of keys to span less than "
+            "2**31 elements; call .contiguous() on it"
+        )
     if call.first_key is not None:
         _expect("first_key", call.first_key, (batch, q.shape[2]), torch.int32, q.device)
         if not call.first_key.is_contiguous():
