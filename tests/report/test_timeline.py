@@ -12,7 +12,7 @@ from farspan.planner.evaluate import evaluate
 from farspan.planner.request import Optimizer, Plan, Question
 from farspan.program.layout import Layout
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.report.plan import ROWS, timeline_json
+from farspan.report.plan import ROWS, spans_json, step_spans, timeline_json
 from farspan.spec import RunSpec, Tier
 from tests.planner.machines import slow_machine
 from tests.planner.test_bound import with_work
@@ -115,3 +115,11 @@ def test_devices_that_talk_have_a_lane_of_their_own(name: str) -> None:
     busy = sum(stop - start for start, stop, _ in lanes["collective"])
     # What is sent at the borders of the layers is in the plan, and in no instruction.
     assert 0 < busy <= plan.seconds.collective * 1e9 + len(lanes["collective"])
+
+
+def test_a_trace_begins_at_0_where_copies_began_before_the_step() -> None:
+    program, spans = step_spans(planned("grouped"))
+    early = [replace(span, start=span.start - 0.5, end=span.end - 0.5) for span in spans]
+    found = [spans_json(((program, span) for span in some), {}) for some in (spans, early)]
+    assert found[0] == found[1]
+    assert min(e["ts"] for e in found[0]["traceEvents"] if e["ph"] == "X") == 0

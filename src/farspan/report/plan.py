@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -453,13 +454,20 @@ def timeline_json(plan: Plan) -> dict[str, Any]:
 def spans_json(
     found: Iterable[tuple[Program, Span]], about: Mapping[str, Any], process: int = 1
 ) -> dict[str, Any]:
-    """Spans of programs as a trace, planned or measured, of a process with a row a lane."""
-    events = [_event(*one, process) for one in found]
+    """Spans of programs as a trace, planned or measured, of a process with a row a lane. It begins
+    at 0: a GPU's first copies may run before the mark of the step's begin."""
+    found = list(found)
+    early = min((span.start for _, span in found), default=0.0)
+    events = [_event(program, _later(span, -min(early, 0.0)), process) for program, span in found]
     rows = [
         {"name": "thread_name", "ph": "M", "pid": process, "tid": row, "args": {"name": words}}
         for row, words in enumerate(ROWS.values())
     ]
     return {"displayTimeUnit": "ms", "otherData": dict(about), "traceEvents": rows + events}
+
+
+def _later(span: Span, seconds: float) -> Span:
+    return replace(span, start=span.start + seconds, end=span.end + seconds)
 
 
 def step_spans(plan: Plan) -> tuple[Program, tuple[Span, ...]]:
