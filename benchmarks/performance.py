@@ -1,4 +1,4 @@
-"""The tables of docs/evidence/performance.md: measured on an H200, and planned for one.
+"""The tables of docs/evidence/performance.md: measured on an H200 and an H100, and planned for one.
 
     python -m benchmarks.performance
 
@@ -25,7 +25,8 @@ from farspan.planner.request import Plan
 from farspan.spec import Curve, MachineSpec, Schedule, Tier
 
 PAGE = Path(__file__).parent.parent / "docs" / "evidence" / "performance.md"
-RECORD = Path(__file__).parent / "results" / "gpu_h200.json"
+RESULTS = Path(__file__).parent / "results"
+RECORD, H100 = RESULTS / "gpu_h200.json", RESULTS / "gpu_h100.json"
 # What the calls of the record's `sustained` limit.
 LIMITED = {
     "matmul": "product input",
@@ -57,11 +58,17 @@ def tables() -> dict[str, str]:
         for tokens in lengths
         for name in (AUTO, *work.strategies)
     }
-    record = json.loads(RECORD.read_text(encoding="utf-8"))
-    return measured(record) | {
+    return records() | {
         "planned": _planned(made, plans, lengths),
         "strategies": _strategies(plans, lengths, work.strategies),
     }
+
+
+def records() -> dict[str, str]:
+    """The tables of what was measured."""
+    h200, h100 = (json.loads(path.read_text(encoding="utf-8")) for path in (RECORD, H100))
+    of_h100 = {f"{name} h100": table for name, table in measured(h100).items()}
+    return measured(h200) | of_h100
 
 
 def measured(record: Row) -> dict[str, str]:
@@ -70,7 +77,7 @@ def measured(record: Row) -> dict[str, str]:
     rows = []
     for row in steps:
         planned, last = row["planned"], row["runs"][-1]
-        published = PUBLISHED.get(row["tokens"])
+        published = PUBLISHED.get(row["tokens"]) if record["machine"]["gpu"] == "NVIDIA H200" else None
         kind = ", weights on host" if row["strategy"] == STREAMED else ""
         rows.append(
             [
@@ -78,17 +85,17 @@ def measured(record: Row) -> dict[str, str]:
                 f"{row['seconds']:.2f}",
                 f"{row['tokens_a_second']:,.0f}",
                 f"{row['mfu']:.1%}",
-                f"{replanned(record, row).seconds.total:.2f}",
+                f"{planned_seconds(record, row):.2f}",
                 f"{last['allocated'] / GIB:.1f}",
                 f"{planned['device_bytes'] / GIB:.1f}",
                 f"{published / row['seconds']:.1f}" if published and not kind else "",
             ]
         )
     head = ["tokens", "step, s", "tokens/s", "MFU", "planned, s", "device, GiB", "planned, GiB"]
-    return {
-        "measured": _grid([*head, "times OOMB's speed"], rows),
-        "beside": _beside(record["measurements"]),
-    }
+    head.append("times OOMB's speed")
+    if not any(row[-1] for row in rows):
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    return {"measured": _grid(head, rows), "beside": _beside(record["measurements"])}
 
 
 def _beside(rows: Sequence[Row]) -> str:
@@ -99,9 +106,10 @@ def _beside(rows: Sequence[Row]) -> str:
     for tokens in full().lengths:
         own = found.get(f"{AUTO} at {tokens}")
         theirs = [found.get(f"huggingface at {tokens}, {place}") for place in places]
-        if own is None or None in theirs:
+        if own is None or theirs[0] is None:
             continue
-        cells = (cell for other in theirs for cell in (f"{other:.2f}", f"{own / other:.2f}"))
+        pairs = ((f"{other:.2f}", f"{own / other:.2f}") if other else ("", "") for other in theirs)
+        cells = (cell for pair in pairs for cell in pair)
         lines.append([write_tokens(tokens), f"{own:.2f}", *cells])
     head = ["tokens", "farspan, s", "checkpointing, s", "ratio", "attention's outputs kept, s"]
     return _grid([*head, "ratio"], lines)
@@ -118,6 +126,13 @@ def under_load(record: Row) -> MachineSpec:
         points = getattr(now, name).points
         curves[name] = Curve(tuple((size, min(rate, rates[call])) for size, rate in points))
     return replace(spec, rates=spec.rates | {"bfloat16": replace(now, **curves)})
+
+
+def planned_seconds(record: Row, row: Row) -> float:
+    """The plan of before the step, where calls were timed under load; else that of `replanned`."""
+    if "sustained" not in record:
+        return float(row["planned"]["seconds"])
+    return replanned(record, row).seconds.total
 
 
 def replanned(record: Row, row: Row) -> Plan:
