@@ -256,6 +256,10 @@ class Rates:
     attention_workspace: float = 0.0  # results; 0: not known
     kernel: AttentionKernel | None = None  # of attention's curves, the fastest; None: not compared
     deterministic: float = 1.0  # times as long as they say takes attention that is deterministic
+    # Attention to chosen pages, by its own kernels; None: as attention without a mask.
+    chosen_forward: Curve | None = None
+    chosen_backward: Curve | None = None
+    votes: Curve | None = None  # for pages, in one kernel; None: a product that is written out
 
     def product(self, flop: float, *, weights: bool = False) -> float:
         """Seconds of one matrix product."""
@@ -270,13 +274,16 @@ class Rates:
         rows: float = 1.0,
         causal: bool = False,
         backward: bool = False,
+        chosen: bool = False,
     ) -> float:
         """Seconds of one call on `rows` sequences, in each of which so many (query, key) see each
-        other."""
+        other; `chosen`: keys of chosen pages, by sparse attention's kernels."""
         forwards = self.attention_forward, self.causal_forward, self.softmax_forward
         backwards = self.attention_backward, self.causal_backward, self.softmax_backward
         plain, square, softmax = backwards if backward else forwards
-        curve = square if causal and square is not None else plain
+        pages = self.chosen_backward if backward else self.chosen_forward
+        special = pages if chosen else square if causal else None
+        curve = plain if special is None else special
         width = 2 * max(layer.head_dim, layer.value_dim)  # the narrower ones are padded
         flop = 2.0 * pairs * width * (BACKWARD_PRODUCTS if backward else 1.0)
         narrower = 1.0 - width / (2 * self.head_dim)

@@ -28,7 +28,8 @@ from farspan.spec import (
 PRESETS = Path(__file__).parent / "machines.json"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 CURVES = ("matmul", "attention_forward", "attention_backward")
-OTHER_CURVES = ("weights", "causal_forward", "causal_backward")  # may be left out
+PAGES = ("chosen_forward", "chosen_backward", "votes")  # of sparse attention
+OTHER_CURVES = ("weights", "causal_forward", "causal_backward", *PAGES)  # may be left out
 MAY_BE_ZERO = (
     *(
         "latency",

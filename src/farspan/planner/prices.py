@@ -114,8 +114,11 @@ class SparsePrices:
         sparse, run = sparse_of(self.program.schedule, spec), self.program.run
         assert sparse is not None
         scores = run.batch * spec.query_heads * (stop - start) * len(sparse.candidates(start))
+        flop = 2.0 * scores * spec.head_dim
+        if self.rates.votes is not None:
+            return flop / self.rates.votes.at(flop)
         written = WIDE_PASSES * scores * self.program.model.accumulate_bytes()
-        return self.rates.product(2.0 * scores * spec.head_dim) + self.moved(written)
+        return self.rates.product(flop) + self.moved(written)
 
     def chosen(self, spec: LayerSpec, chunk: int, *, backward: bool) -> float:
         """Attention to chosen pages, which are gathered; in the backward dK, dV go back."""
@@ -128,7 +131,9 @@ class SparsePrices:
         model = self.program.model
         rows = run.batch * chosen_pages(sparse, start, stop) * sparse.page * spec.kv_elements()
         width = 2 * model.element_bytes + backward * 3 * model.accumulate_bytes()
-        seconds = self.rates.attention(pairs, spec, rows=float(run.batch), backward=backward)
+        seconds = self.rates.attention(
+            pairs, spec, rows=float(run.batch), backward=backward, chosen=True
+        )
         return seconds + self.moved(rows * width)
 
 
