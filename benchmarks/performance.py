@@ -77,7 +77,9 @@ def measured(record: Row) -> dict[str, str]:
     rows = []
     for row in steps:
         planned, last = row["planned"], row["runs"][-1]
-        published = PUBLISHED.get(row["tokens"]) if record["machine"]["gpu"] == "NVIDIA H200" else None
+        published = (
+            PUBLISHED.get(row["tokens"]) if record["machine"]["gpu"] == "NVIDIA H200" else None
+        )
         kind = ", weights on host" if row["strategy"] == STREAMED else ""
         rows.append(
             [

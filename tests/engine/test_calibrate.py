@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from farspan.engine import calibrate as module
+from farspan.engine import microbench
 from farspan.engine.calibrate import Calibration, _name, _peak, calibrate, here
 from farspan.engine.microbench import (
     GLANCE,
@@ -22,6 +23,7 @@ from farspan.engine.microbench import (
     attention,
     attentions,
     describe_machine,
+    page_curves,
     products,
     softmax,
     weight_products,
@@ -32,6 +34,7 @@ from farspan.planner.api import Request
 from farspan.planner.machines import (
     CURVES,
     OTHER_CURVES,
+    PAGES,
     MachineFile,
     from_json,
     machine,
@@ -41,11 +44,12 @@ from farspan.planner.machines import (
     write,
 )
 from farspan.planner.plans import best_plan
-from farspan.spec import Curve, LayerSpec, UnsupportedError
+from farspan.spec import Curve, LayerSpec, Sparse, UnsupportedError
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
-TIMED = (*CURVES, *OTHER_CURVES, "softmax_forward", "softmax_backward", "logit")
+PLAIN = tuple(name for name in (*CURVES, *OTHER_CURVES) if name not in PAGES)
+TIMED = (*PLAIN, "softmax_forward", "softmax_backward", "logit")
 
 
 @pytest.fixture
@@ -90,6 +94,8 @@ def test_a_calibrated_machine_is_a_machine_file(device: torch.device, tmp_path: 
     timed = {"memory", "fetch", "evict", "overhead"}
     timed |= set() if on_cpu else {"fetch_together", "evict_together"}
     timed |= {f"rates.{dtype}.{name}" for dtype in names for name in TIMED}
+    if not on_cpu and "bfloat16" in names:
+        timed |= {f"rates.bfloat16.{name}" for name in PAGES}
     assert file.spread.keys() == timed
     assert min(file.spread.values()) >= 1.0
     # What one process cannot measure is said to be assumed.
@@ -105,7 +111,7 @@ def test_a_quick_calibration_looks_at_what_models_are_trained_in() -> None:
     assert file.about == "measured quickly"
     assert file.spec.rates.keys() == {"bfloat16", "float32"}
     for rates in file.spec.rates.values():
-        curves = [getattr(rates, name) for name in (*CURVES, *OTHER_CURVES)]
+        curves = [getattr(rates, name) for name in PLAIN]
         assert rates.peak == max(rate for curve in curves for _, rate in curve.points)
         assert rates.logit > 0
         assert rates.weights is not None
@@ -475,3 +481,30 @@ def test_a_machine_that_locks_no_main_memory_is_planned_as_one(
     words = "the engine issues them where main memory cannot be locked"
     said = " ".join(str(best_plan(question, ["offload"])).split())
     assert (words in said) is not locks
+
+
+def test_chosen_pages_are_timed_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels themselves are tried on a GPU, by the tests above."""
+    asked = []
+
+    def attended(call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        asked.append((call.table.choice.shape, call.table.page, q.shape, k.shape == v.shape))
+        return q, q
+
+    bench = Bench(CPU, GLANCE)
+    assert page_curves(bench, "rates.bfloat16", torch.bfloat16) == {}
+    monkeypatch.setattr(microbench, "supports", lambda *_: True)
+    monkeypatch.setattr(microbench, "attend_pages", attended)
+    monkeypatch.setattr(microbench, "attend_pages_backward", lambda *_: None)
+    monkeypatch.setattr(microbench, "fused_votes", lambda *_: None)
+    assert page_curves(bench, "rates.float32", torch.float32) == {}
+    found = page_curves(bench, "rates.bfloat16", torch.bfloat16)
+    assert found.keys() == set(PAGES)
+    queries, tokens = 2 * GLANCE.held, 8 * GLANCE.held
+    chosen = min(tokens, Sparse().budget) // Sparse().page
+    rows = (1, 8, queries // 16, chosen)
+    assert asked[0] == (rows, Sparse().page, (1, 32, queries, HEAD_DIM), True)
+    forward, backward, votes = (found[name].points[0][0] for name in PAGES)
+    assert forward == 4.0 * queries * chosen * Sparse().page * HEAD_DIM
+    assert backward == 2.5 * forward
+    assert votes == 2.0 * queries * (tokens // 16) * HEAD_DIM

@@ -145,7 +145,7 @@ def test_what_rates_may_leave_out_is_read_where_it_is_given() -> None:
         given["rates"]["float32"][name] = [[1e9, 1e12]]
     given["rates"]["float32"] |= {"head_dim": 64, "softmax_forward": 1e-12}
     rates = from_json(given, "m").spec.rates["float32"]
-    assert [getattr(rates, name).at(1.0) for name in OTHER_CURVES] == [1e12] * 3
+    assert [getattr(rates, name).at(1.0) for name in OTHER_CURVES] == [1e12] * len(OTHER_CURVES)
     assert (rates.head_dim, rates.softmax_forward, rates.softmax_backward) == (64, 1e-12, 0.0)
     given["rates"]["float32"]["softmax_forward"] = -1
     assert "rates.float32.softmax_forward: expected zero or more" in refusal(given)

@@ -1,5 +1,7 @@
 """What sparse attention costs beside dense calls."""
 
+from dataclasses import replace
+
 import pytest
 
 from farspan.planner.prices import WIDE_PASSES, SparsePrices
@@ -47,3 +49,22 @@ def test_chosen_pages_are_attended_and_moved(backward: bool) -> None:
 
 def test_a_chunk_without_candidates_costs_nothing() -> None:
     assert prices(rate=1.0).chosen(model_of(2).layers[0], 0, backward=True) == 0.0
+
+
+def test_a_machine_that_knows_them_prices_pages_by_their_own_rates() -> None:
+    known = replace(
+        RATES,
+        chosen_forward=Curve(((1.0, 2e9),)),
+        chosen_backward=Curve(((1.0, 4e9),)),
+        votes=Curve(((1.0, 8e9),)),
+    )
+    own, spec = SparsePrices(program(), known, lambda size: size), model_of(2).layers[0]
+    without = SparsePrices(program(), RATES, lambda size: size)
+    for backward, times in ((False, 2), (True, 4)):
+        pairs = RATES.attention(64 * 32, spec, backward=backward)
+        saved = pairs - pairs / times
+        assert without.chosen(spec, 7, backward=backward) - own.chosen(
+            spec, 7, backward=backward
+        ) == pytest.approx(saved)
+    # Nothing of the scores is written out.
+    assert own.votes(spec, 7) == pytest.approx(prices().votes(spec, 7) / 8)

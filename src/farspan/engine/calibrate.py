@@ -34,6 +34,7 @@ from farspan.engine.microbench import (
     links,
     logit,
     memory,
+    page_curves,
     products,
     softmax,
     weight_products,
@@ -343,6 +344,7 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
             curves[f"{kind}_{way}"] = bench.curve(f"{path}.{kind}_{way}", points)
     return Rates(
         **curves,
+        **page_curves(bench, path, dtype),
         peak=_peak(bench, dtype, curves.values()),
         head_dim=HEAD_DIM,
         softmax_forward=_softmax(bench, path, dtype, curves, backward=False),

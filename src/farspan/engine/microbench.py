@@ -25,7 +25,17 @@ from farspan.engine.kernels import select_kernel
 from farspan.engine.memory import PeakMemory
 from farspan.engine.tiers import Arena, CopyEngine
 from farspan.program.attention_blocks import Block
-from farspan.spec import BACKWARD_PRODUCTS, AttentionKernel, Curve, Tier
+from farspan.sparse.attend import FarCall
+from farspan.sparse.kernel_calls import (
+    PagedCall,
+    PageGradients,
+    PageTable,
+    attend_pages,
+    attend_pages_backward,
+    fused_votes,
+    supports,
+)
+from farspan.spec import BACKWARD_PRODUCTS, AttentionKernel, Curve, Sparse, Tier
 
 Call = Callable[[], object]
 Points = Iterator[tuple[float, int, Call]]  # size of a call, how many are made, what makes them
@@ -37,6 +47,7 @@ KV_SHARE = 4  # query heads that share a K, V head, as in most models of today
 HEAD_DIM = 128  # of attention's curves
 WIDEST_PRODUCT = 8192  # of a product
 LONGEST = 16384  # tokens of an attention call
+QUERY_PAGE, MEAN = 16, 16  # of sparse attention: tokens that choose together, that a mean is of
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +337,85 @@ def _workspace(bench: Bench, dtype: torch.dtype, *, causal: bool) -> float:
         results: Any = call()
     taken = meter.peak - sum(result.nbytes for result in results)
     return max(0, taken) / (2 * bench.effort.held * made.heads * HEAD_DIM)
+
+
+# -- chosen pages --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PagesProblem:
+    """A chunk's attention to chosen pages, and its votes, by the kernels of sparse attention, with
+    the pages of `Sparse()`; distinct pages are drawn for each page of queries."""
+
+    call: PagedCall
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    def flop(self, *, backward: bool) -> float:
+        """Of one head."""
+        table = self.call.table
+        seen = table.choice.shape[3] * table.page
+        flop = 4.0 * self.q.shape[2] * seen * self.q.shape[3]
+        return flop * BACKWARD_PRODUCTS if backward else flop
+
+    def attend(self, *, backward: bool) -> Call:
+        forward = partial(attend_pages, self.call, self.q, self.k, self.v)
+        if not backward:
+            return forward
+        out, lse = forward()
+        totals = PageGradients(
+            *(torch.zeros_like(x, dtype=torch.float32) for x in (self.k, self.v))
+        )
+        queries = BackwardQueries(self.dout, self.q, out, lse)
+        return partial(attend_pages_backward, self.call, queries, self.k, self.v, totals)
+
+    def vote(self) -> tuple[float, Call]:
+        """Operations of one head, and the call."""
+        candidates = range(self.k.shape[0] // MEAN)
+        means = self.k.unflatten(0, (-1, MEAN)).mean(1).permute(1, 2, 0, 3).contiguous()
+        table = self.call.table
+        call = FarCall(self.call.scale, MEAN)
+        flop = 2.0 * self.q.shape[2] * len(candidates) * self.q.shape[3]
+        return flop, partial(fused_votes, self.q, means, candidates, call, table.query_page)
+
+
+def chosen_pages(bench: Bench, dtype: torch.dtype) -> PagesProblem | None:
+    """None where sparse attention has no kernels of its own."""
+    if dtype.itemsize != 2 or not supports(bench.device, dtype, HEAD_DIM, HEAD_DIM, None):
+        return None
+    sparse, queries, tokens = Sparse(), 2 * bench.effort.held, 8 * bench.effort.held
+    kv_heads = 8
+    heads = kv_heads * KV_SHARE
+    q, dout = (
+        bench.random(1, queries, heads, HEAD_DIM, dtype=dtype).transpose(1, 2) for _ in range(2)
+    )
+    k, v = (bench.random(tokens, 1, kv_heads, HEAD_DIM, dtype=dtype) for _ in range(2))
+    pages, chosen = tokens // sparse.page, min(tokens, sparse.budget) // sparse.page
+    rows = 1, kv_heads, queries // QUERY_PAGE
+    drawn = torch.rand(*rows, pages, device=bench.device).argsort(-1)[..., :chosen]
+    choice = drawn.sort(-1).values.int().contiguous()
+    table = PageTable(choice, sparse.page, tokens, tokens, None, QUERY_PAGE)
+    return PagesProblem(PagedCall(table, HEAD_DIM**-0.5), q, k, v, dout)
+
+
+def page_curves(bench: Bench, path: str, dtype: torch.dtype) -> dict[str, Curve]:
+    """Curves of one size; none where sparse attention has no kernels of its own."""
+    made = chosen_pages(bench, dtype)
+    if made is None:
+        return {}
+    found = {}
+    for backward, way in ((False, "forward"), (True, "backward")):
+        point = made.flop(backward=backward), made.heads, made.attend(backward=backward)
+        found[f"chosen_{way}"] = bench.curve(f"{path}.chosen_{way}", iter([point]))
+    flop, vote = made.vote()
+    found["votes"] = bench.curve(f"{path}.votes", iter([(flop, made.heads, vote)]))
+    return found
 
 
 # -- memory and copies ---------------------------------------------------------------------------
