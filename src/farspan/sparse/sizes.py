@@ -8,7 +8,7 @@ one page of queries of one key-value head) are attended in parts, for which each
 copied side by side. Neither slabs nor parts grow with the prefix or the chunk.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from farspan.program.program import aligned
@@ -353,7 +353,11 @@ TILES = {
         256: PageTiles(PageTile(64, 32, 4, 3), PageTile(32, 32, 4, 3), PageTile(32, 32, 4, 3)),
     },
     (8, 6): _SMALL,
-    (9, 0): _LARGE,
+    (9, 0): {  # the fastest that were measured (benchmarks/results/sparse_kernels_h100.json)
+        **_LARGE,
+        64: PageTiles(PageTile(64, 64, 4, 3), PageTile(64, 64, 4, 3), PageTile(64, 64, 4, 3)),
+        128: replace(_LARGE[128], forward=PageTile(64, 64, 4, 3)),
+    },
     (10, 0): _LARGE,
     (12, 0): _SMALL,
 }
