@@ -253,7 +253,7 @@ def test_copies_hide_on_a_gpu(name: str, tokens: int) -> None:
     schedule = strategy(name, len(question.model.layers), tokens)
     program = build_program(question.model, question.run, schedule)
     line = run_time(Prices(question, program, together=True), overlap=True)
-    assert line.fetch + line.evict > 0.04 * line.total  # there is something to hide
+    assert line.fetch + line.evict > 0.03 * line.total  # there is something to hide
     assert line.total - line.compute < 0.04 * line.total
 
 
