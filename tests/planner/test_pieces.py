@@ -75,8 +75,8 @@ def test_blocks_grow_where_keys_lie_on_the_device(kv: Tier, larger: bool) -> Non
 
 
 def test_larger_blocks_that_are_slower_are_not_taken() -> None:
-    """As cuDNN's published rate on an H200, which falls beyond 32K by 16K with heads of 64."""
-    falling = Curve(((1.38e11, 7.02e14), (5.47e11, 6.93e14)))
+    """Where attention slows beyond 32K by 16K with heads of 64."""
+    falling = Curve(((1.38e11, 7.02e14), (5.47e11, 6e14)))
     question = with_curve(asked("128K"), falling)
     plan = evaluate(question, "grouped", replace(WHOLE, chunk=2**15))
     (found,) = with_pieces([plan], SECONDS)
