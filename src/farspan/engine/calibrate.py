@@ -342,9 +342,9 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
         for causal, kind in ((False, "attention"), (True, "causal")):
             points = attentions(bench, dtype, causal=causal, backward=backward)
             curves[f"{kind}_{way}"] = bench.curve(f"{path}.{kind}_{way}", points)
+    curves |= page_curves(bench, path, dtype)
     return Rates(
         **curves,
-        **page_curves(bench, path, dtype),
         peak=_peak(bench, dtype, curves.values()),
         head_dim=HEAD_DIM,
         softmax_forward=_softmax(bench, path, dtype, curves, backward=False),

@@ -379,10 +379,9 @@ class PagesProblem:
         """Operations of one head, and the call."""
         candidates = range(self.k.shape[0] // MEAN)
         means = self.k.unflatten(0, (-1, MEAN)).mean(1).permute(1, 2, 0, 3).contiguous()
-        table = self.call.table
         call = FarCall(self.call.scale, MEAN)
         flop = 2.0 * self.q.shape[2] * len(candidates) * self.q.shape[3]
-        return flop, partial(fused_votes, self.q, means, candidates, call, table.query_page)
+        return flop, partial(fused_votes, self.q, means, candidates, call, QUERY_PAGE)
 
 
 def chosen_pages(bench: Bench, dtype: torch.dtype) -> PagesProblem | None:
