@@ -124,6 +124,21 @@ def test_evaluations_beside_the_regular_ones_do_not_count() -> None:
     assert EvaluationConfig(every=0).why_stop({0: 1.0, 5: 2.0}) is None
 
 
+def test_losses_that_are_not_finite_end_a_run_in_words() -> None:
+    bad = {0: float("nan"), 2: float("inf"), 4: float("nan")}
+    why = EvaluationConfig(every=2, patience=3).why_stop(bad)
+    assert why == "no finite held-out loss in 3 evaluations"
+
+
+@pytest.mark.parametrize(("patience", "told"), [(5, False), (6, True)])
+def test_patience_that_outlasts_a_run_is_told(tmp_path: Path, patience: int, told: bool) -> None:
+    """Of 12 steps, with an evaluation every two."""
+    quiet = Quiet()
+    fit(lasting(a_run(tmp_path), patience), reporter=quiet)
+    words = "evaluation.patience: ends nothing here: 6 evaluations, one every 2 steps, are not over"
+    assert any(words in note for note in quiet.notes) is told
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -19,6 +19,7 @@ from farspan.program.dependencies import Lane
 from farspan.program.layout import Parallel
 from farspan.program.program import Fetch
 from farspan.report.plan import ROWS, step_spans
+from farspan.spec import UnsupportedError
 from farspan.train.config import OptimizerConfig, RunConfig
 from farspan.train.record import StepRecorder
 from farspan.train.trainer import train
@@ -75,6 +76,23 @@ def test_the_second_step_is_drawn_and_nothing_else_changes(
     assert names.count("B 1.0") == run.accumulate == 2
     assert names[-1] == "optimizer's update"
     assert {"fetch", "evict"} <= {event["cat"] for event in events}
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path: Path, plain: RunConfig) -> None:
+    quiet, run = Quiet(), replace(plain, folder=str(tmp_path / "run"))
+    result = train(run, reporter=quiet, trace=tmp_path / "none" / "step.json")
+    assert (result.step, result.exit_code) == (3, 0)
+    assert any(note.startswith("no trace of step 2: cannot write ") for note in quiet.notes)
+
+
+def test_only_a_file_is_replaced(tmp_path: Path) -> None:
+    """Who is root would replace a device."""
+    for place in (tmp_path, Path("/dev/null")):
+        done = CliRunner().invoke(cli.app, ["train", "--trace", str(place)])
+        assert isinstance(done.exception, UnsupportedError)
+        assert (
+            str(done.exception) == f"trace: {place} is not a file; name one, which is then replaced"
+        )
 
 
 def test_of_a_single_step_it_is_that_one(tmp_path: Path) -> None:

@@ -117,6 +117,8 @@ def train_command(
         notes += [] if note is None else [note]
     if trace is not None and not trace.parent.is_dir():
         raise UnsupportedError(f"trace: there is no folder {trace.parent}; make it first")
+    if trace is not None and trace.exists() and not trace.is_file():
+        raise UnsupportedError(f"trace: {trace} is not a file; name one, which is then replaced")
     load("farspan.cli.with_torch", "train_and_tell")(chosen, notes, trace, in_json=json_wanted)
 
 

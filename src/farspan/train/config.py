@@ -307,6 +307,10 @@ class EvaluationConfig:
         if self.min_delta and self.patience is None:
             raise UnsupportedError("min_delta: is of patience; give patience, or leave it out")
 
+    def may_stop(self, steps: int) -> bool:
+        """Whether patience can end a run of so many steps before its last one."""
+        return self.patience is not None and self.patience * self.every < steps
+
     def why_stop(self, held_out: Mapping[int, float]) -> str | None:
         """Why a run ends after these losses by step; None: it goes on. What is not a multiple of
         `every`, such as the last step of a run that was then made longer, does not count."""
@@ -317,6 +321,8 @@ class EvaluationConfig:
                 lowest, at, waited = held_out[step], step, 0
         if self.patience is None or waited < self.patience:
             return None
+        if lowest == float("inf"):
+            return f"no finite held-out loss in {waited} evaluations"
         by = f" by more than {self.min_delta:g}" if self.min_delta else ""
         return f"no held-out loss{by} below the {lowest:.4f} of step {at} in {waited} evaluations"
 

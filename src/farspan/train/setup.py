@@ -469,6 +469,12 @@ def introduce(ctx: RunContext) -> str:
         lines.append(opening_words(run))
     if run.objective.kind is not LossKind.SFT:
         lines.append(f"loss: {run.objective.describe()}")
+    patience, every = run.evaluation.patience, run.evaluation.every
+    if patience is not None and not run.evaluation.may_stop(run.steps):
+        lines.append(
+            f"evaluation.patience: ends nothing here: {patience} evaluations, one every {every} "
+            f"steps, are not over before step {run.steps}"
+        )
     return "\n".join(lines)
 
 

@@ -270,7 +270,7 @@ class StepRunner:
 
     def _write_trace(self, recorder: StepRecorder, seconds: float, path: Path) -> None:
         """Draws the step; the second with a schedule, where there is one, takes the place of the
-        first, which is metered."""
+        first, which is metered. A trace that cannot be written ends no run."""
         launch, step = self._ctx.world.launch, self._state.at.step
         rank = 0 if launch is None else launch.rank
         about = {
@@ -281,9 +281,14 @@ class StepRunner:
         }
         if rank:
             path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-        write_whole(path, json.dumps(trace_json(recorder, rank, about)).encode())
+        text = json.dumps(trace_json(recorder, rank, about))
         if recorder.copies is not None:
             recorder.copies.timed = None
+        try:
+            write_whole(path, text.encode())
+        except WriteFailed as error:
+            self._observer.note(f"no trace of step {step}: {error}")
+            return
         self._observer.note(f"trace: step {step} is in {path}; ui.perfetto.dev draws it")
 
     def compare(self) -> PlanComparison | None:
