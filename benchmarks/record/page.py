@@ -192,7 +192,7 @@ def _group(cell: Cell) -> str:
 
 
 def _misses(cells: list[Cell]) -> str:
-    lines = []
+    lines: list[str] = []
     for miss in misses():
         hit = [cell for cell in cells if not cell.agrees and miss.covers(cell)]
         places: dict[str, list[str]] = {}
@@ -200,8 +200,10 @@ def _misses(cells: list[Cell]) -> str:
             places.setdefault(cell.row, []).append(cell.column)
         shown = "; ".join(f"{row}: {', '.join(columns)}" for row, columns in places.items())
         state = "" if miss.explained else "**Not explained.** "
-        lines.append(f"- {miss.table}, {miss.kind}: {shown}. {state}{miss.why}")
-    return "\n".join(lines)
+        heading = f"### {miss.table}, {miss.kind}"
+        lines += [] if heading in lines else [heading]
+        lines.append(f"**{shown}.** {state}{miss.why}")
+    return "\n\n".join(lines)
 
 
 def _alpha() -> str:
