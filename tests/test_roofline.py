@@ -44,6 +44,8 @@ def test_the_floor_is_the_formula_s() -> None:
     rates = replace(
         card.rates["bfloat16"],
         matmul=flat,
+        weights=None,
+        logit=0.0,
         attention_forward=flat,
         attention_backward=flat,
         causal_forward=None,
