@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import performance
 from benchmarks.gpu.show import PUBLISHED, is_exact
+from farspan.planner.machines import machine
 
 
 def test_tables_stand_between_their_marks() -> None:
@@ -55,3 +56,37 @@ def test_plans_by_rates_under_load_were_right() -> None:
     for row in steps:
         assert row["seconds"] / row["planned"]["seconds"] == pytest.approx(1.0, abs=0.01)
         assert row["device_bytes_over_planned"] == pytest.approx(1.0, abs=0.02)
+
+
+def test_kernels_of_sparse_attention_are_the_records() -> None:
+    """The table, presets that price by it, and nothing that failed, was wrong or spilled."""
+    record = json.loads((performance.RESULTS / "sparse_kernels_h100.json").read_text("utf-8"))
+    rows = [row for row in record["rows"] if row["kernel"] != "compiling"]
+    assert not any("failed" in row for row in rows)
+    assert all(row.get("right", True) for row in rows)
+    shipped = {
+        (row["shape"]["head_dim"], row["shape"]["query_page"], row["kernel"]): row
+        for row in rows
+        if row.get("shipped")
+    }
+    dense = {(row["shape"]["head_dim"], row["kernel"]): row for row in rows}
+    page = (performance.PAGE.parent / "sparse.md").read_text(encoding="utf-8")
+    for width, name in ((128, "Qwen2.5-7B, 28 and 4"), (64, "Qwen2.5-0.5B, 14 and 2")):
+        beside = [
+            f"{row['useful_tflops']:.0f}, {row['backward_useful_tflops']:.0f}"
+            for row in (dense[width, f"dense {kernel}"] for kernel in ("cudnn", "flash"))
+        ]
+        for tokens in (128, 16):
+            three = [shipped[width, tokens, kernel] for kernel in ("forward", "dq", "dkv")]
+            assert all(row["spills"] == 0 for row in three)
+            forward, dq, dkv = (row["useful_tflops"] for row in three)
+            cells = f"{forward:.0f} | {10 / (4 / dq + 6 / dkv):.0f}"
+            assert (
+                f"| {name} of {width} | {tokens} tokens | {cells} | {' | '.join(beside)} |" in page
+            )
+            if (width, tokens) == (128, 16):
+                rates = machine("h100").rates["bfloat16"]
+                assert rates.chosen_forward is not None
+                assert rates.chosen_backward is not None
+                assert f"{rates.chosen_forward.at(1e12) / 1e12:.0f}" == f"{forward:.0f}"
+                assert f"{rates.chosen_backward.at(1e12) / 1e12:.0f}" in cells
