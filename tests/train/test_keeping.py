@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import farspan
 from farspan.checkpoint.local import list_checkpoints
 from farspan.distributed.failure import RankFailed
+from farspan.distributed.run_context import DistributedContext
 from farspan.program.layout import Parallel
 from farspan.spec import Tier, UnsupportedError
 from farspan.train.config import (
@@ -24,7 +25,7 @@ from farspan.train.config import (
     ScheduleConfig,
     StatesPlace,
 )
-from farspan.train.loggers import Callback
+from farspan.train.loggers import Callback, Callbacks
 from farspan.train.step_runner import TrainingResult
 from farspan.train.trainer import TrainingLoop, train
 from tests.ranks import run_ranks
@@ -363,6 +364,22 @@ def test_one_rank_asks_for_all(tmp_path: Path, answer: str | None) -> None:
     run = replace(run, data=replace(run.data, held_out=0.0))
     run_ranks(2, on_rank_1, run, answer)
     assert saved(run) == ["03"]
+
+
+class TwoRanks(DistributedContext):
+    """Of which this is the first, and a callback of the second has raised."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        if isinstance(value, int):
+            return [value, 1]
+        return [value, (None, "a callback raised KeyError: 'mine'")]
+
+
+def test_what_one_rank_raises_in_the_end_is_raised_on_all(tmp_path: Path) -> None:
+    result = TrainingResult(folder=tmp_path, step=1, steps=1)
+    callbacks = Callbacks((), TwoRanks(torch.device("cpu")))
+    with pytest.raises(RankFailed, match=r"rank 1: a callback raised KeyError: 'mine'"):
+        callbacks.end(result)
 
 
 def test_a_run_file_is_trained_by_the_packages_name(

@@ -114,7 +114,10 @@ def write_timeline(path: Path, plan: Plan | None) -> None:
     try:
         path.write_text(content + "\n", encoding="utf-8")
     except OSError as error:
-        raise UnsupportedError(f"timeline: {path} cannot be written: {error}") from error
+        raise UnsupportedError(
+            f"timeline: {path} cannot be written: {error.strerror}; free some space, fix its "
+            "permissions, or name another file"
+        ) from error
 
 
 def write_memory(path: Path, plan: Plan | None) -> None:

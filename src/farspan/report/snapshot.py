@@ -63,7 +63,10 @@ def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
     try:
         path.write_bytes(pickle.dumps(snapshot, protocol=PROTOCOL))
     except OSError as error:
-        raise UnsupportedError(f"snapshot: {path} cannot be written: {error.strerror}") from error
+        raise UnsupportedError(
+            f"snapshot: {path} cannot be written: {error.strerror}; free some space, fix its "
+            "permissions, or name another file"
+        ) from error
 
 
 def frame(where: str, line: int, what: str) -> dict[str, Any]:

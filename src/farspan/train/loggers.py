@@ -459,7 +459,7 @@ class Callbacks:
                 raise RankFailed(f"rank {rank}: {words}")
 
     def end(self, result: TrainingResult) -> TrainingResult:
-        """Tells each that the run has ended. Raises what one of them raises."""
-        for one in self._given:
-            one.on_end(result)
+        """Tells each that the run has ended. Raises as `tell` does."""
+        if self.any:
+            self.tell(lambda one: one.on_end(result))
         return result
