@@ -48,6 +48,7 @@ from farspan.sparse.kernel_calls import (
 )
 from farspan.sparse.pages import vote
 from farspan.sparse.sizes import PageTile, PageTiles, choose_tiles
+from farspan.spec import MEAN, Sparse
 
 Row = dict[str, Any]
 KERNELS = ("forward", "dq", "dkv")
@@ -363,7 +364,8 @@ def voting(shape: Shape, device: str, dtype: torch.dtype) -> Iterator[Row]:
                 row |= {"failed": f"{type(error).__name__}: {error}"[:600]}
             yield row
         if each == 1 and shape.query_page == shape.page:
-            work = partial(vote, q, many, shape.page, scale, None, 1)
+            sparse = Sparse(shape.page, 0, query_page=shape.page, selector=MEAN)
+            work = partial(vote, q, many, sparse, scale, None, 1)
             yield named | {"kernel": "votes plain"} | timed(work)
 
 

@@ -12,6 +12,7 @@ from dataclasses import fields
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from farspan.spec import Sparse, UnsupportedError
 
@@ -147,7 +148,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 ON, OFF = "on", "off"
 FIELDS = tuple(field.name for field in fields(Sparse))
-EXAMPLE = "page=64,budget=2K,recent=1K,sink_pages=1"
+EXAMPLE = "page=64,budget=2K,recent=1K,sinks=64"
 SEES_ALL = "which hides nothing at this context and equals dense"
 
 
@@ -157,7 +158,7 @@ def read_sparse(text: str) -> Sparse | None:
     word = text.strip().lower()
     if word in (ON, OFF):
         return Sparse() if word == ON else None
-    given: dict[str, int] = {}
+    given: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or name not in FIELDS:
@@ -166,7 +167,7 @@ def read_sparse(text: str) -> Sparse | None:
             )
         if name in given:
             raise UnsupportedError(f"sparse.{name}: given twice; keep one")
-        given[name] = read_pages(value, f"sparse.{name}")
+        given[name] = value if name == "selector" else read_pages(value, f"sparse.{name}")
     try:
         return Sparse(**given)
     except UnsupportedError as error:
@@ -176,10 +177,10 @@ def read_sparse(text: str) -> Sparse | None:
 def sparse_words(sparse: Sparse, *, hides: bool = True) -> str:
     """What a query sees, on one line; `hides`: unless it is certain that it sees everything."""
     what = "approximate" if hides else SEES_ALL
-    sinks = f"{sparse.sink_pages} first page{'s' if sparse.sink_pages != 1 else ''}"
     return (
         f"sparse attention, {what}: of earlier tokens {write_tokens(sparse.budget)} in chosen "
-        f"pages of {write_tokens(sparse.page)}, {write_tokens(sparse.recent)} recent, {sinks}"
+        f"pages of {write_tokens(sparse.page)}, {write_tokens(sparse.recent)} recent, "
+        f"{write_tokens(sparse.sinks)} first"
     )
 
 

@@ -333,33 +333,60 @@ class RunSpec:
                 )
 
 
+MEAN, SUBMEANS = "mean", "submeans"
+SELECTORS = SUBMEANS, MEAN
+SUBMEAN = 2  # tokens whose mean key `submeans` compares
+
+
 @dataclass(frozen=True, slots=True)
 class Sparse:
     """Attention that is sparse by page, an approximation of dense attention (OOMB 4.2).
 
     Page p is tokens [p * page, (p + 1) * page); a chunk begins on a page. Of the tokens that dense
     attention would show it, a query sees its own chunk, `recent` tokens before the chunk, the first
-    `sink_pages` pages, and pages that are chosen for its page of queries among all the others.
-    A budget no smaller than what lies between sinks and recent tokens gives dense attention.
+    `sinks` tokens, and pages that are chosen for its page of queries among all the others. A budget
+    no smaller than what lies between sinks and recent tokens gives dense attention.
     """
 
     page: int = 128  # tokens
     budget: int = 8192  # tokens of chosen pages; 0: only sinks and recent tokens
     recent: int = 4096  # tokens, rounded up to a page border
-    sink_pages: int = 1
+    sinks: int = 128  # first tokens of the sequence, rounded up to a page border
+    query_page: int = 16  # tokens that choose together; see `query_tokens`
+    selector: str = SUBMEANS  # by what pages are compared; see `sparse.pages.vote`
 
     def __post_init__(self) -> None:
-        for field in ("page", "budget", "recent", "sink_pages"):
-            value, least = getattr(self, field), int(field == "page")
+        for field in ("page", "budget", "recent", "sinks", "query_page"):
+            value, least = getattr(self, field), int(field in ("page", "query_page"))
             if not _is_count(value, least):
-                unit = f"{'pages' if field == 'sink_pages' else 'tokens'} >= {least}"
-                raise UnsupportedError(f"{field}: expected a whole number of {unit}, got {value!r}")
+                raise UnsupportedError(
+                    f"{field}: expected a whole number of tokens >= {least}, got {value!r}"
+                )
+        if self.selector not in SELECTORS:
+            raise UnsupportedError(
+                f"selector: expected one of {', '.join(SELECTORS)}, got {self.selector!r}"
+            )
         if self.budget % self.page:
             below = self.budget // self.page * self.page
             raise UnsupportedError(
                 f"budget: expected a multiple of page ({self.page} tokens), got {self.budget}; "
                 f"make it {below} or {below + self.page}"
             )
+
+    @property
+    def query_tokens(self) -> int:
+        """Tokens of a page of queries: `query_page`, cut to what divides a page of keys."""
+        return math.gcd(self.query_page, self.page)
+
+    @property
+    def mean_tokens(self) -> int:
+        """Tokens whose mean key stands for them in votes; they divide a page."""
+        return math.gcd(SUBMEAN, self.page) if self.selector == SUBMEANS else self.page
+
+    @property
+    def sink_pages(self) -> int:
+        """Pages of the sequence's first tokens, seen by all."""
+        return -(-self.sinks // self.page)
 
     def whole_pages(self, tokens: int) -> int:
         """So many tokens, rounded up to whole pages."""

@@ -1,7 +1,7 @@
 """`--sparse` of `farspan train` and `farspan verify`."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,15 @@ import pytest
 import yaml
 
 from farspan.cli.with_torch import result_json
+from farspan.formatting import read_sparse
+from farspan.spec import Sparse
 from farspan.train.config import RunConfig, SparseConfig
 from farspan.train.step_runner import TrainingResult
 from tests.cli.test_cli import CONFIG, RESULT, folder, run, trained
 
 __all__ = ["folder", "trained"]  # fixtures
 
-SMALL = "page=8,budget=16,recent=8,sink_pages=1"
+SMALL = "page=8,budget=16,recent=8,sinks=8"
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def run_file(tmp_path: Path) -> Path:
         "steps": 3,
         "context": 96,
         "schedule": {"strategy": "grouped", "chunk": 16},
-        "sparse": {"page": 8, "budget": 16, "recent": 8, "warn_below": 0.5},
+        "sparse": {"page": 8, "budget": 16, "recent": 8, "sinks": 8, "warn_below": 0.5},
     }
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(values))
@@ -101,7 +103,7 @@ class TestTrain:
         run_file.write_text(yaml.safe_dump(values))
         assert run(monkeypatch, "train", str(run_file), "--sparse", SMALL) == 0
         ((asked, notes),) = trained
-        assert asked.sparse == SparseConfig(8, 16, 8, 1, warn_below=0.5)
+        assert asked.sparse == SparseConfig(8, 16, 8, 8, warn_below=0.5)
         assert notes == ["sparse: without sparsity: 0.9, which belonged to the run file's"]
 
     def test_without_a_run_file(
@@ -189,7 +191,7 @@ class TestVerify:
         found = json.loads(capsys.readouterr().out)["sparse"]
         assert (found is not None) == is_sparse
         if is_sparse:
-            assert found["pages"] == {"page": 8, "budget": 16, "recent": 8, "sink_pages": 1}
+            assert found["pages"] == asdict(read_sparse(SMALL) or Sparse())
             assert found["selector"] == "TopK(pages=2)"
 
     def test_the_run_file_s_sparsity(

@@ -27,7 +27,7 @@ DENSE = {
     "tiles": replace(BASE, mlp_chunk_size=8, activation_save_fraction=0.6),
 }
 FAMILIES = ["gemma2", "olmo3", "gpt2", "lfm2"]
-SPARSE = Sparse(page=4, budget=8, recent=6, sink_pages=1)
+SPARSE = Sparse(page=4, budget=8, recent=6, sinks=4)
 
 
 class Waits:

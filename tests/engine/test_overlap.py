@@ -131,7 +131,7 @@ def test_chosen_pages_come_and_go_in_any_order(name: str, monkeypatch: pytest.Mo
 )
 def test_without_waits_of_chosen_pages(hazard: Hazard) -> None:
     """Where all earlier keys are candidates: blocks of near ones would keep some order for them."""
-    model, far = shared_model("qwen2", torch.float32), Sparse(4, 8, recent=0, sink_pages=0)
+    model, far = shared_model("qwen2", torch.float32), Sparse(4, 8, recent=0, sinks=0)
     schedule = replace(SPARSE_SCHEDULES["streamed"], groups=1, sparse=far)
     expected = two_steps(model, Step(model, schedule, poison=True), LONGER)
     step = Step(model, schedule, poison=True)
@@ -171,7 +171,7 @@ class Asked(Recorder):
 def test_pages_are_fetched_when_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two slabs when a cell begins that knows its choice; else behind that, which the CPU waits
     for once. No near keys: their waits would hold for the choice as well."""
-    far = Sparse(4, 8, recent=0, sink_pages=0)
+    far = Sparse(4, 8, recent=0, sinks=0)
     schedule = replace(SPARSE_SCHEDULES["streamed"], groups=1, sparse=far)
     step = Step(shared_model("qwen2", torch.float32), schedule)
     step.watches, step.copies = False, Asked()

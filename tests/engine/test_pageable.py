@@ -18,7 +18,7 @@ from tests.zoo import LAYERS, make_model
 
 TOKENS = 101
 BASE = Schedule(chunk=16, groups=2, kv_block=20)
-SPARSE = Sparse(page=4, budget=8, recent=6, sink_pages=1)
+SPARSE = Sparse(page=4, budget=8, recent=6, sinks=4)
 SCHEDULES = {
     **{name: replace(strategy(name, LAYERS, TOKENS), kv_block=20) for name in STRATEGIES},
     "streamed, kept": replace(BASE, kv=Tier.HOST, kv_kept=True, attention_save_fraction=0.5),

@@ -121,7 +121,7 @@ def test_compiled_modules_are_exact() -> None:
 def test_sparse_attention_leaves_recurrences_exact() -> None:
     """A budget no smaller than the prefix is dense attention; recurrent layers choose nothing."""
     model, data = make_model("lfm2"), draw(53)
-    sparse = Sparse(page=4, budget=64, recent=0, sink_pages=0)
+    sparse = Sparse(page=4, budget=64, recent=0, sinks=0)
     step = Step(model, Schedule(chunk=8, groups=2, sparse=sparse))
     assert_close(run_step(model, step, data), run_oracle(model, data))
 

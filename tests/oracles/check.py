@@ -332,7 +332,7 @@ class _Replay:
         if sparse is None or self.program.model.layers[layer].window is not None:
             return False
         recent = max(0, self.program.chunks[chunk][0] - sparse.recent) // sparse.page
-        return sparse.budget > 0 and recent > sparse.sink_pages
+        return sparse.budget > 0 and recent * sparse.page > sparse.sinks
 
     def _check_flags(self, i: Forward) -> None:
         need = self.memory.need

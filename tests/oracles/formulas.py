@@ -33,6 +33,7 @@ The theory's phi is a fraction of tokens; here it is the chunks whose middle lie
 of the sequence.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -121,7 +122,7 @@ class _Before(NamedTuple):
 
 def _seen_before(sparse: Sparse, start: int) -> _Before:
     border = max(0, start - sparse.recent) // sparse.page * sparse.page
-    sinks = min(border, sparse.sink_pages * sparse.page)
+    sinks = min(border, -(-sparse.sinks // sparse.page) * sparse.page)
     return _Before(sinks, min(sparse.budget, border - sinks), start - border)
 
 
@@ -311,14 +312,15 @@ class _Case:
         return schedule.kv_kept and group < self.last and there
 
     def _means(self, group: int) -> list[Term]:
-        """The mean keys of every page, where some chunk chooses among them."""
-        width, terms = max(4, self.model.element_bytes), []
+        """The mean keys of every page, or of 2 tokens, where some chunk chooses among them."""
+        width, terms = self.model.element_bytes, []
         for layer in self.layers(group):
             sparse, spec = self.sparse(layer), self.model.layers[layer]
             if sparse is None or not _seen_before(sparse, self.last_start).chosen:
                 continue
-            pages = min(self.schedule.chunk, self.run.tokens) // sparse.page
-            cell = pages * self.run.batch * spec.kv_heads * spec.head_dim * width
+            tokens = sparse.page if sparse.selector == "mean" else math.gcd(sparse.page, 2)
+            means = min(self.schedule.chunk, self.run.tokens) // tokens
+            cell = means * self.run.batch * spec.kv_heads * spec.head_dim * width
             chunks = self.last_start // self.schedule.chunk + 1
             terms.append(Term(Tier.DEVICE, _padded(cell) * chunks))
         return terms
@@ -333,7 +335,7 @@ class _Case:
             most = _seen_before(sparse, self.last_start).chosen // sparse.page
             starts = range(0, self.run.tokens, chunk)
             chunks = sum(_seen_before(sparse, start).chosen > 0 for start in starts)
-            pages = -(-min(chunk, self.run.tokens) // sparse.page)
+            pages = -(-min(chunk, self.run.tokens) // math.gcd(sparse.page, sparse.query_page))
             cell = 4 * self.run.batch * heads * pages * most
             terms.append(Term(Tier.DEVICE, _padded(cell) * chunks))
         return terms

@@ -6,7 +6,16 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from farspan.program.program import Program
-from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, StateTensor, Tier
+from farspan.spec import (
+    SELECTORS,
+    LayerSpec,
+    ModelSpec,
+    RunSpec,
+    Schedule,
+    Sparse,
+    StateTensor,
+    Tier,
+)
 
 FRACTIONS = st.sampled_from([0.0, 0.3, 0.5, 1.0]) | st.floats(0.0, 1.0)
 TIERS = st.sampled_from(Tier)
@@ -80,7 +89,9 @@ def sparsities(draw: st.DrawFn) -> Sparse | None:
         page=page,
         budget=page * draw(st.integers(0, 6)),
         recent=draw(st.sampled_from([0, 3, 40])),
-        sink_pages=draw(st.integers(0, 2)),
+        sinks=draw(st.integers(0, 9)),
+        query_page=draw(st.integers(1, 16)),
+        selector=draw(st.sampled_from(SELECTORS)),
     )
 
 

@@ -98,7 +98,7 @@ RICH = {
         kv=HOST,
         layer_checkpoint=True,
         attention_open=True,
-        sparse=Sparse(page=2, budget=4, recent=11, sink_pages=0),
+        sparse=Sparse(page=2, budget=4, recent=11, sinks=0),
     ),
 }
 

@@ -29,7 +29,7 @@ from farspan.spec import Sparse
 from tests.attention.cases import Case, Inputs, Results
 from tests.sparse.memory_pages import MemoryPages
 
-SPARSE = Sparse(page=4, budget=12, recent=6, sink_pages=1)
+SPARSE = Sparse(page=4, budget=12, recent=6, sinks=4)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class Sequence:
         shape = case.tokens, case.batch, case.kv_heads
         k = torch.full((*shape, case.head_dim), torch.nan, dtype=case.dtype)
         v = torch.full((*shape, case.value_dim), torch.nan, dtype=case.dtype)
-        self.pages = MemoryPages(k, v, self.case.sparse.page, self.case.most_units)
+        sparse, most = self.case.sparse, self.case.most_units
+        self.pages = MemoryPages(k, v, sparse.page, most, sparse.mean_tokens)
         self.pages.means.fill_(torch.nan)
 
     def step(self, inputs: Inputs, given: Tensor | None = None) -> Results:
@@ -100,7 +101,7 @@ class Sequence:
     def forward(
         self, inputs: Inputs, given: Tensor | None = None
     ) -> tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]:
-        page, attended = self.case.sparse.page, {}
+        page, attended = self.case.sparse.query_tokens, {}
         out = torch.full_like(inputs.dout, torch.nan)
         self.choices = {}
         for start in self.case.starts:
@@ -189,11 +190,12 @@ def cases() -> list[SparseCase]:
         replace(two, documents=(tuple(range(93)), tuple(range(0, 93, 2)))),
     ]
     sparses = [
-        Sparse(page=4, budget=0, recent=6, sink_pages=1),
-        Sparse(page=4, budget=4, recent=0, sink_pages=0),
-        Sparse(page=1, budget=5, recent=3, sink_pages=2),
-        Sparse(page=16, budget=16, recent=1, sink_pages=0),
-        Sparse(page=8, budget=16, recent=40, sink_pages=3),
+        Sparse(page=4, budget=0, recent=6, sinks=4),
+        Sparse(page=4, budget=4, recent=0, sinks=0),
+        Sparse(page=1, budget=5, recent=3, sinks=2),
+        Sparse(page=16, budget=16, recent=1, sinks=0),
+        Sparse(page=8, budget=16, recent=1, sinks=3, query_page=2, selector="mean"),
+        Sparse(page=8, budget=16, recent=40, sinks=24),
     ]
     return [
         *(SparseCase(dense) for dense in denses),

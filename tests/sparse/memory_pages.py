@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from farspan.attention.backends import accumulate_dtype
-from farspan.sparse.pages import Resident, Slab, Units, ends_of, index_of, page_means, slabs_of
+from farspan.sparse.pages import Resident, Slab, Units, ends_of, index_of, mean_keys, slabs_of
 from farspan.sparse.sizes import MOST_UNITS
 
 
@@ -22,6 +22,7 @@ class MemoryPages:
     v: Tensor
     page: int
     most_units: int = MOST_UNITS  # of a slab
+    mean_tokens: int | None = None  # None: those of a page
     choice: Tensor | None = None  # at hand
     means: Tensor = field(init=False)
     dk: Tensor = field(init=False)
@@ -29,7 +30,8 @@ class MemoryPages:
 
     def __post_init__(self) -> None:
         dtype = accumulate_dtype(self.k.dtype)
-        self.means = self.k.new_empty(len(self.k) // self.page, *self.k.shape[1:], dtype=dtype)
+        self.mean_tokens = self.mean_tokens or self.page
+        self.means = self.k.new_empty(len(self.k) // self.mean_tokens, *self.k.shape[1:])
         self.dk, self.dv = (torch.zeros_like(x, dtype=dtype) for x in (self.k, self.v))
         assert self.k.is_contiguous()
         assert self.v.is_contiguous()
@@ -39,8 +41,10 @@ class MemoryPages:
         assert start % self.page == 0, (start, self.page)
         stop = start + k.shape[2]
         self.k[start:stop], self.v[start:stop] = k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)
-        whole = slice(start // self.page, stop // self.page)
-        self.means[whole] = page_means(self.k[start:stop], self.page)
+        tokens = self.mean_tokens
+        assert tokens is not None
+        whole = slice(start // tokens, stop // tokens)
+        self.means[whole] = mean_keys(self.k[start:stop], tokens)
 
     def clear(self) -> None:
         """Forget the sums of gradients: a new step begins."""
@@ -55,7 +59,9 @@ class MemoryPages:
         self.dv[start:stop, rows] += dv.permute(2, 0, 1, 3)
 
     def representatives(self, pages: range) -> Tensor:
-        return self.means[pages.start : pages.stop].permute(1, 2, 0, 3)
+        assert self.mean_tokens is not None
+        each = self.page // self.mean_tokens
+        return self.means[pages.start * each : pages.stop * each].permute(1, 2, 0, 3)
 
     def begin(self, choice: Tensor) -> None:
         self.choice = choice

@@ -110,10 +110,10 @@ def test_equals_the_reference_for_any_geometry(data: st.DataObject) -> None:
 
 
 DENSE = [
-    Sparse(page=4, budget=92, recent=0, sink_pages=0),
-    Sparse(page=4, budget=92, recent=8, sink_pages=2),
-    Sparse(page=4, budget=0, recent=93, sink_pages=0),
-    Sparse(page=4, budget=0, recent=0, sink_pages=24),
+    Sparse(page=4, budget=92, recent=0, sinks=0),
+    Sparse(page=4, budget=92, recent=8, sinks=8),
+    Sparse(page=4, budget=0, recent=93, sinks=0),
+    Sparse(page=4, budget=0, recent=0, sinks=96),
 ]
 
 
@@ -173,7 +173,7 @@ def test_gradients_are_those_of_finite_differences(
     """Through four chunks, given the choice."""
     small = Case(tokens=13, chunk=4, kv_block=5, heads=2, kv_heads=1, sinks=True)
     dense = replace(small, head_dim=2, value_dim=2, documents=documents)
-    case = SparseCase(dense, Sparse(page=2, budget=4, recent=0, sink_pages=1))
+    case = SparseCase(dense, Sparse(page=2, budget=4, recent=0, sinks=2))
     inputs, sequence = make_inputs(dense), Sequence(case)
     sequence.forward(inputs)
     assert sequence.choice()[:, :, -1].min() >= 0

@@ -40,9 +40,13 @@ def case(
     call = sparse_call(sparse, dense, TopK(chosen), select_far("cpu", dim, dim, None))
     candidates = len(sparse.candidates(start))
     dims, width = (dim, dim), dtype.itemsize
-    far = Far(batch, heads, kv_heads, *dims, width, page, sparse.width(start), tokens, candidates)
+    each = sparse.page // sparse.mean_tokens
+    query_page, chosen = sparse.query_tokens, sparse.width(start)
+    far = Far(
+        batch, heads, kv_heads, *dims, width, page, query_page, each, chosen, tokens, candidates
+    )
     earlier = torch.zeros(start, batch, kv_heads, dim, dtype=dtype)
-    pages = MemoryPages(earlier, earlier, page)
+    pages = MemoryPages(earlier, earlier, page, mean_tokens=sparse.mean_tokens)
     pages.means.normal_()
     q = torch.randn(batch, heads, tokens, dim).to(dtype)
     return call, far, pages, (q, torch.zeros(batch, kv_heads, tokens, dim, dtype=dtype))

@@ -14,7 +14,7 @@ from farspan.engine.step import Step
 from farspan.program.program import Forward
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.sparse.pages import Candidates, Fraction, RandomPages, Selector, TopK
-from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
+from farspan.spec import SELECTORS, Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import (
     Data,
     Outcome,
@@ -32,7 +32,7 @@ from tests.grids import crossed, examples, part_of
 from tests.numerics import EXACT, relative_error
 from tests.zoo import FAMILIES, make_model, shared_model
 
-SPARSE = Sparse(page=4, budget=8, recent=6, sink_pages=1)
+SPARSE = Sparse(page=4, budget=8, recent=6, sinks=4)
 SCHEDULES = {
     "device": Schedule(chunk=16, groups=2, kv_block=20, sparse=SPARSE),
     "host": Schedule(chunk=16, groups=(1, 3), kv=Tier.HOST, kv_block=12, sparse=SPARSE),
@@ -50,7 +50,9 @@ sparsities = st.builds(
     page=st.just(4),
     budget=st.sampled_from([0, 4, 8, 1000]),
     recent=st.sampled_from([0, 1, 7, 30]),
-    sink_pages=st.integers(0, 3),
+    sinks=st.integers(0, 12),
+    query_page=st.sampled_from([1, 2, 4, 16]),
+    selector=st.sampled_from(SELECTORS),
 )
 schedules = any_schedule(
     chunk=st.sampled_from([4, 8, 20, 200]),

@@ -23,7 +23,7 @@ from tests.zoo import make_model
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 SCHEDULE = Schedule(
-    chunk=12, groups=1, kv_block=20, sparse=Sparse(page=4, budget=8, recent=6, sink_pages=1)
+    chunk=12, groups=1, kv_block=20, sparse=Sparse(page=4, budget=8, recent=6, sinks=4)
 )
 DATA = draw(36)
 

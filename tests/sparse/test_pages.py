@@ -75,7 +75,7 @@ def test_a_storage_of_another_kind_gives_the_same_bits(case: SparseCase) -> None
     wanted = Sequence(case).step(inputs)
     sequence = Sequence(case)
     plain = sequence.pages
-    sequence.pages = pages = HostPages(plain.k, plain.v, plain.page)
+    sequence.pages = pages = HostPages(plain.k, plain.v, plain.page, mean_tokens=plain.mean_tokens)
     found = sequence.step(inputs)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     once = [len(units_of(c)) for c in sequence.choices.values() if c.shape[3]]

@@ -70,7 +70,7 @@ def test_it_is_the_dense_weight_of_what_is_seen(dense: Case) -> None:
 
 
 def test_it_is_one_where_nothing_is_left_out() -> None:
-    case = SparseCase(PLAIN, Sparse(page=4, budget=92, recent=0, sink_pages=0))
+    case = SparseCase(PLAIN, Sparse(page=4, budget=92, recent=0, sinks=0))
     for mass in masses(case, 16):
         assert_exact(torch.tensor([mass.mean, mass.minimum]), torch.ones(2), limit=EXACT)
 

@@ -15,7 +15,9 @@ from farspan.sparse.sizes import MOST_UNITS, PART_BYTES, Far, far_bytes, slab_un
 from tests.grids import crossed
 from tests.sparse.memory_pages import MemoryPages
 
-LARGE = Far(1, 8, 2, 64, 64, 4, page=64, chosen=16, tokens=1024, candidates=600)
+LARGE = Far(
+    1, 8, 2, 64, 64, 4, query_page=64, means=1, page=64, chosen=16, tokens=1024, candidates=600
+)
 # Of the bound, by the worst choice of real sizes: forward and backward. What aten takes and gives
 # back within itself is in the bound, but not measured: packed keys and values of 16 bits.
 REACHED = {2: (0.75, 0.95), 4: (0.95, 0.95), 8: (0.95, 0.95)}
@@ -49,7 +51,7 @@ class Worst:
         )
         pages, choice = MemoryPages(k, v, far.page, self.most_units), self.choice()
         documents = torch.full((far.batch, far.tokens), shape[0]) if self.hidden else None
-        call = FarCall(0.1, far.page, documents)
+        call = FarCall(0.1, far.page, documents, far.query_page)
         kernel = Gathered(PlainPages(2.0) if far.plain else FlashPages(), self.part)
         pages.begin(choice)
         with LiveStorage() as forward:
@@ -81,12 +83,40 @@ def test_the_worst_choice_reaches_the_bound(width: int, limits: tuple[int, int])
 
 
 SMALL = [
-    Far(2, 4, 4, 8, 8, 4, page=4, chosen=3, tokens=50, candidates=20),
-    Far(1, 6, 1, 4, 4, 4, page=1, chosen=5, tokens=7, candidates=9),
-    Far(2, 6, 2, 32, 32, 4, page=16, chosen=8, tokens=200, candidates=11),
-    Far(1, 2, 2, 64, 64, 4, page=32, chosen=1, tokens=1, candidates=1),
-    Far(1, 4, 2, 16, 24, 4, page=8, chosen=4, tokens=61, candidates=30, plain=True),
-    Far(2, 4, 4, 16, 8, 4, page=8, chosen=4, tokens=64, candidates=30, plain=True),
+    Far(2, 4, 4, 8, 8, 4, query_page=2, means=1, page=4, chosen=3, tokens=50, candidates=20),
+    Far(1, 6, 1, 4, 4, 4, query_page=1, means=1, page=1, chosen=5, tokens=7, candidates=9),
+    Far(2, 6, 2, 32, 32, 4, query_page=16, means=1, page=16, chosen=8, tokens=200, candidates=11),
+    Far(1, 2, 2, 64, 64, 4, query_page=32, means=1, page=32, chosen=1, tokens=1, candidates=1),
+    Far(
+        1,
+        4,
+        2,
+        16,
+        24,
+        4,
+        query_page=8,
+        means=1,
+        page=8,
+        chosen=4,
+        tokens=61,
+        candidates=30,
+        plain=True,
+    ),
+    Far(
+        2,
+        4,
+        4,
+        16,
+        8,
+        4,
+        query_page=8,
+        means=1,
+        page=8,
+        chosen=4,
+        tokens=64,
+        candidates=30,
+        plain=True,
+    ),
 ]
 
 

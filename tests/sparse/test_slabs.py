@@ -166,7 +166,7 @@ CASES = [
     SparseCase(TWO),
     SparseCase(replace(TWO, value_dim=12, softcap=1.5)),
     SparseCase(PLAIN, select=Checked(some_of)),
-    SparseCase(TWO, Sparse(page=4, budget=92, recent=0, sink_pages=0), Checked(some_of)),
+    SparseCase(TWO, Sparse(page=4, budget=92, recent=0, sinks=0), Checked(some_of)),
 ]
 
 
@@ -178,7 +178,7 @@ def test_slabs_give_what_one_gather_gives(number: int, most_units: int) -> None:
     wanted = whole.step(inputs)
     sequence = Sequence(replace(case, most_units=most_units))
     plain = sequence.pages
-    sequence.pages = pages = Counted(plain.k, plain.v, plain.page, most_units)
+    sequence.pages = pages = Counted(plain.k, plain.v, plain.page, most_units, plain.mean_tokens)
     found = sequence.step(inputs)
     assert torch.equal(sequence.choice(), whole.choice())
     for name in wanted:

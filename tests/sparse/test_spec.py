@@ -21,7 +21,7 @@ def test_a_page_is_a_whole_number_of_tokens(value: Any) -> None:
         sparse_with("page", value)
 
 
-@pytest.mark.parametrize("field", ["budget", "recent", "sink_pages"])
+@pytest.mark.parametrize("field", ["budget", "recent", "sinks"])
 @pytest.mark.parametrize("value", [-1, 1.5, "4096", False, None])
 def test_the_rest_are_whole_numbers_from_0_on(field: str, value: Any) -> None:
     with pytest.raises(

@@ -36,7 +36,7 @@ from tests.train.planner import one_memory, plan_for, planned_components
 from tests.train.tiny import MODEL, STEPS, Quiet, Stopped, Stopping, replaced, tiny_run
 
 # Of 48 tokens in chunks of 8 the last chunk sees 4 + 4 + 4 of 40 before it.
-SPARSE = SparseConfig(page=4, budget=4, recent=4, sink_pages=1)
+SPARSE = SparseConfig(page=4, budget=4, recent=4, sinks=4)
 SCHEDULE = ScheduleConfig(strategy="grouped", chunk=8, groups=1)
 # Documents of one sequence each, so that there is something far to hide.
 LONG = "to be or not to be, that is the question "
@@ -91,10 +91,10 @@ class TestRun:
         )
         result = train(run, components=replaced(make_step=watched), reporter=Quiet())
         (step,) = watched.made
-        assert step.schedule.sparse == Sparse(4, 4, 4, 1)
+        assert step.schedule.sparse == Sparse(4, 4, 4, 4)
         args, loss = step.calls[0]
         model = load_model(config=MODEL, dtype=torch.float64, seed=run.seed)
-        sparse = Schedule(chunk=8, sparse=Sparse(4, 4, 4, 1))
+        sparse = Schedule(chunk=8, sparse=Sparse(4, 4, 4, 4))
         expected = Step(model, sparse).evaluate(*args)
         assert_exact(torch.tensor(loss, dtype=torch.float64), expected)
         dense = Step(model, Schedule(chunk=8)).evaluate(*args)
@@ -170,7 +170,7 @@ class TestRun:
 
     def test_the_planner_is_asked_for_it(self, tmp_path: Path) -> None:
         asked: list[Question] = []
-        sparse = Sparse(4, 4, 4, 1)
+        sparse = Sparse(4, 4, 4, 4)
         run = sparse_run(tmp_path, schedule=ScheduleConfig(strategy="auto"), steps=3)
         schedules = (Schedule(chunk=8, groups=1, sparse=sparse),)
         result = train(run, components=planned_components(schedules, asked=asked), reporter=Quiet())
@@ -195,7 +195,7 @@ class TestRun:
 
     def test_a_run_that_goes_on_keeps_its_plan(self, tmp_path: Path) -> None:
         """The plan is read back with its sparse attention."""
-        chosen = Schedule(chunk=8, groups=1, sparse=Sparse(4, 4, 4, 1))
+        chosen = Schedule(chunk=8, groups=1, sparse=Sparse(4, 4, 4, 4))
         run = sparse_run(tmp_path, schedule=ScheduleConfig(strategy="auto"))
 
         with pytest.raises(Stopped):
@@ -206,18 +206,18 @@ class TestRun:
         assert any("chunk 8;" in note and "(as planned before)" in note for note in quiet.notes)
 
     def test_a_plan_of_other_attention_is_not_kept(self, tmp_path: Path) -> None:
-        sparse = Sparse(4, 4, 4, 1)
+        sparse = Sparse(4, 4, 4, 4)
         question = Question(
             describe_tiny(), RunSpec(1, 48), one_memory(), dtype="float32", sparse=sparse
         )
-        for kept in (sparse, Sparse(4, 8, 4, 1), None):
+        for kept in (sparse, Sparse(4, 8, 4, 4), None):
             plan = plan_for(question, "mine", Schedule(chunk=8, sparse=kept))
             path = tmp_path / "plan.json"
             path.write_text(json.dumps(plan_json(Choice("mine", plan.schedule, plan=plan))))
             found = recall_plan(path, question, plan_for)
             assert (found is not None) == (kept == sparse)
 
-    @pytest.mark.parametrize("sparse", [None, Sparse(4, 4, 4, 1)])
+    @pytest.mark.parametrize("sparse", [None, Sparse(4, 4, 4, 4)])
     def test_in_another_layout_only_a_sparse_plan_that_runs_there_is_kept(
         self, tmp_path: Path, sparse: Sparse | None
     ) -> None:
@@ -373,7 +373,7 @@ class TestAnotherChunk:
 class TestSchedules:
     def test_a_lighter_one_still_begins_on_pages(self) -> None:
         model, run = describe_tiny(), RunSpec(1, 200)
-        schedule: Schedule | None = Schedule(chunk=200, groups=2, sparse=Sparse(8, 16, 8, 1))
+        schedule: Schedule | None = Schedule(chunk=200, groups=2, sparse=Sparse(8, 16, 8, 8))
         chunks = []
         while schedule is not None:
             chunks.append(schedule.chunk)
@@ -383,7 +383,7 @@ class TestSchedules:
 
     def test_one_longer_than_the_sequence(self) -> None:
         """200 tokens in a chunk of 16,384: what is cut is a chunk of whole pages."""
-        schedule = Schedule(groups=2, sparse=Sparse(128, 128, 0, 1))
+        schedule = Schedule(groups=2, sparse=Sparse(128, 128, 0))
         found = lighter_schedule(
             describe_tiny(), RunSpec(1, 200), schedule, (Tier.DEVICE,), RETRY_SHARE
         )
@@ -398,7 +398,7 @@ class TestSchedules:
 
     def test_in_words(self) -> None:
         words = describe_schedule(Choice("mine", Schedule().with_sparse(Sparse())))
-        assert words.endswith("4K recent, 1 first page")
+        assert words.endswith("4K recent, 128 first")
         assert "sparse" not in describe_schedule(Choice("mine", Schedule()))
 
 

@@ -28,7 +28,7 @@ from farspan.sparse.kernel_calls import (
 )
 from farspan.sparse.pages import vote
 from farspan.sparse.sizes import PageTile
-from farspan.spec import Sparse, UnsupportedError
+from farspan.spec import MEAN, Sparse, UnsupportedError
 from tests.attention.cases import Case, Inputs, Results, make_inputs
 from tests.grids import exhaustive, part_of
 from tests.numerics import relative_error
@@ -158,7 +158,8 @@ def votes_of(case: VoteCase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor |
     weights = pad(weights, (0, 0, 0, -case.queries % case.query_page))
     plain = None
     if case.each == 1 and case.query_page == case.page:
-        plain = vote(q, many, case.page, 0.3, documents, PAGES.start)
+        sparse = Sparse(case.page, 0, query_page=case.query_page, selector=MEAN)
+        plain = vote(q, many, sparse, 0.3, documents, PAGES.start)
     return found, weights.unflatten(2, (-1, case.query_page)).sum(3), plain
 
 
@@ -248,7 +249,7 @@ def test_sparse_attention_of_a_sequence(
 ) -> None:
     """Through chunks, with documents, sinks and a second step, as the engine runs it."""
     dense = Case(tokens=93, chunk=32, kv_block=24, batch=2, documents=MIXED, sinks=True)
-    sparse = Sparse(page=16, budget=16, recent=16, sink_pages=0)
+    sparse = Sparse(page=16, budget=16, recent=16, sinks=0)
     dense = replace(dense, dtype=torch.float32)
     case = SparseCase(dense, sparse, kernel=kernel, most_units=most_units)
     inputs = make_inputs(case.dense)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from tests.numerics import EXACT, relative_error
 from tests.sparse.test_engine import run_sparse_oracle
 from tests.zoo import VOCAB, make_model, shared_model
 
-SPARSE = Sparse(page=4, budget=8, recent=4, sink_pages=1)
+SPARSE = Sparse(page=4, budget=8, recent=4, sinks=4)
 SCHEDULE = Schedule(chunk=16, groups=2, attention_save_fraction=0.4, kv_block=24, sparse=SPARSE)
 RUN = VerificationRun(batch=2, tokens=101, documents=2)
 
@@ -111,7 +111,8 @@ def test_what_is_told_is_the_distance_from_dense_attention() -> None:
     assert found is not None
     sparse, dense = run_sparse_oracle(model, SCHEDULE, data), run_oracle(model, data)
     expected = relative_error(sparse.loss, dense.loss)
-    assert found.loss_error == pytest.approx(expected, rel=1e-6)
+    # A model with its own attention takes a softmax in float32.
+    assert found.loss_error == pytest.approx(expected, rel=1e-6, abs=1e-7)
     assert list(found.dense_error) == ["0", "1", "2", "3"]
     for index, errors in found.dense_error.items():
         assert list(errors) == [
@@ -145,7 +146,7 @@ def test_a_larger_budget_is_nearer_and_one_for_everything_is_dense() -> None:
 
 def test_how_far_it_is_from_dense_fails_nothing() -> None:
     """A budget of nothing is far off, and passes."""
-    schedule = replace(SCHEDULE, sparse=Sparse(page=4, budget=0, recent=0, sink_pages=0))
+    schedule = replace(SCHEDULE, sparse=Sparse(page=4, budget=0, recent=0, sinks=0))
     found = verify(shared_model("qwen2"), schedule, RUN)
     assert found.passed
     assert found.sparse is not None
@@ -161,7 +162,7 @@ def test_dense_schedules_tell_nothing() -> None:
 def test_json() -> None:
     found = verify(shared_model("qwen2"), SCHEDULE, RUN)
     data = json.loads(json.dumps(found.to_json()))["sparse"]
-    assert data["pages"] == {"page": 4, "budget": 8, "recent": 4, "sink_pages": 1}
+    assert data["pages"] == asdict(SPARSE)
     assert {"loss_error", "gradient_error", "hides", "selector"} <= data.keys()
     assert len(data["dense_error"]["3"]) == 7
 

@@ -11,9 +11,10 @@ def test_on_off_and_fields() -> None:
     assert read_sparse(" Off ") is None
     found = read_sparse("page=64, budget=2K,recent=0")
     assert found == Sparse(page=64, budget=2048, recent=0)
-    assert read_sparse(EXAMPLE) == Sparse(page=64, budget=2048, recent=1024, sink_pages=1)
+    assert read_sparse(EXAMPLE) == Sparse(page=64, budget=2048, recent=1024, sinks=64)
     assert read_sparse("budget=1M") == Sparse(budget=2**20)
-    assert FIELDS == ("page", "budget", "recent", "sink_pages")
+    assert FIELDS == ("page", "budget", "recent", "sinks", "query_page", "selector")
+    assert read_sparse("selector=mean,query_page=64") == Sparse(query_page=64, selector="mean")
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,7 @@ def test_on_off_and_fields() -> None:
         ("page=64,page=32", r"^sparse\.page: given twice"),
         ("page=0", r"^sparse\.page: expected a whole number of tokens >= 1, got 0$"),
         ("budget=many", r"^sparse\.budget: expected tokens such as 131072, 128K or 1M"),
+        ("selector=best", r"^sparse\.selector: expected one of submeans, mean, got 'best'$"),
         ("recent=-1", r"^sparse\.recent: expected tokens such as"),
         ("page=48,budget=100", r"^sparse\.budget: expected a multiple of page \(48 .* 96 or 144$"),
     ],
@@ -38,13 +40,13 @@ def test_what_makes_no_sense_is_refused_by_name(text: str, message: str) -> None
 def test_in_words() -> None:
     assert sparse_words(Sparse()) == (
         "sparse attention, approximate: of earlier tokens 8K in chosen pages of 128, 4K recent, "
-        "1 first page"
+        "128 first"
     )
     assert sparse_words(Sparse(), hides=False) == (
         "sparse attention, which hides nothing at this context and equals dense: of earlier tokens "
-        "8K in chosen pages of 128, 4K recent, 1 first page"
+        "8K in chosen pages of 128, 4K recent, 128 first"
     )
-    assert sparse_words(Sparse(page=48, budget=480, recent=0, sink_pages=0)) == (
+    assert sparse_words(Sparse(page=48, budget=480, recent=0, sinks=0)) == (
         "sparse attention, approximate: of earlier tokens 480 in chosen pages of 48, 0 recent, "
-        "0 first pages"
+        "0 first"
     )

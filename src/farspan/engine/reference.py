@@ -23,7 +23,7 @@ from farspan.program.program import Forward
 from farspan.sparse.attend import seen_mask
 from farspan.sparse.attend import sparse_reference as sparse_reference
 from farspan.sparse.engine import PageFunction, selector_of
-from farspan.sparse.pages import Candidates, Checked, Selector, page_means, vote
+from farspan.sparse.pages import Candidates, Checked, Selector, mean_keys, vote
 from farspan.spec import RunSpec, Schedule, Sparse
 
 Attention = Callable[..., Tensor]  # what `reference` takes and gives
@@ -151,17 +151,18 @@ class SparseReference:
         """The choice [B, Hk, M, k] of a whole sequence, -1 where a page of queries has fewer."""
         sparse, (batch, heads, tokens, _) = self.sparse, k.shape
         most = max(sparse.width(start) for start in range(0, tokens, self.chunk))
-        means = page_means(k.permute(2, 0, 1, 3), sparse.page).permute(1, 2, 0, 3)
+        means = mean_keys(k.permute(2, 0, 1, 3), sparse.mean_tokens).permute(1, 2, 0, 3)
+        each = sparse.page // sparse.mean_tokens
         starts = torch.searchsorted(document_ids.contiguous(), document_ids.contiguous())
         choices = []
         for start in range(0, tokens, self.chunk):
             stop, pages = min(start + self.chunk, tokens), sparse.candidates(start)
             own = starts[:, start:stop]
-            chosen = q.new_empty(batch, heads, -(-(stop - start) // sparse.page), 0).int()
+            chosen = q.new_empty(batch, heads, -(-(stop - start) // sparse.query_tokens), 0).int()
             if sparse.width(start):
-                given = means[:, :, pages.start : pages.stop]
-                votes = vote(q[:, :, start:stop], given, sparse.page, scale, own, pages.start)
-                first = own[:, :: sparse.page] // sparse.page
+                given = means[:, :, pages.start * each : pages.stop * each]
+                votes = vote(q[:, :, start:stop], given, sparse, scale, own, pages.start)
+                first = own[:, :: sparse.query_tokens] // sparse.page
                 chosen = self.select(votes, Candidates(pages, first))
             choices.append(functional.pad(chosen, (0, most - chosen.shape[3]), value=-1))
         return torch.cat(choices, 2)

@@ -109,11 +109,12 @@ class SparsePrices:
     moved: Callable[[float], float]
 
     def votes(self, spec: LayerSpec, chunk: int) -> float:
-        """A choice: a score a query, head and candidate page (OOMB 4.2)."""
+        """A choice: a score a query, head and mean key of a candidate page."""
         start, stop = self.program.chunks[chunk]
         sparse, run = sparse_of(self.program.schedule, spec), self.program.run
         assert sparse is not None
         scores = run.batch * spec.query_heads * (stop - start) * len(sparse.candidates(start))
+        scores *= sparse.page // sparse.mean_tokens
         flop = 2.0 * scores * spec.head_dim
         if self.rates.votes is not None:
             return flop / self.rates.votes.at(flop)

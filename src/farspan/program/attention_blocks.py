@@ -505,5 +505,5 @@ def sequence_pairs(tokens: int, layer: LayerSpec, schedule: Schedule) -> int:
 
 def chosen_pages(sparse: Sparse, start: int, stop: int) -> int:
     """The most different pages that the queries of [start, stop) can have chosen, one head."""
-    page_count = -(-(stop - start) // sparse.page)
+    page_count = -(-(stop - start) // sparse.query_tokens)
     return min(len(sparse.candidates(start)), page_count * sparse.width(start))

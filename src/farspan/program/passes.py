@@ -165,7 +165,7 @@ class Group:
                 names.choice(layer),
                 Kind.CHOICE,
                 choosing,
-                choice_cell_bytes(spec, batch, tokens, most, sparse.page),
+                choice_cell_bytes(spec, batch, tokens, most, sparse.query_tokens),
             ),
         ):
             ledger.allocate_cells(name, kind, layer, cells, size)

@@ -422,9 +422,9 @@ CHOICE_BYTES = 4  # of the number of a page
 def means_cell_bytes(
     model: ModelSpec, layer: LayerSpec, batch: int, tokens: int, sparse: Sparse
 ) -> int:
-    """Bytes of the mean keys [n, B, Hk, D] of a chunk's pages, in the accumulate dtype."""
-    row = batch * layer.kv_heads * layer.head_dim * model.accumulate_bytes()
-    return tokens // sparse.page * row
+    """Bytes of the mean keys [n * R, B, Hk, D] of a chunk's n pages, in the dtype of keys."""
+    row = batch * layer.kv_heads * layer.head_dim * model.element_bytes
+    return tokens // sparse.mean_tokens * row
 
 
 def choice_cell_bytes(layer: LayerSpec, batch: int, tokens: int, pages: int, page: int) -> int:

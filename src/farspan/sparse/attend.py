@@ -38,8 +38,13 @@ class FarCall:
     """What attention to chosen pages is, besides queries, keys and values."""
 
     scale: float
-    page: int
+    page: int  # tokens
     documents: Tensor | None = None  # [B, C]: first token of each query's document
+    query_page: int | None = None  # tokens of a page of queries; None: as `page`
+
+    @property
+    def query_tokens(self) -> int:
+        return self.page if self.query_page is None else self.query_page
 
 
 class FarKernel(Protocol):
@@ -72,6 +77,7 @@ class SparseCall:
     """What sparse attention of one chunk is, besides its tensors. One serves all dense layers that
     have the same scale and heads."""
 
+    sparse: Sparse
     near: AttentionCall
     far: FarCall
     candidates: Candidates
@@ -98,10 +104,11 @@ def sparse_call(
     first = None
     if documents is not None:
         # Documents ascend: the first query of a page sees the most.
-        first = documents[:, :: sparse.page] // sparse.page
+        first = documents[:, :: sparse.query_tokens] // sparse.page
     return SparseCall(
+        sparse,
         replace(dense, blocks=blocks),
-        FarCall(dense.scale, sparse.page, documents),
+        FarCall(dense.scale, sparse.page, documents, sparse.query_tokens),
         Candidates(pages, first),
         select,
         kernel,
@@ -114,11 +121,11 @@ def choose(call: SparseCall, q: Tensor, pages: Pages) -> Tensor:
     candidates = call.candidates
     representatives = pages.representatives(candidates.pages)
     if not candidates.pages:
-        page_count = -(-q.shape[2] // call.far.page)
+        page_count = -(-q.shape[2] // call.far.query_tokens)
         shape = *representatives.shape[:2], page_count, 0
         return torch.empty(shape, dtype=torch.int32, device=q.device)
     far, first = call.far, candidates.pages.start
-    votes = vote(q, representatives, far.page, far.scale, far.documents, first)
+    votes = vote(q, representatives, call.sparse, far.scale, far.documents, first)
     return call.select(votes, candidates)
 
 
@@ -246,11 +253,11 @@ def seen_mass(
 
 def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor:
     """choice [B, Hk, M, k] of a whole sequence, document ids [B, S] -> bool [B, Hk, S, S]."""
-    tokens, page = ids.shape[1], sparse.page
+    tokens, page, together = ids.shape[1], sparse.page, sparse.query_tokens
     pages = -(-tokens // page)
     marks = torch.zeros(*choice.shape[:3], pages + 1, dtype=torch.bool, device=choice.device)
     marks = marks.scatter(3, choice.long().masked_fill(choice < 0, pages), True)[..., :pages]
-    chosen = marks.repeat_interleave(page, 2).repeat_interleave(page, 3)[:, :, :tokens, :tokens]
+    chosen = marks.repeat_interleave(together, 2).repeat_interleave(page, 3)[:, :, :tokens, :tokens]
     key = torch.arange(tokens, device=ids.device)
     near = (key // chunk * chunk - sparse.recent).clamp(min=0) // page * page
     always = (key >= near[:, None]) | (key < sparse.sink_pages * page)

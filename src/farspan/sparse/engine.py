@@ -60,7 +60,7 @@ from farspan.sparse.pages import (
     Units,
     ends_of,
     index_of,
-    page_means,
+    mean_keys,
     slabs_of,
     units_of,
 )
@@ -75,17 +75,18 @@ class Means:
     """Mean keys of a layer's pages in their buffer, a cell a chunk
     (`engine.buffers.ProgramBuffers.cells`)."""
 
-    cells: Tensor  # [chunks, n, B, Hk, D], n pages of a full chunk
-    page: int
+    cells: Tensor  # [chunks, n * R, B, Hk, D], n pages of a full chunk, R mean keys of each
+    tokens: int  # of each mean
+    each: int  # R
 
     def write(self, chunk: int, k: Tensor) -> None:
-        """Note the whole pages of a chunk's k [C, B, Hk, D]."""
-        found = page_means(k, self.page)
+        """Note the means of a chunk's k [C, B, Hk, D]."""
+        found = mean_keys(k, self.tokens)
         self.cells[chunk, : len(found)] = found
 
     def read(self, pages: range) -> Tensor:
-        """[B, Hk, len(pages), D], a view where the cells lie side by side."""
-        found = self.cells.flatten(0, 1)[pages.start : pages.stop]
+        """[B, Hk, len(pages) * R, D], a view where the cells lie side by side."""
+        found = self.cells.flatten(0, 1)[pages.start * self.each : pages.stop * self.each]
         return found.permute(1, 2, 0, 3)
 
 
@@ -136,7 +137,7 @@ class BufferPages:
     slots: PageSlots
     chunk: int
     far: Far | None  # None: there is nothing to choose
-    page: int
+    sparse: Sparse
     means: Means | None = None  # None: nothing is chosen here
     choice: Tensor | None = None  # [B, Hk, M, k], from `begin` on
     counted: Callable[[], Tensor] | None = None  # its index, where slabs are still to be cut
@@ -270,7 +271,9 @@ class BufferPages:
         rows, heads, pages = parts["numbers"].view(3, -1)
         units = Units(rows, heads, pages, parts["index"].view(shape))
         keys, values, *sums = (
-            parts[name].unflatten(0, (len(units), self.page)) for name in ROWS if name in parts
+            parts[name].unflatten(0, (len(units), self.sparse.page))
+            for name in ROWS
+            if name in parts
         )
         of_backward = (sums[0], sums[1]) if sums else None
         return _ComingPages(slot, Slab(run, units, keys, values), parts["places"], of_backward)
@@ -308,7 +311,7 @@ class BufferPages:
         """K [U, P, D] and V [U, P, Dv], gathered on the device."""
         places = self._places(units)
         k, v = (
-            rows.index_select(0, places).unflatten(0, (len(units), self.page))
+            rows.index_select(0, places).unflatten(0, (len(units), self.sparse.page))
             for rows in self._rows(self.prefix.keys_in)
         )
         return k, v
@@ -320,7 +323,7 @@ class BufferPages:
 
     def _places(self, units: Units) -> Tensor:
         assert self.far is not None
-        return units.places(self.page, self.far.batch, self.far.kv_heads)
+        return units.places(self.sparse.page, self.far.batch, self.far.kv_heads)
 
     def _ends(self) -> Ends | None:
         return self.slots.ends.get(self._cell())
@@ -349,7 +352,7 @@ class Seen:
 
 
 def selector_of(given: Selector | PageFunction | None, sparse: Sparse) -> Selector:
-    """The selector of a step: by votes (OOMB 4.2), unless the user has another."""
+    """The selector of a step: the pages with most votes, unless the user has another."""
     if given is None:
         return TopK(sparse.budget // sparse.page)
     if isinstance(given, OWN_SELECTORS):
@@ -417,7 +420,7 @@ class SparseCell:
         if self.choice is not None:
             return self.choice
         heads = pages.prefix.storage.program.model.layers[pages.prefix.layer].kv_heads
-        page_count = -(-q.shape[2] // pages.page)
+        page_count = -(-q.shape[2] // pages.sparse.query_tokens)
         return torch.empty(q.shape[0], heads, page_count, 0, dtype=torch.int32, device=q.device)
 
 
@@ -460,11 +463,12 @@ class SparseRun:
         spec = program.model.layers[i.layer]
         if spec.window is not None:
             return None
-        page, batch = self.sparse.page, program.run.batch
+        tokens, batch = self.sparse.mean_tokens, program.run.batch
         means = watch = None
         if i.means is not None:
-            shape = program.schedule.chunk // page, batch, spec.kv_heads, spec.head_dim
-            means = Means(storage.cells(i.means, shape, storage.accumulate_dtype), page)
+            shape = program.schedule.chunk // tokens, batch, spec.kv_heads, spec.head_dim
+            each = self.sparse.page // tokens
+            means = Means(storage.cells(i.means, shape, storage.dtype), tokens, each)
         if i.chooses and (i.layer, i.chunk) == self.watched:
             watch = partial(self._watch, i)
         call = partial(self._call, spec, i.chunk)
@@ -477,7 +481,7 @@ class SparseRun:
             return None
         program, spec = self.storage.program, self.storage.program.model.layers[i.layer]
         start, stop = program.chunks[i.chunk]
-        pages = -(-(stop - start) // self.sparse.page)
+        pages = -(-(stop - start) // self.sparse.query_tokens)
         size = program.run.batch, spec.kv_heads, pages, self.sparse.width(start)
         kept = self.storage.cell(i.choice, i.chunk)
         return kept[: prod(size) * CHOICE_BYTES].view(torch.int32).view(size)
@@ -489,7 +493,7 @@ class SparseRun:
         start, stop = program.chunks[chunk]
         run = program.run.batch, program.model.element_bytes
         far = far_of(spec, self.sparse, run, start, stop - start)
-        return BufferPages(prefix, self.page_slots, chunk, far, self.sparse.page, means)
+        return BufferPages(prefix, self.page_slots, chunk, far, self.sparse, means)
 
     def _call(self, spec: LayerSpec, chunk: int, dense: AttentionCall) -> SparseCall:
         if chunk != self.chunk:

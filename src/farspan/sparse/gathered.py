@@ -1,10 +1,10 @@
 """Attention to chosen pages by copying them: any device, every feature, trains without Triton.
 
-Legend: B batch, H query heads, Hk key-value heads, r = H / Hk, M pages of queries of P tokens, k
-chosen pages, U units (pages.py). A row is a page of queries of one key-value head; the copies of
-its pages make it a small dense attention, and some rows x are attended at a time:
+Legend: B batch, H query heads, Hk key-value heads, r = H / Hk, M pages of queries of Q tokens, k
+chosen pages of P tokens, U units (pages.py). A row is a page of queries of one key-value head; the
+copies of its pages make it a small dense attention, and some rows x are attended at a time:
 
-    q_xRPD [x, r, P, D]    k_xSD, v_xSD [x, 1, k * P, D]    out [x, r, P, Dv], lse [x, r, P]
+    q_xRQD [x, r, Q, D]    k_xSD, v_xSD [x, 1, k * P, D]    out [x, r, Q, Dv], lse [x, r, Q]
 
 `part_bytes` bounds what such a part holds; units come slab by slab (`Pages.slabs`). Masks are
 built only for rows that need one: pages of queries that chose fewer pages than others, or where a
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class PageKernel(Protocol):
-    """Dense attention of rows x, each with its own keys; `mask` is bool [x, 1, P, S], true where a
+    """Dense attention of rows x, each with its own keys; `mask` is bool [x, 1, Q, S], true where a
     query sees a key. A query that sees none gives lse -inf, out zero and gradients zero."""
 
     @property
@@ -123,10 +123,10 @@ class _Part:
 
     places: tuple[Tensor, Tensor, Tensor]  # where they are in [B, Hk, M, ...], each [x]
     index: Tensor  # [x, k]: their units; any unit where there is none
-    mask: Tensor | None  # [x, 1, P, k * P]
+    mask: Tensor | None  # [x, 1, Q, k * P]
 
     def queries(self, x: Tensor) -> Tensor:
-        """[B, Hk, M, r, P, ...] -> [x, r, P, ...]. A kernel takes any strides but the innermost."""
+        """[B, Hk, M, r, Q, ...] -> [x, r, Q, ...]. A kernel takes any strides but the innermost."""
         rows = x[self.places]
         return rows if rows.stride(-1) == 1 else rows.contiguous()
 
@@ -154,9 +154,10 @@ class _SlabRows:
     """The rows of a slab, whose pages of queries are m."""
 
     page: int
+    query_page: int
     run: slice  # of M
     units: Units
-    starts: Tensor | None  # [B, M, P]: first token of each query's document
+    starts: Tensor | None  # [B, M, Q]: first token of each query's document
 
     def with_pages(self) -> tuple[Tensor, Tensor]:
         """Those of [B, Hk, m], flat, that have pages: they need no mask, or they do."""
@@ -179,7 +180,7 @@ class _SlabRows:
         within = torch.arange(self.page, device=index.device)
         token = (self._first_tokens(index).unsqueeze(2) + within).flatten(1)
         if self.starts is None:
-            starts = index.new_zeros(1, 1).expand(len(index), self.page)
+            starts = index.new_zeros(1, 1).expand(len(index), self.query_page)
         else:
             starts = self.starts[places[0], places[2]]
         return (token[:, None] >= starts.unsqueeze(2)).unsqueeze(1)
@@ -204,15 +205,15 @@ class Gathered:
     def forward(
         self, call: FarCall, q: Tensor, choice: Tensor, pages: Pages
     ) -> tuple[Tensor, Tensor]:
-        (batch, heads, tokens, _), padded = q.shape, choice.shape[2] * call.page
-        queries = _by_page(q, choice, call.page)
+        (batch, heads, tokens, _), padded = q.shape, choice.shape[2] * call.query_tokens
+        queries = _by_page(q, choice, call.query_tokens)
         lse = q.new_full((batch, heads, padded), -torch.inf, dtype=accumulate_dtype(q.dtype))
         out: Tensor | None = None
         for slab in pages.slabs():
             if out is None:
                 shape = batch, padded, heads, slab.values.shape[2]
                 out = q.new_zeros(shape).transpose(1, 2)
-            results = tuple(_by_page(x, choice, call.page) for x in (out, lse))
+            results = tuple(_by_page(x, choice, call.query_tokens) for x in (out, lse))
             of_slab = _slab_rows(call, slab, choice)
             for rows, masked in self._parts(of_slab, slab, queries, backward=False):
                 part = of_slab.part(rows, masked)
@@ -228,11 +229,11 @@ class Gathered:
         self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages
     ) -> Tensor:
         q = queries.q
-        (batch, heads, tokens, dim), padded = q.shape, choice.shape[2] * call.page
+        (batch, heads, tokens, dim), padded = q.shape, choice.shape[2] * call.query_tokens
         dtype = accumulate_dtype(q.dtype)
-        given = BackwardQueries(*(_by_page(x, choice, call.page) for x in queries))
+        given = BackwardQueries(*(_by_page(x, choice, call.query_tokens) for x in queries))
         dq = q.new_zeros(batch, padded, heads, dim, dtype=dtype).transpose(1, 2)
-        result = _by_page(dq, choice, call.page)
+        result = _by_page(dq, choice, call.query_tokens)
         for slab in pages.slabs():
             dk, dv = pages.sums(slab)
             of_slab = _slab_rows(call, slab, choice)
@@ -267,6 +268,7 @@ class Gathered:
         dims = slab.keys.shape[2], slab.values.shape[2]
         row = FarRow(
             queries.shape[3],
+            of_slab.query_page,
             of_slab.page,
             slab.units.index.shape[3],
             *dims,
@@ -291,13 +293,14 @@ def _slab_rows(call: FarCall, slab: Slab, choice: Tensor) -> _SlabRows:
     starts = call.documents
     if starts is not None:
         count = choice.shape[2]
-        ragged = count * call.page - starts.shape[1]
-        starts = (pad(starts, (0, ragged)) if ragged else starts).unflatten(1, (count, call.page))
-    return _SlabRows(call.page, slab.run, slab.units, starts)
+        ragged = count * call.query_tokens - starts.shape[1]
+        starts = pad(starts, (0, ragged)) if ragged else starts
+        starts = starts.unflatten(1, (count, call.query_tokens))
+    return _SlabRows(call.page, call.query_tokens, slab.run, slab.units, starts)
 
 
 def _by_page(x: Tensor, choice: Tensor, page: int) -> Tensor:
-    """[B, H, C, ...] -> [B, Hk, M, r, P, ...], a view; queries that a ragged last page lacks are
+    """[B, H, C, ...] -> [B, Hk, M, r, Q, ...], a view; queries that a ragged last page lacks are
     zeros, and then it is none."""
     kv_heads, pages = choice.shape[1:3]
     ragged = pages * page - x.shape[2]

@@ -571,7 +571,10 @@ class TritonFar:
 
     def _in_place(self, call: FarCall, choice: Tensor, there: Resident) -> PagedCall:
         tokens = there.k.shape[0]
-        return self._call(call, PageTable(choice.contiguous(), call.page, tokens, tokens))
+        table = PageTable(
+            choice.contiguous(), call.page, tokens, tokens, query_page=call.query_tokens
+        )
+        return self._call(call, table)
 
     def _gathered(self, call: FarCall, choice: Tensor, slab: Slab) -> PagedCall:
         """The call cut to a slab's queries, on its copies."""
@@ -580,7 +583,7 @@ class TritonFar:
         of_run = choice[:, :, slab.run].contiguous()
         tokens = len(slab.keys) * call.page
         # Chosen pages are whole and lie before the chunk: the sequence's end cuts off no key.
-        table = PageTable(of_run, call.page, LARGEST, tokens, slots)
+        table = PageTable(of_run, call.page, LARGEST, tokens, slots, call.query_tokens)
         return self._call(replace(call, documents=documents), table)
 
     def _call(self, call: FarCall, table: PageTable) -> PagedCall:
@@ -590,7 +593,7 @@ class TritonFar:
 
 def _span(call: FarCall, slab: Slab) -> slice:
     """The queries of a slab."""
-    return slice(slab.run.start * call.page, slab.run.stop * call.page)
+    return slice(slab.run.start * call.query_tokens, slab.run.stop * call.query_tokens)
 
 
 def _as_buffer(of_units: Tensor, choice: Tensor) -> Tensor:

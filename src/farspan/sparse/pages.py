@@ -2,8 +2,8 @@
 selectors that read them; how sparse attention asks for them, and a storage in memory.
 
 Legend: T tokens, B batch, H query heads, Hk key-value heads, r = H / Hk, C tokens of the chunk,
-P tokens a page, M = ceil(C / P) pages of queries (the last may be ragged), n candidate pages, k
-chosen ones, D head dim, Dv value dim.
+P tokens a page, Q a page of queries (`Sparse.query_tokens`), M = ceil(C / Q) of those (the last may
+be ragged), n candidate pages, R mean keys of a page, k chosen ones, D head dim, Dv value dim.
 
 A choice is int32 [B, Hk, M, k]: numbers of pages of the sequence, ascending, then -1 where there
 are fewer than k. It is made once, in a chunk's first forward; rebuild and backward get the same.
@@ -29,7 +29,8 @@ from torch.nn.functional import pad
 
 from farspan.attention.backends import accumulate_dtype
 from farspan.attention.chunk import KeyValues
-from farspan.spec import UnsupportedError
+from farspan.sparse.sizes import LEAST, UNDIVIDED
+from farspan.spec import MEAN, Sparse, UnsupportedError
 
 MOST_PAGES = 2**31  # more than an int32 names: no device is asked for the largest of a choice
 Ends = tuple[tuple[int, int], ...]  # of slabs: the page of queries behind each, and its units
@@ -162,7 +163,7 @@ class Pages(KeyValues, Protocol):
     """K, V of the tokens before a chunk, block by block and page by page, and their gradients."""
 
     def representatives(self, pages: range) -> Tensor:
-        """The mean key of each of these pages [B, Hk, n, D], in the accumulate dtype."""
+        """Mean keys of these pages [B, Hk, n * R, D], R a page, in the dtype of keys."""
 
     def begin(self, choice: Tensor) -> None:
         """The pages of this choice [B, Hk, M, k] will be asked for next."""
@@ -180,10 +181,12 @@ class Pages(KeyValues, Protocol):
         """Add to the sums of the slab's units what was gathered in those of `sums`."""
 
 
-def page_means(k: Tensor, page: int) -> Tensor:
-    """Mean keys [n, B, Hk, D] of the whole pages of k [T, B, Hk, D], in the accumulate dtype."""
-    whole = k.shape[0] // page
-    return k[: whole * page].unflatten(0, (whole, page)).mean(1, dtype=accumulate_dtype(k.dtype))
+def mean_keys(k: Tensor, tokens: int) -> Tensor:
+    """Means [n, B, Hk, D] of every `tokens` keys of k [T, B, Hk, D], in its dtype; no mean of a
+    ragged rest."""
+    whole = k.shape[0] // tokens
+    parts = k[: whole * tokens].unflatten(0, (whole, tokens))
+    return parts.mean(1, dtype=accumulate_dtype(k.dtype)).to(k.dtype)
 
 
 # -- which are chosen ------------------------------------------------------------------------------
@@ -192,9 +195,6 @@ def page_means(k: Tensor, page: int) -> Tensor:
 # elsewhere 128 MB.
 SCORES = {"cpu": 2**18}
 SCORES_ELSEWHERE = 2**25
-# A page of queries may have so many times more before it is divided: it is as fast, and matrix
-# products of fewer than 16 queries are not.
-UNDIVIDED, LEAST = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,40 +222,46 @@ class Selector(Protocol):
 def vote(
     q: Tensor,
     representatives: Tensor,
-    page: int,
+    sparse: Sparse,
     scale: float,
     documents: Tensor | None,
     first: int,
 ) -> Tensor:
     """Votes [B, Hk, M, n], in the accumulate dtype, of the queries for pages from `first` on.
 
-    q [B, H, C, D], representatives [B, Hk, n, D], documents [B, C] the first token of each query's
-    document. Every query and head spreads one vote over the pages it sees, in proportion to
-    exp(scale q . representative) (OOMB equation 4; the scale is that of attention); one that sees
-    none of them does not vote.
+    q [B, H, C, D], representatives [B, Hk, n * R, D], documents [B, C] the first token of each
+    query's document. A page scores with a query as the largest of scale q . representative over
+    its R mean keys (the scale is that of attention), and the query gives weights to the pages it
+    sees, a softmax over their scores; one that sees none of them does not vote. With `mean` (R = 1)
+    the vote of a page of queries is the sum of those weights over its Q tokens and the r heads
+    (OOMB equation 4), with `submeans` the largest of them: what one token of one head needs is
+    found, however little the others care.
     """
     batch, heads, tokens, _ = q.shape
-    kv_heads, pages = representatives.shape[1:3]
-    keys = representatives.to(accumulate_dtype(q.dtype)).mT * scale
+    kv_heads, each = representatives.shape[1], sparse.page // sparse.mean_tokens
+    pages, together = representatives.shape[2] // each, sparse.query_tokens
+    keys = representatives.to(accumulate_dtype(q.dtype)).mT
     number = torch.arange(first, first + pages, device=q.device)
-    votes = keys.new_zeros(batch, kv_heads, -(-tokens // page), pages)
+    votes = keys.new_zeros(batch, kv_heads, -(-tokens // together), pages)
     most = SCORES.get(q.device.type, SCORES_ELSEWHERE)
-    each = batch * (heads // kv_heads) * max(1, pages)
-    heads_at_once = min(kv_heads, max(1, UNDIVIDED * most // (each * page)))
-    for start, stop in _spans(tokens, page, most // (each * heads_at_once)):
+    row = batch * (heads // kv_heads) * max(1, keys.shape[3])
+    heads_at_once = min(kv_heads, max(1, UNDIVIDED * most // (row * together)))
+    for start, stop in _spans(tokens, together, most // (row * heads_at_once)):
         hidden = None
         if documents is not None:
-            hidden = (documents[:, start:stop, None] // page > number)[:, None, None]
-        of_pages = slice(start // page, -(-stop // page))
+            hidden = (documents[:, start:stop, None] // sparse.page > number)[:, None, None]
+        of_pages = slice(start // together, -(-stop // together))
         for head in range(0, kv_heads, heads_at_once):
             some = slice(head, head + heads_at_once)
             part = q[:, :, start:stop].unflatten(1, (kv_heads, -1))[:, some]
-            votes[:, some, of_pages] += _vote(part, keys[:, some], hidden, page)
+            weights = _weights(part, keys[:, some], scale, each, hidden)
+            _pool(votes[:, some, of_pages], weights, together, largest=sparse.selector != MEAN)
     return votes
 
 
 def _spans(tokens: int, page: int, most: int) -> Iterator[tuple[int, int]]:
-    """Tokens of a chunk that vote together, about `most`: whole pages, or parts of one."""
+    """Tokens of a chunk that vote together, about `most`: whole pages of queries, or parts of
+    one."""
     whole = max(1, most // page) * page
     step = whole if UNDIVIDED * most >= page else max(LEAST, most)
     for first in range(0, tokens, whole):
@@ -264,21 +270,30 @@ def _spans(tokens: int, page: int, most: int) -> Iterator[tuple[int, int]]:
             yield start, min(start + step, last)
 
 
-def _vote(q: Tensor, keys: Tensor, hidden: Tensor | None, page: int) -> Tensor:
-    """Votes [B, h, m, n] of q [B, h, r, t, D] for keys [B, h, D, n]: of m pages of queries, or of a
-    part of one. `hidden` is bool [B, 1, 1, t, n]."""
+def _weights(q: Tensor, keys: Tensor, scale: float, each: int, hidden: Tensor | None) -> Tensor:
+    """What queries [B, h, r, t, D] give to pages, [B, h, r, t, n], by keys [B, h, D, n * R], R =
+    `each`; `hidden` is bool [B, 1, 1, t, n]."""
     # The heads of a group stacked: their keys are read once, not copied for each.
-    scores = (q.to(keys.dtype).flatten(2, 3) @ keys).unflatten(2, q.shape[2:4])
+    scores = ((q.to(keys.dtype) * scale).flatten(2, 3) @ keys).unflatten(2, q.shape[2:4])
+    if each > 1:
+        scores = scores.unflatten(4, (-1, each)).amax(5)
     if hidden is None:
-        weights = scores.softmax(-1)
+        return scores.softmax(-1)
+    # A row that is hidden as a whole is nan for a moment.
+    return scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0)
+
+
+def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
+    """Count weights [B, h, r, t, n] of m pages of queries, or of a part of one, in their votes
+    [B, h, m, n]."""
+    ragged = -weights.shape[3] % page
+    if weights.shape[3] > page and ragged:
+        weights = pad(weights, (0, 0, 0, ragged))
+    weights = weights.unflatten(3, (votes.shape[2], -1))
+    if largest:
+        torch.maximum(votes, weights.amax((2, 4)), out=votes)
     else:
-        # A row that is hidden as a whole is nan for a moment.
-        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0)
-    if q.shape[3] <= page:
-        return weights.sum((2, 3)).unsqueeze(2)
-    ragged = -q.shape[3] % page
-    weights = pad(weights, (0, 0, 0, ragged)) if ragged else weights
-    return weights.unflatten(3, (-1, page)).sum((2, 4))
+        votes += weights.sum((2, 4))
 
 
 def _everywhere(count: int, votes: Tensor) -> Tensor:
@@ -288,7 +303,7 @@ def _everywhere(count: int, votes: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """The pages with most votes (OOMB 4.2); of equals the lower."""
+    """The pages with most votes; of equals the lower."""
 
     pages: int
 

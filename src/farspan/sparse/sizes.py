@@ -41,6 +41,7 @@ class FarRow:
     """One page of queries of a key-value head and the pages it chose."""
 
     group: int  # query heads of the key-value head
+    query_page: int  # tokens
     page: int  # tokens
     chosen: int  # pages
     head_dim: int
@@ -59,7 +60,7 @@ class FarRow:
 
     @property
     def queries(self) -> int:
-        return self.group * self.page
+        return self.group * self.query_page
 
     def bytes(self, *, masked: bool, backward: bool) -> int:
         """What a row holds of its part at the fullest moment."""
@@ -95,7 +96,7 @@ class FarRow:
         copies = self._index() + self._keys_and_values()
         if masked:
             # A bool and a float a score, and where each query's document begins.
-            copies += self.page * (self.keys * (1 + self.width) + INDEX)
+            copies += self.query_page * (self.keys * (1 + self.width) + INDEX)
         return copies
 
     def _plain(self) -> int:
@@ -119,6 +120,8 @@ class Far:
     value_dim: int
     width: int  # bytes of an element
     page: int  # tokens
+    query_page: int  # tokens
+    means: int  # keys that stand for a page in votes
     chosen: int  # pages that a page of queries of a key-value head chooses at most
     tokens: int  # of the chunk
     candidates: int  # pages to choose from
@@ -127,11 +130,11 @@ class Far:
     @property
     def row(self) -> FarRow:
         group, dims = self.heads // self.kv_heads, (self.head_dim, self.value_dim)
-        return FarRow(group, self.page, self.chosen, *dims, self.width, self.plain)
+        return FarRow(group, self.query_page, self.page, self.chosen, *dims, self.width, self.plain)
 
     @property
     def query_pages(self) -> int:
-        return -(-self.tokens // self.page)
+        return -(-self.tokens // self.query_page)
 
     @property
     def entries(self) -> int:
@@ -160,6 +163,8 @@ def far_of(
         heads.value_dim,
         run[1],
         sparse.page,
+        sparse.query_tokens,
+        sparse.page // sparse.mean_tokens,
         sparse.width(start),
         tokens,
         len(sparse.candidates(start)),
@@ -230,13 +235,13 @@ def far_bytes(
 
 def _chunk_bytes(far: Far, backward: bool) -> int:
     """What is as long as the chunk: results, and what comes in where its last page is ragged."""
-    tokens, wide = far.batch * far.query_pages * far.page, far.row.wide
+    tokens, wide = far.batch * far.query_pages * far.query_page, far.row.wide
     if backward:
         given = (far.head_dim + 2 * far.value_dim) * far.width + wide
         results = far.head_dim * wide
     else:
         given, results = far.head_dim * far.width, far.value_dim * far.width + wide
-    ragged = far.tokens % far.page > 0
+    ragged = far.tokens % far.query_page > 0
     return tokens * (far.heads * (results + ragged * given) + ragged * INDEX)
 
 
@@ -245,22 +250,38 @@ def _chunk_bytes(far: Far, backward: bool) -> int:
 # Elements of scores that votes hold at one time on a CPU, or one page of queries' if that is more.
 # On a GPU they are more (sparse.pages), which no plan counts.
 SCORES = 2**18
+# A page of queries may have so many times more before it is divided: it is as fast, and matrix
+# products of fewer than 16 queries are not.
+UNDIVIDED, LEAST = 4, 16
 SAMPLES = 16  # queries of a cell whose seen mass is measured
 WATCHED_KEYS = 1024  # that they are compared with at one time
 MASKS = 3  # bytes of masks, a sample and key
 
 
 def choice_bytes(far: Far) -> int:
-    """Bytes that choosing a chunk's pages holds at most: while queries vote, the means in the
+    """Bytes that choosing a chunk's pages holds at most: while queries vote, the mean keys in the
     accumulate dtype and parts of the scores; then votes, sorted, and masks of them."""
-    wide, candidates = far.row.wide, far.candidates
-    of_page = far.batch * far.heads * far.page * candidates
-    at_once = min(far.query_pages, max(1, SCORES // of_page))
-    means = far.batch * far.kv_heads * far.head_dim * candidates
-    queries = far.batch * far.heads * far.page * at_once * far.head_dim
-    votes = far.batch * far.kv_heads * far.query_pages * candidates
-    voting = means + queries + 3 * at_once * of_page + 8 * votes
+    wide, keys = far.row.wide, far.candidates * far.means
+    heads, queries = _voting(far, keys)
+    copied = far.width < wide
+    means = copied * far.batch * far.kv_heads * far.head_dim * keys
+    given = 2 * far.batch * heads * queries * far.head_dim
+    votes = far.batch * far.kv_heads * far.query_pages * far.candidates
+    # A score a mean key; where a page has several, the rest is of pages.
+    scores = far.batch * heads * queries * (keys + 2 * far.candidates)
+    voting = means + given + scores + 2 * votes
     return max(wide * voting, votes * (2 * wide + 3 * INDEX))
+
+
+def _voting(far: Far, keys: int) -> tuple[int, int]:
+    """Heads and tokens of the queries that vote at one time, for so many mean keys."""
+    group, together = far.heads // far.kv_heads, far.query_page
+    row = far.batch * group * keys
+    heads = min(far.kv_heads, max(1, UNDIVIDED * SCORES // (row * together)))
+    most = SCORES // (row * heads)
+    whole = max(1, most // together) * together
+    tokens = whole if UNDIVIDED * most >= together else max(LEAST, most)
+    return heads * group, min(tokens, far.tokens)
 
 
 def watch_bytes(far: Far, q_start: int) -> int:

@@ -206,7 +206,9 @@ class SparseConfig:
     page: int = _PAGES.page
     budget: int = _PAGES.budget
     recent: int = _PAGES.recent
-    sink_pages: int = _PAGES.sink_pages
+    sinks: int = _PAGES.sinks
+    query_page: int = _PAGES.query_page
+    selector: str = _PAGES.selector
     # Of the pages to choose from, the share left out (FPDT 5.6); null: as many as `budget` allows.
     sparsity: float | None = None
     warn_below: float = 0.9  # mean attention mass that is seen; 0: never
@@ -225,7 +227,7 @@ class SparseConfig:
 
     def spec(self) -> Sparse:
         """As a schedule has it."""
-        return Sparse(self.page, self.budget, self.recent, self.sink_pages)
+        return Sparse(**{f.name: getattr(self, f.name) for f in fields(Sparse)})
 
 
 @dataclass(frozen=True, slots=True)

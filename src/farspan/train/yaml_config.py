@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from farspan.formatting import MOST_TOKENS, did_you_mean, read_pages, read_tokens, shortened
-from farspan.spec import SHORT_NAMES, LossKind, Schedule, UnsupportedError
+from farspan.spec import MEAN, SHORT_NAMES, LossKind, Schedule, Sparse, UnsupportedError
 
 LOG = logging.getLogger(__name__)
 
@@ -408,7 +408,7 @@ RENAMED = {
 TOKENS = {
     "": ("context",),
     "schedule": ("chunk", "kv_block", "loss_chunk_size", "mlp_chunk_size"),
-    "sparse": ("page", "budget", "recent"),
+    "sparse": ("page", "budget", "recent", "sinks", "query_page"),
 }
 
 
@@ -429,6 +429,8 @@ def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
             values |= _tokens(values, names, "")
         elif isinstance(values.get(section), Mapping):
             values[section] = _tokens(values[section], names, f"{section}.")
+    if isinstance(values.get("sparse"), Mapping) and SINK_PAGES in values["sparse"]:
+        values["sparse"] = _sinks_in_tokens(values["sparse"])
     model = values.get("model")
     if isinstance(model, Mapping) and isinstance(model.get("dtype"), str):
         values["model"] = {**model, "dtype": SHORT_NAMES.get(model["dtype"], model["dtype"])}
@@ -449,6 +451,27 @@ def _renamed(given: Mapping[str, Any], section: str) -> dict[str, Any]:
         values[new] = values.pop(old)
         LOG.warning("%s: its name is now %s", name, new)
     return values
+
+
+SINK_PAGES = "sink_pages"
+
+
+def _sinks_in_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a file from when sinks were pages: its attention, in today's words."""
+    page, sinks = values.get("page", Sparse().page), values[SINK_PAGES]
+    if not isinstance(page, int) or not isinstance(sinks, int):
+        raise UnsupportedError(
+            f"sparse.{SINK_PAGES}: sinks are given in tokens now; write sparse.sinks"
+        )
+    new = {"sinks": sinks * page, "query_page": page, "selector": MEAN}
+    said = ", ".join(f"{name}: {value}" for name, value in new.items())
+    if twice := sorted(new.keys() & values.keys()):
+        raise UnsupportedError(
+            f"sparse.{SINK_PAGES}: not with {twice[0]}, which came with sinks in tokens; write "
+            f"sparse.sinks: {sinks * page} in its place"
+        )
+    LOG.warning("sparse.%s: sinks are given in tokens now; this is as %s", SINK_PAGES, said)
+    return {name: value for name, value in values.items() if name != SINK_PAGES} | new
 
 
 def _tokens(values: Mapping[str, Any], names: tuple[str, ...], where: str) -> dict[str, Any]:

@@ -1,0 +1,228 @@
+"""Does the choice of pages find what matters? A needle in noise, and a real model that was never
+trained sparsely.
+
+    python examples/model.py MODEL
+    python -m benchmarks.sparse.evidence --model MODEL --out benchmarks/results/sparse_evidence.json
+
+On a CPU, in float32. Without `--model` only the needle. `--seeds` and `--lengths` say how much is
+measured: dense and sparse runs of 4,096 tokens take half a minute each on two idle cores.
+
+- needle: 1,024 pages of 128 random keys; one key of one page holds 90% of the dense attention of
+  some tokens of a page of queries, with 7 heads each. How often is its page among the 64 chosen?
+- pass key: five digits in English text, between an eighth and five eighths of the way, asked for
+  at the end. Mean negative log-likelihood of their tokens; all layers and tokens are sparse.
+- text: the same of the last quarter of text.
+- mass: share of dense attention that a chunk's queries see, by layer.
+"""
+
+import argparse
+import json
+import math
+import pydoc_data.topics
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from farspan import Schedule, Sparse, Step
+from farspan.engine.loss import IGNORED
+from farspan.engine.microbench import describe_machine
+from farspan.sparse.attend import seen_mask
+from farspan.sparse.pages import Candidates, TopK, mean_keys, vote
+from farspan.spec import MEAN, SELECTORS
+
+Row = dict[str, Any]
+DENSE = "dense"
+CHUNK = 256
+# 15% of the 3,456 tokens between sinks and recent ones at 4,096, 10% of the 7,552 at 8,192.
+BUDGETS = {4096: 512, 8192: 768}
+PAGES = (16, 64, 128)
+
+
+def sparse_of(tokens: int, selector: str, page: int = Sparse().page) -> Sparse:
+    budget = BUDGETS[tokens] // page * page
+    query_page = page if selector == MEAN else Sparse().query_page
+    return Sparse(page, budget, recent=256, selector=selector, query_page=query_page)
+
+
+# -- a needle in noise --------------------------------------------------------------------------
+
+NEEDLE_PAGES, CHOSEN, HEADS, DIM = 1024, 64, 7, 128
+SHARE = 0.9  # of a query's attention
+
+
+def needle(sparse: Sparse, needed: int, generator: torch.Generator) -> bool:
+    """Is the needle's page chosen, where so many tokens of a page of queries need it?"""
+    scale, queries = DIM**-0.5, sparse.query_tokens
+    k = torch.randn(NEEDLE_PAGES * sparse.page, DIM, generator=generator)
+    q = torch.randn(HEADS, queries, DIM, generator=generator)
+    direction = torch.nn.functional.normalize(torch.randn(DIM, generator=generator), dim=0)
+    at = int(torch.randint(len(k), (), generator=generator))
+    seeks = q[:, :needed]
+    others = (seeks @ k.mT * scale).logsumexp(-1)
+    score = others + math.log(SHARE / (1 - SHARE))  # of the needle: both lengths grow alike
+    length = (score.mean() / scale).sqrt()
+    k[at] = length * direction
+    along = (seeks @ direction).unsqueeze(-1)
+    seeks += (score.unsqueeze(-1) / (scale * length) - along) * direction
+    representatives = mean_keys(k[:, None, None], sparse.mean_tokens).permute(1, 2, 0, 3)
+    votes = vote(q[None], representatives, sparse, scale, None, 0)
+    choice = TopK(CHOSEN)(votes, Candidates(range(NEEDLE_PAGES)))
+    return bool((choice == at // sparse.page).any())
+
+
+def needles(trials: int) -> Iterator[Row]:
+    for selector in SELECTORS:
+        sparse = Sparse(selector=selector)
+        for needed in (1, 8, sparse.query_tokens):
+            generator = torch.Generator().manual_seed(needed)
+            found = sum(needle(sparse, needed, generator) for _ in range(trials))
+            row = {"selector": selector, "needed_by": needed, "recall": found / trials}
+            print(json.dumps(row), flush=True)
+            yield row | {"trials": trials}
+
+
+# -- a real model -------------------------------------------------------------------------------
+
+
+class Reader:
+    """A model, and English text in its tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        topics = pydoc_data.topics.topics
+        self.text = self.tokens("\n\n".join(topics[name] for name in sorted(topics)))
+
+    def tokens(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, verbose=False).input_ids)
+
+    def pass_key(self, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+        """input_ids and labels [1, tokens]; all but the answer's are ignored."""
+        drawn = random.Random(seed)
+        key = "".join(drawn.choice("123456789") for _ in range(5))
+        fact = f"\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
+        question = self.tokens("\n\nWhat is the pass key? The pass key is")
+        said, answer = self.tokens(fact), self.tokens(f" {key}")
+        rest = tokens - len(said) - len(question) - len(answer)
+        start = drawn.randrange(len(self.text) - rest)
+        at = drawn.randrange(tokens // 8, tokens * 5 // 8)
+        body = self.text[start : start + rest]
+        ids = torch.tensor([[*body[:at], *said, *body[at:], *question, *answer]])
+        labels = ids.clone()
+        labels[:, : -len(answer)] = IGNORED
+        return ids, labels
+
+    def passage(self, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Text, of which the last quarter is counted."""
+        start = random.Random(seed).randrange(len(self.text) - tokens)
+        ids = torch.tensor([self.text[start : start + tokens]])
+        labels = ids.clone()
+        labels[:, : -(tokens // 4)] = IGNORED
+        return ids, labels
+
+    def loss(self, selector: str, data: tuple[Tensor, Tensor]) -> float:
+        ids, labels = data
+        sparse = None if selector == DENSE else sparse_of(ids.shape[1], selector)
+        return float(Step(self.model, Schedule(chunk=CHUNK, sparse=sparse)).evaluate(ids, labels))
+
+    def compare(self, what: str, tokens: int, seeds: int) -> Iterator[Row]:
+        draw = self.pass_key if what == "pass key" else self.passage
+        for seed in range(seeds):
+            data = draw(tokens, seed)
+            for selector in (DENSE, *SELECTORS):
+                began = time.perf_counter()
+                row: Row = {"what": what, "tokens": tokens, "seed": seed, "attention": selector}
+                row["loss"] = round(self.loss(selector, data), 4)
+                row["seconds"] = round(time.perf_counter() - began, 1)
+                print(json.dumps(row), flush=True)
+                yield row
+
+    @torch.no_grad()
+    def masses(self, tokens: int = 4096) -> Iterator[Row]:
+        """Of the last chunk of text, every layer's mean over queries and heads."""
+        caught: list[tuple[Tensor, Tensor]] = []
+        plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+        def catching(module: Any, q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Any:
+            caught.append((q[:, :, -CHUNK:], k))
+            return plain(module, q, k, *rest, **named)
+
+        ALL_ATTENTION_FUNCTIONS.register("catching", catching)
+        self.model.set_attn_implementation("catching")
+        self.model.model(self.passage(tokens, 0)[0], use_cache=False)
+        self.model.set_attn_implementation("sdpa")
+        for page in PAGES:
+            for selector in SELECTORS:
+                sparse = sparse_of(tokens, selector, page)
+                found = [round(seen(q, k, sparse), 4) for q, k in caught]
+                row = {"page": page, "selector": selector, "mass": found}
+                print(page, selector, sum(found) / len(found), flush=True)
+                yield row
+
+
+def seen(q: Tensor, k: Tensor, sparse: Sparse) -> float:
+    """Mean mass that a last chunk's q [1, H, C, D] sees of k [1, Hk, T, D]."""
+    (_, heads, tokens, dim), kv_heads, length = q.shape, k.shape[1], k.shape[2]
+    start, each = length - tokens, sparse.page // sparse.mean_tokens
+    pages = sparse.candidates(start)
+    means = mean_keys(k.permute(2, 0, 1, 3), sparse.mean_tokens).permute(1, 2, 0, 3)
+    given = means[:, :, pages.start * each : pages.stop * each]
+    votes = vote(q, given, sparse, dim**-0.5, None, pages.start)
+    chosen = TopK(sparse.budget // sparse.page)(votes, Candidates(pages))
+    earlier = chosen.new_full((1, kv_heads, start // sparse.query_tokens, chosen.shape[3]), -1)
+    ids = torch.zeros(1, length, dtype=torch.int64)
+    mask = seen_mask(torch.cat([earlier, chosen], 2), sparse, CHUNK, ids)[:, :, start:]
+    scores = q @ k.repeat_interleave(heads // kv_heads, 1).mT * dim**-0.5
+    causal = torch.arange(length) <= torch.arange(start, length)[:, None]
+    weights = scores.masked_fill(~causal, -torch.inf).softmax(-1)
+    return float((weights * mask.repeat_interleave(heads // kv_heads, 1)).sum(-1).mean())
+
+
+def gaps(rows: list[Row]) -> list[Row]:
+    """Mean losses, and how far each is above dense attention's."""
+    found = []
+    for what, tokens in sorted({(row["what"], row["tokens"]) for row in rows}):
+        own = [row for row in rows if (row["what"], row["tokens"]) == (what, tokens)]
+        means = {}
+        for attention in (DENSE, *SELECTORS):
+            losses = [row["loss"] for row in own if row["attention"] == attention]
+            means[attention] = sum(losses) / len(losses)
+        above = {name: round(loss - means[DENSE], 4) for name, loss in means.items()}
+        seeds = len({row["seed"] for row in own})
+        found.append({"what": what, "tokens": tokens, "seeds": seeds, "above_dense": above})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write the record to this file")
+    parser.add_argument("--model", type=Path, help="folder of SmolLM2, by examples/model.py")
+    parser.add_argument("--trials", type=int, default=20, help="needles of a kind")
+    parser.add_argument("--seeds", type=int, nargs=2, default=(16, 16), help="by length")
+    parser.add_argument("--texts", type=int, default=4, help="passages of text")
+    given = parser.parse_args()
+    record: Row = {"benchmark": "sparse_evidence", "machine": describe_machine()}
+    record |= {"dtype": "float32", "chunk": CHUNK, "needle": list(needles(given.trials))}
+    if given.model is not None:
+        reader = Reader(given.model)
+        record["sparse"] = {tokens: asdict(sparse_of(tokens, SELECTORS[0])) for tokens in BUDGETS}
+        record["mass"] = list(reader.masses())
+        rows = list(reader.compare("text", 4096, given.texts))
+        for tokens, seeds in zip(BUDGETS, given.seeds, strict=True):
+            rows += reader.compare("pass key", tokens, seeds)
+        record |= {"rows": rows, "gaps": gaps(rows)}
+        print(json.dumps(record["gaps"]))
+    if given.out is not None:
+        given.out.write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
