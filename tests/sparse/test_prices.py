@@ -26,9 +26,8 @@ def prices(batch: int = 1, rate: float = 1e30) -> SparsePrices:
 
 def test_a_vote_is_a_score_of_every_query_head_and_candidate() -> None:
     spec = model_of(2).layers[0]
-    candidates = len(SPARSE.candidates(7 * 64))
-    means = candidates * SPARSE.page // SPARSE.mean_tokens
-    scores = 64 * spec.query_heads * means
+    candidates = len(SPARSE.candidates(7 * 64)) * SPARSE.page // SPARSE.mean_tokens
+    scores = 64 * spec.query_heads * candidates
     assert prices().votes(spec, 7) == pytest.approx(2 * scores * spec.head_dim / 1e9)
     assert prices(batch=3).votes(spec, 7) == pytest.approx(3 * prices().votes(spec, 7))
     written = prices(rate=1.0).votes(spec, 7) - prices().votes(spec, 7)

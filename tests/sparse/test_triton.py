@@ -129,6 +129,7 @@ class VoteCase:
     each: int = 1  # representatives of a page
     documents: bool = False
     dtype: torch.dtype = torch.float32
+    largest: bool = False
 
 
 PAGES = range(3, 22)
@@ -147,27 +148,33 @@ def votes_of(case: VoteCase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor |
         documents = torch.randint(0, (PAGES.stop + 3) * case.page, (case.batch, case.queries))
         documents = documents.sort(1).values
     call = FarCall(0.3, case.page, documents)
-    found = fused_votes(q, many, PAGES, call, case.query_page, PageTile(32, 16, 4, 2))
+    found = fused_votes(
+        q, many, PAGES, call, case.query_page, PageTile(32, 16, 4, 2), largest=case.largest
+    )
     grouped = q.double().unflatten(1, (case.kv_heads, -1))
     scores = 0.3 * grouped @ many.to(case.dtype).double().unsqueeze(2).mT
     scores = scores.unflatten(-1, (count, case.each)).amax(-1)
     if documents is not None:
         hidden = documents[:, :, None] // case.page > torch.arange(PAGES.start, PAGES.stop)
         scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0).sum(2)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    weights = weights.amax(2) if case.largest else weights.sum(2)
     weights = pad(weights, (0, 0, 0, -case.queries % case.query_page))
     plain = None
-    if case.each == 1 and case.query_page == case.page:
+    if case.each == 1 and case.query_page == case.page and not case.largest:
         sparse = Sparse(case.page, 0, query_page=case.query_page, selector=MEAN)
         plain = vote(q, many, sparse, 0.3, documents, PAGES.start)
-    return found, weights.unflatten(2, (-1, case.query_page)).sum(3), plain
+    weights = weights.unflatten(2, (-1, case.query_page))
+    return found, weights.amax(3) if case.largest else weights.sum(3), plain
 
 
 @pytest.mark.parametrize(
     "case",
     [
         VoteCase(batch=2, documents=True),
-        VoteCase(query_page=4, group=7, kv_heads=1, each=4, documents=True, dtype=HALF),
+        VoteCase(
+            query_page=4, group=7, kv_heads=1, each=4, documents=True, dtype=HALF, largest=True
+        ),
         exhaustive(VoteCase(query_page=16, each=2, head_dim=64, dtype=HALF)),
         exhaustive(VoteCase(group=1, head_dim=24, each=8, query_page=32)),
     ],

@@ -29,7 +29,7 @@ from torch import Tensor
 from farspan.attention.backends import BackwardQueries, accumulate_dtype, add_sinks, merge_
 from farspan.attention.chunk import AttentionCall, KeyValues, attend_backward, attend_blocks
 from farspan.program.attention_blocks import near_blocks
-from farspan.sparse.pages import Candidates, Pages, Selector, vote
+from farspan.sparse.pages import Candidates, Pages, Selector
 from farspan.spec import Sparse
 
 
@@ -54,6 +54,11 @@ class FarKernel(Protocol):
     @property
     def softcap(self) -> float | None:
         """The cap that the kernel puts on scores."""
+
+    def votes(
+        self, call: FarCall, sparse: Sparse, q: Tensor, representatives: Tensor, pages: range
+    ) -> Tensor:
+        """As `sparse.pages.vote`, fp32 or wider."""
 
     def forward(
         self, call: FarCall, q: Tensor, choice: Tensor, pages: Pages
@@ -124,8 +129,7 @@ def choose(call: SparseCall, q: Tensor, pages: Pages) -> Tensor:
         page_count = -(-q.shape[2] // call.far.query_tokens)
         shape = *representatives.shape[:2], page_count, 0
         return torch.empty(shape, dtype=torch.int32, device=q.device)
-    far, first = call.far, candidates.pages.start
-    votes = vote(q, representatives, call.sparse, far.scale, far.documents, first)
+    votes = call.kernel.votes(call.far, call.sparse, q, representatives, candidates.pages)
     return call.select(votes, candidates)
 
 

@@ -20,8 +20,9 @@ from torch.nn.functional import pad
 
 from farspan.attention.backends import BackwardQueries, accumulate_dtype
 from farspan.sparse.attend import FarCall, FarKernel
-from farspan.sparse.pages import Pages, Slab, Units
+from farspan.sparse.pages import Pages, Slab, Units, vote
 from farspan.sparse.sizes import PART_BYTES, FarRow
+from farspan.spec import Sparse
 
 aten = torch.ops.aten
 
@@ -201,6 +202,11 @@ class Gathered:
     @property
     def softcap(self) -> float | None:
         return self.kernel.softcap
+
+    def votes(
+        self, call: FarCall, sparse: Sparse, q: Tensor, representatives: Tensor, pages: range
+    ) -> Tensor:
+        return vote(q, representatives, sparse, call.scale, call.documents, pages.start)
 
     def forward(
         self, call: FarCall, q: Tensor, choice: Tensor, pages: Pages

@@ -38,11 +38,12 @@ from farspan.sparse.sizes import (
     PageShape,
     PageTile,
     PageTiles,
+    VoteSizes,
     choose_tiles,
     shared_bytes,
     tile_edge,
 )
-from farspan.spec import UnsupportedError
+from farspan.spec import MEAN, Sparse, UnsupportedError
 
 
 class PageReads(NamedTuple):
@@ -84,17 +85,6 @@ class PageSizes(NamedTuple):
 
 
 LARGEST = 2**27 - 1  # of what is veiled: `veiled` gives an int32
-
-
-class VoteSizes(NamedTuple):
-    """As `PageSizes`, of votes."""
-
-    queries: int
-    query_pages: int
-    pages: int  # n, to choose from
-    first: int  # of them, in the sequence
-    kv_heads: int
-    scale: float
 
 
 # -- what each page of queries reads ------------------------------------------------------------
@@ -484,6 +474,8 @@ def fused_votes(
     call: FarCall,
     query_page: int,
     tile: PageTile | None = None,
+    *,
+    largest: bool = False,
 ) -> Tensor:
     """Votes [B, Hk, M, n] fp32 of q [B, H, C, D] for n `pages`, as `pages.vote` counts them.
 
@@ -496,7 +488,7 @@ def fused_votes(
     query_pages, group = -(-tokens // query_page), heads // kv_heads
     rows, each = tile_edge(group * query_page), representatives.shape[2] // len(pages)
     edges = head_dim, tile_edge(head_dim), min(tile.queries, rows), tile.keys, tile.stages
-    shape = PageShape(call.page, query_page, group, *edges, each=each)
+    shape = PageShape(call.page, query_page, group, *edges, each=each, largest=largest)
     c, m, n = veiled(tokens), veiled(query_pages), veiled(len(pages))
     sizes = VoteSizes(c, m, n, veiled(pages.start), kv_heads, call.scale)
     lse = torch.empty(batch, heads, tokens, device=q.device)
@@ -521,6 +513,12 @@ class TritonFar:
 
     tiles: PageTiles | None = None  # None: those of the GPU's table
     softcap: None = None
+
+    def votes(
+        self, call: FarCall, sparse: Sparse, q: Tensor, representatives: Tensor, pages: range
+    ) -> Tensor:
+        largest = sparse.selector != MEAN
+        return fused_votes(q, representatives, pages, call, sparse.query_tokens, largest=largest)
 
     def forward(
         self, call: FarCall, q: Tensor, choice: Tensor, pages: Pages

@@ -394,7 +394,8 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
 # representatives'. Two walks over the representatives write nothing as large as the scores:
 #
 #     lse     one program per (tile of queries, b, h): the log of the sum over all pages, base 2
-#     votes   one program per (tile of pages, query page, b, h): their sum over its queries
+#     votes   one program per (tile of pages, query page, b, h): the sum over its queries, or the
+#             largest
 
 
 @triton.jit
@@ -472,7 +473,9 @@ def vote_kernel(q, representatives, first_key, lse, votes, sizes, shape: tl.cons
         base = tl.load(lse + at, mask=fits, other=float("inf"))
         scores = _best_scores(q_tile, representatives, place, column, sizes, shape)
         seen = _seen_pages(first_key, batch, token, fits, column, sizes, shape)
-        sums += tl.exp2(tl.where(seen, scores - base[:, None], float("-inf")))
+        weights = tl.exp2(tl.where(seen, scores - base[:, None], float("-inf")))
+        sums = tl.maximum(sums, weights) if shape.largest else sums + weights
     row = of_batch.to(tl.int64) * _size(sizes.query_pages) + query_page
     at = row * _size(sizes.pages) + column
-    tl.store(votes + at, tl.sum(sums, 0), mask=column < _size(sizes.pages))
+    found = tl.max(sums, 0) if shape.largest else tl.sum(sums, 0)
+    tl.store(votes + at, found, mask=column < _size(sizes.pages))

@@ -352,6 +352,18 @@ class PageShape(NamedTuple):
     stages: int
     alike: bool = False  # dO lies as q does
     each: int = 1  # representatives of a page
+    largest: bool = False  # of the weights of a page of queries, not their sum
+
+
+class VoteSizes(NamedTuple):
+    """What the kernels of votes are called with."""
+
+    queries: int
+    query_pages: int
+    pages: int  # n, to choose from
+    first: int  # of them, in the sequence
+    kv_heads: int
+    scale: float
 
 
 # By compute capability and padded head size; a chip that is not here takes the last before it.
