@@ -30,7 +30,7 @@ SANITIZE_thread   := thread
 # One thread has no races.
 ONLY_thread       := test_threads
 
-.PHONY: train test test-all test-versions test-oldest test-newest mutants check format site wheels clean native-test $(NATIVE_TESTS:%=native-test-%)
+.PHONY: train test test-all only-test only-test-all test-versions test-oldest test-newest mutants check format site wheels clean native-test $(NATIVE_TESTS:%=native-test-%)
 
 # OpenMP threads that wait without spinning: beside another process on two cores a step of the
 # default run took 3.5 to 4.4 s with this and 5 to 30 s without.
@@ -44,10 +44,19 @@ train: $(STAMP)
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(addprefix --ignore=,$(GATES))
 
-test: check $(DOCS)
+# Types and gates are long work for one core: beside the tests nobody waits for them.
+BESIDE := --jobs 2 check
+
+test: $(DOCS)
+	$(MAKE) $(BESIDE) only-test
+
+test-all: $(DOCS)
+	$(MAKE) $(BESIDE) only-test-all
+
+only-test: $(DOCS)
 	$(PYTEST)
 
-test-all: check $(DOCS)
+only-test-all: $(DOCS)
 	$(PYTEST) -m '' --hypothesis-profile=thorough
 
 # Each in an environment of its own, the newest as pip resolves them that day. Records with what the

@@ -39,6 +39,9 @@ SMALLER = (
     (r"step-00000200", "step-00000002"),
     (r"--nproc-per-node \d", "--nproc-per-node 2"),
     (r"^(torchrun .*) run.yaml", r"\1 RUN.yaml"),  # which says how ranks share it
+    # The same question with one more file to write is on a page, too.
+    (r"(--timeline step.json)$", r"\1 --snapshot step.pickle"),
+    (r"(--context 1M --machine h100 --host-memory 200GiB)$", r"\1 --html plan.html"),
 )
 # Exit codes of what a page shows to be refused, or not to fit.
 CODES = {

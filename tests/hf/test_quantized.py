@@ -41,6 +41,7 @@ from tests.engine.checks import (
 )
 from tests.engine.test_overlap import two_steps
 from tests.engine.test_streamed_weights import BetweenTiers, ComputesOn
+from tests.grids import crossed
 from tests.oracles.simulate import simulate
 from tests.zoo import make_model
 
@@ -222,8 +223,9 @@ def streamed(name: str) -> Schedule:
     return replace(SCHEDULES[name], weights=Tier.HOST)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), crossed(SCHEDULES, [torch.float32, torch.bfloat16]), ids=str
+)
 def test_streamed_weights_give_the_bits_of_resident_ones(
     folder: Path, name: str, dtype: torch.dtype
 ) -> None:

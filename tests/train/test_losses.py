@@ -32,6 +32,7 @@ from farspan.train.config import (
 from farspan.train.optimizer import TrainingOptimizer, learning_rate
 from farspan.train.trainer import train
 from farspan.train.yaml_config import build, to_mapping
+from tests.grids import exhaustive
 from tests.numerics import EXACT, relative_error
 from tests.ranks import RankError, run_ranks
 from tests.train.planner import planned_components
@@ -183,7 +184,7 @@ def test_a_run_is_a_loop_written_out(tmp_path: Path, loss: LossConfig) -> None:
     assert {"heldout_margin", "heldout_accuracy", "heldout_rewards/chosen"} <= held_out[0].keys()
 
 
-@pytest.mark.parametrize("reference", ["frozen", "stored", "adapters-off"])
+@pytest.mark.parametrize("reference", ["frozen", "stored", exhaustive("adapters-off")])
 def test_a_run_resumes_to_the_bit(tmp_path: Path, reference: str) -> None:
     """In the midst of its updates; what is stored is not computed again."""
     lora = LoraConfig(rank=4) if reference == "adapters-off" else None
@@ -353,7 +354,10 @@ def fit_all(runs: list[RunConfig]) -> None:
         train(run, reporter=Quiet())
 
 
-@pytest.mark.parametrize("reference", ["frozen", "stored", "adapters-off", None])
+# A teacher is a second model as a frozen reference is, and adapters are switched off as alone.
+@pytest.mark.parametrize(
+    "reference", ["stored", None, exhaustive("frozen"), exhaustive("adapters-off")]
+)
 def test_ranks_train_as_one_process_does(tmp_path: Path, reference: str | None) -> None:
     """Replicas, whose pairs are others, and ranks that share every sequence; None: a teacher."""
     lora = LoraConfig(rank=4) if reference == "adapters-off" else None

@@ -42,7 +42,7 @@ from farspan.train.setup import make_context, resolve
 from farspan.train.staged_states import HostStates
 from farspan.train.trainer import train
 from tests.engine.checks import draw
-from tests.grids import part_of
+from tests.grids import crossed, part_of
 from tests.numerics import assert_exact
 from tests.ranks import run_ranks
 from tests.train.planner import planned_components
@@ -136,8 +136,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return waited
 
 
-@pytest.mark.parametrize("states", [StatesPlace.HOST, StatesPlace.DISK])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "states"), crossed(CASES, [StatesPlace.HOST, StatesPlace.DISK]))
 def test_an_update_beside_the_next_step_changes_nothing(
     tmp_path: Path, late: list[str], states: StatesPlace, name: str
 ) -> None:
