@@ -20,20 +20,35 @@ RECIPES: dict[str, list[str]] = {
     "chat": ["python prepare.py", "farspan train run.yaml"],
     "qlora": [
         "python ../chat/prepare.py",
-        f"farspan train run.yaml {HERE} --set context=2K --set steps=2 --set schedule.chunk=512",
+        f"farspan train run.yaml {HERE} --set context=2K --set steps=2 "
+        "--set optimizer.warmup=1 --set schedule.chunk=512",
     ],
     "streamed": ["farspan train run.yaml"],
     "own-loop": ["python train.py"],
-    "dpo": ["python make_pairs.py 2000", "farspan train long.yaml"],
+    "dpo": ["python make_pairs.py", "farspan train run.yaml"],
+    "dpo, long": ["python make_pairs.py 2000", "farspan train long.yaml"],
     "longer-context": [
         "python prepare.py",
         "farspan evaluate stretched --text text/inspect.txt --context 10K --needles 0",
+    ],
+    "longer-context, trained": [
+        "python prepare.py",
+        "farspan train run.yaml --set model.dtype=float32 --set context=10K "
+        "--set steps=1 --set optimizer.warmup=0 --set schedule.chunk=2048",
     ],
     "repositories": ["python prepare.py", "farspan data run.yaml"],
     "ranks": [
         "python ../repositories/prepare.py",
         f"torchrun --nproc-per-node 2 -m farspan train run.yaml {HERE} "
-        "--set model.overrides={} --set context=1K --set steps=2 --set schedule.chunk=512",
+        "--set model.overrides={} --set context=1K --set steps=2 "
+        "--set optimizer.warmup=1 --set schedule.chunk=512",
+    ],
+    "trl": ["python train.py dpo"],
+    "distill": ["farspan train teacher.yaml", "farspan train run.yaml"],
+    "adapters": ["farspan train run.yaml"],
+    "evaluate": [
+        "farspan train run.yaml",
+        "farspan evaluate run --text ../../docs/explanation/*.md --context 8K --picture loss.svg",
     ],
 }
 
@@ -43,6 +58,7 @@ PLANS = {
     "--set context=32K --set schedule.chunk=4096 --set optimizer.states=host --machine rtx4090 "
     "--host-memory 192GiB --json",
 }
+CELL = "  cell "  # of a line that is drawn over while a step runs
 KEPT = "fits", "context", "device_bytes", "host_bytes", "seconds_per_step", "tokens_per_second"
 
 
@@ -52,20 +68,23 @@ def said(command: str, folder: Path) -> list[str]:
     modules = {"farspan": ["-m", "farspan"], "torchrun": ["-m", "torch.distributed.run"]}
     words = [sys.executable, *modules.get(program, []), *rest]
     done = subprocess.run(words, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
-    return [line.rstrip() for line in done.stdout.splitlines()]
+    lines = (line.rstrip() for line in done.stdout.splitlines())
+    return [line for line in lines if line and CELL not in line]
 
 
 def measure(name: str) -> dict[str, Any]:
-    """A recipe's commands, their seconds (of the last one, by the clock and of the processor), and
-    what the last one printed."""
-    before, begun, lines = 0.0, 0.0, list[str]()
+    """A recipe's commands, the seconds of each (by the clock, of the processor), and what the last
+    one printed. Of a name with a comma, the folder is what stands before it."""
+    seconds, processor, lines = list[float](), list[float](), list[str]()
     for command in RECIPES[name]:
         before, begun = _processor(), time.monotonic()
-        lines = said(command, ROOT / "examples" / name)
+        lines = said(command, ROOT / "examples" / name.split(",")[0])
+        seconds.append(round(time.monotonic() - begun, 1))
+        processor.append(round(_processor() - before, 1))
     return {
         "commands": RECIPES[name],
-        "seconds": round(time.monotonic() - begun, 1),
-        "cpu_seconds": round(_processor() - before, 1),
+        "seconds": seconds,
+        "cpu_seconds": processor,
         "load": round(os.getloadavg()[0], 1),
         "printed": lines,
     }

@@ -2,8 +2,10 @@
 
 import json
 import runpy
+import shlex
 import shutil
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from typer.testing import CliRunner
 from benchmarks import recipes
 from farspan.cli import app
 from farspan.data.tokenizers import load_tokenizer
+from farspan.train.config import load_run
 from tests.ranks import run_ranks
+from tests.test_docs import COMMANDS, OF_EXAMPLES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CHAT = (
@@ -169,16 +173,29 @@ def _train_in(folder: Path, given: list[str]) -> None:
         farspan("train", "run.yaml", *given)
 
 
+def test_settings_in_the_readmes_fit_their_run_files() -> None:
+    """Of commands as they are written: tests shorten what they run."""
+    commands = [*OF_EXAMPLES, *(c for all_ in recipes.RECIPES.values() for c in all_)]
+    folders = {c: name.split(",")[0] for name, all_ in recipes.RECIPES.items() for c in all_}
+    for command in commands:
+        folder = EXAMPLES / (folders.get(command) or COMMANDS[command].parent.name)
+        words = shlex.split(command)
+        if "train" in words:
+            given = [value for flag, value in pairwise(words) if flag == "--set"]
+            load_run(folder / words[words.index("train") + 1], given)
+
+
 def test_numbers_of_the_readmes_are_recorded() -> None:
     record = json.loads((EXAMPLES.parent / "benchmarks/results/recipes.json").read_text())
     found, plans = record["recipes"], record["planned"]
-    words = {name: (EXAMPLES / name / "README.md").read_text() for name in (*found, "qlora")}
+    folders = {name: EXAMPLES / name.split(",")[0] for name in (*found, "qlora")}
+    words = {name: (folder / "README.md").read_text() for name, folder in folders.items()}
     for name, plan in plans.items():
         assert f"{plan['seconds_per_step']:.1f} s" in words[name]
         assert plan["fits"]
         assert plan["context"] == 32768
     for name in "streamed", "longer-context", "repositories":
-        assert f"{found[name]['cpu_seconds']:.0f} seconds of processor time" in words[name]
+        assert f"{sum(found[name]['cpu_seconds']):.0f} seconds of processor time" in words[name]
     for part in "stretched", "not stretched, 12K tokens":
         for begin in "2048", "4096", "8192":
             assert f"| {found['longer-context'][part][begin]:.4f} " in words["longer-context"]
