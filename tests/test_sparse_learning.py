@@ -26,7 +26,7 @@ SMALL_LEARNT, SMALL_CHANCE = 0.75, 0.3  # 0.86 and 0.09 were found
 
 # Keys and values of 16 kinds, 256 pages.
 SMALL = Lesson(
-    Attention(128, Sparse(page=4, budget=64, recent=16, sinks=4)),
+    Attention(128, Sparse(4, 64, 16, sinks=4, query_page=4, selector="mean")),
     (Stage(256, 16, 10), Stage(1024, 16, 30)),
     classes=16,
     warm_batch=16,

@@ -27,7 +27,7 @@ SPARSE = Schedule(
     kv_block=4096,
     kv=Tier.HOST,
     layer_checkpoint=True,
-    sparse=Sparse(page=64, budget=1024, recent=512),
+    sparse=Sparse(64, 1024, 512, query_page=64, selector="mean"),
 )
 SCHEDULES = {"sparse": SPARSE, "dense": replace(SPARSE, sparse=None)}
 LENGTHS = {

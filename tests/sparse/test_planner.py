@@ -15,7 +15,9 @@ from farspan.spec import Kernels, Schedule, Sparse, Tier, UnsupportedError
 from tests.grids import exhaustive
 from tests.planner.test_plans import question
 
-SPARSE = Sparse(page=128, budget=2048, recent=1024)
+# By means of whole pages: votes by `submeans` grow with the square of the tokens.
+LINEAR = Sparse(query_page=128, selector="mean")
+SPARSE = replace(LINEAR, budget=2048, recent=1024)
 NAMES = ["grouped", "oomb"]
 MIB = 2**20
 
@@ -121,11 +123,11 @@ def test_a_7b_model_on_one_h200(kernels: Kernels, most: float) -> None:
         kv=Tier.HOST,
         attention_save_fraction=1.0,
         layer_checkpoint=True,
-        sparse=Sparse(),
+        sparse=LINEAR,
     )
     seconds, held = [], []
     for tokens in (64 * 1024, 128 * 1024, 256 * 1024):
-        asked = Request("Qwen2.5-7B", tokens, "h200", sparse=Sparse(), kernels=kernels).question()
+        asked = Request("Qwen2.5-7B", tokens, "h200", sparse=LINEAR, kernels=kernels).question()
         sized = size(asked, schedule)
         plan = evaluate(asked, "grouped", schedule, sized)
         assert plan.fits
@@ -135,3 +137,17 @@ def test_a_7b_model_on_one_h200(kernels: Kernels, most: float) -> None:
     assert seconds[2] <= 60
     assert all(longer <= most * shorter for shorter, longer in pairwise(seconds))
     assert max(held) - min(held) <= 200 * MIB
+
+
+def test_votes_by_submeans_are_quadratic() -> None:
+    """Twice the tokens, more than twice the time; dense attention still takes longer."""
+    seconds = [
+        best_plan(
+            Request("Qwen2.5-7B", tokens, "h200", sparse=Sparse(), optimizer="none").question()
+        )
+        for tokens in (2**17, 2**18)
+    ]
+    shorter, longer = (plan.seconds.total for plan in seconds)
+    assert 2.3 < longer / shorter < 3.0
+    dense = best_plan(Request("Qwen2.5-7B", 2**18, "h200", optimizer="none").question())
+    assert longer < 0.6 * dense.seconds.total
