@@ -111,8 +111,9 @@ def test_what_is_told_is_the_distance_from_dense_attention() -> None:
     assert found is not None
     sparse, dense = run_sparse_oracle(model, SCHEDULE, data), run_oracle(model, data)
     expected = relative_error(sparse.loss, dense.loss)
-    # A model with its own attention takes a softmax in float32.
-    assert found.loss_error == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    # transformers' own attention, which the oracle runs, rounds its softmax to float32.
+    rounding = torch.finfo(torch.float32).eps / 4
+    assert found.loss_error == pytest.approx(expected, rel=1e-6, abs=rounding)
     assert list(found.dense_error) == ["0", "1", "2", "3"]
     for index, errors in found.dense_error.items():
         assert list(errors) == [
