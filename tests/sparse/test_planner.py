@@ -151,3 +151,10 @@ def test_votes_by_submeans_are_quadratic() -> None:
     assert 2.3 < longer / shorter < 3.0
     dense = best_plan(Request("Qwen2.5-7B", 2**18, "h200", optimizer="none").question())
     assert longer < 0.6 * dense.seconds.total
+
+
+def test_it_pays_on_a_card_whose_votes_nobody_measured() -> None:
+    asked = Request("Qwen2.5-0.5B", 2**17, "rtx4090", sparse=Sparse()).question()
+    assert asked.machine.rates["bfloat16"].votes is None
+    dense = best_plan(replace(asked, sparse=None))
+    assert best_plan(asked).seconds.total < 0.7 * dense.seconds.total

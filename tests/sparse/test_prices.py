@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from farspan.planner.prices import WIDE_PASSES, SparsePrices
+from farspan.planner.prices import FUSED_VOTES, WIDE_PASSES, SparsePrices
 from farspan.program.builder import build_program
 from farspan.program.program import Program
 from farspan.spec import Curve, Rates, RunSpec, Schedule, Sparse
@@ -66,5 +66,7 @@ def test_a_machine_that_knows_them_prices_pages_by_their_own_rates() -> None:
         assert without.chosen(spec, 7, backward=backward) - own.chosen(
             spec, 7, backward=backward
         ) == pytest.approx(saved)
-    # Nothing of the scores is written out.
+    # Where nobody measured a GPU's kernel, by products; nothing of the scores is written out.
+    kernel = replace(without, fused=True)
+    assert kernel.votes(spec, 7) == pytest.approx(FUSED_VOTES * prices().votes(spec, 7))
     assert own.votes(spec, 7) == pytest.approx(prices().votes(spec, 7) / 8)
