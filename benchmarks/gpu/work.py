@@ -88,7 +88,7 @@ def tiny() -> Work:
         exact=(70,),
         split=128,
         first=64,
-        sparse=Sparse(page=8, budget=32, recent=16),
+        sparse=Sparse(page=8, budget=32, recent=16, sinks=8),
         tiny=True,
     )
 

@@ -20,7 +20,11 @@ TOKENS = 80
 SCHEDULE = Schedule(chunk=16, groups=2, kv_block=16)
 CASES = [
     (Layout(ulysses=2), SCHEDULE, "llama"),
-    (Layout(ulysses=2), Schedule(chunk=16, sparse=Sparse(page=4, budget=4, recent=4)), "llama"),
+    (
+        Layout(ulysses=2),
+        Schedule(chunk=16, sparse=Sparse(page=4, budget=4, recent=4, sinks=4)),
+        "llama",
+    ),
     (Layout(shards=2), SCHEDULE, "qwen3_moe"),
     (Layout(ring=2), SCHEDULE, "llama"),
     (Layout(tensor=2), SCHEDULE, "llama"),

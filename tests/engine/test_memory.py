@@ -52,7 +52,7 @@ def measure(
 def test_sparse_steps_take_no_more_than_predicted(kv: Tier) -> None:
     """How many pages are gathered is only known when they are chosen: at most so much less."""
     model = make_model("qwen2", torch.float32, max_position_embeddings=4096)
-    sparse = Sparse(page=16, budget=256, recent=64)
+    sparse = Sparse(page=16, budget=256, recent=64, sinks=16)
     schedule = Schedule(chunk=128, kv_block=128, groups=2, kv=kv, sparse=sparse)
     for tokens in (600, 1200):
         predicted = estimate_memory(Step(model, schedule), 1, tokens)
@@ -64,7 +64,7 @@ def test_sparse_steps_take_no_more_than_predicted(kv: Tier) -> None:
 def test_many_small_pages_take_no_more_than_predicted(page: int) -> None:
     """Votes for so many are most of what a step holds."""
     model = make_model("qwen2", torch.float32, max_position_embeddings=4096)
-    sparse = Sparse(page=page, budget=16 * page, recent=16)
+    sparse = Sparse(page=page, budget=16 * page, recent=16, sinks=page)
     schedule = Schedule(chunk=128, kv_block=128, groups=1, kv=Tier.HOST, sparse=sparse)
     predicted = estimate_memory(Step(model, schedule), 1, 4096)
     assert measure(Step(model, schedule), 1, 4096) <= predicted.new_device + predicted.host_arena

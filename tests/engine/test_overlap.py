@@ -47,7 +47,7 @@ SCHEDULES = {
     ),
     "layer by layer": replace(BASE, layer_checkpoint=True, attention_save_fraction=1.0, groups=4),
 }
-SPARSE = Sparse(page=4, budget=8, recent=6)
+SPARSE = Sparse(page=4, budget=8, recent=6, sinks=4)
 LONGER = draw(53, batch=2, documents=4)  # in chunks of 12: three of them choose pages
 SPARSE_SCHEDULES = {
     name: replace(SCHEDULES[name], chunk=12, sparse=SPARSE)

@@ -334,7 +334,7 @@ def test_products_that_add_to_sums_are_exact(layout: Layout, dealing: Dealing | 
 
 def sparse_as_alone() -> None:
     """Pages are chosen by the heads of one K, V head, which Ulysses keeps together."""
-    schedule = Schedule(chunk=8, groups=2, sparse=Sparse(page=4, budget=8, recent=4))
+    schedule = Schedule(chunk=8, groups=2, sparse=Sparse(page=4, budget=8, recent=4, sinks=4))
     one, several = (make_model("qwen2", num_key_value_heads=4) for _ in range(2))
     steps = (
         Step(one, schedule),
@@ -360,7 +360,7 @@ def refused_on_ranks() -> list[str]:
             found.append(str(error).split("\n")[0])
 
     model, number = make_model("qwen2"), dist.get_rank()
-    pages = Schedule(chunk=8, sparse=Sparse(page=4, budget=8, recent=4))
+    pages = Schedule(chunk=8, sparse=Sparse(page=4, budget=8, recent=4, sinks=4))
     layouts = Layout(ulysses=2), Layout(shards=2), Layout(ring=2), Layout(tensor=2)
     heads, shards, ring, tensor = (ParallelContext(layout, CPU) for layout in layouts)
     refuse(lambda: ParallelContext(Layout(ulysses=3), CPU))

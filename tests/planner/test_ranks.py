@@ -76,7 +76,7 @@ SCHEDULES = [
     for (x, kv), (kept, graphs), sparse in product(
         product(Tier, Tier),
         [(0.0, 0.0), (0.4, 0.6), (1.0, 0.3)],
-        [None, Sparse(page=4, budget=8, recent=10)],
+        [None, Sparse(page=4, budget=8, recent=10, sinks=4)],
     )
 ]
 

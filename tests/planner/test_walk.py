@@ -183,8 +183,13 @@ def test_every_family_is_predicted_on_tiles(family: str, dtype: torch.dtype) -> 
 
 
 SPARSE = (
-    Schedule(chunk=64, kv_block=128, sparse=Sparse(page=16, budget=64, recent=32)),
-    Schedule(chunk=256, kv=Tier.HOST, kv_block=256, sparse=Sparse(page=32, budget=128, recent=32)),
+    Schedule(chunk=64, kv_block=128, sparse=Sparse(page=16, budget=64, recent=32, sinks=16)),
+    Schedule(
+        chunk=256,
+        kv=Tier.HOST,
+        kv_block=256,
+        sparse=Sparse(page=32, budget=128, recent=32, sinks=32, query_page=32),
+    ),
 )
 # How many pages a chunk's queries choose in all, and how many sizes of blocks that makes, is only
 # known when they have. Where a cell is fullest elsewhere the prediction is exact.

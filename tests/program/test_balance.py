@@ -146,7 +146,7 @@ def test_ranks_of_a_pipeline_cut_alike_and_others_as_before() -> None:
 
 
 def test_sparse_attention_sees_what_one_process_does() -> None:
-    schedule = Schedule(chunk=16, sparse=Sparse(page=4, budget=8, recent=8))
+    schedule = Schedule(chunk=16, sparse=Sparse(page=4, budget=8, recent=8, sinks=4))
     assert chunks_of(MODEL, 200, schedule, Layout(pipeline=2)) == chunk_ranges(200, 16)
 
 

@@ -33,7 +33,7 @@ X, KV, DKV = 64 * 4, 2 * 4 * 16 * 4, 2 * 4 * 16 * 4  # bytes a token of `cases.m
     (
         cases.model_of(4),
         RunSpec(1, 512),
-        Schedule(chunk=64, groups=1, sparse=Sparse(page=8, budget=16, recent=16)),
+        Schedule(chunk=64, groups=1, sparse=Sparse(page=8, budget=16, recent=16, sinks=8)),
     )
 )
 def test_simulation_equals_the_formulas(step: tuple[ModelSpec, RunSpec, Schedule]) -> None:
@@ -75,7 +75,7 @@ def test_live_bytes_begin_and_end_with_nothing(
 
 
 def test_an_evaluation_holds_the_pages_of_one_group() -> None:
-    schedule = Schedule(chunk=64, groups=1, sparse=Sparse(page=8, budget=16, recent=16))
+    schedule = Schedule(chunk=64, groups=1, sparse=Sparse(page=8, budget=16, recent=16, sinks=8))
     program = build_evaluation(cases.model_of(4), RunSpec(1, 512), schedule)
     for kind in (Kind.MEANS, Kind.CHOICE):
         held = [buffer for buffer in program.buffers.values() if buffer.kind is kind]

@@ -33,7 +33,7 @@ def case(
     shape: Shape, dtype: torch.dtype
 ) -> tuple[SparseCall, Far, MemoryPages, tuple[torch.Tensor, torch.Tensor]]:
     batch, heads, kv_heads, dim, tokens, start, page, chosen = shape
-    sparse = Sparse(page, chosen * page, recent=page)
+    sparse = Sparse(page, chosen * page, recent=page, sinks=page)
     kernel = select_kernel("cpu", dtype, dim, dim, None, (0, 0))
     blocks = plan_blocks(start, start + tokens, 1024, None, None)
     dense = AttentionCall(dim**-0.5, None, blocks, start, kernel)

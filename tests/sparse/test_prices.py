@@ -10,7 +10,7 @@ from farspan.program.program import Program
 from farspan.spec import Curve, Rates, RunSpec, Schedule, Sparse
 from tests.program.cases import model_of
 
-SPARSE = Sparse(page=8, budget=32, recent=16)
+SPARSE = Sparse(page=8, budget=32, recent=16, sinks=8)
 FLAT = Curve(((1.0, 1e9),))
 RATES = Rates(FLAT, FLAT, FLAT, peak=1e9)
 
