@@ -17,8 +17,9 @@ WORKERS ?= 2
 ARGS    ?=
 
 BIN     := .venv/bin
+# farspan, which `make train` needs no more than; and what tests and the site are made by.
 STAMP   := .venv/.installed
-DOCS    := .venv/.docs
+DEV     := .venv/.dev
 NATIVE  := setup.py native/CMakeLists.txt $(wildcard native/include/*.h native/src/*)
 SMALL   := packaging/farspan-plan
 GATES   := tests/test_layering.py tests/test_size.py
@@ -47,16 +48,16 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(addprefix --i
 # Types and gates are long work for one core: beside the tests nobody waits for them.
 BESIDE := --jobs 2 check
 
-test: $(DOCS)
+test: $(DEV)
 	$(MAKE) $(BESIDE) only-test
 
-test-all: $(DOCS)
+test-all: $(DEV)
 	$(MAKE) $(BESIDE) only-test-all
 
-only-test: $(DOCS)
+only-test: $(DEV)
 	$(PYTEST)
 
-only-test-all: $(DOCS)
+only-test-all: $(DEV)
 	$(PYTEST) -m '' --hypothesis-profile=thorough
 
 # Each in an environment of its own, the newest as pip resolves them that day. Records with what the
@@ -70,10 +71,10 @@ test-oldest test-newest: test-%:
 	build/versions/$*/bin/python -m tests.versions $*
 	build/versions/$*/bin/python -m tests.versions page
 
-mutants: $(STAMP)
+mutants: $(DEV)
 	$(BIN)/python -m tests.mutants --workers $(WORKERS) $(ARGS)
 
-check: $(STAMP)
+check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -86,15 +87,15 @@ $(NATIVE_TESTS:%=native-test-%): native-test-%:
 	cmake --build build/native-$* --parallel $(WORKERS) $(addprefix --target ,$(ONLY_$*))
 	ctest --test-dir build/native-$* --output-on-failure --parallel $(WORKERS) $(addprefix -R ,$(ONLY_$*))
 
-site: $(DOCS)
+site: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-format: $(STAMP)
+format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # The wheel of farspan is made of the sdist, which shows that nothing is missing there.
-wheels: $(STAMP)
+wheels: $(DEV)
 	$(BIN)/python -m build --no-isolation --outdir dist
 	$(BIN)/python -m build --no-isolation --outdir dist --wheel $(SMALL)
 
@@ -112,9 +113,9 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	    echo "farspan needs Python 3.11 or newer, but $(PYTHON) is" \
 	        "$$($(PYTHON) -V 2>&1); name a newer one: make PYTHON=python3.12" >&2; exit 1; }
 	test -e $@ || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable .
 	@touch $@
 
-$(DOCS): $(STAMP)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[docs]'
+$(DEV): $(STAMP)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,docs]'
 	@touch $@
