@@ -34,6 +34,7 @@ ORDER = (
 # name that a module begins with says where it stands.
 INSIDE = {
     "sparse.engine": "engine",
+    "sparse.index": "engine",
     "sparse.train": "train",
     # What a cell takes is read by builder and planner.
     "sparse.sizes": "program",

@@ -14,6 +14,8 @@ measured with the first seeds only.
   at the end. Mean negative log-likelihood of their tokens; all layers and tokens are sparse.
 - text: the same of the last quarter of text.
 - mass: share of dense attention that a chunk's queries see, by layer.
+
+`--index` adds an index of the model (`benchmarks.sparse.index`) to all but the needle.
 """
 
 import argparse
@@ -36,8 +38,9 @@ from farspan import Schedule, Sparse, Step
 from farspan.engine.loss import IGNORED
 from farspan.engine.microbench import describe_machine
 from farspan.sparse.attend import seen_mask
+from farspan.sparse.index import Index, LayerIndex
 from farspan.sparse.pages import Candidates, TopK, mean_keys, vote
-from farspan.spec import MEAN, SELECTORS
+from farspan.spec import INDEX, MEAN, SELECTORS
 
 Row = dict[str, Any]
 DENSE = "dense"
@@ -97,7 +100,9 @@ def needles(trials: int) -> Iterator[Row]:
 class Reader:
     """A model, and English text in its tokens."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, index: Path | None = None) -> None:
+        self.index = None if index is None else Index.load(index)
+        self.selectors = SELECTORS if index is None else (*SELECTORS, INDEX)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         topics = pydoc_data.topics.topics
@@ -133,13 +138,17 @@ class Reader:
     def loss(self, selector: str, data: tuple[Tensor, Tensor]) -> float:
         ids, labels = data
         sparse = None if selector == DENSE else sparse_of(ids.shape[1], selector)
-        return float(Step(self.model, Schedule(chunk=CHUNK, sparse=sparse)).evaluate(ids, labels))
+        index = self.index if selector == INDEX else None
+        step = Step(self.model, Schedule(chunk=CHUNK, sparse=sparse), selector=index)
+        return float(step.evaluate(ids, labels))
 
     def compare(self, what: str, tokens: int, seeds: int) -> Iterator[Row]:
         draw = self.pass_key if what == "pass key" else self.passage
         for seed in range(seeds):
             data = draw(tokens, seed)
-            others = [name for name in SELECTORS if seed < CONTROLS or name == Sparse().selector]
+            others = [
+                name for name in self.selectors if seed < CONTROLS or name == Sparse().selector
+            ]
             for selector in (DENSE, *others):
                 began = time.perf_counter()
                 row: Row = {"what": what, "tokens": tokens, "seed": seed, "attention": selector}
@@ -163,22 +172,27 @@ class Reader:
         self.model.model(self.passage(tokens, 0)[0], use_cache=False)
         self.model.set_attn_implementation("sdpa")
         for page in PAGES:
-            for selector in SELECTORS:
+            for selector in self.selectors:
                 sparse = sparse_of(tokens, selector, page)
-                found = [round(seen(q, k, sparse), 4) for q, k in caught]
+                found = []
+                for layer, (q, k) in enumerate(caught):
+                    index = self.index if selector == INDEX else None
+                    maps = None if index is None else index.layers[layer]
+                    found.append(round(seen(q, k, sparse, maps), 4))
                 row = {"page": page, "selector": selector, "mass": found}
                 print(page, selector, sum(found) / len(found), flush=True)
                 yield row
 
 
-def seen(q: Tensor, k: Tensor, sparse: Sparse) -> float:
-    """Mean mass that a last chunk's q [1, H, C, D] sees of k [1, Hk, T, D]."""
+def seen(q: Tensor, k: Tensor, sparse: Sparse, maps: LayerIndex | None = None) -> float:
+    """Mean mass that a last chunk's q [1, H, C, D] sees of k [1, Hk, T, D]; `maps` choose."""
     (_, heads, tokens, dim), kv_heads, length = q.shape, k.shape[1], k.shape[2]
     start, each = length - tokens, sparse.page // sparse.mean_tokens
     pages = sparse.candidates(start)
     means = mean_keys(k.permute(2, 0, 1, 3), sparse.mean_tokens).permute(1, 2, 0, 3)
+    queries, means = (q, means) if maps is None else maps.compared(q, k)
     given = means[:, :, pages.start * each : pages.stop * each]
-    votes = vote(q, given, sparse, dim**-0.5, None, pages.start)
+    votes = vote(queries, given, sparse, dim**-0.5, None, pages.start)
     chosen = TopK(sparse.budget // sparse.page)(votes, Candidates(pages))
     earlier = chosen.new_full((1, kv_heads, start // sparse.query_tokens, chosen.shape[3]), -1)
     ids = torch.zeros(1, length, dtype=torch.int64)
@@ -214,11 +228,12 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20, help="needles of a kind")
     parser.add_argument("--seeds", type=int, nargs=2, default=(16, 16), help="by length")
     parser.add_argument("--texts", type=int, default=4, help="passages of text")
+    parser.add_argument("--index", type=Path, help="folder of an index of the model")
     given = parser.parse_args()
     record: Row = {"benchmark": "sparse_evidence", "machine": describe_machine()}
     record |= {"dtype": "float32", "chunk": CHUNK, "needle": list(needles(given.trials))}
     if given.model is not None:
-        reader = Reader(given.model)
+        reader = Reader(given.model, given.index)
         record["sparse"] = {tokens: asdict(sparse_of(tokens, SELECTORS[0])) for tokens in BUDGETS}
         record["mass"] = list(reader.masses())
         rows = list(reader.compare("text", 4096, given.texts))

@@ -333,8 +333,8 @@ class RunSpec:
                 )
 
 
-MEAN, SUBMEANS = "mean", "submeans"
-SELECTORS = SUBMEANS, MEAN
+MEAN, SUBMEANS, INDEX = "mean", "submeans", "index"
+SELECTORS = SUBMEANS, MEAN  # that need nothing but the model; `index` has an adapter
 SUBMEAN = 2  # tokens whose mean key `submeans` compares
 
 
@@ -354,6 +354,7 @@ class Sparse:
     sinks: int = 128  # first tokens of the sequence, rounded up to a page border
     query_page: int = 16  # tokens that choose together; see `query_tokens`
     selector: str = SUBMEANS  # by what pages are compared; see `sparse.pages.vote`
+    index_dim: int = 16  # dims of a key of `index`, cut to those of the model's keys
 
     def __post_init__(self) -> None:
         for field in ("page", "budget", "recent", "sinks", "query_page"):
@@ -362,9 +363,13 @@ class Sparse:
                 raise UnsupportedError(
                     f"{field}: expected a whole number of tokens >= {least}, got {value!r}"
                 )
-        if self.selector not in SELECTORS:
+        if not _is_count(self.index_dim):
             raise UnsupportedError(
-                f"selector: expected one of {', '.join(SELECTORS)}, got {self.selector!r}"
+                f"index_dim: expected a whole number of at least 1, got {self.index_dim!r}"
+            )
+        if self.selector not in (*SELECTORS, INDEX):
+            raise UnsupportedError(
+                f"selector: expected one of {', '.join((*SELECTORS, INDEX))}, got {self.selector!r}"
             )
         if self.budget % self.page:
             below = self.budget // self.page * self.page
@@ -379,9 +384,25 @@ class Sparse:
         return math.gcd(self.query_page, self.page)
 
     @property
+    def indexed(self) -> bool:
+        """Are pages compared by queries and keys of an index?"""
+        return self.selector == INDEX
+
+    @property
     def mean_tokens(self) -> int:
-        """Tokens whose mean key stands for them in votes; they divide a page."""
+        """Tokens whose mean key stands for them in votes; they divide a page. 1: each has a key of
+        its own."""
+        if self.indexed:
+            return 1
         return math.gcd(SUBMEAN, self.page) if self.selector == SUBMEANS else self.page
+
+    def voters(self, layer: LayerSpec) -> int:
+        """Query heads that vote; an index has one a key-value head."""
+        return layer.kv_heads if self.indexed else layer.query_heads
+
+    def key_dim(self, layer: LayerSpec) -> int:
+        """Dims of the queries and keys by which pages are compared."""
+        return min(self.index_dim, layer.head_dim) if self.indexed else layer.head_dim
 
     @property
     def sink_pages(self) -> int:

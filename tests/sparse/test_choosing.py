@@ -1,5 +1,7 @@
 """What choosing and watching hold for a moment is no more than is said, and not much less."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,8 +11,16 @@ from farspan.engine.memory import PeakMemory
 from farspan.program.attention_blocks import plan_blocks
 from farspan.sparse.attend import SparseCall, choose, sampled, seen_mass, sparse_call
 from farspan.sparse.gathered import select_far
+from farspan.sparse.index import Index, LayerIndex, learn, lesson
 from farspan.sparse.pages import TopK
-from farspan.sparse.sizes import SAMPLES, WATCHED_KEYS, Far, choice_bytes, watch_bytes
+from farspan.sparse.sizes import (
+    SAMPLES,
+    WATCHED_KEYS,
+    Far,
+    choice_bytes,
+    lesson_bytes,
+    watch_bytes,
+)
 from farspan.spec import Sparse
 from tests.sparse.memory_pages import MemoryPages
 
@@ -58,6 +68,28 @@ def test_choosing(shape: Shape, dtype: torch.dtype) -> None:
     with PeakMemory(torch.device("cpu")) as meter:
         choose(call, q, pages)
     assert meter.peak <= choice_bytes(far) <= NEARLY * meter.peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_choosing_by_an_index(shape: Shape, dtype: torch.dtype) -> None:
+    """Its queries are made for the choice; its keys were there."""
+    (batch, heads, kv_heads, dim, _, start, page, chosen), dims = shape, 16
+    call, far, earlier, (q, _) = case(shape, dtype)
+    sparse = Sparse(page, chosen * page, recent=page, selector="index", index_dim=dims)
+    call, far = replace(call, sparse=sparse), replace(far, means=page, index_dim=dims)
+    keys = torch.randn(start, batch, kv_heads, dims).to(dtype)
+    pages = MemoryPages(keys, keys, page, mean_tokens=1)
+    pages.means.copy_(keys)
+    maps = torch.randn(kv_heads, heads // kv_heads, dim, dims), torch.randn(kv_heads, dim, dims)
+    index = LayerIndex(*maps).to(q.device, dtype)
+    with PeakMemory(torch.device("cpu")) as meter:
+        choice = choose(call, index.of_queries(q), pages)
+    assert meter.peak <= choice_bytes(far) <= NEARLY * meter.peak
+    lse = torch.zeros(q.shape[:3])
+    learner = Index({0: LayerIndex(*maps)}).learning().layers[0]
+    with PeakMemory(torch.device("cpu")) as meter:
+        learn(learner, lesson(call, q, lse, choice, 0, earlier.k))
+    assert meter.peak <= lesson_bytes(far) <= NEARLY * meter.peak
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

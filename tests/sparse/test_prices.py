@@ -70,3 +70,20 @@ def test_a_machine_that_knows_them_prices_pages_by_their_own_rates() -> None:
     kernel = replace(without, fused=True)
     assert kernel.votes(spec, 7) == pytest.approx(FUSED_VOTES * prices().votes(spec, 7))
     assert own.votes(spec, 7) == pytest.approx(prices().votes(spec, 7) / 8)
+
+
+def test_an_index_votes_by_a_head_a_group_in_few_dims() -> None:
+    sparse = replace(SPARSE, selector="index", index_dim=4)
+    schedule = Schedule(chunk=64, groups=1, sparse=sparse)
+    of = build_program(model_of(2), RunSpec(1, 512), schedule)
+    spec = of.model.layers[0]
+    keys = len(sparse.candidates(7 * 64)) * sparse.page
+    flop = 2.0 * 64 * spec.kv_heads * keys * 4
+    fused = SparsePrices(of, RATES, lambda _: 0.0, fused=True)
+    assert fused.votes(spec, 7) == pytest.approx(FUSED_VOTES * flop / 1e9)
+    # Eight pages of queries read all keys twice: where reading is slow, that is the price.
+    slow = SparsePrices(of, RATES, lambda size: size, fused=True)
+    width = of.model.element_bytes
+    assert slow.votes(spec, 7) == pytest.approx(2 * 8 * spec.kv_heads * keys * 4 * width)
+    known = replace(RATES, votes=Curve(((1.0, 8e9),)))
+    assert SparsePrices(of, known, lambda _: 0.0).votes(spec, 7) == pytest.approx(flop / 8e9)

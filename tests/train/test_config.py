@@ -289,7 +289,7 @@ def test_sparse_attention_in_a_run_file(tmp_path: Path) -> None:
 
 
 def test_every_field_of_sparse_attention_can_be_given() -> None:
-    names = {field.name for field in fields(SparseConfig)} - {"sparsity", "warn_below"}
+    names = {field.name for field in fields(SparseConfig)} - {"sparsity", "warn_below", "index"}
     assert names == {field.name for field in fields(Sparse)}
     assert SparseConfig().spec() == Sparse()
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from farspan.checkpoint.local import list_checkpoints
 from farspan.data.config import DataConfig, SourceKind
 from farspan.program.layout import Parallel
-from farspan.spec import MEAN
+from farspan.spec import MEAN, Sparse
 from farspan.train.config import (
     CheckpointConfig,
     Decay,
@@ -136,6 +136,7 @@ def test_an_earlier_run_file_says_the_same(folder: Path) -> None:
     assert {key: found[key] for key in written} == written
     # What came later is as if it were not there; the bound is of states on a drive alone, and the
     # least improvement is of early stopping.
+    assert found.pop("sparse.index_dim") == Sparse().index_dim  # of `index` alone
     assert found.pop("optimizer.disk_seconds") == OptimizerConfig().disk_seconds
     assert (found.pop("evaluation.min_delta"), found.pop("checkpoints.best")) == (0.0, False)
     assert {key: found[key] for key in found.keys() - written.keys()} == dict.fromkeys(

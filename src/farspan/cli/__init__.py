@@ -76,8 +76,9 @@ COMMANDS = {
         "Loss by position, perplexity by document, and sentences found in a long context.",
     ),
     "report": LazyCommand(
-        "farspan.cli.report",
+        "farspan.cli.plan",
         "Write one HTML page of a run, or of several side by side: curves, memory, time, the walk.",
+        app="report_app",
     ),
     "data": LazyCommand(
         "farspan.cli.train",

@@ -1,4 +1,5 @@
-"""`farspan plan`: will it fit, how long is a step, what is the longest context?"""
+"""`farspan plan`: will it fit, how long is a step, what is the longest context? And what became of
+it: `farspan report`. Neither needs torch."""
 
 import gc
 import json
@@ -26,6 +27,7 @@ from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.page import write_page
 from farspan.report.plan import contexts_view, drive_json, loss_json, plan_view, timeline_json
 from farspan.report.plan_page import PageOf, plan_page
+from farspan.report.run import REPORT, read_run, run_page, runs_json
 from farspan.report.snapshot import plan_snapshot, write_snapshot
 from farspan.report.tables import show
 from farspan.spec import (
@@ -474,3 +476,33 @@ def telling() -> Callable[[str], None]:
         said.append(what)
 
     return tell
+
+
+# -- what became of it --------------------------------------------------------------------------
+
+report_app = typer_app()
+
+
+@report_app.command("report")
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; also of runs under way.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help=f"The file to write; default {REPORT} in the run folder, of several runs here.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what the page shows as JSON; write no page.")
+    ] = False,
+) -> None:
+    """Write one HTML page of a run, or of several side by side: curves, memory, time, the walk."""
+    read = [read_run(folder) for folder in runs]
+    if as_json:
+        print(json.dumps(runs_json(read)))
+        return
+    place = output or (runs[0].expanduser() / REPORT if len(runs) == 1 else Path(REPORT))
+    write_page(place.expanduser(), run_page(read), "output")
+    print(f"report: {place}")

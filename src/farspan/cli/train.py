@@ -218,7 +218,9 @@ def with_sparse(run: RunConfig, sparse: Sparse | None) -> tuple[RunConfig, str |
     if before.sparsity is not None:
         note = f"sparse: without sparsity: {before.sparsity}, which belonged to the run file's"
     pages = {f.name: getattr(sparse, f.name) for f in fields(Sparse)}
-    return replace(run, sparse=SparseConfig(**pages, warn_below=before.warn_below)), note
+    index = before.index if sparse.indexed else None
+    attention = SparseConfig(**pages, index=index, warn_below=before.warn_below)
+    return replace(run, sparse=attention), note
 
 
 # -- without a run file ---------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from farspan.memory.trace import Malloc, Trace, write_trace
 from farspan.program.strategies import STRATEGIES
 from farspan.report.run import write_report
 from farspan.report.tables import show
-from farspan.sparse.train import fraction_of
+from farspan.sparse.train import selector_for
 from farspan.spec import Schedule, UnsupportedError
 from farspan.train.config import HubConfig, ModelConfig, RunConfig, SparseConfig
 from farspan.train.console import make_reporter
@@ -180,7 +180,7 @@ def verify_and_tell(
     run = VerificationRun(batch, context, documents, seed)
     for note in notes:
         print(note, file=sys.stderr if in_json else sys.stdout)
-    selector = fraction_of(attention, schedule, run.tokens)
+    selector = selector_for(attention, schedule, run.tokens)
     outcome = verify(model, schedule, run, worst=10, selector=selector)
     if in_json:
         print(json.dumps(outcome.to_json()))

@@ -23,6 +23,7 @@ from farspan.program.program import Forward
 from farspan.sparse.attend import seen_mask
 from farspan.sparse.attend import sparse_reference as sparse_reference
 from farspan.sparse.engine import PageFunction, selector_of
+from farspan.sparse.index import Index, reading
 from farspan.sparse.pages import Candidates, Checked, Selector, mean_keys, vote
 from farspan.spec import RunSpec, Schedule, Sparse
 
@@ -66,11 +67,12 @@ def reference_logits(
     documents, calls = document_ids, 0
 
     def attention(
-        _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
     ) -> Tensor:
         nonlocal calls
         calls += 1
-        out = attend(
+        own = attend.of(module) if isinstance(attend, SparseReference) else attend
+        out = own(
             q,
             k,
             v,
@@ -117,6 +119,11 @@ class SparseReference:
     sparse: Sparse
     chunk: int
     select: Selector
+    layer: int = 0
+
+    def of(self, module: Any) -> "SparseReference":
+        """That of the layer whose attention this is."""
+        return replace(self, layer=module.layer_idx)
 
     def __call__(
         self,
@@ -152,6 +159,8 @@ class SparseReference:
         sparse, (batch, heads, tokens, _) = self.sparse, k.shape
         most = max(sparse.width(start) for start in range(0, tokens, self.chunk))
         means = mean_keys(k.permute(2, 0, 1, 3), sparse.mean_tokens).permute(1, 2, 0, 3)
+        if isinstance(self.select, Index):
+            q, means = self.select.layers[self.layer].compared(q, k)
         each = sparse.page // sparse.mean_tokens
         starts = torch.searchsorted(document_ids.contiguous(), document_ids.contiguous())
         choices = []
@@ -223,7 +232,7 @@ class Function:
             made.append(select(votes, candidates))
             return made[-1]
 
-        return SparseReference(sparse, self.schedule.chunk, record)
+        return SparseReference(sparse, self.schedule.chunk, reading(select, record))
 
     def again(self) -> Attention:
         """The same in the model's own precision."""
@@ -246,7 +255,7 @@ class Function:
         cells = product(sorted(layers), sorted(chunks))
         choices = dict(zip(cells, self.choices, strict=True))
         left = iter(choosing)
-        return lambda votes, pages: choices[next(left)]  # noqa: ARG005
+        return reading(self.given, lambda votes, pages: choices[next(left)])  # noqa: ARG005
 
     def rule(self) -> str:
         """What is compared with what, as the end of a rule."""

@@ -111,19 +111,19 @@ class SparsePrices:
     fused: bool = False  # a GPU's kernel counts votes: no scores are written
 
     def votes(self, spec: LayerSpec, chunk: int) -> float:
-        """A choice: a score a query, head and mean key of a candidate page."""
-        start, stop = self.program.chunks[chunk]
-        sparse, run = sparse_of(self.program.schedule, spec), self.program.run
+        """A choice: a score a query, head that votes and key that stands for a candidate page."""
+        program, known = self.program, self.rates.votes
+        (start, stop), sparse = program.chunks[chunk], sparse_of(program.schedule, spec)
         assert sparse is not None
-        means = len(sparse.candidates(start)) * sparse.page // sparse.mean_tokens
-        scores = run.batch * spec.query_heads * (stop - start) * means
-        flop = 2.0 * scores * spec.head_dim
-        if self.rates.votes is not None:
-            return flop / self.rates.votes.at(flop)
-        if self.fused:
-            return FUSED_VOTES * self.rates.product(flop)
-        written = WIDE_PASSES * scores * self.program.model.accumulate_bytes()
-        return self.rates.product(flop) + self.moved(written)
+        keys = len(sparse.candidates(start)) * sparse.page // sparse.mean_tokens
+        scores = program.run.batch * sparse.voters(spec) * (stop - start) * keys
+        flop = 2.0 * scores * sparse.key_dim(spec)
+        if known is None and not self.fused:
+            written = WIDE_PASSES * scores * program.model.accumulate_bytes()
+            return self.rates.product(flop) + self.moved(written)
+        fused = FUSED_VOTES * self.rates.product(flop) if known is None else flop / known.at(flop)
+        read = sparse.indexed * flop / sparse.query_tokens * program.model.element_bytes
+        return max(fused, self.moved(read))  # each page of queries reads all keys twice
 
     def chosen(self, spec: LayerSpec, chunk: int, *, backward: bool) -> float:
         """Attention to chosen pages, which are gathered; in the backward dK, dV go back."""

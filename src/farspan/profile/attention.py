@@ -28,7 +28,15 @@ from farspan.profile.attention_kernels import (
     wide,
 )
 from farspan.program.attention_blocks import Block, cut_wide, most_tokens, near_blocks, plan_blocks
-from farspan.sparse.sizes import Far, choice_bytes, far_bytes, far_of, most_units_of, watch_bytes
+from farspan.sparse.sizes import (
+    Far,
+    choice_bytes,
+    far_bytes,
+    far_of,
+    lesson_bytes,
+    most_units_of,
+    watch_bytes,
+)
 from farspan.spec import LayerSpec, Sparse
 
 
@@ -73,6 +81,8 @@ def attention_bytes(
     found = attend(call, q, k, v, sinks)
     if far is not None:
         memory.pass_by(watch_bytes(far, call.q_start))
+        if far.index_dim:  # whether it learns or not
+            memory.pass_by(lesson_bytes(far))
     del found
     forward, memory.peak = memory.peak, 0
     out = transpose(memory.given((batch, tokens, heads.query_heads, heads.value_dim), width), 1, 2)

@@ -422,8 +422,9 @@ CHOICE_BYTES = 4  # of the number of a page
 def means_cell_bytes(
     model: ModelSpec, layer: LayerSpec, batch: int, tokens: int, sparse: Sparse
 ) -> int:
-    """Bytes of the mean keys [n * R, B, Hk, D] of a chunk's n pages, in the dtype of keys."""
-    row = batch * layer.kv_heads * layer.head_dim * model.element_bytes
+    """Bytes of the R keys that stand for each of a chunk's n pages, [n * R, B, Hk, D], in the dtype
+    of keys."""
+    row = batch * layer.kv_heads * sparse.key_dim(layer) * model.element_bytes
     return tokens // sparse.mean_tokens * row
 
 

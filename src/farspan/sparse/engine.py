@@ -22,7 +22,7 @@ dim, Dv value dim, M pages of queries, k chosen pages, U units.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from math import prod
@@ -48,6 +48,7 @@ from farspan.sparse.attend import (
     seen_mass,
     sparse_call,
 )
+from farspan.sparse.index import LESSONS, Index, LayerIndex, learn, lesson
 from farspan.sparse.pages import (
     Checked,
     Ends,
@@ -72,16 +73,17 @@ ROWS = ("k", "v", "dk", "dv")  # parts of a slot that are rows of keys or values
 
 @dataclass(slots=True)
 class Means:
-    """Mean keys of a layer's pages in their buffer, a cell a chunk
+    """Mean keys of a layer's pages, or keys of its index, in their buffer, a cell a chunk
     (`engine.buffers.ProgramBuffers.cells`)."""
 
     cells: Tensor  # [chunks, n * R, B, Hk, D], n pages of a full chunk, R mean keys of each
     tokens: int  # of each mean
     each: int  # R
+    index: LayerIndex | None = None
 
     def write(self, chunk: int, k: Tensor) -> None:
         """Note the means of a chunk's k [C, B, Hk, D]."""
-        found = mean_keys(k, self.tokens)
+        found = mean_keys(k, self.tokens) if self.index is None else self.index.of_keys(k)
         self.cells[chunk, : len(found)] = found
 
     def read(self, pages: range) -> Tensor:
@@ -352,7 +354,22 @@ class Seen:
 
 
 def selector_of(given: Selector | PageFunction | None, sparse: Sparse) -> Selector:
-    """The selector of a step: the pages with most votes, unless the user has another."""
+    """The selector of a step: the pages with most votes, unless the user has another. Raises
+    UnsupportedError unless there is an index where the schedule names one, and only there."""
+    if sparse.indexed != isinstance(given, Index):
+        raise UnsupportedError(
+            "selector: sparse.selector is index, which has an adapter; give one, such as "
+            "`Index.load(folder)`"
+            if sparse.indexed
+            else f"selector: an index chooses pages, and sparse.selector is {sparse.selector}; set "
+            "that to index"
+        )
+    if isinstance(given, Index):
+        return replace(given, select=_reads_votes(given.select, sparse))
+    return _reads_votes(given, sparse)
+
+
+def _reads_votes(given: Selector | PageFunction | None, sparse: Sparse) -> Selector:
     if given is None:
         return TopK(sparse.budget // sparse.page)
     if isinstance(given, OWN_SELECTORS):
@@ -373,6 +390,8 @@ class SparseCell:
     choice: Tensor | None = None  # [B, Hk, M, k] in its buffer; None: there is nothing to choose
     chooses: bool = False  # what is in it is still to be chosen
     watch: Callable[[SparseCall, Tensor, Tensor, Tensor, Tensor | None], None] | None = None
+    index: LayerIndex | None = None  # by which pages are compared; None: by their means
+    learner: LayerIndex | None = None  # the same where it learns
     at_hand: BufferPages | None = None  # from `begin` on
 
     def begin(self, prefix: KVPrefix) -> None:
@@ -392,15 +411,32 @@ class SparseCell:
         """As `attention.chunk.attend`."""
         call, pages = self.call(dense), self.at_hand
         assert pages is not None
-        if self.chooses:
+        chose = self.chooses
+        if chose:
             assert self.choice is not None
-            _keep(choose(call, q, pages), self.choice)
+            voting = q if self.index is None else self.index.of_queries(q)
+            _keep(choose(call, voting, pages), self.choice)
+            del voting
             self.chooses = False
         out, lse = attend_sparse(call, q, k, v, self._choice(q, pages), pages, sinks)
+        if chose and self.learner is not None:
+            self._learn(self.learner, call, q, lse, pages)
         if self.watch is not None:
             pages.prefix.done()
             self.watch(call, q, k, lse, sinks)
         return out, lse
+
+    def _learn(
+        self, learner: LayerIndex, call: SparseCall, q: Tensor, lse: Tensor, pages: BufferPages
+    ) -> None:
+        there, choice = pages.resident(), self._choice(q, pages)
+        if there is None:
+            raise UnsupportedError(
+                "index: it learns from keys on the device, and they are on host; set schedule.kv "
+                "to device, or train the index beforehand"
+            )
+        for number in sampled(choice.shape[2], LESSONS):
+            learn(learner, lesson(call, q, lse, choice, number, there.k))
 
     def attend_backward(
         self,
@@ -451,11 +487,20 @@ class SparseRun:
     watched: tuple[int, int] | None = None  # the cell whose seen mass is measured
     seen: Callable[[], Seen] | None = None  # the CPU waits where it asks
     page_slots: PageSlots = field(init=False)
+    index: Index | None = field(init=False, default=None)  # by which pages are compared
+    learner: Index | None = field(init=False, default=None)  # the same where it learns
     chunk: int = -1  # the one at hand
     calls: dict[tuple[LayerSpec, float], SparseCall] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.page_slots = PageSlots(self.storage)
+        if isinstance(self.select, Index):
+            self.select.refuse_misfit(self.storage.program.model.layers, self.sparse.index_dim)
+            with torch.no_grad():
+                self.index = self.select.to(self.kernels.device, self.storage.dtype)
+            learns = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+            if learns and any(x.requires_grad for x in self.select.parameters()):
+                self.learner = self.select
 
     def cell(self, i: Forward) -> SparseCell | None:
         """The sparse side of a forward cell; None where the layer has a window: that is exact."""
@@ -464,16 +509,20 @@ class SparseRun:
         if spec.window is not None:
             return None
         tokens, batch = self.sparse.mean_tokens, program.run.batch
+        index = None if self.index is None else self.index.layers[i.layer]
+        learner = None if self.learner is None else self.learner.layers[i.layer]
         means = watch = None
         if i.means is not None:
-            shape = program.schedule.chunk // tokens, batch, spec.kv_heads, spec.head_dim
+            dim = self.sparse.key_dim(spec)
+            shape = program.schedule.chunk // tokens, batch, spec.kv_heads, dim
             each = self.sparse.page // tokens
-            means = Means(storage.cells(i.means, shape, storage.dtype), tokens, each)
+            means = Means(storage.cells(i.means, shape, storage.dtype), tokens, each, index)
         if i.chooses and (i.layer, i.chunk) == self.watched:
             watch = partial(self._watch, i)
         call = partial(self._call, spec, i.chunk)
         pages = partial(self._pages, spec, i.chunk, means)
-        return SparseCell(call, pages, i.chunk, means, self.choice(i), i.chooses, watch)
+        choice = self.choice(i)
+        return SparseCell(call, pages, i.chunk, means, choice, i.chooses, watch, index, learner)
 
     def choice(self, i: Forward | Backward) -> Tensor | None:
         """The choice [B, Hk, M, k] of a cell, where it is kept; None: it has none."""

@@ -126,6 +126,7 @@ class Far:
     tokens: int  # of the chunk
     candidates: int  # pages to choose from
     plain: bool = False  # PlainPages: soft caps, or values not as wide as keys
+    index_dim: int = 0  # of an index's queries and keys; 0: the model's own vote
 
     @property
     def row(self) -> FarRow:
@@ -169,6 +170,7 @@ def far_of(
         tokens,
         len(sparse.candidates(start)),
         plain=heads.softcap is not None or heads.head_dim != heads.value_dim,
+        index_dim=sparse.indexed * sparse.key_dim(heads),
     )
 
 
@@ -259,23 +261,25 @@ MASKS = 3  # bytes of masks, a sample and key
 
 
 def choice_bytes(far: Far) -> int:
-    """Bytes that choosing a chunk's pages holds at most: while queries vote, the mean keys in the
-    accumulate dtype and parts of the scores; then votes, sorted, and masks of them."""
+    """Bytes that choosing a chunk's pages holds at most: an index's queries; while queries vote,
+    the mean keys in the accumulate dtype and parts of the scores; then votes, sorted, and masks of
+    them."""
     wide, keys = far.row.wide, far.candidates * far.means
     heads, queries = _voting(far, keys)
-    copied = far.width < wide
-    means = copied * far.batch * far.kv_heads * far.head_dim * keys
-    given = 2 * far.batch * heads * queries * far.head_dim
+    copied, dim = far.width < wide, far.index_dim or far.head_dim
+    means = copied * far.batch * far.kv_heads * dim * keys
+    given = 2 * far.batch * heads * queries * dim
+    indexed = far.batch * far.kv_heads * far.tokens * far.index_dim * far.width
     votes = far.batch * far.kv_heads * far.query_pages * far.candidates
     # A score a mean key; where a page has several, the rest is of pages.
     scores = far.batch * heads * queries * (keys + 2 * far.candidates)
     voting = means + given + scores + 2 * votes
-    return max(wide * voting, votes * (2 * wide + 3 * INDEX))
+    return indexed + max(wide * voting, votes * (2 * wide + 3 * INDEX))
 
 
 def _voting(far: Far, keys: int) -> tuple[int, int]:
     """Heads and tokens of the queries that vote at one time, for so many mean keys."""
-    group, together = far.heads // far.kv_heads, far.query_page
+    group, together = 1 if far.index_dim else far.heads // far.kv_heads, far.query_page
     row = far.batch * group * keys
     heads = min(far.kv_heads, max(1, UNDIVIDED * SCORES // (row * together)))
     most = SCORES // (row * heads)
@@ -292,6 +296,19 @@ def watch_bytes(far: Far, q_start: int) -> int:
     queries = far.batch * scores * far.head_dim
     compared = keys * (2 * scores + far.kv_heads * far.head_dim) + 2 * queries
     return far.row.wide * compared + MASKS * SAMPLES * keys
+
+
+def lesson_bytes(far: Far) -> int:
+    """Bytes that one lesson of an index holds at most: keys of the pages that one page of queries
+    chose, in the accumulate dtype too where that is wider; masks and indices of them; scores of all
+    heads for the masses, then those of the index and their gradients."""
+    keys = far.batch * far.kv_heads * far.chosen * far.page
+    copied = (far.width < far.row.wide) * far.head_dim * far.row.wide
+    queries, group = far.query_page, far.heads // far.kv_heads
+    masses = (1 + 2 * far.plain) * group * queries + queries
+    index = 4 * queries + 2 * far.index_dim
+    each = far.head_dim * far.width + copied + far.row.wide * max(masses, index)
+    return keys * (each + 3 * INDEX + 2 * queries)
 
 
 def grown_bytes(model: ModelSpec, schedule: Schedule, batch: int, lengths: tuple[int, int]) -> int:

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction as Ratio
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from farspan.formatting import SEES_ALL, sparse_words
 from farspan.sparse.engine import Seen
+from farspan.sparse.index import Index
 from farspan.sparse.pages import Fraction
 from farspan.spec import Schedule, UnsupportedError
 from farspan.train.config import RunConfig, SparseConfig
@@ -82,6 +84,15 @@ def fraction_of(given: SparseConfig | None, schedule: Schedule, context: int) ->
             f"sparse.sparsity to {_sparsity_for(most, pages)}"
         )
     return Fraction(given.sparsity)
+
+
+def selector_for(given: SparseConfig | None, schedule: Schedule, context: int) -> Any:
+    """The selector of a run's step; None: the votes' best. Raises UnsupportedError, also where the
+    adapter of an index cannot be read."""
+    share = fraction_of(given, schedule, context)
+    if schedule.sparse is None or given is None or given.index is None:
+        return share
+    return replace(Index.load(Path(given.index).expanduser()), select=share)
 
 
 def _sparsity_for(most: int, pages: int) -> float:

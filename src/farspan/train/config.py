@@ -209,12 +209,21 @@ class SparseConfig:
     sinks: int = _PAGES.sinks
     query_page: int = _PAGES.query_page
     selector: str = _PAGES.selector
+    index_dim: int = _PAGES.index_dim
+    index: str | None = None  # the folder of the adapter, where the selector is index
     # Of the pages to choose from, the share left out (FPDT 5.6); null: as many as `budget` allows.
     sparsity: float | None = None
     warn_below: float = 0.9  # mean attention mass that is seen; 0: never
 
     def __post_init__(self) -> None:
-        self.spec()
+        if self.spec().indexed != (self.index is not None):
+            raise UnsupportedError(
+                "index: the selector is index, whose folder is not given; give one that was saved, "
+                "or another selector"
+                if self.index is None
+                else f"index: the selector is {self.selector}, which has none; leave it out, or "
+                "set selector to index"
+            )
         if self.sparsity is not None and not 0.0 < self.sparsity < 1.0:
             raise UnsupportedError(
                 "sparsity: expected a fraction above 0 and below 1, or null, got "

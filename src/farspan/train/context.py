@@ -33,7 +33,7 @@ from farspan.profile.store import Profiles, profiles_of
 from farspan.program import strategies
 from farspan.program.strategies import AUTO
 from farspan.sparse.engine import Seen
-from farspan.sparse.train import fraction_of
+from farspan.sparse.train import selector_for
 from farspan.spec import Kernels, MachineSpec, ModelSpec, Schedule, Tier
 from farspan.train import memory
 from farspan.train.config import RunConfig
@@ -295,7 +295,7 @@ class RunContext:
         alpha = self.run.neftune_alpha
         if alpha or any(True for _ in drawing_dropouts(self.model)):
             how |= {"seed": self.run.seed, "neftune_alpha": alpha}
-        selector = fraction_of(self.run.sparse, schedule, self.run.context)
+        selector = selector_for(self.run.sparse, schedule, self.run.context)
         if selector is not None:
             how["selector"] = selector
         if weights is not None:

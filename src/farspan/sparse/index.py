@@ -1,0 +1,314 @@
+"""An index of keys: few dims of queries and keys, learned, by which pages are compared in place of
+the model's own (selector `index`; after MiniMax Sparse Attention and DeepSeek's indexer).
+
+A layer's index is two linear maps of what attention has (after rotary embedding): of the queries of
+all heads of a group together, and of each head of keys, to d dims. A page scores with a query as
+the largest over its tokens of scale * (q Q) . (k K), and votes as `sparse.pages.vote` counts them.
+Nothing of the model changes: the maps are an adapter, saved in a folder of their own.
+
+They learn what the model's own attention gives to the pages that were chosen: the Kullback-Leibler
+divergence of a page's weights by the index from the mass that attention gives it, both over those
+pages, of some queries a cell. Queries and keys are constants of it, so that the model's gradients
+are the same bits, whether an index learns beside it or not.
+
+Legend: B batch, T tokens, H query heads, Hk key-value heads, r = H / Hk, D head dim, d dims of the
+index.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from farspan.attention.backends import reference
+from farspan.durable import read_json, write_bytes, write_tensors, writing
+from farspan.hf.attention_interface import answering, routed
+from farspan.hf.stages import CausalLMStages
+from farspan.sparse.attend import SparseCall
+from farspan.sparse.pages import Candidates, Selector
+from farspan.spec import LayerSpec, UnsupportedError
+
+CONFIG, TENSORS = "index_config.json", "index.safetensors"
+FORMAT = 1  # of the folder
+KINDS = "queries", "keys"  # of a layer's tensors
+
+
+@dataclass(frozen=True, slots=True)
+class LayerIndex:
+    """The maps of one layer."""
+
+    queries: Tensor  # [Hk, r, D, d], to one query of the index for the r heads of a group
+    keys: Tensor  # [Hk, D, d]
+
+    @property
+    def dim(self) -> int:
+        return self.keys.shape[2]
+
+    def is_whole(self) -> bool:
+        """Do the shapes fit each other?"""
+        heads, _, dims, dim = self.queries.shape if self.queries.ndim == 4 else (0, 0, 0, 0)
+        return heads > 0 and self.keys.shape == (heads, dims, dim)
+
+    @torch.no_grad()
+    def of_queries(self, q: Tensor) -> Tensor:
+        """q [B, H, T, D] -> [B, Hk, T, d], in its dtype."""
+        kv_heads, group = self.queries.shape[:2]
+        found = q.new_zeros(q.shape[0], kv_heads, q.shape[2], self.dim)
+        for row, result in zip(q.unflatten(1, (kv_heads, group)), found, strict=True):
+            for head in range(group):  # heads and rows together would be copied first
+                result.baddbmm_(row[:, head], self.queries[:, head])
+        return found
+
+    @torch.no_grad()
+    def of_keys(self, k: Tensor) -> Tensor:
+        """k [T, B, Hk, D] -> [T, B, Hk, d], in its dtype."""
+        found = torch.bmm(k.flatten(0, 1).transpose(0, 1), self.keys)
+        return found.transpose(0, 1).unflatten(0, k.shape[:2])
+
+    def compared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a whole sequence's q [B, H, T, D] and k [B, Hk, T, D]: what is compared, for each a
+        [B, Hk, T, d] in its dtype, as autograd can follow it."""
+        maps = self.to(q.device, q.dtype)
+        grouped = q.unflatten(1, maps.queries.shape[:2])
+        return (grouped @ maps.queries).sum(2), k @ maps.keys
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Self:
+        return type(self)(self.queries.to(device, dtype), self.keys.to(device, dtype))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Index:
+    """Implements `sparse.pages.Selector`: has a step compare pages by an index."""
+
+    layers: Mapping[int, LayerIndex]  # by number: those without a window
+    select: Selector | None = None  # reads the votes; None: the pages with most, as a step has it
+
+    def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
+        assert self.select is not None
+        return self.select(votes, candidates)
+
+    def __repr__(self) -> str:
+        return f"Index(layers={len(self.layers)}, dim={self.dim}, select={self.select!r})"
+
+    @property
+    def dim(self) -> int:
+        return max(layer.dim for layer in self.layers.values())
+
+    def parameters(self) -> list[Tensor]:
+        """What an optimizer is given; maps learn where these require gradients."""
+        return [x for layer in self.layers.values() for x in (layer.queries, layer.keys)]
+
+    def learning(self) -> Self:
+        """The same maps, which learn from now on."""
+        for parameter in self.parameters():
+            parameter.requires_grad_()
+        return self
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Self:
+        return replace(self, layers={n: x.to(device, dtype) for n, x in self.layers.items()})
+
+    def refuse_misfit(self, layers: tuple[LayerSpec, ...], dim: int) -> None:
+        """Raise UnsupportedError unless these map a model of such layers to `dim` dims."""
+        wanted = {n for n, layer in enumerate(layers) if layer.attends() and layer.window is None}
+        if missing := sorted(wanted - self.layers.keys()):
+            raise UnsupportedError(
+                f"index: it has no layer {missing[0]}, and the model has {len(layers)}; give the "
+                "index that was made for this model"
+            )
+        if more := sorted(self.layers.keys() - wanted):
+            raise UnsupportedError(
+                f"index: it has a layer {more[0]}, which this model has not, or with a window; "
+                "give the index that was made for this model"
+            )
+        for number in sorted(wanted):
+            spec, own = layers[number], self.layers[number]
+            narrow = min(dim, spec.head_dim)
+            kv_heads, group, dims, found = own.queries.shape
+            shape = spec.query_heads, spec.kv_heads, spec.head_dim
+            if (kv_heads * group, kv_heads, dims) != shape:
+                raise UnsupportedError(
+                    f"index: its layer {number} is for {kv_heads * group} heads of queries and "
+                    f"{kv_heads} of keys of {dims} dims, the model has {shape[0]} and {shape[1]} "
+                    f"of {shape[2]}; give the index that was made for this model"
+                )
+            if found != narrow:
+                raise UnsupportedError(
+                    f"index: its keys have {found} dims in layer {number}, where sparse.index_dim "
+                    f"asks for {narrow}; set that to {found}"
+                )
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter, a folder with its tensors in float32 and a small config. Raises
+        WriteFailed."""
+        tensors, about = {}, {"format": FORMAT, "kind": "farspan index", "dim": self.dim}
+        for number, layer in self.layers.items():
+            for name in KINDS:
+                tensors[f"layers.{number}.{name}"] = getattr(layer, name).detach().float().cpu()
+        with writing(folder):
+            write_tensors(folder / TENSORS, tensors)
+            write_bytes(folder / CONFIG, (json.dumps(about) + "\n").encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read an adapter. Raises UnsupportedError for what is none."""
+        about = read_json(folder / CONFIG)
+        if about is None or about.get("format") != FORMAT:
+            raise UnsupportedError(
+                f"index: {folder} holds no index of format {FORMAT} ({CONFIG}); give the folder "
+                "that one was saved to"
+            )
+        try:
+            tensors = load_file(folder / TENSORS)
+        except (OSError, SafetensorError) as error:
+            raise UnsupportedError(
+                f"index: cannot read {folder / TENSORS}: {error}; save the index again"
+            ) from error
+        numbers = sorted({int(n) for n in re.findall(r"layers\.(\d+)\.keys", " ".join(tensors))})
+        names = {f"layers.{n}.{kind}" for n in numbers for kind in KINDS}
+        found = {}
+        if names == tensors.keys():
+            found = {n: LayerIndex(*(tensors[f"layers.{n}.{k}"] for k in KINDS)) for n in numbers}
+        if not found or not all(layer.is_whole() for layer in found.values()):
+            raise UnsupportedError(
+                f"index: {folder / TENSORS} has other tensors than queries and keys of layers; "
+                "give the folder that an index was saved to"
+            )
+        return cls(found)
+
+
+# -- learning --------------------------------------------------------------------------------------
+
+LESSONS = 4  # pages of queries of a cell that an index learns from
+HIDDEN = -1e30  # the score of a page that a query does not see: finite, for rows of such alone
+
+
+class Taught(NamedTuple):
+    """Queries that chose together, and what they saw."""
+
+    q: Tensor  # [B, H, Q, D]
+    k: Tensor  # [B, Hk, n, P, D], of the chosen pages
+    lse: Tensor  # [B, H, Q], of all that attention shows them
+    seen: Tensor  # bool, [B, Hk, Q, n, P] or what expands to it
+    scale: float
+    softcap: float | None = None
+
+
+def lesson(
+    call: SparseCall, q: Tensor, lse: Tensor, choice: Tensor, number: int, k: Tensor
+) -> Taught:
+    """Of page `number` of a chunk's queries q [B, H, C, D], whose lse [B, H, C] is of all that they
+    see, with the choice [B, Hk, M, n] and the keys k [T, B, Hk, D] that lie before the chunk."""
+    (batch, heads), page = choice.shape[:2], call.far.page
+    span = slice(number * call.far.query_tokens, (number + 1) * call.far.query_tokens)
+    pages = choice[:, :, number].long()
+    token = pages[..., None] * page + torch.arange(page, device=k.device)  # [B, Hk, n, P]
+    row = torch.arange(batch, device=k.device).view(-1, 1, 1, 1)
+    head = torch.arange(heads, device=k.device).view(-1, 1, 1)
+    seen = token.unsqueeze(2) >= 0
+    if call.far.documents is not None:
+        seen = seen & (token.unsqueeze(2) >= call.far.documents[:, None, span, None, None])
+    k = k[token.clamp_(min=0), row, head]
+    return Taught(q[:, :, span], k, lse[:, :, span], seen, call.far.scale, call.near.softcap)
+
+
+def divergence(maps: LayerIndex, taught: Taught) -> Tensor:
+    """The sum over queries and groups of sum(m log(m / M) - m log p), where m is the mass of each
+    page, the mean over a group's heads, M their sum, and p the softmax of the index's scores."""
+    kv_heads = maps.keys.shape[0]
+    mass = _mass(taught)
+    q = taught.q.unflatten(1, (kv_heads, -1)).to(mass.dtype)
+    q, k = (q @ maps.queries).sum(2), taught.k.to(mass.dtype).flatten(2, 3) @ maps.keys
+    scores = taught.scale * (q @ k.mT).unflatten(3, taught.k.shape[2:4])
+    scores = scores.masked_fill(~taught.seen, HIDDEN).amax(4)
+    share = mass / mass.sum(3, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
+    return (torch.xlogy(mass, share) - mass * scores.log_softmax(3)).sum()
+
+
+@torch.no_grad()
+def _mass(taught: Taught) -> Tensor:
+    """That of each page, [B, Hk, Q, n]: the mean over the heads of a group."""
+    kv_heads, dtype = taught.k.shape[1], taught.lse.dtype
+    q, lse = (x.unflatten(1, (kv_heads, -1)).to(dtype) for x in (taught.q, taught.lse))
+    # The heads of a group stacked: their keys are read once, not copied for each.
+    scores = (q.flatten(2, 3) @ taught.k.to(dtype).flatten(2, 3).mT).mul_(taught.scale)
+    if taught.softcap is not None:
+        scores = taught.softcap * torch.tanh(scores / taught.softcap)
+    weights = scores.sub_(lse.flatten(2, 3).unsqueeze(3)).exp_()
+    weights = weights.unflatten(2, lse.shape[2:]).mean(2).unflatten(3, taught.k.shape[2:4])
+    return weights.masked_fill_(~taught.seen, 0.0).sum(4)
+
+
+def learn(maps: LayerIndex, taught: Taught) -> None:
+    """Add the gradient of the divergence to `.grad` of the maps."""
+    leaves = [x for x in (maps.queries, maps.keys) if x.requires_grad]
+    # A cell that keeps what its own graph saves keeps nothing of this one.
+    with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
+        wide = maps.to(taught.q.device, taught.lse.dtype)
+        found = torch.autograd.grad(divergence(wide, taught), leaves)
+    for leaf, gradient in zip(leaves, found, strict=True):
+        leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+@torch.no_grad()
+def principal_index(model: nn.Module, input_ids: Tensor, dim: int) -> Index:
+    """An index that has not learned yet: the `dim` dims in which products of queries and keys on a
+    text input_ids [B, T] vary most, of each head of keys and the mean of its queries.
+
+    With second moments A of queries and C of centred keys, the singular values of A^(1/2) C^(1/2)
+    say how much a dim gives; what is the same for all keys of a query does not matter. Attention is
+    computed at once, T x T: a few thousand tokens are enough."""
+    found: dict[int, LayerIndex] = {}
+
+    def attention(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
+    ) -> Tensor:
+        window = keywords.get("sliding_window")
+        if window is None:
+            found[module.layer_idx] = _principal(q, k, min(dim, q.shape[3]))
+        softcap, sinks = keywords.get("softcap"), keywords.get("s_aux")
+        out = reference(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return out.transpose(1, 2)
+
+    stages = CausalLMStages(model)
+    with routed(stages.model), answering(attention):
+        stages.model.base_model(input_ids=input_ids, use_cache=False)
+    return Index(found)
+
+
+def _principal(q: Tensor, k: Tensor, dim: int) -> LayerIndex:
+    """Of q [B, H, T, D] and k [B, Hk, T, D]."""
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    q = q.double().unflatten(1, (kv_heads, group)).movedim(1, 0).flatten(1, 3)
+    k = k.double().movedim(1, 0).flatten(1, 2)
+    k = k - k.mean(1, keepdim=True)
+    of_q, back_q = _roots(q.mT @ q / q.shape[1])
+    of_k, back_k = _roots(k.mT @ k / k.shape[1])
+    left, values, right = torch.linalg.svd(of_q @ of_k)
+    each = values[:, None, :dim].sqrt()
+    queries, keys = back_q @ left[..., :dim] * each, back_k @ right.mT[..., :dim] * each
+    return LayerIndex((queries / group).unsqueeze(1).repeat(1, group, 1, 1).float(), keys.float())
+
+
+def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """The square root of symmetric matrices [n, D, D], and its inverse, of directions that are
+    there."""
+    values, vectors = torch.linalg.eigh(moments)
+    values = values.clamp(min=1e-9 * values.amax(1, keepdim=True)).sqrt().unsqueeze(1)
+    return vectors * values @ vectors.mT, vectors / values @ vectors.mT
+
+
+def reading(selector: object, function: Any) -> Any:
+    """The function in the place of what reads a selector's votes."""
+    return replace(selector, select=function) if isinstance(selector, Index) else function

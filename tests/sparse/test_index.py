@@ -1,0 +1,326 @@
+"""The index: exact for its choice like any selector, saved and loaded, refused where it does not
+fit."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from farspan.engine.reference import SparseReference, reference_loss
+from farspan.engine.step import Step
+from farspan.sparse.attend import sampled, seen_mask
+from farspan.sparse.index import (
+    CONFIG,
+    LESSONS,
+    TENSORS,
+    Index,
+    LayerIndex,
+    _principal,
+    principal_index,
+)
+from farspan.sparse.pages import Candidates, Fraction, TopK
+from farspan.spec import LayerSpec, Schedule, Sparse, UnsupportedError
+from tests.engine.checks import assert_close, assert_same_bits, draw, run_step
+from tests.numerics import EXACT, relative_error
+from tests.sparse.test_engine import SCHEDULES, SPARSE, run_sparse_oracle
+from tests.zoo import shared_model
+
+INDEXED = replace(SPARSE, selector="index", index_dim=3)
+DATA = draw(101, batch=2, documents=3)
+
+
+def random_index(layers: tuple[LayerSpec, ...], dim: int, seed: int = 0) -> Index:
+    generator = torch.Generator().manual_seed(seed)
+
+    def maps(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    found = {}
+    for number, of in enumerate(layers):
+        if of.window is None:
+            group, narrow = of.query_heads // of.kv_heads, min(dim, of.head_dim)
+            queries = maps(of.kv_heads, group, of.head_dim, narrow)
+            found[number] = LayerIndex(queries, maps(of.kv_heads, of.head_dim, narrow))
+    return Index(found)
+
+
+def index_of_family(name: str, dim: int = 3) -> Index:
+    return random_index(Step(shared_model(name), Schedule()).model_spec.layers, dim)
+
+
+def reads_votes(index: Index, sparse: Sparse) -> Index:
+    return replace(index, select=TopK(sparse.budget // sparse.page))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_step_is_exact_for_its_choice(name: str) -> None:
+    """Twice, of documents, of groups of heads that share keys; rebuilds have the same choice."""
+    model, index = shared_model("qwen2"), index_of_family("qwen2")
+    schedule = replace(SCHEDULES[name], sparse=INDEXED)
+    step = Step(model, schedule, selector=index, poison=True)
+    for seed, tokens in enumerate((101, 61)):
+        data = draw(tokens, batch=2, documents=3, seed=seed)
+        expected = run_sparse_oracle(model, schedule, data, reads_votes(index, INDEXED))
+        assert_close(run_step(model, step, data), expected)
+        assert relative_error(step.evaluate(*data), expected.loss) <= EXACT
+
+
+@pytest.mark.usefixtures("float64_throughout")
+def test_layers_with_a_window_have_none() -> None:
+    model, index, data = shared_model("gpt_oss"), index_of_family("gpt_oss"), draw(61)
+    assert list(index.layers) == [1, 3]
+    schedule = Schedule(chunk=16, groups=2, sparse=INDEXED)
+    expected = run_sparse_oracle(model, schedule, data, reads_votes(index, INDEXED))
+    assert_close(run_step(model, Step(model, schedule, selector=index), data), expected)
+
+
+def test_what_it_compares_decides() -> None:
+    """An index that tells nothing apart takes the first pages, and another finds others."""
+    model, index = shared_model("qwen2"), index_of_family("qwen2")
+    layers = {n: LayerIndex(x.queries, 0 * x.keys) for n, x in index.layers.items()}
+    schedule = replace(SCHEDULES["device"], sparse=INDEXED)
+
+    def first(votes: torch.Tensor, candidates: Candidates) -> torch.Tensor:
+        return TopK(2)(torch.ones_like(votes), candidates)
+
+    blind = run_step(model, Step(model, schedule, selector=Index(layers)), draw(101))
+    plain = replace(schedule, sparse=SPARSE)
+    assert_close(blind, run_sparse_oracle(model, plain, draw(101), first))
+    found = run_step(model, Step(model, schedule, selector=index), draw(101))
+    assert relative_error(found.loss, blind.loss) > 1e-6
+
+
+def test_a_share_of_its_pages() -> None:
+    model, select = shared_model("qwen2"), Fraction(0.7)
+    schedule = replace(SCHEDULES["host"], sparse=replace(INDEXED, budget=80))
+    index = replace(index_of_family("qwen2"), select=select)
+    found = run_step(model, Step(model, schedule, selector=index), DATA)
+    assert_close(found, run_sparse_oracle(model, schedule, DATA, index))
+
+
+def test_maps_are_linear_maps_of_a_group_and_of_keys() -> None:
+    index = index_of_family("qwen2").layers[0]
+    kv_heads, group, dims, dim = index.queries.shape
+    q = torch.randn(2, kv_heads * group, 5, dims, dtype=torch.float64)
+    k = torch.randn(5, 2, kv_heads, dims, dtype=torch.float64)
+    queries = torch.zeros(2, kv_heads, 5, dim, dtype=torch.float64)
+    for head in range(kv_heads * group):
+        of = head // group, head % group
+        queries[:, of[0]] += q[:, head] @ index.queries[of]
+    keys = torch.stack([k[:, :, h] @ index.keys[h] for h in range(kv_heads)], 2)
+    assert relative_error(index.of_queries(q), queries) <= EXACT
+    assert relative_error(index.of_keys(k), keys) <= EXACT
+    compared = index.compared(q, k.permute(1, 2, 0, 3))
+    assert relative_error(compared[0], queries) <= EXACT
+    assert relative_error(compared[1], keys.permute(1, 2, 0, 3)) <= EXACT
+
+
+@dataclass(frozen=True, slots=True)
+class Recording(SparseReference):
+    """What attention of each layer is given."""
+
+    calls: list["Call"] = field(default_factory=list)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> Any:
+        ids = how["document_ids"]
+        if ids is None:
+            ids = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64)
+        choice = self.choice(q.detach(), k.detach(), how["scale"], ids)
+        self.calls.append((self.layer, q.detach(), k.detach(), how["scale"], ids, choice))
+        return SparseReference.__call__(self, q, k, v, **how)
+
+
+Call = tuple[int, torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor]
+
+
+def taught(recorded: Recording) -> Iterator[tuple[Call, int, range]]:
+    """Calls, and of each the pages of queries that teach: their number, and their tokens."""
+    sparse, chunk = recorded.sparse, recorded.chunk
+    for call in recorded.calls:
+        first, tokens = 0, call[1].shape[2]
+        for start in range(0, tokens, chunk):
+            stop = min(start + chunk, tokens)
+            count = -(-(stop - start) // sparse.query_tokens)
+            for number in sampled(count, LESSONS) if sparse.width(start) else ():
+                begin = start + number * sparse.query_tokens
+                yield call, first + number, range(begin, min(begin + 4, stop))
+            first += count
+
+
+def plain_divergence(recorded: Recording, index: Index) -> torch.Tensor:
+    """Of all layers and of the queries that teach, one query of one group at a time."""
+    total = torch.zeros((), dtype=torch.float64)
+    for call, number, tokens in taught(recorded):
+        layer, q, k, _, ids, choice = call
+        seen = seen_mask(choice, recorded.sparse, recorded.chunk, ids)
+        for b, h, t in product(range(q.shape[0]), range(k.shape[1]), tokens):
+            group = q.shape[1] // k.shape[1]
+            of = q[b, h * group : (h + 1) * group, t], k[b, h], seen[b, h, t]
+            pages = [p for p in choice[b, h, number].tolist() if p >= 0]
+            maps = index.layers[layer]
+            total = total + divergence_of(
+                LayerIndex(maps.queries[h], maps.keys[h]), *of, pages, call[3]
+            )
+    return total
+
+
+def divergence_of(
+    maps: LayerIndex,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    seen: torch.Tensor,
+    pages: list[int],
+    scale: float,
+) -> torch.Tensor:
+    """Of the queries q [r, D] of a group's heads at one token, which sees these of k [T, D]."""
+    attended = (scale * q @ k.mT).masked_fill(~seen, -torch.inf).softmax(1).mean(0)
+    query = sum(one @ of for one, of in zip(q, maps.queries, strict=True))
+    spans = [torch.arange(4 * page, 4 * page + 4) for page in pages]
+    spans = [own[seen[own]] for own in spans if seen[own].any()]
+    if not spans:
+        return torch.zeros((), dtype=torch.float64)
+    mass = torch.stack([attended[own].sum() for own in spans])
+    log = torch.stack([(scale * (k[own] @ maps.keys) @ query).max() for own in spans])
+    return (mass * ((mass / mass.sum()).log() - log.log_softmax(0))).sum()
+
+
+class TestLearning:
+    @pytest.mark.parametrize("name", ["device", "graphs"])
+    def test_gradients_are_plain_autograd_s(self, name: str) -> None:
+        """Of documents, of groups of heads, in a second step as in the first."""
+        model, index = shared_model("qwen2"), index_of_family("qwen2").learning()
+        schedule = replace(SCHEDULES[name], sparse=INDEXED)
+        step = Step(model, schedule, selector=index, poison=True)
+        for tokens, documents in ((45, 0), (77, 2)):
+            data = draw(tokens, batch=2, documents=documents)
+            recorded = Recording(INDEXED, schedule.chunk, reads_votes(index, INDEXED))
+            with torch.no_grad():
+                reference_loss(model, *data, attend=recorded)
+            expected = torch.autograd.grad(plain_divergence(recorded, index), index.parameters())
+            for trains in (True, False):
+                if trains:
+                    run_step(model, step, data)
+                else:
+                    step.evaluate(*data)
+                for parameter, gradient in zip(index.parameters(), expected, strict=True):
+                    assert gradient.abs().max() > 0
+                    assert parameter.grad is not None
+                    assert relative_error(parameter.grad, gradient) <= EXACT
+                    parameter.grad = None
+
+    @pytest.mark.parametrize("name", ["device", "graphs"])
+    def test_the_model_s_gradients_are_the_same_bits(self, name: str) -> None:
+        model, schedule = shared_model("qwen2"), replace(SCHEDULES[name], sparse=INDEXED)
+        index = index_of_family("qwen2")
+        without = run_step(model, Step(model, schedule, selector=index), DATA)
+        assert all(x.grad is None for x in index.parameters())
+        found = run_step(model, Step(model, schedule, selector=index.learning()), DATA)
+        assert all(x.grad is not None for x in index.parameters())
+        assert_same_bits(found, without)
+
+    def test_it_learns(self) -> None:
+        """What it says comes nearer to what attention gives, on the text that it learns from."""
+        model, data = shared_model("qwen2"), draw(61)
+        everything = replace(INDEXED, budget=80)
+        index = index_of_family("qwen2").learning()
+        step = Step(model, replace(SCHEDULES["device"], sparse=everything), selector=index)
+        optimizer = torch.optim.Adam(index.parameters(), 0.05)
+        found = []
+        for _ in range(4):
+            recorded = Recording(everything, 16, reads_votes(index, everything))
+            with torch.no_grad():
+                reference_loss(model, *data, attend=recorded)
+                found.append(float(plain_divergence(recorded, index)))
+            step.evaluate(*data)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert found[-1] < 0.9 * found[0]
+
+    def test_nobody_asked_for_gradients(self) -> None:
+        model, index = shared_model("qwen2"), index_of_family("qwen2").learning()
+        step = Step(model, replace(SCHEDULES["device"], sparse=INDEXED), selector=index)
+        with torch.no_grad():
+            step.evaluate(*DATA)
+        assert all(x.grad is None for x in index.parameters())
+
+    def test_keys_are_on_host(self) -> None:
+        model, index = shared_model("qwen2"), index_of_family("qwen2").learning()
+        step = Step(model, replace(SCHEDULES["host"], sparse=INDEXED), selector=index)
+        with pytest.raises(UnsupportedError, match=r"^index: it learns from keys on the device.*b"):
+            step(*DATA)
+
+
+class TestPrincipal:
+    def test_all_dims_give_the_products(self) -> None:
+        """Of the mean query of a group, but for what is the same for all keys."""
+        q, k = torch.randn(1, 4, 60, 6), torch.randn(1, 2, 60, 6)
+        maps = _principal(q, k, 6)
+        queries, keys = maps.compared(q, k)
+        mean = q.unflatten(1, (2, 2)).mean(2)
+        assert relative_error(queries @ keys.mT, mean @ k.mT) < 1e-5
+
+    def test_of_a_model(self) -> None:
+        model, (input_ids, *_) = shared_model("gpt_oss"), draw(61)
+        index = principal_index(model, input_ids, 3)
+        assert list(index.layers) == [1, 3]
+        index.refuse_misfit(Step(model, Schedule()).model_spec.layers, 3)
+        assert all(x.isfinite().all() for x in index.parameters())
+
+
+class TestFolder:
+    def test_what_is_saved_is_loaded(self, tmp_path: Path) -> None:
+        index = index_of_family("gpt_oss")
+        index.save(tmp_path / "index")
+        found = Index.load(tmp_path / "index")
+        assert list(found.layers) == list(index.layers)
+        for number, layer in found.layers.items():
+            assert torch.equal(layer.queries, index.layers[number].queries.float())
+            assert torch.equal(layer.keys, index.layers[number].keys.float())
+
+    def test_there_is_none(self, tmp_path: Path) -> None:
+        with pytest.raises(UnsupportedError, match=r"^index: .* holds no index of format 1"):
+            Index.load(tmp_path)
+        (tmp_path / CONFIG).write_text(json.dumps({"format": 1}))
+        with pytest.raises(UnsupportedError, match=r"^index: cannot read .*; save the index again"):
+            Index.load(tmp_path)
+
+    @pytest.mark.parametrize("name", ["layers.0.queries", "layers.x.keys", "lora_A.weight"])
+    def test_it_holds_something_else(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / CONFIG).write_text(json.dumps({"format": 1}))
+        save_file({name: torch.zeros(2, 3, 4)}, tmp_path / TENSORS)
+        with pytest.raises(UnsupportedError, match=r"^index: .* has other tensors than queries"):
+            Index.load(tmp_path)
+
+
+class TestFit:
+    def test_another_model_s(self) -> None:
+        model = shared_model("qwen2")
+        spec = Step(model, Schedule()).model_spec.layers
+        index = random_index(spec, 3)
+        refused = {
+            r"it has no layer 3, and the model has 4": {n: index.layers[n] for n in (0, 1, 2)},
+            r"it has a layer 4, which this model has not": {**index.layers, 4: index.layers[0]},
+            r"its layer 0 is for 1 heads of queries": random_index(
+                (replace(spec[0], query_heads=1, kv_heads=1), *spec[1:]), 3
+            ).layers,
+            r"its keys have 2 dims in layer 0, where .* asks for 3; set that to 2": random_index(
+                spec, 2
+            ).layers,
+        }
+        for message, layers in refused.items():
+            step = Step(model, replace(SCHEDULES["device"], sparse=INDEXED), selector=Index(layers))
+            with pytest.raises(UnsupportedError, match=message):
+                step(*DATA)
+
+    def test_one_is_asked_for(self) -> None:
+        model, schedule = shared_model("qwen2"), SCHEDULES["device"]
+        with pytest.raises(UnsupportedError, match=r"sparse.selector is index, which has an ad"):
+            Step(model, replace(schedule, sparse=INDEXED))
+        with pytest.raises(UnsupportedError, match=r"sparse.selector is submeans; set that to ind"):
+            Step(model, schedule, selector=index_of_family("qwen2"))
