@@ -1,4 +1,4 @@
-"""Faults of the planner."""
+"""Faults of the planner, and one of a step that moves more than was planned."""
 
 from tests.mutants.faults import Fault
 
@@ -113,5 +113,11 @@ PLANNER = (
         "cells = {name: _raised(lines, more) for",
         "cells = {name: _raised(lines, 0) for",
         ("tests/planner/test_quantized.py::test_one_module_at_a_time_is_unpacked",),
+    ),
+    Fault(
+        "sparse: the last page of a slab is fetched with the next again",
+        "for start in range(0, len(self), most_units):",
+        "for start in range(0, len(self), max(1, most_units - 1)):",
+        ("tests/sparse/test_traffic.py", "tests/sparse/test_slabs.py"),
     ),
 )

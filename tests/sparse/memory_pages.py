@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from farspan.attention.backends import accumulate_dtype
-from farspan.sparse.pages import Resident, Slab, Units, ends_of, index_of, mean_keys, slabs_of
+from farspan.sparse.pages import Resident, Slab, Units, mean_keys, units_of
 from farspan.sparse.sizes import MOST_UNITS
 
 
@@ -72,8 +72,8 @@ class MemoryPages:
     def slabs(self) -> Iterator[Slab]:
         assert self.choice is not None
         choice, self.choice = self.choice, None
-        for run, units in slabs_of(choice, ends_of(index_of(choice).cpu(), self.most_units)):
-            yield Slab(run, units, *self.gather(units))
+        for units in units_of(choice).slabs(self.most_units):
+            yield Slab(units, *self.gather(units))
 
     def gather(self, units: Units) -> tuple[Tensor, Tensor]:
         """K [U, P, D] and V [U, P, Dv] of the units."""

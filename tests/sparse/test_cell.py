@@ -250,10 +250,15 @@ class Watched(Gathered):
     widths: list[int] = field(default_factory=list)
 
     def forward(
-        self, call: FarCall, q: Tensor, choice: Tensor, pages: Pages
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        call: FarCall,
+        q: Tensor,
+        choice: Tensor,
+        pages: Pages,
+        attended: tuple[Tensor, Tensor],
+    ) -> None:
         self.widths.append(choice.shape[3])
-        return Gathered.forward(self, call, q, choice, pages)
+        Gathered.forward(self, call, q, choice, pages, attended)
 
 
 def test_a_choice_wider_than_there_are_candidates_needs_no_masks_for_it() -> None:

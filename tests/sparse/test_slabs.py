@@ -1,7 +1,7 @@
-"""Slabs cover a choice, keep the limit, are as long as it allows, and change no result."""
+"""Slabs hold each unit of a choice once, are as long as may be, and change no result."""
 
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -16,9 +16,7 @@ from farspan.sparse.pages import (
     Slab,
     TopK,
     Units,
-    ends_of,
-    index_of,
-    slabs_of,
+    count_of,
     units_of,
 )
 from farspan.spec import Sparse
@@ -42,47 +40,34 @@ def random_choice(shape: tuple[int, int, int, int], pages: int, none: float) -> 
     return ascending.masked_fill(torch.rand(shape) < none, -1).int()
 
 
-def walk(choice: Tensor, most_units: int) -> list[int]:
-    """Where slabs end: pages of queries one after the other, and the set of what they chose."""
-    stops: list[int] = []
-    held: set[tuple[int, int, int]] = set()
-    for page in range(choice.shape[2]):
-        brings = {
-            (row, head, int(number))
-            for row in range(choice.shape[0])
-            for head in range(choice.shape[1])
-            for number in choice[row, head, page]
-            if number >= 0
-        }
-        if page and len(held | brings) > most_units:
-            stops.append(page)
-            held = set()
-        held |= brings
-    return [*stops, choice.shape[2]]
-
-
-def slabs_in(choice: Tensor, most_units: int) -> list[tuple[slice, Units]]:
-    return list(slabs_of(choice, ends_of(index_of(choice), most_units)))
-
-
 SHAPES = [((1, 1, 9, 4), 12), ((2, 3, 7, 5), 9), ((1, 2, 16, 3), 40), ((2, 1, 1, 6), 8)]
 
 
 @pytest.mark.parametrize("none", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize(("shape", "pages"), SHAPES, ids=str)
-def test_slabs_are_those_of_a_walk_with_sets(
+def test_slabs_hold_each_entry_of_a_choice_and_each_unit_once(
     shape: tuple[int, int, int, int], pages: int, none: float
 ) -> None:
+    """Against a set of what was chosen, and a walk over all entries."""
     choice = random_choice(shape, pages, none)
+    entries = {place: int(choice[place]) for place in product(*map(range, shape))}
+    chosen = sorted({(*place[:2], page) for place, page in entries.items() if page >= 0})
+    assert count_of(choice).tolist() == [len(chosen)]
     for most_units in (1, 5, 8, 13, 30, 100, 10_000):
-        slabs = slabs_in(choice, most_units)
-        assert [run.stop for run, _ in slabs] == walk(choice, most_units)
-        assert [run.start for run, _ in slabs] == [0, *(run.stop for run, _ in slabs[:-1])]
-        for run, units in slabs:
-            of_run = units_of(choice[:, :, run])
-            assert len(units) <= most_units or run.stop - run.start == 1
-            for name in ("rows", "heads", "pages", "index"):
-                assert torch.equal(getattr(units, name), getattr(of_run, name))
+        held: list[tuple[int, ...]] = []
+        found = dict.fromkeys(entries, -1)
+        for slab in units_of(choice).slabs(most_units):
+            of_slab = [slab.rows.tolist(), slab.heads.tolist(), slab.pages.tolist()]
+            held += zip(*of_slab, strict=True)
+            assert len(slab) == most_units or len(held) == len(chosen)
+            for place in entries:
+                unit = int(slab.index[place])
+                if unit >= 0:
+                    assert found[place] == -1
+                    found[place] = of_slab[2][unit]
+                    assert (of_slab[0][unit], of_slab[1][unit]) == place[:2]
+        assert held == chosen
+        assert found == entries
 
 
 WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "masked_select", "lift_fresh"}
@@ -108,15 +93,15 @@ class Waits(TorchDispatchMode):
 
 
 def test_the_cpu_waits_once_for_a_choice() -> None:
-    """For its index, which is copied; how many units there are is known from then on."""
+    """For the number of its units, which is copied."""
     choice = random_choice((2, 2, 8, 4), 20, 0.1)
     with Waits() as waits:
-        index = index_of(choice)
+        count = count_of(choice)
     assert waits.count == 0
+    known = int(count)
     for most_units in (10_000, 6):
-        ends = ends_of(index, most_units)
         with Waits() as waits:
-            slabs = list(slabs_of(choice, ends))
+            slabs = list(units_of(choice, known).slabs(most_units))
         assert waits.count == 0
         assert (len(slabs) == 1) == (most_units == 10_000)
     votes = torch.rand(1, 2, 5, 9)
@@ -124,13 +109,6 @@ def test_the_cpu_waits_once_for_a_choice() -> None:
         with Waits() as waits:
             select(votes, Candidates(range(3, 12)))
         assert waits.count == 0
-
-
-def test_what_fits_is_one_slab() -> None:
-    choice = random_choice((2, 2, 8, 4), 20, 0.1)
-    distinct = len(units_of(choice))
-    assert len(slabs_in(choice, distinct)) == 1
-    assert len(slabs_in(choice, distinct - 1)) == 2
 
 
 @dataclass(slots=True)
@@ -183,8 +161,12 @@ def test_slabs_give_what_one_gather_gives(number: int, most_units: int) -> None:
     assert torch.equal(sequence.choice(), whole.choice())
     for name in wanted:
         assert_exact(found[name], wanted[name], EXACT)
-    choices = [c for c in sequence.choices.values() if c.shape[3]]
-    slabs = [[len(units) for _, units in slabs_in(c, most_units)] for c in choices]
+    # Each unit that a chunk chose once, in its forward and in its backward, in full slabs.
+    counts = [len(units_of(choice)) for choice in sequence.choices.values()]
+    slabs = [
+        [min(most_units, count - start) for start in range(0, count, most_units)]
+        for count in counts
+    ]
     assert pages.gathered == [*chain(*slabs), *chain(*reversed(slabs))]
     assert pages.added == [*chain(*reversed(slabs))]
     again = Sequence(replace(case, most_units=most_units)).step(inputs)

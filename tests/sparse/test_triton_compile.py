@@ -60,7 +60,8 @@ def driver(tmp_path: Path) -> Iterator[Any]:
 
 def launches(case: PagedCase, inputs: PagedInputs, tiles: PageTiles) -> Iterator[Launch]:
     sizes = case.page, case.tokens, case.tokens
-    table = PageTable(inputs.choice, *sizes, None, case.query_page)
+    slots = inputs.choice.clone() if case.slots else None
+    table = PageTable(inputs.choice, *sizes, slots, case.query_page)
     call = PagedCall(table, case.scale, inputs.first_key, tiles)
     q, keys, values, out = inputs.q, inputs.k, inputs.v, inputs.dout
     lse = torch.empty(q.shape[:3])
@@ -96,6 +97,7 @@ SMALL_PAGES = replace(QWEN_7B, query_page=16)
         (QWEN_7B, (9, 0)),
         *(exhaustive(case, (9, 0)) for case in (LLAMA_8B, SMALL_PAGES, *map(of_width, (64, 256)))),
         exhaustive(replace(LLAMA_8B, query_page=16), (9, 0)),
+        exhaustive(replace(SMALL_PAGES, slots=True), (9, 0)),
         exhaustive(replace(of_width(64), group=1, query_page=16), (9, 0)),
         *(exhaustive(of_width(head_dim), (8, 0)) for head_dim in (64, 96)),
         (of_width(256), (8, 0)),

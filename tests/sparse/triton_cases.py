@@ -255,11 +255,16 @@ class FarFromElsewhere(TritonFar):
     """The kernels on pages that they must gather."""
 
     def forward(
-        self, call: FarCall, q: Tensor, choice: Tensor, pages: Pages
-    ) -> tuple[Tensor, Tensor]:
-        return TritonFar.forward(self, call, q, choice, Elsewhere(pages))
+        self,
+        call: FarCall,
+        q: Tensor,
+        choice: Tensor,
+        pages: Pages,
+        attended: tuple[Tensor, Tensor],
+    ) -> None:
+        TritonFar.forward(self, call, q, choice, Elsewhere(pages), attended)
 
     def backward(
-        self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages
-    ) -> Tensor:
-        return TritonFar.backward(self, call, queries, choice, Elsewhere(pages))
+        self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages, dq: Tensor
+    ) -> None:
+        TritonFar.backward(self, call, queries, choice, Elsewhere(pages), dq)

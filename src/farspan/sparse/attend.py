@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from farspan.attention.backends import BackwardQueries, accumulate_dtype, add_sinks, merge_
+from farspan.attention.backends import BackwardQueries, accumulate_dtype, add_sinks
 from farspan.attention.chunk import AttentionCall, KeyValues, attend_backward, attend_blocks
 from farspan.program.attention_blocks import near_blocks
 from farspan.sparse.pages import Candidates, Pages, Selector
@@ -41,6 +41,7 @@ class FarCall:
     page: int  # tokens
     documents: Tensor | None = None  # [B, C]: first token of each query's document
     query_page: int | None = None  # tokens of a page of queries; None: as `page`
+    fused: bool = False  # parts are joined by kernels where there are some
 
     @property
     def query_tokens(self) -> int:
@@ -61,17 +62,21 @@ class FarKernel(Protocol):
         """As `sparse.pages.vote`, fp32 or wider."""
 
     def forward(
-        self, call: FarCall, q: Tensor, choice: Tensor, pages: Pages
-    ) -> tuple[Tensor, Tensor]:
-        """out in the dtype of q and lse in the accumulate dtype over the chosen pages alone.
-
-        A query that sees no key of them has lse -inf and out zero.
-        """
+        self,
+        call: FarCall,
+        q: Tensor,
+        choice: Tensor,
+        pages: Pages,
+        attended: tuple[Tensor, Tensor],
+    ) -> None:
+        """Join attention over the chosen pages into `attended`, out and lse in the accumulate
+        dtype: nothing changes for a query that sees no key of them."""
 
     def backward(
-        self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages
-    ) -> Tensor:
-        """dq in the accumulate dtype; dK, dV of the pages go to `pages.sums`, then `pages.add`."""
+        self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages, dq: Tensor
+    ) -> None:
+        """Add to dq, in the accumulate dtype; dK, dV of the pages go to `pages.sums`, then
+        `pages.add`."""
 
 
 Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
@@ -113,7 +118,7 @@ def sparse_call(
     return SparseCall(
         sparse,
         replace(dense, blocks=blocks),
-        FarCall(dense.scale, sparse.page, documents, sparse.query_tokens),
+        FarCall(dense.scale, sparse.page, documents, sparse.query_tokens, dense.fused),
         Candidates(pages, first),
         select,
         kernel,
@@ -150,8 +155,7 @@ def attend_sparse(
     out, lse = attend_blocks(call.near, q, k, v, pages)
     if choice.shape[3]:
         out = out.to(lse.dtype)
-        part = call.kernel.forward(call.far, q, choice, pages)
-        merge_(out, lse, *part, fused=call.near.fused)
+        call.kernel.forward(call.far, q, choice, pages, (out, lse))
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
@@ -180,8 +184,8 @@ def attend_sparse_backward(
     dq, dk, dv, dsinks = attend_backward(call.near, dout, q, k, v, (out, lse), pages, sinks)
     if choice.shape[3]:
         queries = BackwardQueries(dout, q, out, lse)
-        part = call.kernel.backward(call.far, queries, choice, pages)
-        dq = dq.to(accumulate_dtype(q.dtype)).add_(part)
+        dq = dq.to(accumulate_dtype(q.dtype))
+        call.kernel.backward(call.far, queries, choice, pages, dq)
     return dq, dk, dv, dsinks
 
 

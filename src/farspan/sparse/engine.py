@@ -3,8 +3,8 @@ from a program's buffers (OOMB 4.2).
 
 Near keys stream in through the prefix as in dense attention, only fewer of them. Chosen pages whose
 K, V are on the device are read where they lie, or gathered in line. Those on host come through two
-slots, a slab in each (`sparse.pages`), while near keys or the slab before are attended to; in a
-backward, sums of their gradients go back behind the computation:
+slots, a slab in each (`sparse.pages`), each once, while near keys or the slab before are attended
+to; in a backward, sums of their gradients go back behind the computation:
 
     compute   choose | near keys | slab 0   | slab 1           the first time
     fetch               slab 0     slab 1
@@ -51,7 +51,6 @@ from farspan.sparse.attend import (
 from farspan.sparse.index import LESSONS, Index, LayerIndex, learn, lesson
 from farspan.sparse.pages import (
     Checked,
-    Ends,
     Fraction,
     RandomPages,
     Resident,
@@ -59,10 +58,8 @@ from farspan.sparse.pages import (
     Slab,
     TopK,
     Units,
-    ends_of,
-    index_of,
+    count_of,
     mean_keys,
-    slabs_of,
     units_of,
 )
 from farspan.sparse.sizes import SAMPLES, WATCHED_KEYS, Far, far_of, most_units_of, slot_parts
@@ -104,12 +101,12 @@ class _PageSlot:
 
 @dataclass(slots=True)
 class PageSlots:
-    """The slots for chosen pages, which the cells of a step take in turn, and where slabs end: the
-    second time that a cell asks for its pages, nobody has to wait for the numbers."""
+    """The slots for chosen pages, which the cells of a step take in turn, and how many units each
+    cell has: the second time that it asks for its pages, nobody has to wait for that."""
 
     storage: ProgramBuffers
     ring: deque[_PageSlot] = field(default_factory=lambda: deque(map(_PageSlot, names.PAGES)))
-    ends: dict[tuple[int, int], Ends] = field(default_factory=dict)  # by layer and chunk
+    counts: dict[tuple[int, int], int] = field(default_factory=dict)  # by layer and chunk
 
     def take(self) -> _PageSlot:
         """The slot whose turn it is; what is fetched from now on comes after its last use."""
@@ -142,9 +139,9 @@ class BufferPages:
     sparse: Sparse
     means: Means | None = None  # None: nothing is chosen here
     choice: Tensor | None = None  # [B, Hk, M, k], from `begin` on
-    counted: Callable[[], Tensor] | None = None  # its index, where slabs are still to be cut
+    counted: Callable[[], Tensor] | None = None  # of its units, where nobody knows it yet
     chosen: Any = None  # the event of a choice that is made in this cell
-    runs: Iterator[tuple[slice, int]] = field(default_factory=lambda: iter(()))  # still to come
+    runs: Iterator[Units] = field(default_factory=lambda: iter(()))  # slabs still to come
     coming: deque[_ComingPages] = field(default_factory=deque)
     here: _ComingPages | None = None  # the slab at hand
 
@@ -169,11 +166,11 @@ class BufferPages:
         self.choice = choice
         if not self._on_host():
             return
-        if self._ends() is not None:
+        if self._cell() in self.slots.counts:
             self._start()
             return
         copies = self.prefix.storage.copies
-        self.counted = copies.read(index_of(choice))
+        self.counted = copies.read(count_of(choice))
         self.chosen = copies.record(Lane.COMPUTE)
 
     def resident(self) -> Resident | None:
@@ -189,7 +186,8 @@ class BufferPages:
             yield from self._in_line()
             return
         if self.counted is not None:
-            self._cut(self.counted())
+            self.slots.counts[self._cell()] = int(self.counted())
+            self.counted = None
             self._start()
         copies = self.prefix.storage.copies
         while self.coming:
@@ -226,49 +224,42 @@ class BufferPages:
             copies.add_rows(total, self.here.places, gradient)
         self.here.slot.left = copies.record(Lane.EVICT)
 
-    def _cut(self, index: Tensor) -> None:
-        assert self.far is not None
-        self.slots.ends[self._cell()] = ends_of(index, most_units_of(self.far))
-        self.counted = None
-
     # -- through slots ---------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Fetch the first slabs, where K, V are on host."""
-        ends = self._ends()
-        if ends is None or not self._on_host():
-            return
-        starts = [0, *(stop for stop, _ in ends)]
-        runs = (slice(start, stop) for start, (stop, _) in zip(starts, ends, strict=False))
-        self.runs = zip(runs, [count for _, count in ends], strict=True)
-        self.prefix.storage.copies.wait(Lane.FETCH, self.chosen, Hazard.NOT_WRITTEN)
+        """Fetch the first slabs."""
+        assert self.choice is not None
+        copies = self.prefix.storage.copies
+        copies.wait(Lane.FETCH, self.chosen, Hazard.NOT_WRITTEN)
+        with copies.on(Lane.FETCH):
+            units = units_of(self.choice, self.slots.counts[self._cell()])
+        self.runs = units.slabs(self._most_units())
         for _ in names.PAGES:
             self._fetch_next()
 
     def _fetch_next(self) -> None:
-        found = next(self.runs, None)
-        if found is None:
-            return
-        assert self.choice is not None
-        run, count = found
-        copies, slot, choice = self.prefix.storage.copies, self.slots.take(), self.choice[:, :, run]
+        copies = self.prefix.storage.copies
         with copies.on(Lane.FETCH):
-            units = units_of(choice, count)
+            units = next(self.runs, None)
+        if units is None:
+            return
+        slot = self.slots.take()
+        with copies.on(Lane.FETCH):
             numbers = {
                 "numbers": torch.stack([units.rows, units.heads, units.pages]),
                 "index": units.index,
                 "places": self._places(units),
             }
-        parts = self._parts(slot, count, choice.numel())
+        parts = self._parts(slot, len(units), units.index.numel())
         for name, values in numbers.items():
             copies.note(parts[name], values.flatten())
         for name, rows in zip("kv", self._rows(self.prefix.keys_in), strict=True):
             copies.gather(parts[name], rows, parts["places"])
         slot.arrived = copies.record(Lane.FETCH)
-        self.coming.append(self._on_its_way(slot, run, choice.shape, parts))
+        self.coming.append(self._on_its_way(slot, units.index.shape, parts))
 
     def _on_its_way(
-        self, slot: _PageSlot, run: slice, shape: torch.Size, parts: dict[str, Tensor]
+        self, slot: _PageSlot, shape: torch.Size, parts: dict[str, Tensor]
     ) -> _ComingPages:
         rows, heads, pages = parts["numbers"].view(3, -1)
         units = Units(rows, heads, pages, parts["index"].view(shape))
@@ -278,7 +269,7 @@ class BufferPages:
             if name in parts
         )
         of_backward = (sums[0], sums[1]) if sums else None
-        return _ComingPages(slot, Slab(run, units, keys, values), parts["places"], of_backward)
+        return _ComingPages(slot, Slab(units, keys, values), parts["places"], of_backward)
 
     def _parts(self, slot: _PageSlot, units: int, entries: int) -> dict[str, Tensor]:
         """What the slot holds of a slab: numbers flat, of keys and values rows."""
@@ -304,10 +295,10 @@ class BufferPages:
 
     def _in_line(self) -> Iterator[Slab]:
         assert self.choice is not None
-        if self._ends() is None:
-            self._cut(index_of(self.choice).cpu())
-        for run, units in slabs_of(self.choice, self._ends() or ()):
-            yield Slab(run, units, *self._gathered(units))
+        units = units_of(self.choice, self.slots.counts.get(self._cell()))
+        self.slots.counts[self._cell()] = len(units)
+        for some in units.slabs(self._most_units()):
+            yield Slab(some, *self._gathered(some))
 
     def _gathered(self, units: Units) -> tuple[Tensor, Tensor]:
         """K [U, P, D] and V [U, P, Dv], gathered on the device."""
@@ -327,8 +318,9 @@ class BufferPages:
         assert self.far is not None
         return units.places(self.sparse.page, self.far.batch, self.far.kv_heads)
 
-    def _ends(self) -> Ends | None:
-        return self.slots.ends.get(self._cell())
+    def _most_units(self) -> int:
+        assert self.far is not None
+        return most_units_of(self.far)
 
     def _cell(self) -> tuple[int, int]:
         return self.prefix.layer, self.chunk

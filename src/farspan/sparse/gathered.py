@@ -6,11 +6,11 @@ copies of its pages make it a small dense attention, and some rows x are attende
 
     q_xRQD [x, r, Q, D]    k_xSD, v_xSD [x, 1, k * P, D]    out [x, r, Q, Dv], lse [x, r, Q]
 
-`part_bytes` bounds what such a part holds; units come slab by slab (`Pages.slabs`). Masks are
-built only for rows that need one: pages of queries that chose fewer pages than others, or where a
-document begins within a chosen page or behind it."""
+`part_bytes` bounds what such a part holds; units come slab by slab (`Pages.slabs`), and a row is
+attended to those of its pages that a slab has. The rows of a part have as many of them: k is one
+number. Masks are built only where a document begins within a chosen page or behind it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from farspan.attention.backends import BackwardQueries, accumulate_dtype
+from farspan.attention.backends import BackwardQueries, accumulate_dtype, merge_
 from farspan.sparse.attend import FarCall, FarKernel
 from farspan.sparse.pages import Pages, Slab, Units, vote
 from farspan.sparse.sizes import PART_BYTES, FarRow
@@ -123,7 +123,7 @@ class _Part:
     """Some rows of a slab."""
 
     places: tuple[Tensor, Tensor, Tensor]  # where they are in [B, Hk, M, ...], each [x]
-    index: Tensor  # [x, k]: their units; any unit where there is none
+    index: Tensor  # [x, k]: their units
     mask: Tensor | None  # [x, 1, Q, k * P]
 
     def queries(self, x: Tensor) -> Tensor:
@@ -136,9 +136,13 @@ class _Part:
         copies = of_units.index_select(0, self.index.flatten())
         return copies.view(len(self.index), 1, -1, of_units.shape[2])
 
+    def put(self, totals: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+        """Write back what `queries` gave of totals."""
+        for total, x in zip(totals, rows, strict=True):
+            total[self.places] = x
+
     def add(self, total: Tensor, part: Tensor) -> None:
-        """Add part [x, 1, k * P, D] to total [U, P, D] by unit, in the order of the entries. It is
-        zero where an entry has no unit: no query sees those keys.
+        """Add part [x, 1, k * P, D] to total [U, P, D] by unit, in the order of the entries.
 
         Deterministic on either device: index_add_ is so on CPUs, where it is 15 times as fast as a
         sort and sums of segments, and index_put_, which sorts, on CUDA.
@@ -152,43 +156,40 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _SlabRows:
-    """The rows of a slab, whose pages of queries are m."""
+    """The rows of a slab."""
 
     page: int
     query_page: int
-    run: slice  # of M
     units: Units
     starts: Tensor | None  # [B, M, Q]: first token of each query's document
 
-    def with_pages(self) -> tuple[Tensor, Tensor]:
-        """Those of [B, Hk, m], flat, that have pages: they need no mask, or they do."""
+    def alike(self) -> Iterator[tuple[Tensor, bool]]:
+        """Those of [B, Hk, M], flat, that have as many pages, and whether they need masks."""
         index = self.units.index
-        latest = 0 if self.starts is None else self.starts[:, None, self.run].amax(3)
-        masked = self._first_tokens(index).amin(3) < latest
-        some = (index >= 0).any(3)
-        without, with_mask = (some & kind for kind in (~masked, masked))
-        return without.flatten().nonzero().squeeze(1), with_mask.flatten().nonzero().squeeze(1)
+        kinds = 2 * (index >= 0).sum(3)
+        if self.starts is not None:
+            none = torch.iinfo(torch.int64).max
+            pages = torch.where(index < 0, none, self.units.pages[index])
+            kinds += pages.amin(3) * self.page < self.starts.amax(2)[:, None]
+        kinds = kinds.flatten()
+        for kind in kinds.unique().tolist():
+            if kind > 1:
+                yield (kinds == kind).nonzero().squeeze(1), kind % 2 > 0
 
     def part(self, rows: Tensor, masked: bool) -> _Part:
         _, heads, pages, _ = self.units.index.shape
         owner, page = rows // pages, rows % pages
-        places = owner // heads, owner % heads, page + self.run.start
+        places = owner // heads, owner % heads, page
         index = self.units.index.flatten(0, 2)[rows]
-        mask = self._mask(places, index) if masked else None
-        return _Part(places, index.clamp_(min=0), mask)
+        index = index[index >= 0].view(len(rows), -1)
+        return _Part(places, index, self._mask(places, index) if masked else None)
 
     def _mask(self, places: tuple[Tensor, Tensor, Tensor], index: Tensor) -> Tensor:
+        assert self.starts is not None
         within = torch.arange(self.page, device=index.device)
-        token = (self._first_tokens(index).unsqueeze(2) + within).flatten(1)
-        if self.starts is None:
-            starts = index.new_zeros(1, 1).expand(len(index), self.query_page)
-        else:
-            starts = self.starts[places[0], places[2]]
+        token = (self.units.pages[index].unsqueeze(2) * self.page + within).flatten(1)
+        starts = self.starts[places[0], places[2]]
         return (token[:, None] >= starts.unsqueeze(2)).unsqueeze(1)
-
-    def _first_tokens(self, index: Tensor) -> Tensor:
-        """Of the units; where there is none, before the sequence, where no query looks."""
-        return torch.where(index < 0, -self.page, self.units.pages[index] * self.page)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,50 +210,47 @@ class Gathered:
         return vote(q, representatives, sparse, call.scale, call.documents, pages.start)
 
     def forward(
-        self, call: FarCall, q: Tensor, choice: Tensor, pages: Pages
-    ) -> tuple[Tensor, Tensor]:
-        (batch, heads, tokens, _), padded = q.shape, choice.shape[2] * call.query_tokens
-        queries = _by_page(q, choice, call.query_tokens)
-        lse = q.new_full((batch, heads, padded), -torch.inf, dtype=accumulate_dtype(q.dtype))
-        out: Tensor | None = None
+        self,
+        call: FarCall,
+        q: Tensor,
+        choice: Tensor,
+        pages: Pages,
+        attended: tuple[Tensor, Tensor],
+    ) -> None:
+        queries = _by_page(_whole(q, choice, call), choice)
+        wholes = [_whole(x, choice, call) for x in attended]
+        totals = [_by_page(x, choice) for x in wholes]
         for slab in pages.slabs():
-            if out is None:
-                shape = batch, padded, heads, slab.values.shape[2]
-                out = q.new_zeros(shape).transpose(1, 2)
-            results = tuple(_by_page(x, choice, call.query_tokens) for x in (out, lse))
             of_slab = _slab_rows(call, slab, choice)
             for rows, masked in self._parts(of_slab, slab, queries, backward=False):
                 part = of_slab.part(rows, masked)
                 found = self._attend(slab, part, queries, call.scale)
-                for result, x in zip(results, found, strict=True):
-                    result[part.places] = x
-                del part, found, x
+                joined = [part.queries(total) for total in totals]
+                merge_(joined[0], joined[1], *found)
+                part.put(totals, joined)
+                del part, found, joined
             del slab, of_slab
-        assert out is not None
-        return out[:, :, :tokens], lse[:, :, :tokens]
+        _put_back(attended, wholes)
 
     def backward(
-        self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages
-    ) -> Tensor:
-        q = queries.q
-        (batch, heads, tokens, dim), padded = q.shape, choice.shape[2] * call.query_tokens
-        dtype = accumulate_dtype(q.dtype)
-        given = BackwardQueries(*(_by_page(x, choice, call.query_tokens) for x in queries))
-        dq = q.new_zeros(batch, padded, heads, dim, dtype=dtype).transpose(1, 2)
-        result = _by_page(dq, choice, call.query_tokens)
+        self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages, dq: Tensor
+    ) -> None:
+        given = BackwardQueries(*(_by_page(_whole(x, choice, call), choice) for x in queries))
+        whole = _whole(dq, choice, call)
+        total = _by_page(whole, choice)
         for slab in pages.slabs():
             dk, dv = pages.sums(slab)
             of_slab = _slab_rows(call, slab, choice)
             for rows, masked in self._parts(of_slab, slab, given.q, backward=True):
                 part = of_slab.part(rows, masked)
                 found = self._differentiate(slab, part, given, call.scale)
-                result[part.places] = found[0].to(dtype)
+                part.put([total], [part.queries(total).add_(found[0])])
                 part.add(dk, found[1])
                 part.add(dv, found[2])
                 del part, found
             pages.add(slab, dk, dv)
             del slab, of_slab, dk, dv
-        return dq[:, :, :tokens]
+        _put_back([dq], [whole])
 
     def _attend(self, slab: Slab, part: _Part, q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         k, v = (part.copies(x) for x in (slab.keys, slab.values))
@@ -269,8 +267,6 @@ class Gathered:
         self, of_slab: _SlabRows, slab: Slab, queries: Tensor, *, backward: bool
     ) -> Iterator[tuple[Tensor, bool]]:
         """Rows that are attended together, and whether they need a mask."""
-        if len(slab.units) == 0:
-            return
         dims = slab.keys.shape[2], slab.values.shape[2]
         row = FarRow(
             queries.shape[3],
@@ -281,7 +277,8 @@ class Gathered:
             queries.element_size(),
             isinstance(self.kernel, PlainPages),
         )
-        for rows, masked in zip(of_slab.with_pages(), (False, True), strict=True):
+        for rows, masked in of_slab.alike():
+            # As many as there may be of rows whose pages are all in one slab: a plan knows no less.
             count = max(1, self.part_bytes // row.bytes(masked=masked, backward=backward))
             for start in range(0, len(rows), count):
                 yield rows[start : start + count], masked
@@ -302,14 +299,23 @@ def _slab_rows(call: FarCall, slab: Slab, choice: Tensor) -> _SlabRows:
         ragged = count * call.query_tokens - starts.shape[1]
         starts = pad(starts, (0, ragged)) if ragged else starts
         starts = starts.unflatten(1, (count, call.query_tokens))
-    return _SlabRows(call.page, call.query_tokens, slab.run, slab.units, starts)
+    return _SlabRows(call.page, call.query_tokens, slab.units, starts)
 
 
-def _by_page(x: Tensor, choice: Tensor, page: int) -> Tensor:
-    """[B, H, C, ...] -> [B, Hk, M, r, Q, ...], a view; queries that a ragged last page lacks are
-    zeros, and then it is none."""
+def _whole(x: Tensor, choice: Tensor, call: FarCall) -> Tensor:
+    """x [B, H, C, ...] with zeros for the queries that a ragged last page lacks: then a copy."""
+    ragged = choice.shape[2] * call.query_tokens - x.shape[2]
+    return pad(x, (0, 0) * (x.ndim - 3) + (0, ragged)) if ragged else x
+
+
+def _put_back(into: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
+    """What `_whole` had to copy."""
+    for x, whole in zip(into, wholes, strict=True):
+        if whole is not x:
+            x.copy_(whole[:, :, : x.shape[2]])
+
+
+def _by_page(whole: Tensor, choice: Tensor) -> Tensor:
+    """[B, H, M * Q, ...] -> [B, Hk, M, r, Q, ...], a view."""
     kv_heads, pages = choice.shape[1:3]
-    ragged = pages * page - x.shape[2]
-    if ragged:
-        x = pad(x, (0, 0) * (x.ndim - 3) + (0, ragged))
-    return x.unflatten(2, (pages, page)).unflatten(1, (kv_heads, -1)).transpose(2, 3)
+    return whole.unflatten(2, (pages, -1)).unflatten(1, (kv_heads, -1)).transpose(2, 3)

@@ -22,7 +22,7 @@ Importing this module does not import Triton.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from farspan.attention.backends import BackwardQueries
+from farspan.attention.backends import BackwardQueries, merge_
 from farspan.kernels.launch import DTYPES, Heads, Launch, heads_of, veiled
 from farspan.sparse.attend import FarCall
 from farspan.sparse.pages import Pages, Resident, Slab
@@ -51,6 +51,7 @@ class PageReads(NamedTuple):
 
     choice: Any  # [B, Hk, M, k]
     slots: Any  # [B, Hk, M, k], or None: page p lies in slot p
+    runs: Any  # [B, Hk, M, 2], or None: all entries are read
     first_key: Any  # [B, C] int32, or None
 
 
@@ -105,7 +106,7 @@ class Inverse:
 
 @dataclass(frozen=True)
 class PageTable:
-    """A choice as one call of the kernels reads it: of a chunk in a layer, or of a slab of it.
+    """A choice as one call of the kernels reads it: of a chunk in a layer, or a slab's part of it.
 
     Page p is tokens [p * page, (p + 1) * page) of the sequence; query page m is tokens
     [m * query_page, (m + 1) * query_page) of the chunk. All chosen pages lie before the chunk: the
@@ -155,6 +156,17 @@ class PageTable:
     def places(self) -> Tensor:
         """The slot of each entry."""
         return self.choice if self.slots is None else self.slots
+
+    @cached_property
+    def runs(self) -> Tensor | None:
+        """int32 [B, Hk, M, 2]: where the entries of a query page begin, and how many there are to
+        the last that has a page; None: all of them. What lies in slots may be of few."""
+        if self.slots is None:
+            return None
+        some = (self.choice >= 0).int()
+        last = some.cumsum(3).argmax(3) + 1
+        first = some.argmax(3)
+        return torch.stack([first, (last - first) * some.amax(3)], 3).int()
 
     @cached_property
     def inverse(self) -> Inverse:
@@ -393,7 +405,7 @@ def _tiles(call: PagedCall, q: Tensor) -> PageTiles:
 
 
 def _pages(call: PagedCall) -> PageReads:
-    return PageReads(call.table.choice, call.table.slots, call.first_key)
+    return PageReads(call.table.choice, call.table.slots, call.table.runs, call.first_key)
 
 
 def _tokens_first(x: Tensor) -> Heads:
@@ -521,51 +533,43 @@ class TritonFar:
         return fused_votes(q, representatives, pages, call, sparse.query_tokens, largest=largest)
 
     def forward(
-        self, call: FarCall, q: Tensor, choice: Tensor, pages: Pages
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        call: FarCall,
+        q: Tensor,
+        choice: Tensor,
+        pages: Pages,
+        attended: tuple[Tensor, Tensor],
+    ) -> None:
         there = pages.resident()
         if there is not None:
-            return attend_pages(self._in_place(call, choice, there), q, there.k, there.v)
-        parts = []
+            part = attend_pages(self._in_place(call, choice, there), q, there.k, there.v)
+            merge_(*attended, *part, fused=call.fused)
+            return
         for slab in pages.slabs():
             keys, values = (_as_buffer(x, choice) for x in (slab.keys, slab.values))
-            paged = self._gathered(call, choice, slab)
-            parts.append(attend_pages(paged, q[:, :, _span(call, slab)], keys, values))
-            del slab, keys, values
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+            part = attend_pages(self._gathered(call, choice, slab), q, keys, values)
+            merge_(*attended, *part, fused=call.fused)
+            del slab, keys, values, part
 
     def backward(
-        self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages
-    ) -> Tensor:
+        self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages, dq: Tensor
+    ) -> None:
         queries = queries._replace(out=queries.out.to(queries.q.dtype))
         there = pages.resident()
         if there is not None:
             assert there.dk is not None
             assert there.dv is not None
             paged, totals = self._in_place(call, choice, there), PageGradients(there.dk, there.dv)
-            return attend_pages_backward(paged, queries, there.k, there.v, totals)
-        parts = []
+            dq.add_(attend_pages_backward(paged, queries, there.k, there.v, totals))
+            return
         for slab in pages.slabs():
+            sums = pages.sums(slab)
+            keys, values = (_as_buffer(x, choice) for x in (slab.keys, slab.values))
+            totals = PageGradients(*(_as_buffer(x, choice) for x in sums))
             paged = self._gathered(call, choice, slab)
-            span = _span(call, slab)
-            of_slab = BackwardQueries(*(x[:, :, span] for x in queries))
-            parts.append(self._differentiate(paged, of_slab, slab, pages))
-            del slab
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-    def _differentiate(
-        self, paged: PagedCall, queries: BackwardQueries, slab: Slab, pages: Pages
-    ) -> Tensor:
-        """dq of a slab's queries."""
-        sums = pages.sums(slab)
-        keys, values, *totals = (
-            _as_buffer(x, paged.table.choice) for x in (slab.keys, slab.values, *sums)
-        )
-        dq = attend_pages_backward(paged, queries, keys, values, PageGradients(*totals))
-        pages.add(slab, *sums)
-        return dq
+            dq.add_(attend_pages_backward(paged, queries, keys, values, totals))
+            pages.add(slab, *sums)
+            del slab, sums, keys, values, totals
 
     def _in_place(self, call: FarCall, choice: Tensor, there: Resident) -> PagedCall:
         tokens = there.k.shape[0]
@@ -575,23 +579,17 @@ class TritonFar:
         return self._call(call, table)
 
     def _gathered(self, call: FarCall, choice: Tensor, slab: Slab) -> PagedCall:
-        """The call cut to a slab's queries, on its copies."""
-        documents = None if call.documents is None else call.documents[:, _span(call, slab)]
+        """The call on a slab's copies: of the choice, what lies there."""
         slots = slab.units.index.int().contiguous()
-        of_run = choice[:, :, slab.run].contiguous()
+        here = choice.masked_fill(slots < 0, -1).contiguous()
         tokens = len(slab.keys) * call.page
         # Chosen pages are whole and lie before the chunk: the sequence's end cuts off no key.
-        table = PageTable(of_run, call.page, LARGEST, tokens, slots, call.query_tokens)
-        return self._call(replace(call, documents=documents), table)
+        table = PageTable(here, call.page, LARGEST, tokens, slots, call.query_tokens)
+        return self._call(call, table)
 
     def _call(self, call: FarCall, table: PageTable) -> PagedCall:
         first = None if call.documents is None else call.documents.int().contiguous()
         return PagedCall(table, call.scale, first, self.tiles)
-
-
-def _span(call: FarCall, slab: Slab) -> slice:
-    """The queries of a slab."""
-    return slice(slab.run.start * call.query_tokens, slab.run.stop * call.query_tokens)
 
 
 def _as_buffer(of_units: Tensor, choice: Tensor) -> Tensor:

@@ -90,10 +90,14 @@ def _rows_of_program(sizes, shape: tl.constexpr):
 
 
 @triton.jit
-def _entries(query_page, sizes):
-    """Where the choice of a program's query page begins."""
+def _entries(table, query_page, sizes):
+    """Where the entries of a program's query page begin, and how many there are."""
     row = tl.program_id(1).to(tl.int64) * _size(sizes.query_pages) + query_page
-    return row * _size(sizes.chosen)
+    first, count = row * _size(sizes.chosen), _size(sizes.chosen)
+    if table.runs is not None:
+        first += tl.load(table.runs + 2 * row)
+        count = tl.load(table.runs + 2 * row + 1)
+    return first, count
 
 
 @triton.jit
@@ -149,7 +153,8 @@ def forward_kernel(q, keys, values, out, lse, table, sizes, shape: tl.constexpr)
     scale = sizes.scale * LOG2E
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     within = tl.arange(0, shape.tile_keys)
-    entries, last = _entries(query_page, sizes), _size(sizes.chosen) * tiles - 1
+    entries, count = _entries(table, query_page, sizes)
+    last = count * tiles - 1
     page, slot = _chosen_page(table, entries)
     for step in tl.range(0, last + 1, num_stages=shape.stages):
         key, at, there = _keys_of(page, slot, step % tiles, sizes, shape)
@@ -236,7 +241,8 @@ def dq_kernel(q, keys, values, dout, dq, rows, table, sizes, shape: tl.constexpr
     scale = sizes.scale * LOG2E
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     within = tl.arange(0, shape.tile_keys)
-    entries, last = _entries(query_page, sizes), _size(sizes.chosen) * tiles - 1
+    entries, count = _entries(table, query_page, sizes)
+    last = count * tiles - 1
     page, slot = _chosen_page(table, entries)
     for step in tl.range(0, last + 1, num_stages=shape.stages):
         key, at, there = _keys_of(page, slot, step % tiles, sizes, shape)

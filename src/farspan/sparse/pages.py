@@ -11,8 +11,8 @@ are fewer than k. It is made once, in a chunk's first forward; rebuild and backw
 A unit is one page of one batch row and one key-value head, K [P, D] and V [P, Dv]: the least that
 is chosen alone. Units are asked for once each, however many pages of queries chose them, so that a
 storage on host moves them in one batched gather and back in one write without collisions. Where
-there are more than memory is to hold, the pages of queries are taken in slabs, consecutive runs of
-them.
+there are more than memory is to hold, they are taken in slabs, consecutive runs of them: all pages
+of queries that chose any of a slab attend to those, and the slabs' parts are joined.
 
 Who attends says what was chosen before it needs the pages (`Pages.begin`), so that they may be on
 their way while near keys are attended to."""
@@ -33,7 +33,6 @@ from farspan.sparse.sizes import LEAST, UNDIVIDED
 from farspan.spec import MEAN, Sparse, UnsupportedError
 
 MOST_PAGES = 2**31  # more than an int32 names: no device is asked for the largest of a choice
-Ends = tuple[tuple[int, int], ...]  # of slabs: the page of queries behind each, and its units
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,17 @@ class Units:
         token.mul_(batch).add_(self.rows[:, None]).mul_(heads).add_(self.heads[:, None])
         return token.flatten()
 
+    def slabs(self, most_units: int) -> Iterator["Units"]:
+        """In order, as many as are left but `most_units`; none of no unit."""
+        if 0 < len(self) <= most_units:
+            yield self
+            return
+        for start in range(0, len(self), most_units):
+            some = slice(start, start + most_units)
+            index = self.index - start
+            index.masked_fill_((index < 0) | (index >= most_units), -1)
+            yield Units(self.rows[some], self.heads[some], self.pages[some], index)
+
 
 def units_of(choice: Tensor, count: int | None = None) -> Units:
     """choice [B, Hk, M, k] -> its units. `count` says how many those are, where that is known; else
@@ -72,12 +82,11 @@ def units_of(choice: Tensor, count: int | None = None) -> Units:
     return Units(owner // heads, owner % heads, units % MOST_PAGES, index)
 
 
-def index_of(choice: Tensor) -> Tensor:
-    """`Units.index` of a choice alone, for which nobody waits."""
+def count_of(choice: Tensor) -> Tensor:
+    """How many units a choice has, [1], for which nobody waits."""
     if choice.numel() == 0:
-        return choice.long()
-    _, order, place = _ranked(choice)
-    return torch.empty_like(order).scatter_(0, order, place - 1).view(choice.shape)
+        return torch.zeros(1, dtype=torch.int64, device=choice.device)
+    return _ranked(choice)[2][-1:].clone()
 
 
 def _ranked(choice: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,59 +102,11 @@ def _ranked(choice: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return ordered, order, first.cumsum(0)
 
 
-def ends_of(index: Tensor, most_units: int) -> Ends:
-    """Slabs of a choice with this index [B, Hk, M, k], which is on the CPU: each has at most
-    `most_units`, or is one page of queries that chose more, and is as long as it may be."""
-    pages = index.shape[2]
-    count = int(index.max()) + 1 if index.numel() else 0
-    if count <= most_units or pages == 1:
-        return ((pages, count),)
-    return tuple(_slab_ends(index, most_units))
-
-
-def slabs_of(choice: Tensor, ends: Ends) -> Iterator[tuple[slice, Units]]:
-    """The slabs of a choice [B, Hk, M, k] that end there: slices of M, and their units."""
-    start = 0
-    for stop, count in ends:
-        yield slice(start, stop), units_of(choice[:, :, start:stop], count)
-        start = stop
-
-
-def _slab_ends(index: Tensor, most_units: int) -> list[tuple[int, int]]:
-    """As `ends_of`. A page of queries brings a slab those of its units that no page of it before
-    chose: those that were last chosen, if at all, before the slab began."""
-    last = _last_chosen(index).transpose(0, 1).flatten(1)  # [M, B * Hk * k]
-    ends, start, ahead = [], 0, 1
-    while start < len(last):
-        held = (last[start : start + ahead] < start).sum(1).cumsum(0)
-        if held[-1] <= most_units and start + ahead < len(last):
-            ahead *= 2  # the border lies beyond: all pages to the end would be read for each slab
-            continue
-        pages = max(1, int((held <= most_units).sum()))
-        start, ahead = start + pages, pages + 1
-        ends.append((start, int(held[pages - 1])))
-    return ends
-
-
-def _last_chosen(index: Tensor) -> Tensor:
-    """Which page of queries before chose the unit of each entry, [B * Hk, M, k]; -1 if none did,
-    M where the entry is no page."""
-    pages, chosen = index.shape[2:]
-    unit, order = index.flatten().sort(stable=True)  # of equals, pages of queries ascend
-    by = order // chosen % pages
-    again = unit[1:] == unit[:-1]
-    last = torch.full_like(by, -1)
-    last[1:][again] = by[:-1][again]
-    last[unit < 0] = pages
-    return torch.empty_like(last).scatter_(0, order, last).view(-1, pages, chosen)
-
-
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """Pages of queries whose units were gathered together."""
+    """Units that were gathered together."""
 
-    run: slice  # of M
-    units: Units
+    units: Units  # `index` is -1 where an entry's unit is of another slab
     keys: Tensor  # [U, P, D]
     values: Tensor  # [U, P, Dv]
 

@@ -2,10 +2,11 @@
 them and measuring what the choice sees take; and tiles of the kernels that read them where they
 are. Without torch.
 
-A chunk's pages of queries are taken in slabs that chose so many units at most (a unit is K, V of
-one page of one batch row and key-value head). A slab's units are gathered once; then rows (a row is
-one page of queries of one key-value head) are attended in parts, for which each row's pages are
-copied side by side. Neither slabs nor parts grow with the prefix or the chunk.
+What a chunk chose is taken in slabs of so many units at most (a unit is K, V of one page of one
+batch row and key-value head). A slab's units are gathered once; then rows (a row is one page of
+queries of one key-value head) are attended in parts, for which each row's pages of the slab are
+copied side by side, and joined to what was attended before. Neither slabs nor parts grow with the
+prefix or the chunk.
 """
 
 from dataclasses import dataclass, replace
@@ -63,8 +64,10 @@ class FarRow:
         return self.group * self.query_page
 
     def bytes(self, *, masked: bool, backward: bool) -> int:
-        """What a row holds of its part at the fullest moment."""
-        return self._backward(masked) if backward else self._forward(masked)
+        """What a row holds of its part at the fullest moment: while it is attended or joined."""
+        if backward:
+            return max(self._backward(masked), self._joined_backward(masked))
+        return max(self._forward(masked), self._joined(masked))
 
     def _forward(self, masked: bool) -> int:
         out = self.queries * (self.value_dim * self.width + self.wide)
@@ -81,10 +84,26 @@ class FarRow:
         computed = self.queries * of_queries + self._copies(masked) + gradients + self._plain()
         if not self.plain:
             computed += self.queries * self.value_dim * self.width  # within aten
-        if self.plain or self.width == self.wide:
-            return computed
-        widest = max(self.keys, self.queries) * max(self.head_dim, self.value_dim) * self.wide
-        return max(computed, self._index() + gradients + widest)
+        return computed
+
+    def _joined(self, masked: bool) -> int:
+        """A part's results, those before it, and its weights; once more where it is narrower."""
+        narrow = self.width < self.wide and not self.plain
+        part = self.value_dim * self.width + self.wide
+        whole = (self.value_dim + 1) * self.wide
+        weights = 2 * self.wide + 1 + narrow * self.value_dim * self.wide
+        return self._part(masked) + self.queries * (part + whole + weights)
+
+    def _joined_backward(self, masked: bool) -> int:
+        """A part's gradients; sums of queries before it, or copies of narrow ones of keys."""
+        gradients = self.queries * self.head_dim * self.width + self._keys_and_values()
+        widest = self.queries * self.head_dim
+        if self.width < self.wide:
+            widest = max(widest, self.keys * max(self.head_dim, self.value_dim))
+        return self._part(masked) + gradients + widest * self.wide
+
+    def _part(self, masked: bool) -> int:
+        return self._index() + masked * self.query_page * self.keys
 
     def _index(self) -> int:
         return INDEX * (3 + 1 + 2 * self.chosen)
@@ -143,10 +162,9 @@ class Far:
         return self.batch * self.kv_heads * self.query_pages * self.chosen
 
     def units(self, most_units: int) -> int:
-        """Units of a slab at most: of one page of queries there may be more than `most_units`."""
+        """Units of a slab at most."""
         owners = self.batch * self.kv_heads
-        distinct = owners * min(self.candidates, self.query_pages * self.chosen)
-        return min(distinct, max(most_units, owners * self.chosen))
+        return min(most_units, owners * min(self.candidates, self.query_pages * self.chosen))
 
 
 def far_of(
@@ -210,8 +228,8 @@ def far_bytes(
     backward: bool,
     in_slots: bool = False,
 ) -> int:
-    """Bytes that the far part of a chunk's forward or backward holds at most at one time, results
-    included, on a CPU; slabs left out where they are `in_slots`.
+    """Bytes that the far part of a chunk's forward or backward holds at most at one time, on a
+    CPU, besides what it joins; slabs left out where they are `in_slots`.
 
     Reached where all pages of a slab are distinct and it is as large as may be. Besides, aten's
     flash attention takes up to 0.3 MB a thread.
@@ -231,20 +249,24 @@ def far_bytes(
     found = INDEX * FOUND * entries
     if in_slots:
         found, moving = found + moving, 0  # of the slab that comes
-    attended = INDEX * HELD * entries + slab + max(most, moving)
+    # A kernel that reads pages in place has results for the whole chunk.
+    fresh = far.batch * far.tokens * far.heads
+    fresh *= far.head_dim * row.wide if backward else far.value_dim * far.width + row.wide
+    attended = INDEX * HELD * entries + slab + max(most, moving, fresh)
     return _chunk_bytes(far, backward) + max(attended, found)
 
 
 def _chunk_bytes(far: Far, backward: bool) -> int:
-    """What is as long as the chunk: results, and what comes in where its last page is ragged."""
+    """Copies as long as the chunk, of what comes in and what is joined, where its last page is
+    ragged."""
+    if far.tokens % far.query_page == 0:
+        return 0
     tokens, wide = far.batch * far.query_pages * far.query_page, far.row.wide
     if backward:
-        given = (far.head_dim + 2 * far.value_dim) * far.width + wide
-        results = far.head_dim * wide
+        given = (far.head_dim + 2 * far.value_dim) * far.width + wide + far.head_dim * wide
     else:
-        given, results = far.head_dim * far.width, far.value_dim * far.width + wide
-    ragged = far.tokens % far.query_page > 0
-    return tokens * (far.heads * (results + ragged * given) + ragged * INDEX)
+        given = far.head_dim * far.width + (far.value_dim + 1) * wide
+    return tokens * (far.heads * given + INDEX)
 
 
 # -- choosing -------------------------------------------------------------------------------------
