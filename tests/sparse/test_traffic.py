@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from farspan.engine.step import Step
 from farspan.engine.tiers import StreamOrder
 from farspan.program.program import AttentionMode, Backward, Forward, Instruction, Program
 from farspan.program.work import streamed_bytes
-from farspan.spec import HOST, Schedule, Sparse
-from tests.engine.checks import draw
+from farspan.spec import HOST, LayerSpec, Schedule, Sparse
+from tests.engine.checks import assert_close, assert_same_bits, draw, run_step
 from tests.engine.lanes import Recorder
+from tests.sparse.test_engine import run_sparse_oracle
 from tests.zoo import shared_model
 
 TOKENS = 53  # in chunks of 12: the last is not full
@@ -68,6 +69,16 @@ def planned(program: Program, i: Instruction) -> tuple[int, int]:
     return kv + dkv, dkv
 
 
+def heads_of(model: nn.Module, schedule: Schedule) -> LayerSpec:
+    return Step(model, schedule).program(2, TOKENS).model.layers[0]
+
+
+def unit_bytes(model: nn.Module, schedule: Schedule) -> int:
+    """Of K, V of one page and head, in float64."""
+    spec = heads_of(model, schedule)
+    return FAR.page * (spec.head_dim + spec.value_dim) * 8
+
+
 @pytest.mark.parametrize(
     ("name", "most_units", "documents"),
     [
@@ -84,8 +95,7 @@ def test_each_page_travels_once_a_cell_and_pass(
     model, schedule = shared_model("qwen2"), SCHEDULES[name]
     sparse, counts = schedule.sparse, list[int]()
     assert sparse is not None
-    spec = Step(model, schedule).program(2, TOKENS).model.layers[0]
-    unit = 4 * (spec.head_dim + spec.value_dim) * 8  # bytes of K, V of one page and head, in fp64
+    spec, unit = heads_of(model, schedule), unit_bytes(model, schedule)
     monkeypatch.setattr("farspan.sparse.sizes.SLAB_BYTES", most_units * unit)
 
     def select(votes: Tensor, pages: range) -> Tensor:
@@ -124,3 +134,19 @@ def test_each_page_travels_once_a_cell_and_pass(
         in_slabs += units > most_units
     assert not counts
     assert (in_slabs > 0) == (most_units < 10_000)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_pages_in_several_slabs_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a second step has the same bits."""
+    model, schedule, data = (
+        shared_model("qwen2"),
+        SCHEDULES[name],
+        draw(TOKENS, batch=2, documents=3),
+    )
+    monkeypatch.setattr("farspan.sparse.sizes.SLAB_BYTES", 3 * unit_bytes(model, schedule))
+    step = Step(model, schedule, poison=True)
+    step.watches = False
+    found = run_step(model, step, data)
+    assert_close(found, run_sparse_oracle(model, schedule, data))
+    assert_same_bits(run_step(model, step, data), found)
