@@ -35,6 +35,7 @@ SMALLER = (
     (r"--layers 4", "--layers 1"),
     (r"(memory trace .*--contexts) 64K,48K,56K", r"\1 4K,3K --layers 1"),
     (r"(evaluate .*)--context 1M", r"\1--context 512"),
+    (r"(verify .*--text books --context) 4K", r"\1 1K"),
     (r"run.yaml --from runs/first", "next.yaml --from runs/run"),
     (r"step-00000200", "step-00000002"),
     (r"--nproc-per-node \d", "--nproc-per-node 2"),

@@ -174,6 +174,17 @@ def read_sparse(text: str) -> Sparse | None:
         raise UnsupportedError(f"sparse.{error}") from error
 
 
+def write_sparse(sparse: Sparse, named: Iterable[str] = ("page", "budget", "recent")) -> str:
+    """As `read_sparse` reads it: the `named` fields, and what differs from the default."""
+    default, pieces = Sparse(), []
+    for name in FIELDS:
+        value = getattr(sparse, name)
+        if name in named or value != getattr(default, name):
+            text = write_tokens(value).replace(",", "") if isinstance(value, int) else value
+            pieces.append(f"{name}={text}")
+    return ",".join(pieces)
+
+
 def sparse_words(sparse: Sparse, *, hides: bool = True) -> str:
     """What a query sees, on one line; `hides`: unless it is certain that it sees everything."""
     what = "approximate" if hides else SEES_ALL

@@ -221,3 +221,62 @@ class TestVerify:
     ) -> None:
         assert run(monkeypatch, "verify", str(run_file), "--context", "100", *arguments) == 2
         assert message in capsys.readouterr().err
+
+
+class TestText:
+    """`farspan verify --text`: which budget keeps enough."""
+
+    def test_a_table_and_what_follows(
+        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        text = str(run_file.parent / "*.txt")
+        shape = ["--text", text, "--context", "97"]
+        assert run(monkeypatch, "verify", str(run_file), *shape) == 0
+        said = capsys.readouterr()
+        lines = said.out.splitlines()
+        heading = next(line for line in lines if line.startswith("budget"))
+        assert heading.split()[2:9:3] == ["submeans", "mean", "random"]
+        rows = lines[lines.index(heading) + 1 :]
+        assert [row.split()[:2] for row in rows[:5]] == [
+            *(["0", "0"], ["8", "1"], ["16", "2"], ["32", "4"], ["64", "8"])
+        ]
+        # Attention of random weights is nearly even.
+        assert lines[-1].startswith("ask again with smaller pages and more recent tokens (--sparse")
+        assert "loss of the last 24 tokens: dense" in said.out
+        assert said.err.splitlines()[0] == "reading 97 tokens with dense attention"
+        other = ["--sparse", "page=16,recent=0,sinks=16", "--chunk", "32", "--batch", "2"]
+        assert run(monkeypatch, "verify", str(run_file), *shape, *other, "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["budgets"] == [0, 16, 32, 48]
+        assert found["queries"] == 2 * 32
+        assert set(found["losses"]) == set(found["kept"]) == {"submeans", "mean", "random"}
+        assert found["layers"] == [0, 1, 2]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--documents", "2"], "documents: --text is read as one document"),
+            (["--sparse", "off"], "sparse: off leaves nothing to compare on --text"),
+            (["--context", "250", "--batch", "9"], "files have 1,681 tokens, fewer than 9 x 250"),
+            (["--sparse", "page=16,recent=64"], "or recent=16 in --sparse"),
+            (["--set", "start.path=elsewhere"], "start: with --text the weights of elsewhere"),
+        ],
+    )
+    def test_what_cannot_be_compared_is_refused(
+        self,
+        run_file: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        arguments: list[str],
+        message: str,
+    ) -> None:
+        shape = ["--text", str(run_file.parent / "text.txt"), "--context", "96"]
+        assert run(monkeypatch, "verify", str(run_file), *shape, *arguments) == 2
+        assert message in capsys.readouterr().err
+
+    def test_a_model_without_weights_has_nothing_to_say(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (folder / "text.txt").write_text("to be or not to be")
+        assert run(monkeypatch, "verify", str(folder), "--text", str(folder / "text.txt")) == 2
+        assert "model" in capsys.readouterr().err

@@ -202,8 +202,8 @@ class Subject:
     schedule: Schedule | None  # of the run
     context: int
 
-    def step(self, device: torch.device, name: str | None, context: int) -> Step:
-        """The engine of the model, with this strategy or as the run had it."""
+    def model(self, device: torch.device) -> Any:
+        """The model with its adapters, in evaluation mode."""
         source = self.source
         model: Any = load_model(
             path=source.path,
@@ -220,7 +220,11 @@ class Subject:
         if self.adapters is not None:
             asked = RunConfig(model=source, data=DataConfig())
             copy_adapters(Path(self.adapters), model, asked)
-        model.eval()
+        return model.eval()
+
+    def step(self, device: torch.device, name: str | None, context: int) -> Step:
+        """The engine of the model, with this strategy or as the run had it."""
+        model = self.model(device)
         if name == AUTO:
             return Step(model, AUTO)
         layers = model.config.get_text_config().num_hidden_layers

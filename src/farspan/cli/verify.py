@@ -1,5 +1,5 @@
-"""`farspan verify`: are the gradients exact? Reads what is asked, without torch: a slip in a run
-file is told at once."""
+"""`farspan verify`: are the gradients exact, and how many pages does sparse attention need? Reads
+what is asked, without torch: a slip in a run file is told at once."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -14,13 +14,39 @@ from farspan.formatting import EXAMPLE, OFF, ON, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.profile.catalog import split_revision
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
-from farspan.spec import SHORT_NAMES, Schedule, UnsupportedError
+from farspan.spec import SHORT_NAMES, Schedule, Sparse, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, SparseConfig, load_run
 
 app = typer_app()
 
-DTypeName = Annotated[str, typer.Option(help="float64, float32 or bfloat16; or fp64, fp32, bf16.")]
-Context = Annotated[str, typer.Option("--context", help="Tokens a sequence: 512, 8K.")]
+EXACT, TEXT = ("float64", 512), ("float32", 4096)  # dtype and context, if not given
+DTypeName = Annotated[
+    str | None,
+    typer.Option(
+        help="float64, float32 or bfloat16; or fp64, fp32, bf16. Default: float64, with --text "
+        "float32."
+    ),
+]
+Context = Annotated[
+    str | None,
+    typer.Option("--context", help="Tokens a sequence: 512, 8K. Default: 512, with --text 4K."),
+]
+SparseFields = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Page-sparse attention: {ON}, {OFF} or fields such as {EXAMPLE}; default: the run's. "
+        "Also tells how far it is from dense attention."
+    ),
+]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--text",
+        help="A file, a folder or a glob of text files. Instead of gradients: which budget of "
+        "pages keeps 0.9 of dense attention on the first --context tokens of them, with which "
+        "selector.",
+    ),
+]
 Chunk = Annotated[str | None, typer.Option("--chunk", help="Tokens a chunk: 128, 2K.")]
 StrategyName = Annotated[
     str | None,
@@ -40,21 +66,16 @@ def verify_command(
             "without weights gets random ones. Without it: the model of `farspan train`."
         ),
     ] = None,
-    dtype: DTypeName = "float64",
-    context_text: Context = "512",
+    dtype: DTypeName = None,
+    context_text: Context = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     chunk_text: Chunk = None,
     groups: Annotated[
         str | None, typer.Option(help="Layers a group, or a list of sizes such as 2,1,1.")
     ] = None,
     strategy_name: StrategyName = None,
-    sparse: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Page-sparse attention: {ON}, {OFF} or fields such as {EXAMPLE}; default: the "
-            "run's. Also tells how far it is from dense attention."
-        ),
-    ] = None,
+    sparse: SparseFields = None,
+    texts: Texts = None,
     documents: Annotated[int, typer.Option(min=1, help="Documents packed into a row.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     random_weights: Annotated[
@@ -63,35 +84,62 @@ def verify_command(
     settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
-    """Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ."""
-    context = read_tokens(context_text, "context")
+    """Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ.
+
+    With --text: which selector and budget of page-sparse attention keep enough of dense attention.
+    """
+    usual_dtype, usual_context = TEXT if texts else EXACT
+    context = read_tokens(context_text or usual_context, "context")
     chunk = None if chunk_text is None else read_tokens(chunk_text, "chunk")
     run = run_of(model, settings or ())
     attention = attention_for(run, sparse)
+    dtype = checked_dtype(dtype or usual_dtype)
     if documents > context:
         raise UnsupportedError(
             f"documents: {documents} do not fit into {context} tokens; give at most {context}"
         )
-    source, drawn = source_of(model, run, random_weights)
-    dtype = checked_dtype(dtype)
-    loaded = load("farspan.cli.with_torch", "model_for")(source, drawn, dtype, seed)
+    if texts:
+        attention = compared(attention, sparse, context, documents)
+        own = default_run() if model is None else run
+        loaded, words = load("farspan.cli.with_torch", "trained_model")(model, own, dtype, seed)
+    else:
+        source, drawn = source_of(model, run, random_weights)
+        loaded = load("farspan.cli.with_torch", "model_for")(source, drawn, dtype, seed)
     layers = loaded.config.get_text_config().num_hidden_layers
     base, note = base_schedule(run, strategy_name, layers, context)
-    own = run is not None and run.schedule.chunk is not None
-    written = chunk is not None or (strategy_name is None and own)
-    schedule = replace_attention(replace_cuts(base, chunk, groups), attention, written)
+    chosen = chunk is not None or (strategy_name is None and has_chunk(run))
+    schedule = replace_attention(replace_cuts(base, chunk, groups), attention, chosen)
     said = [text for text in (note, ranks_note(run), packed_note(loaded, dtype)) if text]
-    load("farspan.cli.with_torch", "verify_and_tell")(
-        loaded,
-        schedule,
-        attention,
-        batch=batch,
-        context=context,
-        documents=documents,
-        seed=seed,
-        notes=said,
-        in_json=as_json,
-    )
+    data = {"batch": batch, "context": context, "seed": seed, "notes": said, "in_json": as_json}
+    if texts:
+        tell = load("farspan.cli.with_torch", "compare_and_tell")
+        tell(loaded, words, texts, schedule, **data)
+    else:
+        tell = load("farspan.cli.with_torch", "verify_and_tell")
+        tell(loaded, schedule, attention, documents=documents, **data)
+
+
+def compared(
+    attention: SparseConfig | None, text: str | None, context: int, documents: int
+) -> SparseConfig:
+    """Sparse attention whose selectors and budgets are compared; by default an eighth of the
+    context is recent, as it is at 32K of a run's default. Raises UnsupportedError."""
+    if documents > 1:
+        raise UnsupportedError("documents: --text is read as one document; leave out --documents")
+    if attention is None and text is not None:
+        raise UnsupportedError(
+            f"sparse: {OFF} leaves nothing to compare on --text; leave it out, or give fields such "
+            f"as {EXAMPLE}"
+        )
+    if attention is not None:
+        return attention
+    page = Sparse().page
+    return SparseConfig(recent=context // 8 // page * page)
+
+
+def has_chunk(run: RunConfig | None) -> bool:
+    """Is the chunk written in its file?"""
+    return run is not None and run.schedule.chunk is not None
 
 
 def run_of(model: str | None, settings: Sequence[str]) -> RunConfig | None:

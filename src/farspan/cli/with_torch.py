@@ -5,17 +5,24 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from farspan.cli import FAILED, USAGE, typer_app
+from farspan.cli.evaluate import subject_of
 from farspan.cli.plan import MODELS
+from farspan.data.sources import decode, find_files, read_bytes
+from farspan.data.tokenizers import Tokenizer, load_tokenizer
 from farspan.distributed.failure import RankFailed, is_shared
 from farspan.distributed.run_context import launch_env
 from farspan.durable import WriteFailed
@@ -24,7 +31,7 @@ from farspan.engine.reference import Approximation
 from farspan.engine.trace import Temporaries, Temporary
 from farspan.engine.trace_steps import OWN, Checkpointing, Recording, TraceRequest
 from farspan.engine.verify import Verification, VerificationRun, verify
-from farspan.formatting import read_tokens, sparse_words
+from farspan.formatting import read_tokens, sparse_words, write_sparse, write_tokens
 from farspan.hf.load import Weights, add_adapters, load_model
 from farspan.hf.merge import merge
 from farspan.hf.quantized import is_quantized_folder, refuse_whole
@@ -32,14 +39,25 @@ from farspan.memory.host import GIB
 from farspan.memory.trace import Malloc, Trace, write_trace
 from farspan.program.strategies import STRATEGIES
 from farspan.report.run import write_report
-from farspan.report.tables import show
-from farspan.sparse.train import selector_for
-from farspan.spec import Schedule, UnsupportedError
+from farspan.report.tables import lines_table, show
+from farspan.sparse.train import (
+    CHOOSERS,
+    ENOUGH,
+    LAST,
+    RANDOM,
+    KeptMass,
+    kept_masses,
+    selector_for,
+    sparse_losses,
+    whole_tokens,
+)
+from farspan.spec import Schedule, Sparse, UnsupportedError
 from farspan.train.config import HubConfig, ModelConfig, RunConfig, SparseConfig
 from farspan.train.console import make_reporter
 from farspan.train.hub import PushFailed, push, refuse_login
-from farspan.train.origin import with_base
+from farspan.train.origin import copy_adapters, with_base
 from farspan.train.run_folder import as_json
+from farspan.train.setup import resolve
 from farspan.train.step_runner import TrainingResult
 from farspan.train.trainer import Diverged, train
 
@@ -128,11 +146,13 @@ def result_json(result: TrainingResult) -> dict[str, Any]:
     }
 
 
-def model_for(source: ModelConfig, drawn: bool, dtype: str, seed: int) -> PreTrainedModel:
+def model_for(
+    source: ModelConfig, drawn: bool, dtype: str, seed: int, *, zero: bool = False
+) -> PreTrainedModel:
     """The model to verify, in evaluation mode: dropout plays no part in exactness. Adapters are
-    drawn whole: of zeros half of their gradients would be zeros. For a folder of adapters: the
-    model that they are for, with such. Quantised weights are in float32 where float64 is asked
-    for."""
+    drawn whole, unless they are to be `zero`: of zeros half of their gradients would be zeros. For
+    a folder of adapters: the model that they are for, with such. Quantised weights are in float32
+    where float64 is asked for."""
     source, _ = with_base(source)
     if dtype == "float64" and (source.quantize or is_quantized_folder(source.path)):
         dtype = "float32"  # packed weights have no products in float64
@@ -157,7 +177,7 @@ def model_for(source: ModelConfig, drawn: bool, dtype: str, seed: int) -> PreTra
             alpha=lora.scale(),
             targets=lora.targets,
             seed=seed,
-            zero=False,
+            zero=zero,
         )
     # Some families keep a few parameters in float32, whatever is asked for.
     return (model.double() if dtype == "float64" else model).eval()
@@ -230,6 +250,182 @@ def show_approximation(found: Approximation) -> None:
             "nothing is hidden at this length, so this is dense attention: give a longer --context "
             "or a smaller budget to see what it costs"
         )
+    show("which budget keeps enough of dense attention on a text of yours: add --text FILE")
+
+
+# -- farspan verify --text: which budget of pages keeps enough -----------------------------------
+
+
+def trained_model(
+    model: str | None, run: RunConfig | None, dtype: str, seed: int
+) -> tuple[PreTrainedModel, str]:
+    """The model of a run file as its training begins, else of a folder or name with its adapters,
+    in evaluation mode; and the name of its tokenizer. Raises UnsupportedError."""
+    if run is None:
+        subject = subject_of(str(model), dtype, None)
+        return subject.model(torch.device("cpu")), subject.tokenizer
+    if run.start is not None:
+        raise UnsupportedError(
+            f"start: with --text the weights of {run.start.path} are not read; give that folder in "
+            "place of the run file"
+        )
+    asked = resolve(run)
+    found = model_for(asked.model, False, dtype, seed, zero=True)
+    if asked.start is not None:  # the model's path holds adapters
+        copy_adapters(Path(asked.start.path), found, asked)
+    return found, str(asked.data.tokenizer)
+
+
+def compare_and_tell(
+    model: PreTrainedModel,
+    tokenizer: str,
+    texts: Sequence[str],
+    schedule: Schedule,
+    *,
+    batch: int,
+    context: int,
+    seed: int,
+    notes: Iterable[str],
+    in_json: bool,
+) -> None:
+    """Prints the notes, then what each selector and budget keeps of dense attention on these
+    texts, and what follows. Raises UnsupportedError."""
+    for note in notes:
+        print(note, file=sys.stderr if in_json else sys.stdout)
+    ids = tokens_of(texts, load_tokenizer(tokenizer), batch, context)
+    tell = partial(print, file=sys.stderr, flush=True)
+    whole_tokens(context, schedule)  # refused before the work
+    tell(f"reading {ids.numel():,} tokens with dense attention")
+    found = kept_masses(model, ids, schedule, seed)
+    if not in_json:
+        show_masses(found)
+    budget = found.judged()
+    where = f"at budget={write_tokens(budget)}"
+    losses = sparse_losses(
+        model, ids, schedule, budget, seed, lambda name: tell(f"loss {where}: {name}")
+    )
+    if in_json:
+        print(json.dumps(found.to_json() | {"loss_budget": budget, "losses": losses}))
+        return
+    for line in kept_words(found, budget, losses):
+        show(line)
+
+
+def tokens_of(texts: Sequence[str], tokenizer: Tokenizer, rows: int, context: int) -> Tensor:
+    """The first tokens of the texts, joined: [rows, context]. Raises UnsupportedError where there
+    are fewer."""
+    found: list[np.ndarray] = []
+    files = list(dict.fromkeys(path for text in texts for path in find_files(text, "--text")))
+    for path in files:
+        found += tokenizer.encode([decode(read_bytes(path), path, line=1)])
+        if sum(map(len, found)) >= rows * context:
+            break
+    ids = np.concatenate(found)
+    if len(ids) < rows * context:
+        raise UnsupportedError(
+            f"--text: {len(files):,} files have {len(ids):,} tokens, fewer than {rows:,} x "
+            f"{context:,}; give more text, or a --context of at most {len(ids) // rows:,}"
+        )
+    return torch.from_numpy(ids[: rows * context].astype(np.int64)).view(rows, context)
+
+
+def show_masses(found: KeptMass) -> None:
+    """Print the table of selectors and budgets."""
+    columns = [name for chooser in CHOOSERS for name in (chooser, "worst (layer)")]
+    title = (
+        f"attention mass that is seen by {found.queries:,} queries of the last chunk, "
+        f"{write_tokens(found.own)} of {found.tokens:,} tokens"
+    )
+    table = lines_table(title, "budget", "pages", *columns)
+    for place, budget in enumerate(found.budgets):
+        cells = []
+        for name in CHOOSERS:
+            least, layer = found.worst(name, place)
+            cells += [f"{found.mean(name, place):.3f}", f"{least:.3f} ({layer})"]
+        table.add_row(write_tokens(budget), f"{budget // found.sparse.page:,}", *cells)
+    show(table)
+
+
+def kept_words(found: KeptMass, budget: int, losses: dict[str, float]) -> list[str]:
+    """What the table says, a sentence a line, and what to do. `losses` are of this budget."""
+    lines = [_in_the_whole_model(found), _in_every_layer(found)]
+    if found.others:
+        lines.append(
+            f"{found.others} other layers have a window or no attention: sparse attention changes "
+            "nothing in them"
+        )
+    dense = found.dense_loss
+    by_name = ", ".join(
+        f"{_chooser(n)} {loss:.4f} ({loss - dense:+.4f})" for n, loss in losses.items()
+    )
+    lines.append(
+        f"loss of the last {found.tokens // LAST:,} tokens: dense {dense:.4f}; at "
+        f"budget={write_tokens(budget)} in all layers and tokens {by_name}"
+    )
+    return [*lines, *_what_to_type(found)]
+
+
+def _in_the_whole_model(found: KeptMass) -> str:
+    name, everything = found.best(), found.budgets[-1]
+    budget, where = found.enough(name), "in the whole model (the mean over its layers)"
+    if budget == 0:
+        return (
+            f"without any page {found.mean(name, 0):.3f} of dense attention is seen {where}: "
+            f"sinks, recent tokens and the chunk's own are enough for {ENOUGH}"
+        )
+    others = ", ".join(
+        f"{_chooser(other)} {_need(found, found.enough(other), '')}"
+        for other in CHOOSERS
+        if other != name
+    )
+    if budget == everything:
+        return (
+            f"no selector keeps {ENOUGH} of dense attention {where} with fewer than all "
+            f"{found.pages:,} pages: it is spread over this text"
+        )
+    return (
+        f"{name} keeps {ENOUGH} of dense attention {where} with {_need(found, budget)}, "
+        f"{budget // found.sparse.page:,} of {found.pages:,} pages; others need: {others}"
+    )
+
+
+def _in_every_layer(found: KeptMass) -> str:
+    name = found.best()
+    budget, layer = found.enough_everywhere(name)
+    if budget == 0:
+        return f"so they are in every layer; layer {layer} sees least"
+    return f"layer {layer} needs most: {_need(found, budget)} with {name}"
+
+
+def _what_to_type(found: KeptMass) -> list[str]:
+    advised, sparse = found.advised(), found.sparse
+    if advised is None:
+        page, recent = max(1, sparse.page // 2), 2 * sparse.recent or sparse.page
+        more = replace(sparse, page=page, recent=recent, budget=page * (Sparse().budget // page))
+        fields = write_sparse(more, named=("page", "recent"))
+        return [
+            f"ask again with smaller pages and more recent tokens (--sparse {fields}), or train "
+            "with dense attention (--sparse off)"
+        ]
+    lines = [f"to train so: --sparse {write_sparse(advised)}"]
+    every = found.enough_everywhere(found.best())[0]
+    if advised.budget < every < found.budgets[-1]:
+        lines.append(
+            f"to keep it in every layer: --sparse {write_sparse(replace(advised, budget=every))}"
+        )
+    lines.append(
+        f"this holds for {write_tokens(found.tokens)} tokens; longer sequences have more pages to "
+        "choose from, so ask with the --context that you train with"
+    )
+    return lines
+
+
+def _need(found: KeptMass, budget: int, before: str = "budget=") -> str:
+    return "all pages" if budget == found.budgets[-1] else f"{before}{write_tokens(budget)}"
+
+
+def _chooser(name: str) -> str:
+    return "random pages" if name == RANDOM else name
 
 
 # -- farspan memory trace: what a step asks its allocator for, without a GPU -------------------

@@ -1,17 +1,35 @@
-"""Sparse attention in a run: its schedule and selector, the mark on its outputs, the warning."""
+"""Sparse attention in a run: its schedule and selector, the mark on its outputs, the warning, and
+the budget that a model and a text ask for."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction as Ratio
+from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, cast
 
-from farspan.formatting import SEES_ALL, sparse_words
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+
+from farspan.attention.backends import accumulate_dtype
+from farspan.attention.chunk import AttentionCall, KeyValues, attend
+from farspan.engine.kernels import AttentionKernels
+from farspan.engine.loss import IGNORED, make_inputs
+from farspan.engine.step import Step
+from farspan.formatting import SEES_ALL, sparse_words, write_tokens
+from farspan.hf.attention_interface import answering, routed
+from farspan.hf.describe import describe
+from farspan.hf.stages import CausalLMStages
+from farspan.hf.unsupported import refuse_context
+from farspan.program.attention_blocks import plan_blocks
+from farspan.sparse.attend import sampled
 from farspan.sparse.engine import Seen
 from farspan.sparse.index import Index
-from farspan.sparse.pages import Fraction
-from farspan.spec import Schedule, UnsupportedError
+from farspan.sparse.pages import Fraction, RandomPages, mean_keys, vote
+from farspan.spec import SELECTORS, LayerSpec, Schedule, Sparse, UnsupportedError
 from farspan.train.config import RunConfig, SparseConfig
 from farspan.train.run_folder import as_json
 
@@ -135,3 +153,290 @@ class MassWatch:
             f"sparse.warn_below of {self.below:.0%}: gradients may be far from those of dense "
             "attention; raise sparse.budget or sparse.recent, or make sparse.page smaller"
         )
+
+
+# -- which budget keeps enough of dense attention -------------------------------------------------
+
+DENSE, RANDOM = "dense", "random"
+CHOOSERS = *SELECTORS, RANDOM
+ENOUGH = 0.9  # of the mass; `SparseConfig.warn_below` is the same by default
+QUERY_PAGES = 16  # whose choices are looked at
+LAST = 4  # losses are those of the last quarter of the tokens, which have most to choose from
+LOGITS = 512  # tokens at one time
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMass:
+    """Share of dense attention's mass that queries see with sparse attention, by who chooses pages,
+    by layer and by budget: means over queries and heads. 1: nothing is lost."""
+
+    sparse: Sparse  # without its budget and selector
+    chunk: int
+    tokens: int
+    queries: int
+    pages: int  # to choose from
+    budgets: tuple[int, ...]  # tokens, ascending, from none to all pages
+    layers: tuple[int, ...]  # those that choose, from 0
+    others: int  # layers with a window, or without attention
+    kept: dict[str, list[list[float]]]  # by name: layers, and in each budgets
+    dense_loss: float  # of the last quarter of the tokens
+
+    def mean(self, name: str, place: int) -> float:
+        """Over the layers, at `budgets[place]`."""
+        return fmean(layer[place] for layer in self.kept[name])
+
+    def worst(self, name: str, place: int) -> tuple[float, int]:
+        """The least of a layer, and which that is."""
+        return min((row[place], n) for row, n in zip(self.kept[name], self.layers, strict=True))
+
+    def enough(self, name: str) -> int:
+        """The smallest budget that keeps `ENOUGH` in the whole model."""
+        return next(b for i, b in enumerate(self.budgets) if self._keeps(self.mean(name, i), b))
+
+    def enough_everywhere(self, name: str) -> tuple[int, int]:
+        """The smallest budget that keeps it in every layer, and the layer that needs most."""
+        place = next(
+            i for i, b in enumerate(self.budgets) if self._keeps(self.worst(name, i)[0], b)
+        )
+        return self.budgets[place], self.worst(name, max(0, place - 1))[1]
+
+    def _keeps(self, mass: float, budget: int) -> bool:
+        return mass >= ENOUGH or budget == self.budgets[-1]  # all pages, up to rounding
+
+    def best(self) -> str:
+        """The selector that keeps enough with least; of equals the first."""
+        return min(SELECTORS, key=lambda name: (self.enough(name), self.enough_everywhere(name)[0]))
+
+    def advised(self) -> Sparse | None:
+        """What to train with; None: no budget below all pages keeps enough. A budget that the whole
+        model can do without may be one that a layer needs."""
+        name, everything = self.best(), self.budgets[-1]
+        whole, layers = self.enough(name), self.enough_everywhere(name)[0]
+        if whole == everything:
+            return None
+        budget = layers if whole == 0 and layers < everything else whole
+        return replace(self.sparse, budget=budget, selector=name)
+
+    def judged(self) -> int:
+        """The budget at which losses are compared: the advised one, else the largest below all."""
+        advised = self.advised()
+        return self.budgets[-2] if advised is None else advised.budget
+
+    @property
+    def own(self) -> int:
+        """Tokens of the last chunk."""
+        return (self.tokens - 1) % self.chunk + 1
+
+    def to_json(self) -> dict[str, Any]:
+        advised = self.advised()
+        return {
+            **asdict(self),
+            "enough": {name: self.enough(name) for name in CHOOSERS},
+            "enough_everywhere": {name: self.enough_everywhere(name)[0] for name in CHOOSERS},
+            "advised": None if advised is None else asdict(advised),
+        }
+
+
+def ladder(pages: int, page: int) -> tuple[int, ...]:
+    """Budgets in tokens: none, one page, twice as many each time, all."""
+    counts = [0, *(1 << power for power in range(pages.bit_length()) if 1 << power < pages), pages]
+    return tuple(count * page for count in counts)
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Attention that is dense, and looks at what sparse attention would lose of it.
+
+    Legend: B batch, H query heads, Hk K, V heads, T tokens, D head dim, M pages of Q queries of the
+    last chunk, which misses most; n pages to choose from."""
+
+    sparse: Sparse
+    start: int  # first token of the last chunk
+    positions: Tensor  # [M, Q], int64
+    kernels: AttentionKernels
+    seed: int
+    kept: dict[str, list[Tensor]]  # by name: of each layer [n + 1], by pages chosen
+
+    def attend(
+        self,
+        spec: LayerSpec,
+        _: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        **keywords: Any,
+    ) -> Tensor:
+        """As the model's own, [B, T, H, Dv]."""
+        sinks, tokens = keywords.get("s_aux"), q.shape[2]
+        if spec.window is None:
+            for name, mass in self.masses(q, k, scale, spec.softcap, sinks).items():
+                self.kept[name].append(mass)
+        blocks = plan_blocks(0, tokens, tokens, spec.window)
+        call = AttentionCall(scale, spec.softcap, blocks, 0, self.kernels.of(spec))
+        # A chunk that begins the sequence asks for no earlier keys.
+        out, _lse = attend(call, q, k, v, cast(KeyValues, None), sinks)
+        return out.transpose(1, 2)
+
+    def masses(
+        self, q: Tensor, k: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> dict[str, Tensor]:
+        """What is seen with 0 to n chosen pages, [n + 1], the mean over queries and heads, by who
+        chooses. The largest of votes are chosen: those of a budget are among those of a larger one,
+        so one order of the pages tells of all budgets."""
+        far = self._far(q, k, scale, softcap, sinks)
+        queries = q.shape[0] * q.shape[1] * self.positions.numel()
+        near, found = queries - far.sum(), {}
+        for name in CHOOSERS:
+            order = self._votes(name, q, k, scale).sort(dim=3, descending=True, stable=True).indices
+            chosen = far.gather(3, order).sum((0, 1, 2)).cumsum(0)
+            found[name] = ((near + pad(chosen, (1, 0))) / queries).cpu()
+        return found
+
+    def _far(
+        self, q: Tensor, k: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """What dense attention gives to each page [B, Hk, M, n], summed over the queries of a page
+        and the heads that share K, V."""
+        dtype, page = accumulate_dtype(q.dtype), self.sparse.page
+        pages, kv_heads = self.sparse.candidates(self.start), k.shape[1]
+        keys, found = k.to(dtype).mT, []
+        key = torch.arange(k.shape[2], device=q.device)
+        for places in self.positions:
+            # The heads of a group stacked: their keys are read once, not copied for each.
+            few = q[:, :, places].to(dtype).unflatten(1, (kv_heads, -1)).flatten(2, 3)
+            scores = (few @ keys).mul_(scale).unflatten(2, (-1, len(places)))
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            scores.masked_fill_(key > places[:, None], -torch.inf)
+            lse = scores.logsumexp(4, keepdim=True)
+            if sinks is not None:
+                lse = lse.logaddexp(sinks.to(dtype).view(kv_heads, -1, 1, 1))
+            weights = (scores[..., pages.start * page : pages.stop * page] - lse).exp_()
+            found.append(weights.unflatten(4, (-1, page)).sum((2, 3, 5)))
+        return torch.stack(found, 2)
+
+    def _votes(self, name: str, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        """[B, Hk, M, n]"""
+        pages = self.sparse.candidates(self.start)
+        if name == RANDOM:
+            shape = *k.shape[:2], len(self.positions), len(pages)
+            generator = torch.Generator().manual_seed(self.seed + len(self.kept[RANDOM]))
+            return torch.rand(shape, generator=generator).to(q.device)
+        sparse = replace(self.sparse, selector=name)
+        before = k[:, :, pages.start * sparse.page : pages.stop * sparse.page]
+        means = mean_keys(before.permute(2, 0, 1, 3), sparse.mean_tokens).permute(1, 2, 0, 3)
+        return vote(q[:, :, self.positions.flatten()], means, sparse, scale, None, pages.start)
+
+
+@torch.no_grad()
+def kept_masses(model: nn.Module, input_ids: Tensor, schedule: Schedule, seed: int) -> KeptMass:
+    """What each selector and budget keeps of dense attention, by one dense pass over these tokens
+    [batch, tokens], a layer at a time; a last page that is not whole is left out. Page, recent
+    tokens, sinks and chunk are the schedule's. Raises UnsupportedError where there is nothing to
+    choose."""
+    stages, sparse = CausalLMStages(model), schedule.sparse
+    assert sparse is not None
+    specs = describe(stages).layers
+    choosing = tuple(n for n, spec in enumerate(specs) if spec.window is None and spec.attends())
+    if not choosing:
+        raise UnsupportedError(
+            "model: each of its layers has a window or no attention, so there are no pages to "
+            "choose: sparse attention changes nothing"
+        )
+    tokens = whole_tokens(input_ids.shape[1], schedule)
+    ids = input_ids[:, :tokens].to(stages.device)
+    positions = make_inputs(ids, ids, None, stages.vocab).position_ids
+    refuse_context(stages.model.config, tokens)
+    start = (tokens - 1) // schedule.chunk * schedule.chunk
+    own = torch.arange(start, tokens, device=ids.device).unflatten(0, (-1, sparse.query_tokens))
+    some = sampled(len(own), QUERY_PAGES)
+    reader = _Reader(
+        sparse,
+        start,
+        own[some.start : some.stop : some.step],
+        AttentionKernels(stages.device, stages.dtype),
+        seed,
+        {name: [] for name in CHOOSERS},
+    )
+    with routed(stages.model):
+        hidden, calls = stages.embed(ids, positions)
+        for index, call in enumerate(calls):
+            with answering(partial(reader.attend, specs[index])):
+                hidden = stages.run_layer(index, hidden, call)
+        loss = _loss(stages, hidden, ids)
+    pages = len(sparse.candidates(start))
+    budgets = ladder(pages, sparse.page)
+    counts = [budget // sparse.page for budget in budgets]
+    return KeptMass(
+        sparse=replace(sparse, budget=0, selector=SELECTORS[0]),
+        chunk=schedule.chunk,
+        tokens=tokens,
+        queries=len(ids) * reader.positions.numel(),
+        pages=pages,
+        budgets=budgets,
+        layers=choosing,
+        others=len(specs) - len(choosing),
+        kept={name: [row[counts].tolist() for row in rows] for name, rows in reader.kept.items()},
+        dense_loss=loss,
+    )
+
+
+def whole_tokens(tokens: int, schedule: Schedule) -> int:
+    """Those in whole pages. Raises UnsupportedError where the last chunk has no pages to choose
+    from, with what gives it some."""
+    sparse = schedule.sparse
+    assert sparse is not None
+    if tokens <= sparse.page:
+        raise UnsupportedError(
+            f"sparse.page: a page of {sparse.page:,} tokens is no part of a text of {tokens:,}; "
+            "give more text with a longer --context, or a smaller page"
+        )
+    whole = tokens // sparse.page * sparse.page
+    start = (whole - 1) // schedule.chunk * schedule.chunk
+    if sparse.candidates(start):
+        return whole
+    recent = start // 4 // sparse.page * sparse.page
+    fewer = f"recent={write_tokens(recent)} in --sparse" if recent else "a smaller --chunk and page"
+    raise UnsupportedError(
+        f"context: the last chunk of {write_tokens(tokens)} tokens, from token {start:,} on, sees "
+        f"all before it by {write_tokens(sparse.recent)} recent tokens and "
+        f"{write_tokens(sparse.sinks)} sinks, so there are no pages to choose from; give a longer "
+        f"--context (and text), or {fewer}"
+    )
+
+
+def _loss(stages: CausalLMStages, hidden: Tensor, ids: Tensor) -> float:
+    """Of the last quarter of the tokens, by what the top layer gives [B, T, hidden]."""
+    tokens, total = ids.shape[1], 0.0
+    first = tokens - tokens // LAST
+    for begin in range(first, tokens, LOGITS):
+        stop = min(begin + LOGITS, tokens)
+        logits = stages.logits(hidden[:, begin - 1 : stop - 1])
+        logits = logits.to(accumulate_dtype(logits.dtype)).flatten(0, 1)
+        total += float(cross_entropy(logits, ids[:, begin:stop].flatten(), reduction="sum"))
+    return total / (len(ids) * (tokens - first))
+
+
+def sparse_losses(
+    model: nn.Module,
+    input_ids: Tensor,
+    schedule: Schedule,
+    budget: int,
+    seed: int,
+    begin: Callable[[str], None] = lambda _: None,
+) -> dict[str, float]:
+    """The loss of the last quarter of the tokens with sparse attention in all of them, by who
+    chooses. `begin` is told before each, which takes as long as the dense pass."""
+    sparse, found = schedule.sparse, {}
+    assert sparse is not None
+    ids = input_ids[:, : whole_tokens(input_ids.shape[1], schedule)]
+    labels = ids.clone()
+    labels[:, : -(ids.shape[1] // LAST)] = IGNORED
+    for name in CHOOSERS:
+        begin(name)
+        selector = RandomPages(budget // sparse.page, seed) if name == RANDOM else None
+        own = replace(sparse, budget=budget, selector=SELECTORS[0] if name == RANDOM else name)
+        step = Step(model, replace(schedule, sparse=own), selector=selector)
+        found[name] = float(step.evaluate(ids, labels))
+    return found
