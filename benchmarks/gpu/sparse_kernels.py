@@ -36,7 +36,6 @@ from farspan.kernels.launch import Launch
 from farspan.lazy import load
 from farspan.sparse.attend import FarCall
 from farspan.sparse.kernel_calls import (
-    VOTE_TILE,
     PagedCall,
     PageGradients,
     PageTable,
@@ -47,7 +46,7 @@ from farspan.sparse.kernel_calls import (
     fused_votes,
 )
 from farspan.sparse.pages import vote
-from farspan.sparse.sizes import PageTile, PageTiles, choose_tiles
+from farspan.sparse.sizes import VOTE_TILE, PageTile, PageTiles, choose_tiles
 from farspan.spec import MEAN, Sparse
 
 Row = dict[str, Any]

@@ -37,9 +37,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from farspan import Schedule, Sparse, Step
 from farspan.engine.loss import IGNORED
 from farspan.engine.microbench import describe_machine
-from farspan.sparse.attend import seen_mask
+from farspan.sparse.attend import FarCall, compare, seen_mask
+from farspan.sparse.gathered import Gathered, PlainPages
 from farspan.sparse.index import Index, LayerIndex
-from farspan.sparse.pages import Candidates, TopK, mean_keys, vote
+from farspan.sparse.pages import Candidates, TopK, mean_keys
 from farspan.spec import INDEX, MEAN, SELECTORS
 
 Row = dict[str, Any]
@@ -78,8 +79,9 @@ def needle(sparse: Sparse, needed: int, generator: torch.Generator) -> bool:
     along = (seeks @ direction).unsqueeze(-1)
     seeks += (score.unsqueeze(-1) / (scale * length) - along) * direction
     representatives = mean_keys(k[:, None, None], sparse.mean_tokens).permute(1, 2, 0, 3)
-    votes = vote(q[None], representatives, sparse, scale, None, 0)
-    choice = TopK(CHOSEN)(votes, Candidates(range(NEEDLE_PAGES)))
+    call = FarCall(scale, sparse.page, None, sparse.query_tokens)
+    of = q[None], representatives, Candidates(range(NEEDLE_PAGES))
+    choice = TopK(CHOSEN)(*compare(Gathered(PlainPages()), call, sparse, *of))
     return bool((choice == at // sparse.page).any())
 
 
@@ -192,8 +194,9 @@ def seen(q: Tensor, k: Tensor, sparse: Sparse, maps: LayerIndex | None = None) -
     means = mean_keys(k.permute(2, 0, 1, 3), sparse.mean_tokens).permute(1, 2, 0, 3)
     queries, means = (q, means) if maps is None else maps.compared(q, k)
     given = means[:, :, pages.start * each : pages.stop * each]
-    votes = vote(queries, given, sparse, dim**-0.5, None, pages.start)
-    chosen = TopK(sparse.budget // sparse.page)(votes, Candidates(pages))
+    call = FarCall(dim**-0.5, sparse.page, None, sparse.query_tokens)
+    of = queries, given, Candidates(pages)
+    chosen = TopK(sparse.budget // sparse.page)(*compare(Gathered(PlainPages()), call, sparse, *of))
     earlier = chosen.new_full((1, kv_heads, start // sparse.query_tokens, chosen.shape[3]), -1)
     ids = torch.zeros(1, length, dtype=torch.int64)
     mask = seen_mask(torch.cat([earlier, chosen], 2), sparse, CHUNK, ids)[:, :, start:]

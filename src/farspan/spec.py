@@ -336,6 +336,11 @@ class RunSpec:
 MEAN, SUBMEANS, INDEX = "mean", "submeans", "index"
 SELECTORS = SUBMEANS, MEAN  # that need nothing but the model; `index` has an adapter
 SUBMEAN = 2  # tokens whose mean key `submeans` compares
+SUPERPAGE = 16  # pages that are ranked as one where there are many
+SUPERMEAN = 4  # tokens whose mean key ranks them: of 8, one key is lost among random ones
+# Times the pages of a budget are compared after that. The best k pages lie in k superpages at most,
+# but seldom in more than k / 2.
+REFINED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +408,25 @@ class Sparse:
     def key_dim(self, layer: LayerSpec) -> int:
         """Dims of the queries and keys by which pages are compared."""
         return min(self.index_dim, layer.head_dim) if self.indexed else layer.head_dim
+
+    @property
+    def super_tokens(self) -> int:
+        """Tokens whose mean key stands for them where superpages are ranked."""
+        return math.gcd(SUPERMEAN, self.page)
+
+    def refined(self, candidates: int) -> int:
+        """How many superpages a page of queries ranks first, whose pages are compared by `selector`
+        then; 0: all of so many pages are. A ranking leaves out half of them or more."""
+        kept = -(-REFINED * (self.budget // self.page) // SUPERPAGE)
+        pays = self.super_tokens > self.mean_tokens and self.selector == SUBMEANS
+        return kept if pays and candidates >= 2 * SUPERPAGE * kept else 0
+
+    def compared(self, candidates: int) -> tuple[int, int]:
+        """Mean keys that a query is compared with to choose among so many pages, and of these
+        before, to rank superpages."""
+        refined = SUPERPAGE * self.refined(candidates)
+        means = (refined or candidates) * self.page // self.mean_tokens
+        return means, bool(refined) * candidates * self.page // self.super_tokens
 
     @property
     def sink_pages(self) -> int:

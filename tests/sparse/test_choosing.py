@@ -21,14 +21,17 @@ from farspan.sparse.sizes import (
     lesson_bytes,
     watch_bytes,
 )
-from farspan.spec import Sparse
+from farspan.spec import SUPERMEAN, Sparse
 from tests.sparse.memory_pages import MemoryPages
 
 # batch, query heads, K, V heads, head dim, chunk, first token, page, chosen pages
 SHAPES = [
     (2, 8, 2, 64, 1024, 8192, 64, 16),
-    (1, 8, 8, 32, 512, 32768, 64, 16),
     (1, 28, 4, 128, 256, 16384, 128, 64),
+    # Superpages are ranked.
+    (1, 8, 8, 32, 512, 32768, 64, 16),
+    (2, 8, 2, 64, 512, 4096, 16, 4),
+    (1, 28, 4, 128, 250, 16384, 128, 4),
 ]
 NEARLY = 2.0  # a bound is at most so much above what is measured
 Shape = tuple[int, int, int, int, int, int, int, int]
@@ -55,6 +58,8 @@ def case(
     far = Far(
         batch, heads, kv_heads, *dims, width, page, query_page, each, chosen, tokens, candidates
     )
+    far = replace(far, refined=sparse.refined(candidates), ranking=page // SUPERMEAN)
+    assert bool(far.refined) == (shape in SHAPES[2:])
     earlier = torch.zeros(start, batch, kv_heads, dim, dtype=dtype)
     pages = MemoryPages(earlier, earlier, page, mean_tokens=sparse.mean_tokens)
     pages.means.normal_()
@@ -76,7 +81,7 @@ def test_choosing_by_an_index(shape: Shape, dtype: torch.dtype) -> None:
     (batch, heads, kv_heads, dim, _, start, page, chosen), dims = shape, 16
     call, far, earlier, (q, _) = case(shape, dtype)
     sparse = Sparse(page, chosen * page, recent=page, selector="index", index_dim=dims)
-    call, far = replace(call, sparse=sparse), replace(far, means=page, index_dim=dims)
+    call, far = replace(call, sparse=sparse), replace(far, means=page, refined=0, index_dim=dims)
     keys = torch.randn(start, batch, kv_heads, dims).to(dtype)
     pages = MemoryPages(keys, keys, page, mean_tokens=1)
     pages.means.copy_(keys)

@@ -1,13 +1,23 @@
 """What sparse attention costs beside dense calls."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from farspan.planner.prices import FUSED_VOTES, WIDE_PASSES, SparsePrices
+from farspan.planner.api import Request
+from farspan.planner.prices import (
+    FUSED_VOTES,
+    RANKING_PASSES,
+    WIDE_PASSES,
+    SparsePrices,
+    rates_of,
+)
 from farspan.program.builder import build_program
 from farspan.program.program import Program
-from farspan.spec import Curve, Rates, RunSpec, Schedule, Sparse
+from farspan.spec import MEAN, Curve, Rates, RunSpec, Schedule, Sparse
 from tests.program.cases import model_of
 
 SPARSE = Sparse(page=8, budget=32, recent=16, sinks=8)
@@ -32,6 +42,63 @@ def test_a_vote_is_a_score_of_every_query_head_and_candidate() -> None:
     assert prices(batch=3).votes(spec, 7) == pytest.approx(3 * prices().votes(spec, 7))
     written = prices(rate=1.0).votes(spec, 7) - prices().votes(spec, 7)
     assert written == pytest.approx(WIDE_PASSES * scores * 4)
+
+
+def test_of_many_pages_superpages_cost_a_walk_and_their_pages_two() -> None:
+    few = replace(SPARSE, budget=8)  # one page: 16 are compared
+    schedule = Schedule(chunk=64, groups=1, sparse=few)
+    spec = model_of(2).layers[0]
+
+    def seconds(rate: float) -> float:
+        own = build_program(model_of(2), RunSpec(1, 512), schedule)
+        return SparsePrices(own, RATES, lambda size: size / rate).votes(spec, 7)
+
+    pages = len(few.candidates(7 * 64))
+    assert pages > 32
+    means, ranking = 16 * 8 // 2, pages * 8 // 4
+    scores = 64 * spec.query_heads * (means + ranking / 2)
+    assert seconds(1e30) == pytest.approx(2 * scores * spec.head_dim / 1e9)
+    made = seconds(1.0) - seconds(1e30) - WIDE_PASSES * scores * 4
+    assert made == pytest.approx(RANKING_PASSES * ranking * spec.kv_heads * spec.head_dim * 4)
+
+
+def in_words(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 600 else f"{seconds / 60:.0f} min"
+
+
+def test_what_choosing_takes_of_long_contexts_is_on_the_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = Request("Qwen2.5-7B", 2**17, "h200", sparse=Sparse()).question()
+    spec, memory = asked.model.layers[0], asked.machine.memory
+    assert len({*asked.model.layers}) == 1
+
+    def seconds(tokens: int, sparse: Sparse) -> float:
+        chunks = [(start, start + 8192) for start in range(0, tokens, 8192)]
+        stub: Any = SimpleNamespace(
+            chunks=chunks,
+            schedule=Schedule(chunk=8192, sparse=sparse),
+            run=RunSpec(1, tokens),
+            model=asked.model,
+        )
+        own = SparsePrices(stub, rates_of(asked), lambda size: size / memory, fused=True)
+        some = [i for i, (start, _) in enumerate(chunks) if sparse.candidates(start)]
+        return len(asked.model.layers) * sum(own.votes(spec, i) for i in some)
+
+    def row(name: str, sparse: Sparse) -> str:
+        cells = [in_words(seconds(2**bits, sparse)) for bits in (17, 18, 20, 22)]
+        return f"| {' | '.join([name, *cells])} |"
+
+    rows = [row("`submeans`, superpages ranked first", Sparse())]
+    mean = row("`selector=mean`", Sparse(selector=MEAN))
+    monkeypatch.setattr(Sparse, "refined", lambda *_: 0)
+    rows += [row("`submeans`, were all pages compared", Sparse()), mean]
+    page = (Path(__file__).parents[2] / "docs" / "evidence" / "sparse.md").read_text("utf-8")
+    assert "\n".join(rows) in page
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -1,6 +1,7 @@
 """Votes are what equation 4 of OOMB says, and selectors read them exactly."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.sparse import evidence
 from farspan.sparse import pages as selecting
-from farspan.sparse.attend import choose
+from farspan.sparse.attend import FarCall, choose, compare
+from farspan.sparse.gathered import Gathered, PlainPages
 from farspan.sparse.pages import Candidates, Checked, Fraction, RandomPages, Selector, TopK, vote
-from farspan.spec import MEAN, Sparse, UnsupportedError
+from farspan.spec import MEAN, REFINED, SUPERMEAN, SUPERPAGE, Sparse, UnsupportedError
 from tests.attention.cases import Case, make_inputs
 from tests.grids import crossed
 from tests.numerics import assert_exact
@@ -27,8 +30,17 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+Compared = dict[tuple[int, int, int], list[int]]  # pages, by row, head and page of queries
+
+
 def dumb_votes(
-    q: Tensor, keys: Tensor, sparse: Sparse, scale: float, documents: Tensor | None, first: int
+    q: Tensor,
+    keys: Tensor,
+    sparse: Sparse,
+    scale: float,
+    documents: Tensor | None,
+    first: int,
+    compared: Compared | None = None,  # None: all
 ) -> Tensor:
     """One query after the other; keys [B, Hk, T, D] from token 0 on."""
     batch, heads, tokens, _ = q.shape
@@ -41,6 +53,8 @@ def dumb_votes(
             for i in range(tokens):
                 start = 0 if documents is None else int(documents[b, i])
                 seen = [p for p in range(first, last) if (p + 1) * page > start]
+                if compared is not None:
+                    seen = [p for p in seen if p in compared[b, own, i // together]]
                 if not seen:
                     continue
                 scores = []
@@ -91,6 +105,122 @@ def test_votes_equal_those_counted_one_by_one(
         assert starts.max() < 48 < starts.max() + 9
     wanted = dumb_votes(q, keys, sparse, dense.scale, starts, 1)
     assert_exact(vote(q, means, sparse, dense.scale, starts, 1), wanted)
+
+
+def dumb_superpages(
+    q: Tensor, keys: Tensor, sparse: Sparse, scale: float, documents: Tensor | None, pages: range
+) -> Compared:
+    """Which pages are compared where there are many; one query after the other."""
+    together, page, found = sparse.query_tokens, sparse.page, {}
+    runs = [pages[i : i + SUPERPAGE] for i in range(0, len(pages), SUPERPAGE)]
+    kept = -(-REFINED * (sparse.budget // page) // SUPERPAGE)
+    group = q.shape[1] // keys.shape[1]
+    for b, h in product(range(len(q)), range(keys.shape[1])):
+        parts = keys[b, h, : pages.stop * page].split(SUPERMEAN)
+        means = torch.stack([part.mean(0) for part in parts])[pages.start * page // SUPERMEAN :]
+        own = (means - means.mean(0)).unflatten(0, (len(pages), -1))
+        best: dict[int, list[float]] = {}
+        for t, (i, run) in product(range(q.shape[2]), enumerate(runs)):
+            scores = best.setdefault(t // together * len(runs) + i, [-torch.inf])
+            if documents is not None and (run[-1] + 1) * page <= int(documents[b, t]):
+                continue
+            mine = own[i * SUPERPAGE : (i + 1) * SUPERPAGE].flatten(0, 1)
+            scores.append(float((q[b, h * group : (h + 1) * group, t] @ mine.mT).max()) * scale)
+        for m in range(-(-q.shape[2] // together)):
+            ranked = sorted(range(len(runs)), key=lambda i: (-max(best[m * len(runs) + i]), i))
+            found[b, h, m] = [p for i in sorted(ranked[:kept]) for p in runs[i]]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("documents", "sizes", "scores"),
+    crossed(
+        [None, ((0, 5, 150), (0, 163))],
+        # K,V heads, tokens, page, queries that choose together, budget
+        [(4, 176, 4, 2, 8), (2, 171, 4, 4, 8), (1, 601, 8, 4, 32)],
+        [1, 10**4, 2**25],
+    ),
+)
+def test_of_many_pages_those_of_the_best_superpages_are_compared(
+    documents: tuple[tuple[int, ...], ...] | None,
+    sizes: tuple[int, int, int, int, int],
+    scores: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However few at a time. The last superpage has 5 pages, or 8."""
+    monkeypatch.setitem(selecting.SCORES, "cpu", scores)
+    heads, tokens, page, query_page, budget = sizes
+    sparse = Sparse(page, budget, recent=6, sinks=4, query_page=query_page)
+    dense = Case(tokens, 16, 50, batch=2, heads=4, kv_heads=heads, documents=documents)
+    start = (tokens - 1) // 16 * 16
+    pages, inputs = sparse.candidates(start), make_inputs(dense)
+    assert sparse.refined(len(pages)) == 1 + (page == 8)
+    starts = None
+    if documents is not None:
+        own = [[max(s for s in row if s <= i) for i in range(start, tokens)] for row in documents]
+        starts = torch.tensor(own)
+    q, keys = inputs.q[:, :, start:], inputs.k[:, :, : page * pages.stop]
+    of = q, keys, sparse, dense.scale, starts
+    compared = dumb_superpages(*of, pages)
+    assert len({tuple(pages) for pages in compared.values()}) > 1
+    wanted = dumb_votes(*of, pages.start, compared)
+    means = keys.unflatten(2, (-1, sparse.mean_tokens)).mean(3)
+    means = means[:, :, pages.start * page // sparse.mean_tokens :]
+    first = None if starts is None else starts[:, ::query_page] // page
+    call = FarCall(dense.scale, page, starts, query_page)
+    given = call, sparse, q, means, Candidates(pages, first)
+    votes, candidates = compare(Gathered(PlainPages()), *given)
+    columns = candidates.columns()
+    assert columns is not None
+    for (b, h, m), run in compared.items():
+        assert [p for p in columns[b, h, m].tolist() if p in pages] == run
+    assert_exact(candidates.spread(votes), wanted)
+    chosen = TopK(budget // page)(votes, candidates)
+    for (b, h, m), run in compared.items():
+        seen = [p for p in run if first is None or p >= int(first[b, m])]
+        seen.sort(key=lambda p, row=wanted[b, h, m]: (-float(row[p - pages.start]), p))
+        best = sorted(seen[: budget // page])
+        assert chosen[b, h, m].tolist() == best + [-1] * (budget // page - len(best))
+
+
+def test_one_key_among_a_thousand_random_pages_is_found() -> None:
+    """Also where superpages are ranked, whether one token needs it or a whole page of queries."""
+    assert Sparse().refined(evidence.NEEDLE_PAGES)
+    for needed in (1, Sparse().query_tokens):
+        assert evidence.needle(Sparse(), needed, torch.Generator().manual_seed(needed))
+
+
+def test_a_budget_for_half_of_what_there_is_ranks_nothing() -> None:
+    """Every choice up to 1,023 pages is by comparing all, and a budget for all is dense."""
+    assert [Sparse().refined(n) for n in (1023, 1024, 10**6)] == [0, 32, 32]
+    assert Sparse(selector=MEAN).refined(10**6) == Sparse(budget=0).refined(10**6) == 0
+    assert Sparse(page=2, budget=2, query_page=2).refined(10**6) == 0  # nothing is coarser
+    for page, budget in product((4, 16, 128), (1, 3, 64)):
+        sparse = Sparse(page, budget * page)
+        least = next(n for n in range(10**4) if sparse.refined(n))
+        assert least >= 2 * SUPERPAGE * sparse.refined(least) >= 16 * budget
+
+
+def test_selectors_know_pages_that_were_not_compared() -> None:
+    superpages = torch.tensor([0, 2], dtype=torch.int32).view(1, 1, 1, 2)
+    candidates = Candidates(range(3, 40), superpages=superpages)
+    votes = torch.rand(1, 1, 1, 32)
+    spread = candidates.spread(votes)
+    assert torch.equal(spread[0, 0, 0, :16], votes[0, 0, 0, :16])
+    assert torch.equal(spread[0, 0, 0, 32:], votes[0, 0, 0, 16:21])
+    assert spread.shape[3] == 37
+    assert not spread[..., 16:32].any()
+    asked = []
+    Checked(lambda votes, pages: asked.append((votes, pages)) or torch.full((1, 1, 1, 1), 20))(
+        votes, candidates
+    )
+    assert torch.equal(asked[0][0], spread)
+    assert asked[0][1] == range(3, 40)
+    every = replace(candidates, superpages=None)
+    control = RandomPages(9, 0)
+    assert torch.equal(control(votes, candidates), control(spread, every))
+    assert torch.equal(Fraction(0.8)(votes, candidates), Fraction(0.8)(spread, every))
+    assert Fraction(0.8)(votes, candidates).shape[3] == 8
 
 
 def test_a_query_without_candidates_does_not_vote() -> None:

@@ -28,7 +28,7 @@ from farspan.sparse.kernel_calls import (
 )
 from farspan.sparse.pages import vote
 from farspan.sparse.sizes import PageTile
-from farspan.spec import MEAN, Sparse, UnsupportedError
+from farspan.spec import MEAN, SUPERPAGE, Sparse, UnsupportedError
 from tests.attention.cases import Case, Inputs, Results, make_inputs
 from tests.grids import exhaustive, part_of
 from tests.numerics import relative_error
@@ -130,6 +130,7 @@ class VoteCase:
     documents: bool = False
     dtype: torch.dtype = torch.float32
     largest: bool = False
+    ranked: bool = False  # superpages; only the pages of some are compared
 
 
 PAGES = range(3, 22)
@@ -157,6 +158,8 @@ def votes_of(case: VoteCase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor |
     if documents is not None:
         hidden = documents[:, :, None] // case.page > torch.arange(PAGES.start, PAGES.stop)
         scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+    if case.ranked:
+        return ranked_votes(case, (q, many, documents), scores)
     weights = scores.softmax(-1).nan_to_num(0.0)
     weights = weights.amax(2) if case.largest else weights.sum(2)
     weights = pad(weights, (0, 0, 0, -case.queries % case.query_page))
@@ -168,10 +171,37 @@ def votes_of(case: VoteCase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor |
     return found, weights.amax(3) if case.largest else weights.sum(3), plain
 
 
+def ranked_votes(
+    case: VoteCase,
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    scores: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Of the kernel and of the formula: largest scores of all pages, and votes for those of the
+    superpages that each page of queries compares, the last of which is ragged."""
+    (q, many, documents), count = given, len(PAGES)
+    call, ragged = FarCall(0.3, case.page, documents), -case.queries % case.query_page
+    of = q, many, PAGES, call, case.query_page, PageTile(32, 16, 4, 2)
+    largest = fused_votes(*of, largest=True, weighted=False)
+    best = pad(scores.amax(2), (0, 0, 0, ragged), value=-torch.inf)
+    best = best.unflatten(2, (-1, case.query_page)).amax(3)
+    superpages = torch.randint(0, 2, (*largest.shape[:3], 1), dtype=torch.int32)
+    found = fused_votes(*of, largest=True, superpages=superpages)
+    of_query = superpages.repeat_interleave(case.query_page, 2)[:, :, None, : case.queries]
+    mine = torch.arange(count) // SUPERPAGE == of_query
+    weights = scores.masked_fill(~mine, -torch.inf).softmax(-1).nan_to_num(0.0).amax(2)
+    weights = pad(weights, (0, 0, 0, ragged)).unflatten(2, (-1, case.query_page)).amax(3)
+    columns = superpages.long() * SUPERPAGE + torch.arange(SUPERPAGE)
+    wanted = pad(weights, (0, SUPERPAGE)).gather(3, columns)
+    assert torch.equal(largest == -torch.inf, best == -torch.inf)
+    largest, best = (x.masked_fill(x == -torch.inf, 0.0) for x in (largest, best))
+    return torch.cat([largest, found], 3), torch.cat([best, wanted], 3), None
+
+
 @pytest.mark.parametrize(
     "case",
     [
         VoteCase(batch=2, documents=True),
+        VoteCase(each=2, documents=True, ranked=True),
         VoteCase(
             query_page=4, group=7, kv_heads=1, each=4, documents=True, dtype=HALF, largest=True
         ),

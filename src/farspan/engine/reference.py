@@ -20,11 +20,12 @@ from farspan.hf.describe import describe
 from farspan.hf.stages import CausalLMStages
 from farspan.program.builder import build_program
 from farspan.program.program import Forward
-from farspan.sparse.attend import seen_mask
+from farspan.sparse.attend import FarCall, compare, seen_mask
 from farspan.sparse.attend import sparse_reference as sparse_reference
 from farspan.sparse.engine import PageFunction, selector_of
+from farspan.sparse.gathered import Gathered, PlainPages
 from farspan.sparse.index import Index, reading
-from farspan.sparse.pages import Candidates, Checked, Selector, mean_keys, vote
+from farspan.sparse.pages import Candidates, Checked, Selector, mean_keys
 from farspan.spec import RunSpec, Schedule, Sparse
 
 Attention = Callable[..., Tensor]  # what `reference` takes and gives
@@ -170,9 +171,10 @@ class SparseReference:
             chosen = q.new_empty(batch, heads, -(-(stop - start) // sparse.query_tokens), 0).int()
             if sparse.width(start):
                 given = means[:, :, pages.start * each : pages.stop * each]
-                votes = vote(q[:, :, start:stop], given, sparse, scale, own, pages.start)
                 first = own[:, :: sparse.query_tokens] // sparse.page
-                chosen = self.select(votes, Candidates(pages, first))
+                call = FarCall(scale, sparse.page, own, sparse.query_tokens)
+                of = q[:, :, start:stop], given, Candidates(pages, first)
+                chosen = self.select(*compare(Gathered(PlainPages()), call, sparse, *of))
             choices.append(functional.pad(chosen, (0, most - chosen.shape[3]), value=-1))
         return torch.cat(choices, 2)
 

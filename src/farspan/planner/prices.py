@@ -98,6 +98,7 @@ class TiledPrices:
 
 
 WIDE_PASSES = 4  # times that votes read or write their scores: product, softmax, sum
+RANKING_PASSES = 6  # elements read or written to make one of a key: two means, then less the mean
 FUSED_VOTES = 2.9  # times a product take votes in one kernel: 690 TFLOP/s over 239 on an H100
 
 
@@ -111,19 +112,21 @@ class SparsePrices:
     fused: bool = False  # a GPU's kernel counts votes: no scores are written
 
     def votes(self, spec: LayerSpec, chunk: int) -> float:
-        """A choice: a score a query, head that votes and key that stands for a candidate page."""
+        """A choice: a score a query, head that votes and key; ranking by keys made first takes half."""
         program, known = self.program, self.rates.votes
         (start, stop), sparse = program.chunks[chunk], sparse_of(program.schedule, spec)
         assert sparse is not None
-        keys = len(sparse.candidates(start)) * sparse.page // sparse.mean_tokens
-        scores = program.run.batch * sparse.voters(spec) * (stop - start) * keys
+        keys, ranking = sparse.compared(len(sparse.candidates(start)))
+        scores = program.run.batch * sparse.voters(spec) * (stop - start) * (keys + ranking / 2)
         flop = 2.0 * scores * sparse.key_dim(spec)
+        made = RANKING_PASSES * ranking * program.run.batch * spec.kv_heads * spec.head_dim
+        ready = self.moved(float(made * program.model.element_bytes))
         if known is None and not self.fused:
             written = WIDE_PASSES * scores * program.model.accumulate_bytes()
-            return self.rates.product(flop) + self.moved(written)
+            return ready + self.rates.product(flop) + self.moved(written)
         fused = FUSED_VOTES * self.rates.product(flop) if known is None else flop / known.at(flop)
         read = sparse.indexed * flop / sparse.query_tokens * program.model.element_bytes
-        return max(fused, self.moved(read))  # each page of queries reads all keys twice
+        return ready + max(fused, self.moved(read))  # each page of queries reads all keys twice
 
     def chosen(self, spec: LayerSpec, chunk: int, *, backward: bool) -> float:
         """Attention to chosen pages, which are gathered; in the backward dK, dV go back."""
@@ -275,15 +278,13 @@ class Prices:
     # -- cells -----------------------------------------------------------------------------------
 
     def _forward(self, i: Forward) -> Cost:
-        spec = self._layer(i)
-        tokens = self._tokens(i.chunk)
+        spec, tokens = self._layer(i), self._tokens(i.chunk)
         if i.mode is MODE_NONE:
             products = spec.work.products[: spec.work.projections]
             share = len(products) / max(1, len(spec.work.products))
             compute = self._products(products, tokens) + self._put_away(i)
-            compute += self._moved(
-                share * spec.work.forward_traffic * tokens * self.program.run.batch
-            )
+            moved = share * spec.work.forward_traffic * tokens * self.program.run.batch
+            compute += self._moved(moved)
             fetch = self._earlier(i) if spec.state else 0.0
             return Cost(compute, fetch, host=self.question.machine.overhead)
         compute = self._tiled.forward(i) + self._put_away(i)
@@ -362,15 +363,14 @@ class Prices:
         block = self.program.schedule.kv_block * layout.shards * layout.ring
         prefix = start if spec.window is None else min(start, spec.window)
         sparse = sparse_of(self.program.schedule, spec)
-        chosen = 0.0
+        seconds = 0.0
         if sparse is not None:
             prefix = sparse.near(start)
             earlier = (stop - start) * prefix
-            chosen = self.sparse.chosen(spec, chunk, backward=backward)
+            seconds = self.sparse.chosen(spec, chunk, backward=backward)
         calls = -(-prefix // block)
         rows = self.program.run.batch / ranks
-        seconds = self.rates.attention(diagonal, spec, rows=rows, causal=True, backward=backward)
-        seconds += chosen
+        seconds += self.rates.attention(diagonal, spec, rows=rows, causal=True, backward=backward)
         if calls:
             one = self.rates.attention(earlier / calls, spec, rows=rows, backward=backward)
             seconds += calls * one

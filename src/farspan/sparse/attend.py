@@ -29,8 +29,8 @@ from torch import Tensor
 from farspan.attention.backends import BackwardQueries, accumulate_dtype, add_sinks
 from farspan.attention.chunk import AttentionCall, KeyValues, attend_backward, attend_blocks
 from farspan.program.attention_blocks import near_blocks
-from farspan.sparse.pages import Candidates, Pages, Selector
-from farspan.spec import Sparse
+from farspan.sparse.pages import Candidates, Pages, Selector, best_superpages, super_keys
+from farspan.spec import SUPERPAGE, Sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,12 @@ class FarKernel(Protocol):
         """The cap that the kernel puts on scores."""
 
     def votes(
-        self, call: FarCall, sparse: Sparse, q: Tensor, representatives: Tensor, pages: range
+        self, call: FarCall, sparse: Sparse, q: Tensor, means: Tensor, candidates: Candidates
     ) -> Tensor:
-        """As `sparse.pages.vote`, fp32 or wider."""
+        """As `sparse.pages.vote`, or `vote_refined` with superpages; fp32 or wider."""
+
+    def largest_scores(self, call: FarCall, q: Tensor, keys: Tensor, each: int) -> Tensor:
+        """As `sparse.pages.largest_scores` for superpages of `each` keys; `call` is of them."""
 
     def forward(
         self,
@@ -134,8 +137,29 @@ def choose(call: SparseCall, q: Tensor, pages: Pages) -> Tensor:
         page_count = -(-q.shape[2] // call.far.query_tokens)
         shape = *representatives.shape[:2], page_count, 0
         return torch.empty(shape, dtype=torch.int32, device=q.device)
-    votes = call.kernel.votes(call.far, call.sparse, q, representatives, candidates.pages)
+    votes, candidates = compare(call.kernel, call.far, call.sparse, q, representatives, candidates)
     return call.select(votes, candidates)
+
+
+def compare(
+    kernel: FarKernel,
+    call: FarCall,
+    sparse: Sparse,
+    q: Tensor,
+    representatives: Tensor,
+    candidates: Candidates,
+) -> tuple[Tensor, Candidates]:
+    """The votes of queries, and for which candidates they are: for the pages of the best superpages
+    where there are many."""
+    count = sparse.refined(len(candidates.pages))
+    if count:
+        documents, each = call.documents, SUPERPAGE * sparse.page // sparse.super_tokens
+        if documents is not None:
+            documents = (documents - candidates.pages.start * sparse.page).clamp_(min=0)
+        whole = FarCall(call.scale, SUPERPAGE * sparse.page, documents, call.query_tokens)
+        scores = kernel.largest_scores(whole, q, super_keys(representatives, sparse), each)
+        candidates = replace(candidates, superpages=best_superpages(scores, count))
+    return kernel.votes(call, sparse, q, representatives, candidates), candidates
 
 
 @torch.no_grad()

@@ -20,7 +20,15 @@ from torch.nn.functional import pad
 
 from farspan.attention.backends import BackwardQueries, accumulate_dtype, merge_
 from farspan.sparse.attend import FarCall, FarKernel
-from farspan.sparse.pages import Pages, Slab, Units, vote
+from farspan.sparse.pages import (
+    Candidates,
+    Pages,
+    Slab,
+    Units,
+    largest_scores,
+    vote,
+    vote_refined,
+)
 from farspan.sparse.sizes import PART_BYTES, FarRow
 from farspan.spec import Sparse
 
@@ -205,9 +213,16 @@ class Gathered:
         return self.kernel.softcap
 
     def votes(
-        self, call: FarCall, sparse: Sparse, q: Tensor, representatives: Tensor, pages: range
+        self, call: FarCall, sparse: Sparse, q: Tensor, means: Tensor, candidates: Candidates
     ) -> Tensor:
-        return vote(q, representatives, sparse, call.scale, call.documents, pages.start)
+        of = q, means, sparse, call.scale, call.documents
+        if candidates.superpages is not None:
+            return vote_refined(*of, candidates)
+        return vote(*of, candidates.pages.start)
+
+    def largest_scores(self, call: FarCall, q: Tensor, keys: Tensor, each: int) -> Tensor:
+        sizes = each, call.page, call.query_tokens
+        return largest_scores(q, keys, sizes, call.scale, call.documents)
 
     def forward(
         self,

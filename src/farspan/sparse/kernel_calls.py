@@ -33,17 +33,19 @@ from torch import Tensor
 from farspan.attention.backends import BackwardQueries, merge_
 from farspan.kernels.launch import DTYPES, Heads, Launch, heads_of, veiled
 from farspan.sparse.attend import FarCall
-from farspan.sparse.pages import Pages, Resident, Slab
+from farspan.sparse.pages import Candidates, Pages, Resident, Slab
 from farspan.sparse.sizes import (
     PageShape,
+    PageSizes,
     PageTile,
     PageTiles,
     VoteSizes,
     choose_tiles,
     shared_bytes,
     tile_edge,
+    vote_tile,
 )
-from farspan.spec import MEAN, Sparse, UnsupportedError
+from farspan.spec import MEAN, SUPERPAGE, Sparse, UnsupportedError
 
 
 class PageReads(NamedTuple):
@@ -70,19 +72,6 @@ class Totals(NamedTuple):
 
     dk: Heads
     dv: Heads
-
-
-class PageSizes(NamedTuple):
-    """What changes from chunk to chunk, made by `veiled`; heads and scale, which do not, as they
-    are."""
-
-    queries: int  # tokens of the chunk
-    tokens: int  # tokens of the sequence so far; no key beyond
-    query_pages: int  # M
-    chosen: int  # k
-    slots: int  # pages that the buffer of keys and values holds
-    kv_heads: int
-    scale: float
 
 
 LARGEST = 2**27 - 1  # of what is veiled: `veiled` gives an int32
@@ -475,9 +464,6 @@ def _expect(
 
 # -- votes --------------------------------------------------------------------------------------
 
-VOTE_TILE = PageTile(128, 64, 8, 3)  # `keys` are pages
-SMALL_VOTE_TILE = PageTile(32, 32, 4, 2)  # heads wider than 128, or fp32
-
 
 def fused_votes(
     q: Tensor,
@@ -488,31 +474,40 @@ def fused_votes(
     tile: PageTile | None = None,
     *,
     largest: bool = False,
+    superpages: Tensor | None = None,
+    weighted: bool = True,
 ) -> Tensor:
-    """Votes [B, Hk, M, n] fp32 of q [B, H, C, D] for n `pages`, as `pages.vote` counts them.
+    """Votes [B, Hk, M, n] fp32 of q [B, H, C, D] for n `pages`, as `pages.vote` counts them, or
+    [B, Hk, M, S * 16] for those of `superpages` [B, Hk, M, S]; not `weighted`, largest scores.
 
     representatives [B, Hk, n * s, D]: a page's score is the largest of its s ones', side by side.
     They are rounded to the dtype of q. Nothing but votes and an LSE a query is written."""
     (batch, heads, tokens, head_dim), kv_heads = q.shape, representatives.shape[1]
     first = None if call.documents is None else call.documents.int().contiguous()
-    wide = head_dim > 128 or q.element_size() > 2
-    tile = tile or (SMALL_VOTE_TILE if wide else VOTE_TILE)
+    tile = tile or vote_tile(head_dim, q.element_size())
     query_pages, group = -(-tokens // query_page), heads // kv_heads
     rows, each = tile_edge(group * query_page), representatives.shape[2] // len(pages)
     edges = head_dim, tile_edge(head_dim), min(tile.queries, rows), tile.keys, tile.stages
     shape = PageShape(call.page, query_page, group, *edges, each=each, largest=largest)
+    columns = len(pages) if superpages is None else superpages.shape[3] * SUPERPAGE
     c, m, n = veiled(tokens), veiled(query_pages), veiled(len(pages))
-    sizes = VoteSizes(c, m, n, veiled(pages.start), kv_heads, call.scale)
-    lse = torch.empty(batch, heads, tokens, device=q.device)
-    votes = torch.empty(batch, kv_heads, query_pages, len(pages), device=q.device)
+    sizes = VoteSizes(c, m, n, veiled(columns), veiled(pages.start), kv_heads, call.scale)
+    votes = torch.empty(batch, kv_heads, query_pages, columns, device=q.device)
     tensors = {"q": heads_of(q), "representatives": heads_of(representatives.to(q.dtype))}
-    arguments: dict[str, Any] = {**tensors, "first_key": first, "lse": lse, "sizes": sizes}
-    arguments |= {"shape": shape, "num_warps": _warps(shape, tile)}
-    tiles = -(-group * query_page // shape.tile_queries), -(-len(pages) // shape.tile_keys)
-    for name, count in (("vote_lse_kernel", tiles[0]), ("vote_kernel", tiles[1])):
-        grid = query_pages * count, batch * kv_heads
-        Launch(name, grid, arguments, "farspan.sparse.kernels").run(q)
-        arguments = arguments | {"votes": votes}
+    arguments: dict[str, Any] = {**tensors, "first_key": first}
+    arguments |= {
+        "superpages": superpages,
+        "lse": None,
+        "sizes": sizes,
+        "shape": shape,
+        "num_warps": _warps(shape, tile),
+    }
+    if weighted:
+        arguments["lse"] = torch.empty(batch, heads, tokens, device=q.device)
+        grid = query_pages * -(-group * query_page // shape.tile_queries), batch * kv_heads
+        Launch("vote_lse_kernel", grid, arguments, "farspan.sparse.kernels").run(q)
+    grid = query_pages * -(-columns // shape.tile_keys), batch * kv_heads
+    Launch("vote_kernel", grid, arguments | {"votes": votes}, "farspan.sparse.kernels").run(q)
     return votes
 
 
@@ -527,10 +522,15 @@ class TritonFar:
     softcap: None = None
 
     def votes(
-        self, call: FarCall, sparse: Sparse, q: Tensor, representatives: Tensor, pages: range
+        self, call: FarCall, sparse: Sparse, q: Tensor, means: Tensor, candidates: Candidates
     ) -> Tensor:
+        of = q, means, candidates.pages, call, sparse.query_tokens
         largest = sparse.selector != MEAN
-        return fused_votes(q, representatives, pages, call, sparse.query_tokens, largest=largest)
+        return fused_votes(*of, largest=largest, superpages=candidates.superpages)
+
+    def largest_scores(self, call: FarCall, q: Tensor, keys: Tensor, each: int) -> Tensor:
+        of = q, keys, range(keys.shape[2] // each), call, call.query_tokens
+        return fused_votes(*of, largest=True, weighted=False)
 
     def forward(
         self,

@@ -401,14 +401,30 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
 #
 #     lse     one program per (tile of queries, b, h): the log of the sum over all pages, base 2
 #     votes   one program per (tile of pages, query page, b, h): the sum over its queries, or the
-#             largest
+#             largest; without an lse, the largest score
+#
+# Pages are all there are, or those of the superpages of a page of queries.
 
 
 @triton.jit
-def _best_scores(q_tile, representatives, place, column, sizes, shape: tl.constexpr):
+def _pages(superpages, query_page, column, sizes, shape: tl.constexpr):
+    """The page of each column of votes; behind all where there is none."""
+    page = column
+    if superpages is not None:
+        each = _size(sizes.columns) // shape.superpage
+        row = tl.program_id(1).to(tl.int64) * _size(sizes.query_pages) + query_page
+        there = column < _size(sizes.columns)
+        at = superpages + row * each + column // shape.superpage
+        page = tl.load(at, mask=there, other=0) * shape.superpage + column % shape.superpage
+        page = tl.where(there, page, _size(sizes.pages))
+    return page
+
+
+@triton.jit
+def _best_scores(q_tile, representatives, place, page, sizes, shape: tl.constexpr):
     """Scores of a tile of pages in base 2, [tile_queries, tile_keys]."""
-    row = (column * shape.each).to(tl.int64) * representatives.token
-    there = column < _size(sizes.pages)
+    row = (page * shape.each).to(tl.int64) * representatives.token
+    there = page < _size(sizes.pages)
     if shape.each == 1:
         tile = _load(representatives, place, row, there, shape)
         best = tl.dot(q_tile, tl.trans(tile), input_precision="ieee")
@@ -422,17 +438,17 @@ def _best_scores(q_tile, representatives, place, column, sizes, shape: tl.conste
 
 
 @triton.jit
-def _seen_pages(first_key, batch, token, fits, column, sizes, shape: tl.constexpr):
+def _seen_pages(first_key, batch, token, fits, page, sizes, shape: tl.constexpr):
     """Which pages of a tile there are, and hold a key that a query may see."""
-    seen = (column < _size(sizes.pages))[None, :]
+    seen = (page < _size(sizes.pages))[None, :]
     if first_key is not None:
         first = _first_keys(first_key, batch, token, fits, sizes) // shape.page
-        seen = seen & (_size(sizes.first) + column[None, :] >= first[:, None])
+        seen = seen & (_size(sizes.first) + page[None, :] >= first[:, None])
     return seen
 
 
 @triton.jit
-def vote_lse_kernel(q, representatives, first_key, lse, sizes, shape: tl.constexpr):
+def vote_lse_kernel(q, representatives, first_key, superpages, lse, sizes, shape: tl.constexpr):
     row, query_page, batch, kv_head = _rows_of_program(sizes, shape)
     head, token, fits = _query_rows(query_page, row, sizes, shape)
     rows = head * q.head + token * q.token
@@ -441,11 +457,12 @@ def vote_lse_kernel(q, representatives, first_key, lse, sizes, shape: tl.constex
     most = tl.full([shape.tile_queries], float("-inf"), tl.float32)
     total = tl.full([shape.tile_queries], 0.0, tl.float32)
     ahead: tl.constexpr = shape.stages if shape.each == 1 else 1
-    tiles = (_size(sizes.pages) + shape.tile_keys - 1) // shape.tile_keys
+    tiles = (_size(sizes.columns) + shape.tile_keys - 1) // shape.tile_keys
     for tile in tl.range(0, tiles, num_stages=ahead):
         column = tile * shape.tile_keys + tl.arange(0, shape.tile_keys)
-        scores = _best_scores(q_tile, representatives, place, column, sizes, shape)
-        seen = _seen_pages(first_key, batch, token, fits, column, sizes, shape)
+        page = _pages(superpages, query_page, column, sizes, shape)
+        scores = _best_scores(q_tile, representatives, place, page, sizes, shape)
+        seen = _seen_pages(first_key, batch, token, fits, page, sizes, shape)
         scores = tl.where(seen, scores, float("-inf"))
         new_most = tl.maximum(most, tl.max(scores, 1))
         base = tl.where(new_most == float("-inf"), 0.0, new_most)
@@ -459,14 +476,16 @@ def vote_lse_kernel(q, representatives, first_key, lse, sizes, shape: tl.constex
 
 
 @triton.jit
-def vote_kernel(q, representatives, first_key, lse, votes, sizes, shape: tl.constexpr):
-    tiles = (_size(sizes.pages) + shape.tile_keys - 1) // shape.tile_keys
+def vote_kernel(q, representatives, first_key, superpages, lse, votes, sizes, shape: tl.constexpr):
+    tiles = (_size(sizes.columns) + shape.tile_keys - 1) // shape.tile_keys
     tile, query_page = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     of_batch = tl.program_id(1)
     batch, kv_head = of_batch // sizes.kv_heads, of_batch % sizes.kv_heads
     column = tile * shape.tile_keys + tl.arange(0, shape.tile_keys)
+    page = _pages(superpages, query_page, column, sizes, shape)
     place = _place(representatives, batch, kv_head, 1)
-    sums = tl.full([shape.tile_queries, shape.tile_keys], 0.0, tl.float32)
+    least: tl.constexpr = float("-inf") if lse is None else 0.0
+    sums = tl.full([shape.tile_queries, shape.tile_keys], least, tl.float32)
     parts: tl.constexpr = (
         shape.group * shape.query_page + shape.tile_queries - 1
     ) // shape.tile_queries
@@ -475,13 +494,16 @@ def vote_kernel(q, representatives, first_key, lse, votes, sizes, shape: tl.cons
         head, token, fits = _query_rows(query_page, row, sizes, shape)
         rows = head * q.head + token * q.token
         q_tile = _load(q, _place(q, batch, kv_head, shape.group), rows, fits, shape)
-        at = (of_batch.to(tl.int64) * shape.group + head) * _size(sizes.queries) + token
-        base = tl.load(lse + at, mask=fits, other=float("inf"))
-        scores = _best_scores(q_tile, representatives, place, column, sizes, shape)
-        seen = _seen_pages(first_key, batch, token, fits, column, sizes, shape)
-        weights = tl.exp2(tl.where(seen, scores - base[:, None], float("-inf")))
+        scores = _best_scores(q_tile, representatives, place, page, sizes, shape)
+        seen = _seen_pages(first_key, batch, token, fits, page, sizes, shape)
+        if lse is None:
+            weights = tl.where(seen & fits[:, None], scores * LN2, float("-inf"))
+        else:
+            at = (of_batch.to(tl.int64) * shape.group + head) * _size(sizes.queries) + token
+            base = tl.load(lse + at, mask=fits, other=float("inf"))
+            weights = tl.exp2(tl.where(seen, scores - base[:, None], float("-inf")))
         sums = tl.maximum(sums, weights) if shape.largest else sums + weights
     row = of_batch.to(tl.int64) * _size(sizes.query_pages) + query_page
-    at = row * _size(sizes.pages) + column
+    at = row * _size(sizes.columns) + column
     found = tl.max(sums, 0) if shape.largest else tl.sum(sums, 0)
-    tl.store(votes + at, found, mask=column < _size(sizes.pages))
+    tl.store(votes + at, found, mask=column < _size(sizes.columns))

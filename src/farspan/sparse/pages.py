@@ -3,7 +3,8 @@ selectors that read them; how sparse attention asks for them, and a storage in m
 
 Legend: T tokens, B batch, H query heads, Hk key-value heads, r = H / Hk, C tokens of the chunk,
 P tokens a page, Q a page of queries (`Sparse.query_tokens`), M = ceil(C / Q) of those (the last may
-be ragged), n candidate pages, R mean keys of a page, k chosen ones, D head dim, Dv value dim.
+be ragged), n candidate pages, R mean keys of a page, k chosen ones, D head dim, Dv value dim, N
+superpages of 16 candidates (the last may be ragged), S of them whose pages are compared.
 
 A choice is int32 [B, Hk, M, k]: numbers of pages of the sequence, ascending, then -1 where there
 are fewer than k. It is made once, in a chunk's first forward; rebuild and backward get the same.
@@ -18,7 +19,7 @@ Who attends says what was chosen before it needs the pages (`Pages.begin`), so t
 their way while near keys are attended to."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction as Ratio
 from math import ceil
 from typing import NamedTuple, Protocol
@@ -30,7 +31,7 @@ from torch.nn.functional import pad
 from farspan.attention.backends import accumulate_dtype
 from farspan.attention.chunk import KeyValues
 from farspan.sparse.sizes import LEAST, UNDIVIDED
-from farspan.spec import MEAN, Sparse, UnsupportedError
+from farspan.spec import MEAN, SUPERPAGE, Sparse, UnsupportedError
 
 MOST_PAGES = 2**31  # more than an int32 names: no device is asked for the largest of a choice
 
@@ -160,24 +161,55 @@ SCORES_ELSEWHERE = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The pages a chunk chooses from; column i of votes is page `pages[i]`."""
+    """The pages a chunk chooses from; column i of votes is page `pages[i]`, or with superpages
+    `columns()[..., i]`."""
 
     pages: range
     first: Tensor | None = None  # [B, M]: no query of the page sees pages before; None: sees all
+    superpages: Tensor | None = None  # [B, Hk, M, S], ascending: only their pages are compared
+
+    def columns(self) -> Tensor | None:
+        """Pages [B, Hk, M, S * 16] of the superpages; the last may be no candidates."""
+        if self.superpages is None:
+            return None
+        within = torch.arange(SUPERPAGE, device=self.superpages.device)
+        pages = self.superpages.long().unsqueeze(4) * SUPERPAGE + within
+        return pages.flatten(3).add_(self.pages.start)
 
     def hidden(self) -> Tensor | None:
-        """Columns whose page is hidden from every query: bool [B, 1, M, n]."""
+        """Columns whose page is hidden from every query: bool [B, 1 or Hk, M, n or S * 16]."""
+        pages = self.columns()
+        if pages is not None:
+            outside = pages >= self.pages.stop
+            if self.first is None:
+                return outside
+            return outside.logical_or_(pages < self.first[:, None, :, None])
         if self.first is None:
             return None
         pages = torch.arange(self.pages.start, self.pages.stop, device=self.first.device)
         return (pages < self.first[..., None]).unsqueeze(1)
+
+    def numbers(self, columns: Tensor) -> Tensor:
+        """Pages of these columns [B, Hk, M, k]."""
+        pages = self.columns()
+        return columns + self.pages.start if pages is None else pages.gather(3, columns)
+
+    def spread(self, votes: Tensor) -> Tensor:
+        """Votes of all candidates [B, Hk, M, n]: 0 for pages that were not compared."""
+        pages = self.columns()
+        if pages is None:
+            return votes
+        count = len(self.pages)
+        column = (pages - self.pages.start).clamp_(max=count)
+        found = votes.new_zeros(*votes.shape[:3], count + 1)
+        return found.scatter_(3, column, votes)[..., :count]
 
 
 class Selector(Protocol):
     """Chooses pages. Its answer depends on nothing but its arguments and its own fields."""
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
-        """votes [B, Hk, M, n], n >= 1 -> a choice among `candidates`."""
+        """votes [B, Hk, M, columns of the candidates] -> a choice among `candidates`."""
 
 
 def vote(
@@ -198,26 +230,38 @@ def vote(
     (OOMB equation 4), with `submeans` the largest of them: what one token of one head needs is
     found, however little the others care.
     """
-    batch, heads, tokens, _ = q.shape
+    batch, _, tokens, _ = q.shape
     kv_heads, each = representatives.shape[1], sparse.page // sparse.mean_tokens
     pages, together = representatives.shape[2] // each, sparse.query_tokens
     keys = representatives.to(accumulate_dtype(q.dtype)).mT
-    number = torch.arange(first, first + pages, device=q.device)
     votes = keys.new_zeros(batch, kv_heads, -(-tokens // together), pages)
+    for span, some, of_pages in _voters(q, keys, together):
+        hidden = _hidden(documents, span, sparse.page, range(first, first + pages))
+        part = q[:, :, span].unflatten(1, (kv_heads, -1))[:, some]
+        weights = _weights(part, keys[:, some], scale, each, hidden)
+        _pool(votes[:, some, of_pages], weights, together, largest=sparse.selector != MEAN)
+    return votes
+
+
+def _voters(q: Tensor, keys: Tensor, together: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Tokens, key-value heads and pages of queries of those of q [B, H, C, D] that are compared
+    with keys [B, Hk, D, n * R] at one time."""
+    (batch, heads, tokens, _), kv_heads = q.shape, keys.shape[1]
     most = SCORES.get(q.device.type, SCORES_ELSEWHERE)
     row = batch * (heads // kv_heads) * max(1, keys.shape[3])
-    heads_at_once = min(kv_heads, max(1, UNDIVIDED * most // (row * together)))
-    for start, stop in _spans(tokens, together, most // (row * heads_at_once)):
-        hidden = None
-        if documents is not None:
-            hidden = (documents[:, start:stop, None] // sparse.page > number)[:, None, None]
+    at_once = min(kv_heads, max(1, UNDIVIDED * most // (row * together)))
+    for start, stop in _spans(tokens, together, most // (row * at_once)):
         of_pages = slice(start // together, -(-stop // together))
-        for head in range(0, kv_heads, heads_at_once):
-            some = slice(head, head + heads_at_once)
-            part = q[:, :, start:stop].unflatten(1, (kv_heads, -1))[:, some]
-            weights = _weights(part, keys[:, some], scale, each, hidden)
-            _pool(votes[:, some, of_pages], weights, together, largest=sparse.selector != MEAN)
-    return votes
+        for head in range(0, kv_heads, at_once):
+            yield slice(start, stop), slice(head, head + at_once), of_pages
+
+
+def _hidden(documents: Tensor | None, span: slice, page: int, pages: range) -> Tensor | None:
+    """Which of `pages` end before the documents of a span of queries: bool [B, 1, 1, t, n]."""
+    if documents is None:
+        return None
+    number = torch.arange(pages.start, pages.stop, device=documents.device)
+    return (documents[:, span, None] // page > number)[:, None, None]
 
 
 def _spans(tokens: int, page: int, most: int) -> Iterator[tuple[int, int]]:
@@ -234,14 +278,18 @@ def _spans(tokens: int, page: int, most: int) -> Iterator[tuple[int, int]]:
 def _weights(q: Tensor, keys: Tensor, scale: float, each: int, hidden: Tensor | None) -> Tensor:
     """What queries [B, h, r, t, D] give to pages, [B, h, r, t, n], by keys [B, h, D, n * R], R =
     `each`; `hidden` is bool [B, 1, 1, t, n]."""
-    # The heads of a group stacked: their keys are read once, not copied for each.
-    scores = ((q.to(keys.dtype) * scale).flatten(2, 3) @ keys).unflatten(2, q.shape[2:4])
-    if each > 1:
-        scores = scores.unflatten(4, (-1, each)).amax(5)
+    scores = _scores(q, keys, scale, each)
     if hidden is None:
         return scores.softmax(-1)
     # A row that is hidden as a whole is nan for a moment.
     return scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0)
+
+
+def _scores(q: Tensor, keys: Tensor, scale: float, each: int) -> Tensor:
+    """Of queries [B, h, r, t, D] for pages, [B, h, r, t, n]; see `_weights`."""
+    # The heads of a group stacked: their keys are read once, not copied for each.
+    scores = ((q.to(keys.dtype) * scale).flatten(2, 3) @ keys).unflatten(2, q.shape[2:4])
+    return scores.unflatten(4, (-1, each)).amax(5) if each > 1 else scores
 
 
 def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
@@ -249,12 +297,114 @@ def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
     [B, h, m, n]."""
     ragged = -weights.shape[3] % page
     if weights.shape[3] > page and ragged:
-        weights = pad(weights, (0, 0, 0, ragged))
+        weights = pad(weights, (0, 0, 0, ragged), value=-torch.inf if largest else 0.0)
     weights = weights.unflatten(3, (votes.shape[2], -1))
     if largest:
         torch.maximum(votes, weights.amax((2, 4)), out=votes)
     else:
         votes += weights.sum((2, 4))
+
+
+# Where there are many candidates, superpages are ranked first, and then only the pages of the best
+# are compared.
+
+
+def super_keys(representatives: Tensor, sparse: Sparse) -> Tensor:
+    """Keys that rank superpages, [B, Hk, N * R', D] of representatives [B, Hk, n * R, D], in their
+    dtype: means of 4 tokens, less the mean of all of them, which is in no page's favour but in some
+    heads'. A ragged last superpage repeats its last mean."""
+    each = sparse.super_tokens // sparse.mean_tokens
+    parts = representatives.unflatten(2, (-1, each))
+    count = parts.shape[2]
+    whole = SUPERPAGE * sparse.page // sparse.super_tokens
+    keys = parts.new_empty(*parts.shape[:2], -(-count // whole) * whole, parts.shape[4])
+    torch.mean(parts, 3, out=keys[:, :, :count])
+    keys[:, :, :count] -= keys[:, :, :count].mean(2, keepdim=True)
+    keys[:, :, count:] = keys[:, :, count - 1 : count]
+    return keys
+
+
+def largest_scores(
+    q: Tensor, keys: Tensor, sizes: tuple[int, int, int], scale: float, documents: Tensor | None
+) -> Tensor:
+    """The largest score [B, Hk, M, N] of a page of queries for superpages, -inf where none of its
+    queries sees one. `sizes` are the keys and tokens of a superpage, and Q; `documents` [B, C]
+    count from the first superpage."""
+    each, page, together = sizes
+    kv_heads, keys = keys.shape[1], keys.to(accumulate_dtype(q.dtype)).mT
+    pages = range(keys.shape[3] // each)
+    shape = q.shape[0], kv_heads, -(-q.shape[2] // together), len(pages)
+    found = keys.new_full(shape, -torch.inf)
+    for span, some, of_pages in _voters(q, keys, together):
+        part = q[:, :, span].unflatten(1, (kv_heads, -1))[:, some]
+        scores = _scores(part, keys[:, some], scale, each)
+        hidden = _hidden(documents, span, page, pages)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        _pool(found[:, some, of_pages], scores, together, largest=True)
+    return found
+
+
+def best_superpages(scores: Tensor, count: int) -> Tensor:
+    """scores [B, Hk, M, N] -> int32 [B, Hk, M, count], ascending; of equals the lower."""
+    found = Candidates(range(scores.shape[3]))
+    return take_most(scores, found, _everywhere(count, scores), count)
+
+
+def vote_refined(
+    q: Tensor,
+    representatives: Tensor,
+    sparse: Sparse,
+    scale: float,
+    documents: Tensor | None,
+    candidates: Candidates,
+) -> Tensor:
+    """Votes [B, Hk, M, S * 16] for the pages of superpages, as `vote` counts them."""
+    assert candidates.superpages is not None
+    columns = candidates.columns()
+    assert columns is not None
+    (batch, heads, tokens, dim), kv_heads = q.shape, representatives.shape[1]
+    together, dtype = sparse.query_tokens, accumulate_dtype(q.dtype)
+    votes = q.new_zeros(columns.shape, dtype=dtype)
+    means = SUPERPAGE * sparse.page // sparse.mean_tokens
+    row = batch * kv_heads * means * (dim + heads // kv_heads * together)
+    at_once = max(1, SCORES.get(q.device.type, SCORES_ELSEWHERE) // row)
+    whole = tokens // together
+    parts = [(m, min(m + at_once, whole), together) for m in range(0, whole, at_once)]
+    if tokens % together:
+        parts.append((whole, whole + 1, tokens % together))
+    for start, stop, each in parts:
+        run, span = slice(start, stop), slice(start * together, (stop - 1) * together + each)
+        part = q[:, :, span].to(dtype).mul_(scale) if dtype != q.dtype else q[:, :, span] * scale
+        part = part.unflatten(1, (kv_heads, -1)).unflatten(3, (-1, each)).transpose(2, 3)
+        scores = _refined_scores(part.flatten(3, 4), representatives, candidates, run)
+        hidden = (columns[:, :, run] >= candidates.pages.stop).unsqueeze(3)
+        if documents is not None:
+            own = (documents[:, None, span] // sparse.page).unflatten(2, (-1, each))
+            own = own.repeat(1, 1, 1, heads // kv_heads).unsqueeze(4)
+            hidden = hidden | (columns[:, :, run].unsqueeze(3) < own)
+        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0)
+        votes[:, :, run] = weights.amax(3)
+    return votes
+
+
+def _refined_scores(
+    q: Tensor, representatives: Tensor, candidates: Candidates, run: slice
+) -> Tensor:
+    """Of the queries [B, Hk, m, r * t, D] of a run of pages of queries, for the pages of their
+    superpages: [B, Hk, m, r * t, S * 16]."""
+    assert candidates.superpages is not None
+    superpages = candidates.superpages[:, :, run].long()
+    last, each = representatives.shape[2] - 1, representatives.shape[2] // len(candidates.pages)
+    within = torch.arange(SUPERPAGE * each, device=q.device)
+    batch, head = (torch.arange(n, device=q.device) for n in q.shape[:2])
+    batch, head = batch.view(-1, 1, 1, 1), head.view(1, -1, 1, 1)
+    scores = q.new_empty(*q.shape[:4], superpages.shape[3] * SUPERPAGE)
+    for which, found in enumerate(scores.split(SUPERPAGE, 4)):
+        at = superpages[..., which, None] * len(within) + within
+        keys = representatives[batch, head, at.clamp_(max=last)].to(q.dtype)
+        torch.amax((q @ keys.mT).unflatten(4, (SUPERPAGE, each)), 5, out=found)
+    return scores
 
 
 def _everywhere(count: int, votes: Tensor) -> Tensor:
@@ -291,11 +441,12 @@ class Fraction:
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
         # A decimal means what it says: 1 - 0.9 is a tenth, of 10 pages one and not two.
         kept = 1 - Ratio(str(self.sparsity))
-        most = ceil(kept * votes.shape[3])
+        pages = len(candidates.pages)
+        most = min(ceil(kept * pages), votes.shape[3])
         if candidates.first is None:
             return take_most(votes, candidates, _everywhere(most, votes), most)
-        seen = (candidates.pages.stop - candidates.first).clamp(0, votes.shape[3])
-        counts = -(-seen * kept.numerator // kept.denominator)
+        seen = (candidates.pages.stop - candidates.first).clamp(0, pages)
+        counts = (-(-seen * kept.numerator // kept.denominator)).clamp(max=most)
         return take_most(votes, candidates, counts[:, None, :, None], most)
 
 
@@ -308,8 +459,10 @@ class RandomPages:
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
         generator = torch.Generator().manual_seed(hash((self.seed, candidates.pages.stop)))
-        drawn = torch.rand(votes.shape, generator=generator, dtype=torch.float64)
-        return TopK(self.pages)(drawn.to(votes.device), candidates)
+        shape = *votes.shape[:3], len(candidates.pages)
+        drawn = torch.rand(shape, generator=generator, dtype=torch.float64)
+        everything = replace(candidates, superpages=None)
+        return TopK(self.pages)(drawn.to(votes.device), everything)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +473,7 @@ class Checked:
     function: Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n], their pages
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
-        choice = self.function(votes, candidates.pages)
+        choice = self.function(candidates.spread(votes), candidates.pages)
         check_choice(choice, (*votes.shape[:3], None), candidates.pages)
         last = candidates.pages.stop
         ascending = torch.where(choice < 0, last, choice).sort(-1).values
@@ -356,7 +509,7 @@ def take_most(votes: Tensor, candidates: Candidates, counts: Tensor, most: int) 
 
     Exactly so on every device: topk alone leaves open which of two equals it takes.
     """
-    pages, hidden = candidates.pages, candidates.hidden()
+    columns, hidden = votes.shape[3], candidates.hidden()
     if most == 0:
         return votes.new_empty(*votes.shape[:3], 0, dtype=torch.int32)
     if hidden is not None:
@@ -369,6 +522,7 @@ def take_most(votes: Tensor, candidates: Candidates, counts: Tensor, most: int) 
     taken = above | equal & (equal.cumsum(3) <= places)
     if hidden is not None:
         taken &= ~hidden
-    column = torch.arange(len(pages), device=votes.device)
-    chosen = torch.where(taken, column, len(pages)).topk(most, largest=False).values.sort(3).values
-    return torch.where(chosen < len(pages), chosen + pages.start, -1).int()
+    column = torch.arange(columns, device=votes.device)
+    chosen = torch.where(taken, column, columns).topk(most, largest=False).values.sort(3).values
+    numbers = candidates.numbers(chosen.clamp(max=columns - 1))
+    return torch.where(chosen < columns, numbers, -1).int()

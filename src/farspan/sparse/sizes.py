@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from farspan.program.program import aligned
-from farspan.spec import LayerSpec, ModelSpec, Schedule, Sparse
+from farspan.spec import SUPERPAGE, LayerSpec, ModelSpec, Schedule, Sparse
 
 # K, V gathered at one time; a backward holds their sums of gradients too, twice to thrice as much,
 # and from host one slab comes while another is attended to. 64K tokens of a 7B model fill one, so
@@ -146,6 +146,8 @@ class Far:
     candidates: int  # pages to choose from
     plain: bool = False  # PlainPages: soft caps, or values not as wide as keys
     index_dim: int = 0  # of an index's queries and keys; 0: the model's own vote
+    refined: int = 0  # superpages whose pages are compared after a ranking; 0: all pages are
+    ranking: int = 0  # keys that stand for a page there
 
     @property
     def row(self) -> FarRow:
@@ -189,6 +191,8 @@ def far_of(
         len(sparse.candidates(start)),
         plain=heads.softcap is not None or heads.head_dim != heads.value_dim,
         index_dim=sparse.indexed * sparse.key_dim(heads),
+        refined=sparse.refined(len(sparse.candidates(start))),
+        ranking=sparse.page // sparse.super_tokens,
     )
 
 
@@ -285,8 +289,14 @@ MASKS = 3  # bytes of masks, a sample and key
 def choice_bytes(far: Far) -> int:
     """Bytes that choosing a chunk's pages holds at most: an index's queries; while queries vote,
     the mean keys in the accumulate dtype and parts of the scores; then votes, sorted, and masks of
-    them."""
+    them. Where superpages are ranked, the same of them; then of their pages, a part's copies of
+    mean keys."""
     wide, keys = far.row.wide, far.candidates * far.means
+    if far.refined:
+        count = -(-far.candidates // SUPERPAGE)
+        whole = replace(far, refined=0, candidates=count, means=SUPERPAGE * far.ranking)
+        keys = far.batch * far.kv_heads * count * whole.means * far.head_dim
+        return max(choice_bytes(whole) + far.width * keys, _refining_bytes(far))
     heads, queries = _voting(far, keys)
     copied, dim = far.width < wide, far.index_dim or far.head_dim
     means = copied * far.batch * far.kv_heads * dim * keys
@@ -297,6 +307,19 @@ def choice_bytes(far: Far) -> int:
     scores = far.batch * heads * queries * (keys + 2 * far.candidates)
     voting = means + given + scores + 2 * votes
     return indexed + max(wide * voting, votes * (2 * wide + 3 * INDEX))
+
+
+def _refining_bytes(far: Far) -> int:
+    """While pages of superpages vote, and when they are chosen."""
+    wide, rows = far.row.wide, far.batch * far.kv_heads
+    columns, means = far.refined * SUPERPAGE, SUPERPAGE * far.means
+    row = rows * means * (far.head_dim + far.row.queries)
+    at_once = min(far.query_pages, max(1, SCORES // row))
+    copies = far.head_dim * (far.width + (far.width < wide) * wide) + INDEX
+    part = means * copies + wide * far.row.queries * (means + 3 * columns + 2 * far.head_dim)
+    entries = rows * far.query_pages * columns
+    voting = rows * at_once * part + entries * (wide + INDEX)
+    return max(voting, entries * (2 * wide + 6 * INDEX))
 
 
 def _voting(far: Far, keys: int) -> tuple[int, int]:
@@ -392,6 +415,20 @@ class PageShape(NamedTuple):
     alike: bool = False  # dO lies as q does
     each: int = 1  # representatives of a page
     largest: bool = False  # of the weights of a page of queries, not their sum
+    superpage: int = SUPERPAGE  # pages
+
+
+class PageSizes(NamedTuple):
+    """What changes from chunk to chunk, made by `veiled`; heads and scale, which do not, as they
+    are."""
+
+    queries: int  # tokens of the chunk
+    tokens: int  # tokens of the sequence so far; no key beyond
+    query_pages: int  # M
+    chosen: int  # k
+    slots: int  # pages that the buffer of keys and values holds
+    kv_heads: int
+    scale: float
 
 
 class VoteSizes(NamedTuple):
@@ -400,6 +437,7 @@ class VoteSizes(NamedTuple):
     queries: int
     query_pages: int
     pages: int  # n, to choose from
+    columns: int  # of votes: those pages, or those of the superpages
     first: int  # of them, in the sequence
     kv_heads: int
     scale: float
@@ -437,6 +475,10 @@ TILES = {
 FULL_PRECISION = PageTiles(PageTile(32, 32, 4, 1), PageTile(32, 32, 4, 1), PageTile(32, 32, 4, 1))
 
 
+VOTE_TILE = PageTile(128, 64, 8, 3)  # `keys` are pages
+SMALL_VOTE_TILE = PageTile(32, 32, 4, 2)  # heads wider than 128, or fp32
+
+
 ROW = 16  # bytes of what a backward reads of a query, besides vectors
 
 
@@ -450,6 +492,10 @@ def choose_tiles(capability: tuple[int, int], head_dim: int, itemsize: int) -> P
     if itemsize > 2:
         return FULL_PRECISION
     return TILES[max(one for one in TILES if one <= capability)][max(64, tile_edge(head_dim))]
+
+
+def vote_tile(head_dim: int, itemsize: int) -> PageTile:
+    return SMALL_VOTE_TILE if head_dim > 128 or itemsize > 2 else VOTE_TILE
 
 
 def shared_bytes(tiles: PageTiles, head_dim: int, itemsize: int) -> int:
