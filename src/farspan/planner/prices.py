@@ -112,7 +112,7 @@ class SparsePrices:
     fused: bool = False  # a GPU's kernel counts votes: no scores are written
 
     def votes(self, spec: LayerSpec, chunk: int) -> float:
-        """A choice: a score a query, head that votes and key; ranking by keys made first takes half."""
+        """A choice: a score a query, head that votes and key; half of one where keys only rank."""
         program, known = self.program, self.rates.votes
         (start, stop), sparse = program.chunks[chunk], sparse_of(program.schedule, spec)
         assert sparse is not None
