@@ -178,8 +178,8 @@ def test_of_many_pages_those_of_the_best_superpages_are_compared(
     chosen = TopK(budget // page)(votes, candidates)
     for (b, h, m), run in compared.items():
         seen = [p for p in run if first is None or p >= int(first[b, m])]
-        seen.sort(key=lambda p, row=wanted[b, h, m]: (-float(row[p - pages.start]), p))
-        best = sorted(seen[: budget // page])
+        ranked = sorted((-float(wanted[b, h, m, p - pages.start]), p) for p in seen)
+        best = sorted(p for _, p in ranked[: budget // page])
         assert chosen[b, h, m].tolist() == best + [-1] * (budget // page - len(best))
 
 
@@ -210,10 +210,13 @@ def test_selectors_know_pages_that_were_not_compared() -> None:
     assert torch.equal(spread[0, 0, 0, 32:], votes[0, 0, 0, 16:21])
     assert spread.shape[3] == 37
     assert not spread[..., 16:32].any()
-    asked = []
-    Checked(lambda votes, pages: asked.append((votes, pages)) or torch.full((1, 1, 1, 1), 20))(
-        votes, candidates
-    )
+    asked: list[tuple[Tensor, range]] = []
+
+    def last(votes: Tensor, pages: range) -> Tensor:
+        asked.append((votes, pages))
+        return torch.full((1, 1, 1, 1), pages[-1])
+
+    assert Checked(last)(votes, candidates).item() == 39
     assert torch.equal(asked[0][0], spread)
     assert asked[0][1] == range(3, 40)
     every = replace(candidates, superpages=None)
