@@ -14,16 +14,16 @@ from farspan.cli.with_torch import kept_words
 from farspan.engine.loss import IGNORED
 from farspan.engine.reference import SparseReference, reference_logits, reference_loss
 from farspan.formatting import read_sparse, write_sparse
+from farspan.sparse.index import Index, LayerIndex
 from farspan.sparse.pages import TopK
 from farspan.sparse.train import (
-    CHOOSERS,
     RANDOM,
     KeptMass,
     kept_masses,
     ladder,
     sparse_losses,
 )
-from farspan.spec import MEAN, SELECTORS, SUBMEANS, Schedule, Sparse, UnsupportedError
+from farspan.spec import INDEX, MEAN, SELECTORS, SUBMEANS, Schedule, Sparse, UnsupportedError
 from tests.grids import part_of
 from tests.numerics import EXACT, relative_error
 from tests.zoo import VOCAB, make_model, shared_model
@@ -62,11 +62,12 @@ def votes_of(q: Tensor, k: Tensor, scale: float, selector: str) -> list[float]:
         for page in FAR:
             keys = k[page * 4 : page * 4 + 4]
             means = [keys.mean(0)] if selector == MEAN else [keys[:2].mean(0), keys[2:].mean(0)]
+            means = list(keys) if selector == INDEX else means
             scores.append(max(scale * float(query @ mean) for mean in means))
         total = sum(math.exp(score) for score in scores)
         for place, score in enumerate(scores):
             weight = math.exp(score) / total
-            votes[place] = max(votes[place], weight) if selector == SUBMEANS else (
+            votes[place] = max(votes[place], weight) if selector != MEAN else (
                 votes[place] + weight
             )  # fmt: skip
     return votes
@@ -92,7 +93,10 @@ def plain_mass(call: Call, selector: str, budget: int) -> float:
     for first, kv_head in product(range(START, TOKENS, 2), range(len(k))):
         heads = range(kv_head * group, kv_head * group + group)
         together = torch.cat([q[head, first : first + 2] for head in heads])
-        votes = votes_of(together, k[kv_head], call["scale"], selector)
+        keys = k[kv_head]
+        if selector == INDEX:
+            together, keys = together[:2, :3], keys[:, :3]
+        votes = votes_of(together, keys, call["scale"], selector)
         best = sorted(range(len(FAR)), key=lambda page: (-votes[page], page))
         chosen = {FAR[place] for place in best[: budget // 4]}
         for head, token in product(heads, (first, first + 1)):
@@ -134,12 +138,36 @@ def test_losses_are_those_of_the_last_quarter() -> None:
     dense = reference_loss(model, ids[:, :TOKENS], labels).detach()
     assert found.dense_loss == pytest.approx(float(dense), rel=EXACT)
     told: list[str] = []
-    losses = sparse_losses(model, ids, SCHEDULE, 8, 0, told.append)
-    assert told == list(CHOOSERS) == list(losses)
+    losses = sparse_losses(model, ids, SCHEDULE, 8, 0, begin=told.append)
+    assert told == [SUBMEANS, MEAN, RANDOM] == list(losses)
     attend = SparseReference(replace(SPARSE, selector=MEAN), 16, TopK(2))
     own = reference_loss(model, ids[:, :TOKENS], labels, attend=attend).detach()
     assert losses[MEAN] == pytest.approx(float(own), rel=EXACT)
     assert losses[RANDOM] != losses[SUBMEANS]
+
+
+@pytest.mark.usefixtures("float64_throughout")
+def test_an_index_is_compared_too() -> None:
+    """One whose maps take out the first three dims of a group's first head, and of keys."""
+    model, ids = shared_model("gemma2"), drawn()
+    calls = calls_of(model, ids[:, :TOKENS])
+    _, kv_heads, _, dim = calls[0]["k"].shape
+    group = calls[0]["q"].shape[1] // kv_heads
+    queries = torch.zeros(kv_heads, group, dim, 3, dtype=torch.float64)
+    queries[:, 0] = torch.eye(dim, 3)
+    keys = torch.eye(dim, 3, dtype=torch.float64).expand(kv_heads, dim, 3)
+    schedule = replace(SCHEDULE, sparse=replace(SPARSE, index_dim=3))
+    layers = kept_masses(model, ids, schedule, 0).layers
+    index = Index({layer: LayerIndex(queries, keys) for layer in layers})
+    found = kept_masses(model, ids, schedule, 0, index)
+    assert found.names == (SUBMEANS, MEAN, INDEX, RANDOM)
+    expected = [[plain_mass(call, INDEX, budget) for budget in found.budgets] for call in calls]
+    assert relative_error(torch.tensor(found.kept[INDEX]), torch.tensor(expected)) <= EXACT
+    losses = sparse_losses(model, ids, schedule, 8, 0, index)
+    assert set(losses) == set(found.names)
+    assert len(set(losses.values())) == 4
+    with pytest.raises(UnsupportedError, match="index: it has no layer"):
+        kept_masses(model, ids, schedule, 0, Index({layers[0]: index.layers[layers[0]]}))
 
 
 def test_few_of_many_pages_of_queries_are_looked_at() -> None:
@@ -181,13 +209,13 @@ def test_the_ladder_doubles_up_to_all_pages() -> None:
 def kept(**masses: list[list[float]]) -> KeptMass:
     """Of layers 1 and 5, four pages and budgets of 0, 128, 256 and 512 tokens."""
     sparse = Sparse(budget=0, recent=256)
-    rest = {name: masses.get(name, masses[SUBMEANS]) for name in CHOOSERS}
+    rest = {name: masses.get(name, masses[SUBMEANS]) for name in (*SELECTORS, RANDOM)}
     return KeptMass(
         sparse, 256, 1024, 16, 4, (0, 128, 256, 512), (1, 5), 2, rest, dense_loss=2.0
     )  # fmt: skip
 
 
-LOSSES = dict.fromkeys(CHOOSERS, 2.5)
+LOSSES = dict.fromkeys((*SELECTORS, RANDOM), 2.5)
 SLOW = [[0.5, 0.6, 0.7, 1.0], [0.5, 0.6, 0.7, 1.0]]
 
 

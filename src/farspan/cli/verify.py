@@ -113,7 +113,7 @@ def verify_command(
     data = {"batch": batch, "context": context, "seed": seed, "notes": said, "in_json": as_json}
     if texts:
         tell = load("farspan.cli.with_torch", "compare_and_tell")
-        tell(loaded, words, texts, schedule, **data)
+        tell(loaded, words, texts, schedule, attention, **data)
     else:
         tell = load("farspan.cli.with_torch", "verify_and_tell")
         tell(loaded, schedule, attention, documents=documents, **data)

@@ -40,8 +40,8 @@ from farspan.memory.trace import Malloc, Trace, write_trace
 from farspan.program.strategies import STRATEGIES
 from farspan.report.run import write_report
 from farspan.report.tables import lines_table, show
+from farspan.sparse.index import Index
 from farspan.sparse.train import (
-    CHOOSERS,
     ENOUGH,
     LAST,
     RANDOM,
@@ -281,6 +281,7 @@ def compare_and_tell(
     tokenizer: str,
     texts: Sequence[str],
     schedule: Schedule,
+    attention: SparseConfig,
     *,
     batch: int,
     context: int,
@@ -292,17 +293,20 @@ def compare_and_tell(
     texts, and what follows. Raises UnsupportedError."""
     for note in notes:
         print(note, file=sys.stderr if in_json else sys.stdout)
+    index = None
+    if attention.index is not None:
+        index = Index.load(Path(attention.index).expanduser())
     ids = tokens_of(texts, load_tokenizer(tokenizer), batch, context)
     tell = partial(print, file=sys.stderr, flush=True)
     whole_tokens(context, schedule)  # refused before the work
     tell(f"reading {ids.numel():,} tokens with dense attention")
-    found = kept_masses(model, ids, schedule, seed)
+    found = kept_masses(model, ids, schedule, seed, index)
     if not in_json:
         show_masses(found)
     budget = found.judged()
     where = f"at budget={write_tokens(budget)}"
     losses = sparse_losses(
-        model, ids, schedule, budget, seed, lambda name: tell(f"loss {where}: {name}")
+        model, ids, schedule, budget, seed, index, lambda name: tell(f"loss {where}: {name}")
     )
     if in_json:
         print(json.dumps(found.to_json() | {"loss_budget": budget, "losses": losses}))
@@ -331,7 +335,7 @@ def tokens_of(texts: Sequence[str], tokenizer: Tokenizer, rows: int, context: in
 
 def show_masses(found: KeptMass) -> None:
     """Print the table of selectors and budgets."""
-    columns = [name for chooser in CHOOSERS for name in (chooser, "worst (layer)")]
+    columns = [name for chooser in found.names for name in (chooser, "worst (layer)")]
     title = (
         f"attention mass that is seen by {found.queries:,} queries of the last chunk, "
         f"{write_tokens(found.own)} of {found.tokens:,} tokens"
@@ -339,7 +343,7 @@ def show_masses(found: KeptMass) -> None:
     table = lines_table(title, "budget", "pages", *columns)
     for place, budget in enumerate(found.budgets):
         cells = []
-        for name in CHOOSERS:
+        for name in found.names:
             least, layer = found.worst(name, place)
             cells += [f"{found.mean(name, place):.3f}", f"{least:.3f} ({layer})"]
         table.add_row(write_tokens(budget), f"{budget // found.sparse.page:,}", *cells)
@@ -375,7 +379,7 @@ def _in_the_whole_model(found: KeptMass) -> str:
         )
     others = ", ".join(
         f"{_chooser(other)} {_need(found, found.enough(other), '')}"
-        for other in CHOOSERS
+        for other in found.names
         if other != name
     )
     if budget == everything:
@@ -407,6 +411,8 @@ def _what_to_type(found: KeptMass) -> list[str]:
             f"ask again with smaller pages and more recent tokens (--sparse {fields}), or train "
             "with dense attention (--sparse off)"
         ]
+    if advised.indexed:  # whose folder the run file names
+        return [f"to train so: --set sparse.budget={advised.budget}"]
     lines = [f"to train so: --sparse {write_sparse(advised)}"]
     every = found.enough_everywhere(found.best())[0]
     if advised.budget < every < found.budgets[-1]:

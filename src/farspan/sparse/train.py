@@ -29,7 +29,7 @@ from farspan.sparse.attend import sampled
 from farspan.sparse.engine import Seen
 from farspan.sparse.index import Index
 from farspan.sparse.pages import Fraction, RandomPages, mean_keys, vote
-from farspan.spec import SELECTORS, LayerSpec, Schedule, Sparse, UnsupportedError
+from farspan.spec import INDEX, SELECTORS, LayerSpec, Schedule, Sparse, UnsupportedError
 from farspan.train.config import RunConfig, SparseConfig
 from farspan.train.run_folder import as_json
 
@@ -157,8 +157,7 @@ class MassWatch:
 
 # -- which budget keeps enough of dense attention -------------------------------------------------
 
-DENSE, RANDOM = "dense", "random"
-CHOOSERS = *SELECTORS, RANDOM
+RANDOM = "random"
 ENOUGH = 0.9  # of the mass; `SparseConfig.warn_below` is the same by default
 QUERY_PAGES = 16  # whose choices are looked at
 LAST = 4  # losses are those of the last quarter of the tokens, which have most to choose from
@@ -180,6 +179,11 @@ class KeptMass:
     others: int  # layers with a window, or without attention
     kept: dict[str, list[list[float]]]  # by name: layers, and in each budgets
     dense_loss: float  # of the last quarter of the tokens
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Who chooses: selectors, and random pages."""
+        return tuple(self.kept)
 
     def mean(self, name: str, place: int) -> float:
         """Over the layers, at `budgets[place]`."""
@@ -205,7 +209,10 @@ class KeptMass:
 
     def best(self) -> str:
         """The selector that keeps enough with least; of equals the first."""
-        return min(SELECTORS, key=lambda name: (self.enough(name), self.enough_everywhere(name)[0]))
+        return min(
+            (name for name in self.names if name != RANDOM),
+            key=lambda name: (self.enough(name), self.enough_everywhere(name)[0]),
+        )
 
     def advised(self) -> Sparse | None:
         """What to train with; None: no budget below all pages keeps enough. A budget that the whole
@@ -231,8 +238,8 @@ class KeptMass:
         advised = self.advised()
         return {
             **asdict(self),
-            "enough": {name: self.enough(name) for name in CHOOSERS},
-            "enough_everywhere": {name: self.enough_everywhere(name)[0] for name in CHOOSERS},
+            "enough": {name: self.enough(name) for name in self.names},
+            "enough_everywhere": {name: self.enough_everywhere(name)[0] for name in self.names},
             "advised": None if advised is None else asdict(advised),
         }
 
@@ -255,10 +262,12 @@ class _Reader:
     positions: Tensor  # [M, Q], int64
     kernels: AttentionKernels
     seed: int
+    index: Index | None  # compares as a selector, too
     kept: dict[str, list[Tensor]]  # by name: of each layer [n + 1], by pages chosen
 
     def attend(
         self,
+        layer: int,
         spec: LayerSpec,
         _: nn.Module,
         q: Tensor,
@@ -270,7 +279,7 @@ class _Reader:
         """As the model's own, [B, T, H, Dv]."""
         sinks, tokens = keywords.get("s_aux"), q.shape[2]
         if spec.window is None:
-            for name, mass in self.masses(q, k, scale, spec.softcap, sinks).items():
+            for name, mass in self.masses(layer, q, k, scale, spec.softcap, sinks).items():
                 self.kept[name].append(mass)
         blocks = plan_blocks(0, tokens, tokens, spec.window)
         call = AttentionCall(scale, spec.softcap, blocks, 0, self.kernels.of(spec))
@@ -279,7 +288,13 @@ class _Reader:
         return out.transpose(1, 2)
 
     def masses(
-        self, q: Tensor, k: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> dict[str, Tensor]:
         """What is seen with 0 to n chosen pages, [n + 1], the mean over queries and heads, by who
         chooses. The largest of votes are chosen: those of a budget are among those of a larger one,
@@ -287,8 +302,9 @@ class _Reader:
         far = self._far(q, k, scale, softcap, sinks)
         queries = q.shape[0] * q.shape[1] * self.positions.numel()
         near, found = queries - far.sum(), {}
-        for name in CHOOSERS:
-            order = self._votes(name, q, k, scale).sort(dim=3, descending=True, stable=True).indices
+        for name in self.kept:
+            votes = self._votes(name, layer, q, k, scale)
+            order = votes.sort(dim=3, descending=True, stable=True).indices
             chosen = far.gather(3, order).sum((0, 1, 2)).cumsum(0)
             found[name] = ((near + pad(chosen, (1, 0))) / queries).cpu()
         return found
@@ -316,7 +332,7 @@ class _Reader:
             found.append(weights.unflatten(4, (-1, page)).sum((2, 3, 5)))
         return torch.stack(found, 2)
 
-    def _votes(self, name: str, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def _votes(self, name: str, layer: int, q: Tensor, k: Tensor, scale: float) -> Tensor:
         """[B, Hk, M, n]"""
         pages = self.sparse.candidates(self.start)
         if name == RANDOM:
@@ -325,16 +341,26 @@ class _Reader:
             return torch.rand(shape, generator=generator).to(q.device)
         sparse = replace(self.sparse, selector=name)
         before = k[:, :, pages.start * sparse.page : pages.stop * sparse.page]
+        own = q[:, :, self.positions.flatten()]
+        if name == INDEX:
+            assert self.index is not None
+            own, before = self.index.layers[layer].compared(own, before)
         means = mean_keys(before.permute(2, 0, 1, 3), sparse.mean_tokens).permute(1, 2, 0, 3)
-        return vote(q[:, :, self.positions.flatten()], means, sparse, scale, None, pages.start)
+        return vote(own, means, sparse, scale, None, pages.start)
 
 
 @torch.no_grad()
-def kept_masses(model: nn.Module, input_ids: Tensor, schedule: Schedule, seed: int) -> KeptMass:
-    """What each selector and budget keeps of dense attention, by one dense pass over these tokens
-    [batch, tokens], a layer at a time; a last page that is not whole is left out. Page, recent
-    tokens, sinks and chunk are the schedule's. Raises UnsupportedError where there is nothing to
-    choose."""
+def kept_masses(
+    model: nn.Module,
+    input_ids: Tensor,
+    schedule: Schedule,
+    seed: int,
+    index: Index | None = None,
+) -> KeptMass:
+    """What each selector and budget keeps of dense attention, those of an `index` among them if it
+    is given, by one dense pass over these tokens [batch, tokens], a layer at a time; a last page
+    that is not whole is left out. Page, recent tokens, sinks and chunk are the schedule's. Raises
+    UnsupportedError where there is nothing to choose."""
     stages, sparse = CausalLMStages(model), schedule.sparse
     assert sparse is not None
     specs = describe(stages).layers
@@ -344,6 +370,8 @@ def kept_masses(model: nn.Module, input_ids: Tensor, schedule: Schedule, seed: i
             "model: each of its layers has a window or no attention, so there are no pages to "
             "choose: sparse attention changes nothing"
         )
+    if index is not None:
+        index.refuse_misfit(specs, sparse.index_dim)
     tokens = whole_tokens(input_ids.shape[1], schedule)
     ids = input_ids[:, :tokens].to(stages.device)
     positions = make_inputs(ids, ids, None, stages.vocab).position_ids
@@ -357,13 +385,14 @@ def kept_masses(model: nn.Module, input_ids: Tensor, schedule: Schedule, seed: i
         own[some.start : some.stop : some.step],
         AttentionKernels(stages.device, stages.dtype),
         seed,
-        {name: [] for name in CHOOSERS},
+        index,
+        {name: [] for name in choosers(index)},
     )
     with routed(stages.model):
         hidden, calls = stages.embed(ids, positions)
-        for index, call in enumerate(calls):
-            with answering(partial(reader.attend, specs[index])):
-                hidden = stages.run_layer(index, hidden, call)
+        for layer, call in enumerate(calls):
+            with answering(partial(reader.attend, layer, specs[layer])):
+                hidden = stages.run_layer(layer, hidden, call)
         loss = _loss(stages, hidden, ids)
     pages = len(sparse.candidates(start))
     budgets = ladder(pages, sparse.page)
@@ -380,6 +409,11 @@ def kept_masses(model: nn.Module, input_ids: Tensor, schedule: Schedule, seed: i
         kept={name: [row[counts].tolist() for row in rows] for name, rows in reader.kept.items()},
         dense_loss=loss,
     )
+
+
+def choosers(index: Index | None) -> tuple[str, ...]:
+    """Whose choices are compared, by name."""
+    return *SELECTORS, *((INDEX,) if index is not None else ()), RANDOM
 
 
 def whole_tokens(tokens: int, schedule: Schedule) -> int:
@@ -424,6 +458,7 @@ def sparse_losses(
     schedule: Schedule,
     budget: int,
     seed: int,
+    index: Index | None = None,
     begin: Callable[[str], None] = lambda _: None,
 ) -> dict[str, float]:
     """The loss of the last quarter of the tokens with sparse attention in all of them, by who
@@ -433,10 +468,10 @@ def sparse_losses(
     ids = input_ids[:, : whole_tokens(input_ids.shape[1], schedule)]
     labels = ids.clone()
     labels[:, : -(ids.shape[1] // LAST)] = IGNORED
-    for name in CHOOSERS:
+    others = {RANDOM: RandomPages(budget // sparse.page, seed), INDEX: index}
+    for name in choosers(index):
         begin(name)
-        selector = RandomPages(budget // sparse.page, seed) if name == RANDOM else None
         own = replace(sparse, budget=budget, selector=SELECTORS[0] if name == RANDOM else name)
-        step = Step(model, replace(schedule, sparse=own), selector=selector)
+        step = Step(model, replace(schedule, sparse=own), selector=others.get(name))
         found[name] = float(step.evaluate(ids, labels))
     return found
