@@ -178,6 +178,8 @@ def write_sparse(sparse: Sparse, named: Iterable[str] = ("page", "budget", "rece
     """As `read_sparse` reads it: the `named` fields, and what differs from the default."""
     default, pieces = Sparse(), []
     for name in FIELDS:
+        if name == "index_dim" and not sparse.indexed:
+            continue
         value = getattr(sparse, name)
         if name in named or value != getattr(default, name):
             text = write_tokens(value).replace(",", "") if isinstance(value, int) else value

@@ -181,7 +181,11 @@ def test_few_of_many_pages_of_queries_are_looked_at() -> None:
     [
         (SCHEDULE, 4, r"sparse.page: a page of 4 tokens is no part of a text of 4; give more text"),
         (replace(SCHEDULE, sparse=replace(SPARSE, recent=48)), 60, "or recent=12 in --sparse"),
-        (SCHEDULE, 16, r"token 0 on, sees all before it .*; give a longer .* or a smaller --chunk"),
+        (
+            SCHEDULE,
+            16,
+            r"token 0 on, sees all before it .*; give a longer .* or a smaller --chunk, page",
+        ),
     ],
 )
 def test_where_nothing_is_to_be_chosen(schedule: Schedule, tokens: int, message: str) -> None:

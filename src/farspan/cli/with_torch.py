@@ -327,8 +327,9 @@ def tokens_of(texts: Sequence[str], tokenizer: Tokenizer, rows: int, context: in
     ids = np.concatenate(found)
     if len(ids) < rows * context:
         raise UnsupportedError(
-            f"--text: {len(files):,} files have {len(ids):,} tokens, fewer than {rows:,} x "
-            f"{context:,}; give more text, or a --context of at most {len(ids) // rows:,}"
+            f"--text: it has {len(ids):,} tokens, fewer than the {rows * context:,} that are read "
+            f"(--batch {rows} of --context {context}); give more text, or a --context of at most "
+            f"{len(ids) // rows}"
         )
     return torch.from_numpy(ids[: rows * context].astype(np.int64)).view(rows, context)
 

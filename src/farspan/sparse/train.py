@@ -431,7 +431,9 @@ def whole_tokens(tokens: int, schedule: Schedule) -> int:
     if sparse.candidates(start):
         return whole
     recent = start // 4 // sparse.page * sparse.page
-    fewer = f"recent={write_tokens(recent)} in --sparse" if recent else "a smaller --chunk and page"
+    some = replace(sparse, recent=recent).candidates(start)
+    fewer = f"recent={write_tokens(recent)} in --sparse"
+    fewer = fewer if some else "a smaller --chunk, page, recent and sinks"
     raise UnsupportedError(
         f"context: the last chunk of {write_tokens(tokens)} tokens, from token {start:,} on, sees "
         f"all before it by {write_tokens(sparse.recent)} recent tokens and "
