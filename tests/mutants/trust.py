@@ -11,6 +11,8 @@ PACKED = "tests/hf/test_quantized.py::"
 CACHE = "tests/data/test_store.py::"
 RESULTS = ("tests/engine/test_tracing.py::test_results_that_are_known_are_those_of_torch",)
 RECORD = "tests/train/test_record.py::"
+INDEX = "tests/sparse/test_index.py::"
+
 TRUST = (
     Fault(
         "record: the value of a secret argument is written down",
@@ -282,5 +284,23 @@ TRUST = (
         "chosen = far.gather(3, order).sum((0, 1, 2)).cumsum(0)",
         "chosen = far.sum((0, 1, 2)).cumsum(0)",
         ("tests/sparse/test_train_budget.py::test_masses_are_those_of_a_softmax_and_a_mask",),
+    ),
+    Fault(
+        "sparse: an index learns from the first head of a group alone",
+        "q, k = (q @ maps.queries).sum(2), taught.k",
+        "q, k = (q @ maps.queries)[:, :, 0], taught.k",
+        (f"{INDEX}TestLearning::test_gradients_are_plain_autograd_s[device]",),
+    ),
+    Fault(
+        "sparse: an index learns from keys of another document",
+        "seen = seen & (token.unsqueeze(2) >= call.far.documents[:, None, span, None, None])",
+        "seen = seen | (token.unsqueeze(2) >= call.far.documents[:, None, span, None, None])",
+        (f"{INDEX}TestLearning::test_gradients_are_plain_autograd_s[device]",),
+    ),
+    Fault(
+        "sparse: pages are compared by the keys of another layer's index",
+        "index = None if self.index is None else self.index.layers[i.layer]",
+        "index = None if self.index is None else self.index.layers[i.layer // 2]",
+        (f"{INDEX}test_a_step_is_exact_for_its_choice[device]",),
     ),
 )

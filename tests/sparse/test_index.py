@@ -3,7 +3,7 @@ fit."""
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from farspan.sparse.index import (
     principal_index,
 )
 from farspan.sparse.pages import Candidates, Fraction, TopK
+from farspan.sparse.train import selector_for
 from farspan.spec import LayerSpec, Schedule, Sparse, UnsupportedError
+from farspan.train.config import SparseConfig
 from tests.engine.checks import assert_close, assert_same_bits, draw, run_step
 from tests.numerics import EXACT, relative_error
 from tests.sparse.test_engine import SCHEDULES, SPARSE, run_sparse_oracle
@@ -324,3 +326,26 @@ class TestFit:
             Step(model, replace(schedule, sparse=INDEXED))
         with pytest.raises(UnsupportedError, match=r"sparse.selector is submeans; set that to ind"):
             Step(model, schedule, selector=index_of_family("qwen2"))
+
+
+class TestOfARun:
+    def test_takes_it_as_it_was_saved(self, tmp_path: Path) -> None:
+        index = index_of_family("qwen2")
+        index.save(tmp_path / "index")
+        given = SparseConfig(
+            **asdict(replace(INDEXED, budget=80)), index=str(tmp_path / "index"), sparsity=0.7
+        )
+        schedule = Schedule(chunk=16, sparse=given.spec())
+        found = selector_for(given, schedule, 101)
+        assert isinstance(found, Index)
+        assert found.select == Fraction(0.7)
+        assert torch.equal(found.layers[2].keys, index.layers[2].keys.float())
+        Step(shared_model("qwen2"), schedule, selector=found)
+
+    def test_names_it_where_its_selector_does(self) -> None:
+        with pytest.raises(UnsupportedError, match=r"^index: the selector is index, whose folder"):
+            SparseConfig(selector="index")
+        with pytest.raises(UnsupportedError, match=r"^index: the selector is submeans, which has"):
+            SparseConfig(index="folder")
+        with pytest.raises(UnsupportedError, match=r"^index_dim: expected a whole number of at le"):
+            SparseConfig(selector="index", index="folder", index_dim=0)

@@ -206,6 +206,8 @@ def ranked_votes(
             query_page=4, group=7, kv_heads=1, each=4, documents=True, dtype=HALF, largest=True
         ),
         exhaustive(VoteCase(query_page=16, each=2, head_dim=64, dtype=HALF)),
+        # An index: one query for a group, a key of few dims for each token of a page.
+        exhaustive(VoteCase(group=1, head_dim=8, each=8, documents=True, largest=True)),
         exhaustive(VoteCase(group=1, head_dim=24, each=8, query_page=32)),
     ],
     ids=str,
