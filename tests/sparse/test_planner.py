@@ -139,7 +139,7 @@ def test_a_7b_model_on_one_h200(kernels: Kernels, most: float) -> None:
     assert max(held) - min(held) <= 200 * MIB
 
 
-def test_votes_by_submeans_are_quadratic() -> None:
+def test_votes_by_submeans_grow_faster_than_the_tokens() -> None:
     """Twice the tokens, more than twice the time, and still less than dense attention takes."""
     seconds = {}
     for tokens in (2**17, 2**18):
@@ -147,7 +147,8 @@ def test_votes_by_submeans_are_quadratic() -> None:
             schedule = Schedule(chunk=8192, groups=1, kv=Tier.HOST, sparse=sparse)
             asked = Request("Qwen2.5-7B", tokens, "h200", sparse=sparse).question()
             seconds[tokens, sparse] = evaluate(asked, "grouped", schedule).seconds.total
-    assert 2.3 < seconds[2**18, Sparse()] / seconds[2**17, Sparse()] < 3.0
+    # At twice the tokens superpages are ranked.
+    assert 2.2 < seconds[2**18, Sparse()] / seconds[2**17, Sparse()] < 2.4
     assert seconds[2**18, LINEAR] < seconds[2**18, Sparse()] < 0.6 * seconds[2**18, None]
 
 
