@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from farspan.cli import app
 from farspan.cli.evaluate import ANSWERS, NEEDLE, PLACES, QUESTION, Needle
 from farspan.hf.load import load_model
+from farspan.sparse.index import principal_index
 from farspan.spec import UnsupportedError
-from farspan.train.config import DType, LoraConfig, ModelConfig, ScheduleConfig
+from farspan.train.config import DType, LoraConfig, ModelConfig, ScheduleConfig, SparseConfig
 from farspan.train.trainer import train
 from tests.train.tiny import MODEL, Quiet, tiny_run
 
@@ -114,6 +115,26 @@ def test_a_run_is_evaluated_with_its_adapters(folder: Path) -> None:
     after = evaluated(folder, merged, "--needles", "0")
     assert found["loss"] == pytest.approx(after["loss"], rel=1e-12)
     assert abs(found["loss"] - before["loss"]) > 1e-3
+
+
+def test_a_run_is_evaluated_by_its_index(folder: Path) -> None:
+    model = load_model(path=str(folder / "model"), dtype=torch.float64)
+    index = principal_index(model, torch.arange(60)[None], 4)
+    index.save(folder / "index")
+    run = tiny_run(
+        folder / "runs",
+        model=ModelConfig(path=str(folder / "model"), dtype=DType.FLOAT64),
+        schedule=ScheduleConfig(strategy="grouped", chunk=8, groups=1),
+        sparse=SparseConfig(8, 8, 8, 8, selector="index", index_dim=4, index=str(folder / "index")),
+    )
+    run = replace(run, data=replace(run.data, tokenizer="bytes"))
+    train(run, reporter=Quiet())
+    found = evaluated(folder, Path(run.folder), "--needles", "0")
+    assert found["schedule"]["sparse"]["selector"] == "index"
+    for layer in index.layers.values():
+        layer.keys.neg_()
+    index.save(folder / "index")
+    assert evaluated(folder, Path(run.folder), "--needles", "0")["loss"] != found["loss"]
 
 
 def test_tables_and_a_picture(folder: Path) -> None:

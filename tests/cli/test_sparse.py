@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from farspan.cli.verify import attention_for
 from farspan.cli.with_torch import result_json
 from farspan.formatting import read_sparse
 from farspan.spec import Sparse
-from farspan.train.config import RunConfig, SparseConfig
+from farspan.train.config import RunConfig, SparseConfig, load_run
 from farspan.train.step_runner import TrainingResult
 from tests.cli.test_cli import CONFIG, RESULT, folder, run, trained
 
@@ -140,6 +141,17 @@ class TestTrain:
 
 
 class TestVerify:
+    @pytest.mark.parametrize(
+        ("text", "index"), [(None, "there"), (f"{SMALL},selector=index", "there"), (SMALL, None)]
+    )
+    def test_the_run_file_s_index(
+        self, run_file: Path, text: str | None, index: str | None
+    ) -> None:
+        own = SparseConfig(page=8, budget=16, selector="index", index="there")
+        found = attention_for(replace(load_run(run_file), sparse=own), text)
+        assert found is not None
+        assert found.index == index
+
     def test_exact_and_how_far_from_dense(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from farspan.distributed.context import ParallelContext
 from farspan.engine.reference import SparseReference, reference_loss
 from farspan.engine.step import Step
+from farspan.program.layout import Layout, refuse_together
 from farspan.sparse.attend import sampled, seen_mask
 from farspan.sparse.index import (
     CONFIG,
@@ -29,9 +31,11 @@ from farspan.sparse.train import selector_for
 from farspan.spec import LayerSpec, Schedule, Sparse, UnsupportedError
 from farspan.train.config import SparseConfig
 from tests.engine.checks import assert_close, assert_same_bits, draw, run_step
+from tests.engine.test_ranks import check
 from tests.numerics import EXACT, relative_error
+from tests.ranks import run_ranks
 from tests.sparse.test_engine import SCHEDULES, SPARSE, run_sparse_oracle
-from tests.zoo import shared_model
+from tests.zoo import make_model, shared_model
 
 INDEXED = replace(SPARSE, selector="index", index_dim=3)
 DATA = draw(101, batch=2, documents=3)
@@ -192,6 +196,36 @@ def divergence_of(
     return (mass * ((mass / mass.sum()).log() - log.log_softmax(0))).sum()
 
 
+def indexed_as_alone() -> None:
+    """Replicas and stages have all heads of a layer."""
+    schedule, index = replace(SCHEDULES["device"], sparse=INDEXED), index_of_family("qwen2")
+    expected = run_step(one := make_model("qwen2"), Step(one, schedule, selector=index), DATA)
+    for layout in Layout(data=2), Layout(pipeline=2):
+        model, ranks = make_model("qwen2"), ParallelContext(layout, torch.device("cpu"))
+        check(model, Step(model, schedule, selector=index, ranks=ranks), DATA, expected)
+
+
+def test_ranks_that_have_all_heads() -> None:
+    run_ranks(2, indexed_as_alone)
+
+
+def learns_on_replicas() -> bool:
+    model, ranks = make_model("qwen2"), ParallelContext(Layout(data=2), torch.device("cpu"))
+    schedule = replace(SCHEDULES["device"], sparse=INDEXED)
+    step = Step(model, schedule, selector=index_of_family("qwen2").learning(), ranks=ranks)
+    with pytest.raises(UnsupportedError, match=r"^index: each rank would learn .* in one process"):
+        step(*DATA)
+    return True
+
+
+@pytest.mark.parametrize("layout", [Layout(ulysses=2), Layout(tensor=2), Layout(ulysses=2, data=2)])
+def test_ranks_that_share_heads_are_refused(layout: Layout) -> None:
+    with pytest.raises(UnsupportedError, match=r"^sparse.selector: an index .* another selector"):
+        refuse_together(Schedule(sparse=INDEXED), layout)
+    refuse_together(Schedule(sparse=SPARSE), layout)
+    refuse_together(Schedule(sparse=INDEXED), Layout(data=2, pipeline=2))
+
+
 class TestLearning:
     @pytest.mark.parametrize("name", ["device", "graphs"])
     def test_gradients_are_plain_autograd_s(self, name: str) -> None:
@@ -250,6 +284,9 @@ class TestLearning:
         with torch.no_grad():
             step.evaluate(*DATA)
         assert all(x.grad is None for x in index.parameters())
+
+    def test_ranks_do_not_add_it_up(self) -> None:
+        assert run_ranks(2, learns_on_replicas) == [True, True]
 
     def test_keys_are_on_host(self) -> None:
         model, index = shared_model("qwen2"), index_of_family("qwen2").learning()

@@ -248,6 +248,13 @@ class TestWords:
         assert said[0].startswith("mean keeps 0.9 of dense attention")
         assert "to train so: --sparse page=128,budget=128,recent=256,selector=mean" in said
 
+    def test_an_index_is_advised_with_its_selector(self) -> None:
+        found = kept(submeans=SLOW)
+        found = replace(found, kept={INDEX: [[0.5, 0.97, 0.98, 1.0]] * 2, **found.kept})
+        said = kept_words(found, found.judged(), {INDEX: 2.5, **LOSSES})
+        assert said[0].startswith("index keeps 0.9 of dense attention")
+        assert "to train so: --sparse page=128,budget=128,recent=256,selector=index" in said
+
     def test_none_is_enough(self) -> None:
         found = kept(submeans=SLOW)
         assert found.advised() is None

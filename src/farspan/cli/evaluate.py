@@ -30,8 +30,9 @@ from farspan.hf.load import add_adapters, load_config, load_model
 from farspan.profile.catalog import refuse_absent, split_revision
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.report.tables import lines_table, show
+from farspan.sparse.train import selector_for
 from farspan.spec import SHORT_NAMES, Schedule, UnsupportedError
-from farspan.train.config import ModelConfig, RunConfig, load_run
+from farspan.train.config import ModelConfig, RunConfig, SparseConfig, load_run
 from farspan.train.console import LineReporter
 from farspan.train.origin import copy_adapters, with_base
 from farspan.train.setup import choose_device
@@ -200,6 +201,7 @@ class Subject:
     adapters: str | None
     tokenizer: str
     schedule: Schedule | None  # of the run
+    attention: SparseConfig | None  # which that has, where it is sparse
     context: int
 
     def model(self, device: torch.device) -> Any:
@@ -231,7 +233,8 @@ class Subject:
         schedule = self.schedule
         if name is not None or schedule is None:
             schedule = strategy(name or GROUPED, layers, context)
-        return Step(model.requires_grad_(False), schedule, device=device)
+        selector = selector_for(self.attention, schedule, context)
+        return Step(model.requires_grad_(False), schedule, device=device, selector=selector)
 
 
 def subject_of(model: str, dtype: str | None, tokenizer: str | None) -> Subject:
@@ -269,7 +272,8 @@ def subject_of(model: str, dtype: str | None, tokenizer: str | None) -> Subject:
         raise UnsupportedError(f"dtype: expected float64, float32 or bfloat16, got {own!r}")
     words = tokenizer or (run.data.tokenizer if run else None) or str(source.path)
     context = 8192 if run is None else run.context
-    return Subject(source, getattr(torch, own), adapters, words, schedule, context)
+    attention = None if run is None else run.sparse
+    return Subject(source, getattr(torch, own), adapters, words, schedule, attention, context)
 
 
 def evaluate_text(

@@ -187,8 +187,11 @@ def replace_cuts(schedule: Schedule, chunk: int | None, groups: str | None) -> S
 def attention_for(run: RunConfig | None, text: str | None) -> SparseConfig | None:
     """Sparse attention as the command line has it, else the run; None: dense."""
     if text is not None:
-        pages = read_sparse(text)
-        return None if pages is None else SparseConfig(**asdict(pages))
+        pages, before = read_sparse(text), None if run is None else run.sparse
+        if pages is None:
+            return None
+        index = before.index if before is not None and pages.indexed else None
+        return SparseConfig(**asdict(pages), index=index)
     return None if run is None else run.sparse
 
 

@@ -412,8 +412,6 @@ def _what_to_type(found: KeptMass) -> list[str]:
             f"ask again with smaller pages and more recent tokens (--sparse {fields}), or train "
             "with dense attention (--sparse off)"
         ]
-    if advised.indexed:  # whose folder the run file names
-        return [f"to train so: --set sparse.budget={advised.budget}"]
     lines = [f"to train so: --sparse {write_sparse(advised)}"]
     every = found.enough_everywhere(found.best())[0]
     if advised.budget < every < found.budgets[-1]:

@@ -493,6 +493,11 @@ class SparseRun:
             learns = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             if learns and any(x.requires_grad for x in self.select.parameters()):
                 self.learner = self.select
+        if self.learner and self.storage.program.share.rank.layout.devices() > 1:
+            raise UnsupportedError(
+                "index: each rank would learn from what it attends to itself, and nobody adds the "
+                "gradients up; train the index beforehand, in one process"
+            )
 
     def cell(self, i: Forward) -> SparseCell | None:
         """The sparse side of a forward cell; None where the layer has a window: that is exact."""

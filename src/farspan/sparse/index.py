@@ -284,6 +284,11 @@ def principal_index(model: nn.Module, input_ids: Tensor, dim: int) -> Index:
     stages = CausalLMStages(model)
     with routed(stages.model), answering(attention):
         stages.model.base_model(input_ids=input_ids, use_cache=False)
+    if not found:
+        raise UnsupportedError(
+            "model: each of its layers has a window or no attention, so there are no pages to "
+            "choose; use it without an index"
+        )
     return Index(found)
 
 
