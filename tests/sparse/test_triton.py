@@ -87,10 +87,21 @@ CASES = [
     replace(FULL, group=3, kv_heads=1, slots=True),
     replace(FULL, batch=2, group=1, slots=True, queries=20, dtype=HALF),
     # Query pages smaller than, and larger than, key pages; several to a tile of queries, or uneven.
-    replace(PLAIN, query_page=4, kv_heads=1, group=3, tokens=90, queries=41, first_keys=True),
+    replace(
+        PLAIN,
+        query_page=4,
+        kv_heads=1,
+        group=3,
+        head_dim=256,
+        queries=41,
+        first_keys=True,
+        dtype=HALF,
+    ),
     replace(PLAIN, query_page=8, group=1, head_dim=64, missing=True, slots=True, queries=42),
-    replace(FULL, query_page=64, page=8, chosen=5, kv_heads=1, dtype=HALF),
-    replace(PLAIN, query_page=12, group=7, kv_heads=1, queries=30, dtype=HALF, slots=True),
+    replace(FULL, query_page=64, page=8, chosen=5, kv_heads=1, head_dim=128, dtype=HALF),
+    replace(
+        PLAIN, query_page=12, group=7, kv_heads=1, head_dim=192, queries=30, dtype=HALF, slots=True
+    ),
     replace(FULL, query_page=16, page=32, head_dim=96, group=8, kv_heads=1, dtype=HALF),
     replace(PLAIN, page=32, tiles=None, chosen=1, tokens=64, queries=32, kv_heads=1),
 ]
