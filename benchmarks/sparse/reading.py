@@ -33,7 +33,7 @@ class Reading:
 
 READING = Reading(
     # 16 pages of 16 tokens: 6.25% of the longest prefix.
-    Attention(512, Sparse(16, 256, 128, sinks=16, query_page=16, selector="mean")),
+    Attention(512, Sparse(16, 256, 128, sinks=16)),
     tokens=4096,
     steps=60,
     held_out=6,
