@@ -13,7 +13,7 @@ def test_on_off_and_fields() -> None:
     assert found == Sparse(page=64, budget=2048, recent=0)
     assert read_sparse(EXAMPLE) == Sparse(page=64, budget=2048, recent=1024, sinks=64)
     assert read_sparse("budget=1M") == Sparse(budget=2**20)
-    assert FIELDS == ("page", "budget", "recent", "sinks", "query_page", "selector")
+    assert FIELDS == ("page", "budget", "recent", "sinks", "query_page", "selector", "index_dim")
     assert read_sparse("selector=mean,query_page=64") == Sparse(query_page=64, selector="mean")
 
 
@@ -27,7 +27,7 @@ def test_on_off_and_fields() -> None:
         ("page=64,page=32", r"^sparse\.page: given twice"),
         ("page=0", r"^sparse\.page: expected a whole number of tokens >= 1, got 0$"),
         ("budget=many", r"^sparse\.budget: expected tokens such as 131072, 128K or 1M"),
-        ("selector=best", r"^sparse\.selector: expected one of submeans, mean, got 'best'$"),
+        ("selector=best", r"^sparse\.selector: expected one of submeans, mean, index, got 'best'$"),
         ("recent=-1", r"^sparse\.recent: expected tokens such as"),
         ("page=48,budget=100", r"^sparse\.budget: expected a multiple of page \(48 .* 96 or 144$"),
     ],
