@@ -13,7 +13,7 @@ from farspan.engine.step import Step
 from farspan.planner.states import INPUT_BYTES
 from farspan.program.program import made_bytes
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.spec import MEAN, Schedule, Sparse, Tier, UnsupportedError
+from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from tests.grids import crossed, part_of
 from tests.zoo import RECURRENT, make_model
 
@@ -62,9 +62,9 @@ def test_sparse_steps_take_no_more_than_predicted(kv: Tier) -> None:
 
 @pytest.mark.parametrize("page", part_of([1, 2, 4], 4))
 def test_many_small_pages_take_no_more_than_predicted(page: int) -> None:
-    """Votes for so many are most of what a step holds, where all are compared."""
+    """Votes are most of what a step holds, in the last chunk before superpages are ranked."""
     model = make_model("qwen2", torch.float32, max_position_embeddings=4096)
-    sparse = Sparse(page=page, budget=16 * page, recent=16, sinks=page, selector=MEAN)
+    sparse = Sparse(page=page, budget=16 * page, recent=16, sinks=page)
     schedule = Schedule(chunk=128, kv_block=128, groups=1, kv=Tier.HOST, sparse=sparse)
     predicted = estimate_memory(Step(model, schedule), 1, 4096)
     assert measure(Step(model, schedule), 1, 4096) <= predicted.new_device + predicted.host_arena

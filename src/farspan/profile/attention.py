@@ -30,9 +30,9 @@ from farspan.profile.attention_kernels import (
 from farspan.program.attention_blocks import Block, cut_wide, most_tokens, near_blocks, plan_blocks
 from farspan.sparse.sizes import (
     Far,
-    choice_bytes,
     far_bytes,
     far_of,
+    fullest_choice_bytes,
     lesson_bytes,
     most_units_of,
     watch_bytes,
@@ -77,7 +77,7 @@ def attention_bytes(
     sinks = memory.given((heads.query_heads,), width) if heads.sinks else None
     far = call.far if chooses else None
     if far is not None:
-        memory.pass_by(choice_bytes(far))
+        memory.pass_by(fullest_choice_bytes(far))
     found = attend(call, q, k, v, sinks)
     if far is not None:
         memory.pass_by(watch_bytes(far, call.q_start))

@@ -309,6 +309,15 @@ def choice_bytes(far: Far) -> int:
     return indexed + max(wide * voting, votes * (2 * wide + 3 * INDEX))
 
 
+def fullest_choice_bytes(far: Far) -> int:
+    """The most that choosing holds in a chunk or in one before it: the last that compares all pages
+    may hold more than a later one that ranks superpages."""
+    if not far.refined:
+        return choice_bytes(far)
+    flat = replace(far, refined=0, candidates=2 * SUPERPAGE * far.refined - 1)
+    return max(choice_bytes(far), choice_bytes(flat))
+
+
 def _refining_bytes(far: Far) -> int:
     """While pages of superpages vote, and when they are chosen."""
     wide, rows = far.row.wide, far.batch * far.kv_heads
@@ -373,7 +382,7 @@ def grown_bytes(model: ModelSpec, schedule: Schedule, batch: int, lengths: tuple
                 sizes.append((0, 0))
                 continue
             attended = far_bytes(far, most_units_of(far), backward=True)
-            sizes.append((attended, choice_bytes(far)))
+            sizes.append((attended, fullest_choice_bytes(far)))
         found += [long - short for short, long in zip(*sizes, strict=True)]
     return max(found)
 
