@@ -310,6 +310,10 @@ class TestPrincipal:
         assert list(index.layers) == [1, 3]
         index.refuse_misfit(Step(model, Schedule()).model_spec.layers, 3)
         assert all(x.isfinite().all() for x in index.parameters())
+        assert principal_index(model, input_ids, 99).dim == index.layers[1].keys.shape[1]
+        for dim in (0, -1):
+            with pytest.raises(UnsupportedError, match=r"^dim: expected a whole number of at leas"):
+                principal_index(model, input_ids, dim)
 
 
 class TestFolder:
@@ -334,6 +338,19 @@ class TestFolder:
         (tmp_path / CONFIG).write_text(json.dumps({"format": 1}))
         save_file({name: torch.zeros(2, 3, 4)}, tmp_path / TENSORS)
         with pytest.raises(UnsupportedError, match=r"^index: .* has other tensors than queries"):
+            Index.load(tmp_path)
+
+    @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, torch.tensor([1, 2])])
+    def test_it_holds_no_finite_numbers(self, tmp_path: Path, wrong: Any) -> None:
+        layer = index_of_family("qwen2").layers[0]
+        if isinstance(wrong, torch.Tensor):
+            layer = LayerIndex(layer.queries.long(), layer.keys.long())
+        else:
+            layer.keys[0, 0, 1] = wrong
+        (tmp_path / CONFIG).write_text(json.dumps({"format": 1}))
+        tensors = {f"layers.0.{kind}": getattr(layer, kind) for kind in ("queries", "keys")}
+        save_file(tensors, tmp_path / TENSORS)
+        with pytest.raises(UnsupportedError, match=r"^index: layers.0.\w+ of .* other than finite"):
             Index.load(tmp_path)
 
 

@@ -18,7 +18,8 @@ from farspan.planner.request import Question
 from farspan.program.layout import Layout
 from farspan.sparse.pages import Fraction
 from farspan.sparse.train import fraction_of, hides, other_chunk
-from farspan.spec import ModelSpec, RunSpec, Schedule, Sparse, Tier, UnsupportedError
+from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier, UnsupportedError
+from farspan.train import setup
 from farspan.train.config import (
     CheckpointConfig,
     DType,
@@ -32,6 +33,7 @@ from farspan.train.oom import lighter_schedule
 from farspan.train.planning import RETRY_SHARE, Choice, describe_schedule, plan_json, recall_plan
 from farspan.train.trainer import train
 from tests.numerics import assert_exact
+from tests.sparse.test_index import random_index
 from tests.train.planner import one_memory, plan_for, planned_components
 from tests.train.tiny import MODEL, STEPS, Quiet, Stopped, Stopping, replaced, tiny_run
 
@@ -47,6 +49,15 @@ def sparse_run(root: Path, **changes: Any) -> RunConfig:
     for path in (root / "text").glob("*.txt"):
         path.write_text(path.stem + LONG * 2)
     return replace(run, **changes)
+
+
+HEADS = LayerSpec(query_heads=2, kv_heads=1, head_dim=8, value_dim=8)  # of the tiny model
+
+
+def indexed_run(root: Path) -> RunConfig:
+    index = str(root / "index")
+    sparse = replace(SPARSE, selector="index", index_dim=4, index=index)
+    return sparse_run(root, sparse=sparse, steps=3)
 
 
 def lines(run: RunConfig) -> list[dict[str, Any]]:
@@ -307,6 +318,43 @@ class TestResuming:
         (note,) = (note for note in quiet.notes if note.startswith("schedule.chunk was 8"))
         assert "gradients differ" in note
         assert "same up to rounding" not in note
+
+
+class TestIndex:
+    @pytest.mark.parametrize(
+        ("made", "message"),
+        [
+            (None, "/index holds no index of format 1 .*; give the folder that one was saved to"),
+            (replace(HEADS, head_dim=4), "its layer 0 is for 2 heads .* of 4 dims, the model has"),
+            (HEADS, "its keys have 3 dims in layer 0, where sparse.index_dim asks for 4; set that"),
+        ],
+    )
+    def test_is_told_before_text_is_read(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        made: LayerSpec | None,
+        message: str,
+    ) -> None:
+        monkeypatch.setattr(setup, "open_corpus", lambda *_, **__: pytest.fail("text is read"))
+        if made is not None:
+            random_index((made, made), 3).save(tmp_path / "index")
+        with pytest.raises(UnsupportedError, match=rf"^sparse\.index: .*{message}"):
+            train(indexed_run(tmp_path), reporter=Quiet())
+
+    def test_another_one_at_its_place_is_refused(self, tmp_path: Path) -> None:
+        """What is in it decides the gradients, wherever it is."""
+        run, moved = indexed_run(tmp_path), tmp_path / "moved"
+        random_index((HEADS, HEADS), 4).save(tmp_path / "index")
+        train(run, reporter=Quiet())
+        (tmp_path / "index").rename(moved)
+        elsewhere = replace(run, sparse=replace(run.sparse, index=str(moved)))
+        assert train(elsewhere, reporter=Quiet()).step == run.steps
+        random_index((HEADS, HEADS), 4, seed=1).save(tmp_path / "index")
+        with pytest.raises(
+            UnsupportedError, match=r"trained with another index than sparse\.index has now; give"
+        ):
+            train(run, reporter=Quiet())
 
 
 class TestSelector:

@@ -81,6 +81,7 @@ LISTED = TENSORS  # a folder that has this file is such a checkpoint
 RNG = "rng/"
 RNG_BYTES = 2**20  # more than any generator of torch has: 5056
 FROZEN = "frozen"  # of a checkpoint state: digest of the weights that it leaves out
+INDEX_OF_KEYS = "index"  # and of the index by which sparse attention compared pages
 
 Tensors = Mapping[str, Tensor]
 
@@ -437,6 +438,11 @@ def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, An
                 raise NotDamaged(
                     f"{path}: it was trained with other frozen weights than model.path has now; "
                     "restore them, or another folder for a new run"
+                )
+            if key == INDEX_OF_KEYS:
+                raise NotDamaged(
+                    f"{path}: it was trained with another index than sparse.index has now; give "
+                    "that one, or another folder for a new run"
                 )
             raise NotDamaged(
                 f"{path}: belongs to another run: its {key} is {state.get(key)!r}, "

@@ -40,12 +40,12 @@ from farspan.memory.trace import Malloc, Trace, write_trace
 from farspan.program.strategies import STRATEGIES
 from farspan.report.run import write_report
 from farspan.report.tables import lines_table, show
-from farspan.sparse.index import Index
 from farspan.sparse.train import (
     ENOUGH,
     LAST,
     RANDOM,
     KeptMass,
+    index_of,
     kept_masses,
     selector_for,
     sparse_losses,
@@ -293,9 +293,7 @@ def compare_and_tell(
     texts, and what follows. Raises UnsupportedError."""
     for note in notes:
         print(note, file=sys.stderr if in_json else sys.stdout)
-    index = None
-    if attention.index is not None:
-        index = Index.load(Path(attention.index).expanduser())
+    index = index_of(attention)
     ids = tokens_of(texts, load_tokenizer(tokenizer), batch, context)
     tell = partial(print, file=sys.stderr, flush=True)
     whole_tokens(context, schedule)  # refused before the work

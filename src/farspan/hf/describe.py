@@ -263,6 +263,14 @@ def describe_shapes(model: PreTrainedModel) -> ModelSpec:
     return with_work(stages, describe_unproven(stages))
 
 
+@torch.no_grad()
+def attention_of(model: PreTrainedModel) -> tuple[LayerSpec, ...]:
+    """What attention the layers of such a model ask for, and nothing else of them: a token is run
+    through a layer of each kind."""
+    _stand_in(model)
+    return tuple(ask_layers(CausalLMStages(model)))
+
+
 def _stand_in(model: PreTrainedModel) -> None:
     """Gives every parameter zeros: those of a dtype lie in one run of memory, as large as the
     largest matrix of a layer; embeddings and the head, which no layer reads, are one element."""

@@ -15,6 +15,7 @@ Legend: B batch, T tokens, H query heads, Hk key-value heads, r = H / Hk, D head
 index.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -148,13 +149,24 @@ class Index:
     def save(self, folder: Path) -> None:
         """Write the adapter, a folder with its tensors in float32 and a small config. Raises
         WriteFailed."""
-        tensors, about = {}, {"format": FORMAT, "kind": "farspan index", "dim": self.dim}
-        for number, layer in self.layers.items():
-            for name in KINDS:
-                tensors[f"layers.{number}.{name}"] = getattr(layer, name).detach().float().cpu()
+        about = {"format": FORMAT, "kind": "farspan index", "dim": self.dim}
         with writing(folder):
-            write_tensors(folder / TENSORS, tensors)
+            write_tensors(folder / TENSORS, self._tensors())
             write_bytes(folder / CONFIG, (json.dumps(about) + "\n").encode())
+
+    def digest(self) -> str:
+        """SHA-256 of what is saved, wherever that lies."""
+        found = hashlib.sha256()
+        for name, tensor in sorted(self._tensors().items()):
+            found.update(f"{name} {list(tensor.shape)}".encode() + tensor.numpy().tobytes())
+        return found.hexdigest()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            f"layers.{number}.{name}": getattr(layer, name).detach().float().cpu()
+            for number, layer in self.layers.items()
+            for name in KINDS
+        }
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -181,6 +193,12 @@ class Index:
                 f"index: {folder / TENSORS} has other tensors than queries and keys of layers; "
                 "give the folder that an index was saved to"
             )
+        for name, tensor in tensors.items():
+            if not tensor.is_floating_point() or not tensor.float().isfinite().all():
+                raise UnsupportedError(
+                    f"index: {name} of {folder / TENSORS} ({tensor.dtype}) has other than finite "
+                    "floating-point numbers; save the index again"
+                )
         return cls(found)
 
 
@@ -268,7 +286,10 @@ def principal_index(model: nn.Module, input_ids: Tensor, dim: int) -> Index:
 
     With second moments A of queries and C of centred keys, the singular values of A^(1/2) C^(1/2)
     say how much a dim gives; what is the same for all keys of a query does not matter. Attention is
-    computed at once, T x T: a few thousand tokens are enough."""
+    computed at once, T x T: a few thousand tokens are enough. Heads of fewer dims have all of
+    theirs. Raises UnsupportedError."""
+    if dim < 1:
+        raise UnsupportedError(f"dim: expected a whole number of at least 1, got {dim!r}")
     found: dict[int, LayerIndex] = {}
 
     def attention(

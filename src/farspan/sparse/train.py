@@ -2,6 +2,7 @@
 the budget that a model and a text ask for."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction as Ratio
 from functools import partial
@@ -21,7 +22,7 @@ from farspan.engine.loss import IGNORED, make_inputs
 from farspan.engine.step import Step
 from farspan.formatting import SEES_ALL, sparse_words, write_tokens
 from farspan.hf.attention_interface import answering, routed
-from farspan.hf.describe import describe
+from farspan.hf.describe import attention_of, describe
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import refuse_context
 from farspan.program.attention_blocks import plan_blocks
@@ -104,13 +105,31 @@ def fraction_of(given: SparseConfig | None, schedule: Schedule, context: int) ->
     return Fraction(given.sparsity)
 
 
-def selector_for(given: SparseConfig | None, schedule: Schedule, context: int) -> Any:
-    """The selector of a run's step; None: the votes' best. Raises UnsupportedError, also where the
-    adapter of an index cannot be read."""
+def index_of(given: SparseConfig | None, blank: Any = None) -> Index | None:
+    """The index of a run; None: it has none. Raises UnsupportedError, naming the run file's field,
+    where it cannot be read, or is not for the model, which is given without its weights."""
+    if given is None or given.index is None:
+        return None
+    layers = None if blank is None else attention_of(deepcopy(blank))
+    try:
+        found = Index.load(Path(given.index).expanduser())
+        if layers is not None:
+            found.refuse_misfit(layers, given.index_dim)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"sparse.{error}") from error
+    return found
+
+
+def selector_for(
+    given: SparseConfig | None, schedule: Schedule, context: int, index: Index | None = None
+) -> Any:
+    """The selector of a run's step, with the index that was read before; None: the votes' best.
+    Raises UnsupportedError."""
     share = fraction_of(given, schedule, context)
-    if schedule.sparse is None or given is None or given.index is None:
+    if schedule.sparse is None:
         return share
-    return replace(Index.load(Path(given.index).expanduser()), select=share)
+    index = index or index_of(given)
+    return share if index is None else replace(index, select=share)
 
 
 def _sparsity_for(most: int, pages: int) -> float:

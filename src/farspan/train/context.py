@@ -33,6 +33,7 @@ from farspan.profile.store import Profiles, profiles_of
 from farspan.program import strategies
 from farspan.program.strategies import AUTO
 from farspan.sparse.engine import Seen
+from farspan.sparse.index import Index
 from farspan.sparse.train import selector_for
 from farspan.spec import Kernels, MachineSpec, ModelSpec, Schedule, Tier
 from farspan.train import memory
@@ -250,6 +251,7 @@ class RunContext:
     frozen: str | None  # digest of the weights that are not trained; None: all are
     weights: StreamedWeights | None = None  # of a model that lives whole in main memory
     reference: "ReferenceModel | None" = None  # that the loss compares with, or learns from
+    index: Index | None = None  # by which sparse attention compares pages
 
     @property
     def device(self) -> torch.device:
@@ -295,7 +297,7 @@ class RunContext:
         alpha = self.run.neftune_alpha
         if alpha or any(True for _ in drawing_dropouts(self.model)):
             how |= {"seed": self.run.seed, "neftune_alpha": alpha}
-        selector = selector_for(self.run.sparse, schedule, self.run.context)
+        selector = selector_for(self.run.sparse, schedule, self.run.context, self.index)
         if selector is not None:
             how["selector"] = selector
         if weights is not None:

@@ -90,6 +90,7 @@ FREE = (
     "schedule.",
     "kernels.",
     "sparse.warn_below",
+    "sparse.index",  # where it is, and its dims: checkpoints know what is in it
     "parallel",
 )
 DATA = "parallel.data"
@@ -105,7 +106,7 @@ DECAY = "optimizer.decay"
 # Folders from before there were these keys do not have them: null is as if they were not given.
 LATER = (
     *("start", "sparse", "optimizer.decay_steps", "data.sources", "model.revision"),
-    *("model.quantize", "loss", "neftune_alpha", "sparse.index"),
+    *("model.quantize", "loss", "neftune_alpha"),
 )
 
 
@@ -118,8 +119,6 @@ def identity(run: RunConfig) -> str:
         del values[STATES]
     if run.optimizer.decay is Decay.CONSTANT:
         del values[STEPS]
-    if run.sparse is not None and run.sparse.index is None:
-        del values["sparse.index_dim"]
     values = {k: v for k, v in values.items() if v is not None or k not in LATER}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode("utf-8")).hexdigest()
 

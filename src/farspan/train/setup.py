@@ -35,7 +35,7 @@ from farspan.program.layout import (
     streams,
 )
 from farspan.program.strategies import AUTO
-from farspan.sparse.train import opening_words
+from farspan.sparse.train import index_of, opening_words
 from farspan.spec import LossKind, ModelSpec, Reference, Schedule, Tier, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, StartConfig, StatesPlace
 from farspan.train.console import Observer
@@ -103,6 +103,7 @@ def make_context(
         load_adamw()  # now, rather than when the model is there
     memory = components.choose_allocator(run.allocator, world.device)
     blank = _blank_model(run, components, world)
+    index = world.run_on_rank0(partial(index_of, run.sparse, blank), "reading the index")
     corpus, tokenizer = _open_data(run, observer)
     _check_vocabulary(corpus, blank)
     _check_pairs(run, corpus)
@@ -146,6 +147,7 @@ def make_context(
         frozen=frozen,
         weights=weights,
         reference=reference,
+        index=index,
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 
-from farspan.checkpoint.distributed import FROZEN
+from farspan.checkpoint.distributed import FROZEN, INDEX_OF_KEYS
 from farspan.checkpoint.local import (
     SOURCE,
     Restored,
@@ -115,6 +115,8 @@ class TrainingLoop:
         self._identity = {"run": identity(ctx.run), "data": ctx.corpus.identity}
         if ctx.frozen is not None:
             self._identity[FROZEN] = ctx.frozen
+        if ctx.index is not None:
+            self._identity[INDEX_OF_KEYS] = ctx.index.digest()
         self._objective: Any = None  # of a loss that is not of one pass
         if ctx.run.objective.kind is not LossKind.SFT:
             made = load("farspan.train.objectives", "objective_of")
