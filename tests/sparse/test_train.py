@@ -55,9 +55,11 @@ HEADS = LayerSpec(query_heads=2, kv_heads=1, head_dim=8, value_dim=8)  # of the 
 
 
 def indexed_run(root: Path) -> RunConfig:
-    index = str(root / "index")
-    sparse = replace(SPARSE, selector="index", index_dim=4, index=index)
-    return sparse_run(root, sparse=sparse, steps=3)
+    return sparse_run(root, sparse=by_index(root / "index"), steps=3)
+
+
+def by_index(folder: Path) -> SparseConfig:
+    return replace(SPARSE, selector="index", index_dim=4, index=str(folder))
 
 
 def lines(run: RunConfig) -> list[dict[str, Any]]:
@@ -348,7 +350,7 @@ class TestIndex:
         random_index((HEADS, HEADS), 4).save(tmp_path / "index")
         train(run, reporter=Quiet())
         (tmp_path / "index").rename(moved)
-        elsewhere = replace(run, sparse=replace(run.sparse, index=str(moved)))
+        elsewhere = replace(run, sparse=by_index(moved))
         assert train(elsewhere, reporter=Quiet()).step == run.steps
         random_index((HEADS, HEADS), 4, seed=1).save(tmp_path / "index")
         with pytest.raises(
