@@ -11,10 +11,19 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 HELD_OUT = "inspect"
 LONG = 45_000  # bytes: more than 10K tokens
+MISSING = """\
+{} is no folder of a model. Make that of these examples by
+
+    python ../model.py
+
+or name another one: `python prepare.py FOLDER`."""
 
 
 def stretch(model: Path, factor: float, folder: Path) -> None:
-    """Links to all files of the model but its configuration, which gets YaRN positions."""
+    """Links to all files of the model but its configuration, which gets YaRN positions. It ends the
+    program with how to make the model where there is none."""
+    if not (model / "config.json").is_file():
+        sys.exit(MISSING.format(model))
     folder.mkdir(exist_ok=True)
     for file in model.iterdir():
         link = folder / file.name

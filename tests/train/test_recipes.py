@@ -81,6 +81,15 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
+def test_a_model_that_is_not_there_is_told_how_to_make(examples: Path) -> None:
+    (examples / "smollm2").unlink()
+    with pytest.raises(
+        SystemExit, match=r"/smollm2 is no folder of a model.*\n.*\n.*\.\./model\.py"
+    ):
+        prepare(examples / "longer-context")
+    assert not (examples / "longer-context/stretched").exists()
+
+
 def test_positions_are_stretched(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = examples / "longer-context"
     monkeypatch.chdir(folder)
