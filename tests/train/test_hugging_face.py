@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 import farspan
-from farspan.spec import Schedule, Tier, UnsupportedError
+from farspan.spec import LayerSpec, Schedule, Sparse, Tier, UnsupportedError
 from farspan.train import planning
 from tests.grids import part_of
 from tests.numerics import assert_exact
 from tests.oracles.masks import add_noise
+from tests.sparse.test_index import random_index
 from tests.train.planner import planned_components
 from tests.train.tiny import MODEL, load_tiny
 
@@ -82,7 +83,7 @@ def make(tmp_path: Path) -> Make:
             "disable_tqdm": True,
         }
         own = {"schedule": SCHEDULE} if issubclass(kind, farspan.LongContext) else {}
-        chosen = ("compute_metrics", "schedule")
+        chosen = ("compute_metrics", "schedule", "selector")
         given = {key: changes.pop(key) for key in chosen if key in changes}
         model = load_tiny(config=MODEL, dtype=torch.float64, seed=0)
         return kind(
@@ -121,6 +122,21 @@ def test_a_run_is_the_plain_trainer_s(make: Make, collate: Any) -> None:
         assert_exact(found, expected, limit=1e-6)
     for one, other in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
         assert_exact(one.detach(), other.detach(), limit=1e-5)
+
+
+def test_pages_are_chosen_by_its_index(make: Make) -> None:
+    """A step without one is refused and says so; another index gives other losses."""
+    sparse = Sparse(page=4, budget=4, recent=4, sinks=0, selector="index", index_dim=3)
+    schedule = replace(SCHEDULE, sparse=sparse)
+    losses = []
+    for seed in (0, 1):
+        index = random_index((LayerSpec(2, 1, 8, 8),) * 2, 3, seed)
+        trainer = make(schedule=schedule, selector=index)
+        trainer.train()
+        losses.append(logs(trainer, "loss", "eval_loss"))
+    assert not torch.equal(*losses)
+    with pytest.raises(UnsupportedError, match=r"^selector: sparse.selector is index.* give one"):
+        make(schedule=schedule).train()
 
 
 def test_weights_may_stay_in_main_memory(make: Make) -> None:

@@ -40,6 +40,8 @@ from farspan.engine.step import Step
 from farspan.hf.unsupported import rope_types
 from farspan.program.layout import Layout
 from farspan.program.strategies import AUTO
+from farspan.sparse.engine import PageFunction
+from farspan.sparse.pages import Selector
 from farspan.spec import Kernels, Schedule, Tier, UnsupportedError
 from farspan.train.hf_ranks import (
     complete_gradients,
@@ -97,7 +99,8 @@ class LongContext:
     restart). Gradient checkpointing that the arguments turn on is left to the schedule, and
     autocast that a configuration turns on by itself (TRL's bf16) to the dtype of the weights, each
     with a line of log. Raises UnsupportedError, when it is made or at the first step, for what
-    would be computed otherwise than is asked. `schedule` is as in `farspan.Step`.
+    would be computed otherwise than is asked. `schedule`, `kernels` and `selector` are as in
+    `farspan.Step`.
 
     Of several processes (torchrun, accelerate launch) `layout` says how they share a step. Ranks
     that share sequences are given the same batches; those along `data` have their own, as the
@@ -131,6 +134,7 @@ class LongContext:
         schedule: Schedule | str = AUTO,
         kernels: Kernels | None = None,
         layout: Layout | None = None,
+        selector: Selector | PageFunction | None = None,
         **kwargs: Any,
     ) -> None:
         self._by_values = _asks_for_values(type(self))
@@ -139,6 +143,7 @@ class LongContext:
         self._schedule = schedule
         self._kernels = kernels
         self._layout = layout
+        self._selector = selector
         self._ranks: ParallelContext | None = None
         self._sharded: ShardedModel | None = None
         self._forwards: list[_Forward] = []
@@ -289,6 +294,7 @@ class LongContext:
             model,
             self._schedule,
             kernels=self._kernels,
+            selector=self._selector,
             device=self.args.device if self._on_host() and self._ranks is None else None,
             ranks=self._sharded if model is self.model and self._sharded else self._ranks,
             seed=self.args.seed,
