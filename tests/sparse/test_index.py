@@ -289,10 +289,17 @@ class TestLearning:
         assert run_ranks(2, learns_on_replicas) == [True, True]
 
     def test_keys_are_on_host(self) -> None:
-        model, index = shared_model("qwen2"), index_of_family("qwen2").learning()
-        step = Step(model, replace(SCHEDULES["host"], sparse=INDEXED), selector=index)
-        with pytest.raises(UnsupportedError, match=r"^index: it learns from keys on the device.*b"):
+        """It is told as the step is made; of what learns since then, before its first cell."""
+        model, index = shared_model("qwen2"), index_of_family("qwen2")
+        schedule, begun = replace(SCHEDULES["host"], sparse=INDEXED), list[object]()
+        step = Step(model, schedule, selector=index, progress=begun.append)
+        index.learning()
+        message = r"^index: it learns from keys on the device.* set schedule.kv to device"
+        with pytest.raises(UnsupportedError, match=message):
+            Step(model, schedule, selector=index)
+        with pytest.raises(UnsupportedError, match=message):
             step(*DATA)
+        assert not begun
 
 
 class TestPrincipal:

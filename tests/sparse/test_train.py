@@ -326,7 +326,7 @@ class TestIndex:
     @pytest.mark.parametrize(
         ("made", "message"),
         [
-            (None, "/index holds no index of format 1 .*; give the folder that one was saved to"),
+            (None, "/index holds no index of format . .*; give the folder that one was saved to"),
             (replace(HEADS, head_dim=4), "its layer 0 is for 2 heads .* of 4 dims, the model has"),
             (HEADS, "its keys have 3 dims in layer 0, where sparse.index_dim asks for 4; set that"),
         ],

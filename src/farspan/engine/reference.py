@@ -225,7 +225,7 @@ class Function:
         sparse = self.schedule.sparse
         if sparse is None:
             return reference
-        select = selector_of(self.given, sparse)
+        select = selector_of(self.given, self.schedule)
         if self.dtype is torch.float64:
             return SparseReference(sparse, self.schedule.chunk, select)
         self.choices = made = []
@@ -289,7 +289,7 @@ def approximation(
     names = {id(p): name for name, p in model.named_parameters()}
     return Approximation(
         pages=sparse,
-        selector=_name(selector_of(function.given, sparse)),
+        selector=_name(selector_of(function.given, function.schedule)),
         hides=any(layer.window is None for layer in describe(CausalLMStages(model)).layers)
         and counted.hides(tokens, chunk),
         loss_error=float((loss - dense_loss).abs() / dense_loss.abs()),

@@ -136,7 +136,7 @@ class Step(ProgramRunner):
         self.boundary = self._stages(model, device or getattr(weights, "device", None))
         self.progress, self.poison, self.head = progress, poison, head
         sparse = None if self._schedule is None else self._schedule.sparse
-        self.selector = None if sparse is None else selector_of(selector, sparse)
+        self.selector = None if sparse is None else selector_of(selector, self.schedule)
         self.watches = sparse is not None  # what one cell a step sees is measured
         device, self._wanted = self.boundary.device, kernels
         if kernels.compile:

@@ -63,7 +63,7 @@ from farspan.sparse.pages import (
     units_of,
 )
 from farspan.sparse.sizes import SAMPLES, WATCHED_KEYS, Far, far_of, most_units_of, slot_parts
-from farspan.spec import LayerSpec, Sparse, UnsupportedError
+from farspan.spec import LayerSpec, Schedule, Sparse, Tier, UnsupportedError
 
 ROWS = ("k", "v", "dk", "dv")  # parts of a slot that are rows of keys or values
 
@@ -345,9 +345,12 @@ class Seen:
     mass: Mass
 
 
-def selector_of(given: Selector | PageFunction | None, sparse: Sparse) -> Selector:
+def selector_of(given: Selector | PageFunction | None, schedule: Schedule) -> Selector:
     """The selector of a step: the pages with most votes, unless the user has another. Raises
-    UnsupportedError unless there is an index where the schedule names one, and only there."""
+    UnsupportedError unless there is an index where the schedule names one, and only there; and for
+    one that could not learn by it."""
+    sparse = schedule.sparse
+    assert sparse is not None, "attention is sparse"
     if sparse.indexed != isinstance(given, Index):
         raise UnsupportedError(
             "selector: sparse.selector is index, which has an adapter; give one, such as "
@@ -357,8 +360,19 @@ def selector_of(given: Selector | PageFunction | None, sparse: Sparse) -> Select
             "that to index"
         )
     if isinstance(given, Index):
+        if given.learns():
+            refuse_keys_on_host(schedule)
         return replace(given, select=_reads_votes(given.select, sparse))
     return _reads_votes(given, sparse)
+
+
+def refuse_keys_on_host(schedule: Schedule) -> None:
+    """Raise UnsupportedError where an index would have no keys to learn from."""
+    if schedule.kv is Tier.HOST:
+        raise UnsupportedError(
+            "index: it learns from keys on the device, and they are on host; set schedule.kv to "
+            "device, or train the index beforehand"
+        )
 
 
 def _reads_votes(given: Selector | PageFunction | None, sparse: Sparse) -> Selector:
@@ -422,11 +436,7 @@ class SparseCell:
         self, learner: LayerIndex, call: SparseCall, q: Tensor, lse: Tensor, pages: BufferPages
     ) -> None:
         there, choice = pages.resident(), self._choice(q, pages)
-        if there is None:
-            raise UnsupportedError(
-                "index: it learns from keys on the device, and they are on host; set schedule.kv "
-                "to device, or train the index beforehand"
-            )
+        assert there is not None, "keys on host are refused before"
         for number in sampled(choice.shape[2], LESSONS):
             learn(learner, lesson(call, q, lse, choice, number, there.k))
 
@@ -491,7 +501,8 @@ class SparseRun:
             with torch.no_grad():
                 self.index = self.select.to(self.kernels.device, self.storage.dtype)
             learns = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-            if learns and any(x.requires_grad for x in self.select.parameters()):
+            if learns and self.select.learns():
+                refuse_keys_on_host(self.storage.program.schedule)
                 self.learner = self.select
         if self.learner and self.storage.program.share.rank.layout.devices() > 1:
             raise UnsupportedError(

@@ -113,6 +113,9 @@ class Index:
             parameter.requires_grad_()
         return self
 
+    def learns(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters())
+
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         return replace(self, layers={n: x.to(device, dtype) for n, x in self.layers.items()})
 
