@@ -401,10 +401,6 @@ class Sparse:
             return 1
         return math.gcd(SUBMEAN, self.page) if self.selector == SUBMEANS else self.page
 
-    def voters(self, layer: LayerSpec) -> int:
-        """Query heads that vote; an index has one a key-value head."""
-        return layer.kv_heads if self.indexed else layer.query_heads
-
     def key_dim(self, layer: LayerSpec) -> int:
         """Dims of the queries and keys by which pages are compared."""
         return min(self.index_dim, layer.head_dim) if self.indexed else layer.head_dim

@@ -110,15 +110,13 @@ def test_a_share_of_its_pages() -> None:
     assert_close(found, run_sparse_oracle(model, schedule, DATA, index))
 
 
-def test_maps_are_linear_maps_of_a_group_and_of_keys() -> None:
+def test_maps_are_linear_maps_of_each_head() -> None:
     index = index_of_family("qwen2").layers[0]
     kv_heads, group, dims, dim = index.queries.shape
     q = torch.randn(2, kv_heads * group, 5, dims, dtype=torch.float64)
     k = torch.randn(5, 2, kv_heads, dims, dtype=torch.float64)
-    queries = torch.zeros(2, kv_heads, 5, dim, dtype=torch.float64)
-    for head in range(kv_heads * group):
-        of = head // group, head % group
-        queries[:, of[0]] += q[:, head] @ index.queries[of]
+    heads = range(kv_heads * group)
+    queries = torch.stack([q[:, h] @ index.queries[h // group, h % group] for h in heads], 1)
     keys = torch.stack([k[:, :, h] @ index.keys[h] for h in range(kv_heads)], 2)
     assert relative_error(index.of_queries(q), queries) <= EXACT
     assert relative_error(index.of_keys(k), keys) <= EXACT
@@ -160,18 +158,18 @@ def taught(recorded: Recording) -> Iterator[tuple[Call, int, range]]:
 
 
 def plain_divergence(recorded: Recording, index: Index) -> torch.Tensor:
-    """Of all layers and of the queries that teach, one query of one group at a time."""
+    """Of all layers and of the queries that teach, one query of one head at a time."""
     total = torch.zeros((), dtype=torch.float64)
     for call, number, tokens in taught(recorded):
         layer, q, k, _, ids, choice = call
         seen = seen_mask(choice, recorded.sparse, recorded.chunk, ids)
-        for b, h, t in product(range(q.shape[0]), range(k.shape[1]), tokens):
-            group = q.shape[1] // k.shape[1]
-            of = q[b, h * group : (h + 1) * group, t], k[b, h], seen[b, h, t]
+        for b, head, t in product(range(q.shape[0]), range(q.shape[1]), tokens):
+            h, one = divmod(head, q.shape[1] // k.shape[1])
+            of = q[b, head, t], k[b, h], seen[b, h, t]
             pages = [p for p in choice[b, h, number].tolist() if p >= 0]
             maps = index.layers[layer]
             total = total + divergence_of(
-                LayerIndex(maps.queries[h], maps.keys[h]), *of, pages, call[3]
+                LayerIndex(maps.queries[h, one], maps.keys[h]), *of, pages, call[3]
             )
     return total
 
@@ -184,9 +182,9 @@ def divergence_of(
     pages: list[int],
     scale: float,
 ) -> torch.Tensor:
-    """Of the queries q [r, D] of a group's heads at one token, which sees these of k [T, D]."""
-    attended = (scale * q @ k.mT).masked_fill(~seen, -torch.inf).softmax(1).mean(0)
-    query = sum(one @ of for one, of in zip(q, maps.queries, strict=True))
+    """Of a head's query q [D] at one token, which sees these of k [T, D]."""
+    attended = (scale * k @ q).masked_fill(~seen, -torch.inf).softmax(0)
+    query = q @ maps.queries
     spans = [torch.arange(4 * page, 4 * page + 4) for page in pages]
     spans = [own[seen[own]] for own in spans if seen[own].any()]
     if not spans:
@@ -304,12 +302,12 @@ class TestLearning:
 
 class TestPrincipal:
     def test_all_dims_give_the_products(self) -> None:
-        """Of the mean query of a group, but for what is the same for all keys."""
+        """But for what is the same for all keys of a query."""
         q, k = torch.randn(1, 4, 60, 6), torch.randn(1, 2, 60, 6)
         maps = _principal(q, k, 6)
         queries, keys = maps.compared(q, k)
-        mean = q.unflatten(1, (2, 2)).mean(2)
-        assert relative_error(queries @ keys.mT, mean @ k.mT) < 1e-5
+        wide_keys, wide = (x.repeat_interleave(2, 1) for x in (keys, k))
+        assert relative_error(queries @ wide_keys.mT, q @ wide.mT) < 1e-5
 
     def test_of_a_model(self) -> None:
         model, (input_ids, *_) = shared_model("gpt_oss"), draw(61)
@@ -334,15 +332,15 @@ class TestFolder:
             assert torch.equal(layer.keys, index.layers[number].keys.float())
 
     def test_there_is_none(self, tmp_path: Path) -> None:
-        with pytest.raises(UnsupportedError, match=r"^index: .* holds no index of format 1"):
+        with pytest.raises(UnsupportedError, match=r"^index: .* holds no index of format 2"):
             Index.load(tmp_path)
-        (tmp_path / CONFIG).write_text(json.dumps({"format": 1}))
+        (tmp_path / CONFIG).write_text(json.dumps({"format": 2}))
         with pytest.raises(UnsupportedError, match=r"^index: cannot read .*; save the index again"):
             Index.load(tmp_path)
 
     @pytest.mark.parametrize("name", ["layers.0.queries", "layers.x.keys", "lora_A.weight"])
     def test_it_holds_something_else(self, tmp_path: Path, name: str) -> None:
-        (tmp_path / CONFIG).write_text(json.dumps({"format": 1}))
+        (tmp_path / CONFIG).write_text(json.dumps({"format": 2}))
         save_file({name: torch.zeros(2, 3, 4)}, tmp_path / TENSORS)
         with pytest.raises(UnsupportedError, match=r"^index: .* has other tensors than queries"):
             Index.load(tmp_path)

@@ -139,13 +139,13 @@ def test_a_machine_that_knows_them_prices_pages_by_their_own_rates() -> None:
     assert own.votes(spec, 7) == pytest.approx(prices().votes(spec, 7) / 8)
 
 
-def test_an_index_votes_by_a_head_a_group_in_few_dims() -> None:
+def test_an_index_votes_in_few_dims() -> None:
     sparse = replace(SPARSE, selector="index", index_dim=4)
     schedule = Schedule(chunk=64, groups=1, sparse=sparse)
     of = build_program(model_of(2), RunSpec(1, 512), schedule)
     spec = of.model.layers[0]
     keys = len(sparse.candidates(7 * 64)) * sparse.page
-    flop = 2.0 * 64 * spec.kv_heads * keys * 4
+    flop = 2.0 * 64 * spec.query_heads * keys * 4
     fused = SparsePrices(of, RATES, lambda _: 0.0, fused=True)
     assert fused.votes(spec, 7) == pytest.approx(FUSED_VOTES * flop / 1e9)
     # Eight pages of queries read all keys twice: where reading is slow, that is the price.

@@ -117,7 +117,7 @@ class SparsePrices:
         (start, stop), sparse = program.chunks[chunk], sparse_of(program.schedule, spec)
         assert sparse is not None
         keys, ranking = sparse.compared(len(sparse.candidates(start)))
-        scores = program.run.batch * sparse.voters(spec) * (stop - start) * (keys + ranking / 2)
+        scores = program.run.batch * spec.query_heads * (stop - start) * (keys + ranking / 2)
         flop = 2.0 * scores * sparse.key_dim(spec)
         made = RANKING_PASSES * ranking * program.run.batch * spec.kv_heads * spec.head_dim
         ready = self.moved(float(made * program.model.element_bytes))
@@ -125,8 +125,10 @@ class SparsePrices:
             written = WIDE_PASSES * scores * program.model.accumulate_bytes()
             return ready + self.rates.product(flop) + self.moved(written)
         fused = FUSED_VOTES * self.rates.product(flop) if known is None else flop / known.at(flop)
-        read = sparse.indexed * flop / sparse.query_tokens * program.model.element_bytes
-        return ready + max(fused, self.moved(read))  # each page of queries reads all keys twice
+        # Each page of queries, with the heads of a group, reads all keys of an index twice.
+        rows = sparse.query_tokens * spec.query_heads // spec.kv_heads
+        read = sparse.indexed * flop / rows * program.model.element_bytes
+        return ready + max(fused, self.moved(read))
 
     def chosen(self, spec: LayerSpec, chunk: int, *, backward: bool) -> float:
         """Attention to chosen pages, which are gathered; in the backward dK, dV go back."""

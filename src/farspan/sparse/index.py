@@ -1,13 +1,13 @@
 """An index of keys: few dims of queries and keys, learned, by which pages are compared in place of
 the model's own (selector `index`; after MiniMax Sparse Attention and DeepSeek's indexer).
 
-A layer's index is two linear maps of what attention has (after rotary embedding): of the queries of
-all heads of a group together, and of each head of keys, to d dims. A page scores with a query as
-the largest over its tokens of scale * (q Q) . (k K), and votes as `sparse.pages.vote` counts them.
+A layer's index is linear maps of what attention has (after rotary embedding), of each head of
+queries and of keys, to d dims. A page scores with a query as the largest over its tokens of
+scale * (q Q) . (k K), and votes as `sparse.pages.vote` counts them.
 Nothing of the model changes: the maps are an adapter, saved in a folder of their own.
 
 They learn what the model's own attention gives to the pages that were chosen: the Kullback-Leibler
-divergence of a page's weights by the index from the mass that attention gives it, both over those
+divergence of a page's weights by the index from the mass that a head gives it, both over those
 pages, of some queries a cell. Queries and keys are constants of it, so that the model's gradients
 are the same bits, whether an index learns beside it or not.
 
@@ -38,7 +38,7 @@ from farspan.sparse.pages import Candidates, Selector
 from farspan.spec import LayerSpec, UnsupportedError
 
 CONFIG, TENSORS = "index_config.json", "index.safetensors"
-FORMAT = 1  # of the folder
+FORMAT = 2  # of the folder; 1 had one query for all heads of a group
 KINDS = "queries", "keys"  # of a layer's tensors
 
 
@@ -46,7 +46,7 @@ KINDS = "queries", "keys"  # of a layer's tensors
 class LayerIndex:
     """The maps of one layer."""
 
-    queries: Tensor  # [Hk, r, D, d], to one query of the index for the r heads of a group
+    queries: Tensor  # [Hk, r, D, d]
     keys: Tensor  # [Hk, D, d]
 
     @property
@@ -60,12 +60,10 @@ class LayerIndex:
 
     @torch.no_grad()
     def of_queries(self, q: Tensor) -> Tensor:
-        """q [B, H, T, D] -> [B, Hk, T, d], in its dtype."""
-        kv_heads, group = self.queries.shape[:2]
-        found = q.new_zeros(q.shape[0], kv_heads, q.shape[2], self.dim)
-        for row, result in zip(q.unflatten(1, (kv_heads, group)), found, strict=True):
-            for head in range(group):  # heads and rows together would be copied first
-                result.baddbmm_(row[:, head], self.queries[:, head])
+        """q [B, H, T, D] -> [B, H, T, d], in its dtype."""
+        found = q.new_empty(*q.shape[:3], self.dim)
+        for row, result in zip(q, found, strict=True):  # all rows together would be copied first
+            torch.bmm(row, self.queries.flatten(0, 1), out=result)
         return found
 
     @torch.no_grad()
@@ -75,11 +73,9 @@ class LayerIndex:
         return found.transpose(0, 1).unflatten(0, k.shape[:2])
 
     def compared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a whole sequence's q [B, H, T, D] and k [B, Hk, T, D]: what is compared, for each a
-        [B, Hk, T, d] in its dtype, as autograd can follow it."""
+        """What is compared of a whole sequence's q [B, H, T, D] and k [B, Hk, T, D], in d dims."""
         maps = self.to(q.device, q.dtype)
-        grouped = q.unflatten(1, maps.queries.shape[:2])
-        return (grouped @ maps.queries).sum(2), k @ maps.keys
+        return q @ maps.queries.flatten(0, 1), k @ maps.keys
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
         return type(self)(self.queries.to(device, dtype), self.keys.to(device, dtype))
@@ -241,30 +237,37 @@ def lesson(
 
 
 def divergence(maps: LayerIndex, taught: Taught) -> Tensor:
-    """The sum over queries and groups of sum(m log(m / M) - m log p), where m is the mass of each
-    page, the mean over a group's heads, M their sum, and p the softmax of the index's scores."""
-    kv_heads = maps.keys.shape[0]
+    """The sum over queries and their heads of sum(m log(m / M) - m log p), where m is the mass of
+    each page, M their sum, and p the softmax of the index's scores."""
     mass = _mass(taught)
-    q = taught.q.unflatten(1, (kv_heads, -1)).to(mass.dtype)
-    q, k = (q @ maps.queries).sum(2), taught.k.to(mass.dtype).flatten(2, 3) @ maps.keys
-    scores = taught.scale * (q @ k.mT).unflatten(3, taught.k.shape[2:4])
-    scores = scores.masked_fill(~taught.seen, HIDDEN).amax(4)
-    share = mass / mass.sum(3, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
-    return (torch.xlogy(mass, share) - mass * scores.log_softmax(3)).sum()
+    q = taught.q.to(mass.dtype) @ maps.queries.flatten(0, 1)
+    k = taught.k.to(mass.dtype).flatten(2, 3) @ maps.keys
+    scores = taught.scale * _stacked(q, len(maps.keys)) @ k.mT
+    scores = _pages_of(scores, taught).masked_fill(~taught.seen.unsqueeze(2), HIDDEN).amax(5)
+    share = mass / mass.sum(4, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
+    return (torch.xlogy(mass, share) - mass * scores.log_softmax(4)).sum()
 
 
 @torch.no_grad()
 def _mass(taught: Taught) -> Tensor:
-    """That of each page, [B, Hk, Q, n]: the mean over the heads of a group."""
+    """That which each head gives each page, [B, Hk, r, Q, n]."""
     kv_heads, dtype = taught.k.shape[1], taught.lse.dtype
-    q, lse = (x.unflatten(1, (kv_heads, -1)).to(dtype) for x in (taught.q, taught.lse))
-    # The heads of a group stacked: their keys are read once, not copied for each.
-    scores = (q.flatten(2, 3) @ taught.k.to(dtype).flatten(2, 3).mT).mul_(taught.scale)
+    q, lse = (_stacked(x.to(dtype), kv_heads) for x in (taught.q, taught.lse))
+    scores = (q @ taught.k.to(dtype).flatten(2, 3).mT).mul_(taught.scale)
     if taught.softcap is not None:
         scores = taught.softcap * torch.tanh(scores / taught.softcap)
-    weights = scores.sub_(lse.flatten(2, 3).unsqueeze(3)).exp_()
-    weights = weights.unflatten(2, lse.shape[2:]).mean(2).unflatten(3, taught.k.shape[2:4])
-    return weights.masked_fill_(~taught.seen, 0.0).sum(4)
+    weights = _pages_of(scores.sub_(lse.unsqueeze(3)).exp_(), taught)
+    return weights.masked_fill_(~taught.seen.unsqueeze(2), 0.0).sum(5)
+
+
+def _stacked(x: Tensor, kv_heads: int) -> Tensor:
+    """[B, H, Q, ...] -> [B, Hk, r * Q, ...]: a group's keys are read once, not copied for each."""
+    return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def _pages_of(scores: Tensor, taught: Taught) -> Tensor:
+    """[B, Hk, r * Q, n * P] -> [B, Hk, r, Q, n, P]"""
+    return scores.unflatten(3, taught.k.shape[2:4]).unflatten(2, (-1, taught.q.shape[2]))
 
 
 def learn(maps: LayerIndex, taught: Taught) -> None:
@@ -285,7 +288,7 @@ def _itself(x: Tensor) -> Tensor:
 @torch.no_grad()
 def principal_index(model: nn.Module, input_ids: Tensor, dim: int) -> Index:
     """An index that has not learned yet: the `dim` dims in which products of queries and keys on a
-    text input_ids [B, T] vary most, of each head of keys and the mean of its queries.
+    text input_ids [B, T] vary most, of each head of keys and all its queries.
 
     With second moments A of queries and C of centred keys, the singular values of A^(1/2) C^(1/2)
     say how much a dim gives; what is the same for all keys of a query does not matter. Attention is
@@ -327,7 +330,7 @@ def _principal(q: Tensor, k: Tensor, dim: int) -> LayerIndex:
     left, values, right = torch.linalg.svd(of_q @ of_k)
     each = values[:, None, :dim].sqrt()
     queries, keys = back_q @ left[..., :dim] * each, back_k @ right.mT[..., :dim] * each
-    return LayerIndex((queries / group).unsqueeze(1).repeat(1, group, 1, 1).float(), keys.float())
+    return LayerIndex(queries.unsqueeze(1).repeat(1, group, 1, 1).float(), keys.float())
 
 
 def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:

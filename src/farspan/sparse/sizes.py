@@ -301,7 +301,7 @@ def choice_bytes(far: Far) -> int:
     copied, dim = far.width < wide, far.index_dim or far.head_dim
     means = copied * far.batch * far.kv_heads * dim * keys
     given = 2 * far.batch * heads * queries * dim
-    indexed = far.batch * far.kv_heads * far.tokens * far.index_dim * far.width
+    indexed = far.batch * far.heads * far.tokens * far.index_dim * far.width
     votes = far.batch * far.kv_heads * far.query_pages * far.candidates
     # A score a mean key; where a page has several, the rest is of pages.
     scores = far.batch * heads * queries * (keys + 2 * far.candidates)
@@ -333,7 +333,7 @@ def _refining_bytes(far: Far) -> int:
 
 def _voting(far: Far, keys: int) -> tuple[int, int]:
     """Heads and tokens of the queries that vote at one time, for so many mean keys."""
-    group, together = 1 if far.index_dim else far.heads // far.kv_heads, far.query_page
+    group, together = far.heads // far.kv_heads, far.query_page
     row = far.batch * group * keys
     heads = min(far.kv_heads, max(1, UNDIVIDED * SCORES // (row * together)))
     most = SCORES // (row * heads)
@@ -359,8 +359,8 @@ def lesson_bytes(far: Far) -> int:
     keys = far.batch * far.kv_heads * far.chosen * far.page
     copied = (far.width < far.row.wide) * far.head_dim * far.row.wide
     queries, group = far.query_page, far.heads // far.kv_heads
-    masses = (1 + 2 * far.plain) * group * queries + queries
-    index = 4 * queries + 2 * far.index_dim
+    masses = (1 + 2 * far.plain) * group * queries
+    index = 4 * group * queries + 2 * far.index_dim
     each = far.head_dim * far.width + copied + far.row.wide * max(masses, index)
     return keys * (each + 3 * INDEX + 2 * queries)
 
