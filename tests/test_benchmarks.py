@@ -86,6 +86,7 @@ for script in sys.argv[1:]:
 def test_scripts_run() -> None:
     scripts = [f"benchmarks/{name}.py" for name in ("step", "memory", "curves")]
     scripts += ["benchmarks.agreement", "benchmarks.sparse.learning"]
+    scripts += ["benchmarks.sparse.evidence"]
     command = [sys.executable, "-c", BEGUN, *scripts]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.count("--out OUT") >= len(scripts)

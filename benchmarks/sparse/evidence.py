@@ -1,12 +1,12 @@
 """Does the choice of pages find what matters? A needle in noise, and a real model that was never
 trained sparsely.
 
-    python examples/model.py MODEL
     python -m benchmarks.sparse.evidence --model MODEL --out benchmarks/results/sparse_evidence.json
 
 On a CPU, in float32. Without `--model` only the needle. `--seeds` says how much is measured: a run
-of 4,096 tokens takes about half a minute on one core, dense or sparse. `mean` is
-measured with the first seeds only.
+of 4,096 tokens takes about half a minute on one core, dense or sparse. `mean` is measured with the
+first seeds only. The index of `index` is made of another text here, or was by
+`benchmarks.sparse.index`: `--index`.
 
 - needle: 1,024 pages of 128 random keys; one key of one page holds 90% of the dense attention of
   some tokens of a page of queries, with 7 heads each. How often is its page among the 64 chosen?
@@ -14,8 +14,6 @@ measured with the first seeds only.
   at the end. Mean negative log-likelihood of their tokens; all layers and tokens are sparse.
 - text: the same of the last quarter of text.
 - mass: share of dense attention that a chunk's queries see, by layer.
-
-`--index` adds an index of the model (`benchmarks.sparse.index`) to all but the needle.
 """
 
 import argparse
@@ -34,12 +32,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from benchmarks.sparse.index import passages
 from farspan import Schedule, Sparse, Step
 from farspan.engine.loss import IGNORED
 from farspan.engine.microbench import describe_machine
 from farspan.sparse.attend import FarCall, compare, seen_mask
 from farspan.sparse.gathered import Gathered, PlainPages
-from farspan.sparse.index import Index, LayerIndex
+from farspan.sparse.index import Index, LayerIndex, principal_index
 from farspan.sparse.pages import Candidates, TopK, mean_keys
 from farspan.spec import INDEX, MEAN, SELECTORS
 
@@ -51,6 +50,7 @@ BUDGETS = {4096: 512, 8192: 768}
 RECENT = 512
 PAGES = (16, 64, 128)
 CONTROLS = 2  # seeds of `mean`, which finds nothing
+ALL = *SELECTORS, INDEX
 
 
 def sparse_of(tokens: int, selector: str, page: int = Sparse().page) -> Sparse:
@@ -104,10 +104,15 @@ class Reader:
     """A model, and English text in its tokens."""
 
     def __init__(self, folder: Path, index: Path | None = None) -> None:
-        self.index = None if index is None else Index.load(index)
-        self.selectors = SELECTORS if index is None else (*SELECTORS, INDEX)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        began = time.perf_counter()
+        if index is None:
+            text = next(passages(self.tokenizer))
+            self.index = principal_index(self.model, text, Sparse().index_dim)
+        else:
+            self.index = Index.load(index)
+        self.about = {"dim": self.index.dim, "seconds": round(time.perf_counter() - began, 1)}
         topics = pydoc_data.topics.topics
         self.text = self.tokens("\n\n".join(topics[name] for name in sorted(topics)))
 
@@ -149,7 +154,7 @@ class Reader:
         draw = self.pass_key if what == "pass key" else self.passage
         for seed in range(seeds):
             data = draw(tokens, seed)
-            others = [name for name in self.selectors if seed < CONTROLS or name != MEAN]
+            others = [name for name in ALL if seed < CONTROLS or name != MEAN]
             for selector in (DENSE, *others):
                 began = time.perf_counter()
                 row: Row = {"what": what, "tokens": tokens, "seed": seed, "attention": selector}
@@ -173,12 +178,11 @@ class Reader:
         self.model.model(self.passage(tokens, 0)[0], use_cache=False)
         self.model.set_attn_implementation("sdpa")
         for page in PAGES:
-            for selector in self.selectors:
+            for selector in ALL:
                 sparse = sparse_of(tokens, selector, page)
                 found = []
                 for layer, (q, k) in enumerate(caught):
-                    index = self.index if selector == INDEX else None
-                    maps = None if index is None else index.layers[layer]
+                    maps = self.index.layers[layer] if selector == INDEX else None
                     found.append(round(seen(q, k, sparse, maps), 4))
                 row = {"page": page, "selector": selector, "mass": found}
                 print(page, selector, sum(found) / len(found), flush=True)
@@ -228,16 +232,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the record to this file")
     parser.add_argument("--model", type=Path, help="folder of SmolLM2, by examples/model.py")
     parser.add_argument("--trials", type=int, default=20, help="needles of a kind")
-    parser.add_argument("--seeds", type=int, nargs=2, default=(16, 4), help="by length")
+    parser.add_argument("--seeds", type=int, nargs=2, default=(16, 2), help="by length")
     parser.add_argument("--texts", type=int, default=4, help="passages of text")
     parser.add_argument("--index", type=Path, help="folder of an index of the model")
     given = parser.parse_args()
+    torch.set_num_threads(1)
     record: Row = {"benchmark": "sparse_evidence", "machine": describe_machine()}
     record |= {"dtype": "float32", "chunk": CHUNK, "needle": list(needles(given.trials))}
     if given.model is not None:
         reader = Reader(given.model, given.index)
         record["sparse"] = {tokens: asdict(sparse_of(tokens, SELECTORS[0])) for tokens in BUDGETS}
-        record["mass"] = list(reader.masses())
+        record |= {"index": reader.about, "mass": list(reader.masses())}
         rows = list(reader.compare("text", 4096, given.texts))
         for tokens, seeds in zip(BUDGETS, given.seeds, strict=True):
             rows += reader.compare("pass key", tokens, seeds)

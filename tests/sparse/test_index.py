@@ -112,7 +112,7 @@ def test_a_share_of_its_pages() -> None:
 
 def test_maps_are_linear_maps_of_each_head() -> None:
     index = index_of_family("qwen2").layers[0]
-    kv_heads, group, dims, dim = index.queries.shape
+    kv_heads, group, dims, _ = index.queries.shape
     q = torch.randn(2, kv_heads * group, 5, dims, dtype=torch.float64)
     k = torch.randn(5, 2, kv_heads, dims, dtype=torch.float64)
     heads = range(kv_heads * group)
