@@ -17,7 +17,7 @@ from farspan.planner.prices import (
 )
 from farspan.program.builder import build_program
 from farspan.program.program import Program
-from farspan.spec import MEAN, Curve, Rates, RunSpec, Schedule, Sparse
+from farspan.spec import INDEX, MEAN, Curve, Rates, RunSpec, Schedule, Sparse
 from tests.program.cases import model_of
 
 SPARSE = Sparse(page=8, budget=32, recent=16, sinks=8)
@@ -95,8 +95,9 @@ def test_what_choosing_takes_of_long_contexts_is_on_the_page(
 
     rows = [row("`submeans`, superpages ranked first", Sparse())]
     mean = row("`selector=mean`", Sparse(selector=MEAN))
+    index = row("`selector=index`", Sparse(selector=INDEX))
     monkeypatch.setattr(Sparse, "refined", lambda *_: 0)
-    rows += [row("`submeans`, were all pages compared", Sparse()), mean]
+    rows += [row("`submeans`, were all pages compared", Sparse()), index, mean]
     page = (Path(__file__).parents[2] / "docs" / "evidence" / "sparse.md").read_text("utf-8")
     assert "\n".join(rows) in page
 
