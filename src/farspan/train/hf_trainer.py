@@ -99,8 +99,7 @@ class LongContext:
     restart). Gradient checkpointing that the arguments turn on is left to the schedule, and
     autocast that a configuration turns on by itself (TRL's bf16) to the dtype of the weights, each
     with a line of log. Raises UnsupportedError, when it is made or at the first step, for what
-    would be computed otherwise than is asked. `schedule`, `kernels` and `selector` are as in
-    `farspan.Step`.
+    would be computed otherwise than is asked. `schedule`, `kernels`, `selector`: as in a `Step`.
 
     Of several processes (torchrun, accelerate launch) `layout` says how they share a step. Ranks
     that share sequences are given the same batches; those along `data` have their own, as the
@@ -140,10 +139,8 @@ class LongContext:
         self._by_values = _asks_for_values(type(self))
         if not self._by_values:
             self._refuse_other_methods()
-        self._schedule = schedule
-        self._kernels = kernels
-        self._layout = layout
-        self._selector = selector
+        self._schedule, self._kernels = schedule, kernels
+        self._layout, self._selector = layout, selector
         self._ranks: ParallelContext | None = None
         self._sharded: ShardedModel | None = None
         self._forwards: list[_Forward] = []
@@ -285,8 +282,7 @@ class LongContext:
     def _farspan(self) -> Step:
         # `model_init`, and a search for hyperparameters, put another model in the place of one.
         if self._one_pass is None or self._one_pass_of is not self.model:
-            self._one_pass = self._step_of(self.model)
-            self._one_pass_of = self.model
+            self._one_pass, self._one_pass_of = self._step_of(self.model), self.model
         return self._one_pass
 
     def _step_of(self, model: nn.Module, **further: Any) -> Step:
@@ -570,8 +566,7 @@ def _batch(
         raise UnsupportedError(
             f"position_ids: expected {list(ids.shape)}, got {list(positions.shape)}"
         )
-    read = torch.ones_like(ids, dtype=torch.bool)
-    begins = torch.zeros_like(ids)
+    read, begins = torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids)
     if mask is not None:
         if mask.shape != ids.shape:
             raise UnsupportedError(
@@ -588,8 +583,7 @@ def _batch(
         begins[:, 1:] = read[:, 1:] != read[:, :-1]
     if positions is not None:
         begins |= (positions == 0) & read
-    documents = begins[:, 1:].cumsum(1)
-    documents = nn.functional.pad(documents, (1, 0))
+    documents = nn.functional.pad(begins[:, 1:].cumsum(1), (1, 0))
     if positions is not None:
         _check_positions(positions, document_starts(documents, ids), read)
     return ids, labels, documents if bool(documents.any()) else None
