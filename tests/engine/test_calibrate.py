@@ -485,18 +485,22 @@ def test_a_machine_that_locks_no_main_memory_is_planned_as_one(
 
 def test_chosen_pages_are_timed_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels themselves are tried on a GPU, by the tests above."""
-    asked = []
+    asked, votes = [], []
 
     def attended(call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         asked.append((call.table.choice.shape, call.table.page, q.shape, k.shape == v.shape))
         return q, q
+
+    def voted(q: torch.Tensor, means: torch.Tensor, *call: Any, largest: bool) -> None:
+        pages, far, query_page = call
+        votes.append((q.shape, means.shape, pages, far.page, query_page, largest))
 
     bench = Bench(CPU, GLANCE)
     assert page_curves(bench, "rates.bfloat16", torch.bfloat16) == {}
     monkeypatch.setattr(microbench, "supports", lambda *_: True)
     monkeypatch.setattr(microbench, "attend_pages", attended)
     monkeypatch.setattr(microbench, "attend_pages_backward", lambda *_: None)
-    monkeypatch.setattr(microbench, "fused_votes", lambda *_: None)
+    monkeypatch.setattr(microbench, "fused_votes", voted)
     assert page_curves(bench, "rates.float32", torch.float32) == {}
     found = page_curves(bench, "rates.bfloat16", torch.bfloat16)
     assert found.keys() == set(PAGES)
@@ -504,7 +508,9 @@ def test_chosen_pages_are_timed_where_there_are_kernels(monkeypatch: pytest.Monk
     chosen = min(tokens, Sparse().budget) // Sparse().page
     rows = (1, 8, queries // 16, chosen)
     assert asked[0] == (rows, Sparse().page, (1, 32, queries, HEAD_DIM), True)
-    forward, backward, votes = (found[name].points[0][0] for name in PAGES)
+    pages, means = range(tokens // 128), (1, 8, tokens // 2, HEAD_DIM)  # those of 2 tokens
+    assert votes[0] == ((1, 32, queries, HEAD_DIM), means, pages, 128, 16, True)
+    forward, backward, vote = (found[name].points[0][0] for name in PAGES)
     assert forward == 4.0 * queries * chosen * Sparse().page * HEAD_DIM
     assert backward == 2.5 * forward
-    assert votes == 2.0 * queries * (tokens // 16) * HEAD_DIM
+    assert vote == 2.0 * queries * (tokens // 2) * HEAD_DIM

@@ -35,7 +35,8 @@ from farspan.sparse.kernel_calls import (
     fused_votes,
     supports,
 )
-from farspan.spec import BACKWARD_PRODUCTS, AttentionKernel, Curve, Sparse, Tier
+from farspan.sparse.pages import mean_keys
+from farspan.spec import BACKWARD_PRODUCTS, MEAN, AttentionKernel, Curve, Sparse, Tier
 
 Call = Callable[[], object]
 Points = Iterator[tuple[float, int, Call]]  # size of a call, how many are made, what makes them
@@ -47,7 +48,6 @@ KV_SHARE = 4  # query heads that share a K, V head, as in most models of today
 HEAD_DIM = 128  # of attention's curves
 WIDEST_PRODUCT = 8192  # of a product
 LONGEST = 16384  # tokens of an attention call
-QUERY_PAGE, MEAN = 16, 16  # of sparse attention: tokens that choose together, that a mean is of
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,12 +376,13 @@ class PagesProblem:
         return partial(attend_pages_backward, self.call, queries, self.k, self.v, totals)
 
     def vote(self) -> tuple[float, Call]:
-        """Operations of one head, and the call."""
-        candidates = range(self.k.shape[0] // MEAN)
-        means = self.k.unflatten(0, (-1, MEAN)).mean(1).permute(1, 2, 0, 3).contiguous()
-        call = FarCall(self.call.scale, MEAN)
-        flop = 2.0 * self.q.shape[2] * len(candidates) * self.q.shape[3]
-        return flop, partial(fused_votes, self.q, means, candidates, call, QUERY_PAGE)
+        """Operations of one head, and the call: as `Sparse()` compares pages."""
+        sparse, page = Sparse(), self.call.table.page
+        means = mean_keys(self.k, sparse.mean_tokens).permute(1, 2, 0, 3).contiguous()
+        pages, call = range(self.k.shape[0] // page), FarCall(self.call.scale, page)
+        flop = 2.0 * self.q.shape[2] * means.shape[2] * self.q.shape[3]
+        how = {"largest": sparse.selector != MEAN}
+        return flop, partial(fused_votes, self.q, means, pages, call, sparse.query_tokens, **how)
 
 
 def chosen_pages(bench: Bench, dtype: torch.dtype) -> PagesProblem | None:
@@ -396,10 +397,10 @@ def chosen_pages(bench: Bench, dtype: torch.dtype) -> PagesProblem | None:
     )
     k, v = (bench.random(tokens, 1, kv_heads, HEAD_DIM, dtype=dtype) for _ in range(2))
     pages, chosen = tokens // sparse.page, min(tokens, sparse.budget) // sparse.page
-    rows = 1, kv_heads, queries // QUERY_PAGE
+    rows = 1, kv_heads, queries // sparse.query_tokens
     drawn = torch.rand(*rows, pages, device=bench.device).argsort(-1)[..., :chosen]
     choice = drawn.sort(-1).values.int().contiguous()
-    table = PageTable(choice, sparse.page, tokens, tokens, None, QUERY_PAGE)
+    table = PageTable(choice, sparse.page, tokens, tokens, None, sparse.query_tokens)
     return PagesProblem(PagedCall(table, HEAD_DIM**-0.5), q, k, v, dout)
 
 
