@@ -16,6 +16,7 @@ from farspan.hf.load import load_model
 from farspan.hf.stages import CausalLMStages
 from farspan.planner.request import Question
 from farspan.program.layout import Layout
+from farspan.sparse.index import Index
 from farspan.sparse.pages import Fraction
 from farspan.sparse.train import fraction_of, hides, other_chunk
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier, UnsupportedError
@@ -357,6 +358,24 @@ class TestIndex:
             UnsupportedError, match=r"trained with another index than sparse\.index has now; give"
         ):
             train(run, reporter=Quiet())
+
+    def test_goes_with_the_model(self, tmp_path: Path) -> None:
+        """Another run begins with both, from the folder of the model."""
+        run, index = indexed_run(tmp_path), random_index((HEADS, HEADS), 4)
+        index.save(tmp_path / "index")
+        train(run, reporter=Quiet())
+        shutil.rmtree(tmp_path / "index")
+        model = Path(run.folder) / "model"
+        assert Index.load(model / "index").digest() == index.digest()
+        further = replace(
+            run,
+            model=ModelConfig(path=str(model)),
+            folder=str(tmp_path / "further"),
+            sparse=by_index(model / "index"),
+        )
+        assert train(further, reporter=Quiet()).step == run.steps
+        train(replace(run, sparse=SPARSE, folder=str(tmp_path / "other")), reporter=Quiet())
+        assert not (tmp_path / "other/model/index").exists()
 
 
 class TestSelector:

@@ -70,6 +70,7 @@ from farspan.durable import (
 )
 from farspan.engine.parallelize import ShardedModel
 from farspan.hf.load import save_model
+from farspan.sparse.index import Index
 from farspan.spec import UnsupportedError
 
 R = TypeVar("R", "Restored", "Restored | None")
@@ -527,6 +528,7 @@ class ShardedSaver:
 # was trained. A folder without it, or with another one, is not the result of this run: replaced.
 SOURCE = "farspan.json"
 CARD = "README.md"  # what the hub shows of a model
+INDEX = "index"  # the folder of what sparse attention compared pages by
 
 
 def source_of(checkpoint: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
@@ -552,10 +554,12 @@ def export(
     marks: Mapping[str, Any],
     weights: Mapping[str, Tensor] | None = None,
     card: str | None = None,
+    index: Index | None = None,
 ) -> None:
     """Writes `folder`, which `from_pretrained` reads, unless it was made of this very checkpoint.
     `marks` are what a reader is to know of how it was trained; `weights` are the whole ones of a
-    model that is sharded over ranks, and `card` is its README. Raises WriteFailed."""
+    model that is sharded over ranks, `card` is its README, and `index` what it attended by. Raises
+    WriteFailed."""
     if is_exported(checkpoint, folder, marks):
         return
     source = source_of(checkpoint, marks)
@@ -566,6 +570,8 @@ def export(
         write_bytes(partial / SOURCE, json.dumps(source).encode("utf-8"))
         if card is not None:
             write_bytes(partial / CARD, card.encode("utf-8"))
+        if index is not None:
+            index.save(partial / INDEX)
     publish(partial, folder)
     if "overrides" in marks:
         note(

@@ -389,7 +389,7 @@ class TrainingLoop:
 
         def write() -> None:
             note, card = self._observer.note, card_of(self._folder.path, step)
-            export(ctx.model, ctx.tokenizer, path, folder, note, told, weights, card)
+            export(ctx.model, ctx.tokenizer, path, folder, note, told, weights, card, ctx.index)
 
         self._world.run_on_rank0(write)
 
