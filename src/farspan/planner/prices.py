@@ -93,8 +93,7 @@ class TiledPrices:
         return sum(self.products(products, tokens) for tokens in self.cells.sizes(i))
 
     def _tokens(self, i: Forward | Backward) -> int:
-        start, stop = self.program.share.tokens.rows[i.chunk]
-        return stop - start
+        return len(range(*self.program.share.tokens.rows[i.chunk]))
 
 
 WIDE_PASSES = 4  # times that votes read or write their scores: product, softmax, sum
@@ -125,9 +124,8 @@ class SparsePrices:
             written = WIDE_PASSES * scores * program.model.accumulate_bytes()
             return ready + self.rates.product(flop) + self.moved(written)
         fused = FUSED_VOTES * self.rates.product(flop) if known is None else flop / known.at(flop)
-        # Each page of queries, with the heads of a group, reads all keys of an index twice.
-        rows = sparse.query_tokens * spec.query_heads // spec.kv_heads
-        read = sparse.indexed * flop / rows * program.model.element_bytes
+        rows = sparse.query_tokens * spec.query_heads // spec.kv_heads  # of queries: they together
+        read = sparse.indexed * flop / rows * program.model.element_bytes  # read keys twice
         return ready + max(fused, self.moved(read))
 
     def chosen(self, spec: LayerSpec, chunk: int, *, backward: bool) -> float:
