@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from farspan.planner.api import Request
+from farspan.planner.feasibility import plan_of
 from farspan.planner.prices import (
     FUSED_VOTES,
     RANKING_PASSES,
@@ -100,6 +101,52 @@ def test_what_choosing_takes_of_long_contexts_is_on_the_page(
     rows += [row("`submeans`, were all pages compared", Sparse()), index, mean]
     page = (Path(__file__).parents[2] / "docs" / "evidence" / "sparse.md").read_text("utf-8")
     assert "\n".join(rows) in page
+
+
+AT_ONCE = Curve(((1.0, 1e30),))
+# What each line of a step's seconds depends on.
+LINES = {
+    "products with weights": ("matmul", "weights"),
+    "attention to the chunk, recent and first tokens": (
+        *("attention_forward", "attention_backward", "causal_forward", "causal_backward"),
+    ),
+    "attention to chosen pages": ("chosen_forward", "chosen_backward"),
+    "choosing them": ("votes",),
+}
+ALL, REST = "all", "norms, moves, the loss"
+
+
+def lines_of(tokens: int) -> dict[str, float]:
+    """Seconds that a device computes: what a step takes less where those of a line take none."""
+    asked = Request("Qwen2.5-7B", tokens, "h200", optimizer="none").question()
+    kept = {"attention_save_fraction": 1.0, "kv_block": 32768, "loss_chunk_size": 8192}
+    schedule = Schedule(8192, groups=28, sparse=Sparse(), **kept)
+
+    def seconds(names: tuple[str, ...]) -> float:
+        free: Any = dict.fromkeys(names, AT_ONCE)
+        rates = {asked.dtype: replace(rates_of(asked), **free)}
+        card = replace(asked.machine, rates=rates)
+        return plan_of(replace(asked, machine=card), "grouped", schedule).seconds.compute
+
+    found = {name: seconds(()) - seconds(names) for name, names in LINES.items()}
+    return found | {REST: seconds(()) - sum(found.values()), ALL: seconds(())}
+
+
+def test_what_a_step_takes_line_by_line_is_on_the_page() -> None:
+    found = [lines_of(2**bits) for bits in (17, 18, 20)]
+    page = (Path(__file__).parents[2] / "docs" / "evidence" / "sparse.md").read_text("utf-8")
+    for name in found[0]:
+        assert f"| {name} | {' | '.join(f'{own[name]:.1f}' for own in found)} |" in page
+    # The arithmetic beside them, which leaves out that a first chunk has less to see.
+    tokens, heads = 2**17, 28 * 28
+    assert found[0]["products with weights"] == pytest.approx(
+        tokens * (6.5e9 * 8 + 0.5e9 * 6) / 7e14, rel=0.02
+    )
+    pairs = 4.0 * tokens * heads * 128
+    near = pairs * (4096 + 4096 + 128) * (1 / 6.7e14 + 2.5 / 5.31e14)
+    assert found[0]["attention to the chunk, recent and first tokens"] == pytest.approx(near, 0.05)
+    far = pairs * 8192 * (1 / 3.87e14 + 2.5 / 3.41e14)
+    assert found[0]["attention to chosen pages"] == pytest.approx(far, 0.1)
 
 
 @pytest.mark.parametrize("backward", [False, True])
