@@ -414,7 +414,7 @@ class Sparse:
         """How many superpages a page of queries ranks first, whose pages are compared by `selector`
         then; 0: all of so many pages are. A ranking leaves out half of them or more."""
         kept = -(-REFINED * (self.budget // self.page) // SUPERPAGE)
-        pays = self.super_tokens > self.mean_tokens and self.selector == SUBMEANS
+        pays = self.super_tokens > self.mean_tokens and self.selector != MEAN
         return kept if pays and candidates >= 2 * SUPERPAGE * kept else 0
 
     def compared(self, candidates: int) -> tuple[int, int]:

@@ -84,7 +84,8 @@ def test_choosing_by_an_index(shape: Shape, dtype: torch.dtype) -> None:
     (batch, heads, kv_heads, dim, _, start, page, chosen), dims = shape, 16
     call, far, earlier, (q, _) = case(shape, dtype)
     sparse = Sparse(page, chosen * page, recent=page, selector="index", index_dim=dims)
-    call, far = replace(call, sparse=sparse), replace(far, means=page, refined=0, index_dim=dims)
+    assert far.refined == sparse.refined(far.candidates)
+    call, far = replace(call, sparse=sparse), replace(far, means=page, index_dim=dims)
     keys = torch.randn(start, batch, kv_heads, dims).to(dtype)
     pages = MemoryPages(keys, keys, page, mean_tokens=1)
     pages.means.copy_(keys)

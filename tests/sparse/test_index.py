@@ -19,6 +19,7 @@ from farspan.program.layout import Layout, refuse_together
 from farspan.sparse.attend import sampled, seen_mask
 from farspan.sparse.index import (
     CONFIG,
+    FORMAT,
     LESSONS,
     TENSORS,
     Index,
@@ -75,6 +76,16 @@ def test_a_step_is_exact_for_its_choice(name: str) -> None:
         expected = run_sparse_oracle(model, schedule, data, reads_votes(index, INDEXED))
         assert_close(run_step(model, step, data), expected)
         assert relative_error(step.evaluate(*data), expected.loss) <= EXACT
+
+
+def test_superpages_are_ranked_by_its_keys() -> None:
+    """Then it compares the keys of one of three, and a page is chosen."""
+    model, index = shared_model("qwen2"), index_of_family("qwen2")
+    sparse = replace(INDEXED, budget=4)
+    data, schedule = draw(181, batch=2, documents=2), Schedule(chunk=16, groups=2, sparse=sparse)
+    assert sparse.refined(len(sparse.candidates(176))) == 1
+    expected = run_sparse_oracle(model, schedule, data, reads_votes(index, sparse))
+    assert_close(run_step(model, Step(model, schedule, selector=index), data), expected)
 
 
 @pytest.mark.usefixtures("float64_throughout")
@@ -334,13 +345,13 @@ class TestFolder:
     def test_there_is_none(self, tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError, match=r"^index: .* holds no index of format 2"):
             Index.load(tmp_path)
-        (tmp_path / CONFIG).write_text(json.dumps({"format": 2}))
+        (tmp_path / CONFIG).write_text(json.dumps({"format": FORMAT}))
         with pytest.raises(UnsupportedError, match=r"^index: cannot read .*; save the index again"):
             Index.load(tmp_path)
 
     @pytest.mark.parametrize("name", ["layers.0.queries", "layers.x.keys", "lora_A.weight"])
     def test_it_holds_something_else(self, tmp_path: Path, name: str) -> None:
-        (tmp_path / CONFIG).write_text(json.dumps({"format": 2}))
+        (tmp_path / CONFIG).write_text(json.dumps({"format": FORMAT}))
         save_file({name: torch.zeros(2, 3, 4)}, tmp_path / TENSORS)
         with pytest.raises(UnsupportedError, match=r"^index: .* has other tensors than queries"):
             Index.load(tmp_path)
@@ -352,7 +363,7 @@ class TestFolder:
             layer = LayerIndex(layer.queries.long(), layer.keys.long())
         else:
             layer.keys[0, 0, 1] = wrong
-        (tmp_path / CONFIG).write_text(json.dumps({"format": 1}))
+        (tmp_path / CONFIG).write_text(json.dumps({"format": FORMAT}))
         tensors = {f"layers.0.{kind}": getattr(layer, kind) for kind in ("queries", "keys")}
         save_file(tensors, tmp_path / TENSORS)
         with pytest.raises(UnsupportedError, match=r"^index: layers.0.\w+ of .* other than finite"):

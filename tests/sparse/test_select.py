@@ -15,7 +15,16 @@ from farspan.sparse import pages as selecting
 from farspan.sparse.attend import FarCall, choose, compare
 from farspan.sparse.gathered import Gathered, PlainPages
 from farspan.sparse.pages import Candidates, Checked, Fraction, RandomPages, Selector, TopK, vote
-from farspan.spec import MEAN, REFINED, SUPERMEAN, SUPERPAGE, Sparse, UnsupportedError
+from farspan.spec import (
+    INDEX,
+    MEAN,
+    REFINED,
+    SUBMEANS,
+    SUPERMEAN,
+    SUPERPAGE,
+    Sparse,
+    UnsupportedError,
+)
 from tests.attention.cases import Case, make_inputs
 from tests.grids import crossed
 from tests.numerics import assert_exact
@@ -133,9 +142,10 @@ def dumb_superpages(
 
 
 @pytest.mark.parametrize(
-    ("documents", "sizes", "scores"),
+    ("documents", "selector", "sizes", "scores"),
     crossed(
         [None, ((0, 5, 150), (0, 163))],
+        [SUBMEANS, INDEX],  # maps aside
         # K,V heads, tokens, page, queries that choose together, budget
         [(4, 176, 4, 2, 8), (2, 171, 4, 4, 8), (1, 601, 8, 4, 32)],
         [1, 10**4, 2**25],
@@ -143,6 +153,7 @@ def dumb_superpages(
 )
 def test_of_many_pages_those_of_the_best_superpages_are_compared(
     documents: tuple[tuple[int, ...], ...] | None,
+    selector: str,
     sizes: tuple[int, int, int, int, int],
     scores: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -150,7 +161,7 @@ def test_of_many_pages_those_of_the_best_superpages_are_compared(
     """However few at a time. The last superpage has 5 pages, or 8."""
     monkeypatch.setitem(selecting.SCORES, "cpu", scores)
     heads, tokens, page, query_page, budget = sizes
-    sparse = Sparse(page, budget, recent=6, sinks=4, query_page=query_page)
+    sparse = Sparse(page, budget, 6, 4, query_page, selector)
     dense = Case(tokens, 16, 50, batch=2, heads=4, kv_heads=heads, documents=documents)
     start = (tokens - 1) // 16 * 16
     pages, inputs = sparse.candidates(start), make_inputs(dense)
@@ -193,6 +204,7 @@ def test_one_key_among_a_thousand_random_pages_is_found() -> None:
 def test_a_budget_for_half_of_what_there_is_ranks_nothing() -> None:
     """Every choice up to 1,023 pages is by comparing all, and a budget for all is dense."""
     assert [Sparse().refined(n) for n in (1023, 1024, 10**6)] == [0, 32, 32]
+    assert Sparse(selector=INDEX).refined(1024) == 32
     assert Sparse(selector=MEAN).refined(10**6) == Sparse(budget=0).refined(10**6) == 0
     assert Sparse(page=2, budget=2, query_page=2).refined(10**6) == 0  # nothing is coarser
     for page, budget in product((4, 16, 128), (1, 3, 64)):

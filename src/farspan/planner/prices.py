@@ -118,7 +118,7 @@ class SparsePrices:
         keys, ranking = sparse.compared(len(sparse.candidates(start)))
         scores = program.run.batch * spec.query_heads * (stop - start) * (keys + ranking / 2)
         flop = 2.0 * scores * sparse.key_dim(spec)
-        made = RANKING_PASSES * ranking * program.run.batch * spec.kv_heads * spec.head_dim
+        made = RANKING_PASSES * ranking * program.run.batch * spec.kv_heads * sparse.key_dim(spec)
         ready = self.moved(float(made * program.model.element_bytes))
         if known is None and not self.fused:
             written = WIDE_PASSES * scores * program.model.accumulate_bytes()

@@ -292,13 +292,13 @@ def choice_bytes(far: Far) -> int:
     them. Where superpages are ranked, the same of them; then of their pages, a part's copies of
     mean keys."""
     wide, keys = far.row.wide, far.candidates * far.means
+    copied, dim = far.width < wide, far.index_dim or far.head_dim
     if far.refined:
         count = -(-far.candidates // SUPERPAGE)
         whole = replace(far, refined=0, candidates=count, means=SUPERPAGE * far.ranking)
-        keys = far.batch * far.kv_heads * count * whole.means * far.head_dim
-        return max(choice_bytes(whole) + far.width * keys, _refining_bytes(far))
+        keys = far.batch * far.kv_heads * count * whole.means * dim
+        return max(choice_bytes(whole) + far.width * keys, _refining_bytes(far, dim))
     heads, queries = _voting(far, keys)
-    copied, dim = far.width < wide, far.index_dim or far.head_dim
     means = copied * far.batch * far.kv_heads * dim * keys
     given = 2 * far.batch * heads * queries * dim
     indexed = far.batch * far.heads * far.tokens * far.index_dim * far.width
@@ -318,17 +318,18 @@ def fullest_choice_bytes(far: Far) -> int:
     return max(choice_bytes(far), choice_bytes(flat))
 
 
-def _refining_bytes(far: Far) -> int:
-    """While pages of superpages vote, and when they are chosen."""
+def _refining_bytes(far: Far, dim: int) -> int:
+    """While pages of superpages vote by keys of so many dims, and when they are chosen."""
     wide, rows = far.row.wide, far.batch * far.kv_heads
     columns, means = far.refined * SUPERPAGE, SUPERPAGE * far.means
-    row = rows * means * (far.head_dim + far.row.queries)
+    row = rows * means * (dim + far.row.queries)
     at_once = min(far.query_pages, max(1, SCORES // row))
-    copies = far.head_dim * (far.width + (far.width < wide) * wide) + INDEX
-    part = means * copies + wide * far.row.queries * (means + 3 * columns + 2 * far.head_dim)
+    copies = dim * (far.width + (far.width < wide) * wide) + INDEX
+    part = means * copies + wide * far.row.queries * (means + 3 * columns + 2 * dim)
     entries = rows * far.query_pages * columns
     voting = rows * at_once * part + entries * (wide + INDEX)
-    return max(voting, entries * (2 * wide + 6 * INDEX))
+    indexed = far.batch * far.heads * far.tokens * far.index_dim * far.width
+    return indexed + max(voting, entries * (2 * wide + 6 * INDEX))
 
 
 def _voting(far: Far, keys: int) -> tuple[int, int]:
