@@ -15,6 +15,7 @@ from farspan.program.program import made_bytes
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 from tests.grids import crossed, part_of
+from tests.sparse.test_index import random_index
 from tests.zoo import RECURRENT, make_model
 
 BASE = Schedule(chunk=64, kv_block=64)
@@ -58,6 +59,24 @@ def test_sparse_steps_take_no_more_than_predicted(kv: Tier) -> None:
         predicted = estimate_memory(Step(model, schedule), 1, tokens)
         found = measure(Step(model, schedule), 1, tokens)
         assert found <= predicted.new_device + predicted.host_arena <= 1.3 * found
+
+
+def test_maps_of_an_index_are_there_once_and_counted() -> None:
+    """Where cells compute: the first step brings them there, and none after it."""
+    model = make_model("qwen2", torch.bfloat16, max_position_embeddings=4096)
+    sparse = Sparse(page=16, budget=64, recent=64, sinks=16, selector="index", index_dim=4)
+    schedule = Schedule(chunk=128, kv_block=128, groups=2, sparse=sparse)
+    index = random_index(Step(model, Schedule()).model_spec.layers, 4)
+    step = Step(model, schedule, selector=index)
+    first, second = (measure(step, 1, 600) for _ in range(2))
+    expected = estimate_memory(step, 1, 600)
+    assert first - second == expected.index == index.nbytes(torch.bfloat16)
+    fresh = Step(model, schedule, selector=replace(index, placed={}))
+    assert expected == estimate_memory(fresh, 1, 600)
+    assert second <= expected.new_device + expected.host_arena <= 1.3 * second
+    for parameter in index.parameters():
+        parameter.add_(1)  # as an optimizer does
+    assert measure(step, 1, 600) > second
 
 
 @pytest.mark.parametrize("page", part_of([1, 2, 4], 4))

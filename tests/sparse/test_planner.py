@@ -4,16 +4,19 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 
 from farspan.planner.api import Request
 from farspan.planner.evaluate import evaluate, size
 from farspan.planner.plans import best_plan, longest_contexts
+from farspan.planner.remedies import part_words
 from farspan.planner.request import Plan
 from farspan.planner.search import TOLERANCE
 from farspan.program.layout import Layout
 from farspan.spec import Kernels, Schedule, Sparse, Tier, UnsupportedError
 from tests.grids import exhaustive
 from tests.planner.test_plans import question
+from tests.sparse.test_index import random_index
 
 # By means of whole pages: votes by `submeans` grow with the square of the tokens.
 LINEAR = Sparse(query_page=128, selector="mean")
@@ -150,6 +153,17 @@ def test_votes_by_submeans_grow_faster_than_the_tokens() -> None:
     # At twice the tokens superpages are ranked.
     assert 2.2 < seconds[2**18, Sparse()] / seconds[2**17, Sparse()] < 2.4
     assert seconds[2**18, LINEAR] < seconds[2**18, Sparse()] < 0.6 * seconds[2**18, None]
+
+
+def test_maps_of_an_index_are_counted() -> None:
+    """Of 28 layers, each with 28 heads of queries and 4 of keys of 128 dims, 16 in the index."""
+    for sparse in (Sparse(selector="index"), Sparse()):
+        asked = Request("Qwen2.5-7B", 2**16, "h200", sparse=sparse).question()
+        schedule = Schedule(chunk=8192, groups=4, sparse=sparse)
+        parts = evaluate(asked, "grouped", schedule).device.parts
+        assert parts.get("index", 0) == 3_670_016 * sparse.indexed
+        assert random_index(asked.model.layers, 16).nbytes(torch.bfloat16) == 3_670_016
+    assert part_words("means") == "keys that pages are compared by"
 
 
 def test_it_pays_on_a_card_whose_votes_nobody_measured() -> None:

@@ -367,6 +367,7 @@ class TestIndex:
         shutil.rmtree(tmp_path / "index")
         model = Path(run.folder) / "model"
         assert Index.load(model / "index").digest() == index.digest()
+        assert read(run, "about.json")["memory"]["index"] == index.nbytes(torch.float32)
         further = replace(
             run,
             model=ModelConfig(path=str(model)),

@@ -20,6 +20,7 @@ from farspan.hf.stages import UncompiledMode, uncompiled
 from farspan.hf.unsupported import context_limit
 from farspan.memory.host import GIB, UNLIMITED
 from farspan.program.program import Program, made_bytes
+from farspan.sparse.index import Index
 from farspan.sparse.sizes import grown_bytes
 from farspan.spec import Tier
 
@@ -129,6 +130,7 @@ class MemoryEstimate:
     # but for sums of shards.
     host_weights: int = 0
     host_gradients: int = 0
+    index: int = 0  # maps by which sparse attention compares pages, there before the step
 
     @property
     def host(self) -> int:
@@ -143,7 +145,7 @@ class MemoryEstimate:
     @property
     def device(self) -> int:
         """Device bytes at the peak, optimizer states and the batch aside."""
-        return self.new_device + self.weights
+        return self.new_device + self.weights + self.index
 
     @property
     def new_device(self) -> int:
@@ -286,6 +288,10 @@ def _static(step: Step, program: Program, *, documents: bool) -> MemoryEstimate:
         accumulators=0,
         transient=0,
     )
+    if isinstance(step.selector, Index):
+        device, dtype = step.boundary.device, step.boundary.dtype
+        step.selector.at(device, dtype)  # a dry run finds them there, as the step will
+        found = replace(found, index=step.selector.nbytes(dtype))
     if step.weights is not None:
         return replace(
             found,

@@ -381,8 +381,8 @@ class PagesProblem:
         means = mean_keys(self.k, sparse.mean_tokens).permute(1, 2, 0, 3).contiguous()
         pages, call = range(self.k.shape[0] // page), FarCall(self.call.scale, page)
         flop = 2.0 * self.q.shape[2] * means.shape[2] * self.q.shape[3]
-        how = {"largest": sparse.selector != MEAN}
-        return flop, partial(fused_votes, self.q, means, pages, call, sparse.query_tokens, **how)
+        largest, rows = sparse.selector != MEAN, sparse.query_tokens
+        return flop, partial(fused_votes, self.q, means, pages, call, rows, largest=largest)
 
 
 def chosen_pages(bench: Bench, dtype: torch.dtype) -> PagesProblem | None:

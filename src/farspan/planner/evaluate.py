@@ -19,6 +19,7 @@ from farspan.planner.prices import Prices, rates_of
 from farspan.planner.request import Budget, Plan, Question, Seconds
 from farspan.planner.states import (
     gradient_bytes,
+    index_bytes,
     input_bytes,
     sharing_of,
     states,
@@ -423,6 +424,7 @@ def rank_parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict
             "gradients": held.gradients,
             "accumulators": held.accumulators,
             "optimizer": held.optimizer,
+            "index": index_bytes(question.model, own.sparse),
         },
         arena_parts(program, Tier.DEVICE),
         {
@@ -460,8 +462,7 @@ def _joined(*parts: dict[str, int]) -> dict[str, int]:
 def own_ranges(program: Program) -> tuple[Range, ...]:
     """Layers of the rank's groups, counted from the first that it has."""
     groups = [program.groups[group] for group in program.own_groups()]
-    first = groups[0][0]
-    return tuple((start - first, stop - first) for start, stop in groups)
+    return tuple((start - groups[0][0], stop - groups[0][0]) for start, stop in groups)
 
 
 def _total(parts: dict[str, int]) -> int:

@@ -271,6 +271,7 @@ PARTS = {
     "gradients": "gradients",
     "accumulators": "sums of weight gradients",
     "optimizer": "optimizer states",
+    "index": "maps of an index",
     **{kind.value: row.words for kind, row in RESIDENCY.items()},
     "slots": "slots of streamed K, V",
     "placement": "gaps between addresses",

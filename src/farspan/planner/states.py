@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from farspan.planner.collectives import fsdp_ranks
 from farspan.planner.request import Optimizer, Question
 from farspan.program.program import INDEX_BYTES
-from farspan.spec import ModelSpec, Reference, Tier
+from farspan.spec import ModelSpec, Reference, Sparse, Tier
 
 MOMENTS = 2  # of AdamW, an element
 BLOCK = 256  # elements that share a scale of four bytes, where a moment has one byte an element
@@ -142,6 +142,15 @@ def input_bytes(question: Question, tokens: int) -> int:
     if loss.ids > 1:  # labels are no tokens
         each += (2 * loss.ids - 1) * INDEX_BYTES
     return found + each * batch * question.run.tokens
+
+
+def index_bytes(model: ModelSpec, sparse: Sparse | None) -> int:
+    """Of the maps of an index, which every rank has for all layers."""
+    if sparse is None or not sparse.indexed:
+        return 0
+    choosing = (layer for layer in model.layers if layer.attends() and layer.window is None)
+    sizes = ((o.query_heads + o.kv_heads) * o.head_dim * sparse.key_dim(o) for o in choosing)
+    return sum(sizes) * model.element_bytes
 
 
 def sharing_of(question: Question) -> Sharing:

@@ -168,7 +168,7 @@ RESIDENCY: dict[Kind, Residency] = {
         contents=("activations",),
     ),
     Kind.MEANS: Residency(
-        words="mean keys of pages",
+        words="keys that pages are compared by",
         rows=CutInto.CELLS,
         written="the forward that writes K, V",
         read="forwards of later chunks that choose",

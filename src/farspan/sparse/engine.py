@@ -21,7 +21,7 @@ dim, Dv value dim, M pages of queries, k chosen pages, U units.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -489,7 +489,7 @@ class SparseRun:
     watched: tuple[int, int] | None = None  # the cell whose seen mass is measured
     seen: Callable[[], Seen] | None = None  # the CPU waits where it asks
     page_slots: PageSlots = field(init=False)
-    index: Index | None = field(init=False, default=None)  # by which pages are compared
+    index: Mapping[int, LayerIndex] | None = field(init=False, default=None)  # where cells compute
     learner: Index | None = field(init=False, default=None)  # the same where it learns
     chunk: int = -1  # the one at hand
     calls: dict[tuple[LayerSpec, float], SparseCall] = field(default_factory=dict)
@@ -498,8 +498,7 @@ class SparseRun:
         self.page_slots = PageSlots(self.storage)
         if isinstance(self.select, Index):
             self.select.refuse_misfit(self.storage.program.model.layers, self.sparse.index_dim)
-            with torch.no_grad():
-                self.index = self.select.to(self.kernels.device, self.storage.dtype)
+            self.index = self.select.at(self.kernels.device, self.storage.dtype)
             learns = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             if learns and self.select.learns():
                 refuse_keys_on_host(self.storage.program.schedule)
@@ -517,7 +516,7 @@ class SparseRun:
         if spec.window is not None:
             return None
         tokens, batch = self.sparse.mean_tokens, program.run.batch
-        index = None if self.index is None else self.index.layers[i.layer]
+        index = None if self.index is None else self.index[i.layer]
         learner = None if self.learner is None else self.learner.layers[i.layer]
         means = watch = None
         if i.means is not None:

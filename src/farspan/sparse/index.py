@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -87,6 +87,7 @@ class Index:
 
     layers: Mapping[int, LayerIndex]  # by number: those without a window
     select: Selector | None = None  # reads the votes; None: the pages with most, as a step has it
+    placed: dict[Any, Any] = field(default_factory=dict, compare=False)  # see `at`
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
         assert self.select is not None
@@ -112,8 +113,19 @@ class Index:
     def learns(self) -> bool:
         return any(parameter.requires_grad for parameter in self.parameters())
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Self:
-        return replace(self, layers={n: x.to(device, dtype) for n, x in self.layers.items()})
+    def nbytes(self, dtype: torch.dtype) -> int:
+        return sum(parameter.numel() for parameter in self.parameters()) * dtype.itemsize
+
+    @torch.no_grad()
+    def at(self, device: torch.device, dtype: torch.dtype) -> Mapping[int, LayerIndex]:
+        """The maps where cells compute. They are copied once for all steps there, and again after
+        they have changed."""
+        now = [0 if x.is_inference() else x._version for x in self.parameters()]
+        before, found = self.placed.get((device, dtype), (None, {}))
+        if before != now:
+            found = {number: maps.to(device, dtype) for number, maps in self.layers.items()}
+            self.placed[device, dtype] = now, found
+        return found
 
     def refuse_misfit(self, layers: tuple[LayerSpec, ...], dim: int) -> None:
         """Raise UnsupportedError unless these map a model of such layers to `dim` dims."""

@@ -316,15 +316,18 @@ class RunContext:
         return found if self.weights is None else self.weights.counted(found)
 
     def held_bytes(self) -> int:
-        """Weights and optimizer states on the device; on a CPU both tiers are that."""
+        """Weights, optimizer states and an index on the device; on a CPU both tiers are that."""
         held, both = self.optimizer.held(), self.device.type == "cpu"
         weights = self._weights() if both or self.lives is Tier.DEVICE else 0
-        return weights + held.device + (held.host if both else 0)
+        return weights + held.device + (held.host if both else 0) + self._index_bytes()
 
     def held_parts(self) -> dict[str, int]:
         """The same by cause."""
-        weights = self.held_bytes() - self._held_states()
-        return {"weights": weights, "optimizer": self._held_states()}
+        own = {"optimizer": self._held_states(), "index": self._index_bytes()}
+        return {"weights": self.held_bytes() - sum(own.values()), **own}
+
+    def _index_bytes(self) -> int:
+        return 0 if self.index is None else self.index.nbytes(torch_dtype(self.run))
 
     def _held_states(self) -> int:
         held = self.optimizer.held()

@@ -61,7 +61,7 @@ LOG = logging.getLogger(__name__)
 RETRY_SHARE = 0.8
 # What no schedule decides. Taken off before the share: weights may be nearly all there is.
 FIXED = (
-    *("weights", "reference", "gathered", "gradients"),
+    *("weights", "reference", "index", "gathered", "gradients"),
     *("accumulators", "optimizer", "inputs", "reserve"),
 )
 PLANNED = {
