@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from farspan.distributed.context import ParallelContext
 from farspan.engine.reference import SparseReference, reference_loss
@@ -356,17 +356,13 @@ class TestFolder:
         with pytest.raises(UnsupportedError, match=r"^index: .* has other tensors than queries"):
             Index.load(tmp_path)
 
-    @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, torch.tensor([1, 2])])
-    def test_it_holds_no_finite_numbers(self, tmp_path: Path, wrong: Any) -> None:
-        layer = index_of_family("qwen2").layers[0]
-        if isinstance(wrong, torch.Tensor):
-            layer = LayerIndex(layer.queries.long(), layer.keys.long())
-        else:
-            layer.keys[0, 0, 1] = wrong
-        (tmp_path / CONFIG).write_text(json.dumps({"format": FORMAT}))
-        tensors = {f"layers.0.{kind}": getattr(layer, kind) for kind in ("queries", "keys")}
+    @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 1])
+    def test_it_holds_no_finite_numbers(self, tmp_path: Path, wrong: float) -> None:
+        index_of_family("qwen2").save(tmp_path)
+        tensors = load_file(tmp_path / TENSORS)
+        tensors["layers.0.keys"] = torch.full(tensors["layers.0.keys"].shape, wrong)
         save_file(tensors, tmp_path / TENSORS)
-        with pytest.raises(UnsupportedError, match=r"^index: layers.0.\w+ of .* other than finite"):
+        with pytest.raises(UnsupportedError, match=r"^index: layers.0.keys of .* other than fini"):
             Index.load(tmp_path)
 
 
