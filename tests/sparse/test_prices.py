@@ -119,7 +119,7 @@ ALL, REST = "all", "norms, moves, the loss"
 def lines_of(tokens: int) -> dict[str, float]:
     """Seconds that a device computes: what a step takes less where those of a line take none."""
     asked = Request("Qwen2.5-7B", tokens, "h200", optimizer="none").question()
-    kept = {"attention_save_fraction": 1.0, "kv_block": 32768, "loss_chunk_size": 8192}
+    kept: Any = {"attention_save_fraction": 1.0, "kv_block": 32768, "loss_chunk_size": 8192}
     schedule = Schedule(8192, groups=28, sparse=Sparse(), **kept)
 
     def seconds(names: tuple[str, ...]) -> float:
