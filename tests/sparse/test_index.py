@@ -366,6 +366,14 @@ class TestFolder:
             Index.load(tmp_path)
 
 
+def test_maps_of_another_are_not_taken_for_its_own() -> None:
+    index, there = index_of_family("qwen2"), (torch.device("cpu"), torch.bfloat16)
+    first, layers = index.at(*there), {n: replace(x, keys=-x.keys) for n, x in index.layers.items()}
+    assert replace(index, select=TopK(1)).at(*there) is first
+    for number, maps in replace(index, layers=layers).at(*there).items():
+        assert torch.equal(maps.keys, -first[number].keys)
+
+
 class TestFit:
     def test_another_model_s(self) -> None:
         model = shared_model("qwen2")

@@ -120,11 +120,11 @@ class Index:
     def at(self, device: torch.device, dtype: torch.dtype) -> Mapping[int, LayerIndex]:
         """The maps where cells compute. They are copied once for all steps there, and again after
         they have changed."""
-        now = [0 if x.is_inference() else x._version for x in self.parameters()]
-        before, found = self.placed.get((device, dtype), (None, {}))
+        now = [(id(x), 0 if x.is_inference() else x._version) for x in self.parameters()]
+        before, found, _ = self.placed.get((device, dtype), (None, {}, None))
         if before != now:
             found = {number: maps.to(device, dtype) for number, maps in self.layers.items()}
-            self.placed[device, dtype] = now, found
+            self.placed[device, dtype] = now, found, self.layers  # nobody else gets their ids
         return found
 
     def refuse_misfit(self, layers: tuple[LayerSpec, ...], dim: int) -> None:
