@@ -95,7 +95,7 @@ def plain_mass(call: Call, selector: str, budget: int) -> float:
         together = torch.cat([q[head, first : first + 2] for head in heads])
         keys = k[kv_head]
         if selector == INDEX:
-            together, keys = together[:2, :3], keys[:, :3]
+            together, keys = together[:, :3], keys[:, :3]
         votes = votes_of(together, keys, call["scale"], selector)
         best = sorted(range(len(FAR)), key=lambda page: (-votes[page], page))
         chosen = {FAR[place] for place in best[: budget // 4]}
@@ -148,14 +148,13 @@ def test_losses_are_those_of_the_last_quarter() -> None:
 
 @pytest.mark.usefixtures("float64_throughout")
 def test_an_index_is_compared_too() -> None:
-    """One whose maps take out the first three dims of a group's first head, and of keys."""
+    """One whose maps take out the first three dims of each head."""
     model, ids = shared_model("gemma2"), drawn()
     calls = calls_of(model, ids[:, :TOKENS])
     _, kv_heads, _, dim = calls[0]["k"].shape
     group = calls[0]["q"].shape[1] // kv_heads
-    queries = torch.zeros(kv_heads, group, dim, 3, dtype=torch.float64)
-    queries[:, 0] = torch.eye(dim, 3)
     keys = torch.eye(dim, 3, dtype=torch.float64).expand(kv_heads, dim, 3)
+    queries = keys[:, None].expand(-1, group, -1, -1)
     schedule = replace(SCHEDULE, sparse=replace(SPARSE, index_dim=3))
     layers = kept_masses(model, ids, schedule, 0).layers
     index = Index({layer: LayerIndex(queries, keys) for layer in layers})
