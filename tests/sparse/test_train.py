@@ -15,7 +15,7 @@ from farspan.hf.describe import describe
 from farspan.hf.load import load_model
 from farspan.hf.stages import CausalLMStages
 from farspan.planner.request import Question
-from farspan.program.layout import Layout
+from farspan.program.layout import Layout, Parallel
 from farspan.sparse.index import Index
 from farspan.sparse.pages import Fraction
 from farspan.sparse.train import fraction_of, hides, other_chunk
@@ -34,6 +34,7 @@ from farspan.train.oom import lighter_schedule
 from farspan.train.planning import RETRY_SHARE, Choice, describe_schedule, plan_json, recall_plan
 from farspan.train.trainer import train
 from tests.numerics import assert_exact
+from tests.ranks import run_ranks
 from tests.sparse.test_index import random_index
 from tests.train.planner import one_memory, plan_for, planned_components
 from tests.train.tiny import MODEL, STEPS, Quiet, Stopped, Stopping, replaced, tiny_run
@@ -61,6 +62,10 @@ def indexed_run(root: Path) -> RunConfig:
 
 def by_index(folder: Path) -> SparseConfig:
     return replace(SPARSE, selector="index", index_dim=4, index=str(folder))
+
+
+def train_quietly(run: RunConfig) -> None:
+    train(run, reporter=Quiet())
 
 
 def lines(run: RunConfig) -> list[dict[str, Any]]:
@@ -358,6 +363,13 @@ class TestIndex:
             UnsupportedError, match=r"trained with another index than sparse\.index has now; give"
         ):
             train(run, reporter=Quiet())
+
+    def test_ranks_have_that_of_the_first(self, tmp_path: Path) -> None:
+        """Their run goes on in one process."""
+        run = replace(indexed_run(tmp_path), batch=2, steps=1)
+        random_index((HEADS, HEADS), 4).save(tmp_path / "index")
+        run_ranks(2, train_quietly, replace(run, batch=1, parallel=Parallel(data=2)))
+        assert train(run, reporter=Quiet()).step == run.steps
 
     def test_goes_with_the_model(self, tmp_path: Path) -> None:
         """Another run begins with both, from the folder of the model."""
