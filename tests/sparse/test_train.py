@@ -366,7 +366,7 @@ class TestIndex:
 
     def test_ranks_have_that_of_the_first(self, tmp_path: Path) -> None:
         """Their run goes on in one process."""
-        run = replace(indexed_run(tmp_path), batch=2, steps=1)
+        run = replace(indexed_run(tmp_path), batch=2)
         random_index((HEADS, HEADS), 4).save(tmp_path / "index")
         run_ranks(2, train_quietly, replace(run, batch=1, parallel=Parallel(data=2)))
         assert train(run, reporter=Quiet()).step == run.steps
