@@ -118,6 +118,7 @@ def test_a_run_is_evaluated_with_its_adapters(folder: Path) -> None:
 
 
 def test_a_run_is_evaluated_by_its_index(folder: Path) -> None:
+    """That beside its model, whatever became of the one that it was given."""
     model = load_model(path=str(folder / "model"), dtype=torch.float64)
     index = principal_index(model, torch.arange(60)[None], 4)
     index.save(folder / "index")
@@ -134,6 +135,8 @@ def test_a_run_is_evaluated_by_its_index(folder: Path) -> None:
     for layer in index.layers.values():
         layer.keys.neg_()
     index.save(folder / "index")
+    assert evaluated(folder, Path(run.folder), "--needles", "0")["loss"] == found["loss"]
+    index.save(Path(run.folder) / "model" / "index")
     assert evaluated(folder, Path(run.folder), "--needles", "0")["loss"] != found["loss"]
 
 

@@ -11,7 +11,7 @@ import yaml
 from farspan.cli.verify import attention_for
 from farspan.cli.with_torch import result_json
 from farspan.formatting import read_sparse
-from farspan.spec import Sparse
+from farspan.spec import Sparse, UnsupportedError
 from farspan.train.config import RunConfig, SparseConfig, load_run
 from farspan.train.step_runner import TrainingResult
 from tests.cli.test_cli import CONFIG, RESULT, folder, run, trained
@@ -119,6 +119,7 @@ class TestTrain:
         [
             ("maybe", "sparse: expected on, off or fields such as"),
             ("page=48", "sparse.budget: expected a multiple of page (48 tokens)"),
+            ("selector=index", "sparse.index: the selector is index, whose folder is not given"),
             ("page=24,budget=48", "schedule.chunk: expected a multiple of page (24 tokens)"),
         ],
     )
@@ -151,6 +152,10 @@ class TestVerify:
         found = attention_for(replace(load_run(run_file), sparse=own), text)
         assert found is not None
         assert found.index == index
+
+    def test_an_index_that_no_run_file_names(self) -> None:
+        with pytest.raises(UnsupportedError, match=r"^sparse.index: .* name it in a run file"):
+            attention_for(None, f"{SMALL},selector=index")
 
     def test_exact_and_how_far_from_dense(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -60,12 +60,16 @@ def test_lora_is_added_where_the_weights_lie(
     adapters = adapted(tmp_path, shard=shard)
     (adapters / "tokenizer.json").write_text("the run's")
     (tmp_path / "base" / "tokenizer.json").write_text("the base's")
+    for folder in adapters, tmp_path / "base":  # by which sparse attention compared pages
+        (folder / "index").mkdir()
+        (folder / "index" / folder.name).touch()
     found = merge(adapters, tmp_path / "out")
     assert found.streamed
     assert found.describe().startswith(f"adapters of {found.modules} modules merged; the model")
+    assert [path.name for path in (tmp_path / "out" / "index").iterdir()] == ["adapters"]
     files = {path.name for path in (tmp_path / "base").iterdir()}
     assert {path.name for path in (tmp_path / "out").iterdir()} == files | {"farspan.json"}
-    assert (len(files) > 4) == (shard == "20KB")
+    assert (len(files) > 5) == (shard == "20KB")
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "the run's"
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert merged.dtype == torch.float64

@@ -327,16 +327,19 @@ class TestPrincipal:
         index.refuse_misfit(Step(model, Schedule()).model_spec.layers, 3)
         assert all(x.isfinite().all() for x in index.parameters())
         assert principal_index(model, input_ids, 99).dim == index.layers[1].keys.shape[1]
-        for dim in (0, -1):
+        dims: tuple[Any, ...] = 0, -1, 2.5
+        for dim in dims:
             with pytest.raises(UnsupportedError, match=r"^dim: expected a whole number of at leas"):
                 principal_index(model, input_ids, dim)
+        with pytest.raises(UnsupportedError, match=r"^input_ids: expected \[batch, tokens\] wi"):
+            principal_index(model, input_ids[0], 3)
 
 
 class TestFolder:
     def test_what_is_saved_is_loaded(self, tmp_path: Path) -> None:
         index = index_of_family("gpt_oss")
-        index.save(tmp_path / "index")
-        found = Index.load(tmp_path / "index")
+        index.save(str(tmp_path / "index"))
+        found = Index.load(str(tmp_path / "index"))
         assert list(found.layers) == list(index.layers)
         for number, layer in found.layers.items():
             assert torch.equal(layer.queries, index.layers[number].queries.float())
@@ -353,6 +356,11 @@ class TestFolder:
     def test_it_holds_something_else(self, tmp_path: Path, name: str) -> None:
         (tmp_path / CONFIG).write_text(json.dumps({"format": FORMAT}))
         save_file({name: torch.zeros(2, 3, 4)}, tmp_path / TENSORS)
+        with pytest.raises(UnsupportedError, match=r"^index: .* has other tensors than queries"):
+            Index.load(tmp_path)
+
+    def test_its_keys_have_no_dims(self, tmp_path: Path) -> None:
+        index_of_family("qwen2", dim=0).save(tmp_path)
         with pytest.raises(UnsupportedError, match=r"^index: .* has other tensors than queries"):
             Index.load(tmp_path)
 

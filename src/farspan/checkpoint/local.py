@@ -70,6 +70,7 @@ from farspan.durable import (
 )
 from farspan.engine.parallelize import ShardedModel
 from farspan.hf.load import save_model
+from farspan.hf.merge import INDEX_FOLDER
 from farspan.sparse.index import Index
 from farspan.spec import UnsupportedError
 
@@ -528,7 +529,6 @@ class ShardedSaver:
 # was trained. A folder without it, or with another one, is not the result of this run: replaced.
 SOURCE = "farspan.json"
 CARD = "README.md"  # what the hub shows of a model
-INDEX = "index"  # the folder of what sparse attention compared pages by
 
 
 def source_of(checkpoint: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
@@ -571,7 +571,7 @@ def export(
         if card is not None:
             write_bytes(partial / CARD, card.encode("utf-8"))
         if index is not None:
-            index.save(partial / INDEX)
+            index.save(partial / INDEX_FOLDER)
     publish(partial, folder)
     if "overrides" in marks:
         note(

@@ -27,6 +27,7 @@ from farspan.durable import read_json, write_whole
 from farspan.engine.step import Step
 from farspan.formatting import read_tokens, write_tokens
 from farspan.hf.load import add_adapters, load_config, load_model
+from farspan.hf.merge import INDEX_FOLDER
 from farspan.profile.catalog import refuse_absent, split_revision
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.report.tables import lines_table, show
@@ -273,6 +274,8 @@ def subject_of(model: str, dtype: str | None, tokenizer: str | None) -> Subject:
     words = tokenizer or (run.data.tokenizer if run else None) or str(source.path)
     context = 8192 if run is None else run.context
     attention = None if run is None else run.sparse
+    if attention is not None and attention.index is not None:  # a copy is beside the model
+        attention = replace(attention, index=str(folder / "model" / INDEX_FOLDER))
     return Subject(source, getattr(torch, own), adapters, words, schedule, attention, context)
 
 

@@ -1,7 +1,7 @@
 """`farspan train` and `farspan data`. They read run files without torch: a slip is told at once."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -217,10 +217,7 @@ def with_sparse(run: RunConfig, sparse: Sparse | None) -> tuple[RunConfig, str |
     before = before or SparseConfig()
     if before.sparsity is not None:
         note = f"sparse: without sparsity: {before.sparsity}, which belonged to the run file's"
-    pages = {f.name: getattr(sparse, f.name) for f in fields(Sparse)}
-    index = before.index if sparse.indexed else None
-    attention = SparseConfig(**pages, index=index, warn_below=before.warn_below)
-    return replace(run, sparse=attention), note
+    return replace(run, sparse=before.over(sparse)), note
 
 
 # -- without a run file ---------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 what is asked, without torch: a slip in a run file is told at once."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -190,8 +190,7 @@ def attention_for(run: RunConfig | None, text: str | None) -> SparseConfig | Non
         pages, before = read_sparse(text), None if run is None else run.sparse
         if pages is None:
             return None
-        index = before.index if before is not None and pages.indexed else None
-        return SparseConfig(**asdict(pages), index=index)
+        return (before or SparseConfig()).over(pages)
     return None if run is None else run.sparse
 
 

@@ -27,6 +27,7 @@ from farspan.spec import UnsupportedError
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 SOURCE = "farspan.json"  # what a run says of its adapters
+INDEX_FOLDER = "index"  # beside them: by what sparse attention compared pages
 PREFIX = "base_model.model."  # of a name of peft's before the model's own
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".index.json")
@@ -85,6 +86,8 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
             else:
                 _merge_in_memory(model, adapters, overrides, partial)
             _copy_others(adapters, partial, ADAPTER_CONFIG, SOURCE, "README.md")
+            if (adapters / INDEX_FOLDER).is_dir():
+                shutil.copytree(adapters / INDEX_FOLDER, partial / INDEX_FOLDER)
             write_bytes(partial / SOURCE, json.dumps({**told, "merged": True}).encode("utf-8"))
     publish(partial, folder)
     modules = {name.partition(".lora_")[0] for name in names}

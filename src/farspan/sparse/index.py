@@ -31,6 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from farspan.attention.backends import reference
 from farspan.durable import read_json, write_bytes, write_tensors, writing
+from farspan.engine.loss import make_inputs
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.stages import CausalLMStages
 from farspan.sparse.attend import SparseCall
@@ -56,7 +57,7 @@ class LayerIndex:
     def is_whole(self) -> bool:
         """Do the shapes fit each other?"""
         heads, _, dims, dim = self.queries.shape if self.queries.ndim == 4 else (0, 0, 0, 0)
-        return heads > 0 and self.keys.shape == (heads, dims, dim)
+        return heads * dim > 0 and self.keys.shape == (heads, dims, dim)
 
     @torch.no_grad()
     def of_queries(self, q: Tensor) -> Tensor:
@@ -157,10 +158,11 @@ class Index:
                     f"asks for {narrow}; set that to {found}"
                 )
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path | str) -> None:
         """Write the adapter, a folder with its tensors in float32 and a small config. Raises
         WriteFailed."""
         about = {"format": FORMAT, "kind": "farspan index", "dim": self.dim}
+        folder = Path(folder)
         with writing(folder):
             write_tensors(folder / TENSORS, self._tensors())
             write_bytes(folder / CONFIG, (json.dumps(about) + "\n").encode())
@@ -180,8 +182,9 @@ class Index:
         }
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
+    def load(cls, folder: Path | str) -> Self:
         """Read an adapter. Raises UnsupportedError for what is none."""
+        folder = Path(folder)
         about = read_json(folder / CONFIG)
         if about is None or about.get("format") != FORMAT:
             raise UnsupportedError(
@@ -306,7 +309,7 @@ def principal_index(model: nn.Module, input_ids: Tensor, dim: int) -> Index:
     say how much a dim gives; what is the same for all keys of a query does not matter. Attention is
     computed at once, T x T: a few thousand tokens are enough. Heads of fewer dims have all of
     theirs. Raises UnsupportedError."""
-    if dim < 1:
+    if not isinstance(dim, int) or dim < 1:
         raise UnsupportedError(f"dim: expected a whole number of at least 1, got {dim!r}")
     found: dict[int, LayerIndex] = {}
 
@@ -321,6 +324,7 @@ def principal_index(model: nn.Module, input_ids: Tensor, dim: int) -> Index:
         return out.transpose(1, 2)
 
     stages = CausalLMStages(model)
+    make_inputs(input_ids, input_ids, None, stages.vocab)  # refuses what are no tokens of it
     with routed(stages.model), answering(attention):
         stages.model.base_model(input_ids=input_ids, use_cache=False)
     if not found:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -218,8 +218,8 @@ class SparseConfig:
     def __post_init__(self) -> None:
         if self.spec().indexed != (self.index is not None):
             raise UnsupportedError(
-                "index: the selector is index, whose folder is not given; give one that was saved, "
-                "or another selector"
+                "index: the selector is index, whose folder is not given; name it in a run file "
+                "(sparse.index), or give another selector"
                 if self.index is None
                 else f"index: the selector is {self.selector}, which has none; leave it out, or "
                 "set selector to index"
@@ -237,6 +237,15 @@ class SparseConfig:
     def spec(self) -> Sparse:
         """As a schedule has it."""
         return Sparse(**{f.name: getattr(self, f.name) for f in fields(Sparse)})
+
+    def over(self, pages: Sparse) -> "SparseConfig":
+        """Of other pages, with the same warning, by the same index where they are chosen by one.
+        Raises UnsupportedError where there is none."""
+        index = self.index if pages.indexed else None
+        try:
+            return SparseConfig(**asdict(pages), index=index, warn_below=self.warn_below)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"sparse.{error}") from error
 
 
 @dataclass(frozen=True, slots=True)
