@@ -382,6 +382,18 @@ def test_maps_of_another_are_not_taken_for_its_own() -> None:
         assert torch.equal(maps.keys, -first[number].keys)
 
 
+def test_fused_optimizers_change_its_maps() -> None:
+    """Which they do without telling the tensors (`_version`)."""
+    index, there = index_of_family("qwen2").learning(), (torch.device("cpu"), torch.bfloat16)
+    before = index.at(*there)
+    for parameter in index.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.Adam(index.parameters(), 1.0, fused=True).step()
+    for number, maps in index.at(*there).items():
+        assert torch.equal(maps.keys, index.layers[number].keys.bfloat16())
+        assert not torch.equal(maps.keys, before[number].keys)
+
+
 class TestFit:
     def test_another_model_s(self) -> None:
         model = shared_model("qwen2")

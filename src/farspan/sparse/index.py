@@ -120,10 +120,11 @@ class Index:
     @torch.no_grad()
     def at(self, device: torch.device, dtype: torch.dtype) -> Mapping[int, LayerIndex]:
         """The maps where cells compute. They are copied once for all steps there, and again after
-        they have changed."""
+        they have changed; each time where they learn, as fused optimizers leave `_version` as it
+        was."""
         now = [(id(x), 0 if x.is_inference() else x._version) for x in self.parameters()]
         before, found, _ = self.placed.get((device, dtype), (None, {}, None))
-        if before != now:
+        if before != now or self.learns():
             found = {number: maps.to(device, dtype) for number, maps in self.layers.items()}
             self.placed[device, dtype] = now, found, self.layers  # nobody else gets their ids
         return found
