@@ -43,8 +43,8 @@ def compiling(kernel: Any, cache: Path) -> Iterator[Any]:
     driver.set_active(before)
 
 
-def spilled(kernel: Any, capability: tuple[int, int], folder: Path) -> int:
-    """Bytes of registers that a thread of a compiled kernel stores in memory, as ptxas says."""
+def assembled(kernel: Any, capability: tuple[int, int], folder: Path) -> str:
+    """What ptxas says of a compiled kernel."""
     source = folder / "kernel.ptx"
     source.write_text(kernel.asm["ptx"], "utf-8")
     target = re.search(r"\.target (sm_\w+)", kernel.asm["ptx"])
@@ -52,7 +52,12 @@ def spilled(kernel: Any, capability: tuple[int, int], folder: Path) -> int:
     tool = load("triton.backends.nvidia.compiler", "get_ptxas")
     arch = 10 * capability[0] + capability[1]
     command = [tool(arch).path, "-v", f"--gpu-name={target[1]}", "-o", folder / "kernel", source]
-    said = run(command, check=True, capture_output=True, text=True, timeout=120).stderr
+    return run(command, check=True, capture_output=True, text=True, timeout=120).stderr
+
+
+def spilled(kernel: Any, capability: tuple[int, int], folder: Path) -> int:
+    """Bytes of registers that a thread of a compiled kernel stores in memory, as ptxas says."""
+    said = assembled(kernel, capability, folder)
     spills = re.search(r"(\d+) bytes spill stores", said)
     assert spills is not None, said
     return int(spills[1])
@@ -61,3 +66,9 @@ def spilled(kernel: Any, capability: tuple[int, int], folder: Path) -> int:
 def waits(kernel: Any) -> list[int]:
     """Of each wait for asynchronous copies, how many copies may still be under way behind it."""
     return [int(number) for number in re.findall(r"async_wait.*num = (\d+)", kernel.asm["ttgir"])]
+
+
+def products(kernel: Any) -> int:
+    """Multiplications in instructions of matrix products, each counted once."""
+    sizes = re.findall(r"\bw?g?mma\.\S*\bm(\d+)n(\d+)k(\d+)", kernel.asm["ptx"])
+    return sum(int(rows) * int(columns) * int(depth) for rows, columns, depth in sizes)

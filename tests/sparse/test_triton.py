@@ -80,11 +80,11 @@ CASES = [
     replace(PLAIN, kv_heads=1, group=1, batch=2, dtype=HALF),
     replace(PLAIN, group=3, page=12, tokens=60, queries=24, kv_heads=1),
     replace(PLAIN, group=4, kv_heads=1, head_dim=24, queries=16, dtype=HALF),
-    replace(PLAIN, tokens=90, queries=41, missing=True, kv_heads=1),
+    replace(PLAIN, tokens=90, queries=41, missing=True, kv_heads=1, head_dim=40),
     replace(PLAIN, page=40, tokens=90, queries=50, chosen=2, kv_heads=1, dtype=HALF),
     replace(PLAIN, first_keys=True, batch=2, queries=20),
     replace(PLAIN, first_keys=True, queries=20, dtype=HALF),
-    replace(FULL, group=3, kv_heads=1, slots=True),
+    replace(FULL, group=3, kv_heads=1, head_dim=80, slots=True),
     replace(FULL, batch=2, group=1, slots=True, queries=20, dtype=HALF),
     # Query pages smaller than, and larger than, key pages; several to a tile of queries, or uneven.
     replace(
@@ -98,9 +98,9 @@ CASES = [
         dtype=HALF,
     ),
     replace(PLAIN, query_page=8, group=1, head_dim=64, missing=True, slots=True, queries=42),
-    replace(FULL, query_page=64, page=8, chosen=5, kv_heads=1, head_dim=128, dtype=HALF),
+    replace(FULL, query_page=64, page=8, chosen=5, kv_heads=1, head_dim=192, dtype=HALF),
     replace(
-        PLAIN, query_page=12, group=7, kv_heads=1, head_dim=192, queries=30, dtype=HALF, slots=True
+        PLAIN, query_page=12, group=7, kv_heads=1, head_dim=128, queries=30, dtype=HALF, slots=True
     ),
     replace(FULL, query_page=16, page=32, head_dim=96, group=8, kv_heads=1, dtype=HALF),
     replace(PLAIN, page=32, tiles=None, chosen=1, tokens=64, queries=32, kv_heads=1),
@@ -216,7 +216,9 @@ def ranked_votes(
         VoteCase(
             query_page=4, group=7, kv_heads=1, each=4, documents=True, dtype=HALF, largest=True
         ),
-        exhaustive(VoteCase(query_page=16, each=2, head_dim=64, dtype=HALF)),
+        VoteCase(head_dim=80, group=1, each=2, documents=True, ranked=True, dtype=HALF),
+        exhaustive(VoteCase(query_page=16, each=2, head_dim=96, dtype=HALF)),
+        exhaustive(VoteCase(query_page=16, head_dim=192, dtype=HALF)),
         # An index: one query for a group, a key of few dims for each token of a page.
         exhaustive(VoteCase(group=1, head_dim=8, each=8, documents=True, largest=True)),
         exhaustive(VoteCase(group=1, head_dim=24, each=8, query_page=32)),
@@ -364,7 +366,7 @@ def test_without_an_interpreter_a_cpu_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 def test_kernels_on_a_gpu(head_dim: int, dtype: torch.dtype) -> None:
     # References are of one CPU thread.
     sizes = replace(FULL, queries=300, tokens=1500, page=128, chosen=7, batch=2, group=7)

@@ -16,17 +16,19 @@ import pytest
 import torch
 
 from farspan.attention.backends import BackwardQueries
-from farspan.kernels.launch import Launch
+from farspan.kernels.launch import Launch, launched
 from farspan.lazy import load
+from farspan.sparse.attend import FarCall
 from farspan.sparse.kernel_calls import (
     PagedCall,
     PageGradients,
     PageTable,
     backward_launches,
     forward_launch,
+    fused_votes,
 )
-from farspan.sparse.sizes import PageTiles, choose_tiles, shared_bytes
-from tests.compiling import Compiler, compiling, spilled, waits
+from farspan.sparse.sizes import PageTiles, choose_tiles, shared_bytes, vote_tile
+from tests.compiling import Compiler, assembled, compiling, products, spilled, waits
 from tests.grids import exhaustive
 from tests.sparse.triton_cases import PagedCase, PagedInputs, make_paged
 from tests.versions import older
@@ -96,6 +98,10 @@ SMALL_PAGES = replace(QWEN_7B, query_page=16)
     [
         (QWEN_7B, (9, 0)),
         *(exhaustive(case, (9, 0)) for case in (LLAMA_8B, SMALL_PAGES, *map(of_width, (64, 256)))),
+        *(
+            exhaustive(replace(QWEN_7B, head_dim=head_dim), (9, 0))
+            for head_dim in (80, 96, 160, 192)
+        ),
         exhaustive(replace(LLAMA_8B, query_page=16), (9, 0)),
         exhaustive(replace(SMALL_PAGES, slots=True), (9, 0)),
         exhaustive(replace(of_width(64), group=1, query_page=16), (9, 0)),
@@ -131,6 +137,66 @@ def test_kernels_compile(
             assert spilled(kernel, capability, tmp_path) <= SPILLS, name
         # No sum goes through an atomic, so the order of programs does not matter.
         assert not re.search(r"\b(atom|red)\.", ptx), name
+
+
+def votes(case: PagedCase) -> dict[str, Any]:
+    """As `compiled`, of both walks over representatives."""
+    heads = case.group * case.kv_heads
+    q, means = (
+        torch.empty(1, *shape, case.head_dim, dtype=case.dtype, device="meta")
+        for shape in ((heads, case.queries), (case.kv_heads, 2 * case.tokens))
+    )
+    made: list[Launch] = []
+    with launched(made.append):
+        call = FarCall(case.scale, case.page, None)
+        fused_votes(q, means, range(case.tokens), call, case.query_tokens)
+    return {
+        launch.name: launch.kernel.warmup(
+            grid=launch.programs, **launch.arguments, enable_fp_fusion=True
+        )
+        for launch in made
+    }
+
+
+# Of a model without groups, a page of queries has too few rows for Hopper's own instructions.
+FEW_ROWS = replace(BF16, query_page=16, group=1, kv_heads=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "padded", "share"),
+    [
+        (
+            replace(FEW_ROWS, head_dim=80),
+            128,
+            0.69,
+        ),  # its 16 are dealt as 32 in a third of products
+        exhaustive(replace(FEW_ROWS, head_dim=96, group=2), 128, 0.75),
+        exhaustive(replace(QWEN_7B, head_dim=80), 128, 0.625),
+        (replace(QWEN_7B, head_dim=96), 128, 0.75),
+        exhaustive(replace(QWEN_7B, head_dim=160), 256, 0.625),
+        exhaustive(replace(QWEN_7B, head_dim=192), 256, 0.75),
+    ],
+    ids=str,
+)
+def test_two_parts_do_less_than_one_that_is_padded(
+    case: PagedCase, padded: int, share: float, driver: Any, tmp_path: Path
+) -> None:
+    """Beside a width of the same tiles: products, spills, and loads under way behind a wait."""
+    driver.set_active(Compiler((9, 0)))
+    parted, whole = (compiled(one, (9, 0)) for one in (case, replace(case, head_dim=padded)))
+    for name in KERNELS:
+        ours, theirs = parted[name], whole[name]
+        assert products(ours) <= share * products(theirs), name
+        assert spilled(ours, (9, 0), tmp_path) <= spilled(theirs, (9, 0), tmp_path), name
+        assert "instructions are serialized" not in assembled(ours, (9, 0), tmp_path), name
+        assert max(waits(ours), default=0) >= max(waits(theirs), default=0), name
+    area = vote_tile(case.head_dim, 2).keys / vote_tile(padded, 2).keys
+    parted, whole = (votes(one) for one in (case, replace(case, head_dim=padded)))
+    for name, theirs in whole.items():
+        ours = parted[name]
+        assert products(ours) <= share * area * products(theirs), name
+        assert spilled(ours, (9, 0), tmp_path) == 0, name
 
 
 def test_a_longer_sequence_compiles_nothing_new(driver: Any) -> None:

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from farspan.sparse.kernel_calls import PageTable
-from farspan.sparse.sizes import TILES, choose_tiles, shared_bytes
+from farspan.sparse.sizes import (
+    PARTED_VOTE_TILE,
+    SMALL_VOTE_TILE,
+    TILES,
+    VOTE_TILE,
+    choose_tiles,
+    parts_of,
+    shared_bytes,
+    vote_tile,
+)
 from farspan.spec import UnsupportedError
 
 
@@ -61,6 +70,16 @@ def test_the_inverse_holds_each_visit_once_in_order() -> None:
     assert sorted(inverse.rows.tolist()) == list(visits)
 
 
+def test_a_width_has_two_parts_where_they_pad_less() -> None:
+    two = {40: (32, 16), 72: (64, 16), 80: (64, 16), 96: (64, 32), 160: (128, 32), 192: (128, 64)}
+    for head_dim, parts in two.items():
+        assert parts_of(head_dim) == parts
+    for head_dim, part in {8: 16, 24: 32, 64: 64, 104: 128, 112: 128, 128: 128, 200: 256}.items():
+        assert parts_of(head_dim) == (part,)
+    tiles = TILES[9, 0][256]
+    assert 4 * shared_bytes(tiles, 192, 2) < 3.1 * shared_bytes(tiles, 256, 2)
+
+
 def test_tiles_by_gpu_and_head_size() -> None:
     """A chip that is not in the table takes the last before it."""
     assert choose_tiles((9, 0), 96, 2) is TILES[9, 0][128]
@@ -69,6 +88,9 @@ def test_tiles_by_gpu_and_head_size() -> None:
     assert choose_tiles((10, 3), 128, 2) is TILES[10, 0][128]
     assert choose_tiles((12, 1), 256, 2) is TILES[12, 0][256]
     assert choose_tiles((9, 0), 128, 4).forward.stages == 1
+    assert vote_tile(96, 2) is VOTE_TILE
+    assert vote_tile(192, 2) is PARTED_VOTE_TILE
+    assert vote_tile(256, 2) is vote_tile(192, 4) is SMALL_VOTE_TILE
 
 
 def test_tables_hold_powers_of_two_that_fit_shared_memory() -> None:

@@ -41,6 +41,7 @@ from farspan.sparse.sizes import (
     PageTiles,
     VoteSizes,
     choose_tiles,
+    parts_of,
     shared_bytes,
     tile_edge,
     vote_tile,
@@ -364,7 +365,7 @@ def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False)
         query_page=table.query_tokens,
         group=group,
         head_dim=q.shape[3],
-        padded_dim=tile_edge(q.shape[3]),
+        parts=parts_of(q.shape[3]),
         tile_queries=tile.queries if several else min(tile.queries, tile_edge(rows)),
         tile_keys=min(tile.keys, tile_edge(table.page)),
         stages=tile.stages,
@@ -487,7 +488,7 @@ def fused_votes(
     tile = tile or vote_tile(head_dim, q.element_size())
     query_pages, group = -(-tokens // query_page), heads // kv_heads
     rows, each = tile_edge(group * query_page), representatives.shape[2] // len(pages)
-    edges = head_dim, tile_edge(head_dim), min(tile.queries, rows), tile.keys, tile.stages
+    edges = head_dim, parts_of(head_dim), min(tile.queries, rows), tile.keys, tile.stages
     shape = PageShape(call.page, query_page, group, *edges, each=each, largest=largest)
     columns = len(pages) if superpages is None else superpages.shape[3] * SUPERPAGE
     c, m, n = veiled(tokens), veiled(query_pages), veiled(len(pages))

@@ -2,7 +2,8 @@
 
 One tile of queries is rows of one query page and one head of keys and values: the r query heads
 that share it lie one after the other, row = head * query_page + token. K and V are read where they
-lie.
+lie. A tile of vectors is a tuple of the parts of their width (`PageShape`): a product of two is the
+sum over parts, and sums of vectors are a tuple, too.
 
     forward   one program per (tile, b, h): over the pages its query page chose
     rows      what the two others read of a query: lse, rowsum(dO * O), its first key
@@ -24,8 +25,8 @@ A row that sees nothing has out 0 and lse -inf, and no gradient."""
 import triton
 import triton.language as tl
 
-# Triton reads annotations of parameters itself: only tl.constexpr may stand there.
-# mypy: disable-error-code="no-untyped-def"
+# Triton reads annotations itself: only tl.constexpr may stand there. A tuple grows by parts.
+# mypy: disable-error-code="no-untyped-def,assignment"
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -40,26 +41,31 @@ def _size(veiled):
 
 
 @triton.jit
-def _vectors(x, offset, row, fits, shape: tl.constexpr):
-    """Addresses of vectors at `offset` + row, [rows, padded_dim], and which of them are there."""
-    d = tl.arange(0, shape.padded_dim)
+def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
+    """Addresses of a part of vectors at `offset` + row, [rows, parts[part]], and which of them are
+    there."""
+    d = part * shape.parts[0] + tl.arange(0, shape.parts[part])
     mask = fits[:, None]
-    if shape.padded_dim != shape.head_dim:
+    if part * shape.parts[0] + shape.parts[part] > shape.head_dim:
         mask = mask & (d < shape.head_dim)[None, :]
     return x.base + offset + row[:, None] + d[None, :], mask
 
 
 @triton.jit
 def _load(x, offset, row, fits, shape: tl.constexpr):
-    """Zeros where they do not fit."""
-    at, mask = _vectors(x, offset, row, fits, shape)
-    return tl.load(at, mask=mask, other=0.0)
+    """The parts of a tile of vectors, zeros where they do not fit."""
+    tile = ()
+    for part in tl.static_range(len(shape.parts)):
+        at, mask = _vectors(x, offset, row, fits, part, shape)
+        tile += (tl.load(at, mask=mask, other=0.0),)
+    return tile
 
 
 @triton.jit
-def _store(x, offset, row, fits, values, shape: tl.constexpr):
-    at, mask = _vectors(x, offset, row, fits, shape)
-    tl.store(at, values, mask=mask)
+def _store(x, offset, row, fits, tile, shape: tl.constexpr):
+    for part in tl.static_range(len(shape.parts)):
+        at, mask = _vectors(x, offset, row, fits, part, shape)
+        tl.store(at, tile[part], mask=mask)
 
 
 @triton.jit
@@ -128,13 +134,33 @@ def _first_keys(first_key, batch, token, fits, sizes):
 
 @triton.jit
 def _product(a, b, start):
-    """a @ b, whose sums begin at `start`. Of fp32 they begin at 0: such checks are of their last
-    bits."""
-    if a.dtype == tl.float32:
-        product = tl.dot(a, b, input_precision="ieee") + start
-    else:
-        product = tl.dot(a, b, start)
+    """a @ b.T over all parts, whose sums begin at `start` where there is one. Of fp32 they begin at
+    0: such checks are of their last bits."""
+    late: tl.constexpr = start is not None and a[0].dtype == tl.float32
+    product = None if late else start
+    for part in tl.static_range(len(a)):
+        product = tl.dot(a[part], tl.trans(b[part]), product, input_precision="ieee")
+    if late:
+        product += start
     return product
+
+
+@triton.jit
+def _zeros(rows: tl.constexpr, tile):
+    """Sums for such vectors."""
+    return [tl.full([rows, part.shape[1]], 0.0, tl.float32) for part in tile]
+
+
+@triton.jit
+def _add_product(sums, weights, tile):
+    """sums + weights @ tile, part by part. The last part comes first: where rows are few, Triton
+    deals all products of a loop to warps as suits the last one. By 16 rows of 16 dimensions four
+    warps would compute the same: 2.5 times the work of 128 dimensions for 80."""
+    weights, added = weights.to(tile[0].dtype), ()
+    for part in tl.static_range(len(tile) - 1, -1, -1):
+        sum_of_part = tl.dot(weights, tile[part], sums[part], input_precision="ieee")
+        added = (sum_of_part,) + added  # noqa: RUF005 -- Triton has no star
+    return added
 
 
 @triton.jit
@@ -149,7 +175,7 @@ def forward_kernel(q, keys, values, out, lse, table, sizes, shape: tl.constexpr)
         first = _first_keys(table.first_key, batch, token, fits, sizes)
     most = tl.full([shape.tile_queries], float("-inf"), tl.float32)
     total = tl.full([shape.tile_queries], 0.0, tl.float32)
-    sums = tl.full([shape.tile_queries, shape.padded_dim], 0.0, tl.float32)
+    sums = _zeros(shape.tile_queries, q_tile)
     scale = sizes.scale * LOG2E
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     within = tl.arange(0, shape.tile_keys)
@@ -160,7 +186,7 @@ def forward_kernel(q, keys, values, out, lse, table, sizes, shape: tl.constexpr)
         key, at, there = _keys_of(page, slot, step % tiles, sizes, shape)
         page, slot = _chosen_page(table, entries + tl.minimum(step + 1, last) // tiles)
         k_tile = _load(keys, k_place + at * keys.token, within * keys.token, there, shape)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+        scores = _product(q_tile, k_tile, None) * scale
         seen = there[None, :]
         if table.first_key is not None:
             seen = seen & (key + within[None, :] >= first[:, None])
@@ -172,14 +198,15 @@ def forward_kernel(q, keys, values, out, lse, table, sizes, shape: tl.constexpr)
         shrink = tl.exp2(most - base)
         total = total * shrink + tl.sum(weights, 1)
         v_tile = _load(values, v_place + at * values.token, within * values.token, there, shape)
-        sums = sums * shrink[:, None]
-        sums += tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
+        sums = [part * shrink[:, None] for part in sums]
+        sums = _add_product(sums, weights, v_tile)
         most = new_most
     seen_any = total > 0
-    result = sums / tl.where(seen_any, total, 1.0)[:, None]
+    result = [part / tl.where(seen_any, total, 1.0)[:, None] for part in sums]
     place = _place(out, batch, kv_head, shape.group)
     rows = head * out.head + token * out.token
-    _store(out, place, rows, fits, result.to(out.base.dtype.element_ty), shape)
+    result = [part.to(out.base.dtype.element_ty) for part in result]
+    _store(out, place, rows, fits, result, shape)
     natural = tl.where(
         seen_any, (most + tl.log2(tl.where(seen_any, total, 1.0))) * LN2, float("-inf")
     )
@@ -194,7 +221,9 @@ def rows_kernel(dout, out, lse, first_key, rows, sizes, shape: tl.constexpr):
     row, query_page, batch, kv_head = _rows_of_program(sizes, shape)
     head, token, fits = _query_rows(query_page, row, sizes, shape)
     dout_tile, out_tile = _load_both(dout, out, batch, kv_head, head, token, fits, shape)
-    delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
+    delta = tl.sum(dout_tile[0].to(tl.float32) * out_tile[0].to(tl.float32), 1)
+    for part in tl.static_range(1, len(shape.parts)):
+        delta += tl.sum(dout_tile[part].to(tl.float32) * out_tile[part].to(tl.float32), 1)
     at = (tl.program_id(1).to(tl.int64) * shape.group + head) * _size(sizes.queries) + token
     natural = tl.load(lse + at, mask=fits, other=0.0)
     unseen = natural == float("-inf")
@@ -237,7 +266,7 @@ def dq_kernel(q, keys, values, dout, dq, rows, table, sizes, shape: tl.constexpr
     at_row = tl.program_id(1).to(tl.int64) * shape.group * _size(sizes.queries)
     lse, delta, first = _row_values(rows, at_row, head * _size(sizes.queries) + token, fits)
     k_place, v_place = _place(keys, batch, kv_head, 1), _place(values, batch, kv_head, 1)
-    sums = tl.full([shape.tile_queries, shape.padded_dim], 0.0, tl.float32)
+    sums = _zeros(shape.tile_queries, q_tile)
     scale = sizes.scale * LOG2E
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     within = tl.arange(0, shape.tile_keys)
@@ -250,16 +279,16 @@ def dq_kernel(q, keys, values, dout, dq, rows, table, sizes, shape: tl.constexpr
         k_tile = _load(keys, k_place + at * keys.token, within * keys.token, there, shape)
         v_tile = _load(values, v_place + at * values.token, within * values.token, there, shape)
         sum_from = tl.broadcast_to(lse[:, None], [shape.tile_queries, shape.tile_keys])
-        scores = _product(q_tile, tl.trans(k_tile), sum_from) * scale
+        scores = _product(q_tile, k_tile, sum_from) * scale
         seen = there[None, :]
         if table.first_key is not None:
             seen = seen & (key + within[None, :] >= first[:, None])
         weights = tl.exp2(tl.where(seen, scores, float("-inf")))
         sum_from = tl.broadcast_to(delta[:, None], [shape.tile_queries, shape.tile_keys])
-        dscores = weights * _product(dout_tile, tl.trans(v_tile), sum_from)
-        sums = tl.dot(dscores.to(k_tile.dtype), k_tile, sums, input_precision="ieee")
+        dscores = weights * _product(dout_tile, v_tile, sum_from)
+        sums = _add_product(sums, dscores, k_tile)
     place, at_rows = _place(dq, batch, kv_head, shape.group), head * dq.head + token * dq.token
-    _store(dq, place, at_rows, fits, sums * sizes.scale, shape)
+    _store(dq, place, at_rows, fits, [part * sizes.scale for part in sums], shape)
 
 
 @triton.jit
@@ -334,7 +363,9 @@ def _add(total, sums, visits, tiles: tl.constexpr, sizes, shape: tl.constexpr):
     batch, kv_head, _, at, there = _owned(visits, row, start, sizes, shape)
     place = _place(total, batch, kv_head, 1) + at * total.token
     rows = tl.arange(0, shape.tile_keys) * total.token
-    _store(total, place, rows, there, sums + _load(total, place, rows, there, shape), shape)
+    for part in tl.static_range(len(shape.parts)):
+        at, mask = _vectors(total, place, rows, there, part, shape)
+        tl.store(at, sums[part] + tl.load(at, mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit
@@ -351,8 +382,7 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
     k_tile = _load(keys, place, within * keys.token, there, shape)
     place = _place(values, batch, kv_head, 1) + at * values.token
     v_tile = _load(values, place, within * values.token, there, shape)
-    dk = tl.full([shape.tile_keys, shape.padded_dim], 0.0, tl.float32)
-    dv = tl.full([shape.tile_keys, shape.padded_dim], 0.0, tl.float32)
+    dk, dv = _zeros(shape.tile_keys, k_tile), _zeros(shape.tile_keys, v_tile)
     scale = sizes.scale * LOG2E
     q_place = _place(q, batch, kv_head, shape.group)
     dout_place = _place(dout, batch, kv_head, shape.group)
@@ -361,6 +391,9 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
     steps = (stop - start) * ((of_page + shape.tile_queries - 1) // shape.tile_queries)
     if of_page < shape.tile_queries:
         steps = ((stop - start) * of_page + shape.tile_queries - 1) // shape.tile_queries
+    if len(shape.parts) > 1:
+        # Zeros for a loop of no step would lie behind it, and ptxas have each product waited for.
+        tl.assume(steps > 0)
     query_page = _visitors(visits, start, stop, 0, shape)
     for step in tl.range(0, steps, num_stages=shape.stages):
         head, token, heads, tokens = _rows_of_tile(step, shape)
@@ -381,16 +414,16 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
         lse, delta, first = _row_values(rows, at_row, heads * _size(sizes.queries) + tokens, fits)
         # Keys that are not there have zeros for products. Their sums are never stored.
         sum_from = tl.broadcast_to(lse[None, :], [shape.tile_keys, shape.tile_queries])
-        scores = _product(k_tile, tl.trans(q_tile), sum_from) * scale
+        scores = _product(k_tile, q_tile, sum_from) * scale
         if visits.first_key is not None:
             scores = tl.where((key + within)[:, None] >= first[None, :], scores, float("-inf"))
         weights = tl.exp2(scores)
         sum_from = tl.broadcast_to(delta[None, :], [shape.tile_keys, shape.tile_queries])
-        dscores = weights * _product(v_tile, tl.trans(dout_tile), sum_from)
+        dscores = weights * _product(v_tile, dout_tile, sum_from)
         # The two last: weights and their gradients are 32 registers as bf16, and 64 as fp32.
-        dv = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
-        dk = tl.dot(dscores.to(q_tile.dtype), q_tile, dk, input_precision="ieee")
-    _add(totals.dk, dk * sizes.scale, visits, tiles, sizes, shape)
+        dv = _add_product(dv, weights, dout_tile)
+        dk = _add_product(dk, dscores, q_tile)
+    _add(totals.dk, [part * sizes.scale for part in dk], visits, tiles, sizes, shape)
     _add(totals.dv, dv, visits, tiles, sizes, shape)
 
 
@@ -427,13 +460,13 @@ def _best_scores(q_tile, representatives, place, page, sizes, shape: tl.constexp
     there = page < _size(sizes.pages)
     if shape.each == 1:
         tile = _load(representatives, place, row, there, shape)
-        best = tl.dot(q_tile, tl.trans(tile), input_precision="ieee")
+        best = _product(q_tile, tile, None)
     else:
         best = tl.full([shape.tile_queries, shape.tile_keys], float("-inf"), tl.float32)
         for which in tl.range(0, shape.each, num_stages=shape.stages):
             at = place + which * representatives.token
             tile = _load(representatives, at, row, there, shape)
-            best = tl.maximum(best, tl.dot(q_tile, tl.trans(tile), input_precision="ieee"))
+            best = tl.maximum(best, _product(q_tile, tile, None))
     return best * (sizes.scale * LOG2E)
 
 

@@ -418,7 +418,7 @@ class PageShape(NamedTuple):
     query_page: int
     group: int  # query heads of a head of keys and values
     head_dim: int
-    padded_dim: int
+    parts: tuple[int, ...]  # of a vector, `parts_of`
     tile_queries: int
     tile_keys: int
     stages: int
@@ -487,6 +487,9 @@ FULL_PRECISION = PageTiles(PageTile(32, 32, 4, 1), PageTile(32, 32, 4, 1), PageT
 
 VOTE_TILE = PageTile(128, 64, 8, 3)  # `keys` are pages
 SMALL_VOTE_TILE = PageTile(32, 32, 4, 2)  # heads wider than 128, or fp32
+# Wide ones in two parts: of two products in a row that are square, Triton deals only rows to warps,
+# and two would compute the same 16.
+PARTED_VOTE_TILE = PageTile(32, 64, 4, 2)
 
 
 ROW = 16  # bytes of what a backward reads of a query, besides vectors
@@ -497,6 +500,14 @@ def tile_edge(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def parts_of(head_dim: int) -> tuple[int, ...]:
+    """Dimensions of the one or two tiles that hold vectors, powers of two. There are two where that
+    pads less: 80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64, but 112 are in 128."""
+    whole = tile_edge(head_dim)
+    two = whole // 2, tile_edge(head_dim - whole // 2)
+    return two if sum(two) < whole else (whole,)
+
+
 def choose_tiles(capability: tuple[int, int], head_dim: int, itemsize: int) -> PageTiles:
     """The table's entry for a GPU's compute capability, heads of head_dim, elements of bytes."""
     if itemsize > 2:
@@ -505,7 +516,9 @@ def choose_tiles(capability: tuple[int, int], head_dim: int, itemsize: int) -> P
 
 
 def vote_tile(head_dim: int, itemsize: int) -> PageTile:
-    return SMALL_VOTE_TILE if head_dim > 128 or itemsize > 2 else VOTE_TILE
+    if head_dim <= 128 and itemsize <= 2:
+        return VOTE_TILE
+    return PARTED_VOTE_TILE if len(parts_of(head_dim)) > 1 and itemsize <= 2 else SMALL_VOTE_TILE
 
 
 def shared_bytes(tiles: PageTiles, head_dim: int, itemsize: int) -> int:
@@ -513,7 +526,7 @@ def shared_bytes(tiles: PageTiles, head_dim: int, itemsize: int) -> int:
     many tiles of what it walks over as are in flight, and weights, which some chips multiply from
     there. A forward holds one tile of queries and walks over two of keys and values; the others
     hold two and walk over two."""
-    vector = tile_edge(head_dim) * itemsize
+    vector = sum(parts_of(head_dim)) * itemsize
     forward, dq, dkv = tiles.forward, tiles.dq, tiles.dkv
     of_query = 2 * vector + ROW
     return max(
