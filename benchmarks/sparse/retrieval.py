@@ -48,7 +48,7 @@ class Lesson:
     warm_rates: Rates = WARM_RATES
     rates: Rates = RATES
     step_tokens: int = 4096  # of all sequences of a step, after the warm-up
-    examined: int = 8  # sequences
+    examined: int = 16  # sequences
 
     def __post_init__(self) -> None:
         # One chunk sees all of itself: there the arms are the same function.
@@ -62,7 +62,7 @@ class Lesson:
 LESSON = Lesson(
     # 8 pages of 32 tokens of 80 to 128: 10% of the prefix at the first question, 6.25% at the last.
     Attention(256, Sparse(32, 256, 16, sinks=0)),
-    (Stage(256, 32, 20), Stage(1024, 64, 30), Stage(2048, 64, 30), Stage(4096, 64, 60)),
+    (Stage(256, 32, 20), Stage(1024, 64, 30), Stage(2048, 64, 30), Stage(4096, 64, 100)),
 )
 # The same share of the prefix in pages twice as long.
 LONGER_PAGES = Attention(256, Sparse(64, 256, 16, sinks=0))
