@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from benchmarks.sparse.index import passages
+from benchmarks.sparse.index import CONTEXT, passages
 from farspan import Schedule, Sparse, Step
 from farspan.engine.loss import IGNORED
 from farspan.engine.microbench import describe_machine
@@ -108,8 +108,8 @@ class Reader:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         began = time.perf_counter()
         if index is None:
-            text = next(passages(self.tokenizer))
-            self.index = principal_index(self.model, text, Sparse().index_dim)
+            text = next(passages(self.tokenizer, 1024))
+            self.index = principal_index(self.model, text, Sparse().index_dim, CONTEXT)
         else:
             self.index = Index.load(index)
         self.about = {"dim": self.index.dim, "seconds": round(time.perf_counter() - began, 1)}

@@ -27,6 +27,7 @@ from farspan.sparse.index import principal_index
 
 CHUNK = 256
 TOKENS = 2048  # of a text
+CONTEXT = 8192  # that SmolLM2 reads at most
 
 
 def docstrings() -> str:
@@ -62,7 +63,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
     text = passages(AutoTokenizer.from_pretrained(given.model), given.tokens)
     began = time.perf_counter()
-    index = principal_index(model, next(text), given.dim).learning()
+    index = principal_index(model, next(text), given.dim, CONTEXT).learning()
     pages = Sparse(given.page, given.budget, 256, selector="index", index_dim=given.dim)
     step = Step(model.requires_grad_(False), Schedule(chunk=CHUNK, sparse=pages), selector=index)
     optimizer = torch.optim.Adam(index.parameters(), given.lr)

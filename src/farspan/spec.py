@@ -359,7 +359,7 @@ class Sparse:
     sinks: int = 128  # first tokens of the sequence, rounded up to a page border
     query_page: int = 16  # tokens that choose together; see `query_tokens`
     selector: str = SUBMEANS  # by what pages are compared; see `sparse.pages.vote`
-    index_dim: int = 16  # dims of a key of `index`, cut to those of the model's keys
+    index_dim: int = 32  # dims of a key of `index`, cut to those of the model's keys
 
     def __post_init__(self) -> None:
         for field in ("page", "budget", "recent", "sinks", "query_page"):

@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from farspan.attention.backends import reference
 from farspan.distributed.context import ParallelContext
 from farspan.engine.reference import SparseReference, reference_loss
 from farspan.engine.step import Step
+from farspan.hf.attention_interface import answering, routed
 from farspan.program.layout import Layout, refuse_together
 from farspan.sparse.attend import sampled, seen_mask
 from farspan.sparse.index import (
@@ -24,7 +26,7 @@ from farspan.sparse.index import (
     TENSORS,
     Index,
     LayerIndex,
-    _principal,
+    _Moments,
     principal_index,
 )
 from farspan.sparse.pages import Candidates, Fraction, TopK
@@ -134,6 +136,11 @@ def test_maps_are_linear_maps_of_each_head() -> None:
     compared = index.compared(q, k.permute(1, 2, 0, 3))
     assert relative_error(compared[0], queries) <= EXACT
     assert relative_error(compared[1], keys.permute(1, 2, 0, 3)) <= EXACT
+
+
+def products(maps: LayerIndex) -> torch.Tensor:
+    """[Hk, r, D, D], which do not depend on the signs of dims."""
+    return maps.queries @ maps.keys.mT.unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,10 +322,33 @@ class TestPrincipal:
     def test_all_dims_give_the_products(self) -> None:
         """But for what is the same for all keys of a query."""
         q, k = torch.randn(1, 4, 60, 6), torch.randn(1, 2, 60, 6)
-        maps = _principal(q, k, 6)
+        maps = _Moments.of(q, k).principal(6, 1)
         queries, keys = maps.compared(q, k)
         wide_keys, wide = (x.repeat_interleave(2, 1) for x in (keys, k))
         assert relative_error(queries @ wide_keys.mT, q @ wide.mT) < 1e-5
+
+    def test_of_places_in_a_context(self) -> None:
+        """As if the queries and keys of all places were of one text."""
+        model, (input_ids, *_) = shared_model("qwen2"), draw(31)
+        read: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+        def noting(
+            module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, **_: Any
+        ) -> torch.Tensor:
+            read.setdefault(module.layer_idx, []).append((q, k))
+            return reference(q, k, v, scale=scale).transpose(1, 2)
+
+        positions = torch.arange(31)[None].expand_as(input_ids)
+        with torch.no_grad(), routed(model), answering(noting):
+            for start in (0, 233, 466, 700):
+                model.model(input_ids, position_ids=positions + start, use_cache=False)
+        index = principal_index(model, input_ids, 4, 731)
+        for number, pairs in read.items():
+            q, k = (torch.cat(x) for x in zip(*pairs, strict=True))
+            expected = products(_Moments.of(q, k).principal(4, 1))
+            assert relative_error(products(index.layers[number]), expected) < 1e-5
+        near = products(principal_index(model, input_ids, 4).layers[0])
+        assert relative_error(near, products(index.layers[0])) > 0.1
 
     def test_of_a_model(self) -> None:
         model, (input_ids, *_) = shared_model("gpt_oss"), draw(61)

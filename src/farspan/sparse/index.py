@@ -301,53 +301,87 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
+PLACES = 4  # of a context where a text is read
+
+
 @torch.no_grad()
-def principal_index(model: nn.Module, input_ids: Tensor, dim: int) -> Index:
+def principal_index(
+    model: nn.Module, input_ids: Tensor, dim: int, context: int | None = None
+) -> Index:
     """An index that has not learned yet: the `dim` dims in which products of queries and keys on a
     text input_ids [B, T] vary most, of each head of keys and all its queries.
 
     With second moments A of queries and C of centred keys, the singular values of A^(1/2) C^(1/2)
-    say how much a dim gives; what is the same for all keys of a query does not matter. Attention is
+    say how much a dim gives; what is the same for all keys of a query does not matter. Rotary
+    embedding turns queries and keys by their positions, slow dims over a whole sequence: the text
+    is read at `PLACES` places of a sequence of `context` tokens, T if that is None. Attention is
     computed at once, T x T: a few thousand tokens are enough. Heads of fewer dims have all of
     theirs. Raises UnsupportedError."""
     if not isinstance(dim, int) or dim < 1:
         raise UnsupportedError(f"dim: expected a whole number of at least 1, got {dim!r}")
-    found: dict[int, LayerIndex] = {}
+    tokens = input_ids.shape[1]
+    read: dict[int, _Moments] = {}
 
     def attention(
         module: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
     ) -> Tensor:
         window = keywords.get("sliding_window")
         if window is None:
-            found[module.layer_idx] = _principal(q, k, min(dim, q.shape[3]))
+            moments = _Moments.of(q, k)
+            if module.layer_idx in read:
+                read[module.layer_idx].add(moments)
+            else:
+                read[module.layer_idx] = moments
         softcap, sinks = keywords.get("softcap"), keywords.get("s_aux")
         out = reference(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
         return out.transpose(1, 2)
 
-    stages = CausalLMStages(model)
+    stages, last = CausalLMStages(model), max(0, (context or tokens) - tokens)
     make_inputs(input_ids, input_ids, None, stages.vocab)  # refuses what are no tokens of it
+    positions = torch.arange(tokens, device=input_ids.device).expand_as(input_ids)
     with routed(stages.model), answering(attention):
-        stages.model.base_model(input_ids=input_ids, use_cache=False)
-    if not found:
+        for start in (places := sorted({last * n // (PLACES - 1) for n in range(PLACES)})):
+            stages.model.base_model(
+                input_ids=input_ids, position_ids=positions + start, use_cache=False
+            )
+    if not read:
         raise UnsupportedError(
             "model: each of its layers has a window or no attention, so there are no pages to "
             "choose; use it without an index"
         )
-    return Index(found)
+    return Index({n: moments.principal(dim, len(places)) for n, moments in read.items()})
 
 
-def _principal(q: Tensor, k: Tensor, dim: int) -> LayerIndex:
-    """Of q [B, H, T, D] and k [B, Hk, T, D]."""
-    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    q = q.double().unflatten(1, (kv_heads, group)).movedim(1, 0).flatten(1, 3)
-    k = k.double().movedim(1, 0).flatten(1, 2)
-    k = k - k.mean(1, keepdim=True)
-    of_q, back_q = _roots(q.mT @ q / q.shape[1])
-    of_k, back_k = _roots(k.mT @ k / k.shape[1])
-    left, values, right = torch.linalg.svd(of_q @ of_k)
-    each = values[:, None, :dim].sqrt()
-    queries, keys = back_q @ left[..., :dim] * each, back_k @ right.mT[..., :dim] * each
-    return LayerIndex(queries.unsqueeze(1).repeat(1, group, 1, 1).float(), keys.float())
+@dataclass(slots=True)
+class _Moments:
+    """Of queries [B, H, T, D] and keys [B, Hk, T, D], in float64."""
+
+    group: int
+    queries: Tensor  # means of products of a query's elements, [Hk, D, D]
+    keys: Tensor
+    key: Tensor  # the mean of keys, [Hk, 1, D]
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor) -> Self:
+        group = q.shape[1] // k.shape[1]
+        q = q.double().unflatten(1, (-1, group)).movedim(1, 0).flatten(1, 3)
+        k = k.double().movedim(1, 0).flatten(1, 2)
+        return cls(group, q.mT @ q / q.shape[1], k.mT @ k / k.shape[1], k.mean(1, keepdim=True))
+
+    def add(self, other: Self) -> None:
+        """Those of another place: means become sums, which `principal` divides."""
+        self.queries += other.queries
+        self.keys += other.keys
+        self.key += other.key
+
+    def principal(self, dim: int, places: int) -> LayerIndex:
+        key = self.key / places
+        of_q, back_q = _roots(self.queries / places)
+        of_k, back_k = _roots(self.keys / places - key.mT @ key)
+        left, values, right = torch.linalg.svd(of_q @ of_k)
+        each = values[:, None, :dim].sqrt()
+        queries, keys = back_q @ left[..., :dim] * each, back_k @ right.mT[..., :dim] * each
+        return LayerIndex(queries.unsqueeze(1).repeat(1, self.group, 1, 1).float(), keys.float())
 
 
 def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
