@@ -319,7 +319,6 @@ def principal_index(
     theirs. Raises UnsupportedError."""
     if not isinstance(dim, int) or dim < 1:
         raise UnsupportedError(f"dim: expected a whole number of at least 1, got {dim!r}")
-    tokens = input_ids.shape[1]
     read: dict[int, _Moments] = {}
 
     def attention(
@@ -336,8 +335,10 @@ def principal_index(
         out = reference(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
         return out.transpose(1, 2)
 
-    stages, last = CausalLMStages(model), max(0, (context or tokens) - tokens)
+    stages = CausalLMStages(model)
     make_inputs(input_ids, input_ids, None, stages.vocab)  # refuses what are no tokens of it
+    tokens = input_ids.shape[1]
+    last = max(0, (context or tokens) - tokens)
     positions = torch.arange(tokens, device=input_ids.device).expand_as(input_ids)
     with routed(stages.model), answering(attention):
         for start in (places := sorted({last * n // (PLACES - 1) for n in range(PLACES)})):
