@@ -21,7 +21,11 @@ def main() -> None:
         [sys.executable, "-m", f"benchmarks.sparse.{name}", "--out", out[name]] for name in out
     )
     with subprocess.Popen(learning) as beside:
-        subprocess.run([*evidence, "--model", str(given.model)], check=True)
+        try:
+            subprocess.run([*evidence, "--model", str(given.model)], check=True)
+        except BaseException:
+            beside.terminate()
+            raise
     if beside.returncode:
         sys.exit(beside.returncode)
 
