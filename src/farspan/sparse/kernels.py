@@ -393,7 +393,7 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
         steps = ((stop - start) * of_page + shape.tile_queries - 1) // shape.tile_queries
     if len(shape.parts) > 1:
         # Zeros for a loop of no step would lie behind it, and ptxas have each product waited for.
-        tl.assume(steps > 0)
+        steps = tl.maximum(steps, 1)
     query_page = _visitors(visits, start, stop, 0, shape)
     for step in tl.range(0, steps, num_stages=shape.stages):
         head, token, heads, tokens = _rows_of_tile(step, shape)
