@@ -156,13 +156,13 @@ def test_votes_by_submeans_grow_faster_than_the_tokens() -> None:
 
 
 def test_maps_of_an_index_are_counted() -> None:
-    """Of 28 layers, each with 28 heads of queries and 4 of keys of 128 dims, 16 in the index."""
+    """Of 28 layers, each with 28 heads of queries and 4 of keys of 128 dims, 32 in the index."""
     for sparse in (Sparse(selector="index"), Sparse()):
         asked = Request("Qwen2.5-7B", 2**16, "h200", sparse=sparse).question()
         schedule = Schedule(chunk=8192, groups=4, sparse=sparse)
         parts = evaluate(asked, "grouped", schedule).device.parts
-        assert parts.get("index", 0) == 3_670_016 * sparse.indexed
-        assert random_index(asked.model.layers, 16).nbytes(torch.bfloat16) == 3_670_016
+        assert parts.get("index", 0) == 7_340_032 * sparse.indexed
+        assert random_index(asked.model.layers, 32).nbytes(torch.bfloat16) == 7_340_032
     assert part_words("means") == "keys that pages are compared by"
 
 
