@@ -347,6 +347,9 @@ class TestPrincipal:
             q, k = (torch.cat(x) for x in zip(*pairs, strict=True))
             expected = products(_Moments.of(q, k).principal(4, 1))
             assert relative_error(products(index.layers[number]), expected) < 1e-5
+        for context in (30, 731.0):
+            with pytest.raises(UnsupportedError, match=r"^context: expected .* the text's 31 tok"):
+                principal_index(model, input_ids, 4, context)  # type: ignore[arg-type]
         near = products(principal_index(model, input_ids, 4).layers[0])
         assert relative_error(near, products(index.layers[0])) > 0.1
 

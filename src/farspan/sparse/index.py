@@ -338,7 +338,13 @@ def principal_index(
     stages = CausalLMStages(model)
     make_inputs(input_ids, input_ids, None, stages.vocab)  # refuses what are no tokens of it
     tokens = input_ids.shape[1]
-    last = max(0, (context or tokens) - tokens)
+    context = tokens if context is None else context
+    if not isinstance(context, int) or context < tokens:
+        raise UnsupportedError(
+            f"context: expected a whole number of at least the text's {tokens} tokens, got "
+            f"{context!r}; give the longest that will be trained, or a shorter text"
+        )
+    last = context - tokens
     positions = torch.arange(tokens, device=input_ids.device).expand_as(input_ids)
     with routed(stages.model), answering(attention):
         for start in (places := sorted({last * n // (PLACES - 1) for n in range(PLACES)})):
