@@ -15,13 +15,12 @@ from benchmarks.sparse import evidence, haystack, learning, reading, retrieval
 from benchmarks.sparse.arms import ARMS, DENSE, RANDOM, SPARSE, Attention
 from benchmarks.sparse.haystack import Haystack
 from benchmarks.sparse.retrieval import LESSON, LONGER_PAGES, Lesson, Stage
-from farspan.spec import MEAN, SUBMEANS, Sparse
+from farspan.spec import INDEX, MEAN, SUBMEANS, Sparse
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "sparse_learning.json"
 # What random pages may reach: a question's page is among a tenth by chance, or its value guessed.
 CHANCE = 0.2
-GAP = 0.03  # below dense attention, at most
 SMALL_LEARNT, SMALL_CHANCE = 0.75, 0.3  # 0.86 and 0.09 were found
 
 # Keys and values of 16 kinds, 256 pages.
@@ -136,8 +135,8 @@ def test_the_result_is_of_this_benchmark(result: dict[str, Any], name: str) -> N
     assert seeds == {(arm, seed) for arm in arms for seed in learning.SEEDS}
 
 
-@pytest.mark.parametrize("name", LESSONS)
-def test_the_result_learns(result: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize(("name", "gap"), [("retrieval", 0.02), ("longer_pages", 0.03)])
+def test_the_result_learns(result: dict[str, Any], name: str, gap: float) -> None:
     """On each seed, by pages of either length."""
     rows = result["retrieval"]["arms"]
     dense = {row["seed"]: row["accuracy"] for row in rows if row["arm"] == DENSE}
@@ -145,7 +144,7 @@ def test_the_result_learns(result: dict[str, Any], name: str) -> None:
         if row["arm"] == RANDOM:
             assert row["accuracy"] <= CHANCE
         else:
-            assert row["accuracy"] >= dense[row["seed"]] - GAP
+            assert row["accuracy"] >= dense[row["seed"]] - gap
     means = result["retrieval"]["accuracy"]
     assert means == retrieval.gap(rows)
     page = (ROOT / "docs" / "evidence" / "cpu.md").read_text(encoding="utf-8")
@@ -171,6 +170,11 @@ def found() -> dict[str, Any]:
     return kept
 
 
+def test_the_record_takes_less_than_an_hour(found: dict[str, Any]) -> None:
+    """Lessons are learnt beside it."""
+    assert sum(row["seconds"] for row in found["rows"]) + found["index"]["seconds"] < 3000
+
+
 def test_a_needle_is_found_that_a_mean_key_hides() -> None:
     drawn = {name: Generator().manual_seed(1) for name in (SUBMEANS, MEAN)}
     seen = {name: evidence.needle(Sparse(selector=name), 1, drawn[name]) for name in drawn}
@@ -194,9 +198,9 @@ def test_a_real_model_reads_by_chosen_pages(
 ) -> None:
     """In nats a token above dense attention."""
     rows = [r for r in found["gaps"] if (r["what"], r["tokens"]) == (what, tokens)]
-    (own,) = [row for row in rows if default(row["attention"])]
-    assert own["seeds"] >= seeds
-    assert own["above_dense"] <= most
+    own = [row for row in rows if default(row["attention"]) or row["attention"] == INDEX]
+    assert len(own) == 2
+    assert all(row["seeds"] >= seeds and row["above_dense"] <= most for row in own)
     assert found["gaps"] == evidence.gaps(found["rows"])
 
 

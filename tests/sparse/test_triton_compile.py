@@ -196,7 +196,8 @@ def test_two_parts_do_less_than_one_that_is_padded(
     for name, theirs in whole.items():
         ours = parted[name]
         assert products(ours) <= share * area * products(theirs), name
-        assert spilled(ours, (9, 0), tmp_path) <= 4, name  # one address at 192
+        # One address at 192.
+        assert spilled(ours, (9, 0), tmp_path) <= 4 * (case.head_dim == 192), name
 
 
 def test_a_longer_sequence_compiles_nothing_new(driver: Any) -> None:
