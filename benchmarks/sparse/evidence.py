@@ -108,7 +108,7 @@ class Reader:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         began = time.perf_counter()
         if index is None:
-            text = next(passages(self.tokenizer, 1024))
+            text = next(passages(self.tokenizer))
             self.index = principal_index(self.model, text, Sparse().index_dim, CONTEXT)
         else:
             self.index = Index.load(index)

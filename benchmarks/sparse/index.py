@@ -26,7 +26,7 @@ from farspan import Schedule, Sparse, Step
 from farspan.sparse.index import principal_index
 
 CHUNK = 256
-TOKENS = 2048  # of a text
+TOKENS = 1024  # of a text
 CONTEXT = 8192  # that SmolLM2 reads at most
 
 
