@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from farspan.cli.verify import attention_for
-from farspan.cli.with_torch import result_json
+from farspan.cli.with_torch import result_json, trained_model
 from farspan.formatting import read_sparse
+from farspan.sparse.index import Index, principal_index
 from farspan.spec import Sparse, UnsupportedError
 from farspan.train.config import RunConfig, SparseConfig, load_run
 from farspan.train.step_runner import TrainingResult
@@ -297,3 +299,56 @@ class TestText:
         (folder / "text.txt").write_text("to be or not to be")
         assert run(monkeypatch, "verify", str(folder), "--text", str(folder / "text.txt")) == 2
         assert "model" in capsys.readouterr().err
+
+
+class TestIndex:
+    """`farspan index`: made by a command, named by a run."""
+
+    def test_a_run_names_it_makes_it_and_trains_with_it(
+        self, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        values = yaml.safe_load(run_file.read_text())
+        folder, text = run_file.parent / "keys", str(run_file.parent / "text.txt")
+        values |= {"seed": 3}  # of its weights, which it has no folder of
+        values["sparse"] |= {"selector": "index", "index": str(folder), "index_dim": 2}
+        run_file.write_text(yaml.safe_dump(values))
+        longer = ["--context", "1200"]
+        assert run(monkeypatch, "train", str(run_file)) == 2
+        assert "or make one with farspan index" in capsys.readouterr().err
+        assert run(monkeypatch, "index", str(run_file), "--text", text, *longer) == 0
+        assert f"index: {folder}, index_dim: 2}}" in capsys.readouterr().out
+        ids = torch.tensor([list(Path(text).read_bytes()[:1024])])
+        model, _ = trained_model(str(run_file), load_run(run_file), "float32", 3)
+        expected = principal_index(model, ids, 2, 1200)
+        assert Index.load(folder).digest() == expected.digest()
+        assert run(monkeypatch, "train", str(run_file)) == 0
+        assert run(monkeypatch, "index", str(run_file), "--text", text) == 2
+        assert f"output: {folder} is there already" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ([], "output: where is it to be written? give --output FOLDER"),
+            (["-o", "new", "--text", "text.txt"], "--text: no file matches 'text.txt'"),
+            (["-o", "new", "--dtype", "int8"], "dtype: expected float64, float32 or bfloat16"),
+        ],
+    )
+    def test_what_is_refused(
+        self,
+        run_file: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        arguments: list[str],
+        message: str,
+    ) -> None:
+        text = str(run_file.parent / "text.txt")
+        assert run(monkeypatch, "index", str(run_file), "--text", text, *arguments) == 2
+        assert message in capsys.readouterr().err
+        assert not Path("new").exists()
+
+    def test_a_folder_has_no_context_of_its_own(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        given = ["--text", str(folder), "-o", str(folder / "new")]
+        assert run(monkeypatch, "index", str(folder), *given) == 2
+        assert "context: how long will sequences be?" in capsys.readouterr().err

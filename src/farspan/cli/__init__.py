@@ -71,6 +71,11 @@ COMMANDS = {
         "farspan.cli.verify",
         "Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ.",
     ),
+    "index": LazyCommand(
+        "farspan.cli.verify",
+        "Make the index by which sparse attention with `selector: index` chooses, from a text.",
+        app="index_app",
+    ),
     "evaluate": LazyCommand(
         "farspan.cli.evaluate",
         "Loss by position, perplexity by document, and sentences found in a long context.",

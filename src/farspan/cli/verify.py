@@ -1,6 +1,8 @@
-"""`farspan verify`: are the gradients exact, and how many pages does sparse attention need? Reads
-what is asked, without torch: a slip in a run file is told at once."""
+"""`farspan verify`: are the gradients exact, and how many pages does sparse attention need? What it
+may choose them by is made by `farspan index`. Reads what is asked, without torch: a slip in a run
+file is told at once."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +119,57 @@ def verify_command(
     else:
         tell = load("farspan.cli.with_torch", "verify_and_tell")
         tell(loaded, schedule, attention, documents=documents, **data)
+
+
+index_app = typer_app()
+
+READ = 1024  # tokens, of which an index was measured to be good
+
+
+@index_app.command("index")
+def index_command(
+    model: Annotated[
+        str, typer.Argument(help="Folder, hub name (also NAME@REVISION) or run file (YAML).")
+    ],
+    texts: Annotated[
+        list[str],
+        typer.Option("--text", help="A file, a folder or a glob of text files, to make it from."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder to write. Default: the run's sparse.index."),
+    ] = None,
+    context_text: Annotated[
+        str | None,
+        typer.Option("--context", help="Longest sequence to train: 128K. Default: the run's."),
+    ] = None,
+    dim: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Dims of its keys. Default: the run's, or {Sparse().index_dim}."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
+    settings: Settings = None,
+) -> None:
+    """Make the index by which sparse attention with `selector: index` chooses, from a text.
+
+    Its first 1,024 tokens are read at several places of the context; the model stays as it is.
+    """
+    run = run_of(model, settings or ())
+    given = (None if run is None else run.sparse) or SparseConfig()
+    folder = output or (given.index and Path(given.index))
+    if not folder:
+        raise UnsupportedError("output: where is it to be written? give --output FOLDER")
+    folder = folder.expanduser()
+    if os.path.lexists(folder):
+        raise UnsupportedError(f"output: {folder} is there already; name a folder that is not")
+    longest = context_text or (None if run is None else run.context)
+    if longest is None:
+        raise UnsupportedError("context: how long will sequences be? give --context, such as 128K")
+    context = read_tokens(longest, "context")
+    dtype, seed = checked_dtype(dtype), 0 if run is None else run.seed
+    loaded, words = load("farspan.cli.with_torch", "trained_model")(model, run, dtype, seed)
+    make = load("farspan.cli.with_torch", "index_and_tell")
+    make(loaded, words, texts, folder, dim or given.index_dim, min(READ, context), context)
 
 
 def compared(

@@ -40,6 +40,7 @@ from farspan.memory.trace import Malloc, Trace, write_trace
 from farspan.program.strategies import STRATEGIES
 from farspan.report.run import write_report
 from farspan.report.tables import lines_table, show
+from farspan.sparse.index import principal_index
 from farspan.sparse.train import (
     ENOUGH,
     LAST,
@@ -313,6 +314,30 @@ def compare_and_tell(
         show(line)
 
 
+def index_and_tell(
+    model: PreTrainedModel,
+    tokenizer: str,
+    texts: Sequence[str],
+    folder: Path,
+    dim: int,
+    tokens: int,
+    context: int,
+) -> None:
+    """Makes an index, writes it and says how it is used. Raises typer.Exit where the disk is full,
+    and UnsupportedError."""
+    ids = tokens_of(texts, load_tokenizer(tokenizer), 1, tokens)
+    try:
+        principal_index(model, ids, dim, context).save(folder)
+    except WriteFailed as error:
+        print(f"farspan: {error}", file=sys.stderr)
+        raise typer.Exit(FAILED) from error
+    own = "" if dim == Sparse().index_dim else f", index_dim: {dim}"
+    print(
+        f"{folder}: an index of {dim} dims for sequences of up to {context:,} tokens\n"
+        f"to train with it, in a run file: sparse: {{selector: index, index: {folder}{own}}}"
+    )
+
+
 def tokens_of(texts: Sequence[str], tokenizer: Tokenizer, rows: int, context: int) -> Tensor:
     """The first tokens of the texts, joined: [rows, context]. Raises UnsupportedError where there
     are fewer."""
@@ -325,9 +350,8 @@ def tokens_of(texts: Sequence[str], tokenizer: Tokenizer, rows: int, context: in
     ids = np.concatenate(found)
     if len(ids) < rows * context:
         raise UnsupportedError(
-            f"--text: it has {len(ids):,} tokens, fewer than the {rows * context:,} that are read "
-            f"(--batch {rows} of --context {context}); give more text, or a --context of at most "
-            f"{len(ids) // rows}"
+            f"--text: it has {len(ids):,} tokens, fewer than the {rows * context:,} that are read; "
+            f"give more text, or a --context of at most {len(ids) // rows}"
         )
     return torch.from_numpy(ids[: rows * context].astype(np.int64)).view(rows, context)
 

@@ -190,7 +190,7 @@ class Index:
         if about is None or about.get("format") != FORMAT:
             raise UnsupportedError(
                 f"index: {folder} holds no index of format {FORMAT} ({CONFIG}); give the folder "
-                "that one was saved to"
+                "that one was saved to, or make one with farspan index"
             )
         try:
             tensors = load_file(folder / TENSORS)

@@ -219,7 +219,7 @@ class SparseConfig:
         if self.spec().indexed != (self.index is not None):
             raise UnsupportedError(
                 "index: the selector is index, whose folder is not given; name it in a run file "
-                "(sparse.index), or give another selector"
+                "(sparse.index; `farspan index` makes one), or give another selector"
                 if self.index is None
                 else f"index: the selector is {self.selector}, which has none; leave it out, or "
                 "set selector to index"
