@@ -310,6 +310,7 @@ class TestIndex:
         values = yaml.safe_load(run_file.read_text())
         folder, text = run_file.parent / "keys", str(run_file.parent / "text.txt")
         values |= {"seed": 3}  # of its weights, which it has no folder of
+        values["model"] = {"config": CONFIG | {"max_position_embeddings": 1200}}
         values["sparse"] |= {"selector": "index", "index": str(folder), "index_dim": 2}
         run_file.write_text(yaml.safe_dump(values))
         longer = ["--context", "1200"]
@@ -322,6 +323,12 @@ class TestIndex:
         expected = principal_index(model, ids, 2, 1200)
         assert Index.load(folder).digest() == expected.digest()
         assert run(monkeypatch, "train", str(run_file)) == 0
+        wide = ["--dim", "9", "-o", str(folder / "wide")]  # heads have 8
+        assert run(monkeypatch, "index", str(run_file), "--text", text, *wide) == 0
+        assert "wide: an index of 8 dims" in capsys.readouterr().out
+        short = ["--text", str(run_file.parent / "held.txt"), "-o", "new", *longer]
+        assert run(monkeypatch, "index", str(run_file), *short) == 2
+        assert "fewer than the 1,024 that are read; give more text\n" in capsys.readouterr().err
         assert run(monkeypatch, "index", str(run_file), "--text", text) == 2
         assert f"output: {folder} is there already" in capsys.readouterr().err
 
@@ -330,6 +337,7 @@ class TestIndex:
         [
             ([], "output: where is it to be written? give --output FOLDER"),
             (["-o", "new", "--text", "text.txt"], "--text: no file matches 'text.txt'"),
+            (["-o", "new", "--context", "257"], "max_position_embeddings of 256"),
             (["-o", "new", "--dtype", "int8"], "dtype: expected float64, float32 or bfloat16"),
         ],
     )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from farspan.cli.evaluate import subject_of
 from farspan.engine.loss import StepInputs
 from farspan.engine.runner import Progress
 from farspan.engine.step import Step
@@ -141,6 +142,12 @@ def test_a_folder_that_is_packed_is_taken_as_it_is(folder: Path, tmp_path: Path)
     data = draw(TOKENS)
     found, expected = (run_step(m, SCHEDULES["grouped"], data) for m in (again, first))
     assert all(torch.equal(g, expected.gradients[n]) for n, g in found.gradients.items())
+
+
+def test_a_folder_that_is_packed_is_read_in_float32_at_most(folder: Path, tmp_path: Path) -> None:
+    packed(folder, rank=0).save_pretrained(tmp_path)
+    model = subject_of(str(tmp_path), "float64", None).model(torch.device("cpu"))
+    assert model(draw(TOKENS).input_ids).logits.dtype == torch.float32
 
 
 def test_scales_are_part_of_the_frozen_weights(folder: Path) -> None:

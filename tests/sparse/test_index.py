@@ -340,18 +340,32 @@ class TestPrincipal:
 
         positions = torch.arange(31)[None].expand_as(input_ids)
         with torch.no_grad(), routed(model), answering(noting):
-            for start in (0, 233, 466, 700):
+            for start in (0, 74, 149, 224):
                 model.model(input_ids, position_ids=positions + start, use_cache=False)
-        index = principal_index(model, input_ids, 4, 731)
+        index = principal_index(model, input_ids, 4, 255)
         for number, pairs in read.items():
             q, k = (torch.cat(x) for x in zip(*pairs, strict=True))
             expected = products(_Moments.of(q, k).principal(4, 1))
             assert relative_error(products(index.layers[number]), expected) < 1e-5
-        for context in (30, 731.0):
+        for context in (30, 255.0):
             with pytest.raises(UnsupportedError, match=r"^context: expected .* the text's 31 tok"):
                 principal_index(model, input_ids, 4, context)  # type: ignore[arg-type]
         near = products(principal_index(model, input_ids, 4).layers[0])
         assert relative_error(near, products(index.layers[0])) > 0.1
+
+    @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+    def test_of_no_more_positions_than_the_model_has(self, name: str) -> None:
+        model, (input_ids, *_) = shared_model(name), draw(31)
+        principal_index(model, input_ids, 4, 256)
+        with pytest.raises(UnsupportedError, match=r"max_position_embeddings of 256"):
+            principal_index(model, input_ids, 4, 257)
+
+    def test_of_keys_that_are_all_the_same(self) -> None:
+        q, k = torch.randn(1, 2, 60, 6), torch.randn(1, 2, 1, 6).expand(-1, -1, 60, -1).clone()
+        q[:, 1], k[:, 1] = 0.0, 0.0
+        maps = _Moments.of(q, k).principal(6, 1)
+        assert maps.queries.isfinite().all()
+        assert maps.keys.isfinite().all()
 
     def test_of_a_model(self) -> None:
         model, (input_ids, *_) = shared_model("gpt_oss"), draw(61)

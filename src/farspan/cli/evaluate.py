@@ -28,6 +28,7 @@ from farspan.engine.step import Step
 from farspan.formatting import read_tokens, write_tokens
 from farspan.hf.load import add_adapters, load_config, load_model
 from farspan.hf.merge import INDEX_FOLDER
+from farspan.hf.quantized import is_quantized_folder
 from farspan.profile.catalog import refuse_absent, split_revision
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.report.tables import lines_table, show
@@ -271,12 +272,20 @@ def subject_of(model: str, dtype: str | None, tokenizer: str | None) -> Subject:
     own = own if dtype is None else SHORT_NAMES.get(dtype, dtype)
     if own not in ("float64", "float32", "bfloat16"):
         raise UnsupportedError(f"dtype: expected float64, float32 or bfloat16, got {own!r}")
+    own = product_dtype(source, own)
     words = tokenizer or (run.data.tokenizer if run else None) or str(source.path)
     context = 8192 if run is None else run.context
     attention = None if run is None else run.sparse
     if attention is not None and attention.index is not None:  # a copy is beside the model
         attention = replace(attention, index=str(folder / "model" / INDEX_FOLDER))
     return Subject(source, getattr(torch, own), adapters, words, schedule, attention, context)
+
+
+def product_dtype(source: ModelConfig, dtype: str) -> str:
+    """The dtype to compute in where `dtype` is asked for: packed weights have no products in
+    float64."""
+    packed = source.quantize is not None or is_quantized_folder(source.path)
+    return "float32" if packed and dtype == "float64" else dtype
 
 
 def evaluate_text(

@@ -141,7 +141,7 @@ def index_command(
     ] = None,
     context_text: Annotated[
         str | None,
-        typer.Option("--context", help="Longest sequence to train: 128K. Default: the run's."),
+        typer.Option("--context", help="Longest document to train: 128K. Default: the run's."),
     ] = None,
     dim: Annotated[
         int | None,

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from farspan.cli import FAILED, USAGE, typer_app
-from farspan.cli.evaluate import subject_of
+from farspan.cli.evaluate import product_dtype, subject_of
 from farspan.cli.plan import MODELS
 from farspan.data.sources import decode, find_files, read_bytes
 from farspan.data.tokenizers import Tokenizer, load_tokenizer
@@ -34,7 +34,7 @@ from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.formatting import read_tokens, sparse_words, write_sparse, write_tokens
 from farspan.hf.load import Weights, add_adapters, load_model
 from farspan.hf.merge import merge
-from farspan.hf.quantized import is_quantized_folder, refuse_whole
+from farspan.hf.quantized import refuse_whole
 from farspan.memory.host import GIB
 from farspan.memory.trace import Malloc, Trace, write_trace
 from farspan.program.strategies import STRATEGIES
@@ -152,11 +152,9 @@ def model_for(
 ) -> PreTrainedModel:
     """The model to verify, in evaluation mode: dropout plays no part in exactness. Adapters are
     drawn whole, unless they are to be `zero`: of zeros half of their gradients would be zeros. For
-    a folder of adapters: the model that they are for, with such. Quantised weights are in float32
-    where float64 is asked for."""
+    a folder of adapters: the model that they are for, with such."""
     source, _ = with_base(source)
-    if dtype == "float64" and (source.quantize or is_quantized_folder(source.path)):
-        dtype = "float32"  # packed weights have no products in float64
+    dtype = product_dtype(source, dtype)
     model = load_model(
         path=source.path,
         config=source.config,
@@ -325,22 +323,25 @@ def index_and_tell(
 ) -> None:
     """Makes an index, writes it and says how it is used. Raises typer.Exit where the disk is full,
     and UnsupportedError."""
-    ids = tokens_of(texts, load_tokenizer(tokenizer), 1, tokens)
+    ids = tokens_of(texts, load_tokenizer(tokenizer), 1, tokens, fixed=True)
+    index = principal_index(model, ids, dim, context)
     try:
-        principal_index(model, ids, dim, context).save(folder)
+        index.save(folder)
     except WriteFailed as error:
         print(f"farspan: {error}", file=sys.stderr)
         raise typer.Exit(FAILED) from error
     own = "" if dim == Sparse().index_dim else f", index_dim: {dim}"
     print(
-        f"{folder}: an index of {dim} dims for sequences of up to {context:,} tokens\n"
+        f"{folder}: an index of {index.dim} dims for sequences of up to {context:,} tokens\n"
         f"to train with it, in a run file: sparse: {{selector: index, index: {folder}{own}}}"
     )
 
 
-def tokens_of(texts: Sequence[str], tokenizer: Tokenizer, rows: int, context: int) -> Tensor:
+def tokens_of(
+    texts: Sequence[str], tokenizer: Tokenizer, rows: int, context: int, *, fixed: bool = False
+) -> Tensor:
     """The first tokens of the texts, joined: [rows, context]. Raises UnsupportedError where there
-    are fewer."""
+    are fewer; unless their number is `fixed`, a shorter context reads as many."""
     found: list[np.ndarray] = []
     files = list(dict.fromkeys(path for text in texts for path in find_files(text, "--text")))
     for path in files:
@@ -349,9 +350,10 @@ def tokens_of(texts: Sequence[str], tokenizer: Tokenizer, rows: int, context: in
             break
     ids = np.concatenate(found)
     if len(ids) < rows * context:
+        shorter = "" if fixed else f", or a --context of at most {len(ids) // rows}"
         raise UnsupportedError(
             f"--text: it has {len(ids):,} tokens, fewer than the {rows * context:,} that are read; "
-            f"give more text, or a --context of at most {len(ids) // rows}"
+            f"give more text{shorter}"
         )
     return torch.from_numpy(ids[: rows * context].astype(np.int64)).view(rows, context)
 

@@ -34,6 +34,7 @@ from farspan.durable import read_json, write_bytes, write_tensors, writing
 from farspan.engine.loss import make_inputs
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.stages import CausalLMStages
+from farspan.hf.unsupported import refuse_context
 from farspan.sparse.attend import SparseCall
 from farspan.sparse.pages import Candidates, Selector
 from farspan.spec import LayerSpec, UnsupportedError
@@ -344,6 +345,7 @@ def principal_index(
             f"context: expected a whole number of at least the text's {tokens} tokens, got "
             f"{context!r}; give the longest that will be trained, or a shorter text"
         )
+    refuse_context(stages.model.config, context)
     last = context - tokens
     positions = torch.arange(tokens, device=input_ids.device).expand_as(input_ids)
     with routed(stages.model), answering(attention):
@@ -395,7 +397,8 @@ def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
     """The square root of symmetric matrices [n, D, D], and its inverse, of directions that are
     there."""
     values, vectors = torch.linalg.eigh(moments)
-    values = values.clamp(min=1e-9 * values.amax(1, keepdim=True)).sqrt().unsqueeze(1)
+    least = 1e-9 * values.amax(1, keepdim=True) + 1e-30  # of a head whose keys are all the same
+    values = values.clamp(min=least).sqrt().unsqueeze(1)
     return vectors * values @ vectors.mT, vectors / values @ vectors.mT
 
 
