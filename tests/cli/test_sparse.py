@@ -326,7 +326,7 @@ class TestIndex:
         wide = ["--dim", "9", "-o", str(folder / "wide")]  # heads have 8
         assert run(monkeypatch, "index", str(run_file), "--text", text, *wide) == 0
         assert "wide: an index of 8 dims" in capsys.readouterr().out
-        short = ["--text", str(run_file.parent / "held.txt"), "-o", "new", *longer]
+        short = ["--text", str(run_file.parent / "held.txt"), "-o", str(folder / "new"), *longer]
         assert run(monkeypatch, "index", str(run_file), *short) == 2
         assert "fewer than the 1,024 that are read; give more text\n" in capsys.readouterr().err
         assert run(monkeypatch, "index", str(run_file), "--text", text) == 2
@@ -336,7 +336,7 @@ class TestIndex:
         ("arguments", "message"),
         [
             ([], "output: where is it to be written? give --output FOLDER"),
-            (["-o", "new", "--text", "text.txt"], "--text: no file matches 'text.txt'"),
+            (["-o", "new", "--text", "none.txt"], "--text: no file matches 'none.txt'"),
             (["-o", "new", "--context", "257"], "max_position_embeddings of 256"),
             (["-o", "new", "--dtype", "int8"], "dtype: expected float64, float32 or bfloat16"),
         ],
@@ -349,8 +349,9 @@ class TestIndex:
         arguments: list[str],
         message: str,
     ) -> None:
-        text = str(run_file.parent / "text.txt")
-        assert run(monkeypatch, "index", str(run_file), "--text", text, *arguments) == 2
+        monkeypatch.chdir(run_file.parent)
+        given = ["--text", "text.txt", *arguments]
+        assert run(monkeypatch, "index", "run.yaml", *given) == 2
         assert message in capsys.readouterr().err
         assert not Path("new").exists()
 

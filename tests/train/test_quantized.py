@@ -236,6 +236,17 @@ def test_verify_says_in_what_it_compares(
     assert "in float64 of what packed weights stand for" in said
 
 
+def test_an_index_says_in_what_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, text = qlora(tmp_path, "run"), tmp_path / "long.txt"
+    text.write_text("to be or not to be " * 60)
+    path = str(run_file(tmp_path / "run.yaml", run))
+    given = ["--text", str(text), "-o", str(tmp_path / "keys"), "--dtype", "float64"]
+    assert command(monkeypatch, "index", path, *given) == 0
+    assert capsys.readouterr().out.startswith("dtype: float32 in place of float64, in which")
+
+
 def no_lora(run: RunConfig) -> RunConfig:
     return replace(run, model=replace(run.model, lora=None))
 

@@ -168,6 +168,8 @@ def index_command(
     context = read_tokens(longest, "context")
     dtype, seed = checked_dtype(dtype), 0 if run is None else run.seed
     loaded, words = load("farspan.cli.with_torch", "trained_model")(model, run, dtype, seed)
+    if note := packed_note(loaded, dtype):
+        print(note)
     make = load("farspan.cli.with_torch", "index_and_tell")
     make(loaded, words, texts, folder, dim or given.index_dim, min(READ, context), context)
 
@@ -255,7 +257,7 @@ def ranks_note(run: RunConfig | None) -> str | None:
 
 
 def packed_note(model: Any, asked: str) -> str | None:
-    """In which dtype is compared where the one asked for is not that of the model's products."""
+    """In which dtype it computes where the one asked for is not that of the model's products."""
     found = str(model.dtype).removeprefix("torch.")
     where = f"dtype: {found} in place of {asked}, in which quantised weights have no products"
     return None if found == asked else where
