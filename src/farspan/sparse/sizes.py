@@ -486,10 +486,10 @@ FULL_PRECISION = PageTiles(PageTile(32, 32, 4, 1), PageTile(32, 32, 4, 1), PageT
 
 
 VOTE_TILE = PageTile(128, 64, 8, 3)  # `keys` are pages
-SMALL_VOTE_TILE = PageTile(32, 32, 4, 2)  # heads wider than 128, or fp32
+SMALL_VOTE_TILE = PageTile(32, 32, 4, 3)  # heads wider than 128, or fp32
 # Wide ones in two parts: of two products in a row that are square, Triton deals only rows to warps,
 # and two would compute the same 16.
-PARTED_VOTE_TILE = PageTile(32, 64, 4, 2)
+PARTED_VOTE_TILE = PageTile(32, 64, 4, 3)
 
 
 ROW = 16  # bytes of what a backward reads of a query, besides vectors
