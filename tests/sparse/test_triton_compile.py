@@ -51,6 +51,7 @@ QWEN_7B = replace(BF16, group=7, kv_heads=4)
 LLAMA_8B = replace(BF16, group=4, kv_heads=8)
 # Of a thread, on 9.0. ptxas of Triton 3.9 has three addresses too many behind dK, dV's loop.
 SPILLS = 0 if older("triton", "3.7") else 24
+DOCUMENT_SPILLS = 140  # of dK, dV: of heads of 256; Qwen2.5-7B's have 84, by query pages of 16 104
 
 
 @pytest.fixture
@@ -104,6 +105,7 @@ SMALL_PAGES = replace(QWEN_7B, query_page=16)
         ),
         exhaustive(replace(LLAMA_8B, query_page=16), (9, 0)),
         exhaustive(replace(SMALL_PAGES, slots=True), (9, 0)),
+        *(exhaustive(replace(case, first_keys=True), (9, 0)) for case in (QWEN_7B, SMALL_PAGES)),
         exhaustive(replace(of_width(64), group=1, query_page=16), (9, 0)),
         *(exhaustive(of_width(head_dim), (8, 0)) for head_dim in (64, 96)),
         (of_width(256), (8, 0)),
@@ -133,8 +135,9 @@ def test_kernels_compile(
             # 16 bytes a load, and a tile in flight while another is computed with.
             assert "cp.async.cg.shared.global" in ptx, name
             assert max(waits(kernel)) > 0, name
-        if capability == (9, 0) and not case.first_keys:
-            assert spilled(kernel, capability, tmp_path) <= SPILLS, name
+        if capability == (9, 0):
+            most = DOCUMENT_SPILLS * (name == "dkv_kernel") if case.first_keys else SPILLS
+            assert spilled(kernel, capability, tmp_path) <= most, name
         # No sum goes through an atomic, so the order of programs does not matter.
         assert not re.search(r"\b(atom|red)\.", ptx), name
 
