@@ -13,16 +13,13 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from farspan.data.chat import CHOSEN, REJECTED, ChatForm, PreferenceForm
 from farspan.data.config import DataConfig, Loss, RecordFormat, SourceKind
 from farspan.data.formats import (
-    CHOSEN,
     INPUT_IDS,
     INSTRUCTION,
     OUTPUT,
-    REJECTED,
     AlpacaForm,
-    ChatForm,
-    PreferenceForm,
     PromptForm,
     TextForm,
     TokensForm,

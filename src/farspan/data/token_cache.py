@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from farspan.data.formats import ChatForm, PreferenceForm
+from farspan.data.chat import ChatForm, PreferenceForm
 from farspan.data.tokenizers import (
     Content,
     Document,
