@@ -43,6 +43,8 @@ def test_the_model_names_the_checkpoint_it_was_made_of(tmp_path: Path) -> None:
     source = json.loads((tmp_path / "run" / "model" / "farspan.json").read_text())
     name = f"step-{STEPS:08d}"
     manifest = (tmp_path / "run" / "checkpoints" / name / "manifest.json").read_bytes()
+    files = source.pop("files")
+    assert files.keys() == {"model.safetensors", "config.json"}
     assert source == {"checkpoint": name, "manifest_sha256": sha256(manifest).hexdigest()}
 
 
@@ -69,10 +71,36 @@ def test_a_model_that_names_no_checkpoint_is_replaced(tmp_path: Path, content: s
     same_weights(tmp_path / "whole", tmp_path / "run")
 
 
-def test_the_model_of_the_last_checkpoint_is_left_alone(tmp_path: Path) -> None:
+def test_a_whole_model_of_the_last_checkpoint_is_left_alone(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
     fit(run)
-    spoil(tmp_path / "run" / "model")  # somebody works on it
-    before = digest(tmp_path / "run" / "model" / "model.safetensors")
+    mine = tmp_path / "run" / "model" / "generation_config.json"
+    mine.write_text('{"temperature": 0.5}')  # people may edit what decides no weight
+    before = mine.stat()
     fit(run)
-    assert digest(tmp_path / "run" / "model" / "model.safetensors") == before
+    assert mine.stat() == before
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone", "config"])
+def test_a_damaged_model_is_exported_again(tmp_path: Path, how: str) -> None:
+    run = tiny_run(tmp_path)
+    fit(run)
+    model = tmp_path / "run" / "model"
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    victim = model / ("config.json" if how == "config" else "model.safetensors")
+    data = bytearray(victim.read_bytes())
+    data[-3] ^= 1
+    victim.write_bytes(data[: len(data) // 2] if how == "cut" else data)
+    if how == "gone":
+        victim.unlink()
+    quiet = Quiet()
+    fit(run, reporter=quiet)
+    said = "is gone" if how == "gone" else "has changed since it was exported"
+    assert (
+        sum(f"{victim.name} {said}; its folder is now model.changed" in n for n in quiet.notes) == 1
+    )
+    for name in ("config.json", "model.safetensors", "farspan.json"):
+        assert digest(model / name) == digest(tmp_path / "whole" / "model" / name)
+    assert (model.parent / "model.changed" / victim.name).exists() == (how != "gone")
+    fit(run)
+    same_weights(tmp_path / "whole", tmp_path / "run")

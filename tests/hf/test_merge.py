@@ -116,13 +116,6 @@ def test_other_kinds_are_merged_by_peft(tmp_path: Path, family: str, given: dict
     assert relative_error(logits(merged), expected(adapters)) <= EXACT
 
 
-def test_a_tied_head_alone_has_no_merged_model(tmp_path: Path) -> None:
-    adapters = adapted(tmp_path, tied=True, target_modules=["lm_head"])
-    with pytest.raises(UnsupportedError, match="its head and its embedding are one weight"):
-        merge(adapters, tmp_path / "out")
-    assert not list(tmp_path.glob("*out*"))
-
-
 def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     adapters = adapted(tmp_path)
     out, base = tmp_path / "out", tmp_path / "base"

@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.faults import FAULTS, Fault
+from tests.mutants.field import FIELD
 from tests.mutants.planner import PLANNER
 from tests.mutants.trust import TRUST
 
@@ -129,7 +130,9 @@ class Tree:
 def chosen(names: Sequence[str]) -> list[Fault]:
     """Faults with one of these in their names; all, without any."""
     return [
-        f for f in (*FAULTS, *PLANNER, *TRUST) if not names or any(name in f.name for name in names)
+        f
+        for f in (*FAULTS, *FIELD, *PLANNER, *TRUST)
+        if not names or any(name in f.name for name in names)
     ]
 
 

@@ -70,7 +70,7 @@ from farspan.durable import (
 )
 from farspan.engine.parallelize import ShardedModel
 from farspan.hf.load import save_model
-from farspan.hf.merge import INDEX_FOLDER
+from farspan.hf.merge import ADAPTER_CONFIG, FILES, INDEX_FOLDER, SOURCE
 from farspan.sparse.index import Index
 from farspan.spec import UnsupportedError
 
@@ -525,9 +525,9 @@ class ShardedSaver:
         return found
 
 
-# Beside the weights: the SHA-256 of the manifest, and so of every file, of a checkpoint, and how it
-# was trained. A folder without it, or with another one, is not the result of this run: replaced.
-SOURCE = "farspan.json"
+# SOURCE has the SHA-256 of a checkpoint's manifest, which stands for all of its files, how the
+# model was trained, and the SHA-256 of each exported file that decides its weights. A folder
+# without it, or with another one, is not the result of this run: replaced.
 CARD = "README.md"  # what the hub shows of a model
 
 
@@ -540,9 +540,35 @@ def source_of(checkpoint: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_exported(checkpoint: Path, folder: Path, marks: Mapping[str, Any]) -> bool:
-    """Whether `folder` was made of this very checkpoint."""
-    return read_json(folder / SOURCE) == source_of(checkpoint, marks)
+def is_exported(
+    checkpoint: Path, folder: Path, marks: Mapping[str, Any], note: Callable[[str], None]
+) -> bool:
+    """Whether `folder` was made of this very checkpoint and is whole; one that has changed since is
+    renamed, and `note` is told."""
+    said = read_json(folder / SOURCE) or {}
+    files = said.pop(FILES, {})  # earlier versions wrote none
+    if said != source_of(checkpoint, marks):
+        return False
+    found = _digests(folder) if files else {}
+    changed = sorted(name for name in files if found.get(name) != files[name])
+    if changed:
+        aside = folder.with_name(f"{folder.name}.changed")
+        discard(aside)
+        move(folder, aside)
+        what = "has changed since it was exported" if changed[0] in found else "is gone"
+        note(
+            f"warning: {folder / changed[0]} {what}; its folder is now {aside.name}, and the model "
+            "is exported again"
+        )
+    return not changed
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of an exported model's weights, their index and configuration; people may edit the
+    tokenizer's files."""
+    named = [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]
+    named += [p for p in (folder / "config.json", folder / ADAPTER_CONFIG) if p.is_file()]
+    return {path.name: digest(path) for path in sorted(named)}
 
 
 def export(
@@ -556,17 +582,16 @@ def export(
     card: str | None = None,
     index: Index | None = None,
 ) -> None:
-    """Writes `folder`, which `from_pretrained` reads, unless it was made of this very checkpoint.
+    """Writes `folder`, which `from_pretrained` reads, of the model as it is at this checkpoint.
     `marks` are what a reader is to know of how it was trained; `weights` are the whole ones of a
     model that is sharded over ranks, `card` is its README, and `index` what it attended by. Raises
     WriteFailed."""
-    if is_exported(checkpoint, folder, marks):
-        return
     source = source_of(checkpoint, marks)
     partial = folder.with_name(f"{PARTIAL}{folder.name}")
     with writing(partial), _without_bars():
         save_model(model, partial, weights)
         tokenizer.save(partial)
+        source[FILES] = _digests(partial)
         write_bytes(partial / SOURCE, json.dumps(source).encode("utf-8"))
         if card is not None:
             write_bytes(partial / CARD, card.encode("utf-8"))

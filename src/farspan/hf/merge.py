@@ -6,8 +6,10 @@ do (DoRA, modules that are trained whole) is peft's to say, and takes the whole 
 """
 
 import json
+import math
 import os
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from farspan.durable import PARTIAL, publish, read_json, write_bytes, writing
 from farspan.hf.load import MISSING, load_config, load_model
@@ -26,7 +28,8 @@ from farspan.profile.catalog import is_on_hub, refuse_absent
 from farspan.spec import UnsupportedError
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
-SOURCE = "farspan.json"  # what a run says of its adapters
+SOURCE = "farspan.json"  # of a run: how its model was trained, its overrides ...
+FILES = "files"  # ... and the digests of its files
 INDEX_FOLDER = "index"  # beside them: by what sparse attention compared pages
 PREFIX = "base_model.model."  # of a name of peft's before the model's own
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -65,21 +68,26 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
     adapters = _adapters_in(source)
     if os.path.lexists(folder):
         raise UnsupportedError(f"output: {folder} is there already; name a folder that is not")
+    _refuse_links(adapters)
     config = read_json(adapters / ADAPTER_CONFIG)
     if config is None:
         raise UnsupportedError(f"{adapters / ADAPTER_CONFIG}: cannot be read as JSON")
     told = read_json(adapters / SOURCE) or {}
     overrides = told.pop("overrides", {})
+    told.pop(FILES, None)
+    if not isinstance(overrides, dict):
+        raise UnsupportedError(f"{adapters / SOURCE}: overrides: expected an object")
     model = _base_folder(config, base, adapters)
     partial = folder.with_name(f"{PARTIAL}{folder.name}")
     with _opened(adapters / ADAPTER_TENSORS) as tensors:
         names = list(tensors.keys())
+        _refuse_damaged(adapters, config, tensors)
         files = _weight_files(model)
         plain = _is_plain(config) and _fit(names, files)
         with writing(partial):
             _copy_others(model, partial)
             if plain:
-                _add(tensors, config["lora_alpha"] / config["r"], files, partial)
+                _add(tensors, config["lora_alpha"] / config["r"], model, files, partial)
                 if overrides:
                     made = load_config(path=str(model), config=None, overrides=overrides)
                     made.save_pretrained(partial)
@@ -96,6 +104,8 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
 
 def _adapters_in(source: Path) -> Path:
     """The folder that has a run's adapters, or those of `source` itself."""
+    if (source / "model").is_symlink():
+        raise UnsupportedError(_LINK.format(path=source / "model"))
     for folder in (source / "model", source):
         if (folder / ADAPTER_CONFIG).is_file():
             return folder
@@ -109,6 +119,47 @@ def _adapters_in(source: Path) -> Path:
     raise UnsupportedError(
         f"{source}: holds no adapters; give a run's folder, or one with {ADAPTER_CONFIG}"
     )
+
+
+_LINK = "{path}: a link, which is not followed; put the file itself there (cp -L)"
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse links in a folder of adapters, except those of the hub's cache to its own blobs."""
+    own = [folder.resolve()]
+    if folder.parent.name == "snapshots":
+        own.append(folder.parent.parent.resolve() / "blobs")
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in own):
+            raise UnsupportedError(_LINK.format(path=path))
+
+
+def _refuse_damaged(adapters: Path, config: Mapping[str, Any], tensors: Any) -> None:
+    """Refuse tensors that are not finite and, of LoRA, a rank or alpha that they cannot have."""
+    file, where = adapters / ADAPTER_TENSORS, adapters / ADAPTER_CONFIG
+    kind = config.get("peft_type")
+    if not isinstance(kind, str):
+        raise UnsupportedError(f"{where}: peft_type: expected a name such as LORA, got {kind!r}")
+    if kind == "LORA":
+        rank, alpha = config.get("r"), config.get("lora_alpha")
+        if type(rank) is not int or rank < 1:
+            raise UnsupportedError(f"{where}: r: expected a whole number above 0, got {rank!r}")
+        if type(alpha) not in (int, float) or not math.isfinite(alpha):  # type: ignore[arg-type]
+            raise UnsupportedError(f"{where}: lora_alpha: expected a number, got {alpha!r}")
+    for name in tensors.keys():  # noqa: SIM118
+        tensor = tensors.get_tensor(name)
+        if not bool(tensor.isfinite().all()):
+            raise UnsupportedError(
+                f"{file}: {name} has values that are not finite (NaN or infinity); take the "
+                "adapters of an earlier checkpoint"
+            )
+        own = {"lora_A.weight": 0, "lora_B.weight": 1}.get(".".join(name.split(".")[-2:]))
+        ranked = kind == "LORA" and own is not None and not config.get("rank_pattern")
+        if ranked and (tensor.ndim < 2 or tensor.shape[own] != rank):
+            raise UnsupportedError(
+                f"{file}: {name} is {list(tensor.shape)}, which is not of rank {rank}; set r and "
+                f"lora_alpha in {ADAPTER_CONFIG} to what the adapters were trained with"
+            )
 
 
 def _base_folder(config: Mapping[str, Any], base: str | None, adapters: Path) -> Path:
@@ -145,7 +196,12 @@ def _weight_files(model: Path) -> dict[str, Path]:
     if (model / WEIGHTS).is_file():
         files = {WEIGHTS}
     else:
-        files = set((read_json(model / INDEX) or {}).get("weight_map", {}).values())
+        listed = (read_json(model / INDEX) or {}).get("weight_map", {})
+        files = {*listed.values()} if isinstance(listed, dict) else {""}
+        if any(not isinstance(n, str) or not n or {"..", "/"} & {*Path(n).parts} for n in files):
+            raise UnsupportedError(
+                f"{model / INDEX}: weight_map: expected the file within this folder of each weight"
+            )
     found: dict[str, Path] = {}
     for name in sorted(files):
         with _opened(model / name) as file:
@@ -184,14 +240,16 @@ def _copy_others(source: Path, target: Path, *without: str) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _add(tensors: Any, scale: float, files: Mapping[str, Path], target: Path) -> None:
+def _add(tensors: Any, scale: float, model: Path, files: Mapping[str, Path], target: Path) -> None:
     """Copies the files of weights, and adds scale * B(A) to those that have adapters."""
     for path in sorted(set(files.values())):
-        shutil.copyfile(path, target / path.name)
+        copy = target / path.relative_to(model)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
         with path.open("rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(start - 8))
-        with _opened(path) as old, (target / path.name).open("r+b") as new:
+        with _opened(path) as old, copy.open("r+b") as new:
             for name in tensors.keys():  # noqa: SIM118
                 module, _, kind = name.rpartition(".lora_")
                 if kind == "A.weight" and _weight_of(module) in header:
@@ -202,9 +260,8 @@ def _add(tensors: Any, scale: float, files: Mapping[str, Path], target: Path) ->
                     )
                     new.seek(start + header[weight]["data_offsets"][0])
                     new.write(merged.contiguous().view(torch.uint8).numpy().data)
-    if len(set(files.values())) > 1 or WEIGHTS not in {p.name for p in files.values()}:
-        index = next(iter(files.values())).with_name(INDEX)
-        shutil.copyfile(index, target / INDEX)
+    if not (model / WEIGHTS).is_file():
+        shutil.copyfile(model / INDEX, target / INDEX)
 
 
 def _sum(name: str, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -231,19 +288,50 @@ def _merge_in_memory(model: Path, adapters: Path, overrides: dict[str, Any], tar
         )
     dtype = getattr(made, "dtype", None) or torch.float32
     whole: Any = load_model(path=str(model), overrides=overrides, dtype=dtype)
-    outer = whole.get_output_embeddings(), whole.get_input_embeddings()
+    head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    if tied:  # or peft adds what is for one of them to both, and what is for both twice
+        head.weight = nn.Parameter(head.weight.detach().clone())
     try:
-        peft_model = load("peft", "PeftModel").from_pretrained(
-            whole, str(adapters), autocast_adapter_dtype=False
-        )
-        tied = outer[0] is not None and outer[0].weight is outer[1].weight
-        if tied and (whole.get_output_embeddings(), whole.get_input_embeddings()) != outer:
-            raise UnsupportedError(
-                "base: its head and its embedding are one weight, which an adapter of one of them "
-                "would change in both; such adapters cannot be merged"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
+            peft_model = load("peft", "PeftModel").from_pretrained(
+                whole, str(adapters), autocast_adapter_dtype=False
             )
-        peft_model.merge_and_unload(safe_merge=True).save_pretrained(target)
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
+        _refuse_other_tensors(peft_model, adapters)
+        merged = peft_model.merge_and_unload(safe_merge=True)
+    except UnsupportedError:
+        raise
+    except Exception as error:  # each of its tuners has its own
         raise UnsupportedError(
             f"{adapters}: peft cannot merge them into {model}: {' '.join(str(error).split())}"
         ) from error
+    if tied:
+        _tie(merged, peft_model.peft_config)
+    merged.save_pretrained(target)
+
+
+def _refuse_other_tensors(peft_model: Any, adapters: Path) -> None:
+    """Refuse a file that lacks what its configuration asks for, or has what peft would not load."""
+    wanted = load("peft", "get_peft_model_state_dict")(peft_model, save_embedding_layers=False)
+    with _opened(adapters / ADAPTER_TENSORS) as tensors:
+        names = {name for name in tensors.keys() if ".base_layer." not in name}  # noqa: SIM118
+    lost = names - wanted.keys() - peft_model.state_dict().keys()
+    for name in sorted(wanted.keys() - names | lost):
+        what = "has no place in the model that" if name in lost else "is missing, which"
+        raise UnsupportedError(
+            f"{adapters / ADAPTER_TENSORS}: {name} {what} {ADAPTER_CONFIG} describes; give the "
+            "configuration that the adapters were trained with, or their model as --base"
+        )
+
+
+def _tie(merged: Any, configs: Mapping[str, Any]) -> None:
+    """Make head and embedding one weight again, or, where adapters changed them differently, say in
+    the configuration that they are two."""
+    head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
+    declared = any(getattr(one, "ensure_weight_tying", False) for one in configs.values())
+    alike = declared or torch.equal(head.weight, embedding.weight)
+    if alike:
+        head.weight = embedding.weight
+    for config in (merged.config, merged.config.get_text_config()):
+        config.tie_word_embeddings = alike  # peft 0.21 clears it

@@ -37,7 +37,7 @@ from farspan.engine.loss import (
 )
 from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.engine.step import Step
-from farspan.hf.unsupported import rope_types
+from farspan.hf.unsupported import refuse_adapters, rope_types
 from farspan.program.layout import Layout
 from farspan.program.strategies import AUTO
 from farspan.sparse.engine import PageFunction
@@ -121,6 +121,7 @@ class LongContext:
     model: Any
     optimizer: Any
     state: Any
+    model_accepts_loss_kwargs: bool
     neftune_noise_alpha: Any
     current_gradient_accumulation_steps: int
     ref_model: Any  # and of TRL's
@@ -146,6 +147,7 @@ class LongContext:
         self._forwards: list[_Forward] = []
         self._calls, self._number = (-1, 0), 0  # updates so far and calls since; of all calls
         super().__init__(*args, **kwargs)
+        refuse_adapters(self.model)  # before a batch has what prompt tuning makes of its tokens
         self._one_pass: Step | None = None
         self._one_pass_of: Any = None  # the model that it is of
         # The Trainer's own would come by a hook, other noise in every pass.
@@ -209,6 +211,10 @@ class LongContext:
             trained = int(num_items_in_batch)
         else:
             trained = self._of_replicas(trained_token_count(batch[1], batch[2]))
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5.19
+        if scaled is None:
+            scaled = num_items_in_batch is not None
+        if not scaled:
             trained *= self.current_gradient_accumulation_steps
         return self._farspan()(*batch, trained_tokens=max(1, trained)).detach()
 
@@ -236,7 +242,12 @@ class LongContext:
             return found
         model.eval()
         batch = _batch(self._prepare_inputs(inputs), self.model.config)
-        return self._farspan().evaluate(*batch).detach(), None, None
+        loss = self._farspan().evaluate(*batch).detach()
+        if self._of_replicas(trained_token_count(batch[1], batch[2])) == 0:
+            loss = torch.full_like(
+                loss, torch.nan
+            )  # as the plain Trainer's, whose mean leaves it out
+        return loss, None, None
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **keywords: Any) -> Any:
         """The Trainer's own. A reference's log-probabilities are computed first and handed to it:
@@ -264,13 +275,15 @@ class LongContext:
     def _get_num_items_in_batch(
         self, batch_samples: list[dict[str, Any]], device: torch.device
     ) -> Tensor | None:
-        """Trained tokens of all batches of an update: what its loss is divided by."""
-        if not batch_samples or "labels" not in batch_samples[0]:
+        """Trained tokens of all batches of an update: what its loss is divided by, unless the user
+        asks for the mean of each batch."""
+        counts = batch_samples and "labels" in batch_samples[0]
+        if not counts or not self.model_accepts_loss_kwargs:
             return None
-        counts = (
+        found = (
             trained_token_count(*_batch(inputs, self.model.config)[1:]) for inputs in batch_samples
         )
-        return torch.tensor(self._of_replicas(sum(counts)), device=device)
+        return torch.tensor(self._of_replicas(sum(found)), device=device)
 
     def _of_replicas(self, mine: int) -> int:
         """The sum over ranks with sequences of their own."""

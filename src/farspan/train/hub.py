@@ -12,12 +12,12 @@ from typing import Any
 
 import huggingface_hub
 
-from farspan.checkpoint.local import CARD, SOURCE
+from farspan.checkpoint.local import CARD
 from farspan.data.config import RecordFormat, SourceConfig, SourceKind
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import read_json, write_whole
 from farspan.formatting import sparse_words, write_tokens
-from farspan.hf.merge import ADAPTER_CONFIG
+from farspan.hf.merge import ADAPTER_CONFIG, SOURCE
 from farspan.profile.catalog import is_on_hub
 from farspan.sparse.train import NOT_DENSE, hides, sparsity_words
 from farspan.spec import VERSION, UnsupportedError

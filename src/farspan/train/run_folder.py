@@ -38,7 +38,6 @@ from torch import Tensor
 from farspan.checkpoint.format import readable
 from farspan.checkpoint.local import (
     CHECKPOINT_LEFTOVER,
-    SOURCE,
     TrainState,
     list_checkpoints,
     named_checkpoints,
@@ -54,6 +53,7 @@ from farspan.durable import (
     write_failure,
     write_whole,
 )
+from farspan.hf.merge import SOURCE
 from farspan.program.layout import replicas
 from farspan.report.run import REPORT
 from farspan.spec import UnsupportedError

@@ -20,7 +20,6 @@ from rich.console import Console
 
 from farspan.checkpoint.distributed import FROZEN, INDEX_OF_KEYS
 from farspan.checkpoint.local import (
-    SOURCE,
     Restored,
     TrainState,
     export,
@@ -35,6 +34,7 @@ from farspan.distributed.run_context import (
     launch_env,
 )
 from farspan.durable import read_json
+from farspan.hf.merge import SOURCE
 from farspan.lazy import load
 from farspan.sparse.engine import Seen
 from farspan.sparse.train import (
@@ -380,15 +380,15 @@ class TrainingLoop:
         step = self.at.step if self.best is None else self.best
         path = self._folder.checkpoints / folder_name(step)
         folder, ctx = self._folder.model, self._ctx
-        told = self._marks | base_of(self._run)
-        if self._world.run_on_rank0(lambda: is_exported(path, folder, told)):
+        told, note = self._marks | base_of(self._run), self._observer.note
+        if self._world.run_on_rank0(lambda: is_exported(path, folder, told, note)):
             return
         if step != self.at.step:
             self._go_back(path)
         weights = self._saver.weights()
 
         def write() -> None:
-            note, card = self._observer.note, card_of(self._folder.path, step)
+            card = card_of(self._folder.path, step)
             export(ctx.model, ctx.tokenizer, path, folder, note, told, weights, card, ctx.index)
 
         self._world.run_on_rank0(write)

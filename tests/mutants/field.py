@@ -1,0 +1,52 @@
+"""Faults in how situations from the field are met: each is honoured or named."""
+
+from tests.mutants.faults import Fault
+
+MERGING = "tests/field/test_merging.py::"
+TRAINERS = "tests/field/test_trainer.py::"
+EXPORT = "tests/checkpoint/test_export.py::"
+
+FIELD = (
+    Fault(
+        "trainers: a batch without trained tokens lowers the mean",
+        "if self._of_replicas(trained_token_count(batch[1], batch[2])) == 0:",
+        "if self._of_replicas(trained_token_count(batch[1], batch[2])) < 0:",
+        (TRAINERS + "test_an_evaluation_is_the_plain_trainer_s",),
+    ),
+    Fault(
+        "trainers: a mean of batches is one of tokens",
+        "if not counts or not self.model_accepts_loss_kwargs:",
+        "if not counts:",
+        (TRAINERS + "test_means_are_those_that_the_trainer_asks_for",),
+    ),
+    Fault(
+        "merge: a tied weight is adapted twice",
+        "head.weight = nn.Parameter(head.weight.detach().clone())",
+        "pass",
+        (MERGING + "test_adapters_of_a_tied_weight_keep_their_function",),
+    ),
+    Fault(
+        "merge: the rank is that of the configuration",
+        "ranked = kind == ",
+        "ranked = kind != ",
+        (MERGING + "test_a_damaged_configuration_is_named",),
+    ),
+    Fault(
+        "merge: values that are not finite are merged",
+        "if not bool(tensor.isfinite().all()):",
+        "if bool(tensor.isnan().all()):",
+        (MERGING + "test_values_that_are_not_finite_are_named",),
+    ),
+    Fault(
+        "merge: links of an adapters' folder are followed",
+        "if path.is_symlink() and not any(path.resolve()",
+        "if path.is_symlink() and any(path.resolve()",
+        (MERGING + "test_links_are_not_followed",),
+    ),
+    Fault(
+        "export: a damaged model is the result",
+        "if found.get(name) != files[name])",
+        "if name not in found)",
+        (EXPORT + "test_a_damaged_model_is_exported_again",),
+    ),
+)
