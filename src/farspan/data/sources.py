@@ -138,9 +138,24 @@ class JsonLines:
         return [["jsonl", *_stamp(path)] for path in self.files]
 
     def documents(self) -> Iterator[Document]:
+        """Yield a document a line.
+
+        Raises:
+            UnsupportedError: some lines cannot be read; it names the first and counts the others.
+        """
+        first, others = None, 0
         for index, path in enumerate(self.files):
             for line, data in _lines(path):
-                yield Document(index, line, f"{path}: line {line}", _record(path, line, data))
+                try:
+                    fields = _record(path, line, data)
+                except UnsupportedError as error:
+                    first, others = first or error, others + (first is not None)
+                    continue
+                if first is None:
+                    yield Document(index, line, f"{path}: line {line}", fields)
+        if first is not None:
+            more = f"; {others:,} more of the lines cannot be read" * bool(others)
+            raise UnsupportedError(f"{first}{more}") from first
 
 
 def _record(path: Path, line: int, data: bytes) -> dict[str, Any]:
@@ -354,6 +369,8 @@ def recognise(config: DataConfig, document: Document) -> DataConfig:
     if config.format is not RecordFormat.TEXT or config.field is not None or TEXT in fields:
         return config
     found = [kind for kind, needed in _MARKS.items() if all(name in fields for name in needed)]
+    if not found and TEXT in document.fields:
+        return config  # null, which the form says
     if not found:
         forms = ", ".join(f"{kind} ({' and '.join(names)})" for kind, names in _MARKS.items())
         raise UnsupportedError(
