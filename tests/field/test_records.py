@@ -53,7 +53,9 @@ Read = Callable[..., list[tuple[str, str]]]
 
 def opened(folder: Path, tokenizer: Tokenizer, *records: object, **fields: Any) -> TokenStore:
     path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    if not path.exists() or path.read_text() != text:  # or its cache would be another's
+        path.write_text(text)
     config = DataConfig(
         source=SourceKind.JSONL, path=str(path), cache=str(folder / "cache"), **fields
     )
@@ -341,6 +343,7 @@ class TestPrompts:
             ({"prompt": "hi", "completion": [HO]}, "one of prompt and completion is a text and"),
             ({"prompt": [HI], "completion": [SO]}, "field 'completion' has no message of the"),
             ({"prompt": [HI], "completion": []}, "field 'completion' has no message of the"),
+            ({"prompt": [HI, {**HO, "train": 1}], "completion": [YES]}, "a turn of the prompt tra"),
             ({"prompt": "hi", "completion": "ho", "system": "x"}, "does not read 'system'"),
             ({"prompt": "hi", "completion": "ho", "label": False}, "does not read 'label'"),
         ],
@@ -616,6 +619,21 @@ def strange(extra: dict[str, Any]) -> set[str]:
     """Fields that a reader of the record would have to know."""
     given = {name: value for name, value in extra.items() if value not in (None, "")}
     return {n for n, value in given.items() if n not in NOTHING or isinstance(value, list)}
+
+
+@given(form=st.sampled_from(sorted(PUBLIC)), extra=EXTRA)
+def test_a_public_form_with_random_fields_is_as_without_or_names_them(
+    form: str, extra: dict[str, Any]
+) -> None:
+    tokenizer, refusal, found = HubTokenizer(character_tokenizer(TURNS)), "", None
+    with TemporaryDirectory() as folder:
+        expected = documents(opened(Path(folder), tokenizer, PUBLIC[form]))
+        try:
+            found = documents(opened(Path(folder), tokenizer, {**PUBLIC[form], **extra}))
+        except UnsupportedError as error:
+            refusal = str(error)
+    assert all(f"'{name}' (in 1 of 1 records)" in refusal for name in strange(extra))
+    assert found == (None if strange(extra) else expected)
 
 
 @st.composite

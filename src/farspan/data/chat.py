@@ -172,6 +172,11 @@ class ChatForm:
     def answer(self, document: Document, messages: Sequence[Message], told: int) -> Written:
         """A conversation of which the model's turns behind the first `told` messages are trained.
         Raises UnsupportedError where there is none."""
+        if any(message.get(mark) for message in messages[:told] for mark in TURN_MARKS):
+            raise UnsupportedError(
+                f"{document.place}: a mark has a turn of the prompt trained, and only those of "
+                f"field {self.field!r} are; leave the mark out, or write the record as a chat"
+            )
         bare, turns = take_marks(document, with_system(document, messages), False)
         said, own = (
             sum(m["role"] == ASSISTANT for m in part) for part in (messages, messages[told:])

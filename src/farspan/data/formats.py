@@ -99,7 +99,7 @@ def _is_harmless_name(name: str) -> bool:
 
 def is_harmless(name: str, value: object) -> bool:
     """Whether a field says nothing about what is trained. A list of numbers may always say it."""
-    numbers = isinstance(value, Sequence) and any(isinstance(v, int | float) for v in value)
+    numbers = isinstance(value, list) and any(isinstance(v, int | float) for v in value)
     return _is_harmless_name(name) and not numbers
 
 
@@ -335,9 +335,8 @@ class TokensForm:
         trained = labels != UNTRAINED
         for name in LOSS_MASKS:
             if fields.get(name) is not None:
-                trained = trained & _of_each(
-                    document, name, _zeros_and_ones(document, name), tokens
-                )
+                mask = _zeros_and_ones(document, name)
+                trained = trained & _of_each(document, name, mask, tokens)
         if fields.get(TYPES) is not None and _whole_numbers(document, TYPES).any():
             raise UnsupportedError(
                 f"{document.place}: field {TYPES!r} has types other than 0, which a causal model "
