@@ -263,7 +263,7 @@ class TestTurns:
             ([HI, {**HO, "tool_calls": [{"id": 1}]}], {"template": PLAIN}, "messages.tool_calls"),
         ],
     )
-    def test_what_no_one_reads_of_a_turn_is_named(
+    def test_a_key_of_a_turn_that_is_not_read_is_named(
         self, read: Read, chat: Any, fields: Any, message: str
     ) -> None:
         with pytest.raises(UnsupportedError, match=message):
@@ -381,8 +381,8 @@ class TestPrompts:
             read(record)
 
 
-class TestNobodyReads:
-    """Fields of a form that no one knows."""
+class TestUnreadFields:
+    """Fields that a form does not read."""
 
     @pytest.mark.parametrize(
         "record",

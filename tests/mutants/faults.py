@@ -327,7 +327,7 @@ RECORDS = (
         "records: a field that nothing reads is dropped",
         "unread.add(prefix + name)",
         "pass",
-        (FIELDS + "TestNobodyReads::test_are_counted_named_and_ignored",),
+        (FIELDS + "TestUnreadFields::test_are_counted_named_and_ignored",),
     ),
     Fault(
         "records: a list of numbers says nothing",
@@ -357,13 +357,13 @@ RECORDS = (
         "records: keys that the template does not name are taken for read",
         "return not self.sharegpt and any(map(self.names, (key, *alike)))",
         "return not self.sharegpt",
-        (FIELDS + "TestTurns::test_what_no_one_reads_of_a_turn_is_named",),
+        (FIELDS + "TestTurns::test_a_key_of_a_turn_that_is_not_read_is_named",),
     ),
     Fault(
         "records: tokens of other ignored fields are taken from the cache",
         "fields = [form.listing(), sorted(ignore), table]",
         "fields = [form.listing(), table]",
-        (FIELDS + "TestNobodyReads::test_a_cache_is_of_what_was_ignored",),
+        (FIELDS + "TestUnreadFields::test_a_cache_is_of_what_was_ignored",),
     ),
 )
 

@@ -66,8 +66,8 @@ _OTHERWISE = (
 _NOWHERE = "\ue000"  # a character for private use
 _NOWHERE_AS_PART = {"type": "text", "text": _NOWHERE}
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
-# Under any of these transformers 5.24 hands a thought to a template that reads one of the first
-# two.
+# transformers 5.24 hands a thought under any of these names to a template that reads either of the
+# first two.
 _THOUGHTS: tuple[str, ...] = getattr(chat_template_utils, "_REASONING_FIELDS", ())
 # What the template gets from the rest of the record, or from the run file.
 _NOT_KWARGS = ("messages", "conversation", TOOLS, "chat_template", "add_generation_prompt")
@@ -117,13 +117,13 @@ class ChatForm:
         return self.columns
 
     def names(self, word: str) -> bool:
-        """Whether a template names a variable, an attribute or a key so."""
+        """Tell whether a template has this name of a variable, an attribute or a key."""
         own = self.own_templates()
         templates = own if self.template in own else (self.template,)
         return any((found := named_in(t)) is None or word in found for t in templates)
 
     def own_templates(self) -> tuple[str, ...]:
-        """The tokenizer's, of which it may have several."""
+        """List the templates that came with the tokenizer."""
         own = self.inner.chat_template
         return tuple(own.values()) if isinstance(own, dict) else (own,) if own else ()
 
@@ -154,7 +154,7 @@ class ChatForm:
         return self.written(document, messages)
 
     def written(self, document: Document, messages: Sequence[Message]) -> Written:
-        """A conversation with the record's system message, and what its marks leave of it."""
+        """Write a conversation, its system message first, without training turns marked off."""
         bare, turns = take_marks(document, with_system(document, messages), self.everything)
         if self.everything:
             return Written(self._text(document, bare), bare=True)
@@ -242,7 +242,7 @@ class ChatForm:
         return messages
 
     def _kwargs(self, document: Document) -> Mapping[str, Any]:
-        """The record's own variables for the template."""
+        """Return the record's variables for the template, each of which it names."""
         given = document.fields.get(TEMPLATE_KWARGS) or {}
         if not isinstance(given, Mapping):
             raise UnsupportedError(
@@ -387,9 +387,9 @@ def _refuse_another_prompt(document: Document, messages: Sequence[Message]) -> N
         )
 
 
-def _refuse_both_kinds(document: Document, names: Sequence[str], chat: ChatForm | None) -> bool:
-    """Whether these fields are messages. Raises UnsupportedError where some are and some are not,
-    or no template can write them."""
+def _are_messages(document: Document, names: Sequence[str], chat: ChatForm | None) -> bool:
+    """Tell lists of messages from texts. Raises UnsupportedError if there is one of each, or no
+    template that can write messages."""
     texts = [isinstance(field_of(document, name, "data.format"), str) for name in names]
     if any(texts) != all(texts):
         raise UnsupportedError(
@@ -410,7 +410,7 @@ def _refuse_both_kinds(document: Document, names: Sequence[str], chat: ChatForm 
 
 
 def _reads_of(chat: ChatForm | None, document: Document, names: Sequence[str]) -> Collection[str]:
-    """These fields and, of messages, what stands beside them."""
+    """List the fields that are read with these names: of messages more than of texts."""
     if chat is None or isinstance(document.fields.get(names[0]), str):
         return names
     return {*names, *({TOOLS, SYSTEM, TEMPLATE_KWARGS} & set(chat.reads(document)))}
@@ -456,7 +456,7 @@ class PromptForm:
     def read(self, document: Document) -> Written | None:
         for name in self.columns:
             field_of(document, name, self.key(name))
-        if _refuse_both_kinds(document, self.columns, self.chat):
+        if _are_messages(document, self.columns, self.chat):
             return self._messages(document)
         prompt = text_of(document, self.prompt, self.key(self.prompt))
         text = prompt + text_of(document, self.completion, self.key(self.completion))
@@ -499,7 +499,7 @@ class PreferenceForm:
         return ["preference", *(() if self.chat is None else self.chat.listing())]
 
     def read(self, document: Document) -> tuple[Written, Written]:
-        messages = _refuse_both_kinds(document, self.columns, self.chat)
+        messages = _are_messages(document, self.columns, self.chat)
         chosen, rejected = (self._chat if messages else self._text)(document)
         if chosen.text == rejected.text:
             raise UnsupportedError(
@@ -532,7 +532,7 @@ class PreferenceForm:
         ]
 
     def _asked(self, document: Document, shared: Sequence[Message]) -> list[Message]:
-        """The message that a prompt as text adds to those that both answers begin with."""
+        """Return the message that a prompt as text adds to those that both answers begin with."""
         prompt = document.fields.get(PROMPT)
         if not prompt:
             return []

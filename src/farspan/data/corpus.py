@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from farspan.data.config import DataConfig, PackingKind, SourceConfig
-from farspan.data.formats import UNTRAINED, absent
+from farspan.data.formats import UNTRAINED, refuse_unused
 from farspan.data.packing import (
     BestFitLayout,
     ConcatLayout,
@@ -218,7 +218,7 @@ def _open_part(
         stores.append(aside)
     elif len(held) > 0:
         held_out = pack(store, held, "data.held_out")
-    absent(config.ignore, {name for own in stores for name in own.ignored})
+    refuse_unused(config.ignore, {name for own in stores for name in own.ignored})
     recognised = opened.config.format is not config.format
     return Part(opened, recognised, weight, tuple(stores), train, held_out)
 

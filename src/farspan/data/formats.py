@@ -98,13 +98,13 @@ def _is_harmless_name(name: str) -> bool:
 
 
 def is_harmless(name: str, value: object) -> bool:
-    """Whether a field says nothing about what is trained. A list of numbers may always say it."""
+    """Tell whether a field says nothing about what is trained. A list of numbers may always."""
     numbers = isinstance(value, list) and any(isinstance(v, int | float) for v in value)
     return _is_harmless_name(name) and not numbers
 
 
 def is_media(name: str) -> bool:
-    """Whether a field holds images, audio or video by its name."""
+    """Tell by its name whether a field holds images, audio or video."""
     return bool(_MEDIA.intersection(name.lower().replace(".", "_").split("_")))
 
 
@@ -178,7 +178,7 @@ class Fields:
         prefix: str,
         unread: set[str],
     ) -> dict[str, Any]:
-        """The fields that are read; the others are noted."""
+        """Keep the fields that are read, and note the others."""
         kept = {}
         for name, value in given.items():
             if prefix + name in self.ignore:
@@ -209,11 +209,11 @@ class Fields:
         )
 
 
-def absent(ignore: Collection[str], seen: Collection[str]) -> None:
-    """Refuse a name that drops nothing.
+def refuse_unused(ignore: Collection[str], seen: Collection[str]) -> None:
+    """Refuse to ignore a field that no record has.
 
     Raises:
-        UnsupportedError: no record has one of the fields that are to be ignored.
+        UnsupportedError: a name in `ignore` is not among the fields `seen`.
     """
     for name in ignore:
         if name not in seen:
@@ -367,7 +367,7 @@ class TokensForm:
 
 
 def _of_each(document: Document, name: str, values: np.ndarray, tokens: int) -> np.ndarray:
-    """The values, one a token."""
+    """Return the values, or refuse them if there is not one for each token."""
     if len(values) != tokens:
         raise UnsupportedError(
             f"{document.place}: field {name!r} has {len(values)} entries for {tokens} input_ids; "
@@ -388,8 +388,8 @@ def _zeros_and_ones(document: Document, name: str) -> np.ndarray:
 
 
 def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
-    """Of the tokens `own`, which are the first of a document: [tokens] bool. The fields that say
-    it must agree."""
+    """Mark the first token of each document among the tokens `own`: [tokens] bool. The fields that
+    say it must agree."""
     count = own.stop - own.start
     found: dict[str, np.ndarray] = {}
     for name in (POSITIONS, SEQ_IDX, LENGTHS, *CUMULATIVE):
