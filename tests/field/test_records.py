@@ -189,6 +189,7 @@ class TestTokens:
             ({"seq_lengths": [2, 3]}, "'seq_lengths': expected documents of one token or more"),
             ({"seq_lengths": [4, 0]}, "'seq_lengths': expected documents of one token or more"),
             ({"cu_seqlens": [0, 2, 2, 4]}, "'cu_seqlens': expected documents .* end at token 4"),
+            ({"seq_lengths": [2**62] * 4 + [4]}, "'seq_lengths': expected documents"),
             ({"cu_seqlens": [2, 4]}, "field 'cu_seqlens': expected documents"),
             (
                 {"seq_lengths": [2, 2], "position_ids": [0, 1, 2, 0]},
@@ -257,8 +258,12 @@ class TestTurns:
                 "message 2: 'weight' leaves a turn out, and data.loss",
             ),
             ([HI, {**HO, "train_detail": [{"begin_offset": 0}]}], {}, "'messages.train_detail'"),
-            ([HI, {**HO, "mask": True}], {}, r"does not read 'messages\.mask' \(in 1 of 1 rec"),
-            ([HI, {**HO, "thinking": "hm"}], {}, "format chat and the chat template does not read"),
+            ([HI, {**HO, "mask": True}], {}, r"reads 'messages\.mask' \(in 1 of 1 records"),
+            (
+                [HI, {**HO, "thinking": "hm"}],
+                {},
+                "neither format chat nor the chat template reads 'mess",
+            ),
             ([{**HI, "name": "Ada"}, HO], {"template": PLAIN}, r"'messages\.name'"),
             ([HI, {**HO, "tool_calls": [{"id": 1}]}], {"template": PLAIN}, "messages.tool_calls"),
         ],
@@ -544,6 +549,7 @@ def test_public_forms_train_with_and_without_fields_that_say_nothing(read: Read,
         "lang": "en",
         "metadata": {"a": 1},
         "sample_id": "x1",
+        "docId": "x2",
         "num_tokens": 9,
     }
     assert read({**PUBLIC[form], **harmless}) == read(PUBLIC[form])

@@ -4,6 +4,7 @@ Every field of a record is read (`READ`), says nothing about what is trained (`i
 refused by name.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -91,7 +92,7 @@ _SPEAKING = _MEDIA | frozenset(_IN_TRAINING.split())  # words that no such name 
 
 @cache
 def _is_harmless_name(name: str) -> bool:
-    name = name.lower().replace("-", "_")
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().replace("-", "_")
     words = name.split("_")
     ends = words[-1] in HARMLESS_ENDINGS and not _SPEAKING.intersection(words)
     return name in HARMLESS_NAMES or ends
@@ -198,10 +199,16 @@ class Fields:
         counts = ", ".join(
             f"{name!r} (in {self._unread[name]:,} of {records:,} records)" for name in names
         )
-        others = [kind for kind, row in READ.items() if kind != form and set(names) <= row.keys()]
-        why = " and the chat template" * any("." in name for name in names)
+        others = [
+            kind
+            for kind, row in READ.items()
+            if kind != form and set(names) <= row.keys() and next(iter(row)) in names
+        ]
+        reads = f"format {form} does not read"
+        if any("." in name for name in names):
+            reads = f"neither format {form} nor the chat template reads"
         return (
-            f"data.path: format {form}{why} does not read {counts}"
+            f"data.path: {reads} {counts}"
             + "; a run trains on text alone" * any(is_media(name) for name in names)
             + f"; data.format {' or '.join(others)} would" * bool(others)
             + "; leave the field out of the records, or, if it does not say what is trained, set "
@@ -408,7 +415,9 @@ def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
         else:
             edges = np.concatenate([[0], np.cumsum(given)]) if name == LENGTHS else given
             rising = len(edges) > 1 and (np.diff(edges) > 0).all()
-            fits = rising and edges[0] == 0 and edges[-1] == count
+            # The inner edges, too: a sum of lengths above 2**63 is negative.
+            inside = rising and edges.min() == 0 and edges.max() == count
+            fits = inside and edges[0] == 0 and edges[-1] == count
             expected = f"documents of one token or more that end at token {count}"
             starts = np.isin(np.arange(count), edges)
         if not fits:
