@@ -483,6 +483,10 @@ class TestDatasets:
         datasets = pytest.importorskip("datasets")
         features = datasets.Features({"text": datasets.Value("string"), "pic": datasets.Image()})
         broken = {"text": ["a"], "pic": [{"bytes": b"none", "path": None}]}
+        several = datasets.Features({**features, "pic": datasets.List(datasets.Image())})
+        rows = datasets.Dataset.from_dict({"text": ["a"], "pic": [[]]}, features=several)
+        with pytest.raises(UnsupportedError, match=r"column 'pic' of dataset .* holds Image"):
+            self.corpus(tmp_path / "several", rows)
         rows = datasets.Dataset.from_dict(broken, features=features)
         with pytest.raises(UnsupportedError, match=r"column 'pic' of dataset .* holds Image"):
             self.corpus(tmp_path, rows)

@@ -268,8 +268,7 @@ class DatasetRows:
         """
         dropped = tuple(name for name in self.rows.column_names if name in ignore)
         for name, feature in self.rows.features.items():
-            kind = type(feature).__name__  # of a list, that of what it holds
-            kind = type(getattr(feature, "feature", feature)).__name__ if kind == "List" else kind
+            kind = type(getattr(feature, "feature", feature)).__name__  # of a list's items
             if name not in dropped and is_media(kind):
                 raise UnsupportedError(
                     f"data.path: column {name!r} of dataset {self.path!r} holds {kind}, and a run "
