@@ -223,7 +223,7 @@ def test_a_dataset_of_chats_is_read_with_its_tools(tmp_path: Path) -> None:
     calls = [{"name": "add", "arguments": {"a": 1}}]
     other = [CHAT[0], {**CHAT[1], "tool_calls": [{"name": "add", "arguments": {"b": 1}}]}]
     chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": calls}]
-    rows = {"messages": [chat, other], "tools": [tools, tools], "other": [1, 2]}
+    rows = {"messages": [chat, other], "tools": [tools, tools], "id": [1, 2]}
     datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "set"))
     character_tokenizer(TOOLS).save_pretrained(tmp_path / "tokenizer")
     fields: dict[str, Any] = {"source": "dataset", "path": str(tmp_path / "set"), "format": "chat"}

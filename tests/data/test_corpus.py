@@ -80,8 +80,8 @@ def datasets() -> Any:
 @pytest.fixture
 def dataset(tmp_path: Path, datasets: Any) -> str:
     rows = {
-        "train": datasets.Dataset.from_dict({"body": ["one", "two", "three"], "n": [1, 2, 3]}),
-        "test": datasets.Dataset.from_dict({"body": ["four"], "n": [4]}),
+        "train": datasets.Dataset.from_dict({"body": ["one", "two", "three"], "id": [1, 2, 3]}),
+        "test": datasets.Dataset.from_dict({"body": ["four"], "id": [4]}),
     }
     datasets.DatasetDict(rows).save_to_disk(str(tmp_path / "set"))
     return str(tmp_path / "set")
@@ -102,15 +102,18 @@ def test_a_saved_dataset_is_read_by_split(dataset: str, build: Build, tmp_path: 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"field": "text"}, r"data\.field: dataset .* has no column 'text'; it has: body, n"),
-        ({"field": "n"}, r"row 1: field 'n' holds int, expected text"),
+        ({"field": "text"}, r"data\.field: dataset .* has no column 'text'; it has: body, id"),
+        (
+            {"field": "id", "ignore": ("body",)},
+            r"row 1: field 'id' holds int, expected text",
+        ),
         ({"field": "body", "split": "dev"}, r"data\.split: .* no split 'dev'; it has: train, test"),
         ({"field": "body", "name": "en"}, r"data\.name: .* has no configurations; leave name out"),
         ({"field": "body", "held_out_split": "train"}, "also trained on"),
     ],
 )
 def test_a_dataset_that_cannot_be_read_is_refused(
-    dataset: str, build: Build, fields: dict[str, str], message: str
+    dataset: str, build: Build, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnsupportedError, match=message):
         build(source=SourceKind.DATASET, path=dataset, **fields)

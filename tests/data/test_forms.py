@@ -95,16 +95,17 @@ def test_padding_is_no_part_of_a_document(build: Build) -> None:
 
 def test_a_cache_is_of_one_form(build: Build) -> None:
     record = {"text": "ab", "prompt": "a", "completion": "b", "input_ids": [5, 6], "other": "x"}
+    settings: list[tuple[dict[str, str], set[str]]] = [
+        ({}, {"text"}),
+        ({"field": "other"}, {"other"}),
+        ({"format": "prompt"}, {"prompt", "completion"}),
+        ({"format": "prompt", "completion": "text"}, {"prompt", "text"}),
+        ({"format": "prompt", "loss": "all"}, {"prompt", "completion"}),
+        ({"format": "tokens"}, {"input_ids"}),
+    ]
     found = [
-        row(build(record, **fields))
-        for fields in (
-            {},
-            {"field": "other"},
-            {"format": "prompt"},
-            {"format": "prompt", "completion": "text"},
-            {"format": "prompt", "loss": "all"},
-            {"format": "tokens"},
-        )
+        row(build(record, ignore=tuple(record.keys() - read), **fields))
+        for fields, read in settings
     ]
     assert found == [
         ([*b"ab", END], [*b"ab", END]),
@@ -129,10 +130,13 @@ def test_a_cache_is_of_one_form(build: Build) -> None:
         ({"input_ids": [1, 2**70]}, "field 'input_ids': expected a list of whole numbers"),
         ({"input_ids": [1, -2]}, "field 'input_ids' has a negative id, -2"),
         ({"input_ids": [1, 2**32]}, r"field 'input_ids' has an id of 4294967296, .* below 2\*\*32"),
-        ({"input_ids": [1, 2], "labels": [1]}, "1 labels for 2 input_ids; give one for each"),
+        (
+            {"input_ids": [1, 2], "labels": [1]},
+            "field 'labels' has 1 entries for 2 input_ids; give one for each",
+        ),
         (
             {"input_ids": [1, 2], "attention_mask": [1]},
-            "attention_mask has 1 entries for 2 input_ids",
+            "field 'attention_mask' has 1 entries for 2 input_ids",
         ),
         (
             {"input_ids": [1, 2], "attention_mask": [1, 2]},
@@ -162,13 +166,13 @@ def test_tokens_that_cannot_be_are_refused(
         ({"format": "prompt", "field": "x"}, "field: format prompt reads prompt and completion;"),
         (
             {"format": "tokens", "field": "x"},
-            "field: format tokens reads input_ids, labels, attention_mask;",
+            "field: format tokens reads input_ids and what goes with them;",
         ),
         ({"prompt": "question"}, "prompt: only format 'prompt' has prompts and completions"),
         ({"format": "prompt", "prompt": "completion"}, "completion: it is the prompt's field too"),
         (
-            {"format": "prompt", "chat_template": "x"},
-            "chat_template: only formats chat, sharegpt and preference",
+            {"format": "alpaca", "chat_template": "x"},
+            "chat_template: only formats chat, sharegpt, prompt and preference",
         ),
         ({"format": "alpaca", "field": "x"}, "field: format alpaca reads instruction, input and o"),
         ({"loss": "all"}, "loss: format text has no answers; leave it out"),
@@ -265,7 +269,7 @@ def test_alpaca_s_output_is_trained(build: Build, given: str | None, prompt: str
     assert row(build(record, context=512, format="alpaca")) == (ids, labels)
     assert row(build(record, context=512, format="alpaca", loss="all")) == (ids, ids)
     with pytest.raises(
-        UnsupportedError, match="line 1: field 'history' is not part of Alpaca's prompt"
+        UnsupportedError, match=r"format alpaca does not read 'history' \(in 1 of 1 records\)"
     ):
         build({**record, "history": [["a", "b"]]})
 
@@ -276,12 +280,21 @@ def test_alpaca_s_output_is_trained(build: Build, given: str | None, prompt: str
         ({"prompt": "a", "completion": "b"}, "prompt"),
         ({"input_ids": [1, 2, 3]}, "tokens"),
         ({"instruction": "a", "output": "b"}, "alpaca"),
-        ({"text": "a", "prompt": "a", "completion": "b"}, "text"),
+        ({"text": "a", "prompt": None, "completion": None}, "text"),
     ],
 )
 def test_forms_are_known_by_their_fields(build: Build, record: dict[str, Any], form: str) -> None:
-    """What has a text is text, as it always was."""
     assert row(build(record, context=512)) == row(build(record, context=512, format=form))
+
+
+def test_what_has_a_text_is_text(build: Build) -> None:
+    record = {"text": "a", "prompt": "b", "completion": "c"}
+    with pytest.raises(
+        UnsupportedError, match=r"format text does not .*; data\.format prompt would"
+    ):
+        build(record)
+    ignored = ("prompt", "completion")
+    assert row(build(record, ignore=ignored)) == row(build({"text": "a"}))
 
 
 @pytest.mark.parametrize(

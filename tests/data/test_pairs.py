@@ -155,7 +155,11 @@ def test_they_are_known_by_their_fields(tmp_path: Path) -> None:
     [
         ({"prompt": "a", "chosen": "b"}, {}, "has no field 'rejected' .*; add it, or"),
         ({"chosen": "b", "rejected": "c"}, {}, "has no field 'prompt'"),
-        ({"prompt": "a", "chosen": "b", "rejected": CHOSEN}, {}, "one answer is a text"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": CHOSEN},
+            {},
+            "one of chosen and rejected is a text",
+        ),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, {}, "both answers are the same"),
         ({"prompt": "a", "chosen": CHOSEN, "rejected": REJECTED}, {}, "has no chat template"),
         ({"prompt": "", "chosen": "", "rejected": "c"}, {}, "an answer has no token to train"),

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from farspan.data import token_cache as store_module
-from farspan.data.formats import PromptForm, TextForm
+from farspan.data.chat import PromptForm
+from farspan.data.formats import TextForm
 from farspan.data.sources import TextFiles
 from farspan.data.token_cache import TokenStore, open_store
 from farspan.data.tokenizers import TEXT, ByteTokenizer, Document

@@ -27,6 +27,7 @@ DOCUMENT = (
 )
 RECURRENT = ("tests/hf/test_recurrent.py::test_documents_of_a_token",)
 HOST = "tests/train/test_optimizer_host.py::"
+FIELDS = "tests/field/test_records.py::"
 BEGUN = "tests/train/test_origin.py::"
 RESUMED = "tests/train/test_interrupt.py::"
 RACES = ("tests/program/test_waits.py::test_nothing_races",)
@@ -321,6 +322,51 @@ DOCUMENTS = (
     ),
 )
 
+RECORDS = (
+    Fault(
+        "records: a field that nothing reads is dropped",
+        "unread.add(prefix + name)",
+        "pass",
+        (FIELDS + "TestUnreadFields::test_are_counted_named_and_ignored",),
+    ),
+    Fault(
+        "records: a list of numbers says nothing",
+        "return _is_harmless_name(name) and not numbers",
+        "return _is_harmless_name(name)",
+        (FIELDS + "TestTokens::test_what_does_not_fit_is_named",),
+    ),
+    Fault(
+        "records: the last mask alone is read",
+        "trained = trained & _of_each(document, name, mask, tokens)",
+        "trained = _of_each(document, name, mask, tokens)",
+        (FIELDS + "TestTokens::test_masks_and_labels_must_agree_as_trl_has_them",),
+    ),
+    Fault(
+        "records: a packed row is one document",
+        "cuts = np.flatnonzero(starts[1:]) + 1",
+        "cuts = np.flatnonzero(starts[:0]) + 1",
+        (FIELDS + "TestTokens::test_a_packed_row_is_several_documents",),
+    ),
+    Fault(
+        "records: a turn that is marked off is trained",
+        "turns.append(all(marks.values()))",
+        "turns.append(True)",
+        (FIELDS + "TestTurns::test_a_turn_that_is_marked_off_is_read",),
+    ),
+    Fault(
+        "records: keys that the template does not name are taken for read",
+        "return not self.sharegpt and any(map(self.names, (key, *alike)))",
+        "return not self.sharegpt",
+        (FIELDS + "TestTurns::test_a_key_of_a_turn_that_is_not_read_is_named",),
+    ),
+    Fault(
+        "records: tokens of other ignored fields are taken from the cache",
+        "fields = [form.listing(), sorted(ignore), table]",
+        "fields = [form.listing(), table]",
+        (FIELDS + "TestUnreadFields::test_a_cache_is_of_what_was_ignored",),
+    ),
+)
+
 OPTIMIZER = (
     Fault(
         "decay: of norms and biases too",
@@ -595,6 +641,6 @@ VERIFY = (
 )
 
 FAULTS = (
-    *(*PROGRAMS, *WINDOWS, *MERGES, *KERNELS, *STATES, *GRADIENTS, *DOCUMENTS),
+    *(*PROGRAMS, *WINDOWS, *MERGES, *KERNELS, *STATES, *GRADIENTS, *DOCUMENTS, *RECORDS),
     *(*OPTIMIZER, *RESUMES, *RANKS, *SPARSE, *ALLOCATORS, *VERIFY, *PROFILES),
 )

@@ -10,7 +10,7 @@ _PROMPT = ("prompt", "completion")  # the fields of a record of that format
 # Where no field of them is named here.
 _NO_FIELD = {
     "prompt": "prompt and completion; name them by these keys",
-    "tokens": "input_ids, labels, attention_mask; leave it out",
+    "tokens": "input_ids and what goes with them; leave it out",
     "preference": "prompt, chosen and rejected; leave it out",
     "alpaca": "instruction, input and output; leave it out",
 }
@@ -32,8 +32,8 @@ class RecordFormat(StrEnum):
     CHAT = "chat"  # messages, as the tokenizer's chat template writes them
     SHAREGPT = "sharegpt"  # the same, each message with `from` and `value`
     ALPACA = "alpaca"  # an instruction, perhaps an input, and the output
-    PROMPT = "prompt"  # a prompt and its completion
-    TOKENS = "tokens"  # input_ids; labels where some are not trained; attention_mask where padded
+    PROMPT = "prompt"  # a prompt and its completion, as texts or as messages
+    TOKENS = "tokens"  # input_ids, and what says which are trained, padding, or a document
     PREFERENCE = "preference"  # a prompt, the answer that was chosen, and the one that was not
 
 
@@ -72,6 +72,7 @@ class SourceConfig:
     name: str | None = None  # the dataset's configuration, where it has several
     split: str = _SPLIT  # the dataset's split
     held_out_split: str | None = None  # or: evaluate on this split of the dataset
+    ignore: tuple[str, ...] = ()  # fields of records to drop; `messages.name` is a key of messages
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", SourceKind(self.source))
@@ -112,6 +113,10 @@ class SourceConfig:
                 f"field: source '{self.source}' has files without fields; set source to jsonl or "
                 "dataset, or leave it out"
             )
+        if self.source in (SourceKind.STDLIB, SourceKind.TEXT) and self.ignore:
+            raise UnsupportedError(
+                f"ignore: source '{self.source}' has files without fields; leave it out"
+            )
 
     def _check_format(self) -> None:
         """What is read of a record, and what is said of it in vain."""
@@ -132,11 +137,11 @@ class SourceConfig:
             )
         if self.prompt == self.completion:
             raise UnsupportedError(f"completion: it is the prompt's field too, {self.prompt!r}")
-        chats = (RecordFormat.CHAT, RecordFormat.SHAREGPT, RecordFormat.PREFERENCE)
+        chats = ("chat", "sharegpt", "prompt", "preference")
         if kind not in chats and self.chat_template is not None:
             raise UnsupportedError(
-                "chat_template: only formats chat, sharegpt and preference have one; set format, "
-                "or leave it out"
+                "chat_template: only formats chat, sharegpt, prompt and preference have one; set "
+                "format, or leave it out"
             )
         if kind in (RecordFormat.TEXT, RecordFormat.TOKENS) and self.loss is not Loss.ANSWERS:
             raise UnsupportedError(f"loss: format {kind} has no answers; leave it out")

@@ -1,6 +1,7 @@
 """From a DataConfig to sequences: the one call that training makes."""
 
 import hashlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from farspan.data.config import DataConfig, PackingKind, SourceConfig
-from farspan.data.formats import UNTRAINED
+from farspan.data.formats import UNTRAINED, refuse_unused
 from farspan.data.packing import (
     BestFitLayout,
     ConcatLayout,
@@ -67,6 +68,7 @@ class Corpus:
             f"data: {kept.tokens:,} tokens{mostly}, {sequences:,} sequences of {context:,} "
             f"{until}; {f'{held_out.kept.tokens:,} tokens' if held_out else 'none'} held out",
             *self._describe_parts(),
+            *self._describe_fields(),
             *self._describe_pairs(),
             f"packing: {kept.divided:,} of {kept.documents:,} documents divided, "
             f"{kept.padding / room:.1%} padding"
@@ -98,6 +100,21 @@ class Corpus:
                 f"{part.weight / weights:.1%} of all tokens that are read; its {kept.tokens:,} in "
                 f"{part.train.sequences_per_epoch():,} sequences {times:.2f} times by then"
             )
+
+    def _describe_fields(self) -> Iterator[str]:
+        for part in self.parts:
+            where = f" of {part.opened.config.path}" if len(self.parts) > 1 else ""
+            left = {name: set[str]() for name in ("ignored", "harmless")}
+            for store in part.stores:
+                for name in left:
+                    left[name].update(getattr(store, name))
+            if left["ignored"]:
+                yield f"ignored{where}, as data.ignore says: {', '.join(sorted(left['ignored']))}"
+            if left["harmless"]:
+                yield (
+                    f"fields{where} that say nothing about what is trained: "
+                    f"{', '.join(sorted(left['harmless']))}"
+                )
 
     @property
     def paired(self) -> bool:
@@ -162,8 +179,9 @@ def _naming(number: int | None) -> Iterator[None]:
         own = {field.name for field in fields(SourceConfig)}
         if number is None or not str(error).startswith("data.") or key not in own:
             raise
-        words = str(error).removeprefix("data.")
-        raise UnsupportedError(f"data.sources[{number}].{words}") from error
+        # Its other keys too, such as data.ignore in what to type.
+        words = re.sub(rf"\bdata\.({'|'.join(own)})\b", rf"data.sources[{number}].\1", str(error))
+        raise UnsupportedError(words) from error
 
 
 def _open_part(
@@ -176,8 +194,15 @@ def _open_part(
     seed: int,
     watch: Watch,
 ) -> Part:
-    cache = Path(config.cache)
-    store = open_store(opened.train, opened.form, tokenizer, cache, watch)
+    opens = partial(
+        open_store,
+        form=opened.form,
+        tokenizer=tokenizer,
+        cache=Path(config.cache),
+        watch=watch,
+        ignore=config.ignore,
+    )
+    store = opens(opened.train)
     chosen, held = split_held_out(store.documents(), config.held_out, seed)
     if len(chosen) == 0:
         raise UnsupportedError(
@@ -188,11 +213,12 @@ def _open_part(
     train = pack(store, chosen, TRAINED)
     held_out, stores = None, [store]
     if opened.held_out is not None:
-        aside = open_store(opened.held_out, opened.form, tokenizer, cache, watch)
+        aside = opens(opened.held_out)
         held_out = pack(aside, np.arange(aside.documents()), "data.held_out_path")
         stores.append(aside)
     elif len(held) > 0:
         held_out = pack(store, held, "data.held_out")
+    refuse_unused(config.ignore, {name for own in stores for name in own.ignored})
     recognised = opened.config.format is not config.format
     return Part(opened, recognised, weight, tuple(stores), train, held_out)
 

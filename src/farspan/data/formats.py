@@ -1,16 +1,232 @@
-"""Text, prompts with completions, instructions and tokens: forms of records without messages."""
+"""Fields of records: which each form reads, and the forms without messages: text, Alpaca, tokens.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Every field of a record is read (`READ`), says nothing about what is trained (`is_harmless`), or is
+refused by name.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
 
-from farspan.data.tokenizers import Document, Encoded, Written
+from farspan.data.tokenizers import Document, Encoded, Form, Written
 from farspan.spec import UnsupportedError
 
 INPUT_IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
+POSITIONS, LENGTHS, SEQ_IDX, TYPES = "position_ids", "seq_lengths", "seq_idx", "token_type_ids"
+CUMULATIVE = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k")
+LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 UNTRAINED = -100  # label of a token that no loss is of, as everywhere in Hugging Face
+
+INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
+PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
+TOOLS, SYSTEM, TEMPLATE_KWARGS = "tools", "system", "chat_template_kwargs"
+TURN_MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
+
+_BORDER = "where a packed row has its documents"
+_ASKED = {
+    TOOLS: "tools that may be called, for a template that names `tools`",
+    SYSTEM: "text of a first system message; refused if the messages begin with another one",
+    TEMPLATE_KWARGS: "variables for the chat template; one that the template does not name is "
+    "refused",
+}
+_FIRST = {PROMPT: "a text that must be that of the first message that is not the system's"}
+# Field by field, what each format reads. Names that the run file sets (`data.field`, `data.prompt`,
+# `data.completion`) stand here by their defaults.
+READ: Mapping[str, Mapping[str, str]] = {
+    "text": {"text": "the text, all of which is trained"},
+    "chat": {"messages": "messages with role and content", **_ASKED, **_FIRST},
+    "sharegpt": {"conversations": "messages with from and value", **_ASKED, **_FIRST},
+    "alpaca": {
+        INSTRUCTION: "in the prompt of Stanford Alpaca",
+        INPUT: "in that prompt; may be empty or missing",
+        OUTPUT: "the text that is trained",
+    },
+    "prompt": {
+        PROMPT: "a text, or a list of messages",
+        "completion": "the same; the text, or the assistant's messages, are trained",
+        **{name: f"of messages: {what}" for name, what in _ASKED.items()},
+    },
+    "tokens": {
+        INPUT_IDS: "the ids",
+        LABELS: "the id in its own place, unshifted, or -100 where it is not trained",
+        MASK: "0 for padding at either end, which is left out",
+        **dict.fromkeys(LOSS_MASKS, "1 or true where a token is trained; all that are given must"),
+        POSITIONS: f"{_BORDER}: from 0, rising by one, from 0 again at each document",
+        LENGTHS: f"{_BORDER}: the number of tokens of each",
+        **dict.fromkeys(CUMULATIVE, f"{_BORDER}: 0, and the end of each"),
+        SEQ_IDX: f"{_BORDER}: a number that changes at each document",
+        TYPES: "must be all 0",
+    },
+    "preference": {
+        CHOSEN: "a text, or a list of messages",
+        REJECTED: "the same",
+        PROMPT: "the same; of messages it may stand in both answers instead",
+        **{name: f"of messages: {what}" for name, what in _ASKED.items()},
+    },
+}
+
+# Of records and of messages: where they are from, what they are about, how good and how long they
+# are. None says what is trained, nor where it begins (as `prompt_length` does).
+_HARMLESS = """
+__index_level_0__ id ids uid uuid guid idx index hash md5 sha1 sha256 checksum source sources origin
+dataset dataset_name subset dump url urls uri link domain path file file_path file_name filename
+repo repo_name repository commit license licenses author title model model_name generator
+score scores score_chosen score_rejected rating ratings perplexity
+timestamp date datetime created created_at updated_at year language languages lang meta metadata
+category categories topic topics tag tags difficulty type task_type
+length num_tokens n_tokens token_count num_turns num_chars char_count num_words word_count
+"""
+_HARMLESS_ENDINGS = "id uuid hash source url license language lang score rating timestamp date"
+_IN_MEDIA = "image images audio audios video videos pixel"
+_IN_TRAINING = "train training trainable trained loss label labels mask weight weights token ignore"
+HARMLESS_NAMES = frozenset(_HARMLESS.split())
+HARMLESS_ENDINGS = tuple(_HARMLESS_ENDINGS.split())  # last words, as in prompt_id
+_MEDIA = frozenset(_IN_MEDIA.split())
+_SPEAKING = _MEDIA | frozenset(_IN_TRAINING.split())  # words that no such name has
+
+
+@cache
+def _is_harmless_name(name: str) -> bool:
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().replace("-", "_")
+    words = name.split("_")
+    ends = words[-1] in HARMLESS_ENDINGS and not _SPEAKING.intersection(words)
+    return name in HARMLESS_NAMES or ends
+
+
+def is_harmless(name: str, value: object) -> bool:
+    """Tell whether a field says nothing about what is trained. A list of numbers may always."""
+    numbers = isinstance(value, list) and any(isinstance(v, int | float) for v in value)
+    return _is_harmless_name(name) and not numbers
+
+
+def is_media(name: str) -> bool:
+    """Tell by its name whether a field holds images, audio or video."""
+    return bool(_MEDIA.intersection(name.lower().replace(".", "_").split("_")))
+
+
+@dataclass(slots=True)
+class Fields:
+    """Fields of records while they are read: those dropped, and those that nothing reads.
+
+    Args:
+        form: reads the records.
+        ignore: fields that the user drops; `messages.name` is a key of messages.
+        dropped: those of `ignore` that the source has left out already.
+    """
+
+    form: Form
+    ignore: Collection[str]
+    dropped: Iterable[str] = ()
+    ignored: set[str] = field(init=False)
+    harmless: set[str] = field(init=False, default_factory=set)
+    _unread: Counter[str] = field(init=False, default_factory=Counter)  # field: records
+
+    def __post_init__(self) -> None:
+        self.ignored = set(self.dropped)
+
+    def documents(self, given: Iterable[Document]) -> Iterator[Document]:
+        """Yield each record with the fields that are read.
+
+        Raises:
+            UnsupportedError: some have fields that nothing reads; it names and counts all of them.
+        """
+        count = 0
+        for count, document in enumerate(given, start=1):  # noqa: B007 - the count of all
+            kept = self._kept(document)
+            if not self._unread:
+                yield kept
+        if self._unread:
+            raise UnsupportedError(self._refusal(count))
+
+    def _kept(self, document: Document) -> Document:
+        given, unread = document.fields, set[str]()
+        if any(given.get(name) is None for name in self.form.columns):
+            return document  # the form says what is missing
+        fields = self._split(given, self.form.reads(document).__contains__, "", unread)
+        for name in self.form.chats:
+            if isinstance(fields.get(name), list):
+                fields[name] = [self._message(m, name, unread) for m in fields[name]]
+        self._unread.update(unread)
+        return replace(document, fields=fields)
+
+    def _message(self, message: Any, name: str, unread: set[str]) -> Any:
+        if not isinstance(message, Mapping):
+            return message
+        kept = self._split(message, self.form.reads_key, f"{name}.", unread)
+        for key, parts in kept.items():
+            if key == "content" and isinstance(parts, list):
+                kept[key] = [self._part(part, f"{name}.content.", unread) for part in parts]
+        return kept
+
+    def _part(self, part: Any, prefix: str, unread: set[str]) -> Any:
+        if not isinstance(part, Mapping):
+            return part
+        if is_media(kind := str(part.get("type"))):
+            unread.add(prefix + kind)
+        return self._split(
+            part, lambda key: key in ("type", "text") or self.form.reads_key(key), prefix, unread
+        )
+
+    def _split(
+        self,
+        given: Mapping[str, Any],
+        reads: Callable[[str], bool],
+        prefix: str,
+        unread: set[str],
+    ) -> dict[str, Any]:
+        """Keep the fields that are read, and note the others."""
+        kept = {}
+        for name, value in given.items():
+            if prefix + name in self.ignore:
+                self.ignored.add(prefix + name)
+            elif reads(name) and not (prefix and is_media(name)):
+                kept[name] = value
+            elif value is None or value in ("", [], {}):
+                pass
+            elif is_harmless(name, value):
+                self.harmless.add(prefix + name)
+            else:
+                unread.add(prefix + name)
+        return kept
+
+    def _refusal(self, records: int) -> str:
+        form, names = self.form.listing()[0], sorted(self._unread)
+        counts = ", ".join(
+            f"{name!r} (in {self._unread[name]:,} of {records:,} records)" for name in names
+        )
+        others = [
+            kind
+            for kind, row in READ.items()
+            if kind != form and set(names) <= row.keys() and next(iter(row)) in names
+        ]
+        reads = f"format {form} does not read"
+        if any("." in name for name in names):
+            reads = f"neither format {form} nor the chat template reads"
+        return (
+            f"data.path: {reads} {counts}"
+            + "; a run trains on text alone" * any(is_media(name) for name in names)
+            + f"; data.format {' or '.join(others)} would" * bool(others)
+            + "; leave the field out of the records, or, if it does not say what is trained, set "
+            + f"data.ignore: [{', '.join(names)}]"
+        )
+
+
+def refuse_unused(ignore: Collection[str], seen: Collection[str]) -> None:
+    """Refuse to ignore a field that no record has.
+
+    Raises:
+        UnsupportedError: a name in `ignore` is not among the fields `seen`.
+    """
+    for name in ignore:
+        if name not in seen:
+            raise UnsupportedError(
+                f"data.ignore: no record has a field {name!r}; leave it out of the list"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +235,19 @@ class TextForm:
 
     field: str
 
-    optional: ClassVar[tuple[str, ...]] = ()
+    chats: ClassVar[tuple[str, ...]] = ()
     masked: ClassVar[bool] = False
     any_ids: ClassVar[bool] = False
 
     @property
     def columns(self) -> tuple[str, ...]:
         return (self.field,)
+
+    def reads(self, document: Document) -> Collection[str]:  # noqa: ARG002 - the same for all
+        return self.columns
+
+    def reads_key(self, key: str) -> bool:  # noqa: ARG002 - there are no messages
+        return False
 
     def key(self, column: str) -> str:  # noqa: ARG002 - there is one
         return "data.field"
@@ -38,40 +260,6 @@ class TextForm:
         return Written(text) if text.strip() else None
 
 
-@dataclass(frozen=True, slots=True)
-class PromptForm:
-    """A text and how it goes on; the prompt is trained only where `everything` is."""
-
-    prompt: str
-    completion: str
-    everything: bool
-
-    optional: ClassVar[tuple[str, ...]] = ()
-    any_ids: ClassVar[bool] = False
-
-    @property
-    def masked(self) -> bool:
-        return not self.everything
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self.prompt, self.completion
-
-    def key(self, column: str) -> str:
-        return "data.prompt" if column == self.prompt else "data.completion"
-
-    def listing(self) -> list[object]:
-        return ["prompt", self.prompt, self.completion, self.everything]
-
-    def read(self, document: Document) -> Written | None:
-        prompt = text_of(document, self.prompt, self.key(self.prompt))
-        text = prompt + text_of(document, self.completion, self.key(self.completion))
-        if not text.strip():
-            return None
-        return Written(text, None if self.everything else ((len(prompt), len(text)),))
-
-
-INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
 # Of Stanford Alpaca's train.py, to the letter.
 _ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
@@ -82,7 +270,6 @@ _ALPACA_WITH_INPUT = (
     "context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
     "{instruction}\n\n### Input:\n{input}\n\n### Response:"
 )
-_NOT_ALPACA = ("system", "history")  # that others have added to its records
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +280,7 @@ class AlpacaForm:
     everything: bool
 
     columns: ClassVar[tuple[str, ...]] = (INSTRUCTION, OUTPUT)
-    optional: ClassVar[tuple[str, ...]] = (INPUT, *_NOT_ALPACA)
+    chats: ClassVar[tuple[str, ...]] = ()
     any_ids: ClassVar[bool] = False
 
     @property
@@ -106,13 +293,13 @@ class AlpacaForm:
     def listing(self) -> list[object]:
         return ["alpaca", self.everything]
 
+    def reads(self, document: Document) -> Collection[str]:  # noqa: ARG002 - the same for all
+        return READ["alpaca"]
+
+    def reads_key(self, key: str) -> bool:  # noqa: ARG002 - there are no messages
+        return False
+
     def read(self, document: Document) -> Written | None:
-        for other in _NOT_ALPACA:
-            if document.fields.get(other):
-                raise UnsupportedError(
-                    f"{document.place}: field {other!r} is not part of Alpaca's prompt; leave it "
-                    "out, or write the record as a chat"
-                )
         output = text_of(document, OUTPUT, self.key(OUTPUT))
         fields = {INSTRUCTION: text_of(document, INSTRUCTION, self.key(INSTRUCTION))}
         if document.fields.get(INPUT):
@@ -126,11 +313,11 @@ class AlpacaForm:
 
 @dataclass(frozen=True, slots=True)
 class TokensForm:
-    """Token ids as they are and, where there are any, labels: the same ids, or -100. What an
-    attention_mask has zeros for, at either end, is padding and no part of the document."""
+    """Token ids as they are: labels and masks say which are trained, an attention mask which are
+    padding at either end, positions or lengths where a packed row has its documents."""
 
     columns: ClassVar[tuple[str, ...]] = (INPUT_IDS,)
-    optional: ClassVar[tuple[str, ...]] = (LABELS, MASK)
+    chats: ClassVar[tuple[str, ...]] = ()
     masked: ClassVar[bool] = True
     any_ids: ClassVar[bool] = True
 
@@ -138,23 +325,35 @@ class TokensForm:
         return "data.format"
 
     def listing(self) -> list[object]:
-        return ["tokens", *self.columns, *self.optional]
+        return ["tokens", *READ["tokens"]]
 
-    def read(self, document: Document) -> Encoded | None:
+    def reads(self, document: Document) -> Collection[str]:  # noqa: ARG002 - the same for all
+        return READ["tokens"]
+
+    def reads_key(self, key: str) -> bool:  # noqa: ARG002 - there are no messages
+        return False
+
+    def read(self, document: Document) -> tuple[Encoded, ...]:
         ids = _whole_numbers(document, INPUT_IDS)
+        tokens, fields = len(ids), document.fields
         labels = ids
-        if document.fields.get(LABELS) is not None:
-            labels = _whole_numbers(document, LABELS)
-        if len(labels) != len(ids):
+        if fields.get(LABELS) is not None:
+            labels = _of_each(document, LABELS, _whole_numbers(document, LABELS), tokens)
+        trained = labels != UNTRAINED
+        for name in LOSS_MASKS:
+            if fields.get(name) is not None:
+                mask = _zeros_and_ones(document, name)
+                trained = trained & _of_each(document, name, mask, tokens)
+        if fields.get(TYPES) is not None and _whole_numbers(document, TYPES).any():
             raise UnsupportedError(
-                f"{document.place}: {len(labels)} labels for {len(ids)} input_ids; give one for "
-                "each"
+                f"{document.place}: field {TYPES!r} has types other than 0, which a causal model "
+                "does not read; leave it out"
             )
-        if document.fields.get(MASK) is not None:
-            own = _own(document, len(ids))
-            ids, labels = ids[own], labels[own]
+        own = slice(0, tokens) if fields.get(MASK) is None else _own(document, tokens)
+        ids, labels, trained = ids[own], labels[own], trained[own]
         if len(ids) == 0:
-            return None
+            return ()
+        starts = _starts(document, tokens, own)
         if ids.min() < 0:
             raise UnsupportedError(
                 f"{document.place}: field 'input_ids' has a negative id, {ids.min()}"
@@ -164,24 +363,93 @@ class TokensForm:
                 f"{document.place}: field 'input_ids' has an id of {ids.max()}, expected ids "
                 "below 2**32"
             )
-        trained = labels != UNTRAINED
-        if bool((labels[trained] != ids[trained]).any()):
+        if bool(((labels != ids) & (labels != UNTRAINED)).any()):
             raise UnsupportedError(
                 f"{document.place}: field 'labels' differs from input_ids; each label is the id "
                 "at the same place, unshifted, or -100 if it is not trained"
             )
-        return Encoded(ids, trained)
+        cuts = np.flatnonzero(starts[1:]) + 1
+        pieces = zip(np.split(ids, cuts), np.split(trained, cuts), strict=True)
+        return tuple(Encoded(*piece) for piece in pieces)
+
+
+def _of_each(document: Document, name: str, values: np.ndarray, tokens: int) -> np.ndarray:
+    """Return the values, or refuse them if there is not one for each token."""
+    if len(values) != tokens:
+        raise UnsupportedError(
+            f"{document.place}: field {name!r} has {len(values)} entries for {tokens} input_ids; "
+            "give one for each"
+        )
+    return values
+
+
+def _zeros_and_ones(document: Document, name: str) -> np.ndarray:
+    given = document.fields[name]
+    if not isinstance(given, Sequence) or any(
+        not isinstance(flag, int | float) or flag not in (0, 1) for flag in given
+    ):
+        raise UnsupportedError(
+            f"{document.place}: field {name!r}: expected a list of 0 (not trained) and 1"
+        )
+    return np.asarray(given, dtype=bool)
+
+
+def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
+    """Mark the first token of each document among the tokens `own`: [tokens] bool. The fields that
+    say it must agree."""
+    count = own.stop - own.start
+    found: dict[str, np.ndarray] = {}
+    for name in (POSITIONS, SEQ_IDX, LENGTHS, *CUMULATIVE):
+        if document.fields.get(name) is None:
+            continue
+        given = _whole_numbers(document, name)
+        if name in (POSITIONS, SEQ_IDX):
+            given = _of_each(document, name, given, tokens)[own]
+        if name == POSITIONS:
+            starts = given == 0
+            fits = starts[:1].all() and (starts[1:] | (np.diff(given) == 1)).all()
+            expected = "positions that begin at 0 and rise by one, or begin again"
+        elif name == SEQ_IDX:
+            starts, fits, expected = np.diff(given, prepend=-1) != 0, True, ""
+            starts[:1] = True
+        else:
+            edges = np.concatenate([[0], np.cumsum(given)]) if name == LENGTHS else given
+            rising = len(edges) > 1 and (np.diff(edges) > 0).all()
+            # The inner edges, too: a sum of lengths above 2**63 is negative.
+            inside = rising and edges.min() == 0 and edges.max() == count
+            fits = inside and edges[0] == 0 and edges[-1] == count
+            expected = f"documents of one token or more that end at token {count}"
+            starts = np.isin(np.arange(count), edges)
+        if not fits:
+            raise UnsupportedError(
+                f"{document.place}: field {name!r}: expected {expected}; give each document a row "
+                "of its own"
+            )
+        found[name] = starts
+    first = next(iter(found), "")
+    for name, starts in found.items():
+        if not np.array_equal(starts, found[first]):
+            raise UnsupportedError(
+                f"{document.place}: fields {first!r} and {name!r} have documents begin at other "
+                "tokens; leave out the one that is wrong"
+            )
+    return found.get(first, np.arange(count) == 0)
 
 
 def field_of(document: Document, field: str, key: str) -> Any:
     """What a record has under `field`; `key` of the run file would say another. Raises
     UnsupportedError."""
-    if field not in document.fields:
+    found = document.fields.get(field)
+    if found is None and field in document.fields:
+        raise UnsupportedError(
+            f"{document.place}: field {field!r} is null; give it a value, or leave the record out"
+        )
+    if found is None:
         raise UnsupportedError(
             f"{document.place} has no field {field!r} (it has: {', '.join(document.fields)}); "
             f"add it, or set {key}"
         )
-    return document.fields[field]
+    return found
 
 
 def text_of(document: Document, field: str, key: str) -> str:
@@ -202,12 +470,7 @@ def text_of(document: Document, field: str, key: str) -> str:
 
 def _own(document: Document, tokens: int) -> slice:
     """The tokens between the padding at either end."""
-    mask = _whole_numbers(document, MASK)
-    if len(mask) != tokens:
-        raise UnsupportedError(
-            f"{document.place}: attention_mask has {len(mask)} entries for {tokens} input_ids; "
-            "give one for each"
-        )
+    mask = _of_each(document, MASK, _whole_numbers(document, MASK), tokens)
     if not np.isin(mask, (0, 1)).all():
         raise UnsupportedError(
             f"{document.place}: field 'attention_mask' has values other than 0 (padding) and 1; "
@@ -234,3 +497,67 @@ def _whole_numbers(document: Document, field: str) -> np.ndarray:
         except OverflowError:
             pass
     raise UnsupportedError(f"{document.place}: field {field!r}: expected a list of whole numbers")
+
+
+Message = Mapping[str, Any]
+ASSISTANT = "assistant"
+
+
+def take_marks(
+    document: Document, messages: Sequence[Message], everything: bool
+) -> tuple[list[Message], tuple[bool, ...] | None]:
+    """Split messages from the marks that say whether a turn is trained.
+
+    Args:
+        document: the record, for the words of errors.
+        messages: with roles; of any, `TURN_MARKS` may say 0 or false, 1 or true.
+        everything: train all messages, not the assistant's alone.
+
+    Returns:
+        The messages without marks, and of each of the assistant's whether it is trained; None
+        where no mark says that one is not.
+
+    Raises:
+        UnsupportedError: a mark is neither, or asks for what is not trained.
+    """
+    turns = []
+    bare: list[Message] = []
+    for number, message in enumerate(messages, start=1):
+        marks = {name: message[name] for name in TURN_MARKS if message.get(name) is not None}
+        for name, value in marks.items():
+            where = f"{document.place}: message {number}: {name!r}"
+            if not isinstance(value, int | float) or value not in (0, 1):
+                raise UnsupportedError(f"{where} is {value!r}, expected 0 or 1, false or true")
+            if everything and not value:
+                raise UnsupportedError(
+                    f"{where} leaves a turn out, and data.loss: all trains every turn; set "
+                    "data.loss to answers, or leave the mark out"
+                )
+            if value and not everything and message.get("role") != ASSISTANT:
+                raise UnsupportedError(
+                    f"{where} has a turn of the {message.get('role')} trained, and only the "
+                    f"{ASSISTANT}'s are; leave the mark out, or set data.loss to all"
+                )
+        if message.get("role") == ASSISTANT:
+            turns.append(all(marks.values()))
+        bare.append({k: v for k, v in message.items() if k not in TURN_MARKS})
+    return bare, None if all(turns) else tuple(turns)
+
+
+def with_system(document: Document, messages: Sequence[Message]) -> Sequence[Message]:
+    """Put the record's field `system` before the messages.
+
+    Raises:
+        UnsupportedError: they begin with another system message.
+    """
+    if not messages or not document.fields.get(SYSTEM):
+        return messages
+    content = text_of(document, SYSTEM, "data.format")
+    if messages[0].get("role") not in (SYSTEM, "developer"):
+        return [{"role": SYSTEM, "content": content}, *messages]
+    if messages[0].get("content") != content:
+        raise UnsupportedError(
+            f"{document.place}: field {SYSTEM!r} and the first message are system messages that "
+            "differ; leave one of them out"
+        )
+    return messages

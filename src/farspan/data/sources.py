@@ -5,7 +5,7 @@ import gzip
 import json
 import sysconfig
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,16 +13,18 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from farspan.data.chat import CHOSEN, REJECTED, ChatForm, PreferenceForm
+from farspan.data.chat import ChatForm, PreferenceForm, PromptForm
 from farspan.data.config import DataConfig, Loss, RecordFormat, SourceKind
 from farspan.data.formats import (
+    CHOSEN,
     INPUT_IDS,
     INSTRUCTION,
     OUTPUT,
+    REJECTED,
     AlpacaForm,
-    PromptForm,
     TextForm,
     TokensForm,
+    is_media,
 )
 from farspan.data.tokenizers import TEXT, Document, Form, HubTokenizer, Source, Tokenizer
 from farspan.lazy import load
@@ -136,9 +138,24 @@ class JsonLines:
         return [["jsonl", *_stamp(path)] for path in self.files]
 
     def documents(self) -> Iterator[Document]:
+        """Yield a document a line.
+
+        Raises:
+            UnsupportedError: some lines cannot be read; it names the first and counts the others.
+        """
+        first, others = None, 0
         for index, path in enumerate(self.files):
             for line, data in _lines(path):
-                yield Document(index, line, f"{path}: line {line}", _record(path, line, data))
+                try:
+                    fields = _record(path, line, data)
+                except UnsupportedError as error:
+                    first, others = first or error, others + (first is not None)
+                    continue
+                if first is None:
+                    yield Document(index, line, f"{path}: line {line}", fields)
+        if first is not None:
+            more = f"; {others:,} more of the lines cannot be read" * bool(others)
+            raise UnsupportedError(f"{first}{more}") from first
 
 
 def _record(path: Path, line: int, data: bytes) -> dict[str, Any]:
@@ -228,6 +245,7 @@ class DatasetRows:
 
     path: str
     rows: Any  # datasets.Dataset
+    dropped: tuple[str, ...] = ()  # columns that the user ignores
 
     def names(self) -> tuple[str, ...]:
         return (self.path,)
@@ -239,10 +257,29 @@ class DatasetRows:
 
     def documents(self) -> Iterator[Document]:
         for number, row in enumerate(self.rows, start=1):
-            yield Document(0, number, f"{self.path}: row {number}", _without_none(row))
+            fields = {name: _without_none(value) for name, value in row.items()}
+            yield Document(0, number, f"{self.path}: row {number}", fields)
 
-    def read_by(self, form: Form) -> "DatasetRows":
-        """Of the columns that `form` reads alone. Raises UnsupportedError where one is missing."""
+    def without(self, ignore: Collection[str]) -> "DatasetRows":
+        """The same rows without the columns that the user ignores.
+
+        Raises:
+            UnsupportedError: a column that is left has images, audio or video: none is decoded.
+        """
+        dropped = tuple(name for name in self.rows.column_names if name in ignore)
+        for name, feature in self.rows.features.items():
+            kind = type(getattr(feature, "feature", feature)).__name__  # of a list's items
+            if name not in dropped and is_media(kind):
+                raise UnsupportedError(
+                    f"data.path: column {name!r} of dataset {self.path!r} holds {kind}, and a run "
+                    "trains on text alone; leave it out, or, if it does not say what is trained, "
+                    f"set data.ignore: [{name}]"
+                )
+        rows = self.rows.remove_columns(list(dropped)) if dropped else self.rows
+        return DatasetRows(self.path, rows, dropped)
+
+    def refuse_missing(self, form: Form) -> None:
+        """Raises UnsupportedError where a column is missing that `form` needs."""
         there = self.rows.column_names
         for column in form.columns:
             if column not in there:
@@ -250,8 +287,6 @@ class DatasetRows:
                     f"{form.key(column)}: dataset {self.path!r} has no column {column!r}; it has: "
                     f"{', '.join(there)}"
                 )
-        optional = [column for column in form.optional if column in there]
-        return DatasetRows(self.path, self.rows.select_columns([*form.columns, *optional]))
 
 
 def open_dataset(path: str, name: str | None, split: str) -> DatasetRows:
@@ -329,10 +364,12 @@ _MARKS = {
 def recognise(config: DataConfig, document: Document) -> DataConfig:
     """With the form of this document, the first there is, where the run file names none: what has
     a text is text. Raises UnsupportedError where its fields say none, or several."""
-    fields = document.fields
+    fields = {name: value for name, value in document.fields.items() if value is not None}
     if config.format is not RecordFormat.TEXT or config.field is not None or TEXT in fields:
         return config
     found = [kind for kind, needed in _MARKS.items() if all(name in fields for name in needed)]
+    if not found and TEXT in document.fields:
+        return config  # null, which the form says
     if not found:
         forms = ", ".join(f"{kind} ({' and '.join(names)})" for kind, names in _MARKS.items())
         raise UnsupportedError(
@@ -363,19 +400,20 @@ def _has_roles(messages: Any) -> bool:
 def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
     """How records are read. Raises UnsupportedError where the tokenizer cannot do that."""
     everything = config.loss is Loss.ALL
+    has_template = config.chat_template is not None or (
+        isinstance(tokenizer, HubTokenizer) and bool(tokenizer.inner.chat_template)
+    )
     match config.format:
         case RecordFormat.CHAT | RecordFormat.SHAREGPT:
             return _chat(config, tokenizer, everything)
         case RecordFormat.ALPACA:
             form: Form = AlpacaForm(everything)
         case RecordFormat.PROMPT:
-            form = PromptForm(config.prompt, config.completion, everything)
+            chat = _chat(config, tokenizer, everything) if has_template else None
+            form = PromptForm(config.prompt, config.completion, everything, chat)
         case RecordFormat.TOKENS:
             form = TokensForm()
         case RecordFormat.PREFERENCE:
-            has_template = config.chat_template is not None or (
-                isinstance(tokenizer, HubTokenizer) and bool(tokenizer.inner.chat_template)
-            )
             form = PreferenceForm(_chat(config, tokenizer, False) if has_template else None)
         case RecordFormat.TEXT:
             in_files = config.source in (SourceKind.STDLIB, SourceKind.TEXT)
@@ -405,7 +443,7 @@ def _chat(config: DataConfig, tokenizer: Tokenizer, everything: bool) -> ChatFor
     if not everything:
         _refuse_slow(tokenizer)
     sharegpt = config.format is RecordFormat.SHAREGPT
-    field = config.field or _MARKS[config.format][0]
+    field = config.field or _MARKS[config.format][0]  # of prompts, set by their form
     return ChatForm(field, everything, tokenizer.inner, template, sharegpt)
 
 
@@ -438,13 +476,21 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
         first = next(train.documents(), None)
         config = config if first is None else recognise(config, first)
     form = open_form(config, tokenizer)
-    train = train.read_by(form) if isinstance(train, DatasetRows) else train
+    needed = [name for name in form.columns if name in config.ignore]
+    if needed:
+        raise UnsupportedError(
+            f"data.ignore: format {config.format} needs field {needed[0]!r}; leave it out of the "
+            "list"
+        )
+    if isinstance(train, DatasetRows):
+        train.refuse_missing(form)
     if not config.held_out_elsewhere():
         return OpenedSource(config, form, train)
     path, split = config.held_out_path or config.path, config.held_out_split or config.split
     assert path is not None, "a corpus has a path"
     held_out = _open(config, path, split, "data.held_out_path")
-    held_out = held_out.read_by(form) if isinstance(held_out, DatasetRows) else held_out
+    if isinstance(held_out, DatasetRows):
+        held_out.refuse_missing(form)
     refuse_shared(train, held_out)
     return OpenedSource(config, form, train, held_out)
 
@@ -463,6 +509,6 @@ def _open(
     config: DataConfig, path: str, split: str, field: str = "data.path"
 ) -> TextFiles | JsonLines | DatasetRows:
     if config.source is SourceKind.DATASET:
-        return open_dataset(path, config.name, split)
+        return open_dataset(path, config.name, split).without(config.ignore)
     files = find_files(path, field)
     return JsonLines(files) if config.source is SourceKind.JSONL else TextFiles(files)

@@ -22,7 +22,7 @@ import shutil
 import signal
 import warnings
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from farspan.data.chat import ChatForm, PreferenceForm
+from farspan.data.chat import ChatForm, PreferenceForm, PromptForm
+from farspan.data.formats import HARMLESS_ENDINGS, HARMLESS_NAMES, READ, Fields
 from farspan.data.tokenizers import (
     Content,
     Document,
@@ -55,7 +56,9 @@ from farspan.spec import UnsupportedError
 
 LOG = logging.getLogger(__name__)
 
-_FORMAT = 3  # the first could hold tokens of no text at all; the second knew no untrained ones
+# The first could hold tokens of no text at all; the second knew no untrained ones; the third left
+# out fields that say what is trained.
+_FORMAT = 4
 _BATCH_SIZE = 1 << 20  # characters handed to a tokenizer at once: enough to fill its threads
 # Bytes of a file that have one digest. Short documents lie far apart: a sequence of 1M tokens in
 # documents of 500 reads up to 2,000 blocks, 0.5 GB.
@@ -84,6 +87,8 @@ class TokenStore:
     # [documents] int64: where the second part of each begins; None: each has one. A pair is one
     # document, of what was chosen and of what was rejected.
     middles: np.ndarray | None = None
+    ignored: tuple[str, ...] = ()  # fields of records that the user drops
+    harmless: tuple[str, ...] = ()  # fields that say nothing about what is trained
     # Of tokens [start, stop), before they are read: a store to read instead where they are damaged.
     check: Callable[[int, int], "TokenStore | None"] = lambda *_: None
 
@@ -138,21 +143,28 @@ class _Damaged(Exception):
 
 
 def open_store(
-    source: Source, form: Form, tokenizer: Tokenizer, cache: Path, watch: Watch
+    source: Source,
+    form: Form,
+    tokenizer: Tokenizer,
+    cache: Path,
+    watch: Watch,
+    ignore: Collection[str] = (),
 ) -> TokenStore:
-    """The tokens of `source`, read as `form` says, from the cache or written to it now. What is
-    damaged there is written anew, with a word in the log.
+    """The tokens of `source`, read as `form` says without the fields `ignore`, from the cache or
+    written to it now. What is damaged there is written anew, with a word in the log.
 
     Raises UnsupportedError when a document cannot be read, when there is no text at all, when the
     cache cannot be written, or when others than this user own it or may write there.
     """
 
     def folder() -> Path:
-        listing = [_FORMAT, tokenizer.identity(), form.listing(), source.listing()]
+        table = [[*map(list, READ.values())], sorted(HARMLESS_NAMES), HARMLESS_ENDINGS]
+        fields = [form.listing(), sorted(ignore), table]
+        listing = [_FORMAT, tokenizer.identity(), fields, source.listing()]
         return cache.expanduser() / hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:32]
 
     place = folder()
-    write = partial(_write, place, source, form, tokenizer)
+    write = partial(_write, place, source, form, tokenizer, ignore)
     store, blocks = _open(place, partial(write, watch), whole=False)
     better: TokenStore | None = None
 
@@ -236,19 +248,30 @@ def _read(folder: Path, whole: bool) -> tuple[TokenStore, _Blocks]:
         raise _Damaged(" ".join(str(error).split())) from error
     assert blocks is not None
     names, largest, digest = tuple(meta["names"]), meta["largest"], meta["digest"]
-    store = TokenStore(names=names, largest=largest, digest=digest, **arrays)
+    ignored, harmless = tuple(meta["ignored"]), tuple(meta["harmless"])
+    store = TokenStore(
+        names=names, largest=largest, digest=digest, ignored=ignored, harmless=harmless, **arrays
+    )
     if meta.get("paired"):
         starts = store.starts
         store = replace(store, starts=starts[::2], middles=starts[1::2], origins=store.origins[::2])
     return store, blocks
 
 
-def _write(folder: Path, source: Source, form: Form, tokenizer: Tokenizer, watch: Watch) -> None:
+def _write(
+    folder: Path,
+    source: Source,
+    form: Form,
+    tokenizer: Tokenizer,
+    ignore: Collection[str],
+    watch: Watch,
+) -> None:
     fresh = folder.with_name(f".{folder.name}")
     shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
     fresh.mkdir(mode=0o700)
     try:
-        meta = _fill(fresh, source, form, tokenizer, watch)
+        fields = Fields(form, ignore, getattr(source, "dropped", ()))
+        meta = _fill(fresh, source, fields, tokenizer, watch)
         files = {name: fresh / f"{name}.npy" for name in _FILES}
         data = {n: np.memmap(p, np.uint8, "r") for n, p in files.items() if p.exists()}
         meta["bytes"] = {name: len(own) for name, own in data.items()}
@@ -275,9 +298,10 @@ def _seal(folder: Path, meta: dict[str, Any], digests: np.ndarray) -> str:
 
 
 def _fill(
-    folder: Path, source: Source, form: Form, tokenizer: Tokenizer, watch: Watch
+    folder: Path, source: Source, fields: Fields, tokenizer: Tokenizer, watch: Watch
 ) -> dict[str, Any]:
     """Writes the arrays, and says what there is to know of them."""
+    form = fields.form
     narrow = tokenizer.size() <= 1 << 16 and not form.any_ids
     starts, origins = array("q", [0]), array("q")
     digest, largest, any_trained = hashlib.sha256(), 0, False
@@ -288,7 +312,7 @@ def _fill(
         masks = None
         if form.masked:
             masks = stack.enter_context(_Column(folder / "trained.npy", "|b1"))
-        for batch in _batches(source.documents(), form):
+        for batch in _batches(fields.documents(source.documents()), form):
             read = True
             for document, encoded in zip(batch.documents, batch.encode(tokenizer), strict=True):
                 ids = encoded.ids
@@ -317,6 +341,8 @@ def _fill(
         "largest": largest,
         "digest": digest.hexdigest(),
         "masked": form.masked,
+        "ignored": sorted(fields.ignored),
+        "harmless": sorted(fields.harmless),
         **({"paired": True} if paired else {}),
         "names": list(source.names()),
     }
@@ -404,7 +430,7 @@ def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
     with reading(form) as read:
         for document in documents:
             content = read(document)
-            if content is None:
+            if content is None or content == ():
                 continue
             parts = content if isinstance(content, tuple) else (content,)
             if size >= _BATCH_SIZE or batch.is_unlike(parts[0]):
@@ -438,7 +464,8 @@ Read = Callable[[Document], Content]
 def reading(form: Form) -> Iterator[Read]:
     """`form.read`, in a child where that runs a template. It raises UnsupportedError at a record
     for which the template takes more than CPU_SECONDS or MEMORY."""
-    if not isinstance(form.chat if isinstance(form, PreferenceForm) else form, ChatForm):
+    chat = form.chat if isinstance(form, PromptForm | PreferenceForm) else form
+    if not isinstance(chat, ChatForm):
         yield form.read
         return
     ours, theirs = Pipe()
@@ -454,7 +481,12 @@ def reading(form: Form) -> Iterator[Read]:
             os._exit(1)
     theirs.close()
     try:
-        yield partial(_ask, child, ours)
+        ask = partial(_ask, child, ours)
+        if isinstance(form, ChatForm):
+            yield ask
+            return
+        first = form.columns[0]  # a text has no template
+        yield lambda d: (form.read if isinstance(d.fields.get(first), str) else ask)(d)
     finally:
         ours.close()
         with suppress(ProcessLookupError, ChildProcessError):

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,7 +64,8 @@ class Encoded:
         return len(self.ids)
 
 
-Content = Written | Encoded | tuple[Written, Written] | None
+# A pair of answers is two documents, a packed row of tokens any number of them.
+Content = Written | tuple[Written, Written] | tuple[Encoded, ...] | None
 
 
 class Form(Protocol):
@@ -75,8 +76,8 @@ class Form(Protocol):
         """That each record has."""
 
     @property
-    def optional(self) -> tuple[str, ...]:
-        """That are read where they are."""
+    def chats(self) -> tuple[str, ...]:
+        """Fields that may hold messages."""
 
     @property
     def masked(self) -> bool:
@@ -91,6 +92,12 @@ class Form(Protocol):
 
     def listing(self) -> list[object]:
         """JSON values that change whenever the reading does."""
+
+    def reads(self, document: Document) -> Collection[str]:
+        """Fields of this record that are read if it has them."""
+
+    def reads_key(self, key: str) -> bool:
+        """Whether this key of messages is read."""
 
     def read(self, document: Document) -> Content:
         """None: it is blank; two: the answers of a pair. Raises UnsupportedError with the
