@@ -5,29 +5,26 @@ which is which by `{% generation %}` around the model's turns. Few do, so it is 
 the text of the others:
 
     <|user|> Hi. <|end|> <|assistant|> Hello. <|end|> <|user|> And now? <|end|> <|assistant|> ...
-    turns before it, and the sign      [ trained    ] up to the first end-of-sequence token, or
-    that the model speaks                             to where the template ends with this turn
+    turns before it, and the sign      [ trained    ] up to the token behind it that stops
+    that the model speaks                             generation, or begins the next turn
 
 Thoughts that a template leaves out of earlier turns are not trained there. One that writes earlier
 turns otherwise in any other way cannot be read so: it is refused.
 """
 
-import hashlib
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
-
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from functools import partial
+from typing import ClassVar
 
 from farspan.data.formats import field_of, text_of
+from farspan.data.messages import ASSISTANT, CALLS, Message, read_message, read_tools
+from farspan.data.templates import Templates
 from farspan.data.tokenizers import Document, Written
 from farspan.spec import UnsupportedError
 
 TOOLS = "tools"
-ASSISTANT, SYSTEM = "assistant", "system"
+SYSTEM = "system"
 # What ShareGPT and those who came after it call who speaks.
 _SPEAKERS = {
     "human": "user",
@@ -41,14 +38,14 @@ _SPEAKERS = {
     "observation": "tool",
     "function_response": "tool",
 }
-MARKS = re.compile(r"\{%[-+]?\s*generation\b")
 _OTHERWISE = (
     "give a data.chat_template that has {% generation %} around what the model says, or set "
     "data.loss to all"
 )
 _NOWHERE = "\ue000"  # a character for private use
-_NOWHERE_AS_PART = {"type": "text", "text": _NOWHERE}
-Message = Mapping[str, Any]
+_Rendered = tuple[str, tuple[tuple[int, int], ...] | None]
+# Rises whenever the same record gives other text or spans; the first had no number.
+_READ = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +56,9 @@ class ChatForm:
 
     field: str
     everything: bool  # is trained
-    inner: PreTrainedTokenizerBase
-    template: str
+    templates: Templates
+    stops: tuple[str, ...]  # tokens that stop generation
+    marks: tuple[str, ...]  # other special tokens that a template may put behind a turn
     sharegpt: bool = False
 
     any_ids: ClassVar[bool] = False
@@ -81,27 +79,31 @@ class ChatForm:
         return "data.field"
 
     def listing(self) -> list[object]:
-        digest = hashlib.sha256(self.template.encode()).hexdigest()
-        return ["sharegpt" if self.sharegpt else "chat", self.field, self.everything, digest]
+        kind = "sharegpt" if self.sharegpt else "chat"
+        own = [self.field, self.everything, *self.templates.listing(), *self.stops, *self.marks]
+        return [kind, _READ, *own]
 
     def read(self, document: Document) -> Written | None:
         messages = self.messages(document)
         if not messages:
             return None
-        if not self.everything and self.template_says():
+        document, messages = self._prepared(document, messages)
+        if not self.everything and self.template_says(document):
             return self._marked(document, messages)
         if self.everything:
-            return Written(self._text(document, messages), bare=True)
+            text = self._text(document, messages)
+            return Written(text + self._closing(document, messages, text), bare=True)
         return self._said(document, messages)
 
-    def template_says(self) -> bool:
+    def template_says(self, document: Document) -> bool:
         """Whether the template marks what the model says."""
-        return MARKS.search(self.template) is not None
+        return self.templates.marks(document.fields.get(TOOLS))
 
     def answer(self, document: Document, messages: Sequence[Message], told: int) -> Written:
         """A conversation of which the model's turns behind the first `told` messages are trained.
         Raises UnsupportedError where there is none."""
-        whole = self._marked if self.template_says() else self._said
+        document, messages = self._prepared(document, messages)
+        whole = self._marked if self.template_says(document) else self._said
         written = whole(document, messages)
         spans = written.trained or ()
         said, own = (
@@ -122,7 +124,12 @@ class ChatForm:
 
     def _said(self, document: Document, messages: Sequence[Message]) -> Written:
         text = self._text(document, messages)
-        return Written(text, self._turns(document, messages, text), bare=True)
+        spans = list(self._turns(document, messages, text))
+        if not spans or spans[-1][1] < len(text):
+            return Written(text, tuple(spans), bare=True)
+        closing = self._closing(document, messages, text)
+        spans[-1] = (spans[-1][0], len(text) + len(closing))
+        return Written(text + closing, tuple(spans), bare=True)
 
     def messages(self, document: Document) -> Sequence[Message]:
         """Of the record's field. Raises UnsupportedError where it holds something else."""
@@ -137,8 +144,10 @@ class ChatForm:
                 f"{document.place}: field {self.field!r}: expected a list of messages, each with "
                 f"{what}"
             )
-        messages = [{key: value for key, value in m.items() if value is not None} for m in given]
-        return self._from_sharegpt(document, messages) if self.sharegpt else messages
+        if self.sharegpt:
+            return self._from_sharegpt(document, given)
+        places = (f"{document.place}: message {number}" for number in range(1, len(given) + 1))
+        return [read_message(m, place) for m, place in zip(given, places, strict=True)]
 
     def _from_sharegpt(self, document: Document, given: Sequence[Message]) -> Sequence[Message]:
         """With roles and contents."""
@@ -153,7 +162,7 @@ class ChatForm:
                     f"{document.place}: message {number} is from {message.get('from')!r}, expected "
                     f"one of {', '.join(_SPEAKERS)}; write others as a chat, with role and content"
                 )
-            content = message.get("value", "")
+            content = message["value"]
             if not isinstance(content, str):
                 raise UnsupportedError(
                     f"{document.place}: message {number}: value holds {type(content).__name__}, "
@@ -162,17 +171,13 @@ class ChatForm:
             messages.append({"role": role, "content": content})
         return messages
 
-    def _tools(self, document: Document) -> Any:
-        """ShareGPT's may be JSON in a text."""
-        tools = document.fields.get(TOOLS)
-        if self.sharegpt and isinstance(tools, str):
-            try:
-                tools = json.loads(tools) if tools.strip() else None
-            except (ValueError, RecursionError) as error:
-                raise UnsupportedError(
-                    f"{document.place}: field {TOOLS!r} holds text that is not JSON: {error}"
-                ) from error
-        return tools
+    def _prepared(
+        self, document: Document, messages: Sequence[Message]
+    ) -> tuple[Document, Sequence[Message]]:
+        """The document with its tools read, and the messages as its template takes them."""
+        tools = read_tools(document.fields.get(TOOLS), document.place)
+        document = replace(document, fields={**document.fields, TOOLS: tools})
+        return document, self.templates.suit(messages, tools)
 
     def _turns(
         self, document: Document, messages: Sequence[Message], text: str
@@ -187,10 +192,9 @@ class ChatForm:
                     f"{document.place}: message 1 is the {ASSISTANT}'s; begin the conversation "
                     "with what the model is told"
                 )
-            begin = self._begin(document, messages, number, text)
-            end = None
-            if begin is not None:
-                end = self._end(text, begin, self._text(document, messages[: number + 1]))
+            turn = _Turn(document, messages, number, text)
+            begin = self._begin(turn)
+            end = None if begin is None else self._end(turn, begin)
             if begin is None:
                 raise UnsupportedError(
                     f"{document.place}: message {number + 1}: the chat template does not mark "
@@ -206,17 +210,13 @@ class ChatForm:
             spans.append((begin, end))
         return tuple(spans)
 
-    def _begin(
-        self, document: Document, messages: Sequence[Message], number: int, text: str
-    ) -> int | None:
-        """Where the model begins to say message `number`."""
+    def _begin(self, turn: "_Turn") -> int | None:
+        """Where the model begins to say its message."""
+        document, messages, number = turn.document, turn.messages, turn.number
         before = self._text(document, messages[:number], opened=True)
         # The sign may have the model think first, and an earlier turn show no thought. What of the
         # sign is there is told by a turn of which no character is the sign's.
-        content = messages[number].get("content")
-        nowhere = _NOWHERE if isinstance(content, str | None) else [_NOWHERE_AS_PART]
-        other = {**messages[number], "content": nowhere}
-        probe = self._text(document, [*messages[:number], other, *messages[number + 1 :]])
+        probe = self._text(document, turn.elsewhere())
         begin = _shared(before, probe)
         told = len(self._text(document, messages[:number]))
         if begin <= told:
@@ -224,50 +224,64 @@ class ChatForm:
             begin = probe.find(_NOWHERE)
             if probe[told:begin].strip():
                 return None
-        return begin if text.startswith(probe[:begin]) else None
+        return begin if turn.text.startswith(probe[:begin]) else None
 
-    def _end(self, text: str, start: int, until: str) -> int | None:
-        """Where the turn that begins at `start` ends, and `until` where it is the last one."""
-        sign = self.inner.eos_token
-        if sign and sign in text[start:]:
-            end = text.index(sign, start) + len(sign)
+    def _end(self, turn: "_Turn", begin: int) -> int | None:
+        """Where the turn that begins at `begin` ends: behind the token that stops generation, or
+        the mark that the template puts there, or that begins the next turn; else where the template
+        ends with it. A sign within its content ends nothing."""
+        document, messages, text = turn.document, turn.messages, turn.text
+        _, found, behind = self._text(document, turn.elsewhere()).rpartition(_NOWHERE)
+        there = bool(found) and text.endswith(behind)
+        said = max(begin, len(text) - len(behind)) if there else begin  # where its content ends
+        until, own = self._text(document, messages[: turn.number + 1]), ""
+        end = len(until)
+        if not text.startswith(until):
             # What the model thought may be gone from turns that others follow; the rest may not.
-            said = until[: until.find(sign, start) + len(sign)]
-            if said[start:].endswith(text[start:end]):
-                return end
-        return len(until) if text.startswith(until) else None
+            own = self._text(document, turn.elsewhere(alone=True)).rpartition(_NOWHERE)[2]
+            before = until.removesuffix(own)
+            if not there or not until.endswith(own) or not before.endswith(text[begin:said]):
+                return None
+            end = said + _shared(behind, own)
+        for signs in (self.stops, self.marks):
+            ends = [text.rfind(sign, said, end) + len(sign) for sign in signs]
+            if (last := max(ends, default=0)) > said:
+                return last
+        if own and end < said + len(own):
+            return None
+        follows = messages[turn.number + 1 : turn.number + 2]
+        if follows and follows[0]["role"] != ASSISTANT:
+            end += len(self._sign_at(text, end))
+        return end
+
+    def _sign_at(self, text: str, place: int) -> str:
+        """The token at a place of a text that may end a turn, if one is there."""
+        return next((s for s in (*self.stops, *self.marks) if text.startswith(s, place)), "")
+
+    def _closing(self, document: Document, messages: Sequence[Message], text: str) -> str:
+        """What ends the model's last turn where templates leave that to the next turn: the token
+        that this begins with, which the model is to write."""
+        if messages[-1]["role"] != ASSISTANT or text.rstrip().endswith((*self.stops, *self.marks)):
+            return ""
+        try:
+            more = self._text(document, [*messages, _next(messages)])
+        except UnsupportedError:  # a template may want other roles
+            return ""
+        return self._sign_at(more, len(text)) if more.startswith(text) else ""
 
     def _text(self, document: Document, messages: Sequence[Message], opened: bool = False) -> str:
         """`opened`: with the sign that the model speaks next."""
-        text: str = self._refusing(
-            document,
-            self.inner.apply_chat_template,
-            conversation=list(messages),
-            tools=self._tools(document),
-            chat_template=self.template,
-            add_generation_prompt=opened,
-            tokenize=False,
-        )
-        return text
+        write = partial(self.templates.write, messages, document.fields.get(TOOLS), opened)
+        return self._refusing(document, lambda: (write(), None))[0]
 
     def _marked(self, document: Document, messages: Sequence[Message]) -> Written:
-        """What the template marks, as characters: the library's own way from them to tokens loses
-        turns that begin or end with white space which a tokenizer leaves out of its offsets."""
-        (text,), (spans,) = self._refusing(
-            document,
-            render_jinja_template,
-            conversations=[list(messages)],
-            tools=self._tools(document),
-            chat_template=self.template,
-            return_assistant_tokens_mask=True,
-            **self.inner.special_tokens_map,
-        )
-        return Written(text, tuple((begin, end) for begin, end in spans), bare=True)
+        write = partial(self.templates.write_marked, messages, document.fields.get(TOOLS))
+        return Written(*self._refusing(document, write), bare=True)
 
-    def _refusing(self, document: Document, write: Callable[..., Any], **how: Any) -> Any:
+    def _refusing(self, document: Document, write: Callable[[], _Rendered]) -> _Rendered:
         try:
-            found = write(**how)
-            (found if isinstance(found, str) else found[0][0]).encode()
+            found = write()
+            found[0].encode()
             return found
         except MemoryError:
             raise  # a limit's, that says more
@@ -276,6 +290,38 @@ class ChatForm:
                 f"{document.place}: the chat template cannot render field {self.field!r}: "
                 f"{' '.join(str(error).split())}"
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A message of the model in a conversation, and the conversation's text."""
+
+    document: Document
+    messages: Sequence[Message]
+    number: int
+    text: str
+
+    def elsewhere(self, alone: bool = False) -> list[Message]:
+        """The conversation with other words in place of the message's; `alone`: and none after."""
+        own = {**self.messages[self.number], "content": _nowhere(self.messages)}
+        after = [] if alone else self.messages[self.number + 1 :]
+        return [*self.messages[: self.number], own, *after]
+
+
+def _nowhere(messages: Sequence[Message]) -> str | list[Mapping[str, str]]:
+    """A content that no record has, as a text or in parts like the others."""
+    parts = any(isinstance(message.get("content"), list) for message in messages)
+    return [{"type": "text", "text": _NOWHERE}] if parts else _NOWHERE
+
+
+def _next(messages: Sequence[Message]) -> Message:
+    """A message that may follow the last one: what its call of a tool gave, or the user's."""
+    content, calls = _nowhere(messages), messages[-1].get(CALLS)
+    if not calls:
+        return {"role": "user", "content": content}
+    call = calls[0]
+    name = call.get("function", call).get("name", "")
+    return {"role": "tool", "content": content, "name": name, "tool_call_id": call.get("id", "")}
 
 
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"

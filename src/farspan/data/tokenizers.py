@@ -124,6 +124,9 @@ class Tokenizer(Protocol):
     def signs(self) -> frozenset[int]:
         """Ids that stand for no text: of ends, beginnings, and what is not known."""
 
+    def ends(self) -> frozenset[int]:
+        """Give the ids that stop generation."""
+
     def save(self, folder: Path) -> None:
         """Writes what loads this tokenizer again, where there is such a thing."""
 
@@ -151,6 +154,9 @@ class ByteTokenizer:
 
     def signs(self) -> frozenset[int]:
         return frozenset({END_OF_DOCUMENT})
+
+    def ends(self) -> frozenset[int]:
+        return self.signs()
 
     def _mark(self, document: Written) -> Encoded:
         ids = self._encode(document.text)
@@ -187,9 +193,11 @@ class ByteTokenizer:
 @dataclass(frozen=True, slots=True)
 class HubTokenizer:
     """A Hugging Face tokenizer; it adds its own special tokens, and every document ends with
-    the end-of-sequence id where the tokenizer has one."""
+    the end-of-sequence id where the tokenizer has one. The model's `generation_config` may know
+    `others` that stop generation."""
 
     inner: PreTrainedTokenizerBase
+    others: frozenset[int] = frozenset()
 
     def size(self) -> int:
         return max(self.inner.get_vocab().values(), default=-1) + 1
@@ -232,6 +240,22 @@ class HubTokenizer:
         if backend is not None and getattr(backend.model, "unk_token", None) is not None:
             found.add(backend.token_to_id(backend.model.unk_token))
         return frozenset(found - {None})
+
+    def ends(self) -> frozenset[int]:
+        return self.others | ({self.inner.eos_token_id} - {None})
+
+    def stops(self) -> tuple[str, ...]:
+        """Give the texts of the tokens that stop generation."""
+        texts = {self.decode(np.asarray([number])) for number in self.ends()}
+        return tuple(sorted(text for text in texts if text.strip()))
+
+    def marks(self) -> tuple[str, ...]:
+        """Give the special tokens that may stand between turns of a chat and stop nothing."""
+        inner = self.inner
+        added = {t.content for t in inner.added_tokens_decoder.values() if t.special}
+        others = {inner.bos_token, inner.unk_token, inner.pad_token, inner.mask_token}
+        others |= {inner.cls_token, inner.sep_token, *self.stops()}
+        return tuple(sorted({*added, *inner.all_special_tokens} - others))
 
     def _close(self, row: list[int]) -> np.ndarray:
         end = self.inner.eos_token_id
