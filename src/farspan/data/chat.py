@@ -12,6 +12,7 @@ Thoughts that a template leaves out of earlier turns are not trained there. One 
 turns otherwise in any other way cannot be read so: it is refused.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -88,12 +89,16 @@ class ChatForm:
         if not messages:
             return None
         document, messages = self._prepared(document, messages)
-        if not self.everything and self.template_says(document):
-            return self._marked(document, messages)
         if self.everything:
             text = self._text(document, messages)
-            return Written(text + self._closing(document, messages, text), bare=True)
-        return self._said(document, messages)
+            written = Written(text + self._closing(document, messages, text), bare=True)
+        elif self.template_says(document):
+            written = self._marked(document, messages)
+        else:
+            written = self._said(document, messages)
+        said = json.dumps([m.get("content") for m in messages], ensure_ascii=False)
+        held = any(sign in said for sign in (*self.stops, *self.marks))
+        return replace(written, holds_sign=held)
 
     def template_says(self, document: Document) -> bool:
         """Whether the template marks what the model says."""
@@ -193,8 +198,9 @@ class ChatForm:
                     "with what the model is told"
                 )
             turn = _Turn(document, messages, number, text)
-            begin = self._begin(turn)
-            end = None if begin is None else self._end(turn, begin)
+            probe = self._text(document, turn.elsewhere())
+            begin = self._begin(turn, probe)
+            end = None if begin is None else self._end(turn, probe, begin)
             if begin is None:
                 raise UnsupportedError(
                     f"{document.place}: message {number + 1}: the chat template does not mark "
@@ -210,13 +216,12 @@ class ChatForm:
             spans.append((begin, end))
         return tuple(spans)
 
-    def _begin(self, turn: "_Turn") -> int | None:
-        """Where the model begins to say its message."""
+    def _begin(self, turn: "_Turn", probe: str) -> int | None:
+        """Where the model begins to say its message; `probe` has other words in its place."""
         document, messages, number = turn.document, turn.messages, turn.number
         before = self._text(document, messages[:number], opened=True)
         # The sign may have the model think first, and an earlier turn show no thought. What of the
         # sign is there is told by a turn of which no character is the sign's.
-        probe = self._text(document, turn.elsewhere())
         begin = _shared(before, probe)
         told = len(self._text(document, messages[:number]))
         if begin <= told:
@@ -226,27 +231,29 @@ class ChatForm:
                 return None
         return begin if turn.text.startswith(probe[:begin]) else None
 
-    def _end(self, turn: "_Turn", begin: int) -> int | None:
+    def _end(self, turn: "_Turn", probe: str, begin: int) -> int | None:
         """Where the turn that begins at `begin` ends: behind the token that stops generation, or
         the mark that the template puts there, or that begins the next turn; else where the template
         ends with it. A sign within its content ends nothing."""
         document, messages, text = turn.document, turn.messages, turn.text
-        _, found, behind = self._text(document, turn.elsewhere()).rpartition(_NOWHERE)
-        there = bool(found) and text.endswith(behind)
-        said = max(begin, len(text) - len(behind)) if there else begin  # where its content ends
+        _, found, behind = probe.rpartition(_NOWHERE)
+        known = bool(found) and text.endswith(behind)
+        said = max(begin, len(text) - len(behind)) if known else begin  # where its content ends
         until, own = self._text(document, messages[: turn.number + 1]), ""
         end = len(until)
         if not text.startswith(until):
             # What the model thought may be gone from turns that others follow; the rest may not.
             own = self._text(document, turn.elsewhere(alone=True)).rpartition(_NOWHERE)[2]
             before = until.removesuffix(own)
-            if not there or not until.endswith(own) or not before.endswith(text[begin:said]):
+            if not known or not until.endswith(own) or not before.endswith(text[begin:said]):
                 return None
             end = said + _shared(behind, own)
         for signs in (self.stops, self.marks):
-            ends = [text.rfind(sign, said, end) + len(sign) for sign in signs]
-            if (last := max(ends, default=0)) > said:
-                return last
+            ends = [
+                text.rfind(s, said, end) + len(s) for s in signs if text.find(s, said, end) >= 0
+            ]
+            if ends:
+                return max(ends)
         if own and end < said + len(own):
             return None
         follows = messages[turn.number + 1 : turn.number + 2]

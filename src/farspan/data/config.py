@@ -197,6 +197,11 @@ class DataConfig(SourceConfig):
                     "data.sources that need it"
                 )
 
+    def has_records(self) -> bool:
+        """Whether any source has records, which chat templates may write."""
+        files = (SourceKind.STDLIB, SourceKind.TEXT)
+        return any(own.source not in files for own, _ in self.each())
+
     def each(self) -> tuple[tuple["DataConfig", float], ...]:
         """Every source as if there were no other, and its weight."""
         if self.sources is None:

@@ -43,9 +43,12 @@ class Templates:
 
     def listing(self) -> list[object]:
         """Give JSON values that change whenever the text does, the day only where it is written."""
-        both = self.default + self.tool_use
         digests = [sha256(t.encode()).hexdigest() for t in (self.default, self.tool_use)]
-        return [*digests, str(self.day) if _CLOCK in both else None]
+        return [*digests, str(self.day) if self.dated() else None]
+
+    def dated(self) -> bool:
+        """Tell whether a template may write the day."""
+        return _CLOCK in self.default + self.tool_use
 
     def marks(self, tools: Any) -> bool:
         """Tell whether the template marks the model's turns by {% generation %}."""

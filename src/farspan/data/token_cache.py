@@ -22,6 +22,7 @@ import shutil
 import signal
 import warnings
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from farspan.data.chat import ChatForm, PreferenceForm
+from farspan.data.formats import TextForm
 from farspan.data.tokenizers import (
     Content,
     Document,
@@ -61,6 +63,7 @@ _BATCH_SIZE = 1 << 20  # characters handed to a tokenizer at once: enough to fil
 # documents of 500 reads up to 2,000 blocks, 0.5 GB.
 _BLOCK = 1 << 18
 _DIGEST = 16  # bytes of SHA-256: 400 GB of tokens have 25 MB of digests
+_MOST_ENDS = 16  # ids that turns end in, and that are kept
 _FILES = ("starts", "origins", "trained", "tokens")  # in the order of their digests
 
 Watch = Callable[[int, int], None]  # documents and tokens written so far
@@ -68,6 +71,16 @@ Watch = Callable[[int, int], None]  # documents and tokens written so far
 
 def unwatched(documents: int, tokens: int) -> None:
     """For whoever need not know how far it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What the trained turns of documents end in, and how many documents hold the sign of an end
+    where no turn ends."""
+
+    number: int = 0
+    last: tuple[tuple[int, int], ...] = ()  # ids, the most frequent first, and how many have each
+    signed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +97,7 @@ class TokenStore:
     # [documents] int64: where the second part of each begins; None: each has one. A pair is one
     # document, of what was chosen and of what was rejected.
     middles: np.ndarray | None = None
+    turns: "Turns" = field(default_factory=lambda: Turns())
     # Of tokens [start, stop), before they are read: a store to read instead where they are damaged.
     check: Callable[[int, int], "TokenStore | None"] = lambda *_: None
 
@@ -236,7 +250,8 @@ def _read(folder: Path, whole: bool) -> tuple[TokenStore, _Blocks]:
         raise _Damaged(" ".join(str(error).split())) from error
     assert blocks is not None
     names, largest, digest = tuple(meta["names"]), meta["largest"], meta["digest"]
-    store = TokenStore(names=names, largest=largest, digest=digest, **arrays)
+    turns = Turns(*meta.get("turns", ()))
+    store = TokenStore(names=names, largest=largest, digest=digest, turns=turns, **arrays)
     if meta.get("paired"):
         starts = store.starts
         store = replace(store, starts=starts[::2], middles=starts[1::2], origins=store.origins[::2])
@@ -283,6 +298,7 @@ def _fill(
     digest, largest, any_trained = hashlib.sha256(), 0, False
     signs, read, understood = list(tokenizer.signs()), False, form.any_ids
     paired = isinstance(form, PreferenceForm)
+    last, signed, ends = Counter[int](), 0, list(tokenizer.ends())
     with ExitStack() as stack:
         tokens = stack.enter_context(_Column(folder / "tokens.npy", "<u2" if narrow else "<u4"))
         masks = None
@@ -290,7 +306,8 @@ def _fill(
             masks = stack.enter_context(_Column(folder / "trained.npy", "|b1"))
         for batch in _batches(source.documents(), form):
             read = True
-            for document, encoded in zip(batch.documents, batch.encode(tokenizer), strict=True):
+            rows = zip(batch.documents, batch.contents, batch.encode(tokenizer), strict=True)
+            for document, content, encoded in rows:
                 ids = encoded.ids
                 if paired and not encoded.trained[1:].any():
                     raise UnsupportedError(
@@ -303,6 +320,13 @@ def _fill(
                 digest.update(tokens.append(ids))
                 if masks is not None:
                     digest.update(masks.append(encoded.trained))
+                if isinstance(content, Written):
+                    within = not content.bare and bool(np.isin(ids[:-1], ends).any())
+                    signed += within or content.holds_sign
+                    if not isinstance(form, TextForm):
+                        last.update(
+                            ids[np.diff(encoded.trained, append=False) & encoded.trained].tolist()
+                        )
                 largest = max(largest, int(ids.max()))
                 starts.append(starts[-1] + len(ids))
                 origins.extend((document.file, document.line))
@@ -317,6 +341,7 @@ def _fill(
         "largest": largest,
         "digest": digest.hexdigest(),
         "masked": form.masked,
+        "turns": [last.total(), last.most_common(_MOST_ENDS), signed],
         **({"paired": True} if paired else {}),
         "names": list(source.names()),
     }

@@ -11,7 +11,9 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.hub import cached_file
 
+from farspan.durable import read_json
 from farspan.profile.catalog import pinned, read_config, refuse_absent
 from farspan.spec import UnsupportedError
 
@@ -48,6 +50,7 @@ class Written:
     text: str
     trained: tuple[tuple[int, int], ...] | None = None
     bare: bool = False  # as it stands: no special tokens of the tokenizer's own, no end
+    holds_sign: bool = False  # of an end, in what its messages say
 
     def size(self) -> int:
         return len(self.text)
@@ -211,7 +214,7 @@ class HubTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         rows = self.inner(list(texts), verbose=False, return_attention_mask=False)["input_ids"]
-        return [self._close(row) for row in rows]
+        return [self._close(row[self._doubled(row) :]) for row in rows]
 
     def mark(self, documents: Sequence[Written]) -> list[Encoded]:
         bare, offsets = documents[0].bare, documents[0].trained is not None
@@ -257,12 +260,25 @@ class HubTokenizer:
         others |= {inner.cls_token, inner.sep_token, *self.stops()}
         return tuple(sorted({*added, *inner.all_special_tokens} - others))
 
+    def _doubled(self, row: list[int]) -> int:
+        """Count the tokens to leave out where a text begins with the token that the tokenizer puts
+        before each text."""
+        begin = self.inner.bos_token_id
+        return int(begin is not None and row[:2] == [begin, begin] and self._begins() == begin)
+
+    def _begins(self) -> int | None:
+        """Give the id that the tokenizer puts before a text, if it does."""
+        alone: list[int] = self.inner("", verbose=False)["input_ids"]
+        return alone[0] if alone else None
+
     def _close(self, row: list[int]) -> np.ndarray:
         end = self.inner.eos_token_id
         open_ended = end is not None and (not row or row[-1] != end)
         return np.asarray([*row, end] if open_ended else row, dtype=np.int64)
 
     def _mark(self, document: Written, row: list[int], offsets: list[tuple[int, int]]) -> Encoded:
+        doubled = 0 if document.bare else self._doubled(row)
+        row, offsets = row[doubled:], offsets[doubled:]
         ids = np.asarray(row, dtype=np.int64) if document.bare else self._close(row)
         if document.trained is None:
             return Encoded(ids, np.ones(len(ids), dtype=bool))
@@ -280,6 +296,29 @@ class HubTokenizer:
 
     def save(self, folder: Path) -> None:
         self.inner.save_pretrained(folder)
+
+
+def stop_ids(model: str, revision: str | None = None) -> frozenset[int]:
+    """Find the ids that a model's `generation_config.json` stops at, or else its `config.json`.
+
+    Args:
+        model: A folder, or a name on the hub.
+        revision: A commit or branch of it.
+    """
+    place = Path(model).expanduser()
+    folder = str(place) if place.exists() else model
+    for name in ("generation_config.json", "config.json"):
+        try:
+            path = cached_file(folder, name, revision=revision)
+        except OSError:
+            continue  # not there, or no network
+        config = (read_json(Path(path)) if path else None) or {}
+        for part in (config, config.get("text_config")):
+            found = part.get("eos_token_id") if isinstance(part, dict) else None
+            if found is not None:
+                ids = found if isinstance(found, list) else [found]
+                return frozenset(number for number in ids if type(number) is int)
+    return frozenset()
 
 
 # Letters, digits, white space, signs and scripts: what tokenizers treat differently.
@@ -317,11 +356,15 @@ def _refuse_huge_files(folder: Path) -> None:
 
 
 def load_tokenizer(
-    name: str, trust_remote_code: bool = False, revision: str | None = None
+    name: str,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    stops: frozenset[int] = frozenset(),
 ) -> Tokenizer:
     """`bytes`, a local folder, or a hub name of `revision` (a commit or branch). Raises
     UnsupportedError with the library's own words, or when the tokenizer has no words.
-    `trust_remote_code` runs Python code that comes with it."""
+    `trust_remote_code` runs Python code that comes with it; `stops` are ids that stop the model's
+    generation."""
     if name == BYTES:
         return ByteTokenizer()
     place = Path(name).expanduser()
@@ -338,7 +381,7 @@ def load_tokenizer(
             f"data.tokenizer: cannot load {name!r}: {' '.join(str(error).split())}; "
             "give 'bytes', a folder with tokenizer files or a name on the hub"
         ) from error
-    found = HubTokenizer(inner)
+    found = HubTokenizer(inner, stops)
     # Of a model's folder without tokenizer files transformers 5 makes one with special tokens only
     # (of types qwen2, qwen3 and gpt2 with a single one, of gemma2 with five), and no error.
     if found.signs().issuperset(inner.get_vocab().values()):
