@@ -19,8 +19,14 @@ from functools import partial
 from typing import ClassVar
 
 from farspan.data.formats import field_of, text_of
-from farspan.data.messages import ASSISTANT, CALLS, Message, read_message, read_tools
-from farspan.data.templates import Templates
+from farspan.data.templates import (
+    ASSISTANT,
+    CALLS,
+    Message,
+    Templates,
+    read_message,
+    read_tools,
+)
 from farspan.data.tokenizers import Document, Written
 from farspan.spec import UnsupportedError
 

@@ -1,5 +1,8 @@
-"""Chat templates: which one writes a conversation, on which day, and in which form it takes it."""
+"""Chat templates: which one writes a conversation, on which day, and in which form it takes what
+records give. JSON in texts is read; parts that hold no text are refused, and so are messages that
+hold nothing."""
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,23 +10,249 @@ from dataclasses import dataclass
 from datetime import date, datetime, time
 from functools import partial
 from hashlib import sha256
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from farspan.data.messages import (
-    Message,
-    as_json,
-    as_objects,
-    as_parts,
-    as_text,
-    count_marks,
-    with_marks,
-)
 from farspan.spec import UnsupportedError
+
+ASSISTANT = "assistant"
+Message = Mapping[str, Any]
+CONTENT, CALLS, CALL, ARGUMENTS = "content", "tool_calls", "function_call", "arguments"
+# Types of a part that holds text: of chat completions, and of the Responses API.
+_TEXTS = ("text", "input_text", "output_text")
+_MEDIA = re.compile("image|audio|video|file")
+# Keys that name a message: with these alone it says nothing.
+_ABOUT = frozenset({"role", "name", "id", "type", "tool_call_id", "content"})
+# A mark in place of a text, and what it looks like where a template writes code instead of text:
+# Python's or JSON's of a part or of arguments, or JSON's of arguments that were JSON already.
+_MARK = "qzq{}qzq"
+_WRITTEN = re.compile(r"qzq\d+qzq")
+_CODE = re.compile(r"""'(text|x)': 'qzq|"text": ?"qzq|\\"x\\": ?\\"qzq""")
+
+
+def read_tools(given: Any, place: str) -> list[Any] | None:
+    """Read a record's tools: a list of JSON schemas, as such or as JSON in texts.
+
+    Raises:
+        UnsupportedError: With `place` and the tool, where one is something else.
+    """
+    tools = _parsed(given, f"{place}: field 'tools'") if isinstance(given, str) else given
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple):
+        raise UnsupportedError(
+            f"{place}: field 'tools' holds {_kind(tools)}, expected a list of tools, each a JSON "
+            "schema"
+        )
+    return [_schema(tool, f"{place}: field 'tools': tool {n}") for n, tool in enumerate(tools, 1)]
+
+
+def _schema(tool: Any, place: str) -> Any:
+    tool = _object(tool, place)
+    for key in ("function", "parameters"):
+        if isinstance(tool.get(key), str):
+            tool = {**tool, key: _object(tool[key], f"{place}: {key}")}
+    function = tool.get("function")
+    if isinstance(function, Mapping) and isinstance(function.get("parameters"), str):
+        own = _object(function["parameters"], f"{place}: parameters")
+        tool = {**tool, "function": {**function, "parameters": own}}
+    return tool
+
+
+def read_message(given: Message, place: str) -> Message:
+    """Read one message without the keys that hold null, its calls of tools as objects.
+
+    Raises:
+        UnsupportedError: With `place`, where it holds nothing, or something other than text.
+    """
+    message = {key: value for key, value in given.items() if value is not None}
+    for key, value in message.items():
+        if _MEDIA.fullmatch(key.rstrip("s")) and value:
+            raise UnsupportedError(f"{place}: {key}: {_NO_MEDIA}")
+    if isinstance(message.get(CONTENT), list | tuple):
+        message[CONTENT] = _read_parts(message[CONTENT], place)
+    if CALLS in message:
+        message[CALLS] = _read_calls(message[CALLS], place)
+    if CALL in message:
+        message[CALL] = _read_call(message[CALL], f"{place}: {CALL}")
+    says = any(
+        isinstance(value, str | list | Mapping) and len(value) > 0
+        for key, value in message.items()
+        if key not in _ABOUT
+    )
+    if CONTENT not in message and not says:
+        raise UnsupportedError(
+            f"{place} ({message.get('role')}) has no content (null); give its text, an empty one "
+            "if it says nothing, or leave the record out"
+        )
+    return message
+
+
+_NO_MEDIA = "only text is trained; leave the record out, or give its text alone"
+
+
+def _read_parts(parts: Sequence[Any], place: str) -> Any:
+    """Read a list of parts; results of tools, which are none, stay as they are."""
+    if not all(isinstance(p, str) or _is_part(p) for p in parts):
+        return list(parts)
+    found = []
+    for given in parts:
+        part = {"type": "text", "text": given} if isinstance(given, str) else given
+        kind = part.get("type") or "text"
+        if isinstance(kind, str) and _MEDIA.search(kind):
+            raise UnsupportedError(f"{place}: content has a part of type {kind!r}: {_NO_MEDIA}")
+        text = part.get("text" if kind in _TEXTS else kind)
+        if not isinstance(text, str):
+            raise UnsupportedError(
+                f"{place}: content has a part of type {kind!r} that holds {_kind(text)}, expected "
+                "text"
+            )
+        found.append({"type": "text", "text": text} if kind in _TEXTS else dict(part))
+    return found
+
+
+def _read_calls(given: Any, place: str) -> list[Any]:
+    calls = _parsed(given, f"{place}: {CALLS}") if isinstance(given, str) else given
+    if not isinstance(calls, list | tuple):
+        raise UnsupportedError(f"{place}: {CALLS} holds {_kind(calls)}, expected a list of calls")
+    return [_read_call(call, f"{place}: call {n}") for n, call in enumerate(calls, 1)]
+
+
+def _read_call(given: Any, place: str) -> Message:
+    """Read a call; its arguments stay as they are given, once they are found to be an object."""
+    call = _object(given, place)
+    if "function" in call:
+        return {**call, "function": _read_call(call["function"], place)}
+    if isinstance(call.get(ARGUMENTS), str):
+        _arguments(call[ARGUMENTS], place)
+    return call
+
+
+def _arguments(text: str, place: str = "") -> Any:
+    """Read arguments in a text; an empty one, which some APIs give, is that of no arguments."""
+    return _object(text, f"{place}: {ARGUMENTS}") if text.strip() else {}
+
+
+def _object(given: Any, place: str) -> dict[str, Any]:
+    found = _parsed(given, place) if isinstance(given, str) else given
+    if not isinstance(found, Mapping):
+        raise UnsupportedError(f"{place} holds {_kind(found)}, expected an object with fields")
+    return dict(found)
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedError(f"{place} holds text that is not JSON: {error}") from error
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "nothing", str: "text", list: "a list", dict: "an object"}
+    return names.get(type(value), f"{type(value).__name__} ({value!r})"[:80])
+
+
+# -- forms that a template may take ----------------------------------------------------------------
+
+
+def as_objects(messages: Sequence[Message]) -> list[Message]:
+    """Give the arguments of calls as objects."""
+    return _changed(messages, lambda own: _arguments(own) if isinstance(own, str) else own)
+
+
+def as_json(messages: Sequence[Message]) -> list[Message]:
+    """Give the arguments of calls as JSON in texts."""
+    return _changed(
+        messages, lambda own: own if isinstance(own, str) else json.dumps(own, ensure_ascii=False)
+    )
+
+
+def as_parts(messages: Sequence[Message]) -> list[Message]:
+    """Give contents that are texts as parts."""
+    return [
+        {**m, CONTENT: [{"type": "text", "text": m[CONTENT]}]}
+        if isinstance(m.get(CONTENT), str)
+        else m
+        for m in messages
+    ]
+
+
+def as_text(messages: Sequence[Message]) -> list[Message]:
+    """Give contents that are parts of text as one text."""
+    return [
+        {**m, CONTENT: "".join(part["text"] for part in m[CONTENT])}
+        if isinstance(m.get(CONTENT), list) and all(map(_holds_text, m[CONTENT]))
+        else m
+        for m in messages
+    ]
+
+
+def with_marks(messages: Sequence[Message]) -> tuple[list[Message], int]:
+    """Give the messages with marks in place of their texts and of the arguments of calls, and the
+    number of marks."""
+    numbers = count()
+    marks = map(_MARK.format, numbers)
+
+    def content(own: Any) -> Any:
+        if isinstance(own, str):
+            return next(marks) if own else own
+        if isinstance(own, list):
+            keys = ((part, _text_key(part)) for part in own)
+            return [part if key is None else {**part, key: next(marks)} for part, key in keys]
+        return own
+
+    def arguments(own: Any) -> Any:
+        found = {"x": next(marks)}
+        return json.dumps(found) if isinstance(own, str) else found
+
+    marked = [{**m, CONTENT: content(m[CONTENT])} if CONTENT in m else m for m in messages]
+    return _changed(marked, arguments), next(numbers)
+
+
+def count_marks(text: str) -> int:
+    """Count the marks in a text, -1 where one of them is part of code."""
+    return -1 if _CODE.search(text) else len({*_WRITTEN.findall(text)})
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Mapping) and ("type" in value or "text" in value)
+
+
+def _text_key(part: Any) -> str | None:
+    """The key under which a part holds its text."""
+    key = part.get("type") if _is_part(part) else None
+    return key if isinstance(key, str) and isinstance(part.get(key), str) else None
+
+
+def _holds_text(part: Any) -> bool:
+    return _text_key(part) == "text"
+
+
+def _changed(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
+    """The messages with other arguments in their calls."""
+
+    def of(call: Any) -> Any:
+        if isinstance(call, Mapping) and "function" in call:
+            return {**call, "function": of(call["function"])}
+        has = isinstance(call, Mapping) and ARGUMENTS in call
+        return {**call, ARGUMENTS: change(call[ARGUMENTS])} if has else call
+
+    found: list[Message] = []
+    for message in messages:
+        own = dict(message)
+        if CALLS in own:
+            own[CALLS] = [of(call) for call in own[CALLS]]
+        if CALL in own:
+            own[CALL] = of(own[CALL])
+        found.append(own)
+    return found
+
+
+# -- templates -------------------------------------------------------------------------------------
 
 DEFAULT, TOOL_USE = "default", "tool_use"  # names that transformers chooses by
 _MARKS = re.compile(r"\{%[-+]?\s*generation\b")

@@ -298,7 +298,7 @@ def _fill(
     digest, largest, any_trained = hashlib.sha256(), 0, False
     signs, read, understood = list(tokenizer.signs()), False, form.any_ids
     paired = isinstance(form, PreferenceForm)
-    last, signed, ends = Counter[int](), 0, list(tokenizer.ends())
+    turns = _TurnCounter(list(tokenizer.ends()), not isinstance(form, TextForm))
     with ExitStack() as stack:
         tokens = stack.enter_context(_Column(folder / "tokens.npy", "<u2" if narrow else "<u4"))
         masks = None
@@ -320,13 +320,7 @@ def _fill(
                 digest.update(tokens.append(ids))
                 if masks is not None:
                     digest.update(masks.append(encoded.trained))
-                if isinstance(content, Written):
-                    within = not content.bare and bool(np.isin(ids[:-1], ends).any())
-                    signed += within or content.holds_sign
-                    if not isinstance(form, TextForm):
-                        last.update(
-                            ids[np.diff(encoded.trained, append=False) & encoded.trained].tolist()
-                        )
+                turns.add(content, encoded)
                 largest = max(largest, int(ids.max()))
                 starts.append(starts[-1] + len(ids))
                 origins.extend((document.file, document.line))
@@ -341,10 +335,32 @@ def _fill(
         "largest": largest,
         "digest": digest.hexdigest(),
         "masked": form.masked,
-        "turns": [last.total(), last.most_common(_MOST_ENDS), signed],
+        "turns": turns.to_json(),
         **({"paired": True} if paired else {}),
         "names": list(source.names()),
     }
+
+
+@dataclass(slots=True)
+class _TurnCounter:
+    """Counts the ids that trained turns end in, and documents with the sign of an end within."""
+
+    ends: list[int]  # ids that stop generation
+    has_turns: bool
+    last: Counter[int] = field(default_factory=Counter)
+    signed: int = 0
+
+    def add(self, content: Written | Encoded, encoded: Encoded) -> None:
+        if isinstance(content, Encoded):
+            return
+        within = not content.bare and bool(np.isin(encoded.ids[:-1], self.ends).any())
+        self.signed += within or content.holds_sign
+        if self.has_turns:
+            until = encoded.trained & ~np.append(encoded.trained[1:], False)
+            self.last.update(encoded.ids[until].tolist())
+
+    def to_json(self) -> list[object]:
+        return [self.last.total(), self.last.most_common(_MOST_ENDS), self.signed]
 
 
 def _refuse_useless(source: Source, read: bool, understood: bool, any_trained: bool) -> None:
