@@ -95,15 +95,18 @@ class ChatForm:
         if not messages:
             return None
         document, messages = self._prepared(document, messages)
+        signs = (*self.stops, *self.marks)
         if self.everything:
             text = self._text(document, messages)
-            written = Written(text + self._closing(document, messages, text), bare=True)
+            ended = messages[-1]["role"] != ASSISTANT or text.rstrip().endswith(signs)
+            closing = "" if ended else self._closing(document, messages, text)
+            written = Written(text + closing, bare=True)
         elif self.template_says(document):
             written = self._marked(document, messages)
         else:
             written = self._said(document, messages)
         said = json.dumps([m.get("content") for m in messages], ensure_ascii=False)
-        held = any(sign in said for sign in (*self.stops, *self.marks))
+        held = any(sign in said for sign in signs)
         return replace(written, holds_sign=held)
 
     def template_says(self, document: Document) -> bool:
@@ -135,12 +138,10 @@ class ChatForm:
 
     def _said(self, document: Document, messages: Sequence[Message]) -> Written:
         text = self._text(document, messages)
-        spans = list(self._turns(document, messages, text))
-        if not spans or spans[-1][1] < len(text):
-            return Written(text, tuple(spans), bare=True)
-        closing = self._closing(document, messages, text)
-        spans[-1] = (spans[-1][0], len(text) + len(closing))
-        return Written(text + closing, tuple(spans), bare=True)
+        spans = self._turns(document, messages, text)
+        if spans and spans[-1][1] > len(text):
+            text += self._closing(document, messages, text)
+        return Written(text, spans, bare=True)
 
     def messages(self, document: Document) -> Sequence[Message]:
         """Of the record's field. Raises UnsupportedError where it holds something else."""
@@ -262,10 +263,10 @@ class ChatForm:
                 return max(ends)
         if own and end < said + len(own):
             return None
-        follows = messages[turn.number + 1 : turn.number + 2]
-        if follows and follows[0]["role"] != ASSISTANT:
-            end += len(self._sign_at(text, end))
-        return end
+        follows = messages[turn.number + 1 :]
+        if not follows:
+            return end + len(self._closing(document, messages, text))
+        return end if follows[0]["role"] == ASSISTANT else end + len(self._sign_at(text, end))
 
     def _sign_at(self, text: str, place: int) -> str:
         """The token at a place of a text that may end a turn, if one is there."""
@@ -274,8 +275,6 @@ class ChatForm:
     def _closing(self, document: Document, messages: Sequence[Message], text: str) -> str:
         """What ends the model's last turn where templates leave that to the next turn: the token
         that this begins with, which the model is to write."""
-        if messages[-1]["role"] != ASSISTANT or text.rstrip().endswith((*self.stops, *self.marks)):
-            return ""
         try:
             more = self._text(document, [*messages, _next(messages)])
         except UnsupportedError:  # a template may want other roles

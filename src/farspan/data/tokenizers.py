@@ -237,7 +237,8 @@ class HubTokenizer:
         return text
 
     def signs(self) -> frozenset[int]:
-        found = set(self.inner.all_special_ids)
+        found = {n for n, token in self.inner.added_tokens_decoder.items() if token.special}
+        found |= set(self.inner.all_special_ids)
         # A tokenizer may have an unknown token and not be told which it is.
         backend = getattr(self.inner, "backend_tokenizer", None)
         if backend is not None and getattr(backend.model, "unk_token", None) is not None:
