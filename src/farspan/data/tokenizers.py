@@ -357,15 +357,11 @@ def _refuse_huge_files(folder: Path) -> None:
 
 
 def load_tokenizer(
-    name: str,
-    trust_remote_code: bool = False,
-    revision: str | None = None,
-    stops: frozenset[int] = frozenset(),
+    name: str, trust_remote_code: bool = False, revision: str | None = None
 ) -> Tokenizer:
     """`bytes`, a local folder, or a hub name of `revision` (a commit or branch). Raises
     UnsupportedError with the library's own words, or when the tokenizer has no words.
-    `trust_remote_code` runs Python code that comes with it; `stops` are ids that stop the model's
-    generation."""
+    `trust_remote_code` runs Python code that comes with it."""
     if name == BYTES:
         return ByteTokenizer()
     place = Path(name).expanduser()
@@ -382,7 +378,7 @@ def load_tokenizer(
             f"data.tokenizer: cannot load {name!r}: {' '.join(str(error).split())}; "
             "give 'bytes', a folder with tokenizer files or a name on the hub"
         ) from error
-    found = HubTokenizer(inner, stops)
+    found = HubTokenizer(inner)
     # Of a model's folder without tokenizer files transformers 5 makes one with special tokens only
     # (of types qwen2, qwen3 and gpt2 with a single one, of gemma2 with five), and no error.
     if found.signs().issuperset(inner.get_vocab().values()):

@@ -12,7 +12,7 @@ import torch
 from farspan.data.config import PAIRED, UNPAIRED
 from farspan.data.corpus import Corpus, open_corpus, show_sequence
 from farspan.data.token_cache import unwatched
-from farspan.data.tokenizers import BYTES, Tokenizer, load_tokenizer, stop_ids
+from farspan.data.tokenizers import BYTES, HubTokenizer, Tokenizer, load_tokenizer, stop_ids
 from farspan.distributed.context import broadcast_from_rank0
 from farspan.distributed.failure import activity
 from farspan.distributed.run_context import DistributedContext
@@ -230,8 +230,9 @@ def _open_data(run: RunConfig, observer: Observer | None) -> tuple[Corpus, Token
     revision = model.revision if name == model.path else None
     if name != model.path:
         refuse_unpinned(name, trusted, None, "data.tokenizer")
-    stops = frozenset[int]() if model.path is None else stop_ids(model.path, model.revision)
-    tokenizer = load_tokenizer(name, trusted, revision, stops)
+    tokenizer = load_tokenizer(name, trusted, revision)
+    if model.path is not None and isinstance(tokenizer, HubTokenizer):
+        tokenizer = replace(tokenizer, others=stop_ids(model.path, model.revision))
     watch = unwatched if observer is None else observer.preparing
     with activity("reading the data"):
         corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
