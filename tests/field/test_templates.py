@@ -99,7 +99,7 @@ def ids_of(found: Corpus) -> list[int]:
 NAMED = {
     "default": TURNS,
     "tool_use": "({{ tools | length }})" + TURNS,
-    "rag": "RAG" + TURNS,
+    "rag": "RAG{{ tools and '' }}" + TURNS,
 }
 TOOL = {"name": "add", "parameters": {"type": "object"}}
 
@@ -137,11 +137,12 @@ def test_marks_of_either_template_count_and_so_does_its_text(tmp_path: Path) -> 
         "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}{{ eos_token }}",
     )
-    tokenizer = hub({"default": TURNS, "tool_use": marked})
+    told = "{% if tools %}(tools){% endif %}"
+    tokenizer = hub({"default": TURNS, "tool_use": told + marked})
     assert read(tokenizer, {"messages": CHAT})[1] == ["ho$", "yes$"]
     assert read(tokenizer, {"messages": CHAT, "tools": [TOOL]})[1] == ["ho", "yes"]
     one = corpus(tmp_path, tokenizer, {"messages": CHAT, "tools": [TOOL]})
-    two = corpus(tmp_path, hub({"default": TURNS, "tool_use": TURNS}))
+    two = corpus(tmp_path, hub({"default": TURNS, "tool_use": told + TURNS}))
     assert one.identity != two.identity
     assert any("no token that stops" in line for line in one.describe(200))
 
@@ -237,6 +238,23 @@ def test_tools_are_read_from_json(tools: Any) -> None:
 def test_what_is_not_said_in_text_is_named(record: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         read(hub(CALLS), record)
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "what"),
+    [
+        (TURNS, {"messages": CHAT, "tools": [TOOL]}, "the record's tools"),
+        (TURNS, {"messages": calling(CITY)}, "the arguments of calls of tools"),
+        (CALLS.replace("m.content", "m.text"), {"messages": CHAT}, "contents"),
+    ],
+)
+def test_what_a_template_leaves_out_is_named(
+    template: str, record: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(
+        UnsupportedError, match=f"line 3: .*the chat template does not write {what}"
+    ):
+        read(hub(template), record)
 
 
 # -- contents in parts -----------------------------------------------------------------------------
@@ -462,7 +480,7 @@ def test_signs_of_an_end_in_texts_are_said(tmp_path: Path) -> None:
     lines = corpus(tmp_path, hub(None), {"text": "a$b"}, {"text": "ab"}, format="text").describe(
         200
     )
-    said = "note: 1 documents hold the text of a special token, which the tokenizer reads as"
+    said = "note: 1 document(s) hold the text of a special token, which the tokenizer reads as"
     assert any(line.startswith(said) for line in lines)
 
 

@@ -189,7 +189,10 @@ class ChatForm:
         """The document with its tools read, and the messages as its template takes them."""
         tools = read_tools(document.fields.get(TOOLS), document.place)
         document = replace(document, fields={**document.fields, TOOLS: tools})
-        return document, self.templates.suit(messages, tools)
+        try:
+            return document, self.templates.suit(messages, tools)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{document.place}: field {self.field!r}: {error}") from error
 
     def _turns(
         self, document: Document, messages: Sequence[Message], text: str

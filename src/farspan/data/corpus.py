@@ -319,7 +319,7 @@ def describe_turns(turns: Turns, tokenizer: Tokenizer) -> Iterator[str]:
         )
     if turns.signed:
         yield (
-            f"note: {turns.signed:,} documents hold the text of a special token, which the "
+            f"note: {turns.signed:,} document(s) hold the text of a special token, which the "
             "tokenizer reads as that token"
         )
 

@@ -30,7 +30,7 @@ _ABOUT = frozenset({"role", "name", "id", "type", "tool_call_id", "content"})
 # A mark in place of a text, and what it looks like where a template writes code instead of text:
 # Python's or JSON's of a part or of arguments, or JSON's of arguments that were JSON already.
 _MARK = "qzq{}qzq"
-_WRITTEN = re.compile(r"qzq\d+qzq")
+_WRITTEN = re.compile(r"qzq(\d+)qzq")
 _CODE = re.compile(r"""'(text|x)': 'qzq|"text": ?"qzq|\\"x\\": ?\\"qzq""")
 
 
@@ -191,31 +191,37 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def with_marks(messages: Sequence[Message]) -> tuple[list[Message], int]:
+def with_marks(messages: Sequence[Message]) -> tuple[list[Message], range, range]:
     """Give the messages with marks in place of their texts and of the arguments of calls, and the
-    number of marks."""
-    numbers = count()
-    marks = map(_MARK.format, numbers)
+    numbers of the marks of either."""
+    numbers: Iterator[int] = count()
 
     def content(own: Any) -> Any:
         if isinstance(own, str):
-            return next(marks) if own else own
+            return _mark(numbers) if own else own
         if isinstance(own, list):
             keys = ((part, _text_key(part)) for part in own)
-            return [part if key is None else {**part, key: next(marks)} for part, key in keys]
+            return [part if key is None else {**part, key: _mark(numbers)} for part, key in keys]
         return own
 
     def arguments(own: Any) -> Any:
-        found = {"x": next(marks)}
+        found = {"x": _mark(numbers)}
         return json.dumps(found) if isinstance(own, str) else found
 
     marked = [{**m, CONTENT: content(m[CONTENT])} if CONTENT in m else m for m in messages]
-    return _changed(marked, arguments), next(numbers)
+    texts = next(numbers)  # which is no mark's
+    marked = _changed(marked, arguments)
+    return marked, range(texts), range(texts + 1, next(numbers))
 
 
-def count_marks(text: str) -> int:
-    """Count the marks in a text, -1 where one of them is part of code."""
-    return -1 if _CODE.search(text) else len({*_WRITTEN.findall(text)})
+def _mark(numbers: Iterator[int]) -> str:
+    return _MARK.format(next(numbers))
+
+
+def find_marks(text: str) -> set[int] | None:
+    """Find the numbers of the marks in a text, None where one of them is part of code."""
+    found = {int(number) for number in _WRITTEN.findall(text.lower())}
+    return None if _CODE.search(text.lower()) else found
 
 
 def _is_part(value: Any) -> bool:
@@ -323,22 +329,36 @@ class Templates:
         Contents may be texts or parts, arguments of calls objects or JSON in texts. Of a copy with
         marks in place of them, the form that suits writes every mark, and none as code. Objects,
         and contents as they are given, come first.
+
+        Raises:
+            UnsupportedError: Where the template writes no content, no arguments or no tools.
         """
-        best, most = as_objects(messages), -2
+        if tools and not re.search(r"\btools\b", self.choose(tools)):
+            raise UnsupportedError(
+                "the chat template does not write the record's tools; give a data.chat_template "
+                "that does, or records without the field"
+            )
+        best, shown, most = as_objects(messages), None, -1
         told = [best] if best == as_json(messages) else [best, as_json(messages)]
+        texts = arguments = range(0)
         for given, shape in product(told, (None, as_text, as_parts)):
             found = given if shape is None else shape(given)
-            probe, marks = with_marks(found)
+            probe, texts, arguments = with_marks(found)
             try:
-                score = count_marks(self.write(probe, tools).lower())
+                marks = find_marks(self.write(probe, tools))
             except MemoryError:
                 raise
             except Exception:  # a template raises what it wants: it does not take this form
-                score = -1
-            if score > most:
-                best, most = found, score
-            if score == marks:
-                break
+                continue
+            if marks is not None and len(marks) > most:
+                best, shown, most = found, marks, len(marks)
+            if most == len(texts) + len(arguments):
+                return best
+        for what, own in (("contents", texts), ("the arguments of calls of tools", arguments)):
+            if shown is not None and own and not shown & {*own}:
+                raise UnsupportedError(
+                    f"the chat template does not write {what}; give a data.chat_template that does"
+                )
         return best
 
 
