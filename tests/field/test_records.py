@@ -39,7 +39,8 @@ TURNS = """
 {%- if tools %}({{ tools | length }}){% endif %}
 {%- if loud %}LOUD{% endif %}
 {%- for m in messages %}[{{ m.role }}]{{ m.content }}
-{%- for call in m.tool_calls or [] %}<{{ call.function.name }}>{% endfor %}{{ eos_token }}
+{%- for call in m.tool_calls or [] %}<{{ call.function.name }}
+{{- call.function.arguments | tojson }}>{% endfor %}{{ eos_token }}
 {%- endfor %}{%- if add_generation_prompt %}[assistant]{% endif %}"""
 PLAIN = """
 {%- for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}
@@ -282,7 +283,7 @@ class TestTurns:
         call = {"id": "c1", "function": {"name": "f", "arguments": {}}}
         chat = [HI, {"role": "assistant", "content": "", "tool_calls": [call]}]
         (found,) = read({"messages": chat, "tools": [{"type": "function"}]})
-        assert found[1] == masked(found[0], "<f>$")
+        assert found[1] == masked(found[0], "<f{}>$")
         with pytest.raises(UnsupportedError, match="does not read 'tools'"):
             read({"messages": CHAT, "tools": [{"type": "function"}]}, template=PLAIN)
 

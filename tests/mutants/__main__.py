@@ -27,6 +27,7 @@ import pytest
 from tests.mutants.faults import FAULTS, Fault
 from tests.mutants.field import FIELD
 from tests.mutants.planner import PLANNER
+from tests.mutants.templates import TEMPLATES
 from tests.mutants.trust import TRUST
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,7 +132,7 @@ def chosen(names: Sequence[str]) -> list[Fault]:
     """Faults with one of these in their names; all, without any."""
     return [
         f
-        for f in (*FAULTS, *FIELD, *PLANNER, *TRUST)
+        for f in (*FAULTS, *FIELD, *PLANNER, *TEMPLATES, *TRUST)
         if not names or any(name in f.name for name in names)
     ]
 

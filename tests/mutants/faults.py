@@ -421,8 +421,8 @@ RESUMES = (
     ),
     Fault(
         "start: a run that is resumed forgets where it began",
-        "return run if start is None else replace(run, start=build(StartConfig",
-        "return run if start is not None else replace(run, start=build(StartConfig",
+        "if run.start is None and start is not None:",
+        "if run.start is not None and start is not None:",
         (BEGUN + "test_it_resumes_without_being_told_again",),
     ),
     Fault(

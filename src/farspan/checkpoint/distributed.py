@@ -430,9 +430,9 @@ def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, An
         if state.get(key) != value:
             if key == "data":
                 raise NotDamaged(
-                    f"{path}: belongs to another run: the text under data.path has changed, or "
-                    "its tokenizer has; restore what it was trained with, or give another folder "
-                    "for a new run"
+                    f"{path}: belongs to another run: the text under data.path, the tokenizer or "
+                    "the chat template has changed; restore what it was trained with, or give "
+                    "another folder for a new run"
                 )
             if key == FROZEN:
                 raise NotDamaged(

@@ -5,26 +5,23 @@ which is which by `{% generation %}` around the model's turns. Few do, so it is 
 the text of the others:
 
     <|user|> Hi. <|end|> <|assistant|> Hello. <|end|> <|user|> And now? <|end|> <|assistant|> ...
-    turns before it, and the sign      [ trained    ] up to the first end-of-sequence token, or
-    that the model speaks                             to where the template ends with this turn
+    turns before it, and the sign      [ trained    ] up to the token behind it that stops
+    that the model speaks                             generation, or begins the next turn
 
 Thoughts that a template leaves out of earlier turns are not trained there. One that writes earlier
 turns otherwise in any other way cannot be read so: it is refused.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import compress
 from typing import Any, ClassVar
 
 from jinja2 import Environment, nodes
-from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from farspan.data.formats import (
     ASSISTANT,
@@ -42,6 +39,7 @@ from farspan.data.formats import (
     text_of,
     with_system,
 )
+from farspan.data.templates import CALLS, Templates, read_message, read_tools
 from farspan.data.tokenizers import Document, Written
 from farspan.spec import UnsupportedError
 
@@ -58,13 +56,16 @@ _SPEAKERS = {
     "observation": "tool",
     "function_response": "tool",
 }
-MARKS = re.compile(r"\{%[-+]?\s*generation\b")
 _OTHERWISE = (
     "give a data.chat_template that has {% generation %} around what the model says, or set "
     "data.loss to all"
 )
 _NOWHERE = "\ue000"  # a character for private use
-_NOWHERE_AS_PART = {"type": "text", "text": _NOWHERE}
+_Rendered = tuple[str, tuple[tuple[int, int], ...] | None]
+# Rises whenever the same record gives other text or spans; the first had no number.
+_READ = 2
+
+
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 # transformers 5.24 hands a thought under any of these names to a template that reads either of the
 # first two.
@@ -98,8 +99,9 @@ class ChatForm:
 
     field: str
     everything: bool  # is trained
-    inner: PreTrainedTokenizerBase
-    template: str
+    templates: Templates
+    stops: tuple[str, ...]  # tokens that stop generation
+    marks: tuple[str, ...]  # other special tokens that a template may put behind a turn
     sharegpt: bool = False
 
     any_ids: ClassVar[bool] = False
@@ -118,13 +120,12 @@ class ChatForm:
 
     def names(self, word: str) -> bool:
         """Tell whether a template has this name of a variable, an attribute or a key."""
-        own = self.own_templates()
-        templates = own if self.template in own else (self.template,)
-        return any((found := named_in(t)) is None or word in found for t in templates)
+        own = (self.templates.default, self.templates.tool_use)
+        return any((found := named_in(t)) is None or word in found for t in own)
 
     def own_templates(self) -> tuple[str, ...]:
         """List the templates that came with the tokenizer."""
-        own = self.inner.chat_template
+        own = self.templates.inner.chat_template
         return tuple(own.values()) if isinstance(own, dict) else (own,) if own else ()
 
     def reads(self, document: Document) -> Collection[str]:  # noqa: ARG002 - the same for all
@@ -142,8 +143,9 @@ class ChatForm:
         return "data.field"
 
     def listing(self) -> list[object]:
-        digest = hashlib.sha256(self.template.encode()).hexdigest()
-        return ["sharegpt" if self.sharegpt else "chat", self.field, self.everything, digest]
+        kind = "sharegpt" if self.sharegpt else "chat"
+        own = [self.field, self.everything, *self.templates.listing(), *self.stops, *self.marks]
+        return [kind, _READ, *own]
 
     def read(self, document: Document) -> Written | None:
         messages = self.messages(document)
@@ -155,19 +157,28 @@ class ChatForm:
 
     def written(self, document: Document, messages: Sequence[Message]) -> Written:
         """Write a conversation, its system message first, without training turns marked off."""
-        bare, turns = take_marks(document, with_system(document, messages), self.everything)
+        unmarked, turns = take_marks(document, with_system(document, messages), self.everything)
+        document, bare = self._prepared(document, unmarked)
         if self.everything:
-            return Written(self._text(document, bare), bare=True)
-        whole = self._marked if self.template_says() else self._said
-        written = whole(document, bare)
-        if turns is None:
-            return written
-        self._refuse_other_turns(document, written, len(turns))
-        return replace(written, trained=tuple(compress(written.trained or (), turns)))
+            text, signs = self._text(document, bare), (*self.stops, *self.marks)
+            ended = bare[-1]["role"] != ASSISTANT or text.rstrip().endswith(signs)
+            closing = "" if ended else self._closing(document, bare, text)
+            return self._noted(Written(text + closing, bare=True), bare)
+        written = (self._marked if self.template_says(document) else self._said)(document, bare)
+        if turns is not None:
+            self._refuse_other_turns(document, written, len(turns))
+            written = replace(written, trained=tuple(compress(written.trained or (), turns)))
+        return self._noted(written, bare)
 
-    def template_says(self) -> bool:
+    def _noted(self, written: Written, messages: Sequence[Message]) -> Written:
+        """Note whether the contents themselves hold a sign that ends turns."""
+        said = json.dumps([m.get("content") for m in messages], ensure_ascii=False)
+        held = any(sign in said for sign in (*self.stops, *self.marks))
+        return replace(written, holds_sign=held)
+
+    def template_says(self, document: Document) -> bool:
         """Whether the template marks what the model says."""
-        return MARKS.search(self.template) is not None
+        return self.templates.marks(document.fields.get(TOOLS))
 
     def answer(self, document: Document, messages: Sequence[Message], told: int) -> Written:
         """A conversation of which the model's turns behind the first `told` messages are trained.
@@ -177,7 +188,7 @@ class ChatForm:
                 f"{document.place}: a mark has a turn of the prompt trained, and only those of "
                 f"field {self.field!r} are; leave the mark out, or write the record as a chat"
             )
-        bare, turns = take_marks(document, with_system(document, messages), False)
+        unmarked, turns = take_marks(document, with_system(document, messages), False)
         said, own = (
             sum(m["role"] == ASSISTANT for m in part) for part in (messages, messages[told:])
         )
@@ -186,11 +197,11 @@ class ChatForm:
                 f"{document.place}: field {self.field!r} has no message of the {ASSISTANT} of its "
                 "own; give the answer as one, or leave the record out"
             )
-        whole = self._marked if self.template_says() else self._said
-        written = whole(document, bare)
+        document, bare = self._prepared(document, unmarked)
+        written = (self._marked if self.template_says(document) else self._said)(document, bare)
         self._refuse_other_turns(document, written, said)
         kept = [*compress((written.trained or ())[-own:], (turns or (True,) * said)[-own:])]
-        return replace(written, trained=tuple(kept))
+        return self._noted(replace(written, trained=tuple(kept)), bare)
 
     def _refuse_other_turns(self, document: Document, written: Written, said: int) -> None:
         spans = written.trained or ()
@@ -203,7 +214,10 @@ class ChatForm:
 
     def _said(self, document: Document, messages: Sequence[Message]) -> Written:
         text = self._text(document, messages)
-        return Written(text, self._turns(document, messages, text), bare=True)
+        spans = self._turns(document, messages, text)
+        if spans and spans[-1][1] > len(text):
+            text += self._closing(document, messages, text)
+        return Written(text, spans, bare=True)
 
     def messages(self, document: Document) -> Sequence[Message]:
         """Of the record's field. Raises UnsupportedError where it holds something else."""
@@ -218,8 +232,10 @@ class ChatForm:
                 f"{document.place}: field {self.field!r}: expected a list of messages, each with "
                 f"{what}"
             )
-        messages = [{key: value for key, value in m.items() if value is not None} for m in given]
-        return self._from_sharegpt(document, messages) if self.sharegpt else messages
+        if self.sharegpt:
+            return self._from_sharegpt(document, given)
+        places = (f"{document.place}: message {number}" for number in range(1, len(given) + 1))
+        return [read_message(m, place) for m, place in zip(given, places, strict=True)]
 
     def _from_sharegpt(self, document: Document, given: Sequence[Message]) -> Sequence[Message]:
         """With roles and contents."""
@@ -231,7 +247,7 @@ class ChatForm:
                     f"{document.place}: message {number} is from {message.get('from')!r}, expected "
                     f"one of {', '.join(_SPEAKERS)}; write others as a chat, with role and content"
                 )
-            content = message.get("value", "")
+            content = message["value"]
             if not isinstance(content, str):
                 raise UnsupportedError(
                     f"{document.place}: message {number}: value holds {type(content).__name__}, "
@@ -257,17 +273,16 @@ class ChatForm:
                 )
         return given
 
-    def _tools(self, document: Document) -> Any:
-        """ShareGPT's may be JSON in a text."""
-        tools = document.fields.get(TOOLS)
-        if self.sharegpt and isinstance(tools, str):
-            try:
-                tools = json.loads(tools) if tools.strip() else None
-            except (ValueError, RecursionError) as error:
-                raise UnsupportedError(
-                    f"{document.place}: field {TOOLS!r} holds text that is not JSON: {error}"
-                ) from error
-        return tools
+    def _prepared(
+        self, document: Document, messages: Sequence[Message]
+    ) -> tuple[Document, Sequence[Message]]:
+        """The document with its tools read, and the messages as its template takes them."""
+        tools = read_tools(document.fields.get(TOOLS), document.place)
+        document = replace(document, fields={**document.fields, TOOLS: tools})
+        try:
+            return document, self.templates.suit(messages, tools, self._kwargs(document))
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{document.place}: field {self.field!r}: {error}") from error
 
     def _turns(
         self, document: Document, messages: Sequence[Message], text: str
@@ -282,10 +297,10 @@ class ChatForm:
                     f"{document.place}: message 1 is the {ASSISTANT}'s; begin the conversation "
                     "with what the model is told"
                 )
-            begin = self._begin(document, messages, number, text)
-            end = None
-            if begin is not None:
-                end = self._end(text, begin, self._text(document, messages[: number + 1]))
+            turn = _Turn(document, messages, number, text)
+            probe = self._text(document, turn.elsewhere())
+            begin = self._begin(turn, probe)
+            end = None if begin is None else self._end(turn, probe, begin)
             if begin is None:
                 raise UnsupportedError(
                     f"{document.place}: message {number + 1}: the chat template does not mark "
@@ -301,17 +316,12 @@ class ChatForm:
             spans.append((begin, end))
         return tuple(spans)
 
-    def _begin(
-        self, document: Document, messages: Sequence[Message], number: int, text: str
-    ) -> int | None:
-        """Where the model begins to say message `number`."""
+    def _begin(self, turn: "_Turn", probe: str) -> int | None:
+        """Where the model begins to say its message; `probe` has other words in its place."""
+        document, messages, number = turn.document, turn.messages, turn.number
         before = self._text(document, messages[:number], opened=True)
         # The sign may have the model think first, and an earlier turn show no thought. What of the
         # sign is there is told by a turn of which no character is the sign's.
-        content = messages[number].get("content")
-        nowhere = _NOWHERE if isinstance(content, str | None) else [_NOWHERE_AS_PART]
-        other = {**messages[number], "content": nowhere}
-        probe = self._text(document, [*messages[:number], other, *messages[number + 1 :]])
         begin = _shared(before, probe)
         told = len(self._text(document, messages[:number]))
         if begin <= told:
@@ -319,51 +329,66 @@ class ChatForm:
             begin = probe.find(_NOWHERE)
             if probe[told:begin].strip():
                 return None
-        return begin if text.startswith(probe[:begin]) else None
+        return begin if turn.text.startswith(probe[:begin]) else None
 
-    def _end(self, text: str, start: int, until: str) -> int | None:
-        """Where the turn that begins at `start` ends, and `until` where it is the last one."""
-        sign = self.inner.eos_token
-        if sign and sign in text[start:]:
-            end = text.index(sign, start) + len(sign)
+    def _end(self, turn: "_Turn", probe: str, begin: int) -> int | None:
+        """Where the turn that begins at `begin` ends: behind the token that stops generation, or
+        the mark that the template puts there, or that begins the next turn; else where the template
+        ends with it. A sign within its content ends nothing."""
+        document, messages, text = turn.document, turn.messages, turn.text
+        _, found, behind = probe.rpartition(_NOWHERE)
+        known = bool(found) and text.endswith(behind)
+        said = max(begin, len(text) - len(behind)) if known else begin  # where its content ends
+        until, own = self._text(document, messages[: turn.number + 1]), ""
+        end = len(until)
+        if not text.startswith(until):
             # What the model thought may be gone from turns that others follow; the rest may not.
-            said = until[: until.find(sign, start) + len(sign)]
-            if said[start:].endswith(text[start:end]):
-                return end
-        return len(until) if text.startswith(until) else None
+            own = self._text(document, turn.elsewhere(alone=True)).rpartition(_NOWHERE)[2]
+            before = until.removesuffix(own)
+            if not known or not until.endswith(own) or not before.endswith(text[begin:said]):
+                return None
+            end = said + _shared(behind, own)
+        for signs in (self.stops, self.marks):
+            ends = [
+                text.rfind(s, said, end) + len(s) for s in signs if text.find(s, said, end) >= 0
+            ]
+            if ends:
+                return max(ends)
+        if own and end < said + len(own):
+            return None
+        follows = messages[turn.number + 1 :]
+        if not follows:
+            return end + len(self._closing(document, messages, text))
+        return end if follows[0]["role"] == ASSISTANT else end + len(self._sign_at(text, end))
+
+    def _sign_at(self, text: str, place: int) -> str:
+        """The token at a place of a text that may end a turn, if one is there."""
+        return next((s for s in (*self.stops, *self.marks) if text.startswith(s, place)), "")
+
+    def _closing(self, document: Document, messages: Sequence[Message], text: str) -> str:
+        """What ends the model's last turn where templates leave that to the next turn: the token
+        that this begins with, which the model is to write."""
+        try:
+            more = self._text(document, [*messages, _next(messages)])
+        except UnsupportedError:  # a template may want other roles
+            return ""
+        return self._sign_at(more, len(text)) if more.startswith(text) else ""
 
     def _text(self, document: Document, messages: Sequence[Message], opened: bool = False) -> str:
         """`opened`: with the sign that the model speaks next."""
-        text: str = self._refusing(
-            document,
-            self.inner.apply_chat_template,
-            conversation=list(messages),
-            tools=self._tools(document),
-            chat_template=self.template,
-            add_generation_prompt=opened,
-            tokenize=False,
-            **self._kwargs(document),
-        )
-        return text
+        tools, kwargs = document.fields.get(TOOLS), self._kwargs(document)
+        write = partial(self.templates.write, messages, tools, kwargs, opened)
+        return self._refusing(document, lambda: (write(), None))[0]
 
     def _marked(self, document: Document, messages: Sequence[Message]) -> Written:
-        """What the template marks, as characters: the library's own way from them to tokens loses
-        turns that begin or end with white space which a tokenizer leaves out of its offsets."""
-        (text,), (spans,) = self._refusing(
-            document,
-            render_jinja_template,
-            conversations=[list(messages)],
-            tools=self._tools(document),
-            chat_template=self.template,
-            return_assistant_tokens_mask=True,
-            **{**self.inner.special_tokens_map, **self._kwargs(document)},
-        )
-        return Written(text, tuple((begin, end) for begin, end in spans), bare=True)
+        tools, kwargs = document.fields.get(TOOLS), self._kwargs(document)
+        write = partial(self.templates.write_marked, messages, tools, kwargs)
+        return Written(*self._refusing(document, write), bare=True)
 
-    def _refusing(self, document: Document, write: Callable[..., Any], **how: Any) -> Any:
+    def _refusing(self, document: Document, write: Callable[[], _Rendered]) -> _Rendered:
         try:
-            found = write(**how)
-            (found if isinstance(found, str) else found[0][0]).encode()
+            found = write()
+            found[0].encode()
             return found
         except MemoryError:
             raise  # a limit's, that says more
@@ -372,6 +397,38 @@ class ChatForm:
                 f"{document.place}: the chat template cannot render field {self.field!r}: "
                 f"{' '.join(str(error).split())}"
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A message of the model in a conversation, and the conversation's text."""
+
+    document: Document
+    messages: Sequence[Message]
+    number: int
+    text: str
+
+    def elsewhere(self, alone: bool = False) -> list[Message]:
+        """The conversation with other words in place of the message's; `alone`: and none after."""
+        own = {**self.messages[self.number], "content": _nowhere(self.messages)}
+        after = [] if alone else self.messages[self.number + 1 :]
+        return [*self.messages[: self.number], own, *after]
+
+
+def _nowhere(messages: Sequence[Message]) -> str | list[Mapping[str, str]]:
+    """A content that no record has, as a text or in parts like the others."""
+    parts = any(isinstance(message.get("content"), list) for message in messages)
+    return [{"type": "text", "text": _NOWHERE}] if parts else _NOWHERE
+
+
+def _next(messages: Sequence[Message]) -> Message:
+    """A message that may follow the last one: what its call of a tool gave, or the user's."""
+    content, calls = _nowhere(messages), messages[-1].get(CALLS)
+    if not calls:
+        return {"role": "user", "content": content}
+    call = calls[0]
+    name = call.get("function", call).get("name", "")
+    return {"role": "tool", "content": content, "name": name, "tool_call_id": call.get("id", "")}
 
 
 def _refuse_another_prompt(document: Document, messages: Sequence[Message]) -> None:
@@ -401,7 +458,7 @@ def _are_messages(document: Document, names: Sequence[str], chat: ChatForm | Non
             f"{document.place}: {' and '.join(names)} are messages, and the tokenizer has no chat "
             "template; give data.chat_template, another data.tokenizer, or texts"
         )
-    if all(texts) and chat is not None and chat.template not in chat.own_templates():
+    if all(texts) and chat is not None and chat.templates.default not in chat.own_templates():
         raise UnsupportedError(
             f"data.chat_template: {document.place}: {' and '.join(names)} are texts, which no "
             "template writes; leave it out, or give lists of messages"

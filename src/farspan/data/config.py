@@ -1,6 +1,7 @@
 """Where the text comes from, how it becomes tokens, and which loss is of them."""
 
 from dataclasses import dataclass, fields, replace
+from datetime import date
 from enum import StrEnum
 
 from farspan.spec import LossKind, Objective, Reference, UnsupportedError
@@ -51,6 +52,13 @@ class PackingKind(StrEnum):
     CUT = "cut"  # end to end, cut where a sequence is full; no padding
 
 
+def _is_day(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class SourceConfig:
     """Documents, what is trained of them, and what of them is held out.
@@ -68,7 +76,8 @@ class SourceConfig:
     prompt: str = _PROMPT[0]  # the fields of a record of format prompt
     completion: str = _PROMPT[1]
     loss: Loss = Loss.ANSWERS  # of a chat or a prompt; text is trained as a whole
-    chat_template: str | None = None  # a file of Jinja in place of the tokenizer's own
+    # A file of Jinja, or one of the tokenizer's templates by name; None: the tokenizer's own.
+    chat_template: str | None = None
     name: str | None = None  # the dataset's configuration, where it has several
     split: str = _SPLIT  # the dataset's split
     held_out_split: str | None = None  # or: evaluate on this split of the dataset
@@ -173,10 +182,13 @@ class DataConfig(SourceConfig):
     tokenizer: str | None = None  # 'bytes', a folder or a hub name; None: the model's own
     cache: str = "~/.cache/farspan"  # tokens are written here once and mapped afterwards
     sources: tuple[WeightedSource, ...] | None = None
+    day: str | None = None  # that chat templates write as today's; None: that of the run's start
 
     def __post_init__(self) -> None:
         SourceConfig.__post_init__(self)
         object.__setattr__(self, "packing", PackingKind(self.packing))
+        if self.day is not None and not _is_day(self.day):
+            raise UnsupportedError(f"day: expected one such as 2026-11-27, got {self.day!r}")
         if self.sources is None:
             return
         if not self.sources:
@@ -189,6 +201,11 @@ class DataConfig(SourceConfig):
                     f"{own.name}: it is of one source, and there are several; give it to those of "
                     "data.sources that need it"
                 )
+
+    def has_records(self) -> bool:
+        """Whether any source has records, which chat templates may write."""
+        files = (SourceKind.STDLIB, SourceKind.TEXT)
+        return any(own.source not in files for own, _ in self.each())
 
     def each(self) -> tuple[tuple["DataConfig", float], ...]:
         """Every source as if there were no other, and its weight."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from farspan.data.chat import ChatForm, PreferenceForm, PromptForm
 from farspan.data.config import DataConfig, PackingKind, SourceConfig
 from farspan.data.formats import UNTRAINED, refuse_unused
 from farspan.data.packing import (
@@ -23,8 +24,8 @@ from farspan.data.packing import (
     split_held_out,
 )
 from farspan.data.sources import OpenedSource, open_source, refuse_shared
-from farspan.data.token_cache import TokenStore, Watch, open_store
-from farspan.data.tokenizers import Tokenizer
+from farspan.data.token_cache import TokenStore, Turns, Watch, open_store
+from farspan.data.tokenizers import Form, Tokenizer
 from farspan.spec import UnsupportedError
 
 TRAINED = "data.path"
@@ -42,6 +43,7 @@ class Part:
     stores: tuple[TokenStore, ...]  # to train on, and, where there are others, to evaluate on
     train: Packing
     held_out: Packing | None
+    turns: tuple[str, ...]  # lines about what they end in
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Corpus:
             *self._describe_parts(),
             *self._describe_fields(),
             *self._describe_pairs(),
+            *dict.fromkeys(line for part in self.parts for line in part.turns),
             f"packing: {kept.divided:,} of {kept.documents:,} documents divided, "
             f"{kept.padding / room:.1%} padding"
             + (f"; {kept.left_out:,} tokens in pieces that train none" if kept.left_out else ""),
@@ -220,7 +223,8 @@ def _open_part(
         held_out = pack(store, held, "data.held_out")
     refuse_unused(config.ignore, {name for own in stores for name in own.ignored})
     recognised = opened.config.format is not config.format
-    return Part(opened, recognised, weight, tuple(stores), train, held_out)
+    turns = (*_describe_day(opened.form), *describe_turns(store.turns, tokenizer))
+    return Part(opened, recognised, weight, tuple(stores), train, held_out, turns)
 
 
 def _mixed(packings: list[Packing], weights: list[float]) -> Packing | Mixture:
@@ -305,6 +309,45 @@ def _check_disjoint(parts: list[Part]) -> None:
                 "data.path: another source has the same documents; give them once, with the sum of "
                 "both weights"
             )
+
+
+def _describe_day(form: Form) -> Iterator[str]:
+    chat = form.chat if isinstance(form, PromptForm | PreferenceForm) else form
+    if isinstance(chat, ChatForm) and chat.templates.dated():
+        yield f"day: the chat template may write today's, {chat.templates.day} (data.day)"
+
+
+def describe_turns(turns: Turns, tokenizer: Tokenizer) -> Iterator[str]:
+    """Say what the trained turns end in, and whether generation stops there."""
+
+    def shown(ids: Iterable[int]) -> list[str]:
+        return [_short(tokenizer.decode(np.asarray([number]))) for number in ids]
+
+    ends, signs, last = tokenizer.ends(), tokenizer.signs(), dict(turns.last)
+    stop, mark = last.keys() & ends, last.keys() & (signs - ends)
+    if stop:
+        yield f"turns: end in {' or '.join(shown(stop))}, which stops generation"
+    if mark:
+        number = sum(last[own] for own in mark)
+        yield (
+            f"note: {number:,} of {turns.number:,} turns end in {' or '.join(shown(mark))}, which "
+            f"does not stop generation ({', '.join(shown(sorted(ends))) or 'nothing'} does); add "
+            "it to eos_token_id of the model's generation_config.json"
+        )
+    others = [own for own in last if own not in stop | mark]
+    number = turns.number - sum(last[own] for own in stop | mark)
+    if number:
+        yield (
+            f"warning: {number:,} of {turns.number:,} turns end in no token that stops generation "
+            f"({', '.join(map(repr, shown(others[:3])))}), so the model does not learn to stop; "
+            "give a data.chat_template that writes one behind each turn of the assistant, or a "
+            "data.tokenizer with an end-of-sequence token"
+        )
+    if turns.signed:
+        yield (
+            f"note: {turns.signed:,} document(s) hold the text of a special token, which the "
+            "tokenizer reads as that token"
+        )
 
 
 _SHOWN = 160  # characters of a part, its beginning and its end

@@ -5,8 +5,10 @@ import gzip
 import json
 import sysconfig
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -26,6 +28,7 @@ from farspan.data.formats import (
     TokensForm,
     is_media,
 )
+from farspan.data.templates import Templates, find_template
 from farspan.data.tokenizers import TEXT, Document, Form, HubTokenizer, Source, Tokenizer
 from farspan.lazy import load
 from farspan.spec import UnsupportedError
@@ -95,7 +98,10 @@ def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
 
 
 def decode(data: bytes, path: Path, line: int) -> str:
-    """Strict UTF-8. `line` is the number of the first line of `data` in its file."""
+    """Strict UTF-8. `line` is the number of the first line of `data` in its file, at whose head a
+    mark of the encoding (U+FEFF) is no text."""
+    if line == 1:
+        data = data.removeprefix(BOM_UTF8)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -209,7 +215,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                         f"{path}: line {number} has more than {MOST_TEXT >> 20} MiB, which one "
                         "document may; divide it"
                     )
-                line = line.rstrip(b"\r\n")
+                line = line.rstrip(b"\r\n").removeprefix(BOM_UTF8 if number == 1 else b"")
                 blank = 0 if line and not line.isspace() else blank + 1
                 if blank > MOST_BLANK:
                     raise UnsupportedError(
@@ -429,22 +435,20 @@ def _chat(config: DataConfig, tokenizer: Tokenizer, everything: bool) -> ChatFor
             f"data.format: {config.format} needs a tokenizer with a chat template, "
             f"{config.tokenizer!r} has none; give the folder or hub name of one"
         )
-    if config.chat_template is not None:
-        path = Path(config.chat_template).expanduser()
-        template = decode(read_bytes(path, MOST_TEMPLATE), path, line=1)
-    else:
-        try:
-            template = tokenizer.inner.get_chat_template()
-        except ValueError as error:
-            raise UnsupportedError(
-                f"data.chat_template: the tokenizer {config.tokenizer!r} has none of its own; give "
-                "a file with one (Jinja), or data.tokenizer the folder or hub name of another"
-            ) from error
+    inner, name = tokenizer.inner, str(config.tokenizer)
+    own, tool_use = find_template(inner, config.chat_template, name, _read_template)
+    day = date.today() if config.day is None else date.fromisoformat(config.day)
+    templates = Templates(inner, own, tool_use, day)
     if not everything:
         _refuse_slow(tokenizer)
     sharegpt = config.format is RecordFormat.SHAREGPT
     field = config.field or _MARKS[config.format][0]  # of prompts, set by their form
-    return ChatForm(field, everything, tokenizer.inner, template, sharegpt)
+    stops, marks = tokenizer.stops(), tokenizer.marks()
+    return ChatForm(field, everything, templates, stops, marks, sharegpt)
+
+
+def _read_template(path: Path) -> str:
+    return decode(read_bytes(path, MOST_TEMPLATE), path, line=1)
 
 
 def _refuse_slow(tokenizer: Tokenizer) -> None:

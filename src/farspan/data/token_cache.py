@@ -22,6 +22,7 @@ import shutil
 import signal
 import warnings
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from farspan.data.chat import ChatForm, PreferenceForm, PromptForm
-from farspan.data.formats import HARMLESS_ENDINGS, HARMLESS_NAMES, READ, Fields
+from farspan.data.formats import HARMLESS_ENDINGS, HARMLESS_NAMES, READ, Fields, TextForm
 from farspan.data.tokenizers import (
     Content,
     Document,
@@ -64,6 +65,7 @@ _BATCH_SIZE = 1 << 20  # characters handed to a tokenizer at once: enough to fil
 # documents of 500 reads up to 2,000 blocks, 0.5 GB.
 _BLOCK = 1 << 18
 _DIGEST = 16  # bytes of SHA-256: 400 GB of tokens have 25 MB of digests
+_MOST_ENDS = 16  # ids that turns end in, and that are kept
 _FILES = ("starts", "origins", "trained", "tokens")  # in the order of their digests
 
 Watch = Callable[[int, int], None]  # documents and tokens written so far
@@ -71,6 +73,16 @@ Watch = Callable[[int, int], None]  # documents and tokens written so far
 
 def unwatched(documents: int, tokens: int) -> None:
     """For whoever need not know how far it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What the trained turns of documents end in, and how many documents hold the sign of an end
+    where no turn ends."""
+
+    number: int = 0
+    last: tuple[tuple[int, int], ...] = ()  # ids, the most frequent first, and how many have each
+    signed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,7 @@ class TokenStore:
     middles: np.ndarray | None = None
     ignored: tuple[str, ...] = ()  # fields of records that the user drops
     harmless: tuple[str, ...] = ()  # fields that say nothing about what is trained
+    turns: "Turns" = field(default_factory=lambda: Turns())
     # Of tokens [start, stop), before they are read: a store to read instead where they are damaged.
     check: Callable[[int, int], "TokenStore | None"] = lambda *_: None
 
@@ -249,8 +262,15 @@ def _read(folder: Path, whole: bool) -> tuple[TokenStore, _Blocks]:
     assert blocks is not None
     names, largest, digest = tuple(meta["names"]), meta["largest"], meta["digest"]
     ignored, harmless = tuple(meta["ignored"]), tuple(meta["harmless"])
+    turns = Turns(*meta.get("turns", ()))
     store = TokenStore(
-        names=names, largest=largest, digest=digest, ignored=ignored, harmless=harmless, **arrays
+        names=names,
+        largest=largest,
+        digest=digest,
+        ignored=ignored,
+        harmless=harmless,
+        turns=turns,
+        **arrays,
     )
     if meta.get("paired"):
         starts = store.starts
@@ -307,6 +327,7 @@ def _fill(
     digest, largest, any_trained = hashlib.sha256(), 0, False
     signs, read, understood = list(tokenizer.signs()), False, form.any_ids
     paired = isinstance(form, PreferenceForm)
+    turns = _TurnCounter(list(tokenizer.ends()), not isinstance(form, TextForm))
     with ExitStack() as stack:
         tokens = stack.enter_context(_Column(folder / "tokens.npy", "<u2" if narrow else "<u4"))
         masks = None
@@ -314,7 +335,8 @@ def _fill(
             masks = stack.enter_context(_Column(folder / "trained.npy", "|b1"))
         for batch in _batches(fields.documents(source.documents()), form):
             read = True
-            for document, encoded in zip(batch.documents, batch.encode(tokenizer), strict=True):
+            rows = zip(batch.documents, batch.contents, batch.encode(tokenizer), strict=True)
+            for document, content, encoded in rows:
                 ids = encoded.ids
                 if paired and not encoded.trained[1:].any():
                     raise UnsupportedError(
@@ -327,6 +349,7 @@ def _fill(
                 digest.update(tokens.append(ids))
                 if masks is not None:
                     digest.update(masks.append(encoded.trained))
+                turns.add(content, encoded)
                 largest = max(largest, int(ids.max()))
                 starts.append(starts[-1] + len(ids))
                 origins.extend((document.file, document.line))
@@ -343,9 +366,32 @@ def _fill(
         "masked": form.masked,
         "ignored": sorted(fields.ignored),
         "harmless": sorted(fields.harmless),
+        "turns": turns.to_json(),
         **({"paired": True} if paired else {}),
         "names": list(source.names()),
     }
+
+
+@dataclass(slots=True)
+class _TurnCounter:
+    """Counts the ids that trained turns end in, and documents with the sign of an end within."""
+
+    ends: list[int]  # ids that stop generation
+    has_turns: bool
+    last: Counter[int] = field(default_factory=Counter)
+    signed: int = 0
+
+    def add(self, content: Written | Encoded, encoded: Encoded) -> None:
+        if isinstance(content, Encoded):
+            return
+        within = not content.bare and bool(np.isin(encoded.ids[:-1], self.ends).any())
+        self.signed += within or content.holds_sign
+        if self.has_turns:
+            until = encoded.trained & ~np.append(encoded.trained[1:], False)
+            self.last.update(encoded.ids[until].tolist())
+
+    def to_json(self) -> list[object]:
+        return [self.last.total(), self.last.most_common(_MOST_ENDS), self.signed]
 
 
 def _refuse_useless(source: Source, read: bool, understood: bool, any_trained: bool) -> None:

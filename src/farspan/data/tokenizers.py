@@ -11,7 +11,9 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.hub import cached_file
 
+from farspan.durable import read_json
 from farspan.profile.catalog import pinned, read_config, refuse_absent
 from farspan.spec import UnsupportedError
 
@@ -48,6 +50,7 @@ class Written:
     text: str
     trained: tuple[tuple[int, int], ...] | None = None
     bare: bool = False  # as it stands: no special tokens of the tokenizer's own, no end
+    holds_sign: bool = False  # of an end, in what its messages say
 
     def size(self) -> int:
         return len(self.text)
@@ -131,6 +134,9 @@ class Tokenizer(Protocol):
     def signs(self) -> frozenset[int]:
         """Ids that stand for no text: of ends, beginnings, and what is not known."""
 
+    def ends(self) -> frozenset[int]:
+        """Give the ids that stop generation."""
+
     def save(self, folder: Path) -> None:
         """Writes what loads this tokenizer again, where there is such a thing."""
 
@@ -158,6 +164,9 @@ class ByteTokenizer:
 
     def signs(self) -> frozenset[int]:
         return frozenset({END_OF_DOCUMENT})
+
+    def ends(self) -> frozenset[int]:
+        return self.signs()
 
     def _mark(self, document: Written) -> Encoded:
         ids = self._encode(document.text)
@@ -194,9 +203,11 @@ class ByteTokenizer:
 @dataclass(frozen=True, slots=True)
 class HubTokenizer:
     """A Hugging Face tokenizer; it adds its own special tokens, and every document ends with
-    the end-of-sequence id where the tokenizer has one."""
+    the end-of-sequence id where the tokenizer has one. The model's `generation_config` may know
+    `others` that stop generation."""
 
     inner: PreTrainedTokenizerBase
+    others: frozenset[int] = frozenset()
 
     def size(self) -> int:
         return max(self.inner.get_vocab().values(), default=-1) + 1
@@ -210,7 +221,7 @@ class HubTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         rows = self.inner(list(texts), verbose=False, return_attention_mask=False)["input_ids"]
-        return [self._close(row) for row in rows]
+        return [self._close(row[self._doubled(row) :]) for row in rows]
 
     def mark(self, documents: Sequence[Written]) -> list[Encoded]:
         bare, offsets = documents[0].bare, documents[0].trained is not None
@@ -233,12 +244,40 @@ class HubTokenizer:
         return text
 
     def signs(self) -> frozenset[int]:
-        found = set(self.inner.all_special_ids)
+        found = {n for n, token in self.inner.added_tokens_decoder.items() if token.special}
+        found |= set(self.inner.all_special_ids)
         # A tokenizer may have an unknown token and not be told which it is.
         backend = getattr(self.inner, "backend_tokenizer", None)
         if backend is not None and getattr(backend.model, "unk_token", None) is not None:
             found.add(backend.token_to_id(backend.model.unk_token))
         return frozenset(found - {None})
+
+    def ends(self) -> frozenset[int]:
+        return self.others | ({self.inner.eos_token_id} - {None})
+
+    def stops(self) -> tuple[str, ...]:
+        """Give the texts of the tokens that stop generation."""
+        texts = {self.decode(np.asarray([number])) for number in self.ends()}
+        return tuple(sorted(text for text in texts if text.strip()))
+
+    def marks(self) -> tuple[str, ...]:
+        """Give the special tokens that may stand between turns of a chat and stop nothing."""
+        inner = self.inner
+        added = {t.content for t in inner.added_tokens_decoder.values() if t.special}
+        others = {inner.bos_token, inner.unk_token, inner.pad_token, inner.mask_token}
+        others |= {inner.cls_token, inner.sep_token, *self.stops()}
+        return tuple(sorted({*added, *inner.all_special_tokens} - others))
+
+    def _doubled(self, row: list[int]) -> int:
+        """Count the tokens to leave out where a text begins with the token that the tokenizer puts
+        before each text."""
+        begin = self.inner.bos_token_id
+        return int(begin is not None and row[:2] == [begin, begin] and self._begins() == begin)
+
+    def _begins(self) -> int | None:
+        """Give the id that the tokenizer puts before a text, if it does."""
+        alone: list[int] = self.inner("", verbose=False)["input_ids"]
+        return alone[0] if alone else None
 
     def _close(self, row: list[int]) -> np.ndarray:
         end = self.inner.eos_token_id
@@ -246,6 +285,8 @@ class HubTokenizer:
         return np.asarray([*row, end] if open_ended else row, dtype=np.int64)
 
     def _mark(self, document: Written, row: list[int], offsets: list[tuple[int, int]]) -> Encoded:
+        doubled = 0 if document.bare else self._doubled(row)
+        row, offsets = row[doubled:], offsets[doubled:]
         ids = np.asarray(row, dtype=np.int64) if document.bare else self._close(row)
         if document.trained is None:
             return Encoded(ids, np.ones(len(ids), dtype=bool))
@@ -263,6 +304,29 @@ class HubTokenizer:
 
     def save(self, folder: Path) -> None:
         self.inner.save_pretrained(folder)
+
+
+def stop_ids(model: str, revision: str | None = None) -> frozenset[int]:
+    """Find the ids that a model's `generation_config.json` stops at, or else its `config.json`.
+
+    Args:
+        model: A folder, or a name on the hub.
+        revision: A commit or branch of it.
+    """
+    place = Path(model).expanduser()
+    folder = str(place) if place.exists() else model
+    for name in ("generation_config.json", "config.json"):
+        try:
+            path = cached_file(folder, name, revision=revision)
+        except OSError:
+            continue  # not there, or no network
+        config = (read_json(Path(path)) if path else None) or {}
+        for part in (config, config.get("text_config")):
+            found = part.get("eos_token_id") if isinstance(part, dict) else None
+            if found is not None:
+                ids = found if isinstance(found, list) else [found]
+                return frozenset(number for number in ids if type(number) is int)
+    return frozenset()
 
 
 # Letters, digits, white space, signs and scripts: what tokenizers treat differently.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -130,17 +131,28 @@ def checkpoints_of(path: Path) -> list[Path]:
 
 
 def as_begun(run: RunConfig) -> RunConfig:
-    """The run, where its folder says that it began from another and the command does not, as it
-    began. Raises UnsupportedError where that cannot be read."""
-    config = Path(run.folder).expanduser() / "config.yaml"
-    if run.start is not None or not config.is_file():
+    """Give the run what its folder says of its beginning, where the command does not: the run that
+    it began from, and the day that chat templates write, which of a run that begins is today.
+
+    Raises:
+        UnsupportedError: Where the folder cannot be read.
+    """
+    config, known = Path(run.folder).expanduser() / "config.yaml", dict[str, Any]()
+    if config.is_file():
+        try:
+            with readable(config):
+                known = read_mapping(config.read_text("utf-8"), str(config))
+        except (UnsupportedError, UnicodeDecodeError):
+            return run  # whoever takes the folder says so, where it matters
+    start, data = known.get("start"), known.get("data")
+    if run.start is None and start is not None:
+        run = replace(run, start=build(StartConfig, start, "start"))
+    if run.data.day is not None or not run.data.has_records():
         return run
-    try:
-        with readable(config):
-            start = read_mapping(config.read_text("utf-8"), str(config)).get("start")
-    except (UnsupportedError, UnicodeDecodeError):
-        return run  # whoever takes the folder says so, where it matters
-    return run if start is None else replace(run, start=build(StartConfig, start, "start"))
+    day = data.get("day") if isinstance(data, dict) else None
+    if not known:
+        day = date.today().isoformat()
+    return replace(run, data=replace(run.data, day=day))
 
 
 def begin(model: Any, run: RunConfig, note: Callable[[str], None]) -> None:

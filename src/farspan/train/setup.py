@@ -12,7 +12,7 @@ import torch
 from farspan.data.config import PAIRED, UNPAIRED
 from farspan.data.corpus import Corpus, open_corpus, show_sequence
 from farspan.data.token_cache import unwatched
-from farspan.data.tokenizers import BYTES, Tokenizer, load_tokenizer
+from farspan.data.tokenizers import BYTES, HubTokenizer, Tokenizer, load_tokenizer, stop_ids
 from farspan.distributed.context import broadcast_from_rank0
 from farspan.distributed.failure import activity
 from farspan.distributed.run_context import DistributedContext
@@ -55,7 +55,7 @@ from farspan.train.memory import (
 )
 from farspan.train.oom import explain_moved, explain_nowhere
 from farspan.train.optimizer import TrainingOptimizer, load_adamw
-from farspan.train.origin import begin, with_base
+from farspan.train.origin import as_begun, begin, with_base
 from farspan.train.planning import allowed, free_now, inspect_for, place_states, question_of
 
 NO_DEVICE = "device: cannot train on {name!r}; give auto, cpu, cuda or cuda:1"
@@ -231,6 +231,8 @@ def _open_data(run: RunConfig, observer: Observer | None) -> tuple[Corpus, Token
     if name != model.path:
         refuse_unpinned(name, trusted, None, "data.tokenizer")
     tokenizer = load_tokenizer(name, trusted, revision)
+    if model.path is not None and isinstance(tokenizer, HubTokenizer):
+        tokenizer = replace(tokenizer, others=stop_ids(model.path, model.revision))
     watch = unwatched if observer is None else observer.preparing
     with activity("reading the data"):
         corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
@@ -490,7 +492,7 @@ def _sharing(world: DistributedContext) -> str:
 def show_data(run: RunConfig, sequence: int, held_out: bool) -> Iterator[str]:
     """Lines about the data and one sequence of them, counted from 0 as it is trained, or of those
     that are held out. Raises UnsupportedError."""
-    run = resolve(replace(run, parallel=None))
+    run = as_begun(resolve(replace(run, parallel=None)))
     corpus, tokenizer = _open_data(run, None)
     packing = corpus.held_out if held_out else corpus.train
     if packing is None:

@@ -1,0 +1,443 @@
+"""Chat templates: which one writes a conversation, on which day, and in which form it takes what
+records give. JSON in texts is read; parts that hold no text are refused, and so are messages that
+hold nothing."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date, datetime, time
+from functools import partial
+from hashlib import sha256
+from itertools import count, product
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
+
+from farspan.data.formats import Message
+from farspan.spec import UnsupportedError
+
+CONTENT, CALLS, CALL, ARGUMENTS = "content", "tool_calls", "function_call", "arguments"
+# Types of a part that holds text: of chat completions, and of the Responses API.
+_TEXTS = ("text", "input_text", "output_text")
+_MEDIA = re.compile("image|audio|video|file")
+# Keys that name a message: with these alone it says nothing.
+_ABOUT = frozenset({"role", "name", "id", "type", "tool_call_id", "content"})
+# A mark in place of a text, and what it looks like where a template writes code instead of text:
+# Python's or JSON's of a part or of arguments, or JSON's of arguments that were JSON already.
+_MARK = "qzq{}qzq"
+_WRITTEN = re.compile(r"qzq(\d+)qzq")
+_CODE = re.compile(r"""'(text|x)': 'qzq|"text": ?"qzq|\\"x\\": ?\\"qzq""")
+
+
+def read_tools(given: Any, place: str) -> list[Any] | None:
+    """Read a record's tools: a list of JSON schemas, as such or as JSON in texts.
+
+    Raises:
+        UnsupportedError: With `place` and the tool, where one is something else.
+    """
+    tools = _parsed(given, f"{place}: field 'tools'") if isinstance(given, str) else given
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple):
+        raise UnsupportedError(
+            f"{place}: field 'tools' holds {_kind(tools)}, expected a list of tools, each a JSON "
+            "schema"
+        )
+    return [_schema(tool, f"{place}: field 'tools': tool {n}") for n, tool in enumerate(tools, 1)]
+
+
+def _schema(tool: Any, place: str) -> Any:
+    tool = _object(tool, place)
+    for key in ("function", "parameters"):
+        if isinstance(tool.get(key), str):
+            tool = {**tool, key: _object(tool[key], f"{place}: {key}")}
+    function = tool.get("function")
+    if isinstance(function, Mapping) and isinstance(function.get("parameters"), str):
+        own = _object(function["parameters"], f"{place}: parameters")
+        tool = {**tool, "function": {**function, "parameters": own}}
+    return tool
+
+
+def read_message(given: Message, place: str) -> Message:
+    """Read one message without the keys that hold null, its calls of tools as objects.
+
+    Raises:
+        UnsupportedError: With `place`, where it holds nothing, or something other than text.
+    """
+    message = {key: value for key, value in given.items() if value is not None}
+    for key, value in message.items():
+        if _MEDIA.fullmatch(key.rstrip("s")) and value:
+            raise UnsupportedError(f"{place}: {key}: {_NO_MEDIA}")
+    if isinstance(message.get(CONTENT), list | tuple):
+        message[CONTENT] = _read_parts(message[CONTENT], place)
+    if CALLS in message:
+        message[CALLS] = _read_calls(message[CALLS], place)
+    if CALL in message:
+        message[CALL] = _read_call(message[CALL], f"{place}: {CALL}")
+    says = any(
+        isinstance(value, str | list | Mapping) and len(value) > 0
+        for key, value in message.items()
+        if key not in _ABOUT
+    )
+    if CONTENT not in message and not says:
+        raise UnsupportedError(
+            f"{place} ({message.get('role')}) has no content (null); give its text, an empty one "
+            "if it says nothing, or leave the record out"
+        )
+    return message
+
+
+_NO_MEDIA = "only text is trained; leave the record out, or give its text alone"
+
+
+def _read_parts(parts: Sequence[Any], place: str) -> Any:
+    """Read a list of parts; results of tools, which are none, stay as they are."""
+    if not all(isinstance(p, str) or _is_part(p) for p in parts):
+        return list(parts)
+    found = []
+    for given in parts:
+        part = {"type": "text", "text": given} if isinstance(given, str) else given
+        kind = part.get("type") or "text"
+        if isinstance(kind, str) and _MEDIA.search(kind):
+            raise UnsupportedError(f"{place}: content has a part of type {kind!r}: {_NO_MEDIA}")
+        text = part.get("text" if kind in _TEXTS else kind)
+        if not isinstance(text, str):
+            raise UnsupportedError(
+                f"{place}: content has a part of type {kind!r} that holds {_kind(text)}, expected "
+                "text"
+            )
+        found.append({"type": "text", "text": text} if kind in _TEXTS else dict(part))
+    return found
+
+
+def _read_calls(given: Any, place: str) -> list[Any]:
+    calls = _parsed(given, f"{place}: {CALLS}") if isinstance(given, str) else given
+    if not isinstance(calls, list | tuple):
+        raise UnsupportedError(f"{place}: {CALLS} holds {_kind(calls)}, expected a list of calls")
+    return [_read_call(call, f"{place}: call {n}") for n, call in enumerate(calls, 1)]
+
+
+def _read_call(given: Any, place: str) -> Message:
+    """Read a call; its arguments stay as they are given, once they are found to be an object."""
+    call = _object(given, place)
+    if "function" in call:
+        return {**call, "function": _read_call(call["function"], place)}
+    if isinstance(call.get(ARGUMENTS), str):
+        _arguments(call[ARGUMENTS], place)
+    return call
+
+
+def _arguments(text: str, place: str = "") -> Any:
+    """Read arguments in a text; an empty one, which some APIs give, is that of no arguments."""
+    return _object(text, f"{place}: {ARGUMENTS}") if text.strip() else {}
+
+
+def _object(given: Any, place: str) -> dict[str, Any]:
+    found = _parsed(given, place) if isinstance(given, str) else given
+    if not isinstance(found, Mapping):
+        raise UnsupportedError(f"{place} holds {_kind(found)}, expected an object with fields")
+    return dict(found)
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedError(f"{place} holds text that is not JSON: {error}") from error
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "nothing", str: "text", list: "a list", dict: "an object"}
+    return names.get(type(value), f"{type(value).__name__} ({value!r})"[:80])
+
+
+# -- forms that a template may take ----------------------------------------------------------------
+
+
+def as_objects(messages: Sequence[Message]) -> list[Message]:
+    """Give the arguments of calls as objects."""
+    return _changed(messages, lambda own: _arguments(own) if isinstance(own, str) else own)
+
+
+def as_json(messages: Sequence[Message]) -> list[Message]:
+    """Give the arguments of calls as JSON in texts."""
+    return _changed(
+        messages, lambda own: own if isinstance(own, str) else json.dumps(own, ensure_ascii=False)
+    )
+
+
+def as_parts(messages: Sequence[Message]) -> list[Message]:
+    """Give contents that are texts as parts."""
+    return [
+        {**m, CONTENT: [{"type": "text", "text": m[CONTENT]}]}
+        if isinstance(m.get(CONTENT), str)
+        else m
+        for m in messages
+    ]
+
+
+def as_text(messages: Sequence[Message]) -> list[Message]:
+    """Give contents that are parts of text as one text."""
+    return [
+        {**m, CONTENT: "".join(part["text"] for part in m[CONTENT])}
+        if isinstance(m.get(CONTENT), list) and all(map(_holds_text, m[CONTENT]))
+        else m
+        for m in messages
+    ]
+
+
+def with_marks(messages: Sequence[Message]) -> tuple[list[Message], range, range]:
+    """Give the messages with marks in place of their texts and of the arguments of calls, and the
+    numbers of the marks of either."""
+    numbers: Iterator[int] = count()
+
+    def content(own: Any) -> Any:
+        if isinstance(own, str):
+            return _mark(numbers) if own else own
+        if isinstance(own, list):
+            keys = ((part, _text_key(part)) for part in own)
+            return [part if key is None else {**part, key: _mark(numbers)} for part, key in keys]
+        return own
+
+    def arguments(own: Any) -> Any:
+        found = {"x": _mark(numbers)}
+        return json.dumps(found) if isinstance(own, str) else found
+
+    marked = [{**m, CONTENT: content(m[CONTENT])} if CONTENT in m else m for m in messages]
+    texts = next(numbers)  # which is no mark's
+    marked = _changed(marked, arguments)
+    return marked, range(texts), range(texts + 1, next(numbers))
+
+
+def _mark(numbers: Iterator[int]) -> str:
+    return _MARK.format(next(numbers))
+
+
+def find_marks(text: str) -> set[int] | None:
+    """Find the numbers of the marks in a text, None where one of them is part of code."""
+    found = {int(number) for number in _WRITTEN.findall(text.lower())}
+    return None if _CODE.search(text.lower()) else found
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Mapping) and ("type" in value or "text" in value)
+
+
+def _text_key(part: Any) -> str | None:
+    """The key under which a part holds its text."""
+    key = part.get("type") if _is_part(part) else None
+    return key if isinstance(key, str) and isinstance(part.get(key), str) else None
+
+
+def _holds_text(part: Any) -> bool:
+    return _text_key(part) == "text"
+
+
+def _changed(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
+    """The messages with other arguments in their calls."""
+
+    def of(call: Any) -> Any:
+        if isinstance(call, Mapping) and "function" in call:
+            return {**call, "function": of(call["function"])}
+        has = isinstance(call, Mapping) and ARGUMENTS in call
+        return {**call, ARGUMENTS: change(call[ARGUMENTS])} if has else call
+
+    found: list[Message] = []
+    for message in messages:
+        own = dict(message)
+        if CALLS in own:
+            own[CALLS] = [of(call) for call in own[CALLS]]
+        if CALL in own:
+            own[CALL] = of(own[CALL])
+        found.append(own)
+    return found
+
+
+# -- templates -------------------------------------------------------------------------------------
+
+DEFAULT, TOOL_USE = "default", "tool_use"  # names that transformers chooses by
+_MARKS = re.compile(r"\{%[-+]?\s*generation\b")
+_CLOCK = "strftime_now"
+# Two moments of one day that no format but one of the time of day tells apart.
+_MOMENTS = (time(0, 0, 0), time(13, 14, 15, 161718))
+
+
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """The template of conversations and, where it is another, that of conversations with tools."""
+
+    inner: PreTrainedTokenizerBase
+    default: str
+    tool_use: str
+    day: date
+
+    def listing(self) -> list[object]:
+        """Give JSON values that change whenever the text does, the day only where it is written."""
+        digests = [sha256(t.encode()).hexdigest() for t in (self.default, self.tool_use)]
+        return [*digests, str(self.day) if self.dated() else None]
+
+    def dated(self) -> bool:
+        """Tell whether a template may write the day."""
+        return _CLOCK in self.default + self.tool_use
+
+    def marks(self, tools: Any) -> bool:
+        """Tell whether the template marks the model's turns by {% generation %}."""
+        return _MARKS.search(self.choose(tools)) is not None
+
+    def choose(self, tools: Any) -> str:
+        """Choose as transformers' `get_chat_template` does: by the presence of tools."""
+        return self.default if tools is None else self.tool_use
+
+    def write(
+        self,
+        messages: Sequence[Message],
+        tools: Any,
+        kwargs: Mapping[str, Any],
+        opened: bool = False,
+    ) -> str:
+        """Render a conversation with the record's own variables; `opened` adds the prompt for the
+        model's next turn."""
+        template, write = self.choose(tools), cast(Any, self.inner.apply_chat_template)
+        with _settled(template, self.day):
+            text: str = write(
+                conversation=list(messages),
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=opened,
+                tokenize=False,
+                **kwargs,
+            )
+        return text
+
+    def write_marked(
+        self, messages: Sequence[Message], tools: Any, kwargs: Mapping[str, Any]
+    ) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """Render a conversation, with the characters that the template marks: the library's own way
+        from them to tokens loses turns that begin or end with white space which a tokenizer leaves
+        out of its offsets."""
+        template, write = self.choose(tools), cast(Any, chat_template_utils.render_jinja_template)
+        with _settled(template, self.day):
+            (text,), (spans,) = write(
+                conversations=[list(messages)],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **{**self.inner.special_tokens_map, **kwargs},
+            )
+        return text, tuple((begin, end) for begin, end in spans)
+
+    def suit(
+        self, messages: Sequence[Message], tools: Any, kwargs: Mapping[str, Any]
+    ) -> Sequence[Message]:
+        """Give a conversation in the form that the template takes.
+
+        Contents may be texts or parts, arguments of calls objects or JSON in texts. Of a copy with
+        marks in place of them, the form that suits writes every mark, and none as code. Objects,
+        and contents as they are given, come first.
+
+        Raises:
+            UnsupportedError: Where the template writes no content, no arguments or no tools.
+        """
+        if tools and not re.search(r"\btools\b", self.choose(tools)):
+            raise UnsupportedError(
+                "the chat template does not write the record's tools; give a data.chat_template "
+                "that does, or records without the field"
+            )
+        best, shown, most = as_objects(messages), None, -1
+        told = [best] if best == as_json(messages) else [best, as_json(messages)]
+        texts = arguments = range(0)
+        for given, shape in product(told, (None, as_text, as_parts)):
+            found = given if shape is None else shape(given)
+            probe, texts, arguments = with_marks(found)
+            try:
+                marks = find_marks(self.write(probe, tools, kwargs))
+            except MemoryError:
+                raise
+            except Exception:  # a template raises what it wants: it does not take this form
+                continue
+            if marks is not None and len(marks) > most:
+                best, shown, most = found, marks, len(marks)
+            if most == len(texts) + len(arguments):
+                return best
+        for what, own in (("contents", texts), ("the arguments of calls of tools", arguments)):
+            if shown is not None and own and not shown & {*own}:
+                raise UnsupportedError(
+                    f"the chat template does not write {what}; give a data.chat_template that does"
+                )
+        return best
+
+
+@contextmanager
+def _settled(template: str, day: date) -> Iterator[None]:
+    """Have the template write the same text whenever it is read: of this day, and none that is
+    drawn at random."""
+    environment: Any = chat_template_utils._compile_jinja_template(template).environment
+    names, filters = environment.globals, environment.filters
+    before = names[_CLOCK], names["lipsum"], filters["random"]
+    names[_CLOCK] = partial(_written, day)
+    names["lipsum"] = filters["random"] = _refuse_random
+    try:
+        yield
+    finally:
+        names[_CLOCK], names["lipsum"], filters["random"] = before
+
+
+def _written(day: date, form: str) -> str:
+    texts = {datetime.combine(day, moment).strftime(form) for moment in _MOMENTS}
+    if len(texts) > 1:
+        raise UnsupportedError(
+            f"it writes the time of day ({form!r}), which is another at each reading; give a "
+            "data.chat_template without it"
+        )
+    return texts.pop()
+
+
+def _refuse_random(*_: object, **__: object) -> NoReturn:
+    raise UnsupportedError(
+        "it writes random text, which is another at each reading; give a data.chat_template "
+        "without it"
+    )
+
+
+def find_template(
+    inner: PreTrainedTokenizerBase, chosen: str | None, tokenizer: str, read: Callable[[Path], str]
+) -> tuple[str, str]:
+    """Find the template of conversations, and that of conversations with tools.
+
+    Args:
+        inner: The tokenizer, with one template, several by name, or none.
+        chosen: The name of one of its templates, or a file; None: as transformers chooses.
+        tokenizer: Its name in messages.
+        read: Reads a file.
+
+    Raises:
+        UnsupportedError: Where there is no such template, naming those that there are.
+    """
+    own = inner.chat_template
+    named: Mapping[str, str] = own if isinstance(own, dict) else {}
+    names = f"; its templates are {', '.join(sorted(named))}" if named else ""
+    if chosen is None:
+        if isinstance(own, str):
+            return own, own
+        if DEFAULT in named:
+            return named[DEFAULT], named.get(TOOL_USE, named[DEFAULT])
+        what = "one of these by name, or " if named else ""
+        raise UnsupportedError(
+            f"data.chat_template: the tokenizer {tokenizer!r} has none "
+            f"{'named default' if named else 'of its own'}{names}; give {what}a file with one "
+            "(Jinja), or data.tokenizer the folder or hub name of another"
+        )
+    if chosen in named:
+        return named[chosen], named[chosen]
+    path = Path(chosen).expanduser()
+    if named and not path.exists():
+        raise UnsupportedError(
+            f"data.chat_template: {chosen!r} is neither a file here nor a template of the "
+            f"tokenizer {tokenizer!r}{names}; give one of these, or a file with one (Jinja)"
+        )
+    template = read(path)
+    return template, template
