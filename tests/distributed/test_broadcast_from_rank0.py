@@ -210,4 +210,4 @@ def of_others() -> str:
 
 def test_models_of_other_modules_are_refused() -> None:
     for words in run_ranks(2, of_others):
-        assert "weights: differs between ranks [0] and ranks [1]" in words
+        assert "(48, 32) on rank 0, missing on rank 1" in words

@@ -90,7 +90,7 @@ def test_small_talk(ranks: ParallelContext) -> None:
     tensor = torch.arange(3, dtype=torch.bfloat16, device=ranks.device)
     broadcast_bits(tensor)
     assert run_on_rank0(lambda: tensor.tolist()) == [0, 1, 2]
-    ranks.refuse_unlike("tensor", tensor, "data")
+    ranks.refuse_unlike("tensor", tensor)
     refuse_beyond_together(ranks, 1, "a byte", "take none")
     broadcast_from_rank0(ranks, Model().to(ranks.device))
     assert ranks.among("data", alone=False).sum(tensor).tolist() == [0, 1, 2]

@@ -404,7 +404,7 @@ def test_experts_that_drop_are_refused() -> None:
 
 def test_ranks_with_other_seeds_are_refused() -> None:
     said = run_ranks(2, partial(_said_of_seeds, Layout(ulysses=2)))
-    assert all("seed: differs between ranks" in text for text in said)
+    assert all("seed: 0 on rank 0, 1 on rank 1" in text for text in said)
 
 
 def _said_of_seeds(layout: Layout) -> str:

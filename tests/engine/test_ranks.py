@@ -404,7 +404,8 @@ def test_what_ranks_refuse() -> None:
             "ulysses",
         ),
         *("parallel", "parallel"),
-        *("input_ids", "trained_tokens", "weights", "weights", "input_ids"),
+        *("input_ids", "trained_tokens", "model.layers.0.self_attn.q_proj.weight"),
+        *("model.layers.0.self_attn.q_proj.weight", "input_ids"),
     ]
     assert first[0] == (
         "layout: 3 devices, but 2 ranks were started; start as many, or make the product of "

@@ -3,6 +3,7 @@ all ranks, such as broadcasting weights that it alone has loaded.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class ParallelContext:
     groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
     made: dict[tuple[str, ...], Any] = field(default_factory=dict)  # by axes of several ranks
     is_apart: bool = False
+    agreed: int = 0  # exchanges so far, the same on every rank
 
     def __post_init__(self) -> None:
         if not dist.is_initialized():
@@ -109,34 +111,235 @@ class ParallelContext:
         found: list[list[int]] = peers.gather(rows, [1] * peers.size).tolist()
         return found
 
-    def refuse_unlike(self, what: str, value: str | Tensor, *axes: str) -> None:
-        """Raises UnsupportedError on all ranks if `value` differs among the ranks of these axes."""
-        digest = hashlib.blake2b(_value_bytes(value), digest_size=8).digest()
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(self.device)
+    @contextmanager
+    def agreement(self, call: str) -> Iterator["Agreement"]:
+        """Compare what the block says of a call with what other ranks say of theirs, at its end.
+
+        A rank whose block raises gives its words to the others, which raise them, too, so the block
+        must not communicate. See Note: [One exchange].
+
+        Raises UnsupportedError on all ranks if a block has raised on one, or facts differ.
+        """
+        mine = Agreement(call)
+        try:
+            yield mine
+        except Exception as error:
+            if not self.is_apart:
+                self._exchange(mine, _words_of(error))
+            raise
+        if self.is_apart:
+            mine.table = [mine.figures]
+        else:
+            self._exchange(mine, None)
+
+    def _exchange(self, mine: "Agreement", refusal: str | None) -> None:
+        self.agreed += 1
         self._record_sync()
-        peers = self.among(*axes)
-        found = peers.gather(mine, [1] * peers.size).tolist()
-        if len(set(found)) == 1:
+        digests = [_NOT_ASKED] * len(SCOPES)
+        if refusal is None:
+            digests = [mine.digest(scope, self.agreed) for scope in SCOPES]
+        rows = torch.tensor([[refusal is not None, *digests, *mine.figures]], device=self.device)
+        peers = self.among(*AXES)
+        table = peers.gather(rows, [1] * peers.size).tolist()
+        mine.table = [row[-len(mine.figures) :] for row in table]
+        if not any(row[0] for row in table) and not self._unlike([row[1:] for row in table]):
             return
-        numbers = self.rank.peers(*axes)
-        kinds = [
-            [n for n, f in zip(numbers, found, strict=True) if f == kind] for kind in set(found)
-        ]
-        words = " and ".join(f"ranks {sorted(kind)}" for kind in sorted(kinds))
-        raise UnsupportedError(f"{what}: differs between {words}; give every rank the same")
+        said = {"refusal": refusal} if refusal is not None else mine.words(self.agreed)
+        everyone = [json.loads(text) for text in self._texts(json.dumps(said))]
+        if refusal is None:
+            raise UnsupportedError(self._difference(everyone))
+
+    def _unlike(self, table: list[list[int]]) -> bool:
+        """Whether the digests of a scope differ between ranks that must have the same."""
+        return any(
+            len({table[n][number] for n in Rank(self.layout, rank).peers(*scope)}) > 1
+            for number, scope in enumerate(SCOPES)
+            for rank in range(self.layout.devices())
+        )
+
+    def _texts(self, mine: str) -> list[str]:
+        """The text of each rank."""
+        peers, own = (
+            self.among(*AXES),
+            torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8),
+        )
+        sizes = [size for (size,) in self.figures([len(own)])]
+        whole = peers.gather(own.to(self.device), sizes).cpu()
+        return [bytes(part.tolist()).decode() for part in whole.split(sizes)]
+
+    def _difference(self, everyone: list[dict[str, Any]]) -> str:
+        """Words for what ranks have said, the same on every rank."""
+        refused = [(n, said["refusal"]) for n, said in enumerate(everyone) if "refusal" in said]
+        if refused:
+            return "; ".join(f"rank {number}: {words}" for number, words in refused)
+        found = []
+        for scope in map(_key_of, SCOPES):
+            names = dict.fromkeys(name for said in everyone for name in said.get(scope, ()))
+            for name in names:
+                values = [said.get(scope, {}).get(name, MISSING) for said in everyone]
+                if any(
+                    values[n] != values[rank]
+                    for rank in range(len(values))
+                    for n in Rank(self.layout, rank).peers(*scope.split())
+                ):
+                    found.append(_between(name, values))
+        if found and found[0].startswith("call: "):
+            found = found[:1]  # the facts of other calls are others
+        more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        return "; ".join(found[:SHOWN]) + f"{more}; give every rank the same"
+
+    def refuse_unlike(self, what: str, value: "Fact") -> None:
+        """Raises UnsupportedError on all ranks if `value` differs among them."""
+        with self.agreement(what) as same:
+            same.add({what: value})
 
 
-def refuse_unlike_models(ranks: ParallelContext, model: nn.Module) -> None:
-    """Raises UnsupportedError if the weights, which every rank has whole, differ between ranks.
+# Ranks among which a fact is the same: all of them; those of one batch; those of one pipeline
+# stage, which run the same layers; those that hold the same weights where nothing is sharded.
+EVERYWHERE, OF_BATCH, OF_STAGE, OF_WEIGHTS = SCOPES = (
+    AXES,
+    (*SEQUENCE, "pipeline"),
+    tuple(axis for axis in AXES if axis != "pipeline"),
+    tuple(axis for axis in AXES if axis not in ("pipeline", "tensor")),
+)
+SHOWN = 4  # differences that an error names
+MISSING = "missing"
+PIECE = 2**15  # elements of a tensor that one exchange compares: 30 ms for 300 tensors in fp32
+_NOT_ASKED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """Facts whose digest is known, with what names them where they differ."""
+
+    digest: bytes
+    words: Callable[[], Mapping[str, str]]
+
+
+Fact = str | Tensor | Mapping[str, Tensor] | Described
+
+
+@dataclass(slots=True)
+class Agreement:
+    """What a rank says of a call that it is about to make.
+
+    Note: [One exchange]. Ranks exchange a row of integers: whether one refuses, a digest of the
+    facts of each scope, and the figures. Where all is well that is the one collective. Otherwise
+    all of them see so in the rows, and exchange facts and words as JSON to name what differs.
+
+    Note: [Contents]. A tensor by itself is compared whole. Of those in a mapping, each exchange
+    compares the next `PIECE` elements: small ones whole each time, large ones in turns.
+    """
+
+    call: str
+    facts: dict[tuple[str, ...], dict[str, Fact]] = field(default_factory=dict)
+    figures: list[int] = field(default_factory=lambda: [0, 0])
+    table: list[list[int]] = field(default_factory=list)  # the figures of every rank
+
+    def __post_init__(self) -> None:
+        self.add({"call": self.call})
+
+    def add(self, facts: Mapping[str, Fact], scope: tuple[str, ...] = EVERYWHERE) -> None:
+        """Have these facts, by their names, be the same on the ranks of a scope."""
+        self.facts.setdefault(scope, {}).update(facts)
+
+    def digest(self, scope: tuple[str, ...], turn: int) -> int:
+        """A number that differs where facts do."""
+        found = hashlib.blake2b(digest_size=8)
+        for name, fact in self.facts.get(scope, {}).items():
+            found.update(f"\0{name}\0".encode())
+            if isinstance(fact, Mapping):
+                for part in _pieces(fact, turn):
+                    found.update(part)
+            elif isinstance(fact, Described):
+                found.update(fact.digest)
+            else:
+                found.update(_value_bytes(fact))
+        return int.from_bytes(found.digest(), signed=True)
+
+    def words(self, turn: int) -> dict[str, dict[str, str]]:
+        """The facts in words, for an error that names what differs."""
+        said: dict[str, dict[str, str]] = {}
+        for scope, facts in self.facts.items():
+            own = said.setdefault(_key_of(scope), {})
+            for name, fact in facts.items():
+                if isinstance(fact, Mapping):
+                    each = {n: b"".join(_pieces({n: tensor}, turn)) for n, tensor in fact.items()}
+                    own |= {n: _digest_words(found) for n, found in each.items()}
+                elif isinstance(fact, Described):
+                    own |= fact.words()
+                else:
+                    own[name] = fact if isinstance(fact, str) else _digest_words(_value_bytes(fact))
+        return said
+
+
+@contextmanager
+def agreement(ranks: ParallelContext | None, call: str) -> Iterator[Agreement]:
+    """The same where a process may be alone, which has nothing to compare."""
+    if ranks is None:
+        mine = Agreement(call)
+        yield mine
+        mine.table = [mine.figures]
+        return
+    with ranks.agreement(call) as mine:
+        yield mine
+
+
+def _pieces(tensors: Mapping[str, Tensor], turn: int) -> Iterator[bytes]:
+    """Bytes of each tensor's next piece. See Note: [Contents]."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode()
+        if not tensor.is_meta and tensor.numel():
+            flat = tensor.detach().reshape(-1)
+            start = turn * PIECE % (-(-len(flat) // PIECE) * PIECE)
+            piece = flat[start : start + PIECE].view(torch.uint8)
+            found.setdefault(tensor.device, []).append(piece)
+    yield from (torch.cat(of).cpu().numpy().tobytes() for of in found.values())
+
+
+def _words_of(error: Exception) -> str:
+    said = str(error)
+    return said if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {said}"
+
+
+def _key_of(scope: tuple[str, ...]) -> str:
+    return " ".join(scope)
+
+
+def _digest_words(value: bytes) -> str:
+    return _DIGEST + hashlib.blake2b(value, digest_size=8).hexdigest()
+
+
+_DIGEST = "digest "
+
+
+def _between(name: str, values: list[str]) -> str:
+    """Words for a fact that differs."""
+    kinds = {v: [n for n, other in enumerate(values) if other == v] for v in values}
+    if all(value.startswith(_DIGEST) or len(value) > WIDTH for value in kinds):
+        return f"{name}: differs between " + " and ".join(f"ranks {of}" for of in kinds.values())
+    said = {v: "other numbers" if v.startswith(_DIGEST) else v for v in kinds}
+    return f"{name}: " + ", ".join(f"{said[v]} on {_listed(of)}" for v, of in kinds.items())
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+WIDTH = 200  # characters of a value that an error shows
+
+
+def weight_facts(model: nn.Module) -> dict[str, "Fact"]:
+    """Every weight in words, for ranks that have all of them whole.
 
     Compared are checksums: sums over the bits of each parameter, weighted by their place along each
     dimension, a pass over the weights for each dimension.
     """
-    lines = [
-        f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad} {_parameter_checksum(p)}"
+    return {
+        name: f"{tuple(p.shape)} {p.dtype} {p.requires_grad} {_parameter_checksum(p)}"
         for name, p in model.named_parameters()
-    ]
-    ranks.refuse_unlike("weights", "\n".join(lines), *AXES)
+    }
 
 
 def _parameter_checksum(parameter: Tensor) -> int:
@@ -227,9 +430,9 @@ class Rank0Weights:
         on the device. Raises UnsupportedError if the ranks' models have different modules."""
         named = dict(model.named_parameters())
         places = dict(model.named_parameters(remove_duplicate=False))
-        shapes = [(name, tuple(p.shape)) for name, p in places.items()]
-        shapes += [(name, tuple(b.shape)) for name, b in model.named_buffers()]
-        ranks.refuse_unlike("weights", repr(shapes), *AXES)
+        shapes = {n: str(tuple(x.shape)) for n, x in (*places.items(), *model.named_buffers())}
+        with ranks.agreement("parallelize: handing out the weights") as same:
+            same.add(shapes)
         # Dtypes and ties are those of what was loaded: some families keep some weights wider, and
         # a head that the files have apart from the embeddings is not tied to them.
         forms, ties = run_on_rank0(lambda: (_forms(named), _ties(named, places)))

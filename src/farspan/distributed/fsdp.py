@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapp
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,16 @@ def find_parameters(
             units[index].setdefault(parameter, (full, []))[1].append((module, name))
     _refuse_overlaps(units, field, otherwise)
     return units
+
+
+def parameter_slots(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Every parameter by its name in the model: where it is, which it is, and of which kind."""
+    return {
+        f"{path}.{leaf}" if path else leaf: (module, id(p), p.dtype, p.shape, p.requires_grad)
+        for path, module in model.named_modules()
+        for leaf, p in module._parameters.items()
+        if p is not None
+    }
 
 
 def _refuse_overlaps(units: Sequence[UnitParameters], field: str, otherwise: str) -> None:
@@ -269,6 +280,32 @@ class ShardedParameters:
         here = range(len(layers)) if here is None else here
         for unit, found in zip(self._units, find_parameters(model, layers, here), strict=True):
             self._cut(unit, found)
+        self._slots = parameter_slots(model)
+
+    def refuse_replaced(self, model: nn.Module) -> None:
+        """Raise UnsupportedError if a parameter was replaced, added, removed, frozen or given other
+        memory since the model was sharded: gradients and gathered weights are those of the old
+        ones. No unit is gathered."""
+        now = parameter_slots(model)
+        for name in {**self._slots, **now}:
+            old, new = self._slots.get(name), now.get(name)
+            if old != new:
+                how = "added" if old is None else "removed" if new is None else "replaced"
+                if old is not None and new is not None and old[:2] == new[:2]:
+                    how = "changed its dtype, shape or requires_grad"
+                raise UnsupportedError(
+                    f"{name}: {how} after parallelize, which has shared out the parameters that "
+                    "the model had; edit the model first, or write into the parameter (copy_)"
+                )
+        for cut in (cut for unit in self._units for cut in unit.cuts):
+            mine = local(cut.own)
+            if self.stage is Stage.ZERO_0 or not mine.numel():
+                continue
+            if mine.data_ptr() != cut.shard.data_ptr() or mine.dtype != cut.whole.dtype:
+                raise UnsupportedError(
+                    f"{cut.name}: its data was replaced after parallelize, which gathers the "
+                    "memory that it gave; write into the parameter (copy_)"
+                )
 
     @torch.no_grad()
     def fill(self, name: str, whole: Tensor) -> None:

@@ -25,7 +25,7 @@ from farspan.distributed.failure import (
     record_sync,
 )
 from farspan.durable import WriteFailed
-from farspan.program.layout import ALONE, AXES, Layout, Rank
+from farspan.program.layout import ALONE, Layout, Rank
 from farspan.spec import VERSION, UnsupportedError
 
 # Set by torchrun, and by any launcher that uses `env://`.
@@ -296,7 +296,7 @@ class DistributedContext:
     def refuse_unlike(self, what: str, value: str) -> None:
         """Raises UnsupportedError on all ranks if their values differ."""
         if self.ranks is not None:
-            self.ranks.refuse_unlike(what, value, *AXES)
+            self.ranks.refuse_unlike(what, value)
 
 
 @contextmanager

@@ -41,19 +41,52 @@ def add_product(total: Tensor, dout: Tensor, x: Tensor, *, fresh: bool) -> None:
 
 @contextmanager
 def uncast(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside it autograd gives gradients in their parameter's own dtype, whatever `grad_dtype` is.
+    """Inside it autograd gives gradients in their parameter's own dtype, whatever `grad_dtype` is,
+    and calls no hooks of parameters: a call's gradient is complete when all its chunks are.
 
     They are widened as they are added: a cast before would take 18 bytes an element in place of
     10, and hold a layer's gradients in fp32 beside the sums.
     """
+    parameters = list(parameters)
     wide = [p for p in parameters if p.dtype != p.grad_dtype == accumulate_dtype(p.dtype)]
+    hooks = {p: p._backward_hooks for p in parameters if p._backward_hooks}
     for parameter in wide:
         parameter.grad_dtype = None
+    for parameter in hooks:
+        parameter._backward_hooks = None
     try:
         yield
     finally:
         for parameter in wide:
             parameter.grad_dtype = accumulate_dtype(parameter.dtype)
+        for parameter, own in hooks.items():
+            parameter._backward_hooks = own
+
+
+def is_hooked(parameter: nn.Parameter) -> bool:
+    """Whether hooks of a parameter see its gradient before it is accumulated."""
+    return parameter.requires_grad and bool(parameter._backward_hooks)
+
+
+@torch.no_grad()
+def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add a call's complete gradient to `.grad` as autograd does: hooks of the parameter come
+    first, and may give another."""
+    for hook in (parameter._backward_hooks or {}).values():
+        given = hook(gradient)
+        gradient = gradient if given is None else given
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+@torch.no_grad()
+def call_accumulated(parameters: Iterable[nn.Parameter]) -> None:
+    """Call the hooks that parameters have for when their gradient was accumulated."""
+    for parameter in parameters:
+        for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+            hook(parameter)
 
 
 class GradientAccumulator:
@@ -61,10 +94,13 @@ class GradientAccumulator:
 
     A parameter whose gradient dtype (`grad_dtype`, or its own) is fp32 or wider accumulates in
     `.grad` itself; any other gets an fp32 accumulator that lives until its group is closed. Where
-    several ranks have a part of each gradient every one does, and `reduce` adds them up.
+    several ranks have a part of each gradient every one does, and `reduce` adds them up. Those of
+    `hooked` parameters are complete, and accumulated, at the end of the call.
     """
 
-    def __init__(self, reduce: Reduce | None = None) -> None:
+    def __init__(self, reduce: Reduce | None = None, hooked: Iterable[nn.Parameter] = ()) -> None:
+        self.received: dict[nn.Parameter, None] = {}  # which have a gradient, in order
+        self._hooked = set(hooked)
         self._open: dict[nn.Parameter, Tensor] = {}
         self._places: dict[nn.Parameter, Tensor] = {}
         self._reduce = reduce
@@ -105,8 +141,10 @@ class GradientAccumulator:
         if parameter in self._open:
             return self._open[parameter], False
         wide = accumulate_dtype(parameter.dtype)
+        apart = self._reduce is not None or parameter in self._hooked
+        self.received[parameter] = None
         # A parameter whose gradient dtype is open takes the sums as they are.
-        if parameter.grad_dtype in (None, wide) and self._reduce is None:
+        if parameter.grad_dtype in (None, wide) and not apart:
             found = parameter.grad
             if found is None:
                 parameter.grad = torch.empty_like(parameter, dtype=wide)
@@ -118,12 +156,19 @@ class GradientAccumulator:
     def close(self, parameters: Iterable[nn.Parameter]) -> None:
         """Round the accumulators of these parameters into `.grad`, once."""
         for parameter in parameters:
-            total = self._open.pop(parameter, None)
+            total = None if parameter in self._hooked else self._open.pop(parameter, None)
             if total is None:
                 continue
             if parameter.grad is not None:
                 total.add_(parameter.grad)
             parameter.grad = total.to(parameter.grad_dtype or total.dtype)
+
+    def finish(self) -> None:
+        """Accumulate the gradients of hooked parameters: the call is over."""
+        for parameter in self._hooked:
+            total = self._open.pop(parameter, None)
+            if total is not None:
+                accumulate(parameter, total.to(parameter.grad_dtype or total.dtype))
 
     def reduce(self, unit: int) -> None:
         """The same with the accumulators of all ranks."""

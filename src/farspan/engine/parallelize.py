@@ -2,9 +2,12 @@
 are summed; and what an optimizer updates of it.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+import hashlib
+import re
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from types import FunctionType, MethodType
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +15,17 @@ from torch.distributed.tensor import DTensor
 
 from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.context import (
+    EVERYWHERE,
+    OF_STAGE,
+    OF_WEIGHTS,
+    Agreement,
+    Described,
+    Fact,
     ParallelContext,
     Rank0Weights,
     is_on_rank0_only,
-    refuse_unlike_models,
     run_on_rank0,
+    weight_facts,
 )
 from farspan.distributed.fsdp import (
     ShardedParameters,
@@ -31,12 +40,13 @@ from farspan.distributed.tensor import TensorParallel, check_layers
 from farspan.distributed.tensor_plan import ParameterCut, plan_tensor
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.describe import describe
+from farspan.hf.edits import Look, look
 from farspan.hf.fused_layers import fuse
 from farspan.hf.probe import TOKENS as PROBED
 from farspan.hf.probe import cast_call
 from farspan.hf.stages import CausalLMStages, LayerCall, run_layer
 from farspan.hf.tiled_mlp import Tokenwise, answer_densely, tokenwise
-from farspan.hf.unsupported import refuse_dropout
+from farspan.hf.unsupported import chooses_by_length, refuse_dropout
 from farspan.program.layout import (
     AXES,
     Layout,
@@ -50,8 +60,6 @@ from farspan.program.layout import (
 from farspan.program.program import Program
 from farspan.spec import Kernels, ModelSpec, Schedule, Tier, UnsupportedError
 
-WHOLE = ("ulysses", "shards", "ring", "data")  # ranks with the same weights but for fsdp
-
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
@@ -63,11 +71,12 @@ class ShardedModel:
     sharded: ShardedParameters
     tensor: TensorParallel | None
     tiles: tuple[tuple[Tokenwise, ...], ...]  # of each layer, where the schedule has tiles
+    look: Look  # at the model, since when only its mode may change
 
     @property
     def rank(self) -> Rank:
         """Whose programs this rank runs: of whole weights, those of a layout without fsdp."""
-        layout = _layout_of(self.ranks, self.sharded.stage)
+        layout = _layout_of(self.ranks.layout, self.sharded.stage)
         return Rank(layout, self.ranks.rank.number)
 
     def refuse_elsewhere(self, schedule: Schedule) -> None:
@@ -79,6 +88,24 @@ class ShardedModel:
                 f"weights: the model was sharded with them on the {place}, not on the "
                 f"{schedule.weights}; call parallelize with this schedule"
             )
+
+    def compare(self, same: Agreement, stages: CausalLMStages, *, weights: bool) -> None:
+        """Have ranks compare the numbers in buffers, and in `weights` if each holds them whole."""
+        left = _BY_LENGTH if chooses_by_length(stages.model.config) else ()
+        buffers = stages.model.named_buffers()
+        numbers: dict[str, Tensor] = {n: x for n, x in buffers if not n.endswith(left)}
+        if weights and self.sharded.stage is Stage.ZERO_0:
+            numbers |= self.sharded.parameters()
+        inside = {id(buffer) for buffer in stages.layers.buffers()}
+        scopes: dict[tuple[str, ...], dict[str, Tensor]] = {}
+        for name, tensor in numbers.items():
+            is_cut = self.tensor is not None and self.tensor.is_cut(name)
+            # Of weights outside the layers each stage reads its own.
+            apart = isinstance(tensor, nn.Parameter) or id(tensor) in inside
+            scope = OF_WEIGHTS if is_cut else OF_STAGE if apart else EVERYWHERE
+            scopes.setdefault(scope, {})[name] = tensor
+        for scope, tensors in scopes.items():
+            same.add({"numbers": tensors}, scope)
 
     def gather(self, program: Program, group: int, *, outer: bool) -> None:
         for unit in self._units(program, group, outer):
@@ -117,6 +144,72 @@ class ShardedModel:
             tensor.peers.sum(totals[p])
 
 
+# Attributes of rotary embeddings that follow from the longest call so far, by the ends of their
+# names, where a family's frequencies depend on it.
+_BY_LENGTH = "inv_freq", "max_seq_len_cached", "attention_scaling"
+
+
+def described(now: Look, stages: CausalLMStages | None = None) -> Described:
+    """Put a model in words for ranks to compare: modules, attributes, hooks, configurations."""
+    left = _BY_LENGTH if stages is not None and chooses_by_length(stages.model.config) else ()
+
+    def words() -> dict[str, str]:
+        return {
+            f"{path or 'model'}.{name.strip('_')}": _text_of(value)
+            for path, state in now.states
+            for name, value in sorted(state.items())
+            if not name.endswith((*left, *_OF_LOADING))
+        }
+
+    return Described(hashlib.blake2b(repr(words()).encode(), digest_size=8).digest(), words)
+
+
+# Attributes that differ between ranks which have loaded the same model.
+_OF_LOADING = "hf_device_map", "is_hf_initialized"
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+|, index=\d+")  # also of devices
+
+
+def _text_of(value: object) -> str:
+    """An attribute of a look in words, without addresses."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
+        value = value[1]  # of a look, which keeps the type of a number
+    return _ADDRESS.sub("", repr(value))
+
+
+def facts_of(
+    name: str, value: object, model: nn.Module | None = None, depth: int = 4
+) -> dict[str, Fact]:
+    """Put a function and what it holds in facts, by names that begin with `name`; but for weights
+    that are those of `model`."""
+    if isinstance(value, Tensor):
+        return {name: {name: value}}
+    if isinstance(value, nn.Module):
+        known = {id(p) for p in (() if model is None else model.parameters())}
+        own = (*value.named_parameters(), *value.named_buffers())
+        numbers = {f"{name}.{path}": x for path, x in own if id(x) not in known}
+        return {name: described(look(value)), f"numbers of {name}": numbers}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {name: repr(value)}
+    held: dict[str, object] = {}
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        held = dict(zip(value.__code__.co_freevars, cells, strict=True))
+        held |= {f"default {i}": x for i, x in enumerate(value.__defaults__ or ())}
+    elif isinstance(value, MethodType):
+        held = {"self": value.__self__, "function": value.__func__}
+    elif isinstance(value, partial):
+        held = {"function": value.func, **value.keywords}
+        held |= {str(i): x for i, x in enumerate(value.args)}
+    elif isinstance(value, list | tuple):
+        held = {str(i): x for i, x in enumerate(value)}
+    elif is_dataclass(value):
+        held = {f.name: getattr(value, f.name) for f in fields(value)}
+    found: dict[str, Fact] = {name: getattr(value, "__qualname__", type(value).__qualname__)}
+    for key, x in held.items() if depth else ():
+        found |= facts_of(f"{name}.{key}", x, model, depth - 1)
+    return found
+
+
 def parallelize(
     model: nn.Module,
     schedule: Schedule,
@@ -143,50 +236,55 @@ def parallelize(
     Raises UnsupportedError if the model or its weights differ between ranks, or cannot be sharded
     exactly.
     """
-    boundary = CausalLMStages(model)
-    refuse_dropout(boundary.model, is_cut=ranks.layout.tensor > 1)
-    if stage is None:
-        several = ranks.layout.devices() > 1  # programs of one rank gather nothing
-        stage = Stage.ZERO_3 if ranks.layout.fsdp and several else Stage.ZERO_0
-    refuse_schedule(schedule, ranks, stage)
+    several = ranks.layout.devices() > 1  # programs of one rank gather nothing
+    with ranks.agreement("parallelize") as same:
+        boundary = CausalLMStages(model)
+        refuse_dropout(boundary.model, is_cut=ranks.layout.tensor > 1)
+        if stage is None:
+            stage = Stage.ZERO_3 if ranks.layout.fsdp and several else Stage.ZERO_0
+        same.add({"stage": stage, "offload": str(offload), "keep": str(keep)})
+        same.add({"kernels": repr(kernels)})
+        refuse_schedule(same, schedule, ranks.layout, stage)
     on_rank0, on_host = is_on_rank0_only(ranks, boundary.model), schedule.weights is Tier.HOST
-    if not on_rank0:
-        refuse_unlike_models(ranks, boundary.model)
     device = ranks.device if on_rank0 or on_host else boundary.device
     inspect = partial(_inspect, boundary, schedule, ranks.layout, device, kernels or Kernels())
-    inspected = run_on_rank0(inspect) if on_rank0 else inspect()
-    layers, tensor = list(boundary.layers), None
-    if ranks.layout.tensor > 1:
-        plan = plan_tensor(boundary.model, boundary.layers, ranks.layout.tensor)
-        tensor = TensorParallel(plan, ranks.among("tensor"))
+    inspected = run_on_rank0(inspect) if on_rank0 else _inspected(ranks, boundary, inspect)
     weights = Rank0Weights.of(ranks, boundary.model) if on_rank0 else None
-    if tensor is not None:
-        tensor.cut_layers(boundary.layers)
-    here = range(len(layers)) if keep else _drop_other_stages(boundary, schedule, ranks)
-    sharded = ShardedParameters(
-        boundary.model,
-        layers,
-        ranks.among(*WHOLE, alone=False),
-        device,
-        stage=stage,
-        offload=offload or on_host,
-        outer=ranks.among(*WHOLE, "pipeline", alone=False),
-        here=here,
-    )
+    peers = ranks.among(*OF_WEIGHTS, alone=False)
+    outer = ranks.among(*OF_WEIGHTS, "pipeline", alone=False)
+    with ranks.agreement("parallelize: cutting the model"):
+        layers, tensor = list(boundary.layers), _cut_layers(boundary, ranks)
+        here = range(len(layers)) if keep else _drop_other_stages(boundary, schedule, ranks)
+        sharded = ShardedParameters(
+            boundary.model,
+            layers,
+            peers,
+            device,
+            stage=stage,
+            offload=offload or on_host,
+            outer=outer,
+            here=here,
+        )
     if weights is not None:
         weights.give(partial(_fill, sharded, tensor))
-    return ShardedModel(ranks, inspected.spec, boundary.dtype, sharded, tensor, inspected.tiles)
+    spec, tiles, now = inspected.spec, inspected.tiles, look(boundary.model)
+    return ShardedModel(ranks, spec, boundary.dtype, sharded, tensor, tiles, now)
 
 
-def refuse_schedule(schedule: Schedule, ranks: ParallelContext, stage: Stage) -> None:
-    """Raises UnsupportedError for a schedule that the layout cannot run, or that differs between
-    ranks."""
-    ranks.refuse_unlike("schedule", repr(schedule), *AXES)
-    refuse_together(schedule, _layout_of(ranks, stage))
+def refuse_schedule(same: Agreement, schedule: Schedule, layout: Layout, stage: Stage) -> None:
+    """Raise UnsupportedError for a schedule that the layout cannot run, or a stage that contradicts
+    it; ranks agree on the schedule."""
+    same.add({"schedule": repr(schedule)})
+    if not layout.fsdp and stage is not Stage.ZERO_0:
+        raise UnsupportedError(
+            f"stage: {stage} shards the weights, and the layout says fsdp=False; leave fsdp out of "
+            "the layout, or leave stage out"
+        )
+    refuse_together(schedule, _layout_of(layout, stage))
 
 
-def _layout_of(ranks: ParallelContext, stage: Stage) -> Layout:
-    return replace(ranks.layout, fsdp=ranks.layout.fsdp and stage is not Stage.ZERO_0)
+def _layout_of(layout: Layout, stage: Stage) -> Layout:
+    return replace(layout, fsdp=layout.fsdp and stage is not Stage.ZERO_0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +313,28 @@ def _inspect(
         plan = plan_tensor(boundary.model, boundary.layers, layout.tensor)
         check_layers(plan, boundary.layers, partial(_run, boundary))
     return _Inspected(spec, tiles)
+
+
+def _inspected(
+    ranks: ParallelContext, boundary: CausalLMStages, inspect: Callable[[], _Inspected]
+) -> _Inspected:
+    """What every rank sees of the whole model. Raises UnsupportedError if their models differ."""
+    with ranks.agreement("parallelize: comparing the models") as same:
+        same.add({"model": described(look(boundary.model), boundary)})
+        same.add(weight_facts(boundary.model))
+        same.add({"numbers": dict(boundary.model.named_buffers())})
+    with ranks.agreement("parallelize: running the layers"):
+        return inspect()
+
+
+def _cut_layers(boundary: CausalLMStages, ranks: ParallelContext) -> TensorParallel | None:
+    """Have layers hold this rank's slices of their weights, with tensor parallelism."""
+    if ranks.layout.tensor == 1:
+        return None
+    plan = plan_tensor(boundary.model, boundary.layers, ranks.layout.tensor)
+    tensor = TensorParallel(plan, ranks.among("tensor"))
+    tensor.cut_layers(boundary.layers)
+    return tensor
 
 
 def _run(boundary: CausalLMStages, index: int, layer: nn.Module) -> Tensor:
@@ -324,7 +444,7 @@ def _counts(sharded_model: ShardedModel, name: str, *, outer: bool) -> bool:
     tensor = sharded_model.tensor
     if tensor is not None and not tensor.is_cut(name) and tensor.peers.index > 0:
         return False
-    holders = sharded_model.ranks.among(*WHOLE, *("pipeline",) * outer)
+    holders = sharded_model.ranks.among(*OF_WEIGHTS, *("pipeline",) * outer)
     return sharded_model.sharded.stage is not Stage.ZERO_0 or holders.index == 0
 
 

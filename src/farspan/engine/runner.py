@@ -14,8 +14,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from farspan.attention.backends import BlockKernel, accumulate_dtype
+from farspan.distributed.context import agreement
 from farspan.engine.buffers import ProgramBuffers
-from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator, uncast
+from farspan.engine.gradients import (
+    AccumulatingLinears,
+    GradientAccumulator,
+    call_accumulated,
+    is_hooked,
+    uncast,
+)
 from farspan.engine.interpreter import (
     CutLayers,
     Interpreter,
@@ -203,16 +210,13 @@ class ProgramRunner:
 
     def _drawing(self, inputs: StepInputs) -> StepInputs:
         """The inputs of a call that drops, and what: the same on all ranks of a sequence."""
-        (batch, tokens), row, ranks = inputs.input_ids.shape, 0, None
+        (batch, tokens), row = inputs.input_ids.shape, 0
         if self.sharded_model is not None:
-            ranks = self.sharded_model.ranks
-            row = batch * ranks.rank.along["data"]
+            row = batch * self.sharded_model.ranks.rank.along["data"]
         number, self.drawn = self.drawn, self.drawn + 1
         alpha = self.neftune_alpha
         if not (alpha or self._drops):
             return inputs
-        if ranks is not None:
-            ranks.refuse_unlike("seed", f"{self.seed} {number} {alpha}", *AXES)
         return replace(
             inputs, draws=Draws(self.seed, number, row, tokens, self._fused, alpha or None)
         )
@@ -220,7 +224,8 @@ class ProgramRunner:
     def _accumulator(self) -> GradientAccumulator:
         """What the gradients of one backward are added up in."""
         sharded = self.sharded_model
-        return GradientAccumulator(None if sharded is None else sharded.reduce)
+        hooked = () if sharded else (p for p in self.boundary.model.parameters() if is_hooked(p))
+        return GradientAccumulator(None if sharded is None else sharded.reduce, hooked)
 
     @contextmanager
     def _issuing(
@@ -262,9 +267,19 @@ class ProgramRunner:
                 self.copies.end()
             if self.weights is not None:
                 self.weights.end(self.copies)
+            gradients.finish()
         finally:
             self._adding.gradients = None
             self._running = False
+        call_accumulated(self._received(gradients))
+
+    def _received(self, gradients: GradientAccumulator) -> list[nn.Parameter]:
+        """The user's parameters to which a call has added a gradient."""
+        if self.weights is not None:
+            return self.weights.received()
+        if self.sharded_model is None:
+            return list(gradients.received)
+        return [p for p in self.sharded_model.sharded.parameters().values() if p.grad is not None]
 
     def _interpreter(
         self,
@@ -402,16 +417,19 @@ class OpenForward:
 
     def backward(self, given: Tensor) -> None:
         """Adds to `.grad` the gradient of what has this gradient of the values."""
-        if self.marks() != self.was:
-            raise RuntimeError(
-                "step: the model has changed since the forward of these values (its weights, "
-                "modules, what is trained, or train and eval mode); call backward before that, "
-                "or ask for the values again"
-            )
-        stands = self.runner.memory.open_forward is self
-        if not stands:
-            LOG.info("step: another call came before this backward, so the forward runs again")
-            self.prepared = self.again()
+        sharded = self.runner.sharded_model
+        with agreement(None if sharded is None else sharded.ranks, "backward of values") as same:
+            if self.marks() != self.was:
+                raise RuntimeError(
+                    "step: the model has changed since the forward of these values (its weights, "
+                    "modules, what is trained, or train and eval mode); call backward before "
+                    "that, or ask for the values again"
+                )
+            stands = self.runner.memory.open_forward is self
+            same.add({"calls since the forward": "none" if stands else "some"})
+            if not stands:
+                LOG.info("step: another call came before this backward, so the forward runs again")
+                self.prepared = self.again()
         with self._resumed() if stands else self._begun():
             head = self.interpreter.head
             assert isinstance(head, ValueHead)
@@ -463,6 +481,7 @@ class OpenForward:
             if total is not None:
                 sums.place(parameter, total, fresh=False)
         sums.close(head.own)
+        call_accumulated(p for p in head.own if p in sums.received)
 
 
 class _Values(torch.autograd.Function):

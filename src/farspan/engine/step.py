@@ -1,21 +1,27 @@
 """The public call: one training step on a sequence longer than memory."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from farspan.distributed.context import ParallelContext
+from farspan.distributed.context import OF_BATCH, Agreement, Described, ParallelContext, agreement
 from farspan.distributed.fsdp import Stage
 from farspan.engine.buffers import ProgramBuffers
 from farspan.engine.gradients import AccumulatingLinears, adds_products
 from farspan.engine.kernels import attention_kernels
 from farspan.engine.loss import HeadFunction, LogProbs, StepInputs, TopIds, make_inputs
-from farspan.engine.parallelize import ShardedModel, parallelize, refuse_schedule
+from farspan.engine.parallelize import (
+    ShardedModel,
+    described,
+    facts_of,
+    parallelize,
+    refuse_schedule,
+)
 from farspan.engine.runner import (
     OpenForward,
     PreparedProgram,
@@ -27,11 +33,13 @@ from farspan.engine.streamed_weights import StreamedWeights, computing_device
 from farspan.engine.tiers import CopyEngine
 from farspan.hf.describe import describe
 from farspan.hf.dropout import refuse_noise
-from farspan.hf.fused_layers import fingerprint, fuse, spared_layers
+from farspan.hf.edits import Look, first_edit, has_same_parts, look
+from farspan.hf.fused_layers import fuse, spared_layers
 from farspan.hf.stages import CausalLMStages, compile_layers
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
 from farspan.hf.unsupported import (
     context_limit,
+    refuse_backward_hooks,
     refuse_context,
     refuse_dropout,
     refuse_dropout_of_head,
@@ -43,7 +51,7 @@ from farspan.kernels.launch import fused_for
 from farspan.lazy import load
 from farspan.planner.request import Plan
 from farspan.program.builder import build_evaluation, build_program
-from farspan.program.layout import ALONE, AXES, ONLY, SEQUENCE, streams
+from farspan.program.layout import ALONE, ONLY, streams
 from farspan.program.program import Program
 from farspan.program.strategies import AUTO
 from farspan.sparse.engine import PageFunction, selector_of
@@ -58,10 +66,33 @@ from farspan.spec import (
     UnsupportedError,
 )
 
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be computed of each token."""
+
+    function: LogProbs | HeadFunction
+    inputs: StepInputs
+    own: list[nn.Parameter]  # that the function brings
+    trains: bool
+    trains_model: bool
+
+
 PROGRAMS_KEPT = 8  # of the latest shapes; one is up to 345,000 objects at 1M tokens
-# Of modules, and of a configuration: what a person may set between steps and chunks would not obey.
-_FLAGS = ("gradient_checkpointing", "is_causal", "merged_adapters")
-_ROUTER_LOSS = "output_router_logits"
+# Preparations of the latest looks of the same modules, as adapters or modes are switched in turn:
+# one takes 0.3 s for 30 layers on a CPU, and as long as a program's objects take.
+PREPARATIONS_KEPT = 4
+_FOUND = (  # by a preparation
+    *("boundary", "kernels", "model_spec", "weights", "_accepted", "_adding", "_drops", "_fused"),
+    *("_limit", "_look", "_programs", "_settings", "_spared", "_tokenwise"),
+)
+# What may change once a model is sharded, when it cannot be probed again: modes, the numbers of
+# buffers, adapters that are switched off, and fields that decide no step. Parameters are looked at
+# by who has sharded them.
+_WHILE_SHARDED = (
+    *("training", "_buffers", "_parameters", "_disable_adapters", "use_cache"),
+    *("pad_token_id", "bos_token_id", "eos_token_id"),
+)
 _VALUES = Objective(LossKind.GRPO)  # what is planned where a backward follows values of tokens
 
 
@@ -90,7 +121,7 @@ class Step(ProgramRunner):
 
     # Bytes of main memory that a step may take by its forecast; None: as many as there are.
     host_room: int | None = None
-    _shells_of: tuple[Any, ...] | None = None  # the model of which shells were made
+    _compared: tuple[Look | None, Described] | None = None  # the model as ranks compare it
 
     def __init__(
         self,
@@ -126,40 +157,118 @@ class Step(ProgramRunner):
         is this one's reference: the two take turns in it, as calls of one step do. What dropouts
         drop follows from `seed`, the call's number (`drawn`) and a token's place; the most that
         noise adds to embeddings in training is `neftune_alpha` over sqrt(tokens * hidden)."""
-        self.seed, self.neftune_alpha = seed, refuse_noise(neftune_alpha)
-        self._schedule, self._planner = _written(schedule, selector, ranks)
+        context = ranks.ranks if isinstance(ranks, ShardedModel) else ranks
+        self._wanted, self._overlap = kernels or Kernels(), overlap
+        with agreement(context, "Step") as same:
+            self.seed, self.neftune_alpha = seed, refuse_noise(neftune_alpha)
+            self._schedule, self._planner = _written(schedule, selector, ranks)
+            if isinstance(ranks, ShardedModel):
+                refuse_schedule(same, self.schedule, ranks.ranks.layout, ranks.sharded.stage)
+                ranks.refuse_elsewhere(self.schedule)
+        if isinstance(ranks, ParallelContext):
+            keep = partial(parallelize, stage=Stage.ZERO_0, keep=True, kernels=self._wanted)
+            ranks = keep(model, self.schedule, ranks)
         self._plans: list[Plan] = []  # where the planner chooses
-        kernels = kernels or Kernels()
-        if ranks is not None:
-            ranks = self._shared(model, self.schedule, ranks, kernels)
-        self.sharded_model = ranks
-        self.boundary = self._stages(model, device or getattr(weights, "device", None))
-        self.progress, self.poison, self.head = progress, poison, head
-        sparse = None if self._schedule is None else self._schedule.sparse
-        self.selector = None if sparse is None else selector_of(selector, self.schedule)
-        self.watches = sparse is not None  # what one cell a step sees is measured
-        device, self._wanted = self.boundary.device, kernels
-        if kernels.compile:
-            compile_layers(self.boundary)
-        self._adding = AccumulatingLinears()
-        on_cuda = device.type == "cuda"
-        self.copies = CopyEngine(device, overlap=on_cuda if overlap is None else overlap)
-        self.memory = StepMemory.on(device, memory)
-        self.weights = weights
+        self.sharded_model, self._model = ranks, model
+        self._device = device or getattr(weights, "device", None)  # where to compute, if given
+        self.progress, self.poison, self.head, self.weights = progress, poison, head, weights
         self._programs: dict[tuple[int | bool, ...], PreparedProgram] = {}
         self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()
-        self._described = self._state()
-        self._limit = context_limit(self.boundary.model.config)
-        self._accepted: dict[bool, tuple[object, ...]] = {}
-        self.model_spec: ModelSpec = self._describe()
+        self._preparations: list[dict[str, Any]] = []
+        with agreement(context, "Step: preparing"):
+            sparse = None if self._schedule is None else self._schedule.sparse
+            self.selector = None if sparse is None else selector_of(selector, self.schedule)
+            self.watches = sparse is not None  # what one cell a step sees is measured
+            self.boundary = self._stages()
+            self._compute_on(self.boundary.device, memory)
+            self._prepare()
 
-    def _stages(self, model: nn.Module, device: torch.device | str | None) -> CausalLMStages:
-        ranks = self.sharded_model
+    def _stages(self) -> CausalLMStages:
+        """The stages of the model as it is now."""
+        ranks, model = self.sharded_model, self._model
         found = CausalLMStages(model, None if ranks is None else ranks.sharded.device)
-        if self._on_host or device is not None:
-            here = computing_device(found.device, device, self._on_host, ranks)
-            found = CausalLMStages(model, here)
+        if self._on_host or self._device is not None:
+            self._device = computing_device(found.device, self._device, self._on_host, ranks)
+            found = CausalLMStages(model, self._device)
         return found
+
+    def _compute_on(self, device: torch.device, memory: StepMemory | None = None) -> None:
+        on_cuda = device.type == "cuda"
+        overlap = on_cuda if self._overlap is None else self._overlap
+        self.copies = CopyEngine(device, overlap=overlap)
+        self.memory = StepMemory.on(device, memory)
+
+    def _prepare(self) -> None:
+        """Find out all that a step of the stages goes by. Raises UnsupportedError."""
+        self._adding = AccumulatingLinears()
+        if self._wanted.compile:
+            compile_layers(self.boundary)
+        self._limit = context_limit(self.boundary.model.config)
+        self.model_spec: ModelSpec = self._describe()
+        self._accepted: set[bool] = set()
+        sharded = self.sharded_model
+        self._look: Look | None = self._look_now() if sharded is None else sharded.look
+        self._preparations.append({name: getattr(self, name) for name in _FOUND})
+
+    def _look_now(self) -> Look:
+        """The model as it is now; of one that is sharded, without wrappers."""
+        return look(self._model if self.sharded_model is None else self.boundary.model)
+
+    def _prepare_for(self, now: Look) -> None:
+        """Prepare for the model as it is now, as a new step would, or take up what was found out
+        of it before. Raises UnsupportedError."""
+        self._look = self.memory.open_forward = None  # until the model is known again
+        known = [one for one in self._preparations if has_same_parts(one["_look"], now)]
+        self._preparations = known[-PREPARATIONS_KEPT:]
+        for one in known:
+            weights = one["weights"]
+            if one["_look"] == now and (weights is None or weights.is_of(one["boundary"])):
+                self.__dict__.update(one)
+                return
+        self.boundary = self._stages()
+        if self.boundary.device != self.memory.device:
+            self._compute_on(self.boundary.device)
+        self._prepare()
+
+    def _accept(self, *, trains: bool) -> None:
+        """Have all that is known of the model be of the model as it is now, as in a new step.
+        Raises UnsupportedError where that would, and where the model cannot be trained, or
+        evaluated."""
+        now = self._look_now()
+        moved = self.weights is not None and not self.weights.is_of(self.boundary)
+        with torch.inference_mode(False):  # of an evaluation: cells are run with a graph
+            if self.sharded_model is not None:
+                self._accept_sharded(now)
+                self.model_spec = self._describe() if moved else self.model_spec
+            elif moved or now != self._look:
+                self._prepare_for(now)
+        if trains not in self._accepted:
+            if trains and self.sharded_model is None:  # of a rank's part, nothing may be trained
+                refuse_untrained(self.boundary.model)
+            if trains:
+                refuse_backward_hooks(
+                    self.boundary.model, over_ranks=self.sharded_model is not None
+                )
+            refuse_model(self.boundary.model)
+            self._accepted.add(trains)
+
+    def _accept_sharded(self, now: Look) -> None:
+        """The same of a model that is sharded, whose layers cannot be probed again."""
+        assert self.sharded_model is not None
+        assert self._look is not None
+        self.sharded_model.sharded.refuse_replaced(self.boundary.model)
+        if now == self._look:
+            return
+        edit = first_edit(self._look, now, _WHILE_SHARDED)
+        if edit is not None:
+            raise UnsupportedError(
+                f"model: {edit} changed after the model was sharded; change the model before "
+                "parallelize, or load and shard it again"
+            )
+        refuse_dropout(self.boundary.model, is_cut=self.sharded_model.tensor is not None)
+        self._fuse()
+        self._drops = _drops(self.boundary.model)
+        self._look, self._accepted = now, set()
 
     @property
     def plan(self) -> Plan | None:
@@ -188,6 +297,7 @@ class Step(ProgramRunner):
             self._plans.append(found)
         if found.schedule is not self._schedule:
             self._programs.clear()
+            self._preparations.clear()
             self._schedule = found.schedule
             if self._on_host != (self.weights is not None):
                 self.model_spec = self._describe()
@@ -197,22 +307,6 @@ class Step(ProgramRunner):
         """Do whole weights come from main memory?"""
         layout = ALONE if self.sharded_model is None else self.sharded_model.rank.layout
         return self._schedule is not None and streams(self._schedule, layout)
-
-    @staticmethod
-    def _shared(
-        model: nn.Module,
-        schedule: Schedule,
-        ranks: ParallelContext | ShardedModel,
-        kernels: Kernels,
-    ) -> ShardedModel:
-        """The model among ranks."""
-        if isinstance(ranks, ParallelContext):
-            return parallelize(
-                model, schedule, ranks, stage=Stage.ZERO_0, keep=True, kernels=kernels
-            )
-        refuse_schedule(schedule, ranks.ranks, ranks.sharded.stage)
-        ranks.refuse_elsewhere(schedule)
-        return ranks
 
     def _fuse(self) -> None:
         """Have modules run on the device's own kernels, and products add to sums, if that is
@@ -225,9 +319,9 @@ class Step(ProgramRunner):
         adding.adds = self._wanted.accumulate and adds_products(device, dtype)
         first = (adding.forward_of,) * adding.adds
         fuse(self.boundary, self._wanted, device, *first, linears=adding)
+        self._spared = frozenset()
         if self._fused and self.sharded_model is None:
             self._spared = spared_layers(self.boundary)
-        self._shells_of = fingerprint(self.boundary) if self._fused or adding.adds else None
 
     def __call__(
         self,
@@ -248,14 +342,20 @@ class Step(ProgramRunner):
         [batch, tokens] the loss is a weighted sum, -(weights * logprobs).sum() of `logprobs`
         below, divided by `trained_tokens` if those are given.
         """
-        if torch.is_inference_mode_enabled():
-            raise UnsupportedError(
-                "inference_mode: a step computes gradients; inside it call evaluate"
-            )
-        self._refuse_changed(trains=True)
-        inputs = self._drawing(self._inputs(input_ids, labels, document_ids, weights))
-        count = self._count(inputs, trained_tokens)
-        return self._run(self.prepared(*input_ids.shape), inputs, count)
+        with self._agreement("step") as same:
+            if not torch.is_grad_enabled():
+                inside = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+                raise UnsupportedError(
+                    f"{inside}: gradients are off, and a step adds gradients to .grad; call "
+                    "step.evaluate for the loss alone, or call the step outside of "
+                    f"torch.{inside}()"
+                )
+            self._accept(trains=True)
+            self._compare(same, trained_tokens=trained_tokens, draws=True)
+            inputs = self._inputs(same, input_ids, labels, document_ids, weights)
+        self._settle(same)
+        count = self._count(same, inputs, trained_tokens)
+        return self._run(self.prepared(*input_ids.shape), self._drawing(inputs), count)
 
     def evaluate(
         self,
@@ -267,9 +367,12 @@ class Step(ProgramRunner):
         weights: Tensor | None = None,
     ) -> Tensor:
         """The same loss without gradients."""
-        self._refuse_changed(trains=False)
-        inputs = self._inputs(input_ids, labels, document_ids, weights)
-        count = self._count(inputs, trained_tokens)
+        with self._agreement("evaluate") as same:
+            self._accept(trains=False)
+            self._compare(same, trained_tokens=trained_tokens)
+            inputs = self._inputs(same, input_ids, labels, document_ids, weights)
+        self._settle(same)
+        count = self._count(same, inputs, trained_tokens)
         return self._run(self.prepared(*input_ids.shape, evaluation=True), inputs, count)
 
     @overload
@@ -316,11 +419,15 @@ class Step(ProgramRunner):
         result, and gradients are summed over replicas along `data`. Raises RuntimeError in a
         backward after the weights have changed, and UnsupportedError as a step does.
         """
-        if not isinstance(temperature, int | float) or not temperature > 0:
-            raise UnsupportedError(f"temperature: expected a number above 0, got {temperature!r}")
-        labels = input_ids.long() if labels is None else labels
-        function = LogProbs(temperature, ("entropy",) * entropy)
-        found = self._values(function, input_ids, labels, document_ids)
+        with self._agreement("logprobs") as same:
+            if not isinstance(temperature, int | float) or not temperature > 0:
+                raise UnsupportedError(
+                    f"temperature: expected a number above 0, got {temperature!r}"
+                )
+            labels = input_ids.long() if labels is None else labels
+            function = LogProbs(temperature, ("entropy",) * entropy)
+            asked_for = self._asked(same, function, input_ids, labels, document_ids)
+        found = self._values(same, asked_for)
         asked = found[..., : found.shape[2] - entropy]
         logprobs = asked if labels.ndim == 3 else asked[..., 0]
         return (logprobs, found[..., -1]) if entropy else logprobs
@@ -337,8 +444,10 @@ class Step(ProgramRunner):
         """The k likeliest ids behind each token, [batch, tokens, k] int64, and their
         log-probabilities, without gradients: what a student is distilled from. Of the first `vocab`
         ids alone, where given."""
-        labels = input_ids.long()
-        found = self._values(TopIds(k=k, vocab=vocab), input_ids, labels, document_ids)
+        with self._agreement("top_logprobs") as same:
+            function = TopIds(k=k, vocab=vocab)
+            asked_for = self._asked(same, function, input_ids, input_ids.long(), document_ids)
+        found = self._values(same, asked_for)
         return found[..., :k].long(), found[..., k:]
 
     def values(
@@ -352,15 +461,18 @@ class Step(ProgramRunner):
         and their `targets` [n, ...] (of [batch, tokens, ...], not shifted; the tokens if None), it
         returns [n, k]. Its parameters, those of an `nn.Module`, are trained too. Raises
         UnsupportedError without a head."""
-        if self.head is None:
-            raise UnsupportedError("head: this Step has none; give Step(..., head=function)")
-        targets = input_ids if targets is None else targets
-        if not isinstance(targets, Tensor) or targets.shape[:2] != input_ids.shape:
-            raise UnsupportedError(
-                f"targets: expected a tensor [batch, tokens, ...] as long as input_ids "
-                f"{tuple(input_ids.shape)}, got {tuple(getattr(targets, 'shape', ()))}"
-            )
-        return self._values(self.head, input_ids, input_ids.long(), document_ids, targets=targets)
+        with self._agreement("values") as same:
+            if self.head is None:
+                raise UnsupportedError("head: this Step has none; give Step(..., head=function)")
+            targets = input_ids if targets is None else targets
+            if not isinstance(targets, Tensor) or targets.shape[:2] != input_ids.shape:
+                raise UnsupportedError(
+                    f"targets: expected a tensor [batch, tokens, ...] as long as input_ids "
+                    f"{tuple(input_ids.shape)}, got {tuple(getattr(targets, 'shape', ()))}"
+                )
+            labels = input_ids.long()
+            asked_for = self._asked(same, self.head, input_ids, labels, document_ids, targets)
+        return self._values(same, asked_for)
 
     def program(self, batch: int, tokens: int, *, evaluation: bool = False) -> Program:
         """The program that a step of this shape runs."""
@@ -386,37 +498,9 @@ class Step(ProgramRunner):
             self._programs[key] = PreparedProgram(program, storage)
         return self._programs[key]
 
-    def _state(self) -> tuple[Any, ...]:
-        """What may change between steps and decides what a cell saves and draws."""
-        model = self.boundary.model
-        dropouts = [m for m in model.modules() if isinstance(m, nn.Dropout)]
-        self._drops = any(m.p > 0 for m in dropouts if m.training)
-        # A sharded model was described before it was, in a mode that it may leave.
-        mode = model.training if self.sharded_model is None else None
-        drops = tuple(m.p > 0 for m in dropouts if m.training or mode is None)
-        trained = tuple(p.requires_grad for p in model.parameters())
-        return model.dtype, mode, drops, trained
-
-    def _refuse_changed(self, *, trains: bool) -> None:
-        """Raises UnsupportedError where the model as it is now cannot be trained, or evaluated. One
-        that has not changed since it was accepted is not looked at again."""
-        model = self.boundary.model
-        flags = (tuple(getattr(module, f, None) for f in _FLAGS) for module in model.modules())
-        now = (
-            *(self._state(), model.training, repr(tuple(flags))),
-            getattr(model.config, _ROUTER_LOSS, None),
-        )
-        if self._accepted.get(trains) == now:
-            return
-        if trains and self.sharded_model is None:  # of a rank's part, nothing may be trained
-            refuse_untrained(model)
-        if self.sharded_model is not None:
-            refuse_dropout(model, is_cut=self.sharded_model.tensor is not None)
-        refuse_model(model)
-        self._accepted[trains] = now
-
     def _describe(self) -> ModelSpec:
         model = self.boundary.model
+        self._drops = _drops(model)
         if self.boundary.dtype is torch.float16:
             raise UnsupportedError(
                 "model: float16 gradients of a long sequence's mean loss vanish without loss "
@@ -444,7 +528,7 @@ class Step(ProgramRunner):
         if self._schedule is not None:
             self._schedule.group_sizes(len(spec.layers))
             self._tokenwise = () if self._schedule.mlp_chunk_size is None else self._tiles()
-        self._programs.clear()
+        self._programs = {}
         return spec
 
     def _tiles(self) -> tuple[tuple[Tokenwise, ...], ...]:
@@ -457,8 +541,35 @@ class Step(ProgramRunner):
             )
         return self.sharded_model.tiles
 
+    def _agreement(self, call: str) -> AbstractContextManager[Agreement]:
+        """What ranks compare before a call; of one process, nothing."""
+        return agreement(None if self.sharded_model is None else self.sharded_model.ranks, call)
+
+    def _compare(
+        self, same: Agreement, *, trained_tokens: int | None = None, draws: bool = False
+    ) -> None:
+        """Have ranks compare what decides a call, but for its inputs."""
+        if trained_tokens is not None and trained_tokens < 1:
+            raise UnsupportedError(f"trained_tokens: expected at least 1, got {trained_tokens}")
+        sharded = self.sharded_model
+        if sharded is None or sharded.ranks.is_apart:
+            return
+        same.add({"trained_tokens": repr(trained_tokens), "schedule": repr(self._schedule)})
+        same.add({"kernels": repr(self._wanted), **facts_of("selector", self.selector)})
+        if draws:
+            same.add({"neftune_alpha": repr(self.neftune_alpha)})
+            if self._drops or self.neftune_alpha:
+                same.add({"seed": repr(self.seed), "drawn": repr(self.drawn)})
+        if self._compared is None or self._compared[0] is not self._look:
+            assert self._look is not None
+            self._compared = self._look, described(self._look, self.boundary)
+        same.add({"model": self._compared[1]})
+        idle = self.weights is None or not self.weights.is_updating()
+        sharded.compare(same, self.boundary, weights=idle)
+
     def _inputs(
         self,
+        same: Agreement,
         input_ids: Tensor,
         labels: Tensor,
         document_ids: Tensor | None,
@@ -466,99 +577,86 @@ class Step(ProgramRunner):
         *,
         several: bool = False,
     ) -> StepInputs:
-        if self._state() != self._described and self.sharded_model is not None:
-            raise UnsupportedError(
-                "model: dtype or requires_grad changed after sharding; set them before parallelize"
-            )
-        self._refresh()
         if torch.is_autocast_enabled(self.boundary.device.type):
             raise UnsupportedError(
                 "autocast: the program is planned for one dtype; call the step outside autocast, "
                 "and load the model in the dtype to compute in"
             )
-        if self.sharded_model is not None:  # before anything that only some ranks may refuse
-            for name, given in zip(
-                _INPUTS, (input_ids, labels, document_ids, weights), strict=True
-            ):
-                value = given if isinstance(given, Tensor) else repr(given)
-                self.sharded_model.ranks.refuse_unlike(name, value, *SEQUENCE, "pipeline")
         inputs = make_inputs(
             input_ids, labels, document_ids, self.model_spec.vocab, weights, several=several
         )
+        if self.sharded_model is not None:
+            given = zip(_INPUTS, (input_ids, labels, document_ids, weights), strict=True)
+            same.add({n: repr(x) if x is None else x for n, x in given}, OF_BATCH)
         longest = int(inputs.position_ids.max()) + 1
         if self._limit is not None and longest > self._limit:
             refuse_context(self.boundary.model.config, longest)
-        self.boundary.settle(self._longest(longest))
+        same.figures = [longest, inputs.trained]
         return inputs
 
-    def _refresh(self) -> None:
-        """Have all that is known of the model be of the model as it is now."""
-        moved = self.weights is not None and not self.weights.is_of(self.boundary)
-        if self._state() != self._described or moved:
-            with torch.inference_mode(False):  # of an evaluation: cells are run with a graph
-                self.model_spec = self._describe()
-            self._described = self._state()
-        elif self._shells_of is not None and self._shells_of != fingerprint(self.boundary):
-            self._fuse()
+    def _settle(self, same: Agreement) -> None:
+        """Have RoPE go by the longest sequence of all replicas, which are one batch."""
+        self.boundary.settle(max(longest for longest, _ in same.table))
 
-    def _longest(self, mine: int) -> int:
-        """Of all replicas, whose sequences are one batch to the model."""
-        if self.sharded_model is None or self.sharded_model.ranks.layout.data == 1:
-            return mine
-        return max(number for (number,) in self.sharded_model.ranks.figures([mine]))
-
-    def _count(self, inputs: StepInputs, given: int | None) -> int:
+    def _count(self, same: Agreement, inputs: StepInputs, given: int | None) -> int:
         """What the sum of losses is divided by. Without a trained token the loss is 0."""
-        if self.sharded_model is not None:
-            self.sharded_model.ranks.refuse_unlike("trained_tokens", repr(given), *AXES)
         if given is not None:
-            if given < 1:
-                raise UnsupportedError(f"trained_tokens: expected at least 1, got {given}")
             return given
         if inputs.weights is not None:
             return 1
-        trained = inputs.trained
-        if self.sharded_model is not None:
-            trained = int(
-                self.sharded_model.ranks.among("data").sum(
-                    torch.tensor([trained], device=self.boundary.device)
-                )
-            )
-        return max(1, trained)
+        replicas = [0]
+        if self.sharded_model is not None and not self.sharded_model.ranks.is_apart:
+            replicas = list(self.sharded_model.ranks.rank.peers("data"))
+        return max(1, sum(same.table[number][1] for number in replicas))
 
-    def _values(
+    def _asked(
         self,
+        same: Agreement,
         function: LogProbs | HeadFunction,
         input_ids: Tensor,
         labels: Tensor,
         document_ids: Tensor | None,
         targets: Tensor | None = None,
-    ) -> Tensor:
+    ) -> _Asked:
         own: list[nn.Parameter] = []
         if isinstance(function, nn.Module):
             refuse_dropout_of_head(function)
+            refuse_backward_hooks(function, over_ranks=True)
             own = list(function.parameters())
         trained = any(p.requires_grad for p in self.boundary.model.parameters())
         trains = torch.is_grad_enabled() and (trained or any(p.requires_grad for p in own))
-        self._refuse_changed(trains=trains and trained)
+        self._accept(trains=trains and trained)
+        self._compare(same, draws=trains)
+        if self.sharded_model is not None:
+            same.add({"gradients": "wanted" if trains else "not wanted"})
+            name = "head" if targets is not None else same.call
+            same.add(facts_of(name, function, self.boundary.model))
+            same.add({"targets": "None" if targets is None else targets}, OF_BATCH)
         several = targets is None
-        inputs = self._inputs(input_ids, labels, document_ids, several=several)
+        inputs = self._inputs(same, input_ids, labels, document_ids, several=several)
         # The caller may write into its own before the backward reads them.
         inputs = replace(inputs, input_ids=input_ids.clone())
-        if trains:
-            inputs = self._drawing(inputs)
         if targets is not None:
             inputs = replace(inputs, targets=targets.clone())
+        return _Asked(function, inputs, own, trains, trains and trained)
+
+    def _values(self, same: Agreement, asked: _Asked) -> Tensor:
+        inputs = self._drawing(asked.inputs) if asked.trains else asked.inputs
 
         def prepared() -> PreparedProgram:
-            self._refresh()
-            self.boundary.settle(self._longest(int(inputs.position_ids.max()) + 1))
-            return self.prepared(*input_ids.shape, evaluation=not trains, is_cut=trains)
+            shape, trains = inputs.input_ids.shape, asked.trains
+            return self.prepared(*shape, evaluation=not trains, is_cut=trains)
+
+        def again() -> PreparedProgram:
+            self._accept(trains=asked.trains_model)
+            self._settle(same)
+            return prepared()
 
         def marks() -> object:
-            return self._marks(own)
+            return self._marks(asked.own)
 
-        return OpenForward(self, prepared(), inputs, function, marks, prepared).values()
+        self._settle(same)
+        return OpenForward(self, prepared(), inputs, asked.function, marks, again).values()
 
     def _marks(self, own: list[nn.Parameter]) -> object:
         """What is another where weights, or what is trained, have changed since."""
@@ -566,10 +664,14 @@ class Step(ProgramRunner):
         parameters = (
             self.boundary.model.parameters() if sharded is None else sharded.sharded.parameters()
         )
-        found = *(parameters.values() if isinstance(parameters, dict) else parameters), *own
-        versions = [getattr(p, "_local_tensor", p)._version for p in found]
-        mode, trained = self.boundary.model.training, [p.requires_grad for p in own]
-        return self._state(), mode, fingerprint(self.boundary), versions, trained
+        found = [*(parameters.values() if isinstance(parameters, dict) else parameters), *own]
+        # A DTensor counts what is written by way of it, and its shard what is written there.
+        shards = [getattr(p, "_local_tensor", p) for p in found]
+        versions = [x._version for x in (*found, *shards)]
+        here = self.weights  # which may have moved them since, as they were
+        where = [x.data_ptr() for x in shards]
+        head = look(self.head) if isinstance(self.head, nn.Module) else None
+        return look(self._model), head, versions, where if here is None else here.has_all()
 
 
 def _written(
@@ -594,6 +696,12 @@ def _written(
                 "schedule, such as that of farspan.plan, or use `farspan train`"
             )
     return None, load("farspan.train.planning", "StepPlanner")()
+
+
+def _drops(model: nn.Module) -> bool:
+    """Whether some dropout of the model is there to drop."""
+    dropouts = (m for m in model.modules() if isinstance(m, nn.Dropout))
+    return any(m.p > 0 and m.training for m in dropouts)
 
 
 _INPUTS = ("input_ids", "labels", "document_ids", "weights")

@@ -36,7 +36,7 @@ from farspan.distributed.fsdp import (
     find_parameters,
     gradient_dtype,
 )
-from farspan.engine.gradients import GradientAccumulator
+from farspan.engine.gradients import GradientAccumulator, accumulate, is_hooked
 from farspan.engine.tiers import Arena, CopyEngine, refuse_beyond_together
 from farspan.hf.quantized import (
     BITSANDBYTES,
@@ -127,15 +127,16 @@ class StreamedWeights:
                 f"of {BITSANDBYTES}; use device"
             )
         self.device = boundary.device
-        self._model = boundary.model
+        self._model, self._layers = boundary.model, list(boundary.layers)
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []  # while a step runs, those here
         self._weights, self._sums = (Arena(Tier.HOST, boundary.device) for _ in range(2))
-        layers = list(boundary.layers)
+        layers = self._layers
         # A stage of a pipeline may have no others.
         here = [i for i, of in enumerate(layers) if not any(p.is_meta for p in of.parameters())]
         found = find_parameters(boundary.model, layers, here, "weights", "weights: device")
         self._units = [_StreamedUnit() for _ in found]
         self._left: list[_Streamed] = []  # whose gradients have left in this step
+        self._received: list[nn.Parameter] = []
         for one, parameters in zip(self._units, found, strict=True):
             for own, (name, slots) in parameters.items():
                 if not is_known(own):
@@ -196,17 +197,29 @@ class StreamedWeights:
         self._sums.release()
 
     def is_of(self, boundary: CausalLMStages) -> bool:
-        """Whether it is this model's, as it is now: modules have these parameters, of which the
-        same are trained, and they still lie here. Another step may have moved them, or somebody put
-        others in their place."""
-        known = self._model is boundary.model and self.device == boundary.device
-        return known and all(
-            module._parameters.get(name) is p.own
-            and _addresses(p.own) == p.addresses
-            and p.own.requires_grad == p.trained
-            for p in self._all()
-            for module, name in p.slots
-        )
+        """Whether it is this model's, as it is now: its modules have these parameters and no
+        others, of which the same are trained, and they still lie here. Another step may have moved
+        them, or somebody put others in their place."""
+        here = self._model is boundary.model and self.device == boundary.device
+        if not here or self._layers != list(boundary.layers):
+            return False
+        known = {(id(module), name): p for p in self._all() for module, name in p.slots}
+        for module in boundary.model.modules():
+            for name, own in module._parameters.items():
+                if own is None or own.is_meta:  # of another stage of a pipeline
+                    continue
+                p = known.pop((id(module), name), None)
+                if p is None or p.own is not own or own.requires_grad != p.trained:
+                    return False
+        return not known and self.has_all()
+
+    def has_all(self) -> bool:
+        """Whether all parameters still lie here."""
+        return all(_addresses(p.own) == p.addresses for p in self._all())
+
+    def is_updating(self) -> bool:
+        """Whether an update has begun since the last step, which may still write to weights."""
+        return any(one.updated is not None for one in self._units)
 
     def counted(self, spec: ModelSpec) -> ModelSpec:
         """The description of the model with each layer's weights and their bytes; those of layers
@@ -276,8 +289,12 @@ class StreamedWeights:
 
     def begin(self, program: Program, device: Arena) -> None:
         """Modules have the parameters that lie in the program's slots of the device's arena."""
+        self._received.clear()
         if program.trains():
             self.reserve_sums()
+        for p in self._all() if program.trains() else ():
+            if is_hooked(p.own) and p.own.grad is p.home and p.home is not None:
+                p.own.grad = p.home.clone()  # hooks see what comes apart from it
         for number in program.own_groups():
             units = [self._units[layer] for layer in range(*program.groups[number])]
             self._place(program, device, units, number % 2)
@@ -299,7 +316,6 @@ class StreamedWeights:
                 shape, dtype = tuple(p.own.shape), p.own.dtype
                 put_parts(p.used, p.parts_in(device, start))
                 p.used.grad_dtype = p.own.grad_dtype
-                p.used._backward_hooks = p.own._backward_hooks
                 p.sum = None
                 if start_of_sums is not None and p.trained:
                     place = start_of_sums + p.sum_offset
@@ -324,7 +340,7 @@ class StreamedWeights:
         alone = program.share.rank.layout.devices() == 1
         for p in self._trained(program, i.group, outer=i.outer):
             assert p.sum is not None
-            before = p.own.grad if alone and _takes_sums(p.own) else None
+            before = p.own.grad if alone and _adds_at_once(p.own) else None
             if before is not None:
                 copies.fetch(p.sum, before)
             sums.place(p.used, p.sum, fresh=before is None)
@@ -367,6 +383,11 @@ class StreamedWeights:
         copies.synchronize()
         for p in self._left:
             assert p.home is not None
+            self._received.append(p.own)
+            if is_hooked(p.own):
+                p.norm = None
+                accumulate(p.own, p.home.to(p.own.grad_dtype or p.home.dtype))
+                continue
             if _takes_sums(p.own):
                 p.own.grad = p.home
                 continue
@@ -374,6 +395,10 @@ class StreamedWeights:
                 p.home.add_(p.own.grad)
             p.own.grad = p.home.to(p.own.grad_dtype or p.home.dtype)
         self._left.clear()
+
+    def received(self) -> list[nn.Parameter]:
+        """The user's parameters to which the latest step has added a gradient."""
+        return self._received
 
     def abandon(self) -> None:
         """A step was not finished."""
@@ -446,6 +471,11 @@ _LOAD = 16  # bytes, the widest that a kernel loads at once
 def _divides(size: int) -> int:
     """Smaller for what a larger power of two divides, up to 4 KiB."""
     return -(size & -size & 4095 or 4096)
+
+
+def _adds_at_once(parameter: nn.Parameter) -> bool:
+    """Whether a step's sums begin with what `.grad` holds."""
+    return _takes_sums(parameter) and not is_hooked(parameter)
 
 
 def _takes_sums(parameter: nn.Parameter) -> bool:

@@ -337,25 +337,3 @@ def spared_layers(stages: CausalLMStages) -> frozenset[int]:
 def _spares(layer: nn.Module, children: tuple[Tokenwise, ...]) -> bool:
     gates = [name for name, module in layer.named_modules() if gate_forward(module) is not None]
     return len(gates) == 1 and any(c.name == gates[0] and not c.needed for c in children)
-
-
-PLAIN_VALUES = (bool, int, float, str, type(None))
-
-
-def fingerprint(stages: CausalLMStages) -> tuple[Any, ...]:
-    """What shells have copied of a model, its modules and their plain attributes, and the hooks of
-    these, by which `spared_layers` goes. Parameters and buffers are shared. Shells are made anew
-    where it has changed."""
-    return tuple(_print_of(module) for module in stages.model.modules())
-
-
-def _print_of(module: nn.Module) -> tuple[Any, ...]:
-    plain = [(name, value) for name, value in module.__dict__.items() if _is_plain(value)]
-    hooks = (*module._forward_pre_hooks, *module._forward_hooks)
-    return id(module), id(module.__dict__.get("forward")), hooks, repr(plain)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(isinstance(x, PLAIN_VALUES) for x in value)
-    return isinstance(value, PLAIN_VALUES)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from transformers import PretrainedConfig, PreTrainedModel
 
 from farspan.spec import UnsupportedError
@@ -176,6 +177,25 @@ def refuse_untrained(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"model: the adapters of {name} are merged into its weights and would get no "
                 "gradients; call unmerge_adapter()"
+            )
+
+
+def refuse_backward_hooks(model: nn.Module, *, over_ranks: bool) -> None:
+    """Raises UnsupportedError for hooks that would be given the gradients of one chunk where they
+    expect a sequence's. `over_ranks`: those of parameters would, too."""
+    everywhere = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
+    for name, module in model.named_modules():
+        if everywhere or module._backward_hooks or module._backward_pre_hooks:
+            raise UnsupportedError(
+                f"model: a backward hook on {name or type(module).__name__} would be called with "
+                "gradients of one chunk, again for each; remove it, or use "
+                "register_post_accumulate_grad_hook on parameters, which is called once"
+            )
+    for name, parameter in model.named_parameters() if over_ranks else ():
+        if parameter.requires_grad and parameter._backward_hooks:
+            raise UnsupportedError(
+                f"model: a hook on the gradient of {name} (register_hook) would be given a part of "
+                "it; use register_post_accumulate_grad_hook, which is called with the whole"
             )
 
 
