@@ -70,7 +70,14 @@ def find_parameters(
     """The parameters of each unit, with their first names and everywhere they are; none of layers
     that are not `here`. Raises UnsupportedError, beginning with `field`, for what cannot be moved
     unit by unit: a parameter that several layers have, or two that have memory in common."""
-    unit_of = {id(m): index for index, layer in enumerate(layers) for m in layer.modules()}
+    unit_of: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        for module in layer.modules():
+            if unit_of.setdefault(id(module), index) != index:
+                raise UnsupportedError(
+                    f"{field}: layers {unit_of[id(module)]} and {index} share a "
+                    f"{type(module).__name__}; set {otherwise}"
+                )
     units: list[UnitParameters] = [{} for _ in range(len(layers) + 1)]
     seen: dict[nn.Parameter, int] = {}
     for path, module in model.named_modules():
