@@ -102,8 +102,8 @@ class Step(ProgramRunner):
     Behaves like `loss.backward()`: gradients are added to `.grad` of every trainable parameter, in
     its `grad_dtype` where one is set, so any optimizer and any training loop work. The gradients
     are those of plain full-sequence autograd. The model is not changed; it may be called as ever
-    between steps. Modules run once a chunk and in some passes again, so forward hooks fire many
-    times, and hooks on gradient accumulation do not: gradients are complete when the call returns.
+    and edited between steps. Modules run once a chunk and in some passes again, so forward hooks
+    fire many times. Hooks on parameters are called once, when the call's gradients are complete.
 
     With `schedule="auto"` the planner chooses at the first call, as `strategy: auto` of a run file
     does: for the model as it is, on this machine, with the memory that is free, as `farspan
