@@ -93,7 +93,7 @@ def look(model: nn.Module) -> Look:
         A value that equals another look unless the model was edited in between. Updates of
         weights in place are no edits; of buffers they are.
     """
-    return Look(list(_Walk(model).states()))
+    return Look(list(_ModelWalk(model).states()))
 
 
 def has_same_parts(before: Look, now: Look) -> bool:
@@ -124,7 +124,7 @@ def first_edit(before: Look, now: Look, ignored: Collection[str] = ()) -> str | 
     return None
 
 
-class _Walk:
+class _ModelWalk:
     """Every object of a model once, with what its attributes are."""
 
     def __init__(self, model: nn.Module) -> None:
