@@ -9,13 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from farspan.distributed.context import ParallelContext
 from farspan.engine.loss import shift_labels
+from farspan.engine.parallelize import parallelize
 from farspan.engine.reference import reference_loss
 from farspan.engine.step import Step
 from farspan.hf.load import add_adapters
+from farspan.program.layout import Layout
 from farspan.spec import Schedule, Tier, UnsupportedError
 from tests.engine.checks import draw
 from tests.numerics import assert_exact
+from tests.ranks import run_ranks
 from tests.zoo import make_model
 
 DEVICE = Schedule(chunk=8, groups=2, activation_save_fraction=0.5)
@@ -206,3 +210,34 @@ def test_a_batch_without_a_trained_token_is_zero_and_says_so_in_docs() -> None:
     model = make_model("llama")
     nothing = torch.full_like(data.labels, -100)
     assert float(Step(model, DEVICE).evaluate(data.input_ids, nothing)) == 0
+
+
+def on_ranks(dealt: bool) -> None:
+    """An optimizer in hooks, and what is refused, on each of two ranks."""
+    ranks = ParallelContext(Layout(ulysses=2), torch.device("cpu"))
+    plain, model = make_model("llama"), make_model("llama")
+    team: Any = parallelize(model, DEVICE, ranks) if dealt else ranks
+    step = Step(model, DEVICE, ranks=team)
+    for one in (plain, model):
+        for p in one.parameters():
+            p.register_post_accumulate_grad_hook(updated)
+    for data in BATCHES:
+        plainly(plain, data)
+        step(*data)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        whole: Any = p.detach()
+        assert_exact(whole.full_tensor() if dealt else whole, q)
+    model.model.norm.weight.register_hook(lambda g: g)
+    with pytest.raises(UnsupportedError, match=r"model\.norm\.weight \(register_hook\)"):
+        Step(model, DEVICE, ranks=team)(*BATCHES[0])
+
+
+def updated(p: Any) -> None:
+    with torch.no_grad():
+        p.sub_(p.grad, alpha=0.1)
+    p.grad = None
+
+
+@pytest.mark.parametrize("dealt", [False, True])
+def test_hooks_over_ranks(dealt: bool) -> None:
+    run_ranks(2, on_ranks, dealt)

@@ -208,5 +208,4 @@ def _tensor(x: Tensor) -> Same:
     if not isinstance(x, nn.Parameter):
         version = None if x.is_inference() else x._version
         return Same(x, text, (text, x.device, version))
-    hooks = (*(x._backward_hooks or {}).items(), *(x._post_accumulate_grad_hooks or {}).items())
-    return Same(x, text, (text, x.device, hooks))
+    return Same(x, text, (text, x.device, *(x._backward_hooks or {}).items()))
