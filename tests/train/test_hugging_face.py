@@ -216,7 +216,7 @@ def test_noise_of_embeddings(make: Make) -> None:
         ({"use_liger_kernel": True}, "use_liger_kernel: .* farspan has kernels of its own"),
         (
             {"optim": "galore_adamw_layerwise", "optim_target_modules": ["mlp"]},
-            "optim: galore_adamw_layerwise updates weights within the backward",
+            "optim: galore_adamw_layerwise updates weights within the Trainer's own backward",
         ),
     ],
 )

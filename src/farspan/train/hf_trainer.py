@@ -74,7 +74,7 @@ _ARGUMENTS = {
 }
 # Others that mean the same: no GPU is as good as one, and TRL had the plain loss under two names.
 _AS_GOOD = {("n_gpu", 0), ("loss_type", "chunked_nll")}
-# Optimizers that update within the backward, by hooks that do not fire.
+# Optimizers that update within the backward of the Trainer itself.
 _IN_BACKWARD = ("lomo", "layerwise")
 # Trainers whose loss is the plain one, as long as the arguments say nothing else.
 _PLAIN = {("transformers.trainer", "Trainer"), ("trl.trainer.sft_trainer", "SFTTrainer")}
@@ -392,8 +392,8 @@ class LongContext:
         optimizer = str(getattr(self.args.optim, "value", self.args.optim))
         if any(part in optimizer for part in _IN_BACKWARD):
             raise UnsupportedError(
-                f"optim: {optimizer} updates weights within the backward, by hooks that do not "
-                "fire in a step; use one that updates after it"
+                f"optim: {optimizer} updates weights within the Trainer's own backward, which a "
+                "step of farspan replaces; use one that updates after it"
             )
         replicas = 1 if self._ranks is None else self._ranks.layout.data
         if replicas > 1 and not self.args.average_tokens_across_devices:
