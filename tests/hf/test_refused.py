@@ -217,7 +217,7 @@ class TestPositions:
             message = str(caught.value)
             assert "document of 33 tokens" in message
             assert "max_position_embeddings of 32" in message
-            assert "rope_type yarn" in message
+            assert "rope_type: yarn, factor: 1.04" in message
 
     def test_count_from_the_document_s_beginning(self) -> None:
         """A hundred tokens in documents of at most 32 are within a context of 32."""

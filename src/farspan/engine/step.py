@@ -149,7 +149,7 @@ class Step(ProgramRunner):
         self._programs: dict[tuple[int | bool, ...], PreparedProgram] = {}
         self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()
         self._described = self._state()
-        self._limit = context_limit(self.boundary.model.config)
+        self._limit = context_limit(self.boundary.model)
         self._accepted: dict[bool, tuple[object, ...]] = {}
         self.model_spec: ModelSpec = self._describe()
 
@@ -487,7 +487,7 @@ class Step(ProgramRunner):
         )
         longest = int(inputs.position_ids.max()) + 1
         if self._limit is not None and longest > self._limit:
-            refuse_context(self.boundary.model.config, longest)
+            refuse_context(self.boundary.model, longest)
         self.boundary.settle(self._longest(longest))
         return inputs
 
