@@ -38,6 +38,9 @@ DROPOUTS = (
 ATTENTION_DROPOUTS = ("attn_drop", "attention_drop")
 IN_LAYERS = re.compile(r"\.\d+\.")  # of the name of a module in one of a list of layers
 
+# Names of modules that attend to what an encoder gives.
+CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
+
 # Fields of PEFT's configurations whose adapters see more than a chunk, and what that is.
 BEYOND_CHUNKS = {
     "is_prompt_learning": "puts tokens of its own before a sequence",
@@ -58,6 +61,19 @@ def refuse_model(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"model: {name} has cross-attention; set add_cross_attention to false"
         )
+    for path, module in text_modules(model):
+        last = path.rpartition(".")[2]
+        if last in CROSS_ATTENTION:
+            raise UnsupportedError(
+                f"model: {name} is the decoder of an encoder-decoder model ({path} attends to an "
+                "encoder); expected a decoder-only causal LM"
+            )
+        if last == "indexer" and list(module.parameters()):
+            raise UnsupportedError(
+                f"model: {name} attends to the tokens that {path} chooses, and does not tell the "
+                "attention interface which; expected a model whose layers attend to all tokens or "
+                "to a window"
+            )
     # Gemma4's "vision" is of the tokens of an image alone.
     sees_later = getattr(config, "use_bidirectional_attention", None)
     if sees_later not in (None, False, "vision") or not _is_causal(model):
@@ -317,8 +333,8 @@ def refuse_context(model: PreTrainedModel | PretrainedConfig, tokens: int) -> No
     fields = stretched(config, tokens)
     raise UnsupportedError(
         f"{beyond}; set context to at most {limit}, or set model.overrides: {in_yaml(fields)}; in "
-        f"a program, load the model with that in its configuration:\n{_in_python(fields)}\n"
-        "(a change of model.config after the model was made leaves its frequencies as they were)"
+        f"a program, load the model anew: {_in_python(fields)} (to change model.config after the "
+        "model was made leaves its frequencies as they were)"
     )
 
 
@@ -367,7 +383,7 @@ def _takes_yarn(config: PretrainedConfig, kind: str) -> bool:
 
 
 def _in_python(fields: dict[str, Any]) -> str:
-    """The lines that load a model with these fields."""
+    """The statements that load a model with these fields."""
     lines = ["config = AutoConfig.from_pretrained(path)", "text = config.get_text_config()"]
     for name, value in fields.items():
         if not isinstance(value, dict):
@@ -375,7 +391,7 @@ def _in_python(fields: dict[str, Any]) -> str:
             continue
         by_kind = {f"[{kind!r}]": part for kind, part in value.items() if isinstance(part, dict)}
         lines += [f"text.{name}{k} |= {part!r}" for k, part in (by_kind or {"": value}).items()]
-    return "\n".join([*lines, "model = AutoModelForCausalLM.from_pretrained(path, config=config)"])
+    return "; ".join([*lines, "model = AutoModelForCausalLM.from_pretrained(path, config=config)"])
 
 
 def in_yaml(value: Any) -> str:
