@@ -178,6 +178,16 @@ class TestRope:
             assert (plain["rope_type"], plain["rope_theta"]) == ("default", 5e5)
             assert "factor" not in plain
 
+    @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+    def test_an_older_spelling_in_the_file_gives_way(self, field: str, tmp_path: Path) -> None:
+        """transformers takes rope_scaling wherever a file has both."""
+        older = {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}}
+        newer = {"rope_type": "linear", "factor": 8.0}
+        path = written(tmp_path / "a", fields("llama", **older, rope_parameters=dict(newer)))
+        model = made(path, {field: {"type": "linear", "factor": 4.0}})
+        expected = fields("llama", rope_theta=1e6, rope_scaling={"type": "linear", "factor": 4.0})
+        assert_alike(model, by_transformers(written(tmp_path / "b", expected)))
+
     @pytest.mark.parametrize("nested", [False, True])
     def test_of_a_model_that_also_reads_images(self, nested: bool, tmp_path: Path) -> None:
         of_text = {k: v for k, v in fields("gemma3_text").items() if k != "vocab_size"}
