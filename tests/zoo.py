@@ -233,6 +233,28 @@ FURTHER: dict[str, Family] = {
     "vaultgemma": Family(SLIDING),
     "youtu": Family(LATENT),
 }
+FURTHER |= {  # which nobody has named in a report so far
+    "apertus1p5_text": Family(),
+    "axk1": Family({**LATENT, **ROUTED_EXPERTS, "n_group": 1, "topk_group": 1}),
+    "beam": Family(),
+    "dbrx": Family(
+        {
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": LAYERS,
+            "max_seq_len": 256,
+            "ffn_config": {
+                **{"ffn_hidden_size": 48, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}
+            },
+            "attn_config": {"kv_n_heads": 2, "attn_pdrop": 0.0, "rope_theta": 1e4, "clip_qkv": 1.0},
+        }
+    ),
+    "exaone": Family({"num_layers": LAYERS, "embed_dropout": 0.0}),
+    "fuyu": Family(),
+    "moshi": Family(),
+    "sarvam_mla": Family({**LATENT, **SMALL_EXPERTS, "n_group": 1, "topk_group": 1}),
+    "sarvam_moe": Family(SMALL_EXPERTS),
+}
 if not OWN_ATTENTION:
     FURTHER |= dict.fromkeys(("codegen", "gptj"), Family({**GPT2, "rotary_dim": 4}, kv_heads=4))
 

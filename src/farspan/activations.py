@@ -38,6 +38,19 @@ class _View:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class _Sparse:
+    """A sparse tensor, by the tensors that it is made of."""
+
+    indices: "Tensor | _View"
+    values: "Tensor | _View"
+    shape: torch.Size
+    coalesced: bool
+
+
+Packed = Tensor | _View | _Sparse
+
+
 @dataclass(slots=True)
 class _Span:
     """The part of a storage that saved views cover."""
@@ -76,7 +89,13 @@ class SavedActivations:
             pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
         return saved_tensors_hooks(pack, unpack)
 
-    def pack(self, tensor: Tensor) -> Tensor | _View:
+    def pack(self, tensor: Tensor) -> Packed:
+        if tensor.layout is torch.sparse_coo:  # as adapters of PEFT's SHiRA and FRoD are
+            parts = self._pack(tensor._indices()), self._pack(tensor._values())
+            return _Sparse(*parts, tensor.shape, tensor.is_coalesced())
+        return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _View:
         if self._is_of_parameter(tensor):
             return tensor
         for name, base in self._named.items():
@@ -123,9 +142,14 @@ class SavedActivations:
         """The backward is about to run: the bytes and the named tensors are at hand again."""
         self._bytes, self._named = store, named
 
-    def unpack(self, packed: Tensor | _View) -> Tensor:
+    def unpack(self, packed: Packed) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
+        if isinstance(packed, _Sparse):
+            indices, values = self.unpack(packed.indices), self.unpack(packed.values)
+            return torch.sparse_coo_tensor(
+                indices, values, packed.shape, is_coalesced=packed.coalesced, check_invariants=False
+            )
         if isinstance(packed.source, str):
             base = self._named[packed.source]
             start = int(base.storage_offset()) * base.element_size() + packed.offset

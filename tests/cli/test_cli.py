@@ -81,7 +81,8 @@ def test_verify_fails_with_exit_code_one(
     assert run(monkeypatch, "verify", str(folder), "--context", "50", "--chunk", "16") == 1
     said = capsys.readouterr().out
     assert "NOT exact" in said
-    assert said.splitlines()[0].strip() == "gradients furthest from plain autograd's"
+    assert said.splitlines()[0].startswith("RoPE: default, theta 10,000, reaches ")
+    assert said.splitlines()[1].strip() == "gradients furthest from plain autograd's"
     assert "limit: relative L2 error <= 1e-12" in said
 
 

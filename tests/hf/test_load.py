@@ -210,7 +210,7 @@ def test_of_a_family_without_a_causal_model_only_what_it_declares_is_a_field() -
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"num_hidden_layers": 99}, r"check model\.overrides\.num_hidden_layers: 99$"),
+        ({"layer_types": ["full_attention"]}, r"^model\.overrides\.layer_types: .*must be equal"),
         ({"hidden_act": "soft"}, r"'soft'; check model\.overrides\.hidden_act: soft$"),
         ({"hidden_size": "wide"}, r"^model\.overrides\.hidden_size: .*expected int, got str"),
         (

@@ -167,7 +167,8 @@ def test_fields_are_the_caller_s_own() -> None:
     """Transformers writes what it takes for granted into fields that are nested."""
     given = text("qwen3_5_text", **RECURRENT["qwen3_5_text"].fields, **copy.deepcopy(ROPE))
     before = copy.deepcopy(given)
-    overrides = {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
+    rope = {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.5}
+    overrides = {"rope_parameters": rope}
     kept = copy.deepcopy(overrides)
     load_model(config=given, dtype=torch.float32, overrides=overrides, weights=Weights.NONE)
     describe_config(given, "bfloat16")

@@ -16,7 +16,45 @@ EDITED = "tests/field/test_edits.py::test_an_edit_is_taken_up"
 LOOPS = "tests/field/test_own_loops.py::"
 OF_RUN = "tests/sparse/test_train.py::TestIndex::"
 
+OVERRIDES = "tests/field/test_overrides.py::"
+
 TRUST = (
+    Fault(
+        "overrides: one that changes nothing is taken",
+        "if computing(other) == whole:",
+        "if False:",
+        (f"{OVERRIDES}TestActing::test_an_override_that_changes_nothing_is_named",),
+    ),
+    Fault(
+        "overrides: an older spelling in the file wins",
+        'if fields.pop("rope_scaling", None) or not isinstance(fields.get(ROPE), dict):',
+        "if not isinstance(fields.get(ROPE), dict):",
+        (f"{OVERRIDES}TestRope::test_an_older_spelling_in_the_file_gives_way",),
+    ),
+    Fault(
+        "overrides: entries of the old scaling stay under a new type",
+        "known = {name: value for name, value in known.items() if name not in SCALINGS}",
+        "pass",
+        (f"{OVERRIDES}TestRope::test_a_part_keeps_the_rest",),
+    ),
+    Fault(
+        "positions: a factor counts under any type of RoPE",
+        'if rope["rope_type"] not in STRETCHED or not original or not factor:',
+        "if not original or not factor:",
+        (f"{OVERRIDES}TestLength::test_a_factor_counts_where_it_stretches",),
+    ),
+    Fault(
+        "positions: a configuration that was changed afterwards counts",
+        'if model is not None and not _has_frequencies(model, kind, rope["rope_type"]):',
+        "if False:",
+        (f"{OVERRIDES}TestLength::test_a_configuration_changed_afterwards_stretches_nothing",),
+    ),
+    Fault(
+        "probe: a draw passes whatever it is compared with",
+        "if not torch.equal(low, high):",
+        "if False:",
+        ("tests/field/test_models.py::TestAdapters::test_a_draw_that_decides",),
+    ),
     Fault(
         "record: the value of a secret argument is written down",
         "secret = bool(SECRET & set(re.split(",

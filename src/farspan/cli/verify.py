@@ -111,7 +111,8 @@ def verify_command(
     base, note = base_schedule(run, strategy_name, layers, context)
     chosen = chunk is not None or (strategy_name is None and has_chunk(run))
     schedule = replace_attention(replace_cuts(base, chunk, groups), attention, chosen)
-    said = [text for text in (note, ranks_note(run), packed_note(loaded, dtype)) if text]
+    positions = load("farspan.hf.unsupported", "describe_positions")(loaded)
+    said = [*positions, *filter(None, (note, ranks_note(run), packed_note(loaded, dtype)))]
     data = {"batch": batch, "context": context, "seed": seed, "notes": said, "in_json": as_json}
     if texts:
         tell = load("farspan.cli.with_torch", "compare_and_tell")

@@ -342,7 +342,7 @@ def _dry_run_shape(step: Step, tokens: int) -> tuple[int, int]:
     # One whole block of earlier keys, so that attention's own temporaries are seen in full; and a
     # chunk behind, so that they are seen beside the gradients that it left.
     short = min(tokens, 2 * schedule.chunk + max(schedule.chunk, schedule.kv_block))
-    return short, context_limit(step.boundary.model.config) or short
+    return short, context_limit(step.boundary.model) or short
 
 
 def _dry_run(

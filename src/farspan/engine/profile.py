@@ -438,7 +438,7 @@ def _measure(stages: CausalLMStages, variant: Variant) -> ModelProfile:
         kind_of=kind_of,
         outer=_Outside(measured, stages.outer_parameters()).profile(),
         variant=variant,
-        longest=context_limit(stages.model.config),
+        longest=context_limit(stages.model),
         learned_positions=_learns_positions(stages),
     )
 

@@ -203,7 +203,7 @@ class Step(ProgramRunner):
         self._adding = AccumulatingLinears()
         if self._wanted.compile:
             compile_layers(self.boundary)
-        self._limit = context_limit(self.boundary.model.config)
+        self._limit = context_limit(self.boundary.model)
         self.model_spec: ModelSpec = self._describe()
         self._accepted: set[bool] = set()
         sharded = self.sharded_model
@@ -590,7 +590,7 @@ class Step(ProgramRunner):
             same.add({n: repr(x) if x is None else x for n, x in given}, OF_BATCH)
         longest = int(inputs.position_ids.max()) + 1
         if self._limit is not None and longest > self._limit:
-            refuse_context(self.boundary.model.config, longest)
+            refuse_context(self.boundary.model, longest)
         same.figures = [longest, inputs.trained]
         return inputs
 

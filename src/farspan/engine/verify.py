@@ -369,7 +369,7 @@ def verify(
         Step(model, schedule, selector=selector)
         model.to(data[0].device)  # from where the schedule may have its weights
         positions = make_inputs(*data, boundary.vocab).position_ids
-        refuse_context(boundary.model.config, int(positions.max()) + 1)
+        refuse_context(boundary.model, int(positions.max()) + 1)
         return _verify(model, function, data, worst)
 
 

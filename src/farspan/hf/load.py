@@ -3,12 +3,12 @@ put LoRA adapters on it and save them (the only place that imports peft).
 """
 
 import copy
-import inspect
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from transformers.utils.hub import cached_file
 
 from farspan.durable import read_json
 from farspan.hf import quantized
+from farspan.hf.overrides import changed, refuse_idle, refuse_unknown, resolve
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import freeze_unmet
 from farspan.lazy import load
@@ -68,12 +69,22 @@ def load_config(
     overrides: dict[str, Any],
     trust_remote_code: bool = False,
     revision: str | None = None,
+    drawn: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> PretrainedConfig:
     """The model's configuration with `overrides` applied (rope_parameters, attention_dropout...).
 
-    `path` is a local folder, or a hub name of `revision` (a commit or branch); `config` a dict with
-    `model_type`. Exactly one is given. Raises UnsupportedError when the model is unknown, an
-    override is no field of its config, or code is trusted that is not pinned.
+    Args:
+        path: A local folder, or a hub name of `revision` (a commit or branch).
+        config: A dict with `model_type`, in place of `path`.
+        overrides: Fields that config.json would have in place of its own; in a nested configuration
+            or the parameters of RoPE, only those that are named change.
+        drawn: Whether weights are drawn although `path` may have some.
+        dtype: That of the weights, which an override of it must agree with.
+
+    Raises:
+        UnsupportedError: When the model is unknown, an override is no field of its config or makes
+            no difference to the model, or code is trusted that is not pinned.
     """
     if (path is None) == (config is None):
         raise UnsupportedError(
@@ -85,8 +96,26 @@ def load_config(
     else:
         assert config is not None
         found = _config_of(config)
-    _apply(found, overrides, "model.overrides")
-    return found
+    _refuse_no_layers(found)
+
+    if not overrides:
+        return found
+    _refuse_other_dtype(overrides, dtype)
+    fields = config or {}
+    if path is not None:
+        fields = PretrainedConfig.get_config_dict(path, **pinned(revision))[0]
+    make = partial(_blank, overrides, trust_remote_code, revision)
+    return _overridden(found, fields, overrides, make, drawn=path is None or drawn)
+
+
+def _blank(
+    overrides: dict[str, Any],
+    trust_remote_code: bool,
+    revision: str | None,
+    config: PretrainedConfig,
+) -> PreTrainedModel:
+    with _naming(overrides):
+        return blank_model(config, torch.float32, trust_remote_code, revision)
 
 
 def config_for_planning(
@@ -95,16 +124,18 @@ def config_for_planning(
     config: dict[str, Any] | None,
     overrides: dict[str, Any],
     revision: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> PretrainedConfig:
     """As `load_config`, for a model that may be nowhere near: `path` may also be the hub name of a
     model that `farspan plan` knows, and no code of a model's own is run."""
     if path is None:
-        return load_config(path=None, config=config, overrides=overrides)
+        return load_config(path=None, config=config, overrides=overrides, dtype=dtype)
     refuse_absent("model.path", path)
     fields = find_config(with_revision(path, revision))
     found = config_from_fields(fields)
-    _apply(found, overrides, "model.overrides")
-    return found
+    _refuse_other_dtype(overrides, dtype)
+    make = partial(_blank, overrides, False, None)
+    return _overridden(found, _decoded(dict(fields)), overrides, make, drawn=False)
 
 
 def config_from_fields(fields: Mapping[str, Any]) -> PretrainedConfig:
@@ -161,6 +192,8 @@ def load_model(
         overrides=overrides or {},
         trust_remote_code=trust_remote_code,
         revision=revision,
+        drawn=weights is Weights.RANDOM,
+        dtype=dtype,
     )
     with _naming(overrides or {}):
         if weights is Weights.NONE:
@@ -187,6 +220,16 @@ def blank_model(
     with _without_weights():
         model = _with_random_weights(config, dtype, trust_remote_code, revision)
     return _prepared(model, dtype)
+
+
+def _refuse_other_dtype(overrides: dict[str, Any], dtype: torch.dtype | None) -> None:
+    for name in ("dtype", "torch_dtype"):
+        asked = str(overrides.get(name, dtype)).removeprefix("torch.")
+        if dtype is not None and asked != str(dtype).removeprefix("torch."):
+            raise UnsupportedError(
+                f"model.overrides.{name}: {asked}, but weights are made in the dtype of the run; "
+                f"set model.dtype: {asked}"
+            )
 
 
 def _prepared(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -371,86 +414,31 @@ def _config_of(fields: dict[str, Any]) -> PretrainedConfig:
         raise UnsupportedError(f"model.config: {' '.join(str(error).split())}") from error
     # What transformers makes others of is gone, as rope_theta is; what it does not know is kept.
     kept = {name: value for name, value in values.items() if name in vars(made)}
-    _check_fields(AutoConfig.for_model(kind), kept, "model.config")
+    refuse_unknown(AutoConfig.for_model(kind), list(kept), "model.config")
     return made
 
 
-def _has(config: PretrainedConfig, name: str) -> bool:
-    try:
-        return hasattr(config, name)
-    except RuntimeError:  # Gemma4's layers differ in it, and no one answer is right
-        return True
+def _overridden(
+    config: PretrainedConfig,
+    fields: Mapping[str, Any],
+    given: dict[str, Any],
+    make: Callable[[PretrainedConfig], PreTrainedModel],
+    drawn: bool,
+) -> PretrainedConfig:
+    """The configuration, made of a config.json's `fields`, with the overrides that are given, of
+    which each must make a difference to the model. Raises UnsupportedError."""
+    if not given:
+        return config
+    refuse_huge(given, "model.overrides.")
+    changes = resolve(config, given)
+    build = partial(changed, config, fields)
+    made = build(changes)
+    _refuse_no_layers(made)
+    refuse_idle(make, build, changes, drawn)
+    return made
 
 
-def _check_fields(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
-    for name in fields:
-        if not _has(config, name) and not _is_read(config, name):
-            raise UnsupportedError(
-                f"{where}.{name}: {type(config).__name__} has no such field; check its name"
-            )
-
-
-def _is_read(config: PretrainedConfig, name: str) -> bool:
-    """Does the family's causal model ask for a field that its configuration does not declare?
-    Qwen3-MoE does so for head_dim. It must do so by getattr, or fail where there is none."""
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    module = inspect.getmodule(model)
-    if module is None:
-        return False
-    try:
-        source = inspect.getsource(module)
-    except OSError:  # installed without it
-        return False
-    asks = rf"""getattr\(\s*(self\.)?config,\s*["']{re.escape(name)}["']"""
-    return re.search(asks, source) is not None
-
-
-def _merged(before: Any, value: Any) -> Any:
-    """A part of a dict, such as a new rope_type, keeps the rest, such as rope_theta; so does one
-    within it, such as the rope of one kind of layers."""
-    if not isinstance(before, dict) or not isinstance(value, dict):
-        return value
-    return {**before, **{name: _merged(before.get(name), part) for name, part in value.items()}}
-
-
-def _before(config: PretrainedConfig, name: str, where: str) -> Any:
-    try:
-        return getattr(config, name, None)
-    except RuntimeError as error:
-        raise UnsupportedError(
-            f"{where}.{name}: the layers of {type(config).__name__} have different values, so one "
-            "value cannot stand for all; leave it out"
-        ) from error
-
-
-def _apply(config: PretrainedConfig, fields: dict[str, Any], where: str) -> None:
-    """Changes fields; of a model that reads more than text, those that only its text's part has
-    there."""
-    refuse_huge(fields, f"{where}.")
-    text = config.get_text_config()
-    if text is not config:
-        of_text = {n: v for n, v in fields.items() if _has(text, n) and not _has(config, n)}
-        fields = {name: value for name, value in fields.items() if name not in of_text}
-        _apply(text, of_text, where)
-    _check_fields(config, fields, where)
-    if "model_type" in fields:  # of a class: set on one of its objects it would change nothing
-        raise UnsupportedError(
-            f"{where}.model_type: the type of a {config.model_type} model cannot be changed; "
-            "leave it out"
-        )
-    for name, value in fields.items():
-        before = _before(config, name, where)
-        if isinstance(before, PretrainedConfig) and isinstance(value, dict):
-            _apply(before, value, f"{where}.{name}")
-            continue
-        try:
-            setattr(config, name, copy.deepcopy(_merged(before, value)))
-        except Exception as error:  # of its own kind: transformers checks the types of some fields
-            raise UnsupportedError(f"{where}.{name}: {' '.join(str(error).split())}") from error
-    kinds = getattr(config, "layer_types", None)
-    if "num_hidden_layers" in fields and "layer_types" not in fields and kinds:
-        # The first layers are built; a saved model with names for more cannot be loaded.
-        config.layer_types = kinds[: config.num_hidden_layers]
+def _refuse_no_layers(config: PretrainedConfig) -> None:
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
     if layers < 1:  # transformers makes a model of them
         raise UnsupportedError(

@@ -56,26 +56,54 @@ _LOSS = 1e-5
 UNATTENDING = LayerSpec(0, 0, 0, 0, window=1)  # a layer whose tokens see no others by attention
 
 
-class _NoChance(UncompiledMode):
-    """Refuses whatever draws random numbers: a recomputed cell would draw others. One number
-    against a LayerDrop of zero decides nothing; before transformers 5.23 OPT draws it."""
+# Next to the ends of what `torch.rand` gives: a probability lies between them, unless it is 0 or
+# 1. (It gives 0 itself once in 2**24 draws, by which PEFT drops a module at a dropout of 0, too.)
+_ENDS = 2.0**-24, 1 - 2.0**-24
+_COMPARISONS = (torch.ops.aten.gt, torch.ops.aten.ge, torch.ops.aten.lt, torch.ops.aten.le)
 
-    def __init__(self, config: Any) -> None:
+
+class _NoChance(UncompiledMode):
+    """Refuses whatever draws random numbers: a recomputed cell would draw others.
+
+    One uniform number may pass while it is only compared with what it never crosses: PEFT's LoHa
+    and LoKr compare one with a module dropout of 0, and OPT, before transformers 5.23, with a
+    LayerDrop of 0."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.drops_no_layer = getattr(config, "layerdrop", None) == 0
+        self._drawn: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        one = func is torch.ops.aten.rand.default and args == ([],)
-        against_nothing = one and self.drops_no_layer
-        if torch.Tag.nondeterministic_seeded in func.tags and not against_nothing:
-            raise UnsupportedError(
-                f"model: its forward draws random numbers ({func}), which a recomputed cell "
-                "cannot repeat; set its dropout and jitter options to 0 (in a run file: "
-                "model.overrides) or call model.eval()"
-            )
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        used = [i for i, x in enumerate(args) if any(x is drawn for drawn in self._drawn)]
+        same = func is torch.ops.aten.detach.default
+        if used and not same:
+            return self._compared(func, args, used[0], kwargs)
+        out = func(*args, **kwargs)
+        if used or (func is torch.ops.aten.rand.default and out.numel() == 1):
+            self._drawn.append(out)
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            raise self._refusal(func)
+        return out
+
+    def _compared(self, func: Any, args: tuple[Any, ...], place: int, kwargs: Any) -> Any:
+        """The comparison's outcome, which must be the same at both ends of what may be drawn."""
+        if func.overloadpacket not in _COMPARISONS:
+            raise self._refusal(torch.ops.aten.rand.default)
+        ends = (torch.full_like(args[place], end) for end in _ENDS)
+        low, high = (func(*args[:place], end, *args[place + 1 :], **kwargs) for end in ends)
+        if not torch.equal(low, high):
+            raise self._refusal(torch.ops.aten.rand.default)
+        return low
+
+    def _refusal(self, func: Any) -> UnsupportedError:
+        return UnsupportedError(
+            f"model: its forward draws random numbers ({func}), which a recomputed cell cannot "
+            "repeat; set its dropout and jitter options to 0 (in a run file: model.overrides) or "
+            "call model.eval()"
+        )
 
 
 @torch.no_grad()
@@ -84,9 +112,30 @@ def probe_layers(stages: CausalLMStages) -> list[LayerSpec]:
     exact."""
     try:
         return _probe(stages)
-    except UnsupportedError:
-        _refuse_nonfinite(stages.model)  # with such a weight a model differs from itself
+    except Exception as error:
+        if isinstance(error, UnsupportedError):
+            _refuse_nonfinite(stages.model)  # with such a weight a model differs from itself
+        if error.__cause__ is not None or not isinstance(error, UnsupportedError):
+            _refuse_failing(stages)
         raise
+
+
+def _refuse_failing(stages: CausalLMStages) -> None:
+    """Raises UnsupportedError where the model's own forward fails on text, without farspan, too."""
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=stages.device)
+    try:
+        stages.model(input_ids=ids, use_cache=False)
+    except Exception as error:
+        dtypes: dict[torch.dtype, str] = {}
+        for name, parameter in stages.model.named_parameters():
+            dtypes.setdefault(parameter.dtype, f"{name} is {parameter.dtype}")
+        several = (
+            f"; {', '.join(dtypes.values())}: cast all to one dtype" if len(dtypes) > 1 else ""
+        )
+        raise UnsupportedError(
+            f"model: the forward of {type(stages.model).__name__} fails without farspan, too "
+            f"({type(error).__name__}: {' '.join(str(error).split())}){several}"
+        ) from error
 
 
 def _refuse_nonfinite(model: nn.Module) -> None:
@@ -107,21 +156,21 @@ def _refuse_nonfinite(model: nn.Module) -> None:
 
 def _probe(stages: CausalLMStages) -> list[LayerSpec]:
     stages.settle(TOKENS)
-    _refuse_lost_gradients(stages)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, stages.vocab, (1, TOKENS), generator=generator).to(stages.device)
     hidden = torch.randn(1, TOKENS, stages.width, generator=generator).to(stages.device)
-    with uncompiled(), _NoChance(stages.model.config):
+    with uncompiled(), _NoChance():
         with watching_masks(stages.model) as windows:
             whole, calls = _run_whole(stages, ids)
+        try:
+            _refuse_lost_gradients(stages)
+            with routed(stages.model):
+                seen = _run_staged(stages, ids, whole, calls)
+        except Exception as error:
+            if isinstance(error, UnsupportedError) or calls:
+                raise
+            raise UnsupportedError(_attends_elsewhere(stages, 0, 0)) from error
         with routed(stages.model):
-            try:
-                seen = _run_staged(stages, ids, whole)
-            except Exception as error:
-                if isinstance(error, UnsupportedError) or calls:
-                    raise
-                raise UnsupportedError(_attends_elsewhere(stages, 0, 0)) from error
-            _refuse_other_calls(stages, calls, seen)
             refuse_mixing(stages, hidden, seen)
     # Qwen2-MoE asks for a mask of 0 tokens where windows are off, and no layer is handed it.
     unheard = windows - {layer.window for layer in seen} - {0}
@@ -138,7 +187,7 @@ def _probe(stages: CausalLMStages) -> list[LayerSpec]:
 def ask_layers(stages: CausalLMStages) -> list[LayerSpec]:
     """What attention each layer asks for, and nothing proven that takes numbers."""
     asked: dict[Any, tuple[LayerSpec, int]] = {}
-    with routed(stages.model), uncompiled(), _NoChance(stages.model.config):
+    with routed(stages.model), uncompiled(), _NoChance():
         positions = torch.zeros(1, 1, dtype=torch.long, device=stages.device)
         kinds = stages.kinds()
         # A scan of a single token takes as long as one of hundreds: one layer answers for its kind.
@@ -203,11 +252,16 @@ def _refuse_lost_gradients(stages: CausalLMStages) -> None:
 def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
     """Its logits, or what its head for whole sequences reads, and how often it attended."""
     dense = ProbeAttention()
-    with answering(dense):
-        if stages.classifies:
-            seen: Tensor = stages.decoder(input_ids=ids, use_cache=False).last_hidden_state
-            return seen, dense.calls
-        out = stages.model(input_ids=ids, use_cache=False)
+    try:
+        with answering(dense):
+            if stages.classifies:
+                seen: Tensor = stages.decoder(input_ids=ids, use_cache=False).last_hidden_state
+                return seen, dense.calls
+            out = stages.model(input_ids=ids, use_cache=False)
+    except Exception as failure:
+        if isinstance(failure, UnsupportedError) or dense.calls:
+            raise
+        raise UnsupportedError(_attends_elsewhere(stages, 0, 0)) from failure
     name = type(stages.model).__name__
     if not isinstance(getattr(out, "logits", None), Tensor) or out.logits.ndim != 3:
         raise UnsupportedError(
@@ -279,7 +333,9 @@ def _attends_elsewhere(stages: CausalLMStages, calls: int, attending: int) -> st
     )
 
 
-def _run_staged(stages: CausalLMStages, ids: Tensor, whole: Tensor) -> list[LayerSpec]:
+def _run_staged(
+    stages: CausalLMStages, ids: Tensor, whole: Tensor, calls_of_whole: int
+) -> list[LayerSpec]:
     dense = ProbeAttention()
     positions = torch.arange(TOKENS, device=ids.device)[None]
     hidden, calls = stages.embed(ids, positions)
@@ -290,10 +346,15 @@ def _run_staged(stages: CausalLMStages, ids: Tensor, whole: Tensor) -> list[Laye
             hidden = stages.run_layer(dense.layer, before, call)
         if dense.layer not in dense.seen:
             dense.seen[dense.layer] = _unattending(stages, before, dense.layer, call)
-    _refuse_mixing(stages, "run layer by layer", stages.read(hidden), whole)
+    seen = [dense.seen[layer] for layer in range(len(stages.layers))]
+    _refuse_other_calls(stages, calls_of_whole, seen)
+    read = stages.read(hidden)
+    if not _is_whole(read, whole):
+        _refuse_second_states(stages, ids)
+    _refuse_mixing(stages, "run layer by layer", read, whole)
     pieces = [stages.read(hidden[:, start:stop]) for start, stop in pairwise((0, CUT, TOKENS))]
     _refuse_mixing(stages, "given its head in pieces", torch.cat(pieces, dim=1), whole)
-    return [dense.seen[layer] for layer in range(len(stages.layers))]
+    return seen
 
 
 def _embedded_in_chunks(
@@ -306,11 +367,41 @@ def _embedded_in_chunks(
     return torch.cat(parts, dim=1), whole
 
 
-def _refuse_mixing(stages: CausalLMStages, how: str, found: Tensor, whole: Tensor) -> None:
-    error = distance(found, whole)
+def _refuse_second_states(stages: CausalLMStages, ids: Tensor) -> None:
+    """Raises UnsupportedError where a layer is handed what the one before gave beside the hidden
+    state, as Zaya's are."""
+    kept: list[Tensor] = []
+
+    def before(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        leaves = tree_leaves((arguments[1:], keywords))
+        if any(leaf is tensor for leaf in leaves for tensor in kept):
+            raise UnsupportedError(
+                f"model: {type(stages.model).__name__} hands a layer more of the layer before than "
+                "its hidden state; expected layers that pass on one hidden state"
+            )
+
+    def after(_: nn.Module, __: Any, out: Any) -> None:
+        kept.extend(x for x in tree_leaves(out)[1:] if isinstance(x, Tensor))
+
+    handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in stages.layers]
+    handles += [layer.register_forward_hook(after) for layer in stages.layers]
+    try:
+        with answering(ProbeAttention()):
+            stages.decoder(input_ids=ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_whole(found: Tensor, whole: Tensor) -> bool:
     # Half of the dtype's digits, or of float32's where a model rounds to it inside.
     limit = max(torch.finfo(whole.dtype).eps ** 0.5, MIXING[torch.float64])
-    if not error <= limit:
+    return distance(found, whole) <= limit
+
+
+def _refuse_mixing(stages: CausalLMStages, how: str, found: Tensor, whole: Tensor) -> None:
+    if not _is_whole(found, whole):
+        error = distance(found, whole)
         raise UnsupportedError(
             f"model: {type(stages.model).__name__} {how} differs from itself by {error:.1e}; "
             "something in it mixes tokens outside of the attention interface"
@@ -554,7 +645,9 @@ class Float64Mode(UncompiledMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if kwargs.get("dtype") is torch.float32:
+        # An empty tensor is the beginning of a view of memory (`activations`), and has its dtype.
+        of_memory = func is torch.ops.aten.empty.memory_format and args == ([0],)
+        if kwargs.get("dtype") is torch.float32 and not of_memory:
             kwargs = {**kwargs, "dtype": torch.float64}
         if func.overloadpacket in PRODUCTS:
             first, second, *rest = args

@@ -326,6 +326,13 @@ class CausalLMStages:
             shell(use_cache=use_cache, **inputs)
         except _AllRecorded:
             return record
+        except RuntimeError as error:
+            if "written-to tensor" in str(error):  # of CTRL: one number stands for all embeddings
+                raise UnsupportedError(
+                    f"model: {type(self.model).__name__} changes the embeddings that it is given, "
+                    "in place; expected a decoder that leaves them"
+                ) from error
+            raise
         raise UnsupportedError(
             f"model: {type(self.model).__name__} does not call every layer of its decoder in turn"
         )
@@ -441,17 +448,29 @@ def _decoder_of(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
     inside = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     stacks = [named] if named in inside and len(_lists(named)) == 1 else inside
     found = [(stack, name) for stack in stacks for name in _lists(stack)]
-    if len(found) != 1:
+    if len(found) == 1:
+        return found[0]
+    name = type(model).__name__
+    if getattr(model.config, "is_decoder", None) is False:
         raise UnsupportedError(
-            f"model: {type(model).__name__} has {len(found)} lists of num_hidden_layers modules; "
-            "expected one, of decoder layers that are called in turn"
+            f"model: {name} attends to later tokens (is_decoder is false in its configuration); "
+            "only a causal model can be processed in chunks"
         )
-    return found[0]
+    for path, module in model.named_modules():
+        if not found and _lists(module, model.config):
+            raise UnsupportedError(
+                f"model: {name} runs its layers in {path} (a {type(module).__name__}), a module "
+                "within its decoder; expected a decoder that calls its layers itself"
+            )
+    raise UnsupportedError(
+        f"model: {name} has {len(found)} lists of num_hidden_layers modules; expected one, of "
+        "decoder layers that are called in turn"
+    )
 
 
-def _lists(stack: PreTrainedModel) -> list[str]:
+def _lists(stack: nn.Module, config: Any = None) -> list[str]:
     """The names of lists of all the layers there are."""
-    count = getattr(stack.config, "num_hidden_layers", None)
+    count = getattr(config or stack.config, "num_hidden_layers", None)
     return [
         name
         for name, child in stack.named_children()

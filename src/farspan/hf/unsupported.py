@@ -9,15 +9,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from farspan.spec import UnsupportedError
 
 LONG_ROPE = "longrope"  # one of two tables, by the longest position of a sequence
 # A chunk's table of these is the sequence's, sliced, once the sequence's longest position is known.
 SLICEABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional", LONG_ROPE)
+# Their `factor` stretches the positions; under any other type it is read by nothing.
+STRETCHED = ("linear", "llama3", "yarn", LONG_ROPE)
+_ORIGINAL = "original_max_position_embeddings"
 
 # Attributes of modules that hold the probability of something random in training.
 DROPOUTS = (
@@ -34,6 +38,9 @@ DROPOUTS = (
 # Modules of this name drop attention's weights, which no kernel gives away.
 ATTENTION_DROPOUTS = ("attn_drop", "attention_drop")
 IN_LAYERS = re.compile(r"\.\d+\.")  # of the name of a module in one of a list of layers
+
+# Names of modules that attend to what an encoder gives.
+CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
 
 # Fields of PEFT's configurations whose adapters see more than a chunk, and what that is.
 BEYOND_CHUNKS = {
@@ -55,6 +62,19 @@ def refuse_model(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"model: {name} has cross-attention; set add_cross_attention to false"
         )
+    for path, module in text_modules(model):
+        last = path.rpartition(".")[2]
+        if last in CROSS_ATTENTION:
+            raise UnsupportedError(
+                f"model: {name} is the decoder of an encoder-decoder model ({path} attends to an "
+                "encoder); expected a decoder-only causal LM"
+            )
+        if last == "indexer" and list(module.parameters()):
+            raise UnsupportedError(
+                f"model: {name} attends to the tokens that {path} chooses, and does not tell the "
+                "attention interface which; expected a model whose layers attend to all tokens or "
+                "to a window"
+            )
     # Gemma4's "vision" is of the tokens of an image alone.
     sees_later = getattr(config, "use_bidirectional_attention", None)
     if sees_later not in (None, False, "vision") or not _is_causal(model):
@@ -221,43 +241,6 @@ def refuse_places(model: nn.Module) -> None:
         )
 
 
-def refuse_context(config: PretrainedConfig, tokens: int) -> None:
-    """Raises UnsupportedError when a document of this many tokens has positions the model does not
-    know."""
-    limit = context_limit(config)
-    if limit is not None and tokens > limit:
-        beyond = (
-            f"context: a document of {tokens:,} tokens exceeds the model's "
-            f"max_position_embeddings of {limit:,}"
-        )
-        if not rope_types(config):
-            raise UnsupportedError(
-                f"{beyond}, and the model has no RoPE to extend; set context to at most {limit}, "
-                "or use a model with RoPE"
-            )
-        factor = math.ceil(100 * tokens / limit) / 100
-        raise UnsupportedError(
-            f"{beyond}; set rope_parameters (for example rope_type "
-            f"yarn, factor {factor}, original_max_position_embeddings {limit}) or, with a larger "
-            f"rope_theta, max_position_embeddings: {tokens}"
-        )
-
-
-def context_limit(config: PretrainedConfig) -> int | None:
-    """Positions the configuration claims to support: max_position_embeddings, stretched by a
-    scaled RoPE that names the length it starts from."""
-    config = config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is None:
-        return None
-    for rope in ropes(config):
-        original = rope.get("original_max_position_embeddings")
-        factor = rope.get("factor")
-        if original and factor:
-            limit = max(limit, int(original * factor))
-    return int(limit)
-
-
 def _is_causal(model: PreTrainedModel) -> bool:
     if getattr(model.config, "is_causal", True) is False:
         return False
@@ -274,21 +257,207 @@ def _dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-# -- RoPE ---------------------------------------------------------------------------------------
-#
-# Some tables depend on the longest position of a batch, which is chosen once for all chunks.
+# -- positions ----------------------------------------------------------------------------------
 
 
 def rope_types(config: PretrainedConfig) -> list[str]:
-    """The kinds of RoPE a model uses: one, or one for each type of layer."""
-    return [str(rope.get("rope_type", rope.get("type", "default"))) for rope in ropes(config)]
+    """The types of RoPE a model uses: one, or one for each kind of layer."""
+    return [str(rope["rope_type"]) for rope in ropes(config).values()]
 
 
-def ropes(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
-    """The parameters of each of them."""
+def ropes(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
+    """The parameters of each RoPE, by kind of layer; "" where all layers have one."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    yield from nested or ([parameters] if parameters else [])
+    by_kind = {kind: part for kind, part in parameters.items() if isinstance(part, dict)}
+    found = by_kind or ({"": parameters} if parameters else {})
+    # Until transformers has read them a configuration may have the older name of the type.
+    return {
+        kind: {**rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+        for kind, rope in found.items()
+    }
+
+
+def context_limit(model: PreTrainedModel | PretrainedConfig) -> int | None:
+    """Tokens a document may have: max_position_embeddings, or further where RoPE is stretched over
+    more; None: any number. Of a model, only the stretching that its frequencies show counts."""
+    config = (model.config if isinstance(model, PreTrainedModel) else model).get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        return None
+    made = model if isinstance(model, PreTrainedModel) else None
+    reached = [_reach(config, kind, limit, made) for kind in _far_kinds(config)]
+    return min(reached, default=int(limit))
+
+
+def _far_kinds(config: PretrainedConfig) -> list[str]:
+    """Kinds of layers that attend from any position to any: the others see a window, in which
+    positions differ by less."""
+    return [kind for kind in ropes(config) if not kind.startswith(("sliding", "chunked"))]
+
+
+def _reach(
+    config: PretrainedConfig, kind: str, limit: int, model: PreTrainedModel | None = None
+) -> int:
+    rope = ropes(config)[kind]
+    original, factor = (rope.get(name) for name in (_ORIGINAL, "factor"))
+    if rope["rope_type"] not in STRETCHED or not original or not factor:
+        return int(limit)
+    if model is not None and not _has_frequencies(model, kind, rope["rope_type"]):
+        return int(limit)
+    return max(int(limit), int(original * factor))
+
+
+def _has_frequencies(model: PreTrainedModel, kind: str, rope_type: str) -> bool:
+    """Whether the model's frequencies are those of its configuration: one that was changed after
+    the model was made changes none. A family that keeps them elsewhere is taken at its word."""
+    name, keywords = ("inv_freq", {}) if not kind else (f"{kind}_inv_freq", {"layer_type": kind})
+    for _, module in text_modules(model):
+        found, config = getattr(module, name, None), getattr(module, "config", None)
+        if not isinstance(found, Tensor) or found.is_meta or rope_type == LONG_ROPE:
+            continue
+        try:
+            asked = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu", **keywords)[0]
+        except Exception:  # a family with fields of its own
+            continue
+        # A model that was cast to bfloat16 has rounded them, by 0.4% at most.
+        given = found.detach().to("cpu", torch.float32)
+        if given.shape == asked.shape and bool(((given - asked).abs() > 0.01 * asked.abs()).any()):
+            return False
+    return True
+
+
+def refuse_context(model: PreTrainedModel | PretrainedConfig, tokens: int) -> None:
+    """Raises UnsupportedError when a document of this many tokens has positions the model does not
+    know."""
+    limit = context_limit(model)
+    if limit is None or tokens <= limit:
+        return
+    config = model.config if isinstance(model, PreTrainedModel) else model
+    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    what = "max_position_embeddings" if limit == own else "RoPE, which reaches"
+    beyond = (
+        f"context: a document of {tokens:,} tokens exceeds the model's {what}"
+        f"{' of' if limit == own else ''} {limit:,}"
+    )
+    if tokens <= (context_limit(config) or tokens):
+        raise UnsupportedError(
+            f"{beyond}: its configuration stretches RoPE further, but was changed after the model "
+            "was made, which leaves its frequencies as they were; load the model with this "
+            "configuration: AutoModelForCausalLM.from_pretrained(path, config=config)"
+        )
+    if not rope_types(config):
+        raise UnsupportedError(
+            f"{beyond}, and it has no RoPE to extend; set context to at most {limit}, or use a "
+            "model with RoPE"
+        )
+    fields = stretched(config, tokens)
+    raise UnsupportedError(
+        f"{beyond}; set context to at most {limit}, or set model.overrides: {in_yaml(fields)}; in "
+        f"a program, load the model anew: {_in_python(fields)} (to change model.config after the "
+        "model was made leaves its frequencies as they were)"
+    )
+
+
+def stretched(config: PretrainedConfig, tokens: int) -> dict[str, Any]:
+    """The overrides with which a model with RoPE has positions for a document of this many tokens:
+    yarn where it has no scaling yet, more of its own scaling where it has."""
+    text = config.get_text_config()
+    limit: int = text.max_position_embeddings
+    wider = {"max_position_embeddings": tokens}
+    fields: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    for kind in _far_kinds(text):
+        rope = ropes(text)[kind]
+        original = rope.get(_ORIGINAL)
+        if rope["rope_type"] in ("yarn", "llama3") and original:
+            parts[kind] = {"factor": _rounded(tokens / original)}
+        elif rope["rope_type"] == LONG_ROPE or not _takes_yarn(text, kind):
+            fields = wider
+            if rope["rope_type"] != LONG_ROPE:
+                parts[kind] = {"rope_theta": float(math.ceil(rope["rope_theta"] * tokens / limit))}
+        elif rope.get("factor"):
+            fields = wider
+            parts[kind] = {"factor": _rounded(rope["factor"] * tokens / limit)}
+        else:
+            factor = _rounded(tokens / limit)
+            parts[kind] = {"rope_type": "yarn", "factor": factor, _ORIGINAL: limit}
+    if parts:
+        fields = {"rope_parameters": parts.get("", parts), **fields}
+    return fields
+
+
+def _rounded(factor: float) -> float:
+    """The factor with two decimals, and not below it."""
+    return math.ceil(100 * factor) / 100
+
+
+def _takes_yarn(config: PretrainedConfig, kind: str) -> bool:
+    """Whether a family reads yarn as such: Phi-3 reads longrope for it."""
+    rope = {**ropes(config)[kind], "rope_type": "yarn", "factor": 2.0}
+    given = {**ropes(config), kind: rope} if kind else rope
+    try:
+        made = type(config).from_dict({**config.to_dict(), "rope_parameters": given})
+    except Exception:  # each family checks its own fields
+        return False
+    return ropes(made)[kind]["rope_type"] == "yarn"
+
+
+def _in_python(fields: dict[str, Any]) -> str:
+    """The statements that load a model with these fields."""
+    lines = ["config = AutoConfig.from_pretrained(path)", "text = config.get_text_config()"]
+    for name, value in fields.items():
+        if not isinstance(value, dict):
+            lines.append(f"text.{name} = {value!r}")
+            continue
+        by_kind = {f"[{kind!r}]": part for kind, part in value.items() if isinstance(part, dict)}
+        lines += [f"text.{name}{k} |= {part!r}" for k, part in (by_kind or {"": value}).items()]
+    return "; ".join([*lines, "model = AutoModelForCausalLM.from_pretrained(path, config=config)"])
+
+
+def in_yaml(value: Any) -> str:
+    """A value as a run file has it, in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {in_yaml(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(in_yaml, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def describe_positions(model: PreTrainedModel | PretrainedConfig) -> list[str]:
+    """A line for a person: which RoPE the layers use, and how many tokens a document may have."""
+    config = (model.config if isinstance(model, PreTrainedModel) else model).get_text_config()
+    limit, found = context_limit(model), ropes(config)
+    if limit is None and not found:
+        return ["positions: the model has no table of them, and a document any length"]
+    many = "any number of positions" if limit is None else f"{limit:,} positions"
+    if not found:
+        return [f"positions: no RoPE; a document may have {many}"]
+    made = model if isinstance(model, PreTrainedModel) else None
+    parts = []
+    for kind, rope in found.items():
+        words = [_in_words(rope)]
+        if limit is not None and kind in _far_kinds(config):
+            own = _reach(config, kind, config.max_position_embeddings, made)
+            words.append(f"reaches {own:,}")
+        parts.append(", ".join(words) + (f" ({kind})" if kind else ""))
+    return [f"RoPE: {'; '.join(parts)}; a document may have {many}"]
+
+
+def _in_words(rope: dict[str, Any]) -> str:
+    factor, original = rope.get("factor"), rope.get(_ORIGINAL)
+    scaled = rope["rope_type"] != "default"
+    stretch = f" x{factor:g}" if scaled and factor else ""
+    over = f" over {original:,} positions" if scaled and original else ""
+    theta = rope.get("rope_theta")
+    base = f", theta {theta:,.10g}" if isinstance(theta, int | float) else ""
+    return f"{rope['rope_type']}{stretch}{over}{base}"
+
+
+# -- RoPE by the longest position ---------------------------------------------------------------
+#
+# Some tables depend on the longest position of a batch, which is chosen once for all chunks.
 
 
 def chooses_by_length(config: PretrainedConfig) -> bool:

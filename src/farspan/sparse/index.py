@@ -345,7 +345,7 @@ def principal_index(
             f"context: expected a whole number of at least the text's {tokens} tokens, got "
             f"{context!r}; give the longest that will be trained, or a shorter text"
         )
-    refuse_context(stages.model.config, context)
+    refuse_context(stages.model, context)
     last = context - tokens
     positions = torch.arange(tokens, device=input_ids.device).expand_as(input_ids)
     with routed(stages.model), answering(attention):

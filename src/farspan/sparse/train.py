@@ -394,7 +394,7 @@ def kept_masses(
     tokens = whole_tokens(input_ids.shape[1], schedule)
     ids = input_ids[:, :tokens].to(stages.device)
     positions = make_inputs(ids, ids, None, stages.vocab).position_ids
-    refuse_context(stages.model.config, tokens)
+    refuse_context(stages.model, tokens)
     start = (tokens - 1) // schedule.chunk * schedule.chunk
     own = torch.arange(start, tokens, device=ids.device).unflatten(0, (-1, sparse.query_tokens))
     some = sampled(len(own), QUERY_PAGES)

@@ -227,6 +227,7 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
         config=model.config,
         overrides=model.overrides,
         revision=model.revision,
+        dtype=torch_dtype(run),
     )
     refuse_untrainable(config, str(model.path))
     there = format_of(config)

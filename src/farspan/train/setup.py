@@ -108,7 +108,7 @@ def make_context(
     _check_vocabulary(corpus, blank)
     _check_pairs(run, corpus)
     # Now, rather than at the first step that meets a document too long for the model.
-    refuse_context(blank.config, min(run.context, corpus.longest))
+    refuse_context(blank, min(run.context, corpus.longest))
     run = place_weights(run, components, world, blank, about, observer)
     model = _load_model(run, components, world, blank, observer)
     other = _load_reference(run, components, world, model, corpus)
@@ -200,7 +200,7 @@ def _load_teacher(
                 f"loss.teacher: {path} embeds {rows:,} ids, and the data has ids up to "
                 f"{corpus.largest:,} (loss.top_k {most:,}); give a teacher of the same tokenizer"
             )
-        refuse_context(teacher.config, min(run.context, corpus.longest))
+        refuse_context(teacher, min(run.context, corpus.longest))
         found.append(teacher)
 
     world.run_on_rank0(read, "loading the teacher")

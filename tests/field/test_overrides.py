@@ -1,0 +1,554 @@
+"""Overrides of a model's configuration act as in config.json, or are named before it is made."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from farspan.engine.step import Step
+from farspan.hf.load import Weights, config_for_planning, load_model
+from farspan.hf.unsupported import context_limit, describe_positions, refuse_context
+from farspan.spec import Schedule, UnsupportedError
+from tests.zoo import COMMON, GEMMA3, GPT2, PHI
+
+POSITIONS = 64
+BY_KIND = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+# Families' config.json, as they are published: some with older spellings of RoPE.
+FILES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 5e5, "rope_scaling": None},
+    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "mistral": {"rope_theta": 1e4, "sliding_window": 8},
+    "gpt_neox": {"rotary_emb_base": 1e4, "rotary_pct": 0.5, "hidden_dropout": 0.0},
+    "phi3": {**PHI, "rope_theta": 1e4, "original_max_position_embeddings": POSITIONS},
+    "gemma3_text": {**GEMMA3, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    "olmo3": {"sliding_window": 8, "rope_parameters": BY_KIND},
+    "modernbert-decoder": {"global_rope_theta": 1e5, "local_rope_theta": 1e4, "local_attention": 8},
+    "mixtral": {"rope_theta": 1e6, "num_local_experts": 4},
+    "gpt2": {**GPT2, "n_positions": POSITIONS},
+}
+
+
+def fields(family: str, **changed: Any) -> dict[str, Any]:
+    common = {k: v for k, v in COMMON.items() if family != "gpt2" or k.endswith("_id")}
+    if "max_position_embeddings" in common:
+        common["max_position_embeddings"] = POSITIONS
+    if family != "gpt2":
+        common["head_dim"] = 16
+        common["hidden_size"] = 64
+    return {**common, "vocab_size": 64, "model_type": family, **FILES[family], **changed}
+
+
+def written(tmp_path: Path, content: dict[str, Any]) -> str:
+    tmp_path.mkdir(exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    return str(tmp_path)
+
+
+def made(path: str, overrides: dict[str, Any]) -> PreTrainedModel:
+    return load_model(path=path, dtype=torch.float32, overrides=overrides, weights=Weights.NONE)
+
+
+def by_transformers(path: str) -> PreTrainedModel:
+    """The model that transformers makes of a folder's config.json."""
+    with torch.random.fork_rng():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    return model
+
+
+def frequencies(model: PreTrainedModel) -> dict[str, Any]:
+    """Inverse frequencies, and the factors of attention that go with them."""
+    found: dict[str, Any] = {n: b for n, b in model.named_buffers() if "inv_freq" in n}
+    for name, module in model.named_modules():
+        found |= {f"{name}.{n}": v for n, v in vars(module).items() if "attention_scaling" in n}
+    return found
+
+
+def assert_alike(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    one, two = frequencies(model), frequencies(other)
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        same = torch.equal(value, two[name]) if isinstance(value, Tensor) else value == two[name]
+        assert same, name
+
+
+def assert_refused(path: str, overrides: dict[str, Any], *words: str) -> str:
+    with pytest.raises(UnsupportedError) as caught:
+        made(path, overrides)
+    for word in words:
+        assert word in str(caught.value)
+    return str(caught.value)
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": POSITIONS}
+SCALED: dict[str, dict[str, Any]] = {
+    "yarn": YARN,
+    "linear": {"factor": 4.0},
+    "llama3": {**YARN, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, **YARN},
+}
+STRETCHED = {"rope_type": "yarn", **YARN}
+FULL = {"full_attention": STRETCHED}
+# Files whose RoPE is written flat, as most published ones are: what transformers makes of the same
+# file with the override in it.
+IN_FILES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_scaling": {"type": "yarn", **YARN}}),
+    ("llama", {"rope_theta": 1e7}),
+    ("llama", {"rope_theta": 1e4}),  # which is also what transformers takes where nothing is said
+    ("llama", {"rope_theta": 1e7, "rope_scaling": STRETCHED}),
+    ("llama", {"max_position_embeddings": 256, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    ("mistral", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "sliding_window": 16}),
+    ("gpt_neox", {"rotary_pct": 0.25}),
+    ("gpt_neox", {"rotary_emb_base": 2e4, "rope_scaling": STRETCHED}),
+    ("phi3", {"rope_theta": 2e4, "max_position_embeddings": 128}),
+    (
+        "phi3",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8}},
+    ),
+    ("gemma3_text", {"rope_theta": 2e6}),
+    ("gemma3_text", {"rope_local_base_freq": 2e4}),
+    ("gemma3_text", {"rope_scaling": STRETCHED}),
+    ("gemma3_text", {"rope_parameters": FULL}),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+    ),
+    ("olmo3", {"rope_scaling": STRETCHED}),
+    ("modernbert-decoder", {"global_rope_theta": 2e5}),
+    ("modernbert-decoder", {"local_rope_theta": 2e4}),
+    ("modernbert-decoder", {"rope_scaling": STRETCHED}),
+]
+
+
+class TestRope:
+    @pytest.mark.parametrize("kind", SCALED)
+    @pytest.mark.parametrize("word", ["type", "rope_type"])
+    @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+    def test_spellings_give_the_frequencies_of_config_json(
+        self, field: str, word: str, kind: str, tmp_path: Path
+    ) -> None:
+        content = {k: v for k, v in fields("qwen2").items() if not k.startswith("rope")}
+        rope = {word: kind, **SCALED[kind]}
+        model = made(written(tmp_path / "a", content), {field: rope})
+        expected = by_transformers(written(tmp_path / "b", {**content, field: rope}))
+        assert_alike(model, expected)
+        assert frequencies(model)
+        assert model.config.rope_parameters["rope_type"] == kind
+        assert "type" not in model.config.rope_parameters  # nor in what a run saves
+
+    @pytest.mark.parametrize(("family", "overrides"), IN_FILES)
+    def test_a_file_s_own_spelling_and_the_override_s(
+        self, family: str, overrides: dict[str, Any], tmp_path: Path
+    ) -> None:
+        path = written(tmp_path / "a", fields(family))
+        assert_alike(
+            made(path, overrides),
+            by_transformers(written(tmp_path / "b", fields(family, **overrides))),
+        )
+        plain = frequencies(by_transformers(path))
+        changed = frequencies(made(path, overrides))
+        assert any(
+            not torch.equal(v, changed[n]) for n, v in plain.items() if isinstance(v, Tensor)
+        ) or any(v != changed[n] for n, v in plain.items() if isinstance(v, float))
+
+    @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+    def test_a_part_keeps_the_rest(self, field: str, tmp_path: Path) -> None:
+        """A new type keeps theta; a new factor keeps the type."""
+        rope = {"rope_type": "default", "rope_theta": 5e5}
+        path = written(tmp_path, fields("qwen2", rope_parameters=rope))
+        assert made(path, {field: {"type": "linear", "factor": 2.0}}).config.rope_parameters == {
+            **{"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+        }
+        path = written(tmp_path, fields("qwen2", rope_parameters={**rope, **STRETCHED}))
+        longer = made(path, {field: {"factor": 8.0}}).config.rope_parameters
+        assert (longer["rope_type"], longer["factor"], longer["rope_theta"]) == ("yarn", 8.0, 5e5)
+        linear = made(path, {field: {"type": "linear", "factor": 2.0}}).config.rope_parameters
+        assert linear["rope_type"] == "linear"
+        for nothing in ({field: None}, {field: {"rope_type": "default"}}):
+            plain = made(path, nothing).config.rope_parameters
+            assert (plain["rope_type"], plain["rope_theta"]) == ("default", 5e5)
+            assert "factor" not in plain
+
+    @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+    def test_an_older_spelling_in_the_file_gives_way(self, field: str, tmp_path: Path) -> None:
+        """transformers takes rope_scaling wherever a file has both."""
+        older = {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}}
+        newer = {"rope_type": "linear", "factor": 8.0}
+        path = written(tmp_path / "a", fields("llama", **older, rope_parameters=dict(newer)))
+        model = made(path, {field: {"type": "linear", "factor": 4.0}})
+        expected = fields("llama", rope_theta=1e6, rope_scaling={"type": "linear", "factor": 4.0})
+        assert_alike(model, by_transformers(written(tmp_path / "b", expected)))
+
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_of_a_model_that_also_reads_images(self, nested: bool, tmp_path: Path) -> None:
+        of_text = {k: v for k, v in fields("gemma3_text").items() if k != "vocab_size"}
+        vision = {"hidden_size": 16, "num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
+        content: dict[str, Any] = {
+            "model_type": "gemma3",
+            "text_config": {**of_text, "vocab_size": 300, "model_type": "gemma3_text"},
+            "vision_config": {**vision, "num_attention_heads": 2, "intermediate_size": 16},
+            **{"image_token_index": 299, "boi_token_index": 298, "eoi_token_index": 297},
+        }
+        change = {"rope_parameters": FULL, "query_pre_attn_scalar": 4}
+        overrides = {"text_config": change} if nested else change
+        model = made(written(tmp_path / "a", content), overrides)
+        content["text_config"] |= change
+        expected = AutoConfig.from_pretrained(written(tmp_path / "b", content)).text_config
+        assert model.config.text_config.query_pre_attn_scalar == 4
+        found, asked = (c.rope_parameters for c in (model.config.text_config, expected))
+        assert found == asked
+
+    @pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+    def test_flat_parameters_where_each_kind_of_layer_has_its_own(
+        self, family: str, tmp_path: Path
+    ) -> None:
+        path = written(tmp_path, fields(family))
+        message = assert_refused(
+            path,
+            {"rope_parameters": STRETCHED},
+            "model.overrides.rope_parameters:",
+            "a RoPE for each kind of layer (full_attention, sliding_attention)",
+        )
+        advised = yaml.safe_load("{" + message.rpartition("give ")[2] + "}")
+        rope = made(path, advised).config.rope_parameters
+        assert rope["full_attention"]["rope_type"] == "yarn"
+        assert rope["sliding_attention"]["rope_type"] == "default"
+
+    def test_kinds_of_layer_that_a_model_has_not(self, tmp_path: Path) -> None:
+        words = "has one RoPE for all its layers"
+        assert_refused(written(tmp_path, fields("llama")), {"rope_parameters": FULL}, words)
+        words = "rope_parameters.linear_attention: Gemma3TextConfig has one for each of full_att"
+        path = written(tmp_path, fields("gemma3_text"))
+        assert_refused(path, {"rope_parameters": {"linear_attention": STRETCHED}}, words)
+        assert_refused(
+            path, {"rope_scaling": FULL}, "does not read kinds of layer there; give rope_"
+        )
+
+    @pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+    def test_a_type_that_the_family_does_not_read_by_its_older_name(
+        self, family: str, tmp_path: Path
+    ) -> None:
+        """transformers 5.24 leaves these models' frequencies as they were."""
+        older = {"rope_scaling": {"type": "yarn", **YARN}}
+        content = fields(family) | {"rope_parameters": None}
+        path = written(tmp_path, content | older)
+        assert (
+            by_transformers(path).config.rope_parameters["full_attention"]["rope_type"] == "default"
+        )
+        path = written(tmp_path, content)
+        message = assert_refused(path, older, "rope_scaling.type: ", "by this older name")
+        made(path, yaml.safe_load("{" + message.rpartition("give ")[2] + "}"))
+
+    def test_two_types(self, tmp_path: Path) -> None:
+        both = {"type": "yarn", "rope_type": "linear", "factor": 2.0}
+        path = written(tmp_path, fields("llama"))
+        assert_refused(path, {"rope_scaling": both}, "overrides.rope_scaling.type: 'yarn' differs")
+
+
+def tied(model: Any) -> Any:
+    return model.model.embed_tokens.weight
+
+
+# The family, the overrides, and what the error must say.
+IDLE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("llama", {"rope_scaling": {"factor": 4.0}}, ("rope_scaling.factor: 4.0 changes", "default")),
+    ("llama", {"rope_parameters": {"original_max_position_embeddings": 64}}, ("RoPE: default",)),
+    (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 16}},
+        ("overrides.rope_scaling.beta_fast: 16 changes nothing", "a rope_type that reads it"),
+    ),
+    (
+        "phi3",
+        {
+            "rope_scaling": {
+                **{"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8},
+                "original_max_position_embeddings": 16,
+            }
+        },
+        ("reads the field original_max_position_embeddings itself; override that",),
+    ),
+    (
+        "qwen2",
+        {"sliding_window": 512},
+        (
+            "sliding_window: 512 changes nothing",
+            "has sliding_window: null",
+            "use_sliding_window: t",
+        ),
+    ),
+    ("qwen2", {"use_sliding_window": True}, ("use_sliding_window: true changes nothing",)),
+    ("llama", {"pretraining_tp": 2}, ("pretraining_tp",)),
+    ("llama", {"architectures": ["GPT2LMHeadModel"]}, ("architectures",)),
+    ("llama", {"output_hidden_states": True}, ("output_hidden_states: true changes nothing",)),
+    ("llama", {"id2label": {"0": "a"}}, ("id2label",)),
+    ("llama", {"initializer_range": 0.5}, ("weights are read from model.path, so none are drawn",)),
+    ("llama", {"attn_implementation": "eager"}, ("farspan computes attention itself",)),
+    ("llama", {"gradient_checkpointing": True}, ("the schedule decides what is recomputed",)),
+    ("llama", {"torch_dtype": "bfloat16"}, ("set model.dtype: bfloat16",)),
+    ("llama", {"dtype": "float16"}, ("set model.dtype: float16",)),
+    ("gpt2", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ("rope_scaling",)),
+    ("gpt2", {"rope_theta": 1e5}, ("rope_theta: GPT2Config has no such field",)),
+    ("gpt2", {"summary_type": "mean"}, ("summary_type: mean changes nothing",)),
+    ("gemma3_text", {"sliding_window_pattern": 3}, ("sliding_window_pattern",)),
+    ("mixtral", {"router_aux_loss_coef": 0.5}, ("adds no load-balancing loss",)),
+]
+# Overrides that act, with what shows it.
+ACTING: list[tuple[str, dict[str, Any], Any]] = [
+    ("llama", {"rms_norm_eps": 1e-3}, lambda m: m.model.norm.variance_epsilon == 1e-3),
+    ("llama", {"hidden_act": "gelu"}, lambda m: "GELU" in str(m.model.layers[0].mlp.act_fn)),
+    ("llama", {"num_hidden_layers": 2}, lambda m: len(m.model.layers) == 2),
+    ("llama", {"tie_word_embeddings": True}, lambda m: m.lm_head.weight is tied(m)),
+    (
+        "llama",
+        {"attention_bias": True},
+        lambda m: m.model.layers[0].self_attn.q_proj.bias is not None,
+    ),
+    (
+        "llama",
+        {"attention_dropout": 0.5},
+        lambda m: m.model.layers[0].self_attn.attention_dropout == 0.5,
+    ),
+    ("llama", {"vocab_size": 128}, lambda m: m.lm_head.out_features == 128),
+    ("llama", {"max_position_embeddings": 128}, lambda m: context_limit(m) == 128),
+    ("llama", {"use_cache": False}, lambda m: m.config.use_cache is False),
+    ("llama", {"eos_token_id": 5}, lambda m: m.config.eos_token_id == 5),
+    ("llama", {"torch_dtype": "float32"}, lambda m: m.dtype is torch.float32),
+    ("llama", {"attention_dropout": 0.0}, lambda m: not m.config.attention_dropout),  # as it was
+    ("qwen2", {"use_sliding_window": False}, lambda m: not m.config.use_sliding_window),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        lambda m: m.config.layer_types == ["full_attention"] + ["sliding_attention"] * 3,
+    ),
+    ("mistral", {"sliding_window": 16}, lambda m: m.config.sliding_window == 16),
+    ("mistral", {"sliding_window": None}, lambda m: m.config.sliding_window is None),
+    (
+        "gemma3_text",
+        {"layer_types": ["full_attention"] * 4},
+        lambda m: m.config.layer_types == ["full_attention"] * 4,
+    ),
+    ("gemma3_text", {"num_hidden_layers": 3}, lambda m: len(m.config.layer_types) == 3),
+    (
+        "gemma3_text",
+        {"final_logit_softcapping": 3.0},
+        lambda m: m.config.final_logit_softcapping == 3.0,
+    ),
+    (
+        "gemma3_text",
+        {"query_pre_attn_scalar": 4},
+        lambda m: m.model.layers[0].self_attn.scaling == 0.5,
+    ),
+    ("gpt2", {"num_hidden_layers": 2}, lambda m: len(m.transformer.h) == 2),
+    ("gpt2", {"n_positions": 128}, lambda m: m.transformer.wpe.num_embeddings == 128),
+    ("gpt2", {"max_position_embeddings": 128}, lambda m: m.transformer.wpe.num_embeddings == 128),
+    ("gpt2", {"attn_pdrop": 0.5}, lambda m: m.transformer.h[0].attn.attn_dropout.p == 0.5),
+    ("mixtral", {"num_experts_per_tok": 1}, lambda m: m.model.layers[0].mlp.gate.top_k == 1),
+]
+
+
+class TestActing:
+    @pytest.mark.parametrize(("family", "overrides", "words"), IDLE)
+    def test_an_override_that_changes_nothing_is_named(
+        self, family: str, overrides: dict[str, Any], words: tuple[str, ...], tmp_path: Path
+    ) -> None:
+        path = written(tmp_path, fields(family))
+        assert_refused(path, overrides, "model.overrides.", *words)
+
+    @pytest.mark.parametrize(("family", "overrides", "shows"), ACTING)
+    def test_an_override_that_acts_is_taken(
+        self, family: str, overrides: dict[str, Any], shows: Any, tmp_path: Path
+    ) -> None:
+        assert shows(made(written(tmp_path, fields(family)), overrides))
+
+    def test_planning_looks_as_well(self, tmp_path: Path) -> None:
+        path = written(tmp_path, fields("qwen2"))
+        with pytest.raises(UnsupportedError, match="sliding_window: 8 changes nothing"):
+            config_for_planning(path=path, config=None, overrides={"sliding_window": 8})
+
+    def test_weights_that_are_drawn_are_drawn_as_asked(self) -> None:
+        given = {"initializer_range": 0.5}
+        model: Any = load_model(config=fields("llama"), dtype=torch.float32, overrides=given)
+        assert 0.45 < float(model.lm_head.weight.detach().std()) < 0.55
+
+    def test_what_is_saved_says_what_is_trained(self, tmp_path: Path) -> None:
+        path = written(tmp_path / "a", fields("llama"))
+        model = load_model(
+            path=path,
+            dtype=torch.float32,
+            overrides={"rope_scaling": STRETCHED},
+            weights=Weights.RANDOM,
+        )
+        model.save_pretrained(tmp_path / "b")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+        assert_alike(again, model)
+        assert again.config.rope_parameters["rope_type"] == "yarn"
+
+
+class TestLength:
+    """A document may be as long as the frequencies of layers that see all of it reach."""
+
+    @pytest.mark.parametrize(
+        ("family", "changed", "limit"),
+        [
+            ("llama", {}, 64),
+            ("llama", {"rope_scaling": STRETCHED}, 256),
+            ("llama", {"rope_scaling": {"type": "default", **YARN}}, 64),
+            ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, 64),
+            ("gpt2", {}, 64),
+            ("gemma3_text", {"rope_scaling": STRETCHED}, 256),
+            ("gemma3_text", {"rope_parameters": {"sliding_attention": STRETCHED}}, 64),
+            ("modernbert-decoder", {"rope_scaling": STRETCHED}, 256),
+        ],
+    )
+    def test_a_factor_counts_where_it_stretches(
+        self, family: str, changed: dict[str, Any], limit: int, tmp_path: Path
+    ) -> None:
+        model = by_transformers(written(tmp_path, fields(family, **changed)))
+        assert context_limit(model) == context_limit(model.config) == limit
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_configuration_changed_afterwards_stretches_nothing(
+        self, dtype: torch.dtype, tmp_path: Path
+    ) -> None:
+        model: Any = by_transformers(written(tmp_path, fields("llama")))
+        model = model.to(dtype)
+        model.config.rope_parameters |= {"rope_type": "yarn", **YARN}
+        assert context_limit(model) == 64
+        step = Step(model, Schedule(chunk=32))
+        ids = torch.zeros(1, 65, dtype=torch.long)
+        with pytest.raises(UnsupportedError, match="was changed after the model was made"):
+            step(ids, ids)
+        model.config.save_pretrained(tmp_path)
+        again: Any = by_transformers(str(tmp_path))
+        assert context_limit(again.to(dtype)) == 256
+
+    @pytest.mark.parametrize("family", FILES)
+    @pytest.mark.parametrize("scaled", [None, "yarn", "linear", "llama3", "longrope"])
+    def test_the_advice_holds(self, family: str, scaled: str | None, tmp_path: Path) -> None:
+        """As it is printed: in a run file, and in a program."""
+        content = fields(family)
+        if scaled and (family == "phi3") != (scaled == "longrope"):
+            return
+        if scaled and family != "gpt2":
+            content["rope_scaling"] = {"rope_type": scaled, **SCALED[scaled]}
+            if family == "olmo3":
+                content.pop("rope_parameters")
+        path = written(tmp_path, content)
+        config = AutoConfig.from_pretrained(path)
+        tokens = 1000
+        with pytest.raises(UnsupportedError) as caught:
+            refuse_context(config, tokens)
+        message = str(caught.value)
+        if family == "gpt2":
+            assert "no RoPE to extend; set context to at most 64" in message
+            return
+        line, _, rest = message.partition("model.overrides: ")[2].partition("; in a program")
+        model = made(path, yaml.safe_load(line))
+        refuse_context(model, tokens)
+        code = rest.partition(": ")[2].rpartition(" (to change")[0]
+        code = code.replace("AutoModelForCausalLM.from_pretrained(path, config=config)", "config")
+        names: dict[str, Any] = {"AutoConfig": AutoConfig, "path": path}
+        exec(code, names)
+        other = AutoModelForCausalLM.from_config(names["model"])
+        refuse_context(other, tokens)
+        assert_alike(other, model)
+
+    def test_positions_in_words(self, tmp_path: Path) -> None:
+        content = fields("gemma3_text", rope_scaling=STRETCHED)
+        assert describe_positions(by_transformers(written(tmp_path, content))) == [
+            "RoPE: default, theta 10,000 (sliding_attention); yarn x4 over 64 positions, theta "
+            "1,000,000, reaches 256 (full_attention); a document may have 256 positions"
+        ]
+        plain = by_transformers(written(tmp_path, fields("gpt2")))
+        assert describe_positions(plain) == ["positions: no RoPE; a document may have 64 positions"]
+
+
+# -- any override of any of them ------------------------------------------------------------------
+
+VALUES: dict[str, Any] = {
+    "rope_theta": st.sampled_from([1e4, 3e4, 1e6]),
+    "rope_local_base_freq": st.sampled_from([1e4, 3e4]),
+    "partial_rotary_factor": st.sampled_from([0.5, 1.0]),
+    "rotary_pct": st.sampled_from([0.25, 0.5]),
+    "max_position_embeddings": st.sampled_from([64, 128]),
+    "sliding_window": st.sampled_from([None, 8, 16]),
+    "use_sliding_window": st.booleans(),
+    "num_hidden_layers": st.sampled_from([2, 4]),
+    "rms_norm_eps": st.sampled_from([1e-6, 1e-3]),
+    "layer_norm_eps": st.sampled_from([1e-5, 1e-3]),
+    "hidden_act": st.sampled_from(["silu", "gelu"]),
+    "attention_bias": st.booleans(),
+    "tie_word_embeddings": st.booleans(),
+    "final_logit_softcapping": st.sampled_from([None, 5.0]),
+    "head_dim": st.sampled_from([8, 16]),
+    "use_cache": st.booleans(),
+}
+ROPES = st.fixed_dictionaries(
+    {"factor": st.sampled_from([2.0, 4.0])},
+    optional={
+        "type": st.sampled_from(["default", "linear", "yarn"]),
+        "rope_type": st.sampled_from(["default", "linear", "yarn"]),
+        "original_max_position_embeddings": st.sampled_from([32, 64]),
+        "beta_fast": st.just(8.0),
+    },
+)
+KINDS = st.sampled_from(["full_attention", "sliding_attention"])
+ANY_ROPE = st.one_of(ROPES, st.dictionaries(KINDS, ROPES, min_size=1), st.none())
+VALUES |= {"rope_scaling": ANY_ROPE, "rope_parameters": ANY_ROPE}
+OVERRIDES = st.lists(st.sampled_from(sorted(VALUES)), min_size=1, max_size=3, unique=True).flatmap(
+    lambda names: st.fixed_dictionaries({name: VALUES[name] for name in names})
+)
+
+
+def forward(model: PreTrainedModel) -> Tensor:
+    """Logits of the model with weights that depend on their shapes alone."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        model.tie_weights()
+        logits: Tensor = model.eval()(torch.arange(40)[None], use_cache=False).logits
+    return logits
+
+
+class TestAny:
+    @given(
+        family=st.sampled_from([f for f in FILES if f not in ("modernbert-decoder", "gpt2")]),
+        overrides=OVERRIDES,
+    )
+    def test_an_override_acts_as_in_config_json_or_is_named(
+        self, family: str, overrides: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        if overrides.keys() >= {"rope_scaling", "rope_parameters"}:
+            del overrides["rope_parameters"]  # which transformers then does not read
+        folder = tmp_path_factory.mktemp("any")
+        content = {k: v for k, v in fields(family).items() if k not in ("rope_parameters",)}
+        path = written(folder / "a", content)
+        try:
+            model = load_model(
+                path=path, dtype=torch.float32, overrides=overrides, weights=Weights.RANDOM
+            )
+        except UnsupportedError as error:
+            message = str(error)
+        else:
+            message = ""
+        if message:
+            assert any(f"model.overrides.{name}" in message for name in overrides), message
+            return
+        asked = {**content, **overrides}
+        if "layer_types" in asked:  # the first layers are built, which a file must say itself
+            asked["layer_types"] = asked["layer_types"][: asked["num_hidden_layers"]]
+        expected = by_transformers(written(folder / "b", asked))
+        assert_alike(model, expected)
+        if family != "gemma3_text" or expected.config.sliding_window:  # or no forward runs
+            assert torch.equal(forward(model), forward(expected))
