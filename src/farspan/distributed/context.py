@@ -37,6 +37,7 @@ class ParallelContext:
     made: dict[tuple[str, ...], Any] = field(default_factory=dict)  # by axes of several ranks
     is_apart: bool = False
     agreed: int = 0  # exchanges so far, the same on every rank
+    scopes: dict[tuple[str, ...], list[tuple[int, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not dist.is_initialized():
@@ -120,31 +121,30 @@ class ParallelContext:
 
         Raises UnsupportedError on all ranks if a block has raised on one, or facts differ.
         """
-        mine = Agreement(call)
+        mine, digests, turn = Agreement(call), [0] * len(SCOPES), self.agreed
         try:
             yield mine
+            if not self.is_apart:
+                digests = [mine.digest(scope, turn) for scope in SCOPES]
         except Exception as error:
             if not self.is_apart:
-                self._exchange(mine, _words_of(error))
+                self._exchange(mine, digests, _words_of(error))
             raise
         if self.is_apart:
             mine.table = [mine.figures]
         else:
-            self._exchange(mine, None)
+            self._exchange(mine, digests, None)
 
-    def _exchange(self, mine: "Agreement", refusal: str | None) -> None:
-        self.agreed += 1
+    def _exchange(self, mine: "Agreement", digests: list[int], refusal: str | None) -> None:
+        turn, self.agreed = self.agreed, self.agreed + 1
         self._record_sync()
-        digests = [_NOT_ASKED] * len(SCOPES)
-        if refusal is None:
-            digests = [mine.digest(scope, self.agreed) for scope in SCOPES]
         rows = torch.tensor([[refusal is not None, *digests, *mine.figures]], device=self.device)
         peers = self.among(*AXES)
         table = peers.gather(rows, [1] * peers.size).tolist()
         mine.table = [row[-len(mine.figures) :] for row in table]
         if not any(row[0] for row in table) and not self._unlike([row[1:] for row in table]):
             return
-        said = {"refusal": refusal} if refusal is not None else mine.words(self.agreed)
+        said = {"refusal": refusal} if refusal is not None else mine.words(turn)
         everyone = [json.loads(text) for text in self._texts(json.dumps(said))]
         if refusal is None:
             raise UnsupportedError(self._difference(everyone))
@@ -152,17 +152,22 @@ class ParallelContext:
     def _unlike(self, table: list[list[int]]) -> bool:
         """Whether the digests of a scope differ between ranks that must have the same."""
         return any(
-            len({table[n][number] for n in Rank(self.layout, rank).peers(*scope)}) > 1
+            len({table[n][number] for n in peers}) > 1
             for number, scope in enumerate(SCOPES)
-            for rank in range(self.layout.devices())
+            for peers in self._groups_of(scope)
         )
+
+    def _groups_of(self, scope: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """The ranks of a scope, in each place along the other axes."""
+        if scope not in self.scopes:
+            numbers = range(self.layout.devices())
+            self.scopes[scope] = sorted({Rank(self.layout, n).peers(*scope) for n in numbers})
+        return self.scopes[scope]
 
     def _texts(self, mine: str) -> list[str]:
         """The text of each rank."""
-        peers, own = (
-            self.among(*AXES),
-            torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8),
-        )
+        peers = self.among(*AXES)
+        own = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8)
         sizes = [size for (size,) in self.figures([len(own)])]
         whole = peers.gather(own.to(self.device), sizes).cpu()
         return [bytes(part.tolist()).decode() for part in whole.split(sizes)]
@@ -173,15 +178,11 @@ class ParallelContext:
         if refused:
             return "; ".join(f"rank {number}: {words}" for number, words in refused)
         found = []
-        for scope in map(_key_of, SCOPES):
-            names = dict.fromkeys(name for said in everyone for name in said.get(scope, ()))
-            for name in names:
-                values = [said.get(scope, {}).get(name, MISSING) for said in everyone]
-                if any(
-                    values[n] != values[rank]
-                    for rank in range(len(values))
-                    for n in Rank(self.layout, rank).peers(*scope.split())
-                ):
+        for scope in SCOPES:
+            own = [said.get(_key_of(scope), {}) for said in everyone]
+            for name in dict.fromkeys(name for said in own for name in said):
+                values = [said.get(name, MISSING) for said in own]
+                if any(len({values[n] for n in peers}) > 1 for peers in self._groups_of(scope)):
                     found.append(_between(name, values))
         if found and found[0].startswith("call: "):
             found = found[:1]  # the facts of other calls are others
@@ -205,7 +206,6 @@ EVERYWHERE, OF_BATCH, OF_STAGE, OF_WEIGHTS = SCOPES = (
 SHOWN = 4  # differences that an error names
 MISSING = "missing"
 PIECE = 2**15  # elements of a tensor that one exchange compares: 30 ms for 300 tensors in fp32
-_NOT_ASKED = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,23 @@ class ShardedModel:
 _BY_LENGTH = "inv_freq", "max_seq_len_cached", "attention_scaling"
 
 
+def inside(model: nn.Module) -> Look:
+    """Look at a model, but for what trainers and loaders set on the whole of it: a `forward`, marks
+    and maps. Its numbers, such as a scale of logits, are looked at."""
+
+    def kept(name: str, value: object) -> bool:
+        is_number = isinstance(value, tuple) and value[:1] in ((int,), (float,))
+        return is_number or name in ("__class__", "_modules", "_parameters", "_buffers", "training")
+
+    return Look(
+        [
+            (path, state if path else {n: x for n, x in state.items() if kept(n, x)})
+            for path, state in look(model).states
+            if path.partition(".")[0] != "forward"
+        ]
+    )
+
+
 def described(now: Look, stages: CausalLMStages | None = None) -> Described:
     """Put a model in words for ranks to compare: modules, attributes, hooks, configurations."""
     left = _BY_LENGTH if stages is not None and chooses_by_length(stages.model.config) else ()
@@ -158,14 +175,18 @@ def described(now: Look, stages: CausalLMStages | None = None) -> Described:
             f"{path or 'model'}.{name.strip('_')}": _text_of(value)
             for path, state in now.states
             for name, value in sorted(state.items())
-            if not name.endswith((*left, *_OF_LOADING))
+            if name not in UNREAD and not name.endswith(left)
         }
 
     return Described(hashlib.blake2b(repr(words()).encode(), digest_size=8).digest(), words)
 
 
-# Attributes that differ between ranks which have loaded the same model.
-_OF_LOADING = "hf_device_map", "is_hf_initialized"
+# Attributes that decide no step, and differ between ranks of which one has loaded or saved a model
+# or generated with it.
+UNREAD = (
+    *("_is_hf_initialized", "architectures", "dtype", "use_cache"),
+    *("pad_token_id", "bos_token_id", "eos_token_id"),
+)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|, index=\d+")  # also of devices
 
 
@@ -267,7 +288,7 @@ def parallelize(
         )
     if weights is not None:
         weights.give(partial(_fill, sharded, tensor))
-    spec, tiles, now = inspected.spec, inspected.tiles, look(boundary.model)
+    spec, tiles, now = inspected.spec, inspected.tiles, inside(boundary.model)
     return ShardedModel(ranks, spec, boundary.dtype, sharded, tensor, tiles, now)
 
 
@@ -320,7 +341,7 @@ def _inspected(
 ) -> _Inspected:
     """What every rank sees of the whole model. Raises UnsupportedError if their models differ."""
     with ranks.agreement("parallelize: comparing the models") as same:
-        same.add({"model": described(look(boundary.model), boundary)})
+        same.add({"model": described(inside(boundary.model), boundary)})
         same.add(weight_facts(boundary.model))
         same.add({"numbers": dict(boundary.model.named_buffers())})
     with ranks.agreement("parallelize: running the layers"):

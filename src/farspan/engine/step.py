@@ -16,9 +16,11 @@ from farspan.engine.gradients import AccumulatingLinears, adds_products
 from farspan.engine.kernels import attention_kernels
 from farspan.engine.loss import HeadFunction, LogProbs, StepInputs, TopIds, make_inputs
 from farspan.engine.parallelize import (
+    UNREAD,
     ShardedModel,
     described,
     facts_of,
+    inside,
     parallelize,
     refuse_schedule,
 )
@@ -90,8 +92,8 @@ _FOUND = (  # by a preparation
 # buffers, adapters that are switched off, and fields that decide no step. Parameters are looked at
 # by who has sharded them.
 _WHILE_SHARDED = (
-    *("training", "_buffers", "_parameters", "_disable_adapters", "use_cache"),
-    *("pad_token_id", "bos_token_id", "eos_token_id"),
+    *("training", "_buffers", "_parameters", "_disable_adapters"),
+    *UNREAD,
 )
 _VALUES = Objective(LossKind.GRPO)  # what is planned where a backward follows values of tokens
 
@@ -211,8 +213,8 @@ class Step(ProgramRunner):
         self._preparations.append({name: getattr(self, name) for name in _FOUND})
 
     def _look_now(self) -> Look:
-        """The model as it is now; of one that is sharded, without wrappers."""
-        return look(self._model if self.sharded_model is None else self.boundary.model)
+        """The model as it is now; of one that is sharded, what is inside it."""
+        return look(self._model) if self.sharded_model is None else inside(self.boundary.model)
 
     def _prepare_for(self, now: Look) -> None:
         """Prepare for the model as it is now, as a new step would, or take up what was found out
