@@ -92,7 +92,7 @@ _FOUND = (  # by a preparation
 # buffers, adapters that are switched off, and fields that decide no step. Parameters are looked at
 # by who has sharded them.
 _WHILE_SHARDED = (
-    *("training", "_buffers", "_parameters", "_disable_adapters"),
+    *("training", "_buffers", "_parameters", "_disable_adapters", "_adapters_disabled"),
     *UNREAD,
 )
 _VALUES = Objective(LossKind.GRPO)  # what is planned where a backward follows values of tokens

@@ -31,7 +31,7 @@ IGNORED = {
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
     *("_load_state_dict_post_hooks", "_non_persistent_buffers_set"),
     *("_name_or_path", "_commit_hash", "transformers_version", "warnings_issued"),
-    "generation_config",
+    *("architectures", "generation_config"),
 }
 GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks"),
@@ -161,8 +161,8 @@ class _ModelWalk:
             return kind, [self._of(x, f"{name}.{i}") for i, x in enumerate(value)]
         if isinstance(value, set | frozenset):
             return kind, sorted(map(str, value))
-        if isinstance(value, FUNCTIONS):
-            return _function(value)
+        if callable(value) and not isinstance(value, nn.Module):
+            return _function(value)  # an object that counts its calls, too, is the same
         if isinstance(value, Enum):
             return kind, value.name
         self._come(value, name)
