@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import farspan
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import Stage
 from farspan.engine.parallelize import parallelize
@@ -480,3 +482,37 @@ LAYOUTS: list[tuple[Layout, Stage | None]] = [
 @pytest.mark.parametrize(("layout", "stage"), LAYOUTS)
 def test_what_one_rank_has_otherwise_is_named_on_both(layout: Layout, stage: Stage | None) -> None:
     assert run_ranks(2, of_one_rank, layout, stage) == [[], []]
+
+
+def trainer_of_unlike_models(folder: str) -> str:
+    from transformers import TrainingArguments
+
+    from tests.train.test_hugging_face import padded, rows
+    from tests.train.test_trainer_ranks import start
+    from tests.train.tiny import MODEL, load_tiny
+
+    start(folder)
+    model: Any = load_tiny(config=MODEL | {"num_key_value_heads": 2}, dtype=torch.float64, seed=0)
+    if dist.get_rank():
+        model.model.norm.variance_epsilon = 0.1
+    quiet: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    trainer: Any = farspan.Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=folder, max_steps=1, remove_unused_columns=False, **quiet
+        ),
+        data_collator=padded,
+        train_dataset=rows(),
+        schedule=SCHEDULE,
+        layout=Layout(ulysses=2),
+    )
+    with pytest.raises(UnsupportedError) as told:
+        trainer.train()
+    return str(told.value)
+
+
+def test_a_trainer_names_what_differs(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    for said in run_ranks(2, trainer_of_unlike_models, str(tmp_path)):
+        assert "norm.variance_epsilon" in said
+        assert "0.1 on rank 1" in said

@@ -525,6 +525,30 @@ RESUMES = (
 
 RANKS = (
     Fault(
+        "ranks: facts that differ are not seen",
+        "len({table[n][number] for n in peers}) > 1",
+        "len({table[n][number] for n in peers}) > 2",
+        ("tests/field/test_ranks.py::test_what_one_rank_has_otherwise_is_named_on_both",),
+    ),
+    Fault(
+        "ranks: a refusal of one rank is not told",
+        "self._exchange(mine, digests, _words_of(error))",
+        "self._exchange(mine, digests, None)",
+        ("tests/field/test_ranks.py::test_what_one_rank_has_otherwise_is_named_on_both",),
+    ),
+    Fault(
+        "ranks: a parameter that was replaced is not looked for",
+        "old, new = self._slots.get(name), now.get(name)",
+        "old = new = self._slots.get(name, now.get(name))",
+        ("tests/field/test_ranks.py::test_what_is_replaced_in_a_shared_model_is_refused_by_name",),
+    ),
+    Fault(
+        "ranks: a step by way of DTensors is no change of weights",
+        "for x in (*found, *shards)]",
+        "for x in shards]",
+        ("tests/field/test_ranks.py::test_what_one_rank_has_otherwise_is_named_on_both",),
+    ),
+    Fault(
         "ranks: a silent store is waited for",
         "while work.is_alive() and self._silence < SILENCE:",
         "while work.is_alive():",
