@@ -23,8 +23,8 @@ COLUMNS = 100
 
 # Of `src`: what one person can still read.
 SOURCE = "src/farspan/"
-SOURCE_FILES = 172
-SOURCE_LINES = 62_500
+SOURCE_FILES = 174
+SOURCE_LINES = 63_400
 SMALL = 80  # lines; a module that has fewer and one importer belongs in it
 # Small modules with one importer that stand alone all the same, and why.
 ALONE = {

@@ -19,10 +19,16 @@ from farspan.distributed.run_context import DistributedContext
 from farspan.engine.parallelize import ShardedModel, parallelize, sharded_parameters
 from farspan.engine.streamed_weights import StreamedWeights
 from farspan.hf.describe import describe
-from farspan.hf.load import Weights, add_adapters, refuse_unpinned, stacked_experts
+from farspan.hf.load import Weights, add_adapters, load_config, refuse_unpinned, stacked_experts
 from farspan.hf.quantized import elements, format_of, frozen_digest, refuse_whole
 from farspan.hf.stages import CausalLMStages
-from farspan.hf.unsupported import reads_text_alone, refuse_context, refuse_dropout, refuse_model
+from farspan.hf.unsupported import (
+    describe_positions,
+    reads_text_alone,
+    refuse_context,
+    refuse_dropout,
+    refuse_model,
+)
 from farspan.profile.catalog import is_on_hub, refuse_absent
 from farspan.program.layout import (
     AXES,
@@ -505,6 +511,15 @@ def show_data(run: RunConfig, sequence: int, held_out: bool) -> Iterator[str]:
             f"sequence: expected a number below {count}, as many as are held out, got {sequence}"
         )
     yield from corpus.describe(run.context)
+    model = run.model
+    config = load_config(
+        path=model.path,
+        config=model.config,
+        overrides=model.overrides,
+        trust_remote_code=model.trust_remote_code,
+        revision=model.revision,
+    )
+    yield from describe_positions(config)
     yield f"\nsequence {sequence}{' held out' if held_out else ''}"
     batch = packing.once(sequence) if held_out else packing.batch([sequence])
     yield from show_sequence(batch, tokenizer)
