@@ -496,18 +496,16 @@ def trainer_of_unlike_models(folder: str) -> str:
     if dist.get_rank():
         model.model.norm.variance_epsilon = 0.1
     quiet: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
-    trainer: Any = farspan.Trainer(
-        model=model,
-        args=TrainingArguments(
-            output_dir=folder, max_steps=1, remove_unused_columns=False, **quiet
-        ),
-        data_collator=padded,
-        train_dataset=rows(),
-        schedule=SCHEDULE,
-        layout=Layout(ulysses=2),
-    )
+    quiet["remove_unused_columns"] = False
     with pytest.raises(UnsupportedError) as told:
-        trainer.train()
+        farspan.Trainer(
+            model=model,
+            args=TrainingArguments(output_dir=folder, max_steps=1, **quiet),
+            data_collator=padded,
+            train_dataset=rows(),
+            schedule=SCHEDULE,
+            layout=Layout(ulysses=2),
+        ).train()
     return str(told.value)
 
 
