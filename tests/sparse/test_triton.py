@@ -117,7 +117,11 @@ def test_kernels_are_no_less_accurate_than_the_formula(
     inputs = make_paged(case)
     exact = expected_paged(case, inputs.to(torch.float64))
     found = interpreted.submit(run_paged, case, inputs).result()
-    assert_no_less_accurate(found, exact, expected_paged(case, inputs))
+    # dK and dV are summed tile after tile of queries, and independent roundings add in squares;
+    # the formula is one product, whose error depends on the processor.
+    tiles = 1 if case.tiles is None else case.queries * case.group / case.tiles.dkv.queries
+    roundings = max(1, round(tiles**0.5))
+    assert_no_less_accurate(found, exact, expected_paged(case, inputs), roundings)
 
 
 def test_the_same_inputs_give_the_same_bits_and_totals_add_up(
