@@ -56,6 +56,8 @@ _SPEAKERS = {
     "observation": "tool",
     "function_response": "tool",
 }
+# Names of the assistant under which a template has no turn of the model.
+_ANSWERERS = {name for name, role in _SPEAKERS.items() if role == ASSISTANT} | {"ai", "bot"}
 _OTHERWISE = (
     "give a data.chat_template that has {% generation %} around what the model says, or set "
     "data.loss to all"
@@ -291,6 +293,7 @@ class ChatForm:
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
+                _refuse_answerer(document, number + 1, message["role"])
                 continue
             if number == 0:
                 raise UnsupportedError(
@@ -441,6 +444,16 @@ def _refuse_another_prompt(document: Document, messages: Sequence[Message]) -> N
         raise UnsupportedError(
             f"{document.place}: field {PROMPT!r} is not what the messages begin with; make it "
             "their first message, or leave it out"
+        )
+
+
+def _refuse_answerer(document: Document, number: int, role: Any) -> None:
+    """Raises UnsupportedError for a role that is the assistant's by another name."""
+    if str(role).strip().lower() in _ANSWERERS:
+        raise UnsupportedError(
+            f"{document.place}: message {number} has the role {role!r}, and only turns of the role "
+            f"{ASSISTANT!r} are trained; write {ASSISTANT!r}, or give a data.chat_template that "
+            "has {% generation %} around what the model says"
         )
 
 
