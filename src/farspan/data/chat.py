@@ -39,7 +39,7 @@ from farspan.data.formats import (
     text_of,
     with_system,
 )
-from farspan.data.templates import CALLS, Templates, read_message, read_tools
+from farspan.data.templates import CALLS, Templates, read_message, read_object, read_tools
 from farspan.data.tokenizers import Document, Written
 from farspan.spec import UnsupportedError
 
@@ -65,7 +65,7 @@ _OTHERWISE = (
 _NOWHERE = "\ue000"  # a character for private use
 _Rendered = tuple[str, tuple[tuple[int, int], ...] | None]
 # Rises whenever the same record gives other text or spans; the first had no number.
-_READ = 2
+_READ = 3
 
 
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
@@ -260,20 +260,20 @@ class ChatForm:
         return messages
 
     def _kwargs(self, document: Document) -> Mapping[str, Any]:
-        """Return the record's variables for the template, each of which it names."""
+        """Return the record's variables for the template, each of which it names. Empty ones that
+        it does not name count as missing: a table has all of them in each row."""
         given = document.fields.get(TEMPLATE_KWARGS) or {}
-        if not isinstance(given, Mapping):
-            raise UnsupportedError(
-                f"{document.place}: field {TEMPLATE_KWARGS!r} holds {type(given).__name__}, "
-                "expected an object"
-            )
-        for name in given:
-            if name in _NOT_KWARGS or not self.names(name):
+        place = f"{document.place}: field {TEMPLATE_KWARGS!r}"
+        found = read_object(given, place)
+        for name in [*found]:
+            if name not in _NOT_KWARGS and self.names(name):
+                continue
+            if found.pop(name) not in (None, "", [], {}):
                 raise UnsupportedError(
-                    f"{document.place}: field {TEMPLATE_KWARGS!r}: the chat template does not take "
-                    f"{name!r} from it; leave it out, or give another data.chat_template"
+                    f"{place}: the chat template does not take {name!r} from it; leave it out, "
+                    f"give another data.chat_template, or set data.ignore: [{TEMPLATE_KWARGS}]"
                 )
-        return given
+        return found
 
     def _prepared(
         self, document: Document, messages: Sequence[Message]
@@ -281,8 +281,9 @@ class ChatForm:
         """The document with its tools read, and the messages as its template takes them."""
         tools = read_tools(document.fields.get(TOOLS), document.place)
         document = replace(document, fields={**document.fields, TOOLS: tools})
+        kwargs = self._kwargs(document)
         try:
-            return document, self.templates.suit(messages, tools, self._kwargs(document))
+            return document, self.templates.suit(messages, tools, kwargs)
         except UnsupportedError as error:
             raise UnsupportedError(f"{document.place}: field {self.field!r}: {error}") from error
 

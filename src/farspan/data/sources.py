@@ -22,10 +22,12 @@ from farspan.data.formats import (
     INPUT_IDS,
     INSTRUCTION,
     OUTPUT,
+    READ,
     REJECTED,
     AlpacaForm,
     TextForm,
     TokensForm,
+    is_harmless,
     is_media,
 )
 from farspan.data.templates import Templates, find_template
@@ -368,12 +370,17 @@ _MARKS = {
 
 
 def recognise(config: DataConfig, document: Document) -> DataConfig:
-    """With the form of this document, the first there is, where the run file names none: what has
-    a text is text. Raises UnsupportedError where its fields say none, or several."""
-    fields = {name: value for name, value in document.fields.items() if value is not None}
-    if config.format is not RecordFormat.TEXT or config.field is not None or TEXT in fields:
+    """With the form of this document, the first there is, where the run file names none.
+
+    Raises:
+        UnsupportedError: its fields say none, or several.
+    """
+    if config.format is not RecordFormat.TEXT or config.field is not None:
         return config
-    found = [kind for kind, needed in _MARKS.items() if all(name in fields for name in needed)]
+    fields = {name: value for name, value in document.fields.items() if value is not None}
+    # Without those that the user ignores, unless these are needed, which is refused later.
+    left = fields.keys() - {*config.ignore}
+    found = _forms_with(left) or _forms_with(fields.keys())
     if not found and TEXT in document.fields:
         return config  # null, which the form says
     if not found:
@@ -381,17 +388,35 @@ def recognise(config: DataConfig, document: Document) -> DataConfig:
         raise UnsupportedError(
             f"{document.place} has no field 'text' (it has: {', '.join(fields)}), and none of the "
             f"forms that are known by their fields: {forms}; set data.field to the field of its "
-            "text, or data.format and the fields of another form"
+            "text, or data.format: prompt with data.prompt and data.completion to the fields of a "
+            "prompt and its answer, or data.format and data.field to those of another form"
         )
     if len(found) > 1:
+        ways = (
+            f"data.ignore: [{', '.join([*config.ignore, *_others(kind, fields)])}] for {kind}"
+            for kind in found
+        )
         raise UnsupportedError(
             f"{document.place} has the fields of several forms: {', '.join(found)}; set "
-            "data.format to one of them"
+            f"{', or '.join(ways)}"
         )
     kind, field = found[0], None
     if kind is RecordFormat.SHAREGPT and _has_roles(fields["conversations"]):
         kind, field = RecordFormat.CHAT, "conversations"
     return replace(config, format=kind, field=field)
+
+
+def _forms_with(names: Collection[str]) -> list[RecordFormat]:
+    return [kind for kind, needed in _MARKS.items() if all(name in names for name in needed)]
+
+
+def _others(kind: RecordFormat, fields: Mapping[str, Any]) -> list[str]:
+    """List the fields that this form does not read and that may say what is trained."""
+    return [
+        name
+        for name, value in fields.items()
+        if name not in READ[kind] and not is_harmless(name, value)
+    ]
 
 
 def _has_roles(messages: Any) -> bool:

@@ -51,13 +51,13 @@ def read_tools(given: Any, place: str) -> list[Any] | None:
 
 
 def _schema(tool: Any, place: str) -> Any:
-    tool = _object(tool, place)
+    tool = read_object(tool, place)
     for key in ("function", "parameters"):
         if isinstance(tool.get(key), str):
-            tool = {**tool, key: _object(tool[key], f"{place}: {key}")}
+            tool = {**tool, key: read_object(tool[key], f"{place}: {key}")}
     function = tool.get("function")
     if isinstance(function, Mapping) and isinstance(function.get("parameters"), str):
-        own = _object(function["parameters"], f"{place}: parameters")
+        own = read_object(function["parameters"], f"{place}: parameters")
         tool = {**tool, "function": {**function, "parameters": own}}
     return tool
 
@@ -123,7 +123,7 @@ def _read_calls(given: Any, place: str) -> list[Any]:
 
 def _read_call(given: Any, place: str) -> Message:
     """Read a call; its arguments stay as they are given, once they are found to be an object."""
-    call = _object(given, place)
+    call = read_object(given, place)
     if "function" in call:
         return {**call, "function": _read_call(call["function"], place)}
     if isinstance(call.get(ARGUMENTS), str):
@@ -133,10 +133,15 @@ def _read_call(given: Any, place: str) -> Message:
 
 def _arguments(text: str, place: str = "") -> Any:
     """Read arguments in a text; an empty one, which some APIs give, is that of no arguments."""
-    return _object(text, f"{place}: {ARGUMENTS}") if text.strip() else {}
+    return read_object(text, f"{place}: {ARGUMENTS}") if text.strip() else {}
 
 
-def _object(given: Any, place: str) -> dict[str, Any]:
+def read_object(given: Any, place: str) -> dict[str, Any]:
+    """Read an object, as such or as JSON in a text.
+
+    Raises:
+        UnsupportedError: With `place`, where it is something else.
+    """
     found = _parsed(given, place) if isinstance(given, str) else given
     if not isinstance(found, Mapping):
         raise UnsupportedError(f"{place} holds {_kind(found)}, expected an object with fields")
