@@ -201,6 +201,7 @@ class TestTokens:
             ({"length": 3}, "field 'length' is 3 for 4 input_ids; cut them to it, give an att"),
             ({"prompt_length": 2}, "does not read 'prompt_length'"),
             ({"scores": [0.1, 0.2, 0.3, 0.4]}, "does not read 'scores'"),
+            ({"meta": {"loss_mask": [0, 0, 1, 1]}}, "does not read 'meta'"),
             ({"document_ids": [0, 0, 1, 1]}, "does not read 'document_ids'"),
         ],
     )

@@ -64,8 +64,8 @@ def verify_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Folder, config.json, hub name (also NAME@REVISION) or run file (YAML), whose data it "
-            "shows; a folder without weights gets random ones. Default: that of `farspan train`."
+            help="Folder, config.json, hub name (also NAME@REVISION) or run file (YAML), whose "
+            "data it shows; a folder without weights gets random ones. Default: `farspan train`'s."
         ),
     ] = None,
     dtype: DTypeName = None,

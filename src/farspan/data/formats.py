@@ -91,11 +91,11 @@ id uuid hash hexsha sha source url license licenses language lang score rating
 timestamp date datetime title category version
 """
 _IN_MEDIA = "image images audio audios video videos pixel"
-_IN_TRAINING = "train training trainable trained loss label labels mask weight weights token ignore"
+_SAID = "train training trainable trained loss label labels mask masks weight weights"
 HARMLESS_NAMES = frozenset(_HARMLESS.split())
 HARMLESS_ENDINGS = tuple(_HARMLESS_ENDINGS.split())  # last words, as in prompt_id
-_MEDIA = frozenset(_IN_MEDIA.split())
-_SPEAKING = _MEDIA | frozenset(_IN_TRAINING.split())  # words that no such name has
+_MEDIA, _IN_TRAINING = frozenset(_IN_MEDIA.split()), frozenset(_SAID.split())
+_SPEAKING = _MEDIA | _IN_TRAINING | {"token", "ignore"}  # words that no such name has
 
 
 @cache
@@ -107,9 +107,14 @@ def _is_harmless_name(name: str) -> bool:
 
 
 def is_harmless(name: str, value: object) -> bool:
-    """Tell whether a field says nothing about what is trained. A list of numbers may always."""
-    numbers = isinstance(value, list) and any(isinstance(v, int | float) for v in value)
-    return _is_harmless_name(name) and not numbers
+    """Tell whether a field says nothing about what is trained. A list of numbers may always, and an
+    object that has a mask, labels or weights."""
+    if isinstance(value, Mapping):
+        words = {word for key in value for word in str(key).lower().split("_")}
+        says = bool(words & _IN_TRAINING)
+    else:
+        says = isinstance(value, list) and any(isinstance(v, int | float) for v in value)
+    return _is_harmless_name(name) and not says
 
 
 def is_media(name: str) -> bool:

@@ -6,6 +6,7 @@ import json
 import sysconfig
 import zlib
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
@@ -172,7 +173,7 @@ def _record(path: Path, line: int, data: bytes) -> dict[str, Any]:
             f"{path}: line {line} has more than {MOST_VALUES:,} values; divide the document"
         )
     try:
-        record = json.loads(decode(data, path, line))
+        record = json.loads(decode(data, path, line), object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise UnsupportedError(
             f"{path}: line {line} is not valid JSON: {error.msg} at column {error.colno}"
@@ -186,6 +187,15 @@ def _record(path: Path, line: int, data: bytes) -> dict[str, Any]:
             f"{path}: line {line} holds {type(record).__name__}, expected an object with fields"
         )
     return record
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its fields. Raises ValueError where one is given twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, times in Counter(n for n, _ in pairs).items() if times > 1)
+        raise ValueError(f"field {twice!r} is given twice; give it once")
+    return found
 
 
 def _values(data: bytes) -> int:
