@@ -558,6 +558,12 @@ class PreferenceForm:
     any_ids: ClassVar[bool] = False
 
     def reads(self, document: Document) -> Collection[str]:
+        texts = all(isinstance(document.fields.get(name), str) for name in self.columns)
+        if texts and document.fields.get(PROMPT) is None:
+            raise UnsupportedError(
+                f"{document.place}: both answers are texts, without a field {PROMPT!r} (it has: "
+                f"{', '.join(document.fields)}); give the text that they answer as {PROMPT!r}"
+            )
         return _reads_of(self.chat, document, self.chats)
 
     def reads_key(self, key: str) -> bool:
