@@ -288,14 +288,38 @@ def test_forms_are_known_by_their_fields(build: Build, record: dict[str, Any], f
     assert row(build(record, context=512)) == row(build(record, context=512, format=form))
 
 
-def test_what_has_a_text_is_text(build: Build) -> None:
-    record = {"text": "a", "prompt": "b", "completion": "c"}
-    with pytest.raises(
-        UnsupportedError, match=r"format text does not .*; data\.format prompt would"
-    ):
-        build(record)
-    ignored = ("prompt", "completion")
-    assert row(build(record, ignore=ignored)) == row(build({"text": "a"}))
+@pytest.mark.parametrize(
+    ("record", "ways"),
+    [
+        (
+            {"text": "Below", "instruction": "a", "input": "", "output": "b", "id": 1},
+            {"text": ("instruction", "input", "output"), "alpaca": ("text",)},
+        ),
+        (
+            {"text": "ab", "prompt": "a", "completion": "b"},
+            {"text": ("prompt", "completion"), "prompt": ("text",)},
+        ),
+        (
+            {"prompt": "a", "completion": "b", "input_ids": [1, 2, 3]},
+            {"prompt": ("input_ids",), "tokens": ("prompt", "completion")},
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c", "text": "d", "margin": 1},
+            {"text": ("prompt", "chosen", "rejected", "margin"), "preference": ("text", "margin")},
+        ),
+    ],
+)
+def test_of_several_forms_the_error_says_what_to_ignore_for_each(
+    build: Build, record: dict[str, Any], ways: dict[str, tuple[str, ...]]
+) -> None:
+    """And each of its ways trains that form."""
+    with pytest.raises(UnsupportedError, match="line 1 has the fields of several forms") as told:
+        build(record, context=512)
+    for form, ignore in ways.items():
+        assert f"data.ignore: [{', '.join(ignore)}] for {form}" in str(told.value)
+        alone = {name: value for name, value in record.items() if name not in ignore}
+        found = build(record, context=512, ignore=ignore)
+        assert row(found) == row(build(alone, context=512, format=form))
 
 
 @pytest.mark.parametrize(
@@ -307,10 +331,6 @@ def test_what_has_a_text_is_text(build: Build) -> None:
             r"sharegpt \(conversations\), alpaca \(instruction and output\), prompt \(prompt and "
             r"completion\), tokens \(input_ids\), preference \(chosen and rejected\); "
             r"set data\.field",
-        ),
-        (
-            {"prompt": "a", "completion": "b", "input_ids": [1]},
-            "line 1 has the fields of several forms: prompt, tokens; set data.format to one",
         ),
     ],
 )

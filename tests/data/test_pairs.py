@@ -154,7 +154,12 @@ def test_they_are_known_by_their_fields(tmp_path: Path) -> None:
     ("record", "own", "message"),
     [
         ({"prompt": "a", "chosen": "b"}, {}, "has no field 'rejected' .*; add it, or"),
-        ({"chosen": "b", "rejected": "c"}, {}, "has no field 'prompt'"),
+        ({"chosen": "b", "rejected": "c"}, {}, "are texts, without a field 'prompt'"),
+        (
+            {"question": "a", "chosen": "b", "rejected": "c"},
+            {},
+            r"without a field 'prompt' \(it has: question, chosen, rejected\); give the text",
+        ),
         (
             {"prompt": "a", "chosen": "b", "rejected": CHOSEN},
             {},

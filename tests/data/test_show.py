@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from farspan.cli import app
 from farspan.data.config import DataConfig, SourceKind
 from farspan.data.corpus import Corpus, open_corpus, show_sequence
 from farspan.data.tokenizers import ByteTokenizer
+from farspan.train import setup
 
 
 def corpus(folder: Path, *records: dict[str, str], context: int = 32) -> Corpus:
@@ -62,3 +64,39 @@ def test_the_command_shows_a_run_file_s_data(tmp_path: Path) -> None:
     assert "sequence: expected a number below 1, as many as are held out, got 1" in str(
         beyond.exception
     )
+
+
+TINY = (
+    "model: {config: {model_type: qwen2, vocab_size: 264, hidden_size: 16, intermediate_size: 16, "
+    "num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1}}\ncontext: 8\n"
+)
+
+
+def test_verify_shows_the_data_of_a_run_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b", "extra": 1}\n')
+    run = tmp_path / "run.yaml"
+
+    def lines(command: str, ignored: str, *options: str) -> list[str]:
+        run.write_text(
+            f"{TINY}data: {{source: jsonl, path: {tmp_path}/data.jsonl, tokenizer: bytes, "
+            f"cache: {tmp_path}/cache, ignore: [{ignored}]}}\n"
+        )
+        result = CliRunner().invoke(app, [command, str(run), *options])
+        assert result.exit_code == 0, result.output
+        return result.output.splitlines()
+
+    verify = ("verify", "extra", "--context", "16")
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "GLANCE", (0, 0))
+        (line,) = [line for line in lines(*verify) if line.startswith("data:")]
+        assert line.startswith("data: not prepared yet; `farspan data`")
+    shown = lines("data", "extra")
+    assert "ignored, as data.ignore says: extra" in shown
+    assert "  trained b<end>" in shown
+    found = lines(*verify)
+    assert found[: len(shown)] == shown
+    assert "exact" in " ".join(found[len(shown) :])
+    (line,) = [line for line in lines("verify", "", "--context", "16") if "data" in line]
+    assert line.startswith("data: data.path: format prompt does not read 'extra'")

@@ -19,3 +19,21 @@ def test_the_line_is_named(tmp_path: Path, line: str) -> None:
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(UnsupportedError, match=r"data\.jsonl: line 2"):
         [TextForm("text").read(document) for document in JsonLines((path,)).documents()]
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ('{"text": "a", "text": "b"}', "text"),
+        (
+            '{"text": "a", "messages": [{"role": "user", "content": "a", "content": "b"}]}',
+            "content",
+        ),
+    ],
+)
+def test_a_field_that_is_given_twice_is_named(tmp_path: Path, line: str, name: str) -> None:
+    """json reads the last one, and drops the first."""
+    path = tmp_path / "data.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(UnsupportedError, match=f"line 1 .* field '{name}' is given twice"):
+        list(JsonLines((path,)).documents())

@@ -133,6 +133,7 @@ class TestTokens:
             "attention_mask": [0, 1, 1, 1, 1, 0],
             "completion_mask": [1, 0, 1, 1, 1, 1],
             "position_ids": [1, 0, 1, 0, 1, 9],
+            "length": 4,
         }
         assert tokens(row) == [([5, 6], [False, True]), ([7, 8], [True, True])]
 
@@ -197,8 +198,10 @@ class TestTokens:
                 "fields 'position_ids' and 'seq_lengths' have documents begin at other tokens",
             ),
             ({"token_type_ids": [0, 0, 1, 1]}, "field 'token_type_ids' has types other than 0"),
+            ({"length": 3}, "field 'length' is 3 for 4 input_ids; cut them to it, give an att"),
             ({"prompt_length": 2}, "does not read 'prompt_length'"),
             ({"scores": [0.1, 0.2, 0.3, 0.4]}, "does not read 'scores'"),
+            ({"meta": {"loss_mask": [0, 0, 1, 1]}}, "does not read 'meta'"),
             ({"document_ids": [0, 0, 1, 1]}, "does not read 'document_ids'"),
         ],
     )
@@ -302,6 +305,17 @@ class TestTurns:
         for name in ("enable_thinking", "tools"):
             with pytest.raises(UnsupportedError, match=f"template does not take '{name}' from it"):
                 read({"messages": CHAT, "chat_template_kwargs": {name: True}})
+
+    def test_variables_may_be_text_and_empty_ones_are_missing(self, read: Read) -> None:
+        """Tables have JSON in a text, and each variable of any row in all of them."""
+        given = {"loud": True, "tone": "", "xml_tools": [], "python_tools": None}
+        expected = read({"messages": CHAT, "chat_template_kwargs": {"loud": True}})
+        assert read({"messages": CHAT, "chat_template_kwargs": given}) == expected
+        assert read({"messages": CHAT, "chat_template_kwargs": json.dumps(given)}) == expected
+        record = {"messages": CHAT, "chat_template_kwargs": {"loud": True, "tone": "dry"}}
+        with pytest.raises(UnsupportedError, match=r"'tone' .*ignore: \[chat_template_kwargs\]"):
+            read(record)
+        assert read(record, ignore=("chat_template_kwargs",)) == read({"messages": CHAT})
 
     def test_a_prompt_that_repeats_the_first_message_is_fine(self, read: Read) -> None:
         expected = [(self.TEXT, masked(self.TEXT, "ho$", "yes$"))]
@@ -419,6 +433,12 @@ class TestUnreadFields:
     def test_a_field_that_says_what_is_trained_may_be_ignored_too(self, tokens: Any) -> None:
         row = {"input_ids": [1, 2], "completion_mask": [0, 1]}
         assert tokens(row, ignore=("completion_mask",)) == [([1, 2], [True, True])]
+
+    def test_the_error_lists_what_is_ignored_already(self, read: Read) -> None:
+        """What it says to type is the whole list."""
+        record = {"text": "a", "extra": 1, "other": 2}
+        with pytest.raises(UnsupportedError, match=r"data\.ignore: \[extra, other\]"):
+            read(record, ignore=("extra",))
 
     def test_keys_of_messages_may_be_ignored(self, read: Read) -> None:
         chat = [{**HI, "name": "Ada"}, HO]
@@ -556,6 +576,12 @@ def test_public_forms_train_with_and_without_fields_that_say_nothing(read: Read,
         "sample_id": "x1",
         "docId": "x2",
         "num_tokens": 9,
+        "max_stars_repo_head_hexsha": "c0ffee",
+        "short_book_title": "x",
+        "publication_date": 1900,
+        "size": 5,
+        "ext": "py",
+        "task_category": "math",
     }
     assert read({**PUBLIC[form], **harmless}) == read(PUBLIC[form])
 

@@ -244,8 +244,8 @@ def test_what_is_not_said_in_text_is_named(record: dict[str, Any], message: str)
     ("template", "record", "what"),
     [
         (TURNS, {"messages": CHAT, "tools": [TOOL]}, "the record's tools"),
-        (TURNS, {"messages": calling(CITY)}, "the arguments of calls of tools"),
-        (CALLS.replace("m.content", "m.text"), {"messages": CHAT}, "contents"),
+        (TURNS, {"messages": calling(CITY)}, "the arguments of its calls"),
+        (CALLS.replace("m.content", "m.text"), {"messages": CHAT}, "its content"),
     ],
 )
 def test_what_a_template_leaves_out_is_named(
@@ -290,6 +290,74 @@ def test_contents_are_given_as_the_template_takes_them(
 
 def test_a_template_of_one_part_takes_texts_too() -> None:
     assert read(hub(PARTS), {"messages": CHAT}) == read(hub(PARTS), {"messages": IN_PARTS})
+
+
+# -- messages that a template leaves out ---------------------------------------------------------
+
+NAMED_ROLES = """
+{%- for m in messages %}{% if m.role == 'user' %}[user]{{ m.content }}
+{%- elif m.role == 'assistant' %}[assistant]{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+TOLD = {"content": "left out"}
+SPEAKS_AND_CALLS = [*calling({}), {"role": "tool", "content": "r"}, {**CHAT[1]}]
+SPEAKS_AND_CALLS[1] = {**SPEAKS_AND_CALLS[1], **TOLD}
+LEFT_OUT: dict[str, tuple[str, list[Any], str]] = {
+    "system": (
+        NAMED_ROLES,
+        [{"role": "system", **TOLD}, *CHAT],
+        r"message 1 \(system\): .* content",
+    ),
+    "tool": (NAMED_ROLES, [*CHAT, {"role": "tool", **TOLD}], r"message 5 \(tool\): .* its content"),
+    "developer of qwen3": (
+        "qwen3",
+        [{"role": "developer", **TOLD}, *CHAT],
+        r"message 1 \(developer\): .* its content; give it the role system",
+    ),
+    "developer of deepseekv3": (
+        "deepseekv3",
+        [{"role": "developer", **TOLD}, *CHAT],
+        r"message 1 \(developer\): .* its content; give it the role system",
+    ),
+    "words with a call": ("llama3_1", SPEAKS_AND_CALLS, r"message 2 \(assistant\): .* its content"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_a_message_that_the_template_leaves_out_is_named(case: str) -> None:
+    """transformers writes a text without it, and says nothing."""
+    template, chat, message = LEFT_OUT[case]
+    tokenizer = hub(template if "{" in template else trl(template))
+    assert TOLD["content"] not in tokenizer.inner.apply_chat_template(chat, tokenize=False)
+    with pytest.raises(UnsupportedError, match=message):
+        read(tokenizer, {"messages": chat})
+
+
+def test_what_a_template_leaves_out_of_earlier_turns_alone_may_go() -> None:
+    """A template of thoughts writes what the assistant says by the way only while it works."""
+    thinking = CALLS.replace(
+        "{{ m.content or '' }}",
+        "{% if not m.tool_calls or messages[-1].role != 'assistant' or loop.last %}"
+        "{{ m.content or '' }}{% endif %}",
+    ).replace("ARGUMENTS", WAYS["json"])
+    tokenizer = hub(thinking)
+    expected = tokenizer.inner.apply_chat_template(SPEAKS_AND_CALLS, tokenize=False)
+    text, _ = read(tokenizer, {"messages": SPEAKS_AND_CALLS}, loss="all")
+    assert text == expected
+    assert TOLD["content"] not in text
+
+
+@pytest.mark.parametrize("role", ["model", "gpt", "Assistant", "bot"])
+def test_the_assistant_by_another_name_is_named(role: str) -> None:
+    """Its turn would be read, and not trained."""
+    chat = [*CHAT[:2], CHAT[2], {**CHAT[3], "role": role}]
+    with pytest.raises(UnsupportedError, match=f"message 4 has the role '{role}', and only turns"):
+        read(hub(TURNS), {"messages": chat})
+    marked = TURNS.replace(
+        "{{ m.content }}{{ eos_token }}",
+        "{% if m.role != 'user' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{{ eos_token }}{% endif %}",
+    )
+    assert read(hub(marked), {"messages": chat})[1] == ["ho$", "yes$"]
 
 
 # -- ends of turns ---------------------------------------------------------------------------------

@@ -30,6 +30,18 @@ TEMPLATES = (
         (CHATS + "test_what_is_not_said_in_text_is_named",),
     ),
     Fault(
+        "templates: a message that is left out goes unseen",
+        "            if left:\n                calls",
+        "            if left and not shown:\n                calls",
+        (CHATS + "test_a_message_that_the_template_leaves_out_is_named",),
+    ),
+    Fault(
+        "chats: other names of the assistant are read",
+        "if str(role).strip().lower() in _ANSWERERS:",
+        "if str(role) in ():",
+        (CHATS + "test_the_assistant_by_another_name_is_named",),
+    ),
+    Fault(
         "templates: the day is that of the reading",
         "names[_CLOCK] = partial(_written, day)",
         "names[_CLOCK] = before[0]",

@@ -64,8 +64,8 @@ def verify_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Folder, config.json, hub name (also NAME@REVISION) or run file (YAML); a folder "
-            "without weights gets random ones. Without it: the model of `farspan train`."
+            help="Folder, config.json, hub name (also NAME@REVISION) or run file (YAML), whose "
+            "data it shows; a folder without weights gets random ones. Default: `farspan train`'s."
         ),
     ] = None,
     dtype: DTypeName = None,
@@ -118,6 +118,7 @@ def verify_command(
         tell = load("farspan.cli.with_torch", "compare_and_tell")
         tell(loaded, words, texts, schedule, attention, **data)
     else:
+        said += data_of(run)
         tell = load("farspan.cli.with_torch", "verify_and_tell")
         tell(loaded, schedule, attention, documents=documents, **data)
 
@@ -255,6 +256,11 @@ def ranks_note(run: RunConfig | None) -> str | None:
     if run is None or run.parallel is None:
         return None
     return "parallel: left out: one process runs the whole step here, not the ranks of the run"
+
+
+def data_of(run: RunConfig | None) -> list[str]:
+    """Give the lines that say what the run trains, as `farspan data` does."""
+    return [] if run is None else load("farspan.train.setup", "glance_at_data")(run)
 
 
 def packed_note(model: Any, asked: str) -> str | None:

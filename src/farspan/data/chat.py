@@ -39,7 +39,7 @@ from farspan.data.formats import (
     text_of,
     with_system,
 )
-from farspan.data.templates import CALLS, Templates, read_message, read_tools
+from farspan.data.templates import CALLS, Templates, read_message, read_object, read_tools
 from farspan.data.tokenizers import Document, Written
 from farspan.spec import UnsupportedError
 
@@ -56,6 +56,8 @@ _SPEAKERS = {
     "observation": "tool",
     "function_response": "tool",
 }
+# Names of the assistant under which a template has no turn of the model.
+_ANSWERERS = {name for name, role in _SPEAKERS.items() if role == ASSISTANT} | {"ai", "bot"}
 _OTHERWISE = (
     "give a data.chat_template that has {% generation %} around what the model says, or set "
     "data.loss to all"
@@ -63,7 +65,7 @@ _OTHERWISE = (
 _NOWHERE = "\ue000"  # a character for private use
 _Rendered = tuple[str, tuple[tuple[int, int], ...] | None]
 # Rises whenever the same record gives other text or spans; the first had no number.
-_READ = 2
+_READ = 3
 
 
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
@@ -258,20 +260,20 @@ class ChatForm:
         return messages
 
     def _kwargs(self, document: Document) -> Mapping[str, Any]:
-        """Return the record's variables for the template, each of which it names."""
+        """Return the record's variables for the template, each of which it names. Empty ones that
+        it does not name count as missing: a table has all of them in each row."""
         given = document.fields.get(TEMPLATE_KWARGS) or {}
-        if not isinstance(given, Mapping):
-            raise UnsupportedError(
-                f"{document.place}: field {TEMPLATE_KWARGS!r} holds {type(given).__name__}, "
-                "expected an object"
-            )
-        for name in given:
-            if name in _NOT_KWARGS or not self.names(name):
+        place = f"{document.place}: field {TEMPLATE_KWARGS!r}"
+        found = read_object(given, place)
+        for name in [*found]:
+            if name not in _NOT_KWARGS and self.names(name):
+                continue
+            if found.pop(name) not in (None, "", [], {}):
                 raise UnsupportedError(
-                    f"{document.place}: field {TEMPLATE_KWARGS!r}: the chat template does not take "
-                    f"{name!r} from it; leave it out, or give another data.chat_template"
+                    f"{place}: the chat template does not take {name!r} from it; leave it out, "
+                    f"give another data.chat_template, or set data.ignore: [{TEMPLATE_KWARGS}]"
                 )
-        return given
+        return found
 
     def _prepared(
         self, document: Document, messages: Sequence[Message]
@@ -279,8 +281,9 @@ class ChatForm:
         """The document with its tools read, and the messages as its template takes them."""
         tools = read_tools(document.fields.get(TOOLS), document.place)
         document = replace(document, fields={**document.fields, TOOLS: tools})
+        kwargs = self._kwargs(document)
         try:
-            return document, self.templates.suit(messages, tools, self._kwargs(document))
+            return document, self.templates.suit(messages, tools, kwargs)
         except UnsupportedError as error:
             raise UnsupportedError(f"{document.place}: field {self.field!r}: {error}") from error
 
@@ -291,6 +294,7 @@ class ChatForm:
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
+                _refuse_answerer(document, number + 1, message["role"])
                 continue
             if number == 0:
                 raise UnsupportedError(
@@ -444,6 +448,16 @@ def _refuse_another_prompt(document: Document, messages: Sequence[Message]) -> N
         )
 
 
+def _refuse_answerer(document: Document, number: int, role: Any) -> None:
+    """Raises UnsupportedError for a role that is the assistant's by another name."""
+    if str(role).strip().lower() in _ANSWERERS:
+        raise UnsupportedError(
+            f"{document.place}: message {number} has the role {role!r}, and only turns of the role "
+            f"{ASSISTANT!r} are trained; write {ASSISTANT!r}, or give a data.chat_template that "
+            "has {% generation %} around what the model says"
+        )
+
+
 def _are_messages(document: Document, names: Sequence[str], chat: ChatForm | None) -> bool:
     """Tell lists of messages from texts. Raises UnsupportedError if there is one of each, or no
     template that can write messages."""
@@ -544,6 +558,12 @@ class PreferenceForm:
     any_ids: ClassVar[bool] = False
 
     def reads(self, document: Document) -> Collection[str]:
+        texts = all(isinstance(document.fields.get(name), str) for name in self.columns)
+        if texts and document.fields.get(PROMPT) is None:
+            raise UnsupportedError(
+                f"{document.place}: both answers are texts, without a field {PROMPT!r} (it has: "
+                f"{', '.join(document.fields)}); give the text that they answer as {PROMPT!r}"
+            )
         return _reads_of(self.chat, document, self.chats)
 
     def reads_key(self, key: str) -> bool:

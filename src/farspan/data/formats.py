@@ -18,6 +18,7 @@ from farspan.spec import UnsupportedError
 
 INPUT_IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
 POSITIONS, LENGTHS, SEQ_IDX, TYPES = "position_ids", "seq_lengths", "seq_idx", "token_type_ids"
+LENGTH = "length"
 CUMULATIVE = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k")
 LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 UNTRAINED = -100  # label of a token that no loss is of, as everywhere in Hugging Face
@@ -61,6 +62,7 @@ READ: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(CUMULATIVE, f"{_BORDER}: 0, and the end of each"),
         SEQ_IDX: f"{_BORDER}: a number that changes at each document",
         TYPES: "must be all 0",
+        LENGTH: "at least the number of ids without padding",
     },
     "preference": {
         CHOSEN: "a text, or a list of messages",
@@ -73,21 +75,27 @@ READ: Mapping[str, Mapping[str, str]] = {
 # Of records and of messages: where they are from, what they are about, how good and how long they
 # are. None says what is trained, nor where it begins (as `prompt_length` does).
 _HARMLESS = """
-__index_level_0__ id ids uid uuid guid idx index hash md5 sha1 sha256 checksum source sources origin
-dataset dataset_name subset dump url urls uri link domain path file file_path file_name filename
+__index_level_0__ id ids uid uuid guid idx index hash hexsha md5 sha sha1 sha256 checksum
+source sources origin
+dataset dataset_name subset version dump url urls uri link domain
+path file file_path file_name filename extension ext size encoding
 repo repo_name repository commit license licenses author title model model_name generator
 score scores score_chosen score_rejected rating ratings perplexity
-timestamp date datetime created created_at updated_at year language languages lang meta metadata
-category categories topic topics tag tags difficulty type task_type
+timestamp date datetime added created created_at updated_at year language languages language_code
+lang country meta metadata views likes
+category categories subcategory topic topics tag tags difficulty type task task_type
 length num_tokens n_tokens token_count num_turns num_chars char_count num_words word_count
 """
-_HARMLESS_ENDINGS = "id uuid hash source url license language lang score rating timestamp date"
+_HARMLESS_ENDINGS = """
+id uuid hash hexsha sha source url license licenses language lang score rating
+timestamp date datetime title category version
+"""
 _IN_MEDIA = "image images audio audios video videos pixel"
-_IN_TRAINING = "train training trainable trained loss label labels mask weight weights token ignore"
+_SAID = "train training trainable trained loss label labels mask masks weight weights"
 HARMLESS_NAMES = frozenset(_HARMLESS.split())
 HARMLESS_ENDINGS = tuple(_HARMLESS_ENDINGS.split())  # last words, as in prompt_id
-_MEDIA = frozenset(_IN_MEDIA.split())
-_SPEAKING = _MEDIA | frozenset(_IN_TRAINING.split())  # words that no such name has
+_MEDIA, _IN_TRAINING = frozenset(_IN_MEDIA.split()), frozenset(_SAID.split())
+_SPEAKING = _MEDIA | _IN_TRAINING | {"token", "ignore"}  # words that no such name has
 
 
 @cache
@@ -99,9 +107,14 @@ def _is_harmless_name(name: str) -> bool:
 
 
 def is_harmless(name: str, value: object) -> bool:
-    """Tell whether a field says nothing about what is trained. A list of numbers may always."""
-    numbers = isinstance(value, list) and any(isinstance(v, int | float) for v in value)
-    return _is_harmless_name(name) and not numbers
+    """Tell whether a field says nothing about what is trained. A list of numbers may always, and an
+    object that has a mask, labels or weights."""
+    if isinstance(value, Mapping):
+        words = {word for key in value for word in str(key).lower().split("_")}
+        says = bool(words & _IN_TRAINING)
+    else:
+        says = isinstance(value, list) and any(isinstance(v, int | float) for v in value)
+    return _is_harmless_name(name) and not says
 
 
 def is_media(name: str) -> bool:
@@ -212,7 +225,7 @@ class Fields:
             + "; a run trains on text alone" * any(is_media(name) for name in names)
             + f"; data.format {' or '.join(others)} would" * bool(others)
             + "; leave the field out of the records, or, if it does not say what is trained, set "
-            + f"data.ignore: [{', '.join(names)}]"
+            + f"data.ignore: [{', '.join([*self.ignore, *names])}]"
         )
 
 
@@ -350,6 +363,13 @@ class TokensForm:
                 "does not read; leave it out"
             )
         own = slice(0, tokens) if fields.get(MASK) is None else _own(document, tokens)
+        length = fields.get(LENGTH)
+        if isinstance(length, int | float) and length < own.stop - own.start:
+            raise UnsupportedError(
+                f"{document.place}: field {LENGTH!r} is {length} for {own.stop - own.start} "
+                "input_ids; cut them to it, give an attention_mask with 0 for padding, or set "
+                f"data.ignore: [{LENGTH}]"
+            )
         ids, labels, trained = ids[own], labels[own], trained[own]
         if len(ids) == 0:
             return ()

@@ -6,6 +6,7 @@ import json
 import sysconfig
 import zlib
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
@@ -22,10 +23,12 @@ from farspan.data.formats import (
     INPUT_IDS,
     INSTRUCTION,
     OUTPUT,
+    READ,
     REJECTED,
     AlpacaForm,
     TextForm,
     TokensForm,
+    is_harmless,
     is_media,
 )
 from farspan.data.templates import Templates, find_template
@@ -170,7 +173,7 @@ def _record(path: Path, line: int, data: bytes) -> dict[str, Any]:
             f"{path}: line {line} has more than {MOST_VALUES:,} values; divide the document"
         )
     try:
-        record = json.loads(decode(data, path, line))
+        record = json.loads(decode(data, path, line), object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise UnsupportedError(
             f"{path}: line {line} is not valid JSON: {error.msg} at column {error.colno}"
@@ -184,6 +187,15 @@ def _record(path: Path, line: int, data: bytes) -> dict[str, Any]:
             f"{path}: line {line} holds {type(record).__name__}, expected an object with fields"
         )
     return record
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its fields. Raises ValueError where one is given twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, times in Counter(n for n, _ in pairs).items() if times > 1)
+        raise ValueError(f"field {twice!r} is given twice; give it once")
+    return found
 
 
 def _values(data: bytes) -> int:
@@ -368,12 +380,17 @@ _MARKS = {
 
 
 def recognise(config: DataConfig, document: Document) -> DataConfig:
-    """With the form of this document, the first there is, where the run file names none: what has
-    a text is text. Raises UnsupportedError where its fields say none, or several."""
-    fields = {name: value for name, value in document.fields.items() if value is not None}
-    if config.format is not RecordFormat.TEXT or config.field is not None or TEXT in fields:
+    """With the form of this document, the first there is, where the run file names none.
+
+    Raises:
+        UnsupportedError: its fields say none, or several.
+    """
+    if config.format is not RecordFormat.TEXT or config.field is not None:
         return config
-    found = [kind for kind, needed in _MARKS.items() if all(name in fields for name in needed)]
+    fields = {name: value for name, value in document.fields.items() if value is not None}
+    # Without those that the user ignores, unless these are needed, which is refused later.
+    left = fields.keys() - {*config.ignore}
+    found = _forms_with(left) or _forms_with(fields.keys())
     if not found and TEXT in document.fields:
         return config  # null, which the form says
     if not found:
@@ -381,17 +398,35 @@ def recognise(config: DataConfig, document: Document) -> DataConfig:
         raise UnsupportedError(
             f"{document.place} has no field 'text' (it has: {', '.join(fields)}), and none of the "
             f"forms that are known by their fields: {forms}; set data.field to the field of its "
-            "text, or data.format and the fields of another form"
+            "text, or data.format: prompt with data.prompt and data.completion to the fields of a "
+            "prompt and its answer, or data.format and data.field to those of another form"
         )
     if len(found) > 1:
+        ways = (
+            f"data.ignore: [{', '.join([*config.ignore, *_others(kind, fields)])}] for {kind}"
+            for kind in found
+        )
         raise UnsupportedError(
             f"{document.place} has the fields of several forms: {', '.join(found)}; set "
-            "data.format to one of them"
+            f"{', or '.join(ways)}"
         )
     kind, field = found[0], None
     if kind is RecordFormat.SHAREGPT and _has_roles(fields["conversations"]):
         kind, field = RecordFormat.CHAT, "conversations"
     return replace(config, format=kind, field=field)
+
+
+def _forms_with(names: Collection[str]) -> list[RecordFormat]:
+    return [kind for kind, needed in _MARKS.items() if all(name in names for name in needed)]
+
+
+def _others(kind: RecordFormat, fields: Mapping[str, Any]) -> list[str]:
+    """List the fields that this form does not read and that may say what is trained."""
+    return [
+        name
+        for name, value in fields.items()
+        if name not in READ[kind] and not is_harmless(name, value)
+    ]
 
 
 def _has_roles(messages: Any) -> bool:

@@ -5,7 +5,7 @@ hold nothing."""
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from functools import partial
@@ -51,13 +51,13 @@ def read_tools(given: Any, place: str) -> list[Any] | None:
 
 
 def _schema(tool: Any, place: str) -> Any:
-    tool = _object(tool, place)
+    tool = read_object(tool, place)
     for key in ("function", "parameters"):
         if isinstance(tool.get(key), str):
-            tool = {**tool, key: _object(tool[key], f"{place}: {key}")}
+            tool = {**tool, key: read_object(tool[key], f"{place}: {key}")}
     function = tool.get("function")
     if isinstance(function, Mapping) and isinstance(function.get("parameters"), str):
-        own = _object(function["parameters"], f"{place}: parameters")
+        own = read_object(function["parameters"], f"{place}: parameters")
         tool = {**tool, "function": {**function, "parameters": own}}
     return tool
 
@@ -123,7 +123,7 @@ def _read_calls(given: Any, place: str) -> list[Any]:
 
 def _read_call(given: Any, place: str) -> Message:
     """Read a call; its arguments stay as they are given, once they are found to be an object."""
-    call = _object(given, place)
+    call = read_object(given, place)
     if "function" in call:
         return {**call, "function": _read_call(call["function"], place)}
     if isinstance(call.get(ARGUMENTS), str):
@@ -133,10 +133,15 @@ def _read_call(given: Any, place: str) -> Message:
 
 def _arguments(text: str, place: str = "") -> Any:
     """Read arguments in a text; an empty one, which some APIs give, is that of no arguments."""
-    return _object(text, f"{place}: {ARGUMENTS}") if text.strip() else {}
+    return read_object(text, f"{place}: {ARGUMENTS}") if text.strip() else {}
 
 
-def _object(given: Any, place: str) -> dict[str, Any]:
+def read_object(given: Any, place: str) -> dict[str, Any]:
+    """Read an object, as such or as JSON in a text.
+
+    Raises:
+        UnsupportedError: With `place`, where it is something else.
+    """
     found = _parsed(given, place) if isinstance(given, str) else given
     if not isinstance(found, Mapping):
         raise UnsupportedError(f"{place} holds {_kind(found)}, expected an object with fields")
@@ -190,9 +195,8 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def with_marks(messages: Sequence[Message]) -> tuple[list[Message], range, range]:
-    """Give the messages with marks in place of their texts and of the arguments of calls, and the
-    numbers of the marks of either."""
+def with_marks(messages: Sequence[Message]) -> list[Message]:
+    """Give the messages with a mark in place of each text and of the arguments of each call."""
     numbers: Iterator[int] = count()
 
     def content(own: Any) -> Any:
@@ -208,9 +212,7 @@ def with_marks(messages: Sequence[Message]) -> tuple[list[Message], range, range
         return json.dumps(found) if isinstance(own, str) else found
 
     marked = [{**m, CONTENT: content(m[CONTENT])} if CONTENT in m else m for m in messages]
-    texts = next(numbers)  # which is no mark's
-    marked = _changed(marked, arguments)
-    return marked, range(texts), range(texts + 1, next(numbers))
+    return _changed(marked, arguments)
 
 
 def _mark(numbers: Iterator[int]) -> str:
@@ -221,6 +223,11 @@ def find_marks(text: str) -> set[int] | None:
     """Find the numbers of the marks in a text, None where one of them is part of code."""
     found = {int(number) for number in _WRITTEN.findall(text.lower())}
     return None if _CODE.search(text.lower()) else found
+
+
+def marks_in(value: Any) -> set[int]:
+    """Find the numbers of the marks in messages, or in part of one."""
+    return {int(number) for number in _WRITTEN.findall(repr(value))}
 
 
 def _is_part(value: Any) -> bool:
@@ -340,35 +347,50 @@ class Templates:
         and contents as they are given, come first.
 
         Raises:
-            UnsupportedError: Where the template writes no content, no arguments or no tools.
+            UnsupportedError: Where the template does not write a message, its calls or the tools.
         """
         if tools and not re.search(r"\btools\b", self.choose(tools)):
             raise UnsupportedError(
                 "the chat template does not write the record's tools; give a data.chat_template "
                 "that does, or records without the field"
             )
-        best, shown, most = as_objects(messages), None, -1
+        best, probe, shown = as_objects(messages), None, set[int]()
         told = [best] if best == as_json(messages) else [best, as_json(messages)]
-        texts = arguments = range(0)
         for given, shape in product(told, (None, as_text, as_parts)):
             found = given if shape is None else shape(given)
-            probe, texts, arguments = with_marks(found)
+            marked = with_marks(found)
             try:
-                marks = find_marks(self.write(probe, tools, kwargs))
+                marks = find_marks(self.write(marked, tools, kwargs))
             except MemoryError:
                 raise
             except Exception:  # a template raises what it wants: it does not take this form
                 continue
-            if marks is not None and len(marks) > most:
-                best, shown, most = found, marks, len(marks)
-            if most == len(texts) + len(arguments):
+            if marks is not None and (probe is None or len(marks) > len(shown)):
+                best, probe, shown = found, marked, marks
+            if probe is not None and shown >= marks_in(probe):
                 return best
-        for what, own in (("contents", texts), ("the arguments of calls of tools", arguments)):
-            if shown is not None and own and not shown & {*own}:
-                raise UnsupportedError(
-                    f"the chat template does not write {what}; give a data.chat_template that does"
-                )
+        if probe is not None:
+            self._refuse_unwritten(probe, shown, tools, kwargs)
         return best
+
+    def _refuse_unwritten(
+        self, probe: Sequence[Message], shown: set[int], tools: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        """Refuse messages of which the template does not write all: `shown` are the marks that it
+        writes. What it leaves out of the model's earlier turns alone, such as thoughts, may go."""
+        for number, message in enumerate(probe, start=1):
+            left = marks_in(message) - shown
+            if left and message["role"] == "assistant" and number < len(probe):
+                with suppress(Exception):  # it may want another message to end with
+                    left -= find_marks(self.write(probe[:number], tools, kwargs)) or set()
+            if left:
+                calls = not left & marks_in(message.get(CONTENT))
+                role = "give it the role system, " * (message["role"] == "developer")
+                raise UnsupportedError(
+                    f"message {number} ({message['role']}): the chat template does not write "
+                    f"{'the arguments of its calls' if calls else 'its content'}; {role}leave it "
+                    "out, or give a data.chat_template that does"
+                )
 
 
 @contextmanager

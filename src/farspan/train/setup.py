@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from farspan.data.config import PAIRED, UNPAIRED
+from farspan.data.config import PAIRED, UNPAIRED, SourceKind
 from farspan.data.corpus import Corpus, open_corpus, show_sequence
-from farspan.data.token_cache import unwatched
+from farspan.data.token_cache import Watch, unwatched
 from farspan.data.tokenizers import BYTES, HubTokenizer, Tokenizer, load_tokenizer, stop_ids
 from farspan.distributed.context import broadcast_from_rank0
 from farspan.distributed.failure import activity
@@ -68,6 +68,7 @@ NO_DEVICE = "device: cannot train on {name!r}; give auto, cpu, cuda or cuda:1"
 EXPERTS = "none on the experts, whose weights are stacked, not linear modules; they stay frozen"
 
 SHARED = "parallel: quantised weights are for one device so far; leave it out, or model.quantize"
+GLANCE = 1_000, 1 << 20  # documents and tokens that are prepared within seconds
 TEXT = "only text is trained: the image encoder stays as it is and is saved with the model"
 
 
@@ -110,7 +111,7 @@ def make_context(
     memory = components.choose_allocator(run.allocator, world.device)
     blank = _blank_model(run, components, world)
     index = world.run_on_rank0(partial(index_of, run.sparse, blank), "reading the index")
-    corpus, tokenizer = _open_data(run, observer)
+    corpus, tokenizer = _open_data(run, observer.preparing)
     _check_vocabulary(corpus, blank)
     _check_pairs(run, corpus)
     # Now, rather than at the first step that meets a document too long for the model.
@@ -228,7 +229,7 @@ def _describe_on_rank0(world: DistributedContext, model: Any) -> ModelSpec:
     return world.run_on_rank0(lambda: describe(CausalLMStages(model)))
 
 
-def _open_data(run: RunConfig, observer: Observer | None) -> tuple[Corpus, Tokenizer]:
+def _open_data(run: RunConfig, watch: Watch) -> tuple[Corpus, Tokenizer]:
     """The run's sequences, and the tokenizer that they are made with."""
     model, name = run.model, str(run.data.tokenizer)
     # The revision is the model's: code of another repository would not be pinned.
@@ -239,7 +240,6 @@ def _open_data(run: RunConfig, observer: Observer | None) -> tuple[Corpus, Token
     tokenizer = load_tokenizer(name, trusted, revision)
     if model.path is not None and isinstance(tokenizer, HubTokenizer):
         tokenizer = replace(tokenizer, others=stop_ids(model.path, model.revision))
-    watch = unwatched if observer is None else observer.preparing
     with activity("reading the data"):
         corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
     return corpus, tokenizer
@@ -495,11 +495,13 @@ def _sharing(world: DistributedContext) -> str:
     return f", {world.size} ranks: {named}" if named else ""
 
 
-def show_data(run: RunConfig, sequence: int, held_out: bool) -> Iterator[str]:
+def show_data(
+    run: RunConfig, sequence: int, held_out: bool, watch: Watch = unwatched
+) -> Iterator[str]:
     """Lines about the data and one sequence of them, counted from 0 as it is trained, or of those
     that are held out. Raises UnsupportedError."""
     run = as_begun(resolve(replace(run, parallel=None)))
-    corpus, tokenizer = _open_data(run, None)
+    corpus, tokenizer = _open_data(run, watch)
     packing = corpus.held_out if held_out else corpus.train
     if packing is None:
         raise UnsupportedError(
@@ -523,3 +525,20 @@ def show_data(run: RunConfig, sequence: int, held_out: bool) -> Iterator[str]:
     yield f"\nsequence {sequence}{' held out' if held_out else ''}"
     batch = packing.once(sequence) if held_out else packing.batch([sequence])
     yield from show_sequence(batch, tokenizer)
+
+
+def glance_at_data(run: RunConfig) -> list[str]:
+    """List the lines of `show_data` for the first sequence, or say why there are none: for data
+    that the run file names, that are here, and that are prepared already or soon."""
+
+    def watch(documents: int, tokens: int) -> None:
+        if documents > GLANCE[0] or tokens > GLANCE[1]:
+            raise UnsupportedError("not prepared yet; `farspan data` with this run file shows them")
+
+    sources = [own for own, _ in run.data.each() if own.path is not None]
+    if any(own.source is SourceKind.DATASET and is_on_hub(str(own.path)) for own in sources):
+        return ["data: on the hub; `farspan data` with this run file shows them"]
+    try:
+        return [line.rstrip() for line in show_data(run, 0, False, watch)] if sources else []
+    except UnsupportedError as error:
+        return [f"data: {error}"]
