@@ -106,7 +106,8 @@ def accuracy(model: nn.Module, step: Step, sequences: Iterator[Sequence]) -> flo
         ids, labels = sequence.ids[None], sequence.labels[None]
         with Caught(model) as caught:
             loss = float(step.evaluate(ids, labels))
-        logits = torch.cat(caught.pieces, 1)[0, :-1].float()
+        # Before them came the probes of a step that prepares for a model with the hook.
+        logits = torch.cat(caught.pieces, 1)[0, -ids.shape[1] : -1].float()
         # What was caught is what the step computed its loss from.
         again = float(cross_entropy(logits, labels[0, 1:], ignore_index=IGNORED))
         assert abs(again - loss) <= ROUNDING * max(1.0, loss), (again, loss)

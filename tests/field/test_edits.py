@@ -6,6 +6,7 @@ Where neither refuses, both are what plain autograd gives of the edited model.
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from time import process_time
 from typing import Any
 
@@ -16,6 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from farspan.engine.loss import shift_labels
 from farspan.engine.step import Step
@@ -345,6 +349,66 @@ def test_edits_one_after_the_other(names: list[str], family: str, weights: Tier)
             except (AttributeError, TypeError):  # an earlier edit took away what it edits
                 continue
             check(model, step, schedule)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [("mlp", "forward"), ("input_layernorm", "_norm"), ("self_attn", "forward")],
+)
+def test_a_method_set_on_a_class_is_taken_up(
+    monkeypatch: pytest.MonkeyPatch, path: str, method: str, wrapped: bool
+) -> None:
+    """Also by a decorator that says what it wraps, and where a forward calls it."""
+    model = make_model("gemma2")
+    kind = type(at(1, path)(model))
+    own = getattr(kind, method)
+
+    def mixing(*given: Any, **named: Any) -> Any:
+        out = own(*given, **named)
+        if isinstance(out, tuple):
+            return out[0] + 0.1 * out[0].cumsum(1), *out[1:]
+        return out + 0.1 * out.cumsum(1)
+
+    with Float64Mode():
+        step = Step(model, SCHEDULE, poison=True)
+        step(*DATA)
+        monkeypatch.setattr(kind, method, wraps(own)(mixing) if wrapped else mixing)
+        assert isinstance(check(model, step, SCHEDULE), str)
+        monkeypatch.undo()
+        assert_close(run_step(model, step, DATA), run_oracle(model, DATA))
+
+
+@pytest.mark.parametrize("name", ["halved", "sdpa"])  # and under a name of transformers' own
+@pytest.mark.parametrize("interface", [ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS])
+def test_an_attention_of_one_s_own_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, interface: Any
+) -> None:
+    """A step attends by its own kernels: another function, or mask, would not be called."""
+    model = make_model("llama")
+    step = Step(model, SCHEDULE)
+    expected = step(*DATA)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, sdpa_attention_forward)
+    monkeypatch.setitem(interface._global_mapping, name, doubled)
+    model.set_attn_implementation(name)
+    calls: list[Any] = [step, step.evaluate, lambda *_: Step(model, SCHEDULE)]
+    for call in calls:
+        with pytest.raises(UnsupportedError, match=f"^attention: .* '{name}', .*doubled"):
+            call(*DATA)
+    model.set_attn_implementation("eager")
+    assert torch.equal(step(*DATA), expected)
+
+
+def test_a_look_has_one_text_on_every_device() -> None:
+    model: Any = make_model("llama")
+    texts = set()
+    for number in range(2):
+        model.hf_device_map = {"": number}
+        layers(model)[0].place = torch.device("cuda", number)
+        layers(model)[0].functions = {noise, swap}
+        texts.add(str(look(model)))
+    assert len(texts) == 1
+    assert " at 0x" not in texts.pop()
 
 
 CALLS: dict[str, Callable[[Step], object]] = {

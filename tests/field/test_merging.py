@@ -60,6 +60,7 @@ def edit(adapters: Path, **fields: Any) -> None:
         ({"lora_alpha": "much"}, "adapter_config.json: lora_alpha: expected a number, got 'much'"),
         ({"lora_alpha": ...}, "adapter_config.json: lora_alpha: expected a number, got None"),
         ({"lora_alpha": float("nan")}, "adapter_config.json: lora_alpha: expected a number"),
+        ({"lora_alpha": 10**400}, "adapter_config.json: lora_alpha: expected a number"),
         ({"peft_type": 3}, "adapter_config.json: peft_type: expected a name such as LORA, got 3"),
         ({"peft_type": "LARO"}, "peft cannot merge them"),
         ({"r": 8}, r"lora_A.weight is \[4, 48\], which is not of rank 8; set r and lora_alpha in"),
@@ -90,6 +91,44 @@ def test_values_that_are_not_finite_are_named(tmp_path: Path, value: float) -> N
     tensors[name][0, 0] = value
     save_file(tensors, file)
     with pytest.raises(UnsupportedError, match=f"{name} has values that are not finite"):
+        merge(adapters, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a.int(), r"lora_A.weight is torch.int32; expected float64, float32"),
+        (lambda a: a.to(torch.float8_e4m3fn), r"lora_A.weight is torch.float8_e4m3fn; expected"),
+        (lambda a: a.to(torch.complex64), r"lora_A.weight is torch.complex64; expected"),
+        (lambda a: a[..., None], r"its adapters A \[4, \d+, 1\] and B .* another model"),
+        (
+            lambda a: a.double() * 1e300,
+            r"with its adapters has values that are not finite; check the base",
+        ),
+        (None, r"adapter_model.safetensors: holds no tensors"),
+    ],
+)
+def test_damaged_tensors_are_named(tmp_path: Path, change: Any, message: str) -> None:
+    adapters = adapted(tmp_path)
+    file = adapters / "adapter_model.safetensors"
+    tensors = load_file(file) if change else {}
+    kept = {n: change(x).contiguous() if "lora_A" in n else x for n, x in tensors.items()}
+    save_file(kept, file)
+    edit(adapters, lora_alpha=1e20)
+    with pytest.raises(UnsupportedError, match=message):
+        merge(adapters, tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    adapters = adapted(tmp_path)
+    (adapters / "farspan.json").write_text("[]")
+    with pytest.raises(UnsupportedError, match=r"farspan.json: cannot be read as JSON"):
+        merge(adapters, tmp_path / "out")
+    (adapters / "farspan.json").unlink()
+    (adapters / "adapter_model.safetensors").unlink()
+    (adapters / "adapter_model.safetensors").mkdir()
+    with pytest.raises(UnsupportedError, match=r"adapter_model.safetensors: no safetensors file"):
         merge(adapters, tmp_path / "out")
 
 

@@ -33,8 +33,8 @@ FIELD = (
     ),
     Fault(
         "merge: values that are not finite are merged",
-        "if not bool(tensor.isfinite().all()):",
-        "if bool(tensor.isnan().all()):",
+        "tensor).isfinite().all()):",
+        "tensor).isnan().any()):",
         (MERGING + "test_values_that_are_not_finite_are_named",),
     ),
     Fault(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from inspect import unwrap
+from itertools import takewhile
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 from weakref import ref
@@ -21,18 +22,21 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NUMBERS = (bool, int, float, complex)
-AS_THEY_ARE = {str, bytes, type(None), torch.dtype, torch.device, torch.Size, range}
+AS_THEY_ARE = {str, bytes, type(None), torch.dtype, torch.Size, range}
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type, partial)
 # Saving, loading and generating decide no step, nor where a configuration came from.
 IGNORED = {
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
     *("_load_state_dict_post_hooks", "_non_persistent_buffers_set"),
     *("_name_or_path", "_commit_hash", "transformers_version", "warnings_issued"),
-    *("architectures", "generation_config"),
+    *("architectures", "generation_config", "hf_device_map"),
 }
+BASES = {nn.Module, PreTrainedModel, PretrainedConfig, object}  # which decide no step themselves
 GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks"),
     *("_global_backward_hooks", "_global_backward_pre_hooks"),
@@ -135,6 +139,8 @@ class _ModelWalk:
 
     def states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "torch.nn", {n: self._of(getattr(torch_module, n), n) for n in GLOBAL_HOOKS}
+        called = {"attention": ALL_ATTENTION_FUNCTIONS, "masks": ALL_MASK_ATTENTION_FUNCTIONS}
+        yield "transformers", {name: self._of(dict(x), name) for name, x in called.items()}
         while self._coming:
             self._path, held = self._coming.pop()
             self._inside = isinstance(held, nn.Module)
@@ -160,11 +166,13 @@ class _ModelWalk:
         if isinstance(value, list | tuple):
             return kind, [self._of(x, f"{name}.{i}") for i, x in enumerate(value)]
         if isinstance(value, set | frozenset):
-            return kind, sorted(map(str, value))
-        if callable(value) and not isinstance(value, nn.Module):
-            return _function(value)  # an object that counts its calls, too, is the same
+            return kind, sorted(str(self._of(x, name)) for x in value)
         if isinstance(value, Enum):
             return kind, value.name
+        if kind is torch.device:
+            return Same(kind, "device", value)
+        if callable(value) and not isinstance(value, nn.Module):
+            return _function(value)  # an object that counts its calls, too, is the same
         self._come(value, name)
         return Same(value, kind.__qualname__)
 
@@ -180,18 +188,18 @@ class _ModelWalk:
             self._coming.append((f"{self._path}.{name}" if self._path else name, value))
 
     def _class_of(self, kind: type) -> Any:
-        """A class, and the forward it has at present with the functions that this calls by name:
-        libraries set others on classes and files of families."""
+        """A class, the methods and plain attributes it has at present, and the functions that its
+        methods call by name: libraries set others on classes and in files of families."""
         found = self._classes.get(kind)
         if found is None:
-            called: list[Any] = []
-            forward = unwrap(getattr(kind, "forward", _given))
-            if isinstance(forward, FunctionType):
-                names = forward.__code__.co_names
-                known = (forward.__globals__.get(name) for name in names)
-                called = [_function(x) for x in known if isinstance(x, FUNCTIONS)]
+            own = takewhile(lambda one: one not in BASES, kind.__mro__)
+            values = [(name, x) for one in own for name, x in vars(one).items()]
+            methods = [(name, x) for name, x in values if isinstance(x, FunctionType)]
+            plain = [(n, x) for n, x in values if type(x) in NUMBERS and not n.startswith("__")]
+            called = [_function(x) for _, method in methods for x in _called_by(method)]
             made = Same(kind, f"{kind.__module__}.{kind.__qualname__}")
-            found = self._classes[kind] = made, _function(forward), called
+            known = [(name, _function(x)) for name, x in methods]
+            found = self._classes[kind] = made, known, plain, called
         return found
 
 
@@ -199,6 +207,15 @@ def _function(value: Any, mark: object = None) -> Same:
     if isinstance(value, MethodType):  # made anew at each access
         return Same(value.__func__, value.__qualname__, (mark, Same(value.__self__)))
     return Same(value, getattr(value, "__qualname__", type(value).__qualname__), mark)
+
+
+def _called_by(method: FunctionType) -> list[Any]:
+    """The functions that a method, or the one that its decorators wrap, calls by a global name."""
+    inner = unwrap(method)
+    if not isinstance(inner, FunctionType):
+        return []
+    known = map(inner.__globals__.get, inner.__code__.co_names)
+    return [x for x in known if isinstance(x, FUNCTIONS)]
 
 
 def _tensor(x: Tensor) -> Same:

@@ -6,7 +6,6 @@ do (DoRA, modules that are trained whole) is peft's to say, and takes the whole 
 """
 
 import json
-import math
 import os
 import shutil
 import warnings
@@ -29,6 +28,7 @@ from farspan.spec import UnsupportedError
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 SOURCE = "farspan.json"  # of a run: how its model was trained, its overrides ...
+LARGEST = 1e30  # of lora_alpha: beyond it no fp32 weight is finite
 FILES = "files"  # ... and the digests of its files
 INDEX_FOLDER = "index"  # beside them: by what sparse attention compared pages
 PREFIX = "base_model.model."  # of a name of peft's before the model's own
@@ -72,7 +72,9 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
     config = read_json(adapters / ADAPTER_CONFIG)
     if config is None:
         raise UnsupportedError(f"{adapters / ADAPTER_CONFIG}: cannot be read as JSON")
-    told = read_json(adapters / SOURCE) or {}
+    told = read_json(adapters / SOURCE) if (adapters / SOURCE).exists() else {}
+    if told is None:
+        raise UnsupportedError(f"{adapters / SOURCE}: cannot be read as JSON")
     overrides = told.pop("overrides", {})
     told.pop(FILES, None)
     if not isinstance(overrides, dict):
@@ -144,11 +146,20 @@ def _refuse_damaged(adapters: Path, config: Mapping[str, Any], tensors: Any) -> 
         rank, alpha = config.get("r"), config.get("lora_alpha")
         if type(rank) is not int or rank < 1:
             raise UnsupportedError(f"{where}: r: expected a whole number above 0, got {rank!r}")
-        if type(alpha) not in (int, float) or not math.isfinite(alpha):  # type: ignore[arg-type]
+        if type(alpha) not in (int, float) or not abs(alpha) < LARGEST:  # type: ignore[arg-type]
             raise UnsupportedError(f"{where}: lora_alpha: expected a number, got {alpha!r}")
-    for name in tensors.keys():  # noqa: SIM118
+    names = list(tensors.keys())
+    if not names:
+        raise UnsupportedError(
+            f"{file}: holds no tensors; take the adapters of an earlier checkpoint"
+        )
+    for name in names:
         tensor = tensors.get_tensor(name)
-        if not bool(tensor.isfinite().all()):
+        if ".lora_" in name and not (tensor.is_floating_point() and tensor.itemsize > 1):
+            raise UnsupportedError(
+                f"{file}: {name} is {tensor.dtype}; expected float64, float32, bfloat16 or float16"
+            )
+        if not bool((tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all()):
             raise UnsupportedError(
                 f"{file}: {name} has values that are not finite (NaN or infinity); take the "
                 "adapters of an earlier checkpoint"
@@ -187,7 +198,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (FileNotFoundError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise UnsupportedError(f"{path}: no safetensors file that can be read: {error}") from error
 
 
@@ -270,13 +281,19 @@ def _sum(name: str, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tenso
         raise UnsupportedError(
             f"base: {name} is quantised ({weight.dtype}); give the model before it was, as --base"
         )
-    if weight.shape != (b.shape[0], a.shape[1]):
+    if a.ndim != 2 or b.ndim != 2 or weight.shape != (b.shape[0], a.shape[1]):
         raise UnsupportedError(
-            f"base: {name} is {list(weight.shape)}, its adapters are for "
-            f"{[b.shape[0], a.shape[1]]}: another model; give theirs as --base"
+            f"base: {name} is {list(weight.shape)}, its adapters A {list(a.shape)} and B "
+            f"{list(b.shape)} are for another model; give theirs as --base"
         )
     wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
-    return weight.to(wide).addmm(b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
+    merged = weight.to(wide).addmm(b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
+    if not bool(merged.isfinite().all()):
+        raise UnsupportedError(
+            f"base: {name} with its adapters has values that are not finite; check the base, and "
+            f"lora_alpha and r in {ADAPTER_CONFIG}"
+        )
+    return merged
 
 
 def _merge_in_memory(model: Path, adapters: Path, overrides: dict[str, Any], target: Path) -> None:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from farspan.spec import UnsupportedError
 
@@ -103,11 +105,29 @@ def refuse_model(model: PreTrainedModel) -> None:
                 "which leaves no gradients; load the model again, and call model.train() before "
                 "anything else"
             )
+    _refuse_attention(config)
     if getattr(config, "output_router_logits", False):
         raise UnsupportedError(
             "output_router_logits: the router's load-balancing loss needs statistics of the "
             "whole sequence, which chunks do not have; set output_router_logits to false"
         )
+
+
+def _refuse_attention(config: PretrainedConfig) -> None:
+    """Refuse an attention or mask function of the user's, which a step would not call. Those of
+    transformers, and of kernels that it loads, compute what a step computes."""
+    name = config._attn_implementation
+    for known in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        function = known.get(name)
+        function = getattr(function, "func", function)  # a partial's
+        module = getattr(function, "__module__", type(function).__module__)
+        if function is not None and not module.startswith(("transformers.", "farspan.", "kernels")):
+            called = getattr(function, "__qualname__", type(function).__qualname__)
+            raise UnsupportedError(
+                f"attention: the model's is {name!r}, which calls {module}.{called}; a step "
+                "attends by its own kernels and would not call it; use "
+                "model.set_attn_implementation('eager')"
+            )
 
 
 def drawing_dropouts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Dropout]]:
