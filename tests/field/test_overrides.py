@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from farspan.engine.step import Step
-from farspan.hf.load import Weights, config_for_planning, load_model
-from farspan.hf.unsupported import context_limit, describe_positions, refuse_context
+from farspan.hf.load import Weights, blank_model, config_for_planning, load_model
+from farspan.hf.unsupported import context_limit, describe_positions, refuse_context, refuse_model
+from farspan.profile.catalog import find_config
 from farspan.spec import Schedule, UnsupportedError
-from tests.zoo import COMMON, GEMMA3, GPT2, PHI
+from tests.zoo import COMMON, FURTHER, GEMMA3, GPT2, PHI, RECURRENT
 
 POSITIONS = 64
 BY_KIND = {
@@ -301,6 +302,16 @@ IDLE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("gpt2", {"summary_type": "mean"}, ("summary_type: mean changes nothing",)),
     ("gemma3_text", {"sliding_window_pattern": 3}, ("sliding_window_pattern",)),
     ("mixtral", {"router_aux_loss_coef": 0.5}, ("adds no load-balancing loss",)),
+    (
+        "phi3",  # which generation alone reads, without longrope
+        {"original_max_position_embeddings": 32},
+        ("original_max_position_embeddings: 32 changes nothing",),
+    ),
+    (
+        "llama",
+        {"rope_scaling": {"type": "ntk", "factor": 2.0}},
+        ("has no RoPE of type 'ntk'; giv",),
+    ),
 ]
 # Overrides that act, with what shows it.
 ACTING: list[tuple[str, dict[str, Any], Any]] = [
@@ -352,6 +363,11 @@ ACTING: list[tuple[str, dict[str, Any], Any]] = [
     ("gpt2", {"n_positions": 128}, lambda m: m.transformer.wpe.num_embeddings == 128),
     ("gpt2", {"max_position_embeddings": 128}, lambda m: m.transformer.wpe.num_embeddings == 128),
     ("gpt2", {"attn_pdrop": 0.5}, lambda m: m.transformer.h[0].attn.attn_dropout.p == 0.5),
+    (  # as guides to yarn say, although its frequencies reach that far without the second
+        "llama",
+        {"rope_scaling": {"type": "yarn", **YARN}, "max_position_embeddings": 256},
+        lambda m: m.config.max_position_embeddings == context_limit(m) == 256,
+    ),
     ("mixtral", {"num_experts_per_tok": 1}, lambda m: m.model.layers[0].mlp.gate.top_k == 1),
 ]
 
@@ -374,6 +390,45 @@ class TestActing:
         path = written(tmp_path, fields("qwen2"))
         with pytest.raises(UnsupportedError, match="sliding_window: 8 changes nothing"):
             config_for_planning(path=path, config=None, overrides={"sliding_window": 8})
+
+    def test_a_growing_rope_is_refused_as_such(self, tmp_path: Path) -> None:
+        """Its frequencies are those of default until a longer sequence comes."""
+        path = written(tmp_path, fields("llama"))
+        model = made(path, {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+        with pytest.raises(UnsupportedError, match="'dynamic' depends on the longest position"):
+            refuse_model(model)
+
+    def test_layers_that_differ_in_a_field(self, tmp_path: Path) -> None:
+        """Gemma4's full layers have a head_dim of their own; the file's is that of the others."""
+        content = {**COMMON, **FURTHER["gemma4_text"].fields, "model_type": "gemma4_text"}
+        path = written(tmp_path / "a", content)
+        model: Any = made(path, {"head_dim": 32})
+        expected = by_transformers(written(tmp_path / "b", {**content, "head_dim": 32}))
+        assert model.model.layers[0].self_attn.head_dim == 32
+        assert_alike(model, expected)
+        assert made(path, {"head_dim": 8}).dtype is torch.float32  # as it was
+        model = made(path, {"global_head_dim": 32})  # kept by no field of the configuration
+        assert model.model.layers[3].self_attn.head_dim == 32
+
+    def test_a_field_that_only_reading_a_file_asks_for(self, tmp_path: Path) -> None:
+        """Of these transformers makes the kinds of layers, and keeps no such field."""
+        content = {k: v for k, v in fields("gemma3_text").items() if k != "layer_types"}
+        model = made(written(tmp_path / "a", content), {"sliding_window_pattern": 2})
+        assert model.config.layer_types == ["sliding_attention", "full_attention"] * 2
+        content = {**COMMON, **RECURRENT["qwen3_next"].fields, "model_type": "qwen3_next"}
+        del content["layer_types"]
+        model = made(written(tmp_path / "b", content), {"full_attention_interval": 2})
+        assert model.config.layer_types == ["linear_attention", "full_attention"] * 2
+
+    def test_experts_larger_than_memory(self) -> None:
+        """A layer's experts of DeepSeek-V3 are one weight, of 30 GB in float32."""
+        config = {**find_config("deepseek-ai/DeepSeek-V3"), "num_hidden_layers": 4}
+        given = {"rope_scaling": {"factor": 80.0}}
+        found = config_for_planning(path=None, config=config, overrides=given)
+        assert found.rope_parameters["factor"] == 80.0
+        model = blank_model(found, torch.float32)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert not any(buffer.is_meta for buffer in model.buffers())
 
     def test_weights_that_are_drawn_are_drawn_as_asked(self) -> None:
         given = {"initializer_range": 0.5}
