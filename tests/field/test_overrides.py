@@ -278,6 +278,16 @@ IDLE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         },
         ("reads the field original_max_position_embeddings itself; override that",),
     ),
+    (  # which the others cannot do without, although the family takes its own field for it
+        "phi3",
+        {
+            "rope_scaling": {
+                **{"type": "su", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8},
+                "original_max_position_embeddings": 16,
+            }
+        },
+        ("reads the field original_max_position_embeddings itself; override that",),
+    ),
     (
         "qwen2",
         {"sliding_window": 512},
@@ -429,6 +439,13 @@ class TestActing:
         model = blank_model(found, torch.float32)
         assert all(parameter.is_meta for parameter in model.parameters())
         assert not any(buffer.is_meta for buffer in model.buffers())
+
+    def test_values_that_transformers_does_not_take(self, tmp_path: Path) -> None:
+        path = written(tmp_path, fields("llama"))
+        words = "model.overrides.rms_norm_eps: LlamaConfig does not take this: Field 'rms_norm_eps'"
+        assert "Error" not in assert_refused(path, {"rms_norm_eps": "1e-5"}, words)
+        words = "rope_scaling.type: LlamaConfig does not take this: Missing required keys"
+        assert "Error" not in assert_refused(path, {"rope_scaling": {"type": "linear"}}, words)
 
     def test_weights_that_are_drawn_are_drawn_as_asked(self) -> None:
         given = {"initializer_range": 0.5}

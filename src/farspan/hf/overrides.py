@@ -325,10 +325,12 @@ def changed(
         with _quietly():
             found = type(config).from_dict(made)
     except Exception as error:  # each family checks its own fields
-        words = " ".join(str(error).split())
+        words = _last_words(error)
         named = [c.name for c in changes if f"'{c.paths[0][-1]}'" in words]
         names = ", ".join(named or dict.fromkeys(c.name for c in changes))
-        raise UnsupportedError(f"{names}: {type(error).__name__}: {words}") from error
+        raise UnsupportedError(
+            f"{names}: {type(config).__name__} does not take this: {words}"
+        ) from error
     known = {"default", *ROPE_INIT_FUNCTIONS}
     for change in changes:
         unknown = change.paths[0][-1] == "rope_type" and change.value not in known
@@ -339,6 +341,13 @@ def changed(
             )
     found.name_or_path = config.name_or_path
     return found
+
+
+def _last_words(error: Exception) -> str:
+    """The reason alone: transformers wraps it in lines that name its validators, and a KeyError
+    quotes it."""
+    last = str(error.args[0] if error.args else error).splitlines()[-1].strip()
+    return re.sub(r"^\w+Error: ", "", last)
 
 
 def _part(
@@ -431,7 +440,11 @@ def refuse_idle(
             without = build([other for other in changes if other is not change])
             known = all(_alike(_at(without, path), change.value) for path in change.paths)
         except UnsupportedError:  # the others cannot do without it
-            continue
+            made = build(changes)
+            kept = all(_alike(_at(made, path), change.value) for path in change.paths)
+            if field == "rope_type" or kept:  # Phi-3 makes longrope of su
+                continue
+            raise UnsupportedError(_idle(change, made, make(made))) from None
         if known:
             continue
         if field in UNUSED:
