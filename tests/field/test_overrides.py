@@ -378,6 +378,11 @@ ACTING: list[tuple[str, dict[str, Any], Any]] = [
         {"rope_scaling": {"type": "yarn", **YARN}, "max_position_embeddings": 256},
         lambda m: m.config.max_position_embeddings == context_limit(m) == 256,
     ),
+    (  # which yarn takes where nothing is said
+        "llama",
+        {"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 32.0, "truncate": True}},
+        lambda m: m.config.rope_parameters["beta_fast"] == 32.0,
+    ),
     ("mixtral", {"num_experts_per_tok": 1}, lambda m: m.model.layers[0].mlp.gate.top_k == 1),
 ]
 

@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from types import CodeType
@@ -438,25 +438,51 @@ def refuse_idle(
             continue
         try:
             without = build([other for other in changes if other is not change])
-            known = all(_alike(_at(without, path), change.value) for path in change.paths)
         except UnsupportedError:  # the others cannot do without it
-            made = build(changes)
-            kept = all(_alike(_at(made, path), change.value) for path in change.paths)
-            if field == "rope_type" or kept:  # Phi-3 makes longrope of su
-                continue
-            raise UnsupportedError(_idle(change, made, make(made))) from None
-        if known:
+            without = None
+        if without and _holds(without, change):
             continue
         if field in UNUSED:
             raise UnsupportedError(f"{change.name}: {UNUSED[field]}")
-        if not whole:
-            whole = computing(make(build(changes)))
+        whole = whole or computing(make(build(changes)))
         try:
-            other = make(without)
+            other = make(without) if without else None
+        except UnsupportedError:
+            other = None
+        if other is None:
+            made = build(changes)
+            if field != "rope_type" and not _holds(made, change):  # Phi-3 makes longrope of su
+                raise UnsupportedError(_idle(change, made, make(made)))
+        elif computing(other) == whole and not _is_default(make, build, changes, change, whole):
+            raise UnsupportedError(_idle(change, without, other))
+
+
+def _holds(config: PretrainedConfig, change: Change) -> bool:
+    return all(_alike(_at(config, path), change.value) for path in change.paths)
+
+
+def _is_default(
+    make: Callable[[PretrainedConfig], PreTrainedModel],
+    build: Callable[[Sequence[Change]], PretrainedConfig],
+    changes: Sequence[Change],
+    change: Change,
+    whole: dict[str, Any],
+) -> bool:
+    """Whether the model reads the value, and would take the same without it, such as yarn's
+    beta_fast of 32: then another one makes another model."""
+    if not isinstance(change.value, bool | int | float):
+        return False
+    value = change.value
+    # Of yarn's borders far smaller ones show where heads are narrow.
+    tried = [not value] if isinstance(value, bool) else [2 * value + 1, value / 4, value / 32]
+    for another in tried:
+        others = [replace(c, value=another) if c is change else c for c in changes]
+        try:
+            if computing(make(build(others))) != whole:
+                return True
         except UnsupportedError:
             continue
-        if computing(other) == whole:
-            raise UnsupportedError(_idle(change, without, other))
+    return False
 
 
 def _at(config: Any, path: Sequence[str]) -> Any:
