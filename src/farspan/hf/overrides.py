@@ -450,9 +450,9 @@ def refuse_idle(
         except UnsupportedError:
             other = None
         if other is None:
-            made = build(changes)
-            if field != "rope_type" and not _holds(made, change):  # Phi-3 makes longrope of su
-                raise UnsupportedError(_idle(change, made, make(made)))
+            model = make(build(changes))  # which may have written over fields
+            if field != "rope_type" and not _holds(model.config, change):  # su is longrope's name
+                raise UnsupportedError(_idle(change, model.config, model))
         elif computing(other) == whole and not _is_default(make, build, changes, change, whole):
             raise UnsupportedError(_idle(change, without, other))
 
