@@ -249,6 +249,25 @@ class TestRope:
         message = assert_refused(path, older, "rope_scaling.type: ", "by this older name")
         made(path, yaml.safe_load("{" + message.rpartition("give ")[2] + "}"))
 
+    @pytest.mark.parametrize(
+        ("family", "rope", "words"),
+        [
+            (
+                "llama",
+                {"rope_scaling": {"factor": 4.0}},
+                "factor: 4.0 changes nothing under",
+            ),
+            ("gemma3_text", {"rope_parameters": STRETCHED}, "a RoPE for each kind of layer"),
+            ("gemma3_text", {"rope_scaling": {"type": "yarn", **YARN}}, "by this older name"),
+        ],
+    )
+    def test_of_a_configuration_in_the_run_file(
+        self, family: str, rope: dict[str, Any], words: str
+    ) -> None:
+        with pytest.raises(UnsupportedError, match=words) as caught:
+            load_model(config=fields(family, **rope), dtype=torch.float32, weights=Weights.NONE)
+        assert str(caught.value).startswith("model.config.rope_")
+
     def test_two_types(self, tmp_path: Path) -> None:
         both = {"type": "yarn", "rope_type": "linear", "factor": 2.0}
         path = written(tmp_path, fields("llama"))

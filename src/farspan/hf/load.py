@@ -34,9 +34,9 @@ from transformers.utils.hub import cached_file
 
 from farspan.durable import read_json
 from farspan.hf import quantized
-from farspan.hf.overrides import changed, refuse_idle, refuse_unknown, resolve
+from farspan.hf.overrides import SPELLINGS, changed, refuse_idle, refuse_unknown, resolve
 from farspan.hf.stages import CausalLMStages
-from farspan.hf.unsupported import freeze_unmet
+from farspan.hf.unsupported import freeze_unmet, ropes
 from farspan.lazy import load
 from farspan.profile.catalog import (
     find_config,
@@ -433,6 +433,14 @@ def _config_of(fields: dict[str, Any]) -> PretrainedConfig:
     # What transformers makes others of is gone, as rope_theta is; what it does not know is kept.
     kept = {name: value for name, value in values.items() if name in vars(made)}
     refuse_unknown(AutoConfig.for_model(kind), list(kept), "model.config")
+    given = {name: values[name] for name in SPELLINGS if values.get(name)}
+    resolve(made, given, "model.config")  # RoPE's parameters in a place where none reads them
+    for rope in ropes(made).values():
+        if given and rope["rope_type"] == "default" and rope.get("factor"):
+            raise UnsupportedError(
+                f"model.config.{next(iter(given))}.factor: {rope['factor']} changes nothing under "
+                "rope_type: default; give the rope_type that is to read it, or leave it out"
+            )
     return made
 
 

@@ -449,7 +449,7 @@ def refuse_idle(
             other = make(without) if without else None
         except UnsupportedError:
             other = None
-        if other is None:
+        if without is None or other is None:
             model = make(build(changes))  # which may have written over fields
             if field != "rope_type" and not _holds(model.config, change):  # su is longrope's name
                 raise UnsupportedError(_idle(change, model.config, model))
