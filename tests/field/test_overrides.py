@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from farspan.engine.step import Step
-from farspan.hf.load import Weights, config_for_planning, load_model
-from farspan.hf.unsupported import context_limit, describe_positions, refuse_context
+from farspan.hf.load import Weights, blank_model, config_for_planning, load_model
+from farspan.hf.unsupported import context_limit, describe_positions, refuse_context, refuse_model
+from farspan.profile.catalog import find_config
 from farspan.spec import Schedule, UnsupportedError
-from tests.zoo import COMMON, GEMMA3, GPT2, PHI
+from tests.zoo import COMMON, FURTHER, GEMMA3, GPT2, PHI, RECURRENT
 
 POSITIONS = 64
 BY_KIND = {
@@ -248,6 +249,25 @@ class TestRope:
         message = assert_refused(path, older, "rope_scaling.type: ", "by this older name")
         made(path, yaml.safe_load("{" + message.rpartition("give ")[2] + "}"))
 
+    @pytest.mark.parametrize(
+        ("family", "rope", "words"),
+        [
+            (
+                "llama",
+                {"rope_scaling": {"factor": 4.0}},
+                "factor: 4.0 changes nothing under",
+            ),
+            ("gemma3_text", {"rope_parameters": STRETCHED}, "a RoPE for each kind of layer"),
+            ("gemma3_text", {"rope_scaling": {"type": "yarn", **YARN}}, "by this older name"),
+        ],
+    )
+    def test_of_a_configuration_in_the_run_file(
+        self, family: str, rope: dict[str, Any], words: str
+    ) -> None:
+        with pytest.raises(UnsupportedError, match=words) as caught:
+            load_model(config=fields(family, **rope), dtype=torch.float32, weights=Weights.NONE)
+        assert str(caught.value).startswith("model.config.rope_")
+
     def test_two_types(self, tmp_path: Path) -> None:
         both = {"type": "yarn", "rope_type": "linear", "factor": 2.0}
         path = written(tmp_path, fields("llama"))
@@ -277,6 +297,16 @@ IDLE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         },
         ("reads the field original_max_position_embeddings itself; override that",),
     ),
+    (  # which the others cannot do without, although the family takes its own field for it
+        "phi3",
+        {
+            "rope_scaling": {
+                **{"type": "su", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8},
+                "original_max_position_embeddings": 16,
+            }
+        },
+        ("reads the field original_max_position_embeddings itself; override that",),
+    ),
     (
         "qwen2",
         {"sliding_window": 512},
@@ -301,6 +331,16 @@ IDLE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("gpt2", {"summary_type": "mean"}, ("summary_type: mean changes nothing",)),
     ("gemma3_text", {"sliding_window_pattern": 3}, ("sliding_window_pattern",)),
     ("mixtral", {"router_aux_loss_coef": 0.5}, ("adds no load-balancing loss",)),
+    (
+        "phi3",  # which generation alone reads, without longrope
+        {"original_max_position_embeddings": 32},
+        ("original_max_position_embeddings: 32 changes nothing",),
+    ),
+    (
+        "llama",
+        {"rope_scaling": {"type": "ntk", "factor": 2.0}},
+        ("has no RoPE of type 'ntk'; giv",),
+    ),
 ]
 # Overrides that act, with what shows it.
 ACTING: list[tuple[str, dict[str, Any], Any]] = [
@@ -352,6 +392,16 @@ ACTING: list[tuple[str, dict[str, Any], Any]] = [
     ("gpt2", {"n_positions": 128}, lambda m: m.transformer.wpe.num_embeddings == 128),
     ("gpt2", {"max_position_embeddings": 128}, lambda m: m.transformer.wpe.num_embeddings == 128),
     ("gpt2", {"attn_pdrop": 0.5}, lambda m: m.transformer.h[0].attn.attn_dropout.p == 0.5),
+    (  # as guides to yarn say, although its frequencies reach that far without the second
+        "llama",
+        {"rope_scaling": {"type": "yarn", **YARN}, "max_position_embeddings": 256},
+        lambda m: m.config.max_position_embeddings == context_limit(m) == 256,
+    ),
+    (  # which yarn takes where nothing is said
+        "llama",
+        {"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 32.0, "truncate": True}},
+        lambda m: m.config.rope_parameters["beta_fast"] == 32.0,
+    ),
     ("mixtral", {"num_experts_per_tok": 1}, lambda m: m.model.layers[0].mlp.gate.top_k == 1),
 ]
 
@@ -374,6 +424,52 @@ class TestActing:
         path = written(tmp_path, fields("qwen2"))
         with pytest.raises(UnsupportedError, match="sliding_window: 8 changes nothing"):
             config_for_planning(path=path, config=None, overrides={"sliding_window": 8})
+
+    def test_a_growing_rope_is_refused_as_such(self, tmp_path: Path) -> None:
+        """Its frequencies are those of default until a longer sequence comes."""
+        path = written(tmp_path, fields("llama"))
+        model = made(path, {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+        with pytest.raises(UnsupportedError, match="'dynamic' depends on the longest position"):
+            refuse_model(model)
+
+    def test_layers_that_differ_in_a_field(self, tmp_path: Path) -> None:
+        """Gemma4's full layers have a head_dim of their own; the file's is that of the others."""
+        content = {**COMMON, **FURTHER["gemma4_text"].fields, "model_type": "gemma4_text"}
+        path = written(tmp_path / "a", content)
+        model: Any = made(path, {"head_dim": 32})
+        expected = by_transformers(written(tmp_path / "b", {**content, "head_dim": 32}))
+        assert model.model.layers[0].self_attn.head_dim == 32
+        assert_alike(model, expected)
+        assert made(path, {"head_dim": 8}).dtype is torch.float32  # as it was
+        model = made(path, {"global_head_dim": 32})  # kept by no field of the configuration
+        assert model.model.layers[3].self_attn.head_dim == 32
+
+    def test_a_field_that_only_reading_a_file_asks_for(self, tmp_path: Path) -> None:
+        """Of these transformers makes the kinds of layers, and keeps no such field."""
+        content = {k: v for k, v in fields("gemma3_text").items() if k != "layer_types"}
+        model = made(written(tmp_path / "a", content), {"sliding_window_pattern": 2})
+        assert model.config.layer_types == ["sliding_attention", "full_attention"] * 2
+        content = {**COMMON, **RECURRENT["qwen3_next"].fields, "model_type": "qwen3_next"}
+        del content["layer_types"]
+        model = made(written(tmp_path / "b", content), {"full_attention_interval": 2})
+        assert model.config.layer_types == ["linear_attention", "full_attention"] * 2
+
+    def test_experts_larger_than_memory(self) -> None:
+        """A layer's experts of DeepSeek-V3 are one weight, of 30 GB in float32."""
+        config = {**find_config("deepseek-ai/DeepSeek-V3"), "num_hidden_layers": 4}
+        given = {"rope_scaling": {"factor": 80.0}}
+        found = config_for_planning(path=None, config=config, overrides=given)
+        assert found.rope_parameters["factor"] == 80.0
+        model = blank_model(found, torch.float32)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert not any(buffer.is_meta for buffer in model.buffers())
+
+    def test_values_that_transformers_does_not_take(self, tmp_path: Path) -> None:
+        path = written(tmp_path, fields("llama"))
+        words = "model.overrides.rms_norm_eps: LlamaConfig does not take this: Field 'rms_norm_eps'"
+        assert "Error" not in assert_refused(path, {"rms_norm_eps": "1e-5"}, words)
+        words = "rope_scaling.type: LlamaConfig does not take this: Missing required keys"
+        assert "Error" not in assert_refused(path, {"rope_scaling": {"type": "linear"}}, words)
 
     def test_weights_that_are_drawn_are_drawn_as_asked(self) -> None:
         given = {"initializer_range": 0.5}

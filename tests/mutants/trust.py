@@ -21,9 +21,21 @@ OVERRIDES = "tests/field/test_overrides.py::"
 TRUST = (
     Fault(
         "overrides: one that changes nothing is taken",
-        "if computing(other) == whole:",
-        "if False:",
+        "elif computing(other) == whole and not",
+        "elif False and not",
         (f"{OVERRIDES}TestActing::test_an_override_that_changes_nothing_is_named",),
+    ),
+    Fault(
+        "overrides: one that a family writes over is taken",
+        "not _holds(model.config, change)",
+        "False",
+        (f"{OVERRIDES}TestActing::test_an_override_that_changes_nothing_is_named",),
+    ),
+    Fault(
+        "overrides: one that restates a default is refused",
+        "if computing(make(build(others))) != whole:",
+        "if False:",
+        (f"{OVERRIDES}TestActing::test_an_override_that_acts_is_taken",),
     ),
     Fault(
         "overrides: an older spelling in the file wins",

@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,9 +34,9 @@ from transformers.utils.hub import cached_file
 
 from farspan.durable import read_json
 from farspan.hf import quantized
-from farspan.hf.overrides import changed, refuse_idle, refuse_unknown, resolve
+from farspan.hf.overrides import SPELLINGS, changed, refuse_idle, refuse_unknown, resolve
 from farspan.hf.stages import CausalLMStages
-from farspan.hf.unsupported import freeze_unmet
+from farspan.hf.unsupported import freeze_unmet, ropes
 from farspan.lazy import load
 from farspan.profile.catalog import (
     find_config,
@@ -48,6 +49,7 @@ from farspan.profile.catalog import (
 )
 from farspan.spec import UnsupportedError
 
+LARGE = 2**24  # elements of a tensor
 NAMES_SHOWN = 5  # of missing weights: a wrong folder lacks hundreds
 ADAPTERS = (
     "model.path: {path} holds adapters, which would be applied to the model but not trained; "
@@ -256,9 +258,24 @@ def _naming(overrides: dict[str, Any]) -> Iterator[None]:
         raise UnsupportedError(f"{error}; check {given}") from error
 
 
+class _LargeAreBlank(TorchFunctionMode):
+    """Tensors made by torch.empty with over 2^24 elements are on the meta device: a layer's
+    experts of DeepSeek-V3 are one weight, which would take 30 GB before it is a parameter."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty:
+            blank = func(*args, **{**kwargs, "device": "meta"})
+            if blank.numel() > LARGE:
+                return blank
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Parameters that modules are given here go to the meta device. Buffers stay: many hold what
+    """Put parameters that modules are given here on the meta device. Buffers stay: many hold what
     a family computes from its configuration and no file has."""
     module: Any = nn.Module
     register = module.register_parameter
@@ -270,7 +287,8 @@ def _without_weights() -> Iterator[None]:
 
     module.register_parameter = register_blank
     try:
-        yield
+        with _LargeAreBlank():
+            yield
     finally:
         module.register_parameter = register
 
@@ -415,6 +433,14 @@ def _config_of(fields: dict[str, Any]) -> PretrainedConfig:
     # What transformers makes others of is gone, as rope_theta is; what it does not know is kept.
     kept = {name: value for name, value in values.items() if name in vars(made)}
     refuse_unknown(AutoConfig.for_model(kind), list(kept), "model.config")
+    given = {name: values[name] for name in SPELLINGS if values.get(name)}
+    resolve(made, given, "model.config")  # RoPE's parameters in a place where none reads them
+    for rope in ropes(made).values():
+        if given and rope["rope_type"] == "default" and rope.get("factor"):
+            raise UnsupportedError(
+                f"model.config.{next(iter(given))}.factor: {rope['factor']} changes nothing under "
+                "rope_type: default; give the rope_type that is to read it, or leave it out"
+            )
     return made
 
 

@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from types import CodeType
@@ -25,7 +25,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from farspan.hf.unsupported import LONG_ROPE, context_limit, describe_positions, in_yaml, ropes
+from farspan.hf.unsupported import (
+    LONG_ROPE,
+    SLICEABLE_ROPE,
+    context_limit,
+    describe_positions,
+    in_yaml,
+    rope_types,
+    ropes,
+)
 from farspan.spec import UnsupportedError
 
 ROPE = "rope_parameters"
@@ -34,8 +42,9 @@ SPELLINGS = (ROPE, "rope_scaling")
 LASTING = {"rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 SCALINGS = RopeParameters.__annotations__.keys() - LASTING - {"rope_type", "mrope_section"}
 
-# Fields that change no number of a step, and are kept for the configuration that is saved.
-SAVED_ONLY = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
+# Fields that may change no number of a step, and count where the saved model is used: guides to
+# yarn set max_position_embeddings as well, to a length that the frequencies reach already.
+FOR_USE = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"}
 # Fields that modules may hold although a step never comes to use them, and what to do instead.
 UNUSED = {
     "_attn_implementation": "farspan computes attention itself; leave it out",
@@ -43,9 +52,12 @@ UNUSED = {
     "experts_implementation": "farspan chooses how experts run; leave it out",
     "gradient_checkpointing": "the schedule decides what is recomputed; leave it out",
     "quantization_config": "the run file has model.quantize for this; set that",
-    "router_aux_loss_coef": "a step adds no load-balancing loss of routers; leave it out",
-    "aux_loss_alpha": "a step adds no load-balancing loss of routers; leave it out",
+    **dict.fromkeys(
+        ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha", "moe_loss_weight"),
+        "a step adds no load-balancing loss of routers; leave it out",
+    ),
     "router_z_loss_coef": "a step adds no loss of routers; leave it out",
+    "z_loss_coefficient": "a step adds no loss of its logits' size; leave it out",
 }
 DRAWS = {"initializer_range", "initializer_factor", "init_std"}
 # Fields that a forward may read for what a training step does not ask for.
@@ -54,8 +66,11 @@ UNASKED = {
     *("_attn_implementation", "_experts_implementation", "output_attentions", "torch_dtype"),
     *("output_hidden_states", "problem_type", "num_labels", "use_return_dict"),
 }
-# Methods that no forward calls.
-BESIDE_FORWARD = {"__init__", "extra_repr", "reset_parameters", "_init_weights"}
+# Methods that no forward calls. What RoPE's computes lies in buffers.
+BESIDE_FORWARD = {
+    *("__init__", "extra_repr", "reset_parameters", "_init_weights"),
+    *("compute_default_rope_parameters", "prepare_inputs_for_generation"),
+}
 # Where classes come from that models of all families are of.
 NOT_OF_FAMILIES = (
     *("torch.nn.modules.module", "transformers.modeling_utils", "transformers.generation"),
@@ -101,7 +116,7 @@ def resolve(
             below = getattr(config, inner)
             changes += resolve(below, {name: value}, where, (*path, inner))
             continue
-        before = _value(config, name, where)
+        before = _value(config, name)
         if isinstance(before, PretrainedConfig) and isinstance(value, Mapping):
             changes += resolve(before, value, f"{where}.{name}", (*path, name))
         elif name in SPELLINGS and _has(config, name):
@@ -148,33 +163,35 @@ def _knows(config: PretrainedConfig, name: str) -> bool:
 def _has(config: PretrainedConfig, name: str) -> bool:
     try:
         return hasattr(config, name)
-    except RuntimeError:  # Gemma4's layers differ in it, and no one answer is right
+    except RuntimeError:  # see _value
         return True
 
 
 def _is_read(config: PretrainedConfig, name: str) -> bool:
-    """Does the family's causal model ask for a field that its configuration does not declare?
-    Qwen3-MoE does so for head_dim. It must do so by getattr, or fail where there is none."""
+    """Whether a family reads a field that its configuration does not declare: its causal model by
+    getattr, as Qwen3-MoE does head_dim, or its configuration from the file, as Gemma3's does
+    sliding_window_pattern to make layer_types."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    module = inspect.getmodule(model)
-    if module is None:
-        return False
+    quoted = rf"""["']{re.escape(name)}["']"""
+    asks = rf"getattr\(\s*(self\.)?config,\s*{quoted}"
+    return bool(
+        re.search(asks, _source(inspect.getmodule(model)))
+        or re.search(rf"kwargs\.(pop|get)\(\s*{quoted}", _source(type(config)))
+    )
+
+
+def _source(of: Any) -> str:
     try:
-        source = inspect.getsource(module)
-    except OSError:  # installed without it
-        return False
-    asks = rf"""getattr\(\s*(self\.)?config,\s*["']{re.escape(name)}["']"""
-    return re.search(asks, source) is not None
+        return inspect.getsource(of)
+    except (OSError, TypeError):  # installed without it, or of no module
+        return ""
 
 
-def _value(config: PretrainedConfig, name: str, where: str) -> Any:
+def _value(config: PretrainedConfig, name: str) -> Any:
     try:
         return getattr(config, name, None)
-    except RuntimeError as error:
-        raise UnsupportedError(
-            f"{where}.{name}: the layers of {type(config).__name__} have different values, so one "
-            "value cannot stand for all; leave it out"
-        ) from error
+    except RuntimeError:  # Gemma4's layers differ in it; its file has one for most of them
+        return config.to_dict().get(name)
 
 
 def _canonical(config: PretrainedConfig, name: str) -> str:
@@ -308,12 +325,29 @@ def changed(
         with _quietly():
             found = type(config).from_dict(made)
     except Exception as error:  # each family checks its own fields
-        words = " ".join(str(error).split())
+        words = _last_words(error)
         named = [c.name for c in changes if f"'{c.paths[0][-1]}'" in words]
         names = ", ".join(named or dict.fromkeys(c.name for c in changes))
-        raise UnsupportedError(f"{names}: {type(error).__name__}: {words}") from error
+        raise UnsupportedError(
+            f"{names}: {type(config).__name__} does not take this: {words}"
+        ) from error
+    known = {"default", *ROPE_INIT_FUNCTIONS}
+    for change in changes:
+        unknown = change.paths[0][-1] == "rope_type" and change.value not in known
+        if unknown and change.value in rope_types(found):
+            raise UnsupportedError(
+                f"{change.name}: transformers has no RoPE of type {change.value!r}; give one of "
+                f"{', '.join(SLICEABLE_ROPE)}"
+            )
     found.name_or_path = config.name_or_path
     return found
+
+
+def _last_words(error: Exception) -> str:
+    """The reason alone: transformers wraps it in lines that name its validators, and a KeyError
+    quotes it."""
+    last = str(error.args[0] if error.args else error).splitlines()[-1].strip()
+    return re.sub(r"^\w+Error: ", "", last)
 
 
 def _part(
@@ -333,7 +367,7 @@ def _set(
 ) -> None:
     name = path[-1]
     config, fields = _part(config, fields, path[:-1])
-    before = fields.get(name, getattr(config, name, None))
+    before = fields.get(name, _value(config, name))
     layers = getattr(config, "num_hidden_layers", None)
     # An older name in the file would be read last.
     for other in [key for key in fields if _canonical(config, key) == name]:
@@ -355,7 +389,7 @@ def _set_rope(
     # Older spellings go: transformers takes rope_scaling in place of rope_parameters.
     if fields.pop("rope_scaling", None) or not isinstance(fields.get(ROPE), dict):
         fields[ROPE] = copy.deepcopy(config.rope_parameters)
-    known = ropes(config)["".join(path[depth + 1 :])]
+    known = {k: v for k, v in ropes(config)["".join(path[depth + 1 :])].items() if k != "type"}
     if entries.get("rope_type", known["rope_type"]) != known["rope_type"]:
         known = {name: value for name, value in known.items() if name not in SCALINGS}
     rope = {**copy.deepcopy(known), **copy.deepcopy(entries)}
@@ -400,30 +434,60 @@ def refuse_idle(
     whole: dict[str, Any] = {}
     for change in changes:
         field = change.paths[0][-1]
-        if field in SAVED_ONLY or field == "dtype" or (field in DRAWS and drawn):
+        if field in FOR_USE or field == "dtype" or (field in DRAWS and drawn):
             continue
         try:
             without = build([other for other in changes if other is not change])
-            known = all(_alike(_at(without, path), change.value) for path in change.paths)
         except UnsupportedError:  # the others cannot do without it
-            continue
-        if known:
+            without = None
+        if without and _holds(without, change):
             continue
         if field in UNUSED:
             raise UnsupportedError(f"{change.name}: {UNUSED[field]}")
-        if not whole:
-            whole = computing(make(build(changes)))
+        whole = whole or computing(make(build(changes)))
         try:
-            other = make(without)
+            other = make(without) if without else None
+        except UnsupportedError:
+            other = None
+        if without is None or other is None:
+            model = make(build(changes))  # which may have written over fields
+            if field != "rope_type" and not _holds(model.config, change):  # su is longrope's name
+                raise UnsupportedError(_idle(change, model.config, model))
+        elif computing(other) == whole and not _is_default(make, build, changes, change, whole):
+            raise UnsupportedError(_idle(change, without, other))
+
+
+def _holds(config: PretrainedConfig, change: Change) -> bool:
+    return all(_alike(_at(config, path), change.value) for path in change.paths)
+
+
+def _is_default(
+    make: Callable[[PretrainedConfig], PreTrainedModel],
+    build: Callable[[Sequence[Change]], PretrainedConfig],
+    changes: Sequence[Change],
+    change: Change,
+    whole: dict[str, Any],
+) -> bool:
+    """Whether the model reads the value, and would take the same without it, such as yarn's
+    beta_fast of 32: then another one makes another model."""
+    if not isinstance(change.value, bool | int | float):
+        return False
+    value = change.value
+    # Of yarn's borders far smaller ones show where heads are narrow.
+    tried = [not value] if isinstance(value, bool) else [2 * value + 1, value / 4, value / 32]
+    for another in tried:
+        others = [replace(c, value=another) if c is change else c for c in changes]
+        try:
+            if computing(make(build(others))) != whole:
+                return True
         except UnsupportedError:
             continue
-        if computing(other) == whole:
-            raise UnsupportedError(_idle(change, without, other))
+    return False
 
 
 def _at(config: Any, path: Sequence[str]) -> Any:
     for name in path:
-        config = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+        config = config.get(name) if isinstance(config, dict) else _value(config, name)
     return config
 
 
@@ -467,7 +531,9 @@ def computing(model: PreTrainedModel) -> dict[str, Any]:
     shapes of parameters and which are one, buffers, and the attributes and fields of configurations
     that a forward reads; and how many positions it reaches."""
     first: dict[int, str] = {}
-    found: dict[str, Any] = {"": context_limit(model.config)}
+    # The frequencies of other types, such as dynamic, depend on what they meet.
+    growing = [kind for kind in rope_types(model.config) if kind not in SLICEABLE_ROPE]
+    found: dict[str, Any] = {"": (context_limit(model.config), growing)}
     for path, module in model.named_modules(remove_duplicate=False):
         read, fields = _read_by(module.__class__)
         config = getattr(module, "config", None)
