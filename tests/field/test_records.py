@@ -62,7 +62,7 @@ def opened(folder: Path, tokenizer: Tokenizer, *records: object, **fields: Any) 
     )
     source = open_source(config, tokenizer)
     return open_store(
-        source.train, source.form, tokenizer, folder / "cache", unwatched, config.ignore
+        source.train, source.form, tokenizer, folder / "cache", unwatched, config.ignore or ()
     )
 
 

@@ -111,16 +111,23 @@ def verify_command(
     base, note = base_schedule(run, strategy_name, layers, context)
     chosen = chunk is not None or (strategy_name is None and has_chunk(run))
     schedule = replace_attention(replace_cuts(base, chunk, groups), attention, chosen)
-    positions = load("farspan.hf.unsupported", "describe_positions")(loaded)
-    said = [*positions, *filter(None, (note, ranks_note(run), packed_note(loaded, dtype)))]
+    notes = filter(None, (note, ranks_note(run), packed_note(loaded, dtype)))
+    said = [*told_of(loaded, None if texts else run), *notes]
     data = {"batch": batch, "context": context, "seed": seed, "notes": said, "in_json": as_json}
     if texts:
         tell = load("farspan.cli.with_torch", "compare_and_tell")
         tell(loaded, words, texts, schedule, attention, **data)
     else:
-        said += data_of(run)
         tell = load("farspan.cli.with_torch", "verify_and_tell")
         tell(loaded, schedule, attention, documents=documents, **data)
+
+
+def told_of(model: Any, run: RunConfig | None) -> list[str]:
+    """Say which positions the model reaches and, of a run file, what is trained, as `farspan data`
+    does."""
+    positions: list[str] = load("farspan.hf.unsupported", "describe_positions")(model)
+    data = [] if run is None else load("farspan.train.setup", "glance_at_data")(run)
+    return [*positions, *(line for line in data if line not in positions)]
 
 
 index_app = typer_app()
@@ -256,11 +263,6 @@ def ranks_note(run: RunConfig | None) -> str | None:
     if run is None or run.parallel is None:
         return None
     return "parallel: left out: one process runs the whole step here, not the ranks of the run"
-
-
-def data_of(run: RunConfig | None) -> list[str]:
-    """Give the lines that say what the run trains, as `farspan data` does."""
-    return [] if run is None else load("farspan.train.setup", "glance_at_data")(run)
 
 
 def packed_note(model: Any, asked: str) -> str | None:

@@ -81,7 +81,7 @@ class SourceConfig:
     name: str | None = None  # the dataset's configuration, where it has several
     split: str = _SPLIT  # the dataset's split
     held_out_split: str | None = None  # or: evaluate on this split of the dataset
-    ignore: tuple[str, ...] = ()  # fields of records to drop; `messages.name` is a key of messages
+    ignore: tuple[str, ...] | None = None  # fields to drop; `messages.name`: a key of messages
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", SourceKind(self.source))

@@ -203,7 +203,7 @@ def _open_part(
         tokenizer=tokenizer,
         cache=Path(config.cache),
         watch=watch,
-        ignore=config.ignore,
+        ignore=config.ignore or (),
     )
     store = opens(opened.train)
     chosen, held = split_held_out(store.documents(), config.held_out, seed)
@@ -221,7 +221,7 @@ def _open_part(
         stores.append(aside)
     elif len(held) > 0:
         held_out = pack(store, held, "data.held_out")
-    refuse_unused(config.ignore, {name for own in stores for name in own.ignored})
+    refuse_unused(config.ignore or (), {name for own in stores for name in own.ignored})
     recognised = opened.config.format is not config.format
     turns = (*_describe_day(opened.form), *describe_turns(store.turns, tokenizer))
     return Part(opened, recognised, weight, tuple(stores), train, held_out, turns)

@@ -389,7 +389,8 @@ def recognise(config: DataConfig, document: Document) -> DataConfig:
         return config
     fields = {name: value for name, value in document.fields.items() if value is not None}
     # Without those that the user ignores, unless these are needed, which is refused later.
-    left = fields.keys() - {*config.ignore}
+    ignored = config.ignore or ()
+    left = fields.keys() - {*ignored}
     found = _forms_with(left) or _forms_with(fields.keys())
     if not found and TEXT in document.fields:
         return config  # null, which the form says
@@ -403,7 +404,7 @@ def recognise(config: DataConfig, document: Document) -> DataConfig:
         )
     if len(found) > 1:
         ways = (
-            f"data.ignore: [{', '.join([*config.ignore, *_others(kind, fields)])}] for {kind}"
+            f"data.ignore: [{', '.join([*ignored, *_others(kind, fields)])}] for {kind}"
             for kind in found
         )
         raise UnsupportedError(
@@ -515,7 +516,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
         first = next(train.documents(), None)
         config = config if first is None else recognise(config, first)
     form = open_form(config, tokenizer)
-    needed = [name for name in form.columns if name in config.ignore]
+    needed = [name for name in form.columns if name in (config.ignore or ())]
     if needed:
         raise UnsupportedError(
             f"data.ignore: format {config.format} needs field {needed[0]!r}; leave it out of the "
@@ -548,6 +549,6 @@ def _open(
     config: DataConfig, path: str, split: str, field: str = "data.path"
 ) -> TextFiles | JsonLines | DatasetRows:
     if config.source is SourceKind.DATASET:
-        return open_dataset(path, config.name, split).without(config.ignore)
+        return open_dataset(path, config.name, split).without(config.ignore or ())
     files = find_files(path, field)
     return JsonLines(files) if config.source is SourceKind.JSONL else TextFiles(files)

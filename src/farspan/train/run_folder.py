@@ -106,7 +106,7 @@ DECAY = "optimizer.decay"
 # Folders from before there were these keys do not have them: null is as if they were not given.
 LATER = (
     *("start", "sparse", "optimizer.decay_steps", "data.sources", "model.revision"),
-    *("model.quantize", "loss", "neftune_alpha", "data.day"),
+    *("model.quantize", "loss", "neftune_alpha", "data.day", "data.ignore"),
 )
 
 
