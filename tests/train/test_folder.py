@@ -186,6 +186,7 @@ def test_a_dense_run_is_what_it_was_before_there_was_sparse_attention(tmp_path: 
     assert values["optimizer"].pop("decay_steps") is None
     assert values["data"].pop("sources") is None
     assert values["data"].pop("day") is None
+    assert values["data"].pop("ignore") is None
     assert values["model"].pop("revision") is None
     assert values["model"].pop("quantize") is None
     config.write_text(yaml.safe_dump(values))

@@ -173,7 +173,7 @@ def test_the_defaults_train(
     ("changes", "message"),
     [
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: .* needs 0.0, got 0.1"),
-        ({"optim": "adalomo"}, "optim: adalomo updates weights within the backward"),
+        ({"optim": "adalomo"}, "optim: adalomo updates weights within the Trainer's own backward"),
         ({"bf16_full_eval": True}, "bf16_full_eval: .* in the dtype of the weights"),
     ],
 )
