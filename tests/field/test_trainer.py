@@ -78,6 +78,25 @@ def test_means_are_those_that_the_trainer_asks_for(
         assert_exact(logs(both[1], key), logs(both[0], key), limit=1e-6)
 
 
+@pytest.mark.parametrize("accepts", [True, False])
+def test_a_short_last_window_of_accumulation_is_the_plain_trainer_s(
+    make: Make, accepts: bool
+) -> None:
+    """Four batches by three: the last update has one, and it trains few tokens. Several sets to
+    evaluate on have a loss each."""
+    changes = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}
+    both = make(Trainer, **changes), make(**changes)
+    for trainer in both:
+        trainer.model_accepts_loss_kwargs = accepts
+        trainer.eval_dataset = {"one": beginning(1, 2, 255), "two": beginning(3, 4)}
+        trainer.train()
+    keys = ("loss", "grad_norm", "eval_one_loss", "eval_two_loss")
+    for key in keys:
+        plain, ours = logs(both[0], key), logs(both[1], key)
+        assert len(plain) > 1
+        assert_exact(ours, plain, limit=1e-6)
+
+
 @pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
 def test_tokens_of_prompt_tuning_are_named_when_a_trainer_is_made(
     tmp_path: Path, kind: Any
