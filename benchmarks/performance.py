@@ -1,26 +1,33 @@
 """The tables of docs/evidence/performance.md: measured on an H200 and an H100, and planned for one.
 
-    python -m benchmarks.performance
+    python -m benchmarks.performance [FOLDER/gpu.json]
 
-Measured tables are read from the record of `benchmarks.gpu`. What is planned is computed from the
-machine's preset, by the planner that `benchmarks.gpu` uses. The picture is drawn by
-`python -m benchmarks.figures` (performance_figures.py).
+Measured tables are read from the records of `benchmarks.gpu`; one that is given takes the place of
+its card's. What is planned is computed from the machine's preset, by the planner that
+`benchmarks.gpu` uses. The picture is drawn by `python -m benchmarks.figures`
+(performance_figures.py).
 """
 
+import argparse
 import json
+import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import Row
+from benchmarks.children import Clock, Row
+from benchmarks.gpu.__main__ import saving
 from benchmarks.gpu.floor import Ceilings, floor
 from benchmarks.gpu.planned import Planner
-from benchmarks.gpu.show import PUBLISHED, is_exact
-from benchmarks.gpu.work import AUTO, STREAMED, Item, Place, full
+from benchmarks.gpu.rows import is_done
+from benchmarks.gpu.session import Session
+from benchmarks.gpu.show import PUBLISHED, is_headline
+from benchmarks.gpu.work import AUTO, STREAMED, Item, Place, full, quarter
 from farspan.formatting import write_tokens
 from farspan.planner.evaluate import evaluate
-from farspan.planner.machines import from_json, machine
+from farspan.planner.machines import from_json, machine, preset_of_gpu
 from farspan.planner.request import Plan
 from farspan.spec import Curve, MachineSpec, Schedule, Tier
 
@@ -59,6 +66,7 @@ def tables() -> dict[str, str]:
         for name in (AUTO, *work.strategies)
     }
     return records() | {
+        "quarter": _quarter(),
         "planned": _planned(made, plans, lengths),
         "strategies": _strategies(plans, lengths, work.strategies),
     }
@@ -73,7 +81,7 @@ def records() -> dict[str, str]:
 
 def measured(record: Row) -> dict[str, str]:
     """Tables of a record: steps beside their plans, and beside Hugging Face's."""
-    steps = sorted(filter(is_exact, record["measurements"]), key=lambda row: int(row["tokens"]))
+    steps = sorted(filter(is_headline, record["measurements"]), key=lambda row: int(row["tokens"]))
     rows = []
     for row in steps:
         planned, last = row["planned"], row["runs"][-1]
@@ -115,6 +123,44 @@ def _beside(rows: Sequence[Row]) -> str:
         lines.append([write_tokens(tokens), f"{own:.2f}", *cells])
     head = ["tokens", "farspan, s", "checkpointing, s", "ratio", "attention's outputs kept, s"]
     return _grid([*head, "ratio"], lines)
+
+
+def _quarter() -> str:
+    """What a quarter of an hour measures, on both cards: measured, and planned before or now."""
+    columns = [_column(json.loads(path.read_text("utf-8"))) for path in (H100, RECORD)]
+    body = []
+    for item in quarter(full()):
+        words = re.sub(r"\d{4,}", lambda found: write_tokens(int(found[0])), item.name)
+        body.append([words, *(cell for column in columns for cell in column[item.name])])
+    heads = (f"{card}: {what}, s" for card in ("H100", "H200") for what in ("measured", "planned"))
+    return _grid(["", *heads], body)
+
+
+def _column(record: Row) -> dict[str, tuple[str, str]]:
+    """Measured and planned seconds of each measurement; "" where there are none."""
+    rows = {row["name"]: row for row in record["measurements"] if is_done(row)}
+    host = record["runs"][-1]["main_memory"]["available"]
+    session = Session(
+        full(), "cuda", Clock.of(1e6), record, lambda _: None, lambda _: None, host_memory=host
+    )
+    session.plan_with(items := list(quarter(full())))
+    found = {}
+    for item in items:
+        row = rows.get(item.name, {})
+        measured = f"{row['seconds']:.2f}" if row.get("seconds") else ""
+        planner = session.planner_of(item)
+        if item.work == "update":
+            measured = " ".join(f"{one['seconds'][-1]:.2f}" for one in row.get("rows", ()) if
+                                "parameters" in one)  # fmt: skip
+            seconds: float | None = planner.update(full().layers).seconds
+        elif item.work == "longest":
+            seconds = None
+        elif "planned" in row:
+            seconds = row["planned"]["seconds"]
+        else:
+            seconds = planner.plan(item).seconds.total
+        found[item.name] = measured, "" if seconds is None else f"{seconds:.2f}"
+    return found
 
 
 def under_load(record: Row) -> MachineSpec:
@@ -202,7 +248,37 @@ def filled(text: str, found: dict[str, str]) -> str:
     return text
 
 
+def adopt(path: Path) -> Path:
+    """Has a record take the place of its card's. Raises ValueError for one of another card or
+    model, of a tiny run, or without a measurement that the card's has."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    names = {"h200": RECORD, "h100": H100}
+    card = preset_of_gpu(record.get("machine", {}).get("gpu") or "")
+    if card not in names or record.get("tiny"):
+        raise ValueError(f"{path} is no record of an H100 or an H200; the page has those two")
+    before = json.loads(names[card].read_text(encoding="utf-8"))
+    if before["model"] != record["model"]:
+        raise ValueError(f"{path} is of another model than {names[card].name}")
+    done = {row["name"] for row in record["measurements"] if is_done(row)}
+    lost = sorted({row["name"] for row in before["measurements"]} - done)
+    if lost:
+        raise ValueError(
+            f"{path} lacks {', '.join(lost)}, which {names[card].name} has; begin a run with "
+            f"--record {names[card].relative_to(RESULTS.parent.parent)}"
+        )
+    saving(names[card])(before | record)
+    return names[card]
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.performance", description=__doc__)
+    parser.add_argument("record", type=Path, nargs="?", help="gpu.json of a run to take in")
+    given = parser.parse_args()
+    if given.record is not None:
+        try:
+            print(f"wrote {adopt(given.record)}")
+        except ValueError as error:
+            sys.exit(f"performance: {error}")
     text = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(filled(text, tables()), encoding="utf-8")
 

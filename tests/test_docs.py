@@ -68,7 +68,13 @@ ELSEWHERE = {
     "python -m benchmarks.gpu --out gpu.json": "tests/test_gpu_tiny.py",
     "python -m benchmarks.gpu --out gpu.json --resume": "tests/test_gpu_tiny.py",
     "python -m benchmarks.gpu --show gpu.json": "tests/test_gpu_show.py",
-    "python -m benchmarks.gpu.hour --out records": "an hour of a GPU",
+    "python -m benchmarks.gpu.hour --plan --record benchmarks/results/gpu_h100.json": (
+        "tests/test_gpu_hour.py"
+    ),
+    "python -m benchmarks.gpu.hour --site build/gpu --record benchmarks/results/gpu_h100.json "
+    "--out records": "tests/test_gpu_hour.py",
+    "python -m benchmarks.gpu.pack build/gpu": "tests/test_gpu_hour.py",
+    "python -m benchmarks.performance records/gpu.json": "tests/test_gpu_hour.py",
     "python -m benchmarks.gpu.probe --out probe.json": "tests/test_gpu_probe.py",
     "python -m benchmarks.gpu_allocator --out FILE": "tests/test_gpu_allocator.py",
     "python -m tests.standin farspan train run.yaml": "tests/test_standin.py",

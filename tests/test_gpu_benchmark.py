@@ -146,13 +146,17 @@ def grouped(planner: Planner, name: str, tokens: int, room: float) -> Plan:
     return evaluate(question, GROUPED, strategy(GROUPED, layers, tokens).with_sparse(sparse))
 
 
-def simulate(seconds: float, record: Row | None = None, **fields: Any) -> Row:
+def simulate(
+    seconds: float, record: Row | None = None, only: tuple[str, ...] = (), **fields: Any
+) -> Row:
     if record is None:
         record = {"runs": [], "measurements": []}
     saved: list[int] = []
     kind = type("Simulated", (Simulated,), fields)
     save = lambda found: saved.append(len(found["measurements"]))  # noqa: E731
-    kind(full(), "cuda", Left(seconds), record, save, lambda _: None, card=CARD).run()
+    made = kind(full(), "cuda", Left(seconds), record, save, lambda _: None, card=CARD)
+    made.only = only
+    made.run()
     assert saved == sorted(saved)  # after each
     return record
 
@@ -291,7 +295,7 @@ def test_the_memory_that_is_given_stands_for_what_is_seen(
     assert found["given"] == given
     assert found["total"] >= found["available"] > 0
     assert f"total {found['total'] / GIB:.1f}" in show.text(record)
-    made._plan_with([])
+    made.plan_with([])
     assert made.planner is not None
     assert made.planner.machine.host_bytes == host_room(given or 30 * GIB)
 

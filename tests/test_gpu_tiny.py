@@ -51,7 +51,8 @@ def test_a_tiny_run_goes_through_all_of_it(tmp_path: Path) -> None:
     check_exact(rows["exact"])
     check_split(rows["split at 128"])
     check_update(rows["update at 128"])
-    assert {row["place"] for row in rows.values() if row["work"] == "huggingface"} == {*Place}
+    places = {row["place"] for row in rows.values() if row["work"] == "huggingface"}
+    assert places == {*Place} - {Place.NONE}
     found = {key: value for one in rows["longest"]["rows"] for key, value in one.items()}
     assert (found["longest"], found["fails_at"]) == (192, 208)  # three times 64 were let be
     assert "farspan s" in done.stdout

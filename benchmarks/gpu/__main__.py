@@ -6,7 +6,9 @@ In this order, each measurement by a process of its own with a time limit: the m
 Qwen2.5-7B of random weights in bf16 at 32K to 256K tokens, by the planner's own choice (`auto`) at
 full depth; the best ways to train with transformers in the same run; the gradients of a small model
 against fp64; a step taken apart; AdamW's update; the longest context of transformers; the other
-strategies, 512K and 1M tokens, on as many layers as the time allows, which each row says. FILE is
+strategies, 512K and 1M tokens, on as many layers as the time allows, which each row says. `--only`
+measures what it names at full depth, also what is in no list of above: other models, adapters,
+log-probabilities, shorter contexts (`python -m benchmarks.gpu.hour --plan` has them). FILE is
 written after each of them. What there is no time for is skipped and named; `--resume` goes on with
 it in another run, and then measures deeper what it has of few layers.
 
@@ -26,6 +28,7 @@ import torch
 from benchmarks.children import EXPANDABLE, Clock, Nursery, Row, environment
 from benchmarks.gpu import show
 from benchmarks.gpu.planned import Card
+from benchmarks.gpu.power import PowerLog
 from benchmarks.gpu.session import CHILD, Session
 from benchmarks.gpu.work import Work, full, tiny
 from farspan.formatting import read_bytes
@@ -147,7 +150,10 @@ def main() -> None:
         session = Session(work, device, clock, record, save, say, given.traces, nursery=nursery)
         session.card, session.host_memory = card, host
         session.only = tuple(given.only)
+        session.power = None if card is None else PowerLog()
         session.run()
+        if session.power is not None:
+            session.power.close()
     except UnsupportedError as error:
         sys.exit(f"farspan: {error}")
     print(show.text(record))

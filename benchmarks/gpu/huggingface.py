@@ -104,7 +104,10 @@ class Baseline:
             yield from (found for name, found in layer.named_children() if "attn" not in name)
 
     def _checkpoint(self) -> bool:
-        """Checkpoints every layer; whether their inputs are still to be taken to host."""
+        """Checkpoints every layer, unless nothing is to be computed again; whether their inputs are
+        still to be taken to host."""
+        if self.place is Place.NONE:
+            return False
         # transformers is renaming this; both names take the same settings.
         enable: Any = getattr(self.model, "activation_checkpointing_enable", None)
         enable = enable or self.model.gradient_checkpointing_enable

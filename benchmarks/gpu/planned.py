@@ -11,7 +11,7 @@ from math import log
 from typing import Any
 
 from benchmarks.children import Row
-from benchmarks.gpu.work import AUTO, SPARSE, STREAMED, Item, Work
+from benchmarks.gpu.work import LOGPROBS, QLORA, RANK, SPARSE, STREAMED, Item, Work
 from farspan.planner.api import as_run
 from farspan.planner.evaluate import evaluate, useful_flop
 from farspan.planner.machines import machine, preset_of_gpu
@@ -21,8 +21,8 @@ from farspan.planner.request import Fit, Optimizer, Plan, Question
 from farspan.planner.states import states, update_seconds
 from farspan.profile.model import Variant
 from farspan.profile.store import profiles_of
-from farspan.program.strategies import strategy
-from farspan.spec import MachineSpec, RunSpec, Schedule, Tier
+from farspan.program.strategies import STRATEGIES, strategy
+from farspan.spec import LossKind, MachineSpec, Objective, RunSpec, Schedule, Tier
 from farspan.train.config import StatesPlace
 from farspan.train.memory import Placed, choose_place
 from farspan.train.planning import PLANNED
@@ -103,15 +103,16 @@ class Planner:
     """Plans of full depth, made on a thread while something is measured, and of fewer layers."""
 
     work: Work
-    machine: MachineSpec  # all that can be had
+    found: MachineSpec  # all that can be had
+    machine: MachineSpec = field(init=False)  # what plans may take
     _pool: ThreadPoolExecutor = field(init=False)
     _urgent: ThreadPoolExecutor = field(init=False)  # what is waited for at once: others are queued
     _plans: dict[tuple[str, int, float], "Future[Plan]"] = field(init=False, default_factory=dict)
     _placed: "Future[Placed] | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        host = host_room(self.machine.host_bytes)
-        self.machine = replace(self.machine, devices=1, host_bytes=host)
+        host = host_room(self.found.host_bytes)
+        self.machine = replace(self.found, devices=1, host_bytes=host)
         self._pool, self._urgent = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     def prepare(self, items: Iterable[Item]) -> None:
@@ -186,11 +187,6 @@ class Planner:
 
         return choose_place(fit, None)
 
-    def mfu(self, schedule: Schedule, tokens: int, layers: int, seconds: float) -> float:
-        """Of a step that took so long."""
-        question = self.question(tokens, layers)
-        return useful_flop(question, schedule) / (rates_of(question).peak * seconds)
-
     def _begin(self, name: str, tokens: int, room: float) -> "Future[Plan]":
         key = name, tokens, room
         if key not in self._plans:
@@ -207,7 +203,11 @@ class Planner:
             question = replace(question, sparse=self.work.sparse)
         if name == STREAMED:
             question = replace(question, weights=Tier.HOST)
-        names = None if name in (AUTO, SPARSE, STREAMED) else [name]
+        if name == QLORA:
+            question = as_run(replace(question, nf4=True, profile=None), RANK)
+        if name == LOGPROBS:
+            question = replace(question, loss=Objective(LossKind.GRPO))
+        names = [name] if name in STRATEGIES else None
         return best_plan(question, names, seconds=SEARCH_SECONDS)
 
 
@@ -237,6 +237,11 @@ def cut_sizes(sizes: Sequence[int], layers: int) -> tuple[int, ...]:
     if len(kept) == 1 and len(sizes) > 1 and layers > 1:
         return layers - layers // 2, layers // 2
     return tuple(kept)
+
+
+def mfu(plan: Plan, seconds: float) -> float:
+    """Of a step by this plan that took so long."""
+    return useful_flop(plan.question, plan.schedule) / (rates_of(plan.question).peak * seconds)
 
 
 def plan_json(plan: Plan) -> Row:

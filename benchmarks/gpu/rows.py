@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.children import Row
 from benchmarks.gpu.planned import LESS_ROOM
+from benchmarks.gpu.work import Item
 from farspan.spec import Schedule
 
 
@@ -32,6 +33,11 @@ def is_done(row: Mapping[str, Any]) -> bool:
     """Whether measuring it again would tell nothing new."""
     is_final = row["out_of_memory"] and not may_take_less(row)
     return bool(row["child"]["ended"] == "completed" or is_final)
+
+
+def has_fewer(row: Mapping[str, Any], item: Item) -> bool:
+    """Whether a step was measured, fewer times than the item asks for."""
+    return 0 < len(row.get("runs", ())) < item.steps
 
 
 def may_take_less(row: Mapping[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """One run of the benchmark: what is measured next, on how many layers, for how long."""
 
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -11,9 +12,11 @@ from benchmarks.children import EXPANDABLE, LEAST_SECONDS, Clock, Nursery, Outco
 from benchmarks.gpu import child
 from benchmarks.gpu.floor import Floor, ceilings_of, floor, gap
 from benchmarks.gpu.huggingface import locked_bytes
-from benchmarks.gpu.planned import LESS_ROOM, ROOM, Card, Planner, plan_json, preset_for
+from benchmarks.gpu.planned import LESS_ROOM, ROOM, Card, Planner, mfu, plan_json, preset_for
+from benchmarks.gpu.power import PowerLog
 from benchmarks.gpu.rows import (
     as_row,
+    has_fewer,
     is_cut,
     is_done,
     may_take_less,
@@ -23,7 +26,7 @@ from benchmarks.gpu.rows import (
     words_of,
 )
 from benchmarks.gpu.steps import WARM_LAYERS
-from benchmarks.gpu.work import SPARSE, Item, Work, items
+from benchmarks.gpu.work import QLORA, SPARSE, Item, Work, items, named
 from farspan.memory.host import available_host_bytes, describe_host
 from farspan.planner.machines import from_json
 from farspan.planner.request import Plan
@@ -68,7 +71,8 @@ class Session:
     save: Callable[[Row], None]
     say: Callable[[str], None]
     traces: Path | None = None
-    planner: Planner | None = None
+    planner: Planner | None = None  # of the headline's model
+    others: dict[str, Planner] = field(default_factory=dict)  # by model
     nursery: Nursery | None = None
     card: Card | None = None  # None where there is no GPU
     host_memory: int | None = None  # bytes, in place of what can be seen to be available
@@ -77,22 +81,26 @@ class Session:
     shallow: dict[str, int] = field(default_factory=dict)  # layers of what was measured on few
     ran_out: dict[str, Row] = field(default_factory=dict)  # with the first plan, of the device
     only: tuple[str, ...] = ()  # names of what to measure, in this order; (): all
+    power: PowerLog | None = None
+    repeat: float = REPEAT
+    kept: set[str] = field(default_factory=set)  # of earlier runs, which no failure replaces
 
     def run(self) -> None:
         """Everything that the record has not yet, and then deeper what it has of fewer layers."""
         rows = {row["name"]: row for row in self.record["measurements"]}
         made = {name: row for name, row in rows.items() if is_done(row)}
+        self.kept = set(made)
         self.ran_out = {name: short_of(row) for name, row in rows.items() if may_take_less(row)}
         self.shallow = {name: row["layers"] for name, row in made.items() if is_cut(row)}
-        todo = [item for item in self._asked() if item.name not in made]
-        again = (item for item in self._asked() if item.name in self.shallow)
+        todo = [i for i in self.asked() if i.name not in made or has_fewer(made[i.name], i)]
+        again = (item for item in self.asked() if item.name in self.shallow)
         todo += [replace(item, share=DEEPER) for item in again]
         run = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "seconds": self.clock.left}
         run["main_memory"] = describe_host() | {"given": self.host_memory}
         run["skipped"] = skipped = []
         self.record["runs"].append(run)
-        if "ceilings" in made:
-            self._plan_with(todo)
+        if todo and todo[0].work != "ceilings":
+            self.plan_with(todo)
         while todo:
             item = todo.pop(0)
             arranged = self.arranged(item)
@@ -106,14 +114,14 @@ class Session:
                     self.ran_out[item.name] = short_of(row)
                     todo.insert(0, item)
             if item.work == "ceilings":
-                self._plan_with(todo)
+                self.plan_with(todo)
             self.save(self.record)
 
-    def _asked(self) -> list[Item]:
+    def asked(self) -> list[Item]:
         """Everything, or what is wanted alone, which may take the time. Raises UnsupportedError."""
-        every = {item.name: item for item in items(self.work)}
         if not self.only:
-            return list(every.values())
+            return list(items(self.work))
+        every = named(self.work)
         for name in self.only:
             if name not in every:
                 raise UnsupportedError(
@@ -121,13 +129,26 @@ class Session:
                 )
         return [replace(every[name], share=1.0) for name in self.only]
 
+    def _work_of(self, item: Item) -> Work:
+        return self.work.of(item.model)
+
+    def planner_of(self, item: Item) -> Planner:
+        """The planner of the item's model."""
+        assert self.planner is not None
+        if not item.model:
+            return self.planner
+        if item.model not in self.others:
+            machine = self.planner.found
+            self.others[item.model] = Planner(self._work_of(item), machine)
+        return self.others[item.model]
+
     def _add(self, row: Row) -> None:
         found = self.record["measurements"]
-        if is_done(row) or row["name"] not in self.shallow:
+        if is_done(row) or row["name"] not in self.kept:
             found[:] = [other for other in found if other["name"] != row["name"]]
             found.append(row)
 
-    def _plan_with(self, todo: Iterable[Item]) -> None:
+    def plan_with(self, todo: Iterable[Item]) -> None:
         """Plans are made with the ceilings from here on."""
         rows = self._ceilings()
         files = [row["machine_file"] for row in rows if "machine_file" in row]
@@ -138,7 +159,10 @@ class Session:
         self.record["planned_with"] = words
         host = self.host_memory or available_host_bytes()
         self.planner = Planner(self.work, replace(spec, host_bytes=host))
-        self.planner.prepare(todo)
+        wanted = list(todo)
+        for model in dict.fromkeys(item.model for item in wanted):
+            same = [item for item in wanted if item.model == model]
+            self.planner_of(same[0]).prepare(same)
 
     def _ceilings(self) -> list[Row]:
         made = (row for row in self.record["measurements"] if row["name"] == "ceilings")
@@ -191,9 +215,9 @@ class Session:
 
     def _of_layers(self, item: Item) -> Arranged | str:
         """As many layers as its share of the time allows; a second step where that allows one."""
-        assert self.planner is not None
+        planner, work = self.planner_of(item), self._work_of(item)
         try:
-            full = self.planner.plan(item, self._room(item))
+            full = planner.plan(item, self._room(item))
         except UnsupportedError as error:
             return str(error)
         short, why = float("inf"), ""
@@ -202,19 +226,19 @@ class Session:
             if layers <= self.shallow.get(item.name, 0):
                 return f"{self.clock.left:.0f} s are left, not enough for more than {layers} layers"
             fixed, one = self._expected(item, full, layers)
-            short = fixed + one
+            short = fixed + item.steps * one
             allowed, most = item.share * self.clock.left, self.clock.left - END_SECONDS
             if short > min(allowed, most) and (layers > depths[-1] or short > most):
                 continue
-            plan = full if layers == self.work.layers else self.planner.cut(full, layers)
+            plan = full if layers == work.layers else planner.cut(full, layers)
             if not plan.fits and item.work != "huggingface":
                 why = plan.reason or "does not fit"
                 continue
             if self._ran_out_before(item, plan):
                 why = "the device ran out, and in less room the plan is the same"
                 continue
-            both = min(allowed, most, fixed + one + REPEAT * self.clock.left)
-            steps = 2 if fixed + 2 * one <= both else 1
+            both = min(allowed, most, fixed + one + self.repeat * self.clock.left)
+            steps = 2 if fixed + 2 * one <= both else item.steps
             settings = self._settings(item, plan, layers) | {"steps": steps}
             return Arranged(settings, fixed + steps * one, plan, full)
         needed = f"{depths[-1]} layers take about {short:.0f}"
@@ -231,22 +255,24 @@ class Session:
 
     def _depths(self, item: Item) -> tuple[int, ...]:
         """A profile of few layers says as much as one of all, and can be read."""
-        depths = self.work.depths
+        depths = self._work_of(item).depths
+        if item.whole:
+            return depths[:1]
         return depths[-2:-1] if item.work == "split" else depths
 
     def _expected(self, item: Item, full: Plan, layers: int) -> tuple[float, float]:
         """Seconds before the steps, and of one."""
-        assert self.planner is not None
-        share = self.planner.share(item.tokens, layers)
+        planner, work = self.planner_of(item), self._work_of(item)
+        share = planner.share(item.tokens, layers)
         one = full.seconds.total * share * self.slower.get(kind_of(item), 1.1)
         fixed = 0.0 if self.work.tiny else self.start_seconds
         if item.work == "huggingface":
             asked: Row = {"tokens": item.tokens, "layers": layers, "place": item.place}
-            pieces, size = locked_bytes(self._common() | asked)
+            pieces, size = locked_bytes(self._common(item) | asked)
             fixed += pieces * size / self._pinned() + COMPILE_SECONDS * item.compiled
         else:
-            fixed += full.host.total * layers / self.work.layers / self._pinned()
-        warm = 1.0 if item.work == "split" else self.planner.share(item.tokens, WARM_LAYERS) / share
+            fixed += full.host.total * layers / work.layers / self._pinned()
+        warm = 1.0 if item.work == "split" else planner.share(item.tokens, WARM_LAYERS) / share
         return fixed + warm * one, one
 
     def _pinned(self) -> float:
@@ -261,7 +287,7 @@ class Session:
             return found | {"place": item.place, "compiled": item.compiled}
         if item.work == "split" and self.traces is not None:
             found["trace"] = str(self.traces / f"step-{item.tokens}-{layers}-layers.json")
-        return found | {"schedule": as_row(plan.schedule)}
+        return found | {"strategy": item.strategy, "schedule": as_row(plan.schedule)}
 
     # -- measuring -------------------------------------------------------------------------------
 
@@ -270,8 +296,12 @@ class Session:
         limit = min(self.clock.left, SLACK * arranged.seconds + SLACK_SECONDS)
         if self.work.tiny:
             limit = self.clock.left
+        began = time.time()
         made = self._child(item, arranged.settings, limit)
+        ended = time.time()
         row: Row = {"name": item.name, "work": item.work, "child": made.to_json()}
+        if item.model:
+            row["model"] = item.model
         for found in made.rows:
             if "machine" in found:
                 self._same_machine(found)
@@ -280,13 +310,17 @@ class Session:
             row["rows"] = rows
         else:
             row |= self._with_plans(item, arranged, rows)
+            if row["runs"]:
+                ended = row["runs"][-1].get("ended_at", ended)
+                began = ended - row["runs"][-1]["seconds"]
+        row["card"] = None if self.power is None else self.power.between(began, ended)
         row["out_of_memory"] = any("out_of_memory" in found for found in rows)
         self.say(f"{item.name}: {made.ended}, {words_of(row)}, {self.clock.left:.0f} s left")
         return row
 
     def _child(self, item: Item, settings: Row, limit: float) -> Outcome:
         configuration = EXPANDABLE if self.device == "cuda" else ""
-        given = {**self._common(), "work": item.work, **settings}
+        given = {**self._common(item), "work": item.work, **settings}
         if self.nursery is not None:
             made = self.nursery.run(child.run, given, limit)
             if not any(words in made.words for words in FORKED):
@@ -296,10 +330,10 @@ class Session:
         limit = min(limit + IMPORT_SECONDS, max(self.clock.left, LEAST_SECONDS))
         return run_child(CHILD, given, limit, configuration)
 
-    def _common(self) -> Row:
+    def _common(self, item: Item) -> Row:
         """What every child is told."""
         return {
-            "config": self.work.config,
+            "config": self._work_of(item).config,
             "dtype": self.work.dtype,
             "device": self.device,
             "tiny": self.work.tiny,
@@ -317,13 +351,12 @@ class Session:
                 )
 
     def _with_plans(self, item: Item, arranged: Arranged, rows: list[Row]) -> Row:
-        assert self.planner is not None
         assert arranged.plan is not None
-        assert arranged.full is not None
         settings = arranged.settings
         row = merged(rows)
         row |= {key: settings[key] for key in ("tokens", "layers")}
-        row |= {"of_layers": self.work.layers, "planned": plan_json(arranged.plan)}
+        of_layers = self._work_of(item).layers
+        row |= {"of_layers": of_layers, "planned": plan_json(arranged.plan)}
         if item.work in PLANNED:
             row["room"] = self._room(item)
         if item.name in self.ran_out:
@@ -343,21 +376,20 @@ class Session:
         return row
 
     def _add_rates(self, item: Item, arranged: Arranged, row: Row, seconds: float) -> None:
-        assert self.planner is not None
         assert arranged.plan is not None
         assert arranged.full is not None
         plan, full, layers = arranged.plan, arranged.full, arranged.settings["layers"]
         self.slower[kind_of(item)] = max(1.0, seconds / plan.seconds.total)
         row["variance"] = variance(row["runs"])
         row["tokens_a_second"] = item.tokens / seconds
-        row["mfu"] = self.planner.mfu(plan.schedule, item.tokens, layers, seconds)
+        row["mfu"] = mfu(plan, seconds)
         bound = self._floor(plan)
         row["floor_seconds"] = bound and bound.total
-        if layers < self.work.layers:
+        if layers < row["of_layers"]:
             row["scaled_to_full_depth"] = {
                 "seconds": seconds * full.seconds.total / plan.seconds.total,
                 "how": f"measured on {layers} layers, times the planned seconds of all "
-                f"{self.work.layers} over those of {layers}",
+                f"{row['of_layers']} over those of {layers}",
             }
         if item.work == "step" and row["runs"][-1]["reserved"] is not None:
             peak = row["runs"][-1]["allocated"]
@@ -368,8 +400,8 @@ class Session:
 
     def _floor(self, plan: Plan, schedule: Schedule | None = None) -> Floor | None:
         """From the ceilings of the schedule's own calls; None where attention is sparse, whose
-        calls are no ceiling's."""
-        if plan.schedule.sparse is not None:
+        calls are no ceiling's, and where weights are frozen, whose gradients are not computed."""
+        if plan.schedule.sparse is not None or plan.question.nf4:
             return None
         tokens = plan.question.run.tokens
         ceilings = ceilings_of(self._ceilings(), plan.schedule, tokens)
@@ -382,4 +414,5 @@ class Session:
 
 def kind_of(item: Item) -> str:
     """Measurements that are off their plans by about as much."""
-    return SPARSE if item.strategy == SPARSE else item.work
+    kind = item.strategy if item.strategy in (SPARSE, QLORA) else item.work
+    return f"{item.model} {kind}"

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.gpu.work import LOGPROBS, QLORA
 from farspan.planner.machines import preset_of_gpu
 
 Row = Mapping[str, Any]
@@ -35,13 +36,13 @@ def text(record: Row) -> str:
 
 
 def steps(rows: Iterable[Row]) -> str:
-    seconds = ("s", "all s", "planned s", "floor s", "tokens/s", "MFU")
+    seconds = ("s", "all s", "planned s", "floor s", "tokens/s", "MFU", "MHz", "W")
     head = ("step", "layers", *seconds, "GiB", "planned GiB", "reserved GiB", "host GiB")
     body = []
     for row in rows:
         if "planned" not in row or row.get("seconds") is None:
             continue
-        last, planned = row["runs"][-1], row["planned"]
+        last, planned, card = row["runs"][-1], row["planned"], row.get("card") or {}
         body.append(
             (
                 row["name"],
@@ -52,6 +53,8 @@ def steps(rows: Iterable[Row]) -> str:
                 number(row["floor_seconds"], 2),
                 f"{row['tokens_a_second']:.0f}",
                 f"{row['mfu']:.1%}",
+                number(card.get("clock_mhz"), 0),
+                number(card.get("watts"), 0),
                 number(last["allocated"], 1, GIB),
                 number(planned["device_bytes"], 1, GIB) if row["work"] == "step" else "",
                 number(last["reserved"], 1, GIB),
@@ -66,17 +69,18 @@ def beside(rows: Sequence[Row]) -> str:
     approximates, is no exact step."""
     whole = [row for row in rows if is_whole(row)]
     body = []
-    for tokens in sorted({row["tokens"] for row in whole}):
-        at = [row for row in whole if row["tokens"] == tokens]
+    for model, tokens in sorted({(row.get("model", ""), row["tokens"]) for row in whole}):
+        at = [row for row in whole if (row.get("model", ""), row["tokens"]) == (model, tokens)]
         own = best(row for row in at if is_exact(row))
         other = best(row for row in at if row["work"] == "huggingface")
-        words = [
-            word.removeprefix(f"huggingface at {tokens}, ").removesuffix(f" at {tokens}")
-            for word in (own["name"] if own else "", other["name"] if other else "")
-        ]
+        words = ["", ""]
+        if own is not None:
+            words[0] = own["name"].rpartition(" at ")[0].removeprefix(f"{model} ")
+        if other is not None:
+            words[1] = other["name"].partition(", ")[2]
         mine, theirs = (None if row is None else float(row["seconds"]) for row in (own, other))
         shown = number(mine, 2), number(theirs, 2), ratio(mine, theirs)
-        body.append((str(tokens), *shown, *words))
+        body.append((f"{model} {tokens}".strip(), *shown, *words))
     return table(
         ("tokens", "farspan s", "Hugging Face s", "ratio", "farspan", "Hugging Face"), body
     )
@@ -88,7 +92,7 @@ def published(rows: Iterable[Row], gpu: str | None) -> str:
         return ""
     body = []
     for tokens, seconds in PUBLISHED.items():
-        own = best(r for r in rows if is_exact(r) and r["tokens"] == tokens and is_whole(r))
+        own = best(r for r in rows if is_headline(r) and r["tokens"] == tokens and is_whole(r))
         if own is not None:
             mine = own["seconds"]
             body.append((str(tokens), f"{mine:.2f}", f"{seconds:.1f}", ratio(seconds, mine)))
@@ -96,8 +100,16 @@ def published(rows: Iterable[Row], gpu: str | None) -> str:
 
 
 def is_exact(row: Row) -> bool:
-    """Whether it is a step of farspan's that approximates nothing."""
-    return row["work"] == "step" and row["planned"]["schedule"].get("sparse") is None
+    """Whether it is a step of farspan's by the mean loss of all weights, which approximates
+    nothing."""
+    others = row.get("strategy") in (QLORA, LOGPROBS)
+    sparse = row["work"] == "step" and row["planned"]["schedule"].get("sparse") is not None
+    return row["work"] == "step" and not others and not sparse
+
+
+def is_headline(row: Row) -> bool:
+    """Whether that is of the record's own model, too."""
+    return is_exact(row) and not row.get("model")
 
 
 def is_whole(row: Row) -> bool:

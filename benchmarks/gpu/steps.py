@@ -1,17 +1,22 @@
 """In a child: steps of farspan, one schedule and length a child."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.children import Row, add_row
-from benchmarks.gpu.device import Peaks, draw, give_back, make_model, synchronize
+from benchmarks.gpu.device import Peaks, draw, dtype_of, give_back, make_model, synchronize
+from benchmarks.gpu.work import LOGPROBS, QLORA, RANK
 from farspan import Schedule, Sparse, Step
+from farspan.hf.load import add_adapters
+from farspan.hf.quantized import settle
 from farspan.memory.host import refuse_beyond
 from farspan.spec import Tier
 from farspan.train.staged_states import widen_gradient
@@ -26,22 +31,23 @@ def run(settings: Mapping[str, Any]) -> None:
     or two."""
     began = time.perf_counter()
     schedule = schedule_of(settings["schedule"])
-    model = make_model(settings, settings["layers"])
+    model = prepared_model(settings, settings["layers"])
     if schedule.weights is Tier.HOST:
         model.cpu()  # drawn on the device: one core would take a minute
         give_back(settings["device"])
-    step = Step(widened(model), schedule, device=settings["device"])
+    step = Step(model, schedule, device=settings["device"])
     synchronize(settings["device"])
     add_row(settings, {"ready_seconds": time.perf_counter() - began})
     add_row(settings, reserve(settings, step))
-    time_steps(settings, model, one_step_of(step), partial(warm_up, settings, schedule))
+    one_step = one_step_of(step, settings.get("strategy"))
+    time_steps(settings, model, one_step, partial(warm_up, settings, schedule))
 
 
 def warm_up(settings: Mapping[str, Any], schedule: Schedule, ids: Tensor) -> Row:
     """A step of the full length on another model, which has the first layer alone."""
-    model = widened(make_model(settings, WARM_LAYERS))
+    model = prepared_model(settings, WARM_LAYERS)
     step = Step(model, replace(schedule, groups=WARM_LAYERS, weights=Tier.DEVICE))
-    step(ids, ids)
+    one_step_of(step, settings.get("strategy"))(ids)
     synchronize(settings["device"])
     step.release()
     del model, step
@@ -49,21 +55,60 @@ def warm_up(settings: Mapping[str, Any], schedule: Schedule, ids: Tensor) -> Row
     return {"warm_layers": WARM_LAYERS}
 
 
+def prepared_model(settings: Mapping[str, Any], layers: int) -> PreTrainedModel:
+    """The model with so many layers, as the strategy trains it: whole, or adapters beside weights
+    of four bits."""
+    model = make_model(settings, layers)
+    if settings.get("strategy") == QLORA:
+        pack_nf4(model, dtype_of(settings))
+        add_adapters(model, rank=RANK, alpha=2.0 * RANK)
+    return widened(model)
+
+
+def pack_nf4(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Packs the layers' linear weights in place, as `model.quantize: nf4` loads them."""
+    packed: Any = import_module("bitsandbytes.nn")
+    base: Any = model.base_model
+    modules: Iterable[nn.Module] = base.layers.modules()
+    for parent in list(modules):
+        for name, linear in list(parent.named_children()):
+            if not isinstance(linear, nn.Linear):
+                continue
+            options = {"quant_type": "nf4", "compress_statistics": True}
+            made = packed.Linear4bit(
+                linear.in_features, linear.out_features, bias=False, compute_dtype=dtype,
+                device="meta", **options,
+            )  # fmt: skip
+            weight, device = linear.weight.data, linear.weight.device
+            made.weight = packed.Params4bit(weight, requires_grad=False, **options).to(device)
+            made.bias = linear.bias
+            setattr(parent, name, made)
+    settle(model, dtype)
+
+
 def widened(model: PreTrainedModel) -> PreTrainedModel:
     """The model, its gradients added up as `farspan train` has it."""
     for parameter in model.parameters():
-        widen_gradient(parameter)
+        if parameter.requires_grad:
+            widen_gradient(parameter)
     return model
 
 
-def one_step_of(step: Step) -> OneStep:
-    return lambda ids: float(step(ids, ids))
+def one_step_of(step: Step, strategy: str | None = None) -> OneStep:
+    """A step by the mean loss, or by log-probabilities as losses of policies take it."""
+
+    def of_logprobs(ids: Tensor) -> float:
+        loss = -step.logprobs(ids).mean()
+        loss.backward()
+        return float(loss.detach())
+
+    return of_logprobs if strategy == LOGPROBS else lambda ids: float(step(ids, ids))
 
 
 def reserve(settings: Mapping[str, Any], step: Step) -> Row:
     """Takes the arenas of a step's full length. Raises TooLarge where main memory is short."""
     began, tokens = time.perf_counter(), settings["tokens"]
-    program = step.program(1, tokens)
+    program = step.prepared(1, tokens, is_cut=settings.get("strategy") == LOGPROBS).program
     needed, available = program.arena_bytes[Tier.HOST], settings.get("host_memory")
     refuse_beyond(needed, f"a step of {tokens:,} tokens", ADVICE, available)
     for tier, arena in step.arenas.items():
@@ -100,4 +145,5 @@ def time_steps(
             loss = one_step(ids)
             synchronize(device)
             seconds = time.perf_counter() - began
-        add_row(settings, {"step": number, "seconds": seconds, "loss": loss, **peaks.to_json()})
+        row = {"step": number, "seconds": seconds, "ended_at": time.time(), "loss": loss}
+        add_row(settings, row | peaks.to_json())

@@ -1,7 +1,7 @@
 """What is measured, in order of importance."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -11,12 +11,29 @@ from farspan.spec import Sparse
 AUTO = "auto"
 SPARSE = "sparse"  # auto's choice with page-sparse attention, which approximates
 STREAMED = "streamed"  # auto's choice with weights and gradients in main memory
+QLORA = "qlora"  # auto's choice with LoRA beside frozen NF4 weights
+LOGPROBS = "logprobs"  # auto's choice with a backward from log-probabilities of all tokens
+RANK = 16  # of LoRA, on every linear module of the layers
 KILO = 1024
+# Sizes that replace those of any configuration.
+TINY: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4 * KILO,
+}
+# Other models than the headline's, each for one question.
+SHORT_MODELS = ("Qwen3-0.6B", "Qwen3-1.7B")
+HOST_MODEL, PACKED_MODEL, LONG_MODEL = "Qwen3-14B", "Qwen3-8B", "Qwen2.5-0.5B"
 
 
 class Place(StrEnum):
     """Of the baseline: where what a checkpointed layer keeps is."""
 
+    NONE = "nothing computed again"  # no checkpointing
     DEVICE = "inputs on the device"  # checkpointing as it comes
     KEPT = "inputs and attention outputs on the device"
     HOST = "inputs and attention outputs on host"  # copies beside the computation
@@ -31,6 +48,7 @@ class Work:
     dtype: str
     lengths: tuple[int, ...]  # tokens, ascending; the last one is the headline
     longer: tuple[int, ...]  # with as many layers as the time allows
+    short: tuple[int, ...]  # of SHORT_MODELS
     strategies: tuple[str, ...]  # beside auto
     depths: tuple[int, ...]  # layers that a model may be cut to, deepest first
     exact: tuple[int, ...]  # lengths of the small model whose gradients are checked
@@ -48,6 +66,15 @@ class Work:
         """The length that tells most for its seconds: half of the headline's."""
         return self.lengths[-2]
 
+    def of(self, model: str) -> "Work":
+        """The same work with another model of the catalogue, at full depth; "" for this one."""
+        if not model:
+            return self
+        config = find_config(model) | {"max_position_embeddings": KILO * KILO}
+        if self.tiny:
+            config |= TINY
+        return replace(self, config=config, depths=(config["num_hidden_layers"],))
+
 
 def full() -> Work:
     """Qwen2.5-7B, as the published records have it."""
@@ -57,6 +84,7 @@ def full() -> Work:
         dtype="bfloat16",
         lengths=(32 * KILO, 64 * KILO, 128 * KILO, 256 * KILO),
         longer=(512 * KILO, 1024 * KILO),
+        short=(8 * KILO, 16 * KILO),
         strategies=("grouped", "memo", "fpdt", "oomb"),
         depths=(28, 20, 14, 10, 7, 4, 2),
         exact=(4096, 5000, 8192),
@@ -68,21 +96,12 @@ def full() -> Work:
 
 def tiny() -> Work:
     """The same script in seconds on a CPU."""
-    config = {
-        "model_type": "qwen2",
-        "vocab_size": 256,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4 * KILO,
-    }
     return Work(
-        config=config,
+        config={"model_type": "qwen2", **TINY},
         dtype="float32",
         lengths=(128, 256),
         longer=(512,),
+        short=(64, 128),
         strategies=("oomb",),
         depths=(4, 2),
         exact=(70,),
@@ -103,14 +122,46 @@ class Item:
     strategy: str = ""
     place: Place = Place.DEVICE  # of the baseline
     compiled: bool = False  # of the baseline: norms and SwiGLU by torch.compile
+    model: str = ""  # of the catalogue; "": the headline's
+    steps: int = 1  # timed at least; a second one follows where it takes little of the time left
+    whole: bool = False  # at full depth or not at all
+    alone: bool = False  # it fills most of a call of ten minutes
 
     @property
     def name(self) -> str:
+        model = f"{self.model} " if self.model else ""
         if self.work == "step":
-            return f"{self.strategy} at {self.tokens}"
+            return f"{model}{self.strategy} at {self.tokens}"
         if self.work == "huggingface":
-            return f"huggingface at {self.tokens}, {self.place}{', compiled' * self.compiled}"
+            how = f"{self.place}{', compiled' * self.compiled}"
+            return f"{model}huggingface at {self.tokens}, {how}"
         return f"{self.work} at {self.tokens}" if self.tokens else self.work
+
+
+def quarter(work: Work) -> Iterator[Item]:
+    """Measurements for a quarter of an hour on a card whose ceilings are known: those that no
+    record has, the most telling first, at full depth."""
+    base, short = Item("step", 1.0, strategy=AUTO, whole=True), work.lengths[-3:][0]
+    yield replace(base, tokens=work.longer[0], alone=True)
+    yield replace(base, tokens=short, steps=2)
+    yield Item("huggingface", 1.0, short, place=Place.KEPT, steps=2, whole=True)
+    yield Item("update", 1.0, work.middle)
+    yield replace(base, tokens=work.middle, strategy=SPARSE)
+    yield replace(base, tokens=work.lengths[0], strategy=STREAMED, model=HOST_MODEL)
+    yield replace(base, tokens=short, strategy=QLORA, model=PACKED_MODEL)
+    yield replace(base, tokens=short, strategy=LOGPROBS)
+    for model in SHORT_MODELS:
+        for tokens in work.short:
+            yield replace(base, tokens=tokens, model=model)
+            for place in (Place.NONE, Place.DEVICE):
+                yield Item("huggingface", 1.0, tokens, place=place, model=model, whole=True)
+    yield Item("longest", 1.0)
+    yield replace(base, tokens=work.longer[-1], model=LONG_MODEL, alone=True)
+
+
+def named(work: Work) -> dict[str, Item]:
+    """Everything that can be measured, by name."""
+    return {item.name: item for item in (*items(work), *quarter(work))}
 
 
 def items(work: Work) -> Iterator[Item]:
