@@ -28,11 +28,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 COLOURS = {"forward": "#7fb3d5", "kv": "#d4e6f1", "backward": "#e59866"}
 
 
-def draw_grid() -> None:
-    """The grid of cells with the order in which three schedules walk it."""
+def draw_grid(name: str, rows: int, columns: int, size: tuple[float, float]) -> None:
+    """The grid of cells with the order in which three schedules walk it, in rows and columns."""
     layer = LayerSpec(2, 1, 8, 8)
     model = ModelSpec("drawn", 16, 32, (layer,) * 6, 4)
-    figure, axes = plt.subplots(1, 3, figsize=(11, 4.2), sharey=True)
+    figure, axes = plt.subplots(rows, columns, figsize=size, sharey=True, layout="constrained")
     for axis, (title, groups) in zip(
         axes,
         (("g = 1: MEMO, FPDT", 1), ("g = 2: between", 2), ("g = L: OOMB", 6)),
@@ -52,13 +52,13 @@ def draw_grid() -> None:
         _draw_cells(axis, orders)
         axis.set_title(title, fontsize=11)
         axis.set_xlabel("chunk of the sequence")
-    axes[0].set_ylabel("layer")
+        axis.set_ylabel("layer")
+    gap = " " if rows == 1 else "\n"
     figure.suptitle(
-        "One step as a walk over cells: F forward, k only K and V, B backward "
-        "(with its own forward); numbers tell the order",
+        f"F forward, k only K and V, B backward{gap}(with its own forward); numbers tell the order",
         fontsize=10,
     )
-    _save(figure, "grid")
+    _save(figure, name)
 
 
 def _kind(instruction: Forward | Backward) -> str:
@@ -128,7 +128,8 @@ def _save(figure: Any, name: str) -> None:
 
 
 if __name__ == "__main__":
-    draw_grid()
+    draw_grid("grid", 1, 3, (11, 4.2))
+    draw_grid("grid-narrow", 3, 1, (3.8, 10))  # 360 pixels wide, its type is 10 pixels high
     draw_curves()
     _save(performance_figures.draw_timeline(), "timeline")
     for name, (draw, data) in fit_figures.DRAWINGS.items():

@@ -90,6 +90,43 @@ def test_everyone_can_read_it(
         assert not opened.violations()  # which asks for style sheets once more, in vain
 
 
+# Elements of the page that lie beyond the window in no box that scrolls, or in one that hides what
+# does not fit.
+CLIPPED = """() => {
+  const found = [], wide = document.documentElement.clientWidth;
+  const scrolls = (one) => {
+    for (let up = one; up; up = up.parentElement)
+      if (["auto", "scroll"].includes(getComputedStyle(up).overflowX)) return true;
+    return false;
+  };
+  for (const one of document.querySelectorAll("article *")) {
+    const box = one.getBoundingClientRect();
+    if (!box.width || !box.height) continue;
+    const hides = getComputedStyle(one).overflowX === "hidden" && one.clientWidth > 1;
+    if (hides && one.scrollWidth > one.clientWidth + 1) found.push(one.outerHTML.slice(0, 80));
+    if ((box.right > wide + 1 || box.left < -1) && !scrolls(one))
+      found.push(one.outerHTML.slice(0, 80));
+  }
+  return found;
+}"""
+CUT_TABLES = """() => [...document.querySelectorAll("article .md-typeset__scrollwrap")]
+  .filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.textContent.trim())"""
+
+
+@pytest.mark.parametrize("part", part_of(["pages", "decisions"], "pages"))
+def test_nothing_is_clipped_on_any_page(site: Path, browser: Browser, part: str) -> None:
+    """At each width; on a desk no table has to be scrolled."""
+    pages = [p for p in site.rglob("*.html") if ("decisions" in p.parts) == (part == "decisions")]
+    assert len(pages) > 30
+    with browser.opened(site / "index.html") as opened:
+        for page in sorted(pages):
+            opened.page.goto(page.as_uri())
+            for width in WIDTHS:
+                opened.page.set_viewport_size({"width": width, "height": 900})
+                assert not opened.page.evaluate(CLIPPED), (page.name, width)
+            assert not opened.page.evaluate(CUT_TABLES), page.name
+
+
 def fits(opened: Opened) -> None:
     """Nothing is wider than the window, and nothing comes from elsewhere."""
     assert not [url for url in opened.requests if not url.startswith("file:")]

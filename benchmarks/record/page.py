@@ -70,12 +70,8 @@ def _show(cell: Cell | None, show: Callable[[Cell], str]) -> str:
     return f"{show(cell)}{' (used)' if cell.used else ''}{mark}"
 
 
-def _numbers(digits: int) -> Callable[[Cell], str]:
-    def show(cell: Cell) -> str:
-        pair = f"{cell.predicted:.{digits}f} / {cell.published:.{digits}f}"
-        return f"{pair} = {cell.ratio:.2f}"
-
-    return show
+def _ratio(cell: Cell) -> str:
+    return f"{cell.ratio:.2f}"
 
 
 def _lengths(cell: Cell) -> str:
@@ -101,10 +97,10 @@ def _answers(cell: Cell) -> str:
 
 
 _SHOWN: dict[Kind, Callable[[Cell], str]] = {
-    Kind.MEMORY: _numbers(0),
-    Kind.GROWTH: _numbers(0),
-    Kind.LATENCY: _numbers(1),
-    Kind.MFU: _numbers(1),
+    Kind.MEMORY: _ratio,
+    Kind.GROWTH: _ratio,
+    Kind.LATENCY: _ratio,
+    Kind.MFU: _ratio,
     Kind.LONGEST: _lengths,
     Kind.BEST: _fractions,
     Kind.FEASIBLE: _answers,
