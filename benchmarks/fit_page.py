@@ -81,7 +81,7 @@ def longest(fit: Record) -> str:
         own = [row for row in fit["longest"] if (row["model"], row["way"]) == (model, way)]
         names = list(own[0]["strategies"])
         rows = [
-            [row["machine"], *(_reach(row["strategies"][name]) for name in names)] for row in own
+            [row["machine"], *(_tokens(row["strategies"][name]) for name in names)] for row in own
         ]
         parts.append(f"{model}, {way}:\n\n{_grid(['', *names], rows)}")
     return "\n\n".join(parts)
@@ -114,6 +114,10 @@ def steps_on_host(fit: Record) -> str:
 
 def _reach(cell: Record | None) -> str:
     return f"{_short(cell['tokens'])}, {write_seconds(cell['seconds'])}" if cell else "-"
+
+
+def _tokens(cell: Record | None) -> str:
+    return _short(cell["tokens"]) if cell else "-"
 
 
 def _short(tokens: int) -> str:
@@ -151,12 +155,8 @@ def reach(cluster: Record) -> str:
 
 
 def mfu(cluster: Record) -> str:
-    """MFU at each context, with N where the network takes over a tenth of the step."""
-    parts = []
-    for tokens in cluster["contexts"]:
-        found = _systems(cluster, lambda row, key=str(tokens): _mfu(row["at"][key]))
-        parts.append(f"At {_mega(tokens)} tokens:\n\n{found}")
-    return "\n\n".join(parts)
+    """MFU at 4M tokens, with N where the network takes over a tenth of the step."""
+    return _systems(cluster, lambda row: _mfu(row["at"][str(4 * MEGA)]))
 
 
 def _mfu(cell: Record | None) -> str:
