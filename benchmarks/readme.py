@@ -1,4 +1,4 @@
-"""The table of README.md: the longest context whose step ends in ten minutes, by model, card and
+"""The table of README.md and of the site's first page: the longest context whose step ends in ten minutes, by model, card and
 way to train.
 
     python -m benchmarks.readme --out benchmarks/results/readme.json
@@ -26,6 +26,7 @@ from farspan.program.strategies import GROUPED
 from farspan.spec import VERSION, UnsupportedError
 
 PAGE = ROOT / "README.md"
+PAGES = (PAGE, ROOT / "docs" / "index.md")
 OPENING, CLOSING = "<!-- table -->", "<!-- end -->"
 Record = dict[str, Any]
 
@@ -106,7 +107,7 @@ def table(record: Record) -> str:
 
 
 def filled(text: str, record: Record) -> str:
-    """The README with the table in its place. Raises ValueError where a mark is missing."""
+    """A page with the table in its place. Raises ValueError where a mark is missing."""
     before, mark, rest = text.partition(OPENING)
     if not mark or CLOSING not in rest:
         raise ValueError(f"the page has no place for {OPENING}")
@@ -119,7 +120,8 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="put the table into the page")
     arguments = parser.parse_args()
     if arguments.page:
-        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), load()), encoding="utf-8")
+        for page in PAGES:
+            page.write_text(filled(page.read_text(encoding="utf-8"), load()), encoding="utf-8")
         return
     record = {
         "about": "planned on presets' rates; the longest context whose step takes at most max_step",
