@@ -1,5 +1,5 @@
-"""The table of README.md and of the site's first page: the longest context whose step ends in ten minutes, by model, card and
-way to train.
+"""The table of README.md and docs/index.md: the longest context whose step ends in ten minutes,
+by model, card and way to train.
 
     python -m benchmarks.readme --out benchmarks/results/readme.json
     python -m benchmarks.readme --page
