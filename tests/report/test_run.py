@@ -315,4 +315,20 @@ def test_runs_are_told_apart_without_colour(browser: Browser, pages: dict[str, P
         names = [of.inner_text() for of in figure.locator("li").all()]
         assert len(dashes) == len(set(dashes)) == len(names) == 2
         assert "script>/run" in names[1]
-        assert opened.page.locator("h1").inner_text().endswith("script>/run")
+        assert opened.page.locator("h1").inner_text().endswith("script>/run - farspan runs")
+
+
+def test_two_points_are_a_table_and_no_trend(
+    browser: Browser, run: RunConfig, tmp_path: Path
+) -> None:
+    record = read_run(Path(run.folder))
+    page = run_page([record])
+    data = data_of(page)["runs"][0]["curves"]["loss"]
+    assert len(data["x"]) > 2
+    short = page.replace(json.dumps(data["x"], separators=(",", ":")), json.dumps(data["x"][:2]))
+    for text, drawn in ((page, True), (short, False)):
+        (tmp_path / "page.html").write_text(text)
+        with browser.opened(tmp_path / "page.html") as opened:
+            figure = opened.page.locator("figure", has_text="Loss of each step")
+            assert (figure.count() == 1) == drawn
+            assert opened.page.get_by_text("Loss of each step").count() > 0

@@ -150,7 +150,8 @@ def run_page(runs: Sequence[RunRecord]) -> str:
             f"a page shows {MOST_RUNS} runs side by side, got {len(runs)}; give fewer"
         )
     data = runs_json(runs)
-    return html_page(" and ".join(run["name"] for run in data["runs"]), data, "run.js")
+    names = " and ".join(run["name"] for run in data["runs"])
+    return html_page(f"{names} - farspan run{'s' * (len(runs) > 1)}", data, "run.js")
 
 
 def runs_json(runs: Sequence[RunRecord]) -> Values:

@@ -88,8 +88,13 @@ farspan.page((data) => {
     });
     const from = name === "tokens_per_second" ? 0 : null;
     const format = name.endsWith("loss") ? loss : count;
-    return lines({ title: TITLES[name] ?? name.replaceAll("_", " "), x, xName: "step", series,
-      from, format, formatX: whole, bridge: true });
+    const title = TITLES[name] ?? name.replaceAll("_", " ");
+    if (x.length < 3) { // two points draw a trend where there is none yet
+      const cells = series.map(({ name: of, values }) => [of, ...values.map((v) => format(v))]);
+      const columns = ["", ...x.map((step) => `step ${whole(step)}`)].map((of) => ({ name: of }));
+      return table({ caption: title, columns, rows: cells });
+    }
+    return lines({ title, x, xName: "step", series, from, format, formatX: whole, bridge: true });
   }
 
   function curves() {
