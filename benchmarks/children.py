@@ -124,6 +124,14 @@ class Nursery:
             os.environ.clear()
             os.environ.update(before)
 
+    def warm(self) -> float:
+        """Waits until everything is imported; the seconds that it took."""
+        began = time.monotonic()
+        process = self._context.Process(target=_nothing)
+        process.start()
+        process.join()
+        return time.monotonic() - began
+
     def run(
         self, work: Callable[[dict[str, Any]], None], settings: Mapping[str, Any], seconds: float
     ) -> Outcome:
@@ -148,6 +156,10 @@ class Nursery:
             words = "" if ended == "completed" else last_words(said)
             seconds = time.monotonic() - began
             return Outcome(ended, words, seconds, read_rows(rows), began - asked)
+
+
+def _nothing() -> None:
+    """A child that only shows that its imports are made."""
 
 
 def _work(work: Callable[[dict[str, Any]], None], settings: dict[str, Any], said: str) -> None:

@@ -81,7 +81,8 @@ def records() -> dict[str, str]:
 
 def measured(record: Row) -> dict[str, str]:
     """Tables of a record: steps beside their plans, and beside Hugging Face's."""
-    steps = sorted(filter(is_headline, record["measurements"]), key=lambda row: int(row["tokens"]))
+    timed = (row for row in record["measurements"] if is_headline(row) and row["seconds"])
+    steps = sorted(timed, key=lambda row: int(row["tokens"]))
     rows = []
     for row in steps:
         planned, last = row["planned"], row["runs"][-1]
@@ -249,8 +250,11 @@ def filled(text: str, found: dict[str, str]) -> str:
 
 
 def adopt(path: Path) -> Path:
-    """Has a record take the place of its card's. Raises ValueError for one of another card or
-    model, of a tiny run, or without a measurement that the card's has."""
+    """Has a record take the place of its card's, if its tables can be made.
+
+    Raises ValueError for a record of another card or model, of a tiny run, or without a measurement
+    that the card's has.
+    """
     record = json.loads(path.read_text(encoding="utf-8"))
     names = {"h200": RECORD, "h100": H100}
     card = preset_of_gpu(record.get("machine", {}).get("gpu") or "")
@@ -266,6 +270,7 @@ def adopt(path: Path) -> Path:
             f"{path} lacks {', '.join(lost)}, which {names[card].name} has; begin a run with "
             f"--record {names[card].relative_to(RESULTS.parent.parent)}"
         )
+    measured(record)
     saving(names[card])(before | record)
     return names[card]
 

@@ -42,7 +42,7 @@ from tests.profiles import profile_of
 GIB = 2**30
 PLANS: dict[tuple[str, int, float], Plan] = {}  # of the one machine; they are the same in all tests
 CARD = Card("NVIDIA H200", 150_109_106_995, 9.0)
-MACHINE = {"machine": {"gpu": "a GPU", "versions": {"torch": "2"}}, "cuda": "13"}
+MACHINE = {"machine": {"gpu": CARD.name, "versions": {"torch": "2"}}, "cuda": "13"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

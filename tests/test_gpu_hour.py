@@ -8,8 +8,10 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
+import psutil
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ from farspan.memory.native import LIBRARY
 from farspan.planner.machines import machine
 from farspan.program.strategies import strategy
 from farspan.spec import UnsupportedError
-from tests.test_gpu_benchmark import h200, names_of, simulate
+from tests.test_gpu_benchmark import Left, Simulated, h200, names_of, simulate
 
 __all__ = ["h200"]
 RECORDS = {"h100": performance.H100, "h200": performance.RECORD}
@@ -112,7 +114,8 @@ def test_what_fills_a_call_has_it_alone(asked: Asked) -> None:
         replace(asked, host_memory="3GiB"), in_groups(parts(asked))[0], 564
     ).command
     assert command[-2:] == ("--only", LONG)
-    assert command[-6:-2] == ("--host-memory", "3GiB", "--minutes", "9.27")
+    assert command[-6:-3] == ("--host-memory", "3GiB", "--until")
+    assert float(command[-3]) == pytest.approx(time.time() + 564 - hour.END_SECONDS, abs=5)
 
 
 class Killed(BaseException):
@@ -140,18 +143,13 @@ def killed_after_each(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> list[str
 
     monkeypatch.setattr(hour, "run_part", one_row)
     for _ in range(50):
-        if not left_over(asked, json.loads(text) if (text := read(asked)) else {}):
+        if not left_over(asked, asked.ended()):
             return made
         try:
-            hour.run(asked, Clock.of(60))
+            hour.run(asked, Clock.of(600))
         except Killed:
             continue
     raise AssertionError(made)
-
-
-def read(asked: Asked) -> str:
-    path = asked.out / "hour.json"
-    return path.read_text() if path.exists() else ""
 
 
 def test_a_kill_behind_each_row_loses_none_and_repeats_none(
@@ -161,7 +159,7 @@ def test_a_kill_behind_each_row_loses_none_and_repeats_none(
     wanted = [part.name for part in parts(asked)]
     assert killed_after_each(asked, monkeypatch) == wanted
     capsys.readouterr()
-    assert not left_over(asked, json.loads(read(asked)))
+    assert not left_over(asked, asked.ended())
 
 
 def test_what_failed_comes_last_and_a_command_not_again(asked: Asked) -> None:
@@ -186,14 +184,95 @@ def test_a_record_of_another_card_or_version_is_named(
     monkeypatch.setattr(hour, "version", lambda name: was["versions"][name])
     monkeypatch.setattr(torch, "__version__", was["versions"]["torch"])
     monkeypatch.setattr(hour, "card_name", lambda: "NVIDIA H200")
-    with pytest.raises(UnsupportedError, match=r"is of NVIDIA H100 .*, here is NVIDIA H200; leave"):
+    with pytest.raises(UnsupportedError, match=r"the card is NVIDIA H100 .*, here it is NVIDIA H2"):
         hour.seed(asked)
+    # Of several records the one of this card is taken.
+    assert hour.of_this_card(list(RECORDS.values())) == performance.RECORD
+    with pytest.raises(UnsupportedError, match="there is no file typo"):
+        hour.of_this_card([Path("typo.json")])
     monkeypatch.setattr(hour, "card_name", lambda: was["gpu"])
+    row = {"name": LONG, "work": "step", "child": {"ended": "failed"}, "out_of_memory": False}
+    own = asked.known() | {"measurements": [row]}  # without ceilings, such as of tests alone
+    saving(asked.record)(own)
     hour.seed(asked)
-    assert asked.known()["measurements"]
+    names = [one["name"] for one in asked.known()["measurements"]]
+    assert (names[0], names[-1]) == ("ceilings", LONG)
+    # A folder of another card is refused before anything is measured, with and without a record.
+    monkeypatch.setattr(hour, "card_name", lambda: "NVIDIA H200")
+    for begins in (None, performance.H100):
+        with pytest.raises(UnsupportedError, match="the card is NVIDIA H100"):
+            hour.seed(replace(asked, begins=begins))
+    monkeypatch.setattr(hour, "card_name", lambda: None)
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    with pytest.raises(UnsupportedError, match=r"is of torch 2\.11\.0\+cu130, here is torch 2\.99"):
+    with pytest.raises(UnsupportedError, match=r"torch is 2\.11\.0\+cu130, here it is 2\.99"):
         hour.seed(asked)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"measurements": 3}'])
+def test_a_broken_record_is_named(text: str, asked: Asked) -> None:
+    asked.record.write_text(text)
+    with pytest.raises(
+        UnsupportedError, match=r"gpu.json (cannot be read as a record|is a record)"
+    ):
+        left_over(asked, {})
+    (asked.folder / "hour.json").write_text("{")
+    with pytest.raises(UnsupportedError, match=r"hour.json cannot be read.*delete it"):
+        asked.ended()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--minutes", "nan"), "minutes: expected a number above 0"),
+        (("--minutes", "-1"), "minutes: expected a number above 0"),
+        (("--only", "nothing"), "only: nothing is called 'nothing'"),
+        (("--site", "nowhere"), r"site: .*nowhere has no liger_kernel; write it by"),
+        (("--record", "typo.json"), "record: there is no file"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_runs(
+    options: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["hour", "--tiny", "--out", str(tmp_path / "out"), *options]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit, match=words) as end:
+        hour.main()
+    assert str(end.value).startswith("farspan: ")
+    assert not (tmp_path / "out" / "gpu.json").exists()
+
+
+def test_a_folder_is_measured_in_by_one_call(tmp_path: Path) -> None:
+    held = hour.locked(tmp_path)
+    with pytest.raises(UnsupportedError, match="another call still measures in"):
+        hour.locked(tmp_path)
+    os.close(held)
+    os.close(hour.locked(tmp_path))
+
+
+def test_a_part_that_was_cut_off_comes_last(asked: Asked) -> None:
+    """As a kill leaves the record: the name of what was measured, and no row."""
+    saving(asked.record)(asked.known() | {"begun": LONG})
+    left = [part.name for part in left_over(asked, {})]
+    assert (left[0], left[-1]) == (PAIR[0], LONG)
+
+
+def test_a_record_of_another_card_ends_the_call(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def fails(part: Part, *_: object) -> Row:
+        ran.append(part.name)
+        return {"ended": "exit status 1", "seconds": 1.0, "said": []}
+
+    monkeypatch.setattr(hour, "run_part", fails)
+    assert not hour.run(asked, Clock.of(600))
+    assert ran == [LONG]
+    # A command that has less than it may take is left to the next call.
+    ran.clear()
+    assert hour.run(replace(asked, only=("allocators",)), Clock.of(200))
+    assert not ran
+    assert "allocators: left to the next call" in capsys.readouterr().out
 
 
 # -- measurements --------------------------------------------------------------------------------
@@ -218,6 +297,34 @@ def test_the_pair_has_two_steps_and_a_failure_replaces_none() -> None:
     known = simulate(100, before, only=PAIR)
     assert len(known["measurements"]) == 2
     assert known["measurements"] == json.loads(json.dumps(before["measurements"]))
+
+
+@pytest.mark.usefixtures("h200")
+def test_the_search_for_the_longest_has_what_is_left() -> None:
+    """Of a call that is nearly over, too; a run that is killed leaves the name of what it began."""
+    record = simulate(142, only=("longest",))
+    assert names_of(record) == ["longest"]
+    assert "begun" not in record
+    assert simulate(20, only=("longest",))["runs"][0]["skipped"]
+
+    class Stopped(Simulated):
+        def _child(self, *_: object) -> Any:
+            raise Killed
+
+    record = {"runs": [], "measurements": []}
+    clock: Any = Left(100)
+    made = Stopped(full(), "cuda", clock, record, lambda _: None, lambda _: None, only=PAIR[:1])
+    with pytest.raises(Killed):
+        made.run()
+    assert record["begun"] == PAIR[0]
+
+
+@pytest.mark.usefixtures("h200")
+def test_a_card_that_is_not_the_records_is_refused_before_it_measures() -> None:
+    record = {"machine": {"gpu": "NVIDIA A40", "versions": {}}, "runs": [], "measurements": []}
+    with pytest.raises(UnsupportedError, match="the record is of gpu NVIDIA A40, here is NVIDIA H"):
+        simulate(100, record, only=PAIR)
+    assert not record["runs"]
 
 
 @pytest.mark.usefixtures("h200")
@@ -321,6 +428,11 @@ def test_only_tests_that_changed_since_they_passed_are_run(asked: Asked) -> None
     record["tests"][first] = "of other bytes"
     saving(asked.record)(record)
     assert hour.changed_tests(asked) == every
+    record["tests"] = {file: hour.digest_of(file) for file in every}
+    saving(asked.record)(record)
+    assert "tests" not in [part.name for part in parts(replace(asked, tests=True))]
+    (asked.folder / "tests.xml").write_text("<testsuites><testsu")  # pytest was stopped
+    hour.note_tests(asked)
 
 
 def test_a_part_ends_in_time_and_says_how(tmp_path: Path) -> None:
@@ -328,6 +440,11 @@ def test_a_part_ends_in_time_and_says_how(tmp_path: Path) -> None:
     slow = Part("slow", 0.5, ("-c", "print('begun', flush=True); import time; time.sleep(60)"))
     found = run_part(slow, 100, log)
     assert (found["ended"], found["said"]) == ("timed out", ["begun"])
+    # Nothing of it lives on, in a session of its own neither.
+    sleeps = "subprocess.Popen(['sleep', '61.7'], start_new_session=True)"
+    words = f"import subprocess, time; print({sleeps}.pid, flush=True); time.sleep(60)"
+    (pid,) = run_part(Part("slow", 2, ("-c", words)), 100, log)["said"]
+    assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == "zombie"
     assert run_part(Part("bad", 60, ("-c", "raise SystemExit(3)")), 60, log)["ended"] == (
         "exit status 3"
     )
@@ -378,7 +495,14 @@ def test_a_record_is_taken_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(performance, "H100", committed)
     monkeypatch.setattr(performance, "RESULTS", committed.parent)
     ended = {"ended": "completed", "words": "", "seconds": 1.0}
-    new = {"name": LAST, "work": "step", "child": ended, "out_of_memory": False, "seconds": 4.0}
+    new = {
+        "name": LAST,
+        "work": "step",
+        "child": ended,
+        "out_of_memory": False,
+        "seconds": 4.0,
+        "model": "Qwen2.5-0.5B",
+    }
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps(record | {"measurements": [*record["measurements"], new]}))
     assert performance.adopt(path) == committed
@@ -405,8 +529,7 @@ def test_the_hour_at_tiny_size_is_killed_behind_each_row(tmp_path: Path) -> None
     asked = Asked(tmp_path, tiny())
     seen: list[str] = []
     for _ in range(60):
-        made = json.loads(read(asked) or "{}")
-        if not left_over(asked, made):
+        if not left_over(asked, asked.ended()):
             break
         process = subprocess.Popen(
             command, cwd=children.ROOT, env=children.environment(""), start_new_session=True
@@ -435,4 +558,4 @@ def test_the_hour_at_tiny_size_is_killed_behind_each_row(tmp_path: Path) -> None
 
 def rows_of(asked: Asked) -> list[str]:
     rows = [row["name"] for row in asked.known()["measurements"]]
-    return rows + list(json.loads(read(asked) or "{}"))
+    return rows + list(asked.ended())

@@ -19,6 +19,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,16 @@ def begun(work: Work, path: Path | None, resume: bool) -> Row:
     }
     if not (resume and path is not None and path.exists()):
         return new
-    found: Row = json.loads(path.read_text("utf-8"))
+    try:
+        found: Row = json.loads(path.read_text("utf-8"))
+        assert isinstance(found, dict)
+        assert isinstance(found.get("measurements", []), list)
+    except (OSError, ValueError, AssertionError) as error:
+        raise UnsupportedError(f"{path} cannot be read as a record: {error}") from error
     if any(found.get(name) != new[name] for name in ("benchmark", "tiny", "model", "dtype")):
-        raise UnsupportedError(f"out: {path} is a record of something else; write another file")
+        raise UnsupportedError(
+            f"{path} is a record of something else than this benchmark measures; give another file"
+        )
     return found
 
 
@@ -122,6 +130,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="result file to write")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, to see the script run")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of all of it, at most")
+    parser.add_argument("--until", type=float, help="moment of time.time(), in place of --minutes")
     parser.add_argument("--resume", action="store_true", help="measure what FILE lacks")
     parser.add_argument(
         "--host-memory", help="such as 118GiB, where less of main memory is shown than there is"
@@ -136,7 +145,8 @@ def main() -> None:
     if given.show is not None:
         print(show.text(json.loads(given.show.read_text("utf-8"))))
         return
-    clock = Clock.of(60 * given.minutes)
+    seconds = 60 * given.minutes if given.until is None else given.until - time.time()
+    clock = Clock.of(seconds)
     try:
         host = None if given.host_memory is None else read_bytes(given.host_memory, "host_memory")
         card = card_of(given.tiny)
@@ -151,6 +161,8 @@ def main() -> None:
         session.card, session.host_memory = card, host
         session.only = tuple(given.only)
         session.power = None if card is None else PowerLog()
+        if session.power is not None and not session.power.works:
+            say("nvidia-smi is not here: no row has clock and power")
         session.run()
         if session.power is not None:
             session.power.close()

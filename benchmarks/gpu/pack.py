@@ -45,8 +45,9 @@ def unpack(wheels: Path, folder: Path) -> None:
     for library in folder.glob("bitsandbytes/*.so"):
         if not any(word in library.name for word in KEPT):
             library.unlink()
-    if LIBRARY.exists():
-        shutil.copy(LIBRARY, folder / LIBRARY.name)
+    if not LIBRARY.exists():
+        sys.exit(f"farspan: {LIBRARY.name} is not built; `make .venv/.dev` builds it")
+    shutil.copy(LIBRARY, folder / LIBRARY.name)
 
 
 def listing(folder: Path) -> dict[str, int]:

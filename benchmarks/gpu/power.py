@@ -1,6 +1,7 @@
 """Clock, power and temperature of a GPU while something is measured, as nvidia-smi reads them."""
 
 import contextlib
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -11,15 +12,20 @@ from benchmarks.children import Row
 
 EVERY = 200  # milliseconds
 QUERY = "clocks.sm,power.draw,temperature.gpu"
-COMMAND = ("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", f"-lms={EVERY}")
+FORMAT = "--format=csv,noheader,nounits"
+COMMAND = ("nvidia-smi", "-i", "0", f"--query-gpu={QUERY}", FORMAT, f"-lms={EVERY}")
 
 
 class PowerLog:
-    """Samples of the first GPU until `close`; none where there is no nvidia-smi."""
+    """Samples of the first GPU until `close`.
+
+    Without nvidia-smi `works` is False and there are none.
+    """
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
         self._samples: list[tuple[float, float, float, float]] = []
         self._process: subprocess.Popen[str] | None = None
+        self.works = shutil.which(command[0]) is not None
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -86,7 +86,11 @@ class Session:
     kept: set[str] = field(default_factory=set)  # of earlier runs, which no failure replaces
 
     def run(self) -> None:
-        """Everything that the record has not yet, and then deeper what it has of fewer layers."""
+        """Everything that the record has not yet, and then deeper what it has of fewer layers.
+        Raises UnsupportedError where the record is of another card."""
+        if self.card is not None:
+            refuse_another(self.record, {"gpu": self.card.name})
+        imports = 0.0 if self.nursery is None else self.nursery.warm()
         rows = {row["name"]: row for row in self.record["measurements"]}
         made = {name: row for name, row in rows.items() if is_done(row)}
         self.kept = set(made)
@@ -97,6 +101,7 @@ class Session:
         todo += [replace(item, share=DEEPER) for item in again]
         run = {"date": datetime.now(UTC).isoformat(timespec="minutes"), "seconds": self.clock.left}
         run["main_memory"] = describe_host() | {"given": self.host_memory}
+        run["import_seconds"] = round(imports, 2)
         run["skipped"] = skipped = []
         self.record["runs"].append(run)
         if todo and todo[0].work != "ceilings":
@@ -108,7 +113,10 @@ class Session:
                 skipped.append({"name": item.name, "why": arranged})
                 self.say(f"{item.name}: skipped, {arranged}")
             else:
+                self.record["begun"] = item.name  # a killed run leaves it there
+                self.save(self.record)
                 row = self.measured(item, arranged)
+                del self.record["begun"]
                 self._add(row)
                 if may_take_less(row):
                     self.ran_out[item.name] = short_of(row)
@@ -178,7 +186,8 @@ class Session:
             case "exact":
                 return self._fixed({"lengths": self.work.exact}, EXACT_SECONDS)
             case "longest":
-                seconds = max(LONGEST_SECONDS, item.share * self.clock.left)
+                left = self.clock.left - END_SECONDS - 1.0
+                seconds = max(LONGEST_SECONDS, min(item.share * self.clock.left, left))
                 settings: Row = {"tokens": self.work.first, "of_layers": self.work.layers}
                 if self.work.tiny:
                     settings["pretended_most"] = 3 * self.work.first
@@ -311,8 +320,8 @@ class Session:
         else:
             row |= self._with_plans(item, arranged, rows)
             if row["runs"]:
-                ended = row["runs"][-1].get("ended_at", ended)
-                began = ended - row["runs"][-1]["seconds"]
+                ended, first = row["runs"][-1].get("ended_at", ended), row["runs"][0]
+                began = first.get("ended_at", ended) - first["seconds"]
         row["card"] = None if self.power is None else self.power.between(began, ended)
         row["out_of_memory"] = any("out_of_memory" in found for found in rows)
         self.say(f"{item.name}: {made.ended}, {words_of(row)}, {self.clock.left:.0f} s left")
@@ -342,13 +351,8 @@ class Session:
 
     def _same_machine(self, found: Row) -> None:
         """A record is of one machine. Raises UnsupportedError for another one."""
-        known = self.record.setdefault("machine", found["machine"] | {"cuda": found["cuda"]})
-        for name in ("gpu", "versions"):
-            if known[name] != found["machine"][name]:
-                raise UnsupportedError(
-                    f"out: the record is of {name} {known[name]}, here is {found['machine'][name]}"
-                    "; write another file"
-                )
+        self.record.setdefault("machine", found["machine"] | {"cuda": found["cuda"]})
+        refuse_another(self.record, found["machine"])
 
     def _with_plans(self, item: Item, arranged: Arranged, rows: list[Row]) -> Row:
         assert arranged.plan is not None
@@ -410,6 +414,17 @@ class Session:
     def _gap(self, plan: Plan, lines: Mapping[str, float]) -> list[dict[str, Any]] | None:
         bound = self._floor(plan, plan.schedule)
         return gap(lines, bound) if bound is not None else None
+
+
+def refuse_another(record: Row, here: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError where a record is of another card, or of other versions."""
+    known = record.get("machine", {})
+    for name in ("gpu", "versions"):
+        if name in here and known.get(name, here[name]) != here[name]:
+            raise UnsupportedError(
+                f"out: the record is of {name} {known[name]}, here is {here[name]}; write another "
+                "file"
+            )
 
 
 def kind_of(item: Item) -> str:

@@ -109,7 +109,7 @@ def is_exact(row: Row) -> bool:
 
 def is_headline(row: Row) -> bool:
     """Whether that is of the record's own model, too."""
-    return is_exact(row) and not row.get("model")
+    return not row.get("model") and is_exact(row)
 
 
 def is_whole(row: Row) -> bool:

@@ -22,6 +22,8 @@ from farspan.spec import Tier
 from farspan.train.staged_states import widen_gradient
 
 WARM_LAYERS = 1
+# Steps of a GPU that are shorter are repeated: clock and power are read every 0.2 s.
+LEAST_SECONDS, MOST_STEPS = 2.0, 20
 ADVICE = "measure fewer tokens, or say with --host-memory what the machine has"
 OneStep = Callable[[Tensor], float]  # input_ids [1, tokens] to the loss; gradients are in .grad
 
@@ -130,14 +132,18 @@ def time_steps(
     one_step: OneStep,
     warm_up: Callable[[Tensor], Row],
 ) -> None:
-    """A row for the warm-up, with what that says of itself, and one for each step, from fresh
-    gradients each."""
+    """Adds a row for the warm-up, with its own words, and one for each step, from fresh gradients
+    each."""
     device, ids = settings["device"], draw(settings, settings["tokens"])
     began = time.perf_counter()
     found = warm_up(ids)
     synchronize(device)
     add_row(settings, {"warm_seconds": time.perf_counter() - began, **found})
-    for number in range(1, settings["steps"] + 1):
+    number, spent = 0, 0.0
+    while number < settings["steps"] or (
+        device == "cuda" and spent < LEAST_SECONDS and number < MOST_STEPS
+    ):
+        number += 1
         model.zero_grad(set_to_none=True)
         synchronize(device)
         with Peaks(device) as peaks:
@@ -145,5 +151,6 @@ def time_steps(
             loss = one_step(ids)
             synchronize(device)
             seconds = time.perf_counter() - began
+        spent += seconds
         row = {"step": number, "seconds": seconds, "ended_at": time.time(), "loss": loss}
         add_row(settings, row | peaks.to_json())
