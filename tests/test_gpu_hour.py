@@ -416,7 +416,7 @@ def test_only_tests_that_changed_since_they_passed_are_run(asked: Asked) -> None
     saving(asked.record)(asked.known())
     name = first.removesuffix(".py").replace("/", ".")
     other = second.removesuffix(".py").replace("/", ".")
-    (asked.out / "tests.xml").write_text(
+    (asked.folder / "tests.xml").write_text(
         f'<testsuites><testsuite><testcase classname="{name}" name="a"/>'
         f'<testcase classname="{name}.TestOf" name="b"><skipped/></testcase>'
         f'<testcase classname="{other}" name="a"/>'
