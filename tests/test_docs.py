@@ -2,9 +2,11 @@
 known to work: it runs here as it stands, at tiny size, or a table below names what runs it."""
 
 import argparse
+import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from typer.testing import CliRunner
 import farspan
 from farspan.cli import app
 from farspan.spec import UnsupportedError
+from tests.data.characters import character_tokenizer
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +101,7 @@ SNIPPETS_ELSEWHERE = {
     "layout=farspan.Layout(ulysses=4),": "tests/train/test_trainer_ranks.py: four ranks",
     "weights, states = get_state_dict(": "below: two ranks save, one process loads",
     "matrices = [p for p in": "below, on two ranks and on one",
-    "class LongDPOTrainer(farspan.LongContext, DPOTrainer)": "tests/train/test_trl_losses.py",
+    "class LongDPOTrainer(farspan.LongContext, DPOTrainer)": "below, with shorter arguments",
 }
 
 
@@ -305,6 +308,32 @@ def test_a_snippet_runs(text: str, trained: Path, monkeypatch: pytest.MonkeyPatc
         "reference_step": farspan.Step(model, schedule),
     }
     exec(compile(text, "a snippet", "exec"), names)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:'pin_memory' argument",
+    "ignore:.*gradient_checkpointing.*:FutureWarning",
+    "ignore:.*precompute_ref:UserWarning",
+)
+def test_the_page_on_trl_trains(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its snippet on short pairs, of a model with a tokenizer."""
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("trl")
+    monkeypatch.setenv("CI", "1")  # TRL's word for: report nothing to anybody
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained / MODEL, MODEL)
+    character_tokenizer().save_pretrained(MODEL)
+    (text,) = (t for _, t in fenced(ROOT / "docs/how-to/trl.md"))
+    shorter = "max_length=64, max_steps=1, report_to=[], use_cpu=True"
+    text = text.replace("max_length=131072", shorter)
+    text = text.replace('"auto"', "farspan.Schedule(chunk=32, groups=2)")
+    rows = [{"prompt": "which?", "chosen": "this" * n, "rejected": "that"} for n in range(1, 9)]
+    names: dict[str, Any] = {"farspan": farspan, "pairs": datasets.Dataset.from_list(rows)}
+    exec(text, names)
+    (logged,) = names["trainer"].state.log_history
+    assert abs(logged["train_loss"] - math.log(2)) <= 1e-3  # adapters begin as their reference
 
 
 CLUSTERS = ROOT / "docs/how-to/clusters.md"
