@@ -1,8 +1,12 @@
 """Every command and every snippet of Python in README.md, CONTRIBUTING.md, docs/ and examples/ is
 known to work: it runs here as it stands, at tiny size, or a table below names what runs it."""
 
+import argparse
+import math
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,18 +17,22 @@ import pytest
 import torch
 import typer
 import yaml
-from transformers import AutoModelForCausalLM, Qwen2Config
+from torch.distributed.run import get_args_parser
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from typer.testing import CliRunner
 
 import farspan
 from farspan.cli import app
 from farspan.spec import UnsupportedError
+from tests.data.characters import character_tokenizer
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     page for pattern in ("*.md", "docs/**/*.md", "examples/*/*.md") for page in ROOT.glob(pattern)
 )
 STARTS = ("farspan", "torchrun", "python", "make", "pip")
+MODEL = "path/to/model"  # as the pages write it
 WORDS = "the longer the text, the more of it has to be kept or made again\n"
 
 # What a line says, and what runs in its place: no page has time for tests in mind. A model by name
@@ -90,8 +98,10 @@ SNIPPETS_ELSEWHERE = {
     "farspan.memory.recorded(iteration=-1)": "tests/memory: of an allocator that is installed",
     'farspan.memory.install("replay"': "tests/memory: before CUDA starts",
     "farspan.ParallelContext(farspan.Layout(ulysses=4)": "tests/engine/test_ranks.py: four ranks",
-    "trainer = farspan.Trainer(": "tests/train/test_hugging_face.py",
-    "class LongDPOTrainer(farspan.LongContext, DPOTrainer)": "tests/train/test_trl_losses.py",
+    "layout=farspan.Layout(ulysses=4),": "tests/train/test_trainer_ranks.py: four ranks",
+    "weights, states = get_state_dict(": "below: two ranks save, one process loads",
+    "matrices = [p for p in": "below, on two ranks and on one",
+    "class LongDPOTrainer(farspan.LongContext, DPOTrainer)": "below, with shorter arguments",
 }
 
 
@@ -180,14 +190,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2,
     )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(root / "path/to/model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(root / MODEL)
     for name in ("corpus", "books", "docs"):
         (root / name).mkdir()
         for number in range(8):
             (root / name / f"{number}.txt").write_text(WORDS * 30)
             (root / name / f"{number}.md").write_text(WORDS * 200)
     run = {
-        "model": {"path": "path/to/model"},
+        "model": {"path": MODEL},
         "data": {"source": "text", "path": "corpus/*.txt", "tokenizer": "bytes", "cache": "cache"},
         "context": 512,
         "steps": 2,
@@ -270,11 +280,12 @@ def snippets() -> list[Any]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # of a Trainer without a GPU
 @pytest.mark.parametrize("text", snippets())
 def test_a_snippet_runs(text: str, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the names that its page speaks of."""
     monkeypatch.chdir(trained)
-    model = AutoModelForCausalLM.from_pretrained("path/to/model", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     ids = torch.randint(0, 256, (2, 512))
     documents = torch.zeros_like(ids)
     schedule = farspan.Schedule(chunk=128, groups=2)
@@ -292,10 +303,137 @@ def test_a_snippet_runs(text: str, trained: Path, monkeypatch: pytest.MonkeyPatc
         "labels": ids,
         "document_ids": documents,
         "data": [(ids, ids, documents)],
+        "rows": [{"input_ids": row, "labels": row} for row in ids],
         "step": farspan.Step(model, schedule),
         "reference_step": farspan.Step(model, schedule),
     }
     exec(compile(text, "a snippet", "exec"), names)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:'pin_memory' argument",
+    "ignore:.*gradient_checkpointing.*:FutureWarning",
+    "ignore:.*precompute_ref:UserWarning",
+)
+def test_the_page_on_trl_trains(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its snippet on short pairs, of a model with a tokenizer."""
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("trl")
+    monkeypatch.setenv("CI", "1")  # TRL's word for: report nothing to anybody
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained / MODEL, MODEL)
+    character_tokenizer().save_pretrained(MODEL)
+    (text,) = (t for _, t in fenced(ROOT / "docs/how-to/trl.md"))
+    shorter = "max_length=64, max_steps=1, report_to=[], use_cpu=True"
+    text = text.replace("max_length=131072", shorter)
+    text = text.replace('"auto"', "farspan.Schedule(chunk=32, groups=2)")
+    rows = [{"prompt": "which?", "chosen": "this" * n, "rejected": "that"} for n in range(1, 9)]
+    names: dict[str, Any] = {"farspan": farspan, "pairs": datasets.Dataset.from_list(rows)}
+    exec(text, names)
+    (logged,) = names["trainer"].state.log_history
+    assert abs(logged["train_loss"] - math.log(2)) <= 1e-3  # adapters begin as their reference
+
+
+CLUSTERS = ROOT / "docs/how-to/clusters.md"
+
+
+def blocks(language: str, begins: str) -> list[str]:
+    """Of the page on clusters, by language and a line of theirs."""
+    return [t for kind, t in fenced(CLUSTERS) if kind == language and begins in t]
+
+
+def launched(words: list[str]) -> argparse.Namespace:
+    """What torchrun reads from its command line, which has to run farspan."""
+    given = get_args_parser().parse_args(words)
+    found = [given.training_script, *given.training_script_args[:1]]
+    assert (given.module, found) == (True, ["farspan", "train"])
+    return given
+
+
+def test_launchers_are_started_as_the_page_on_clusters_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch file runs with stand-ins for Slurm's commands and torchrun; a Job's names agree."""
+    (batch,) = blocks("bash", "#SBATCH")
+    said = {
+        "scontrol": "printf 'node-a\\nnode-b\\n'",
+        "srun": 'shift; exec "$@"',
+        "torchrun": 'printf "%s\\n" "$@"',
+    }
+    for name, body in said.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for name, value in (("JOB_NUM_NODES", "2"), ("JOB_ID", "7"), ("JOB_NODELIST", "node-[a-b]")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    done = subprocess.run(["bash", "-ec", batch], capture_output=True, text=True, check=True)
+    given = launched(done.stdout.splitlines())
+    assert (given.nnodes, given.rdzv_endpoint, given.rdzv_id) == ("2", "node-a:29500", "7")
+
+    (job,) = blocks("yaml", "kind: Job")
+    service, described = yaml.safe_load_all(job)
+    assert service["spec"]["selector"] == {"job-name": described["metadata"]["name"]}
+    inside = described["spec"]["template"]["spec"]
+    (container,) = inside["containers"]
+    assert container["command"][0] == "torchrun"
+    given = launched(container["command"][1:])
+    host = f"{described['metadata']['name']}-0.{inside['subdomain']}"
+    assert inside["subdomain"] == service["metadata"]["name"]
+    assert given.rdzv_endpoint == f"{host}:29500"
+    assert given.nnodes == str(described["spec"]["completions"])
+    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in inside["volumes"]}
+
+    monkeypatch.setenv("PET_NNODES", "3")  # as Kubeflow's operator sets it
+    assert launched(["-m", "farspan", "train", "run.yaml"]).nnodes == "3"
+
+
+def own_loop_of_ranks(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The page's optimizers for three updates of one sequence over the ranks of this group, and
+    its checkpoint of them: losses, and whole weights."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/{MODEL}", dtype=torch.float32)
+    ids = torch.randint(0, 256, (1, 256))
+    schedule = farspan.Schedule(chunk=128, groups=2)
+    size = torch.distributed.get_world_size()
+    ranks = farspan.ParallelContext(farspan.Layout(ulysses=size), torch.device("cpu"))
+    sharded = farspan.parallelize(model, schedule, ranks)
+    step = farspan.Step(model, schedule, ranks=sharded)
+    names: dict[str, Any] = {"torch": torch, "model": model, "step": step}
+    names |= {"input_ids": ids, "labels": ids}
+    (text,) = blocks("python", "matrices = [p for p in")
+    made, update = re.split("^(?=loss = )", text, flags=re.M)
+    (save,) = blocks("python", "dcp.save")
+    exec(made, names)
+    losses = []
+    for _ in range(3):
+        exec(update, names)
+        losses.append(float(names["loss"]))
+    exec(save.replace('"checkpoint"', f'"{folder}/checkpoint-{size}"'), names)
+    shards = model.named_parameters() if size > 1 else ()
+    return losses, {name: p.full_tensor().detach() for name, p in shards}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process loads
+def test_optimizers_and_checkpoints_of_ranks(place: Path) -> None:
+    """Two ranks train as one, and what they save one process loads, with the optimizers' states."""
+    one, _ = run_ranks(1, own_loop_of_ranks, str(place))[0]
+    losses, whole = run_ranks(2, own_loop_of_ranks, str(place))[0]
+    assert one[0] > one[2]
+    assert all(abs(a - b) <= 2e-6 * a for a, b in zip(one, losses, strict=True))
+    names: dict[str, Any] = {"torch": torch}
+    names["model"] = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place / MODEL))
+    (update,) = blocks("python", "matrices = [p for p in")
+    exec(update.split("loss = ")[0], names)
+    (save,), (load,) = blocks("python", "dcp.save"), blocks("python", "dcp.load")
+    imports = "".join(line for line in save.splitlines(True) if "import" in line)
+    exec(imports + load.replace('"checkpoint"', f'"{place}/checkpoint-2"'), names)
+    for name, weight in names["model"].named_parameters():
+        assert torch.equal(weight, whole[name]), name
+    states = [state for optimizer in names["optimizers"] for state in optimizer.state.values()]
+    assert len(states) == len(whole)
+    assert all(any(value.any() for value in state.values()) for state in states)
 
 
 def anchors(page: Path) -> set[str]:

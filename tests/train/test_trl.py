@@ -48,7 +48,7 @@ Make = Callable[..., Any]
 
 
 class Long(farspan.LongContext, SFTTrainer):
-    """As docs/how-to/trainers.md has it."""
+    """As docs/how-to/trl.md has it."""
 
 
 @pytest.fixture
