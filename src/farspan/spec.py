@@ -484,7 +484,7 @@ class Schedule:
     chunk: int = 16384  # tokens per chunk; the last one may be shorter (OOMB 4.1, FPDT 4.1)
     groups: int | tuple[int, ...] = 1  # layers per group, or the size of each group in order
     boundary_inputs: Tier = Tier.HOST  # where layer inputs at the borders of groups wait
-    kv: Tier = Tier.DEVICE  # where K, V, dK, dV of the open group live; host: in blocks
+    kv: Tier = Tier.DEVICE  # where K, V, dK, dV of the open group live; host streams blocks
     kv_kept: bool = False  # keep K, V of closed groups for their backward, which then rebuilds none
     kv_home: Tier = Tier.HOST  # where kept K, V wait if `kv` is device
     attention_save_fraction: float = 0.0  # share of the tokens, latest first, that keep O and LSE
@@ -498,7 +498,7 @@ class Schedule:
     mlp_chunk_size: int | None = None  # tokens whose MLP activations exist at once; null: a chunk
     alltoall_splits: int = 2  # pieces in which ranks exchange heads; one travels as one is used
     sparse: Sparse | None = None  # approximate attention in layers without a window; None: exact
-    weights: Tier = Tier.DEVICE  # where weights and gradients live; two groups visit the device
+    weights: Tier = Tier.DEVICE  # where weights and gradients live; host: two groups on the device
 
     def __post_init__(self) -> None:
         for field in ("chunk", "kv_block", "loss_chunk_size", "mlp_chunk_size"):

@@ -43,7 +43,7 @@ GIVEN = {"folder": "runs/<name of the file>"}
 
 def sections(kind: Any = RunConfig, path: str = "", above: Any = object) -> Iterator[Any]:
     """Every dataclass that a run file has, its dotted path, and the fields of its own."""
-    shared = [base for base in kind.__mro__[1:] if is_dataclass(base) and issubclass(above, base)]
+    shared: list[Any] = [base for base in kind.__mro__[1:-1] if base in above.__mro__]
     taken = {f.name for base in shared for f in fields(base)}
     own = [f for f in fields(kind) if f.name not in taken]
     yield path, kind, own
