@@ -93,7 +93,7 @@ class Objective:
 
 
 class AttentionKernel(StrEnum):
-    """Who computes attention on a CUDA GPU. Named ones are for comparisons: `auto` is fastest."""
+    """Kernel of attention on a CUDA GPU. Named ones are for comparisons: `auto` is fastest."""
 
     AUTO = "auto"  # what `farspan calibrate` found fastest here, else by the card
     CUDNN = "cudnn"  # where it is right and its plans are few, flash attention elsewhere
@@ -104,14 +104,14 @@ class AttentionKernel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Who computes what; the results differ in rounding alone."""
+    """Code that computes what the schedule orders; results differ in rounding alone."""
 
     attention: AttentionKernel = AttentionKernel.AUTO
-    # Norms, gates of MLPs, rotary embeddings and the loss run on farspan's own kernels on CUDA.
+    # On CUDA, run norms, gates of MLPs, rotary embeddings and the loss on farspan's own kernels.
     fused: bool = True
-    accumulate: bool = True  # products add weight gradients to their sums themselves, on CUDA
-    compile: bool = False  # norms and dense MLPs of the layers go through torch.compile
-    deterministic: bool = False  # the same bits from the same step on CUDA, slower
+    accumulate: bool = True  # on CUDA, products add weight gradients to their sums themselves
+    compile: bool = False  # run norms and dense MLPs of the layers through torch.compile
+    deterministic: bool = False  # on CUDA, the same bits from the same step, slower
 
     def __post_init__(self) -> None:
         known = tuple(AttentionKernel)
@@ -353,12 +353,12 @@ class Sparse:
     no smaller than what lies between sinks and recent tokens gives dense attention.
     """
 
-    page: int = 128  # tokens
-    budget: int = 8192  # tokens of chosen pages; 0: only sinks and recent tokens
-    recent: int = 4096  # tokens, rounded up to a page border
-    sinks: int = 128  # first tokens of the sequence, rounded up to a page border
-    query_page: int = 16  # tokens that choose together; see `query_tokens`
-    selector: str = SUBMEANS  # by what pages are compared; see `sparse.pages.vote`
+    page: int = 128  # tokens per page; divides `chunk` and `budget`
+    budget: int = 8192  # tokens of chosen pages that a query sees; 0: only sinks and recent tokens
+    recent: int = 4096  # tokens before the chunk that its queries see, rounded up to a page border
+    sinks: int = 128  # first tokens of the sequence, seen by all, rounded up to a page border
+    query_page: int = 16  # tokens that choose together, cut to what divides `page`
+    selector: str = SUBMEANS  # how pages are compared: `submeans`, `mean` or `index`
     index_dim: int = 32  # dims of a key of `index`, cut to those of the model's keys
 
     def __post_init__(self) -> None:
@@ -481,24 +481,24 @@ class Schedule:
     gradients. Fractions keep the latest tokens first and are rounded to whole chunks.
     """
 
-    chunk: int = 16384  # tokens a chunk (OOMB 4.1, FPDT 4.1); the last one may be ragged
-    groups: int | tuple[int, ...] = 1  # layers a group, or the size of each group in order
-    boundary_inputs: Tier = Tier.HOST  # layer inputs at group boundaries
-    kv: Tier = Tier.DEVICE  # K, V, dK, dV of the open group; HOST streams them block by block
-    kv_kept: bool = False  # keep K, V of closed groups for their backward: no rebuild of them
-    kv_home: Tier = Tier.HOST  # where kept K, V wait when `kv` is DEVICE
-    attention_save_fraction: float = 0.0  # phi: fraction of tokens whose O and LSE are kept
+    chunk: int = 16384  # tokens per chunk; the last one may be shorter (OOMB 4.1, FPDT 4.1)
+    groups: int | tuple[int, ...] = 1  # layers per group, or the size of each group in order
+    boundary_inputs: Tier = Tier.HOST  # where layer inputs at the borders of groups wait
+    kv: Tier = Tier.DEVICE  # where K, V, dK, dV of the open group live; host streams blocks
+    kv_kept: bool = False  # keep K, V of closed groups for their backward, which then rebuilds none
+    kv_home: Tier = Tier.HOST  # where kept K, V wait if `kv` is device
+    attention_save_fraction: float = 0.0  # share of the tokens, latest first, that keep O and LSE
     attention_open: bool = False  # keep O and LSE of the open group while it is rebuilt
     attention: Tier = Tier.HOST  # where kept O and LSE live
-    activation_save_fraction: float = 0.0  # alpha: the same of their other activations
+    activation_save_fraction: float = 0.0  # share of the tokens that keep other activations
     activations: Tier = Tier.HOST  # where kept activations live (MEMO 4.1)
-    layer_checkpoint: bool = False  # backward holds one layer's activations, not one group's
-    kv_block: int = 16384  # keys an attention call sees at most, on a fixed grid
+    layer_checkpoint: bool = False  # the backward holds one layer's activations, not one group's
+    kv_block: int = 16384  # most keys that one attention call sees, on a fixed grid
     loss_chunk_size: int = 1024  # tokens whose logits exist at one time
-    mlp_chunk_size: int | None = None  # tokens whose MLP activations do; None: all of a chunk
-    alltoall_splits: int = 2  # of heads that ranks exchange: one travels while another is used
+    mlp_chunk_size: int | None = None  # tokens whose MLP activations exist at once; null: a chunk
+    alltoall_splits: int = 2  # pieces in which ranks exchange heads; one travels as one is used
     sparse: Sparse | None = None  # approximate attention in layers without a window; None: exact
-    weights: Tier = Tier.DEVICE  # HOST: with their gradients; groups at work are on the device
+    weights: Tier = Tier.DEVICE  # where weights and gradients live; host: two groups on the device
 
     def __post_init__(self) -> None:
         for field in ("chunk", "kv_block", "loss_chunk_size", "mlp_chunk_size"):

@@ -18,7 +18,7 @@ _NO_FIELD = {
 
 
 class SourceKind(StrEnum):
-    """The forms in which text is read."""
+    """Form in which documents are read."""
 
     STDLIB = "stdlib"  # the sources of the Python that is running, a file a document
     TEXT = "text"  # text files, a file a document
@@ -27,7 +27,7 @@ class SourceKind(StrEnum):
 
 
 class RecordFormat(StrEnum):
-    """What a record holds."""
+    """What a JSON line or a row of a dataset holds."""
 
     TEXT = "text"  # one text, all of which is trained
     CHAT = "chat"  # messages, as the tokenizer's chat template writes them
@@ -68,19 +68,19 @@ class SourceConfig:
     """
 
     source: SourceKind = SourceKind.STDLIB
-    path: str | None = None
-    held_out: float = 0.0  # fraction of the documents kept out of training, for evaluation
-    held_out_path: str | None = None  # or: evaluate on these documents, read like `path`
-    format: RecordFormat = RecordFormat.TEXT
-    field: str | None = None  # of a record: its text ("text") or chat ("messages", "conversations")
-    prompt: str = _PROMPT[0]  # the fields of a record of format prompt
-    completion: str = _PROMPT[1]
-    loss: Loss = Loss.ANSWERS  # of a chat or a prompt; text is trained as a whole
-    # A file of Jinja, or one of the tokenizer's templates by name; None: the tokenizer's own.
+    path: str | None = None  # a file, a folder, a glob such as `books/*.txt`, or a name on the hub
+    held_out: float = 0.0  # fraction of the documents that evaluation reads and training does not
+    held_out_path: str | None = None  # documents to evaluate on in its place, read like `path`
+    format: RecordFormat = RecordFormat.TEXT  # form of records; `text`: told by the first's fields
+    field: str | None = None  # field of text or chat; null: `text`, `messages`, `conversations`
+    prompt: str = _PROMPT[0]  # field with the prompt, in format `prompt`
+    completion: str = _PROMPT[1]  # field with the completion, in format `prompt`
+    loss: Loss = Loss.ANSWERS  # tokens of a chat or a prompt that are trained
+    # A file of Jinja, or one of the tokenizer's templates by name; null: the tokenizer's own.
     chat_template: str | None = None
-    name: str | None = None  # the dataset's configuration, where it has several
+    name: str | None = None  # the dataset's configuration, if it has several
     split: str = _SPLIT  # the dataset's split
-    held_out_split: str | None = None  # or: evaluate on this split of the dataset
+    held_out_split: str | None = None  # split to evaluate on in place of `held_out`
     ignore: tuple[str, ...] | None = None  # fields to drop; `messages.name`: a key of messages
 
     def __post_init__(self) -> None:
@@ -176,13 +176,13 @@ class WeightedSource(SourceConfig):
 
 @dataclass(frozen=True, slots=True)
 class DataConfig(SourceConfig):
-    """One source, or `sources` in its place; their tokenizer, and how they become sequences."""
+    """Documents of one or several sources, their tokenizer, and how they become sequences."""
 
     packing: PackingKind = PackingKind.WHOLE
-    tokenizer: str | None = None  # 'bytes', a folder or a hub name; None: the model's own
+    tokenizer: str | None = None  # `bytes`, a folder or a name on the hub; null: the model's own
     cache: str = "~/.cache/farspan"  # tokens are written here once and mapped afterwards
-    sources: tuple[WeightedSource, ...] | None = None
-    day: str | None = None  # that chat templates write as today's; None: that of the run's start
+    sources: tuple[WeightedSource, ...] | None = None  # several sources in place of one
+    day: str | None = None  # day that chat templates write as today's; null: the run's first
 
     def __post_init__(self) -> None:
         SourceConfig.__post_init__(self)
@@ -237,15 +237,15 @@ _NOT_HERE = {
 
 @dataclass(frozen=True, slots=True)
 class LossConfig:
-    """What a run trains; of a loss that compares with another model, with which."""
+    """Loss that a run trains, and the model that it compares with."""
 
-    kind: LossKind = LossKind.SFT
-    beta: float = 0.1  # of dpo, ipo and orpo
-    label_smoothing: float = 0.0  # of dpo: the share of pairs taken for swapped
-    by_length: bool = False  # of dpo: means over answers in place of sums
-    reference: Reference | None = None  # of dpo and ipo; null: stored
-    teacher: str | None = None  # of distill: a local folder or a name on the hub
-    top_k: int = 64  # of distill: so many of the teacher's ids a token
+    kind: LossKind = LossKind.SFT  # what is trained; `dpo`, `ipo` and `orpo` compare answers
+    beta: float = 0.1  # how closely `dpo`, `ipo` and `orpo` hold the policy to the reference
+    label_smoothing: float = 0.0  # share of pairs that `dpo` takes for swapped
+    by_length: bool = False  # `dpo` takes means over answers in place of sums
+    reference: Reference | None = None  # what `dpo` and `ipo` compare with; null: `stored`
+    teacher: str | None = None  # what `distill` learns from: a local folder or a name on the hub
+    top_k: int = 64  # likeliest ids of the teacher that `distill` compares, per token
 
     def __post_init__(self) -> None:
         kind = self.kind

@@ -394,13 +394,13 @@ class Auto(StrEnum):
 class Parallel:
     """So many ranks along each axis of `Layout`."""
 
-    tensor: int = 1
-    ulysses: int = 1
-    shards: int = 1
-    ring: int = 1
-    pipeline: int = 1
-    data: int | None = None  # null: what is left over
-    fsdp: bool = True
+    tensor: int = 1  # ranks that share the weights and heads of a layer
+    ulysses: int = 1  # ranks that share tokens outside attention and heads inside
+    shards: int = 1  # ranks that share the keys of every chunk
+    ring: int = 1  # ranks around which keys travel
+    pipeline: int = 1  # stages: ranks, or groups of ranks, with their own layers
+    data: int | None = None  # groups of ranks with their own sequences; null: what is left over
+    fsdp: bool = True  # cut weights, gradients and optimizer states over the ranks, as FSDP2 does
     timeout: float = 600.0  # seconds after which ranks no longer wait for each other
 
     def __post_init__(self) -> None:

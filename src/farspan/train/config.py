@@ -56,7 +56,7 @@ class OnNonfinite(StrEnum):
 
 
 class DeviceAllocator(StrEnum):
-    """Who hands out the memory of a GPU: PyTorch, or farspan's native library."""
+    """Allocator of GPU memory: PyTorch's, or one of farspan's native library."""
 
     DEFAULT = "default"
     STITCH = "stitch"  # physical chunks behind any range of addresses: memory does not fragment
@@ -83,12 +83,12 @@ class ReportTo(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Adapters that are trained in place of the model's weights, which stay as they are."""
+    """LoRA adapters that are trained in place of the model's weights."""
 
-    rank: int = 16
-    alpha: float | None = None  # an adapter's output counts alpha / rank; null: twice the rank
-    targets: str | tuple[str, ...] = "linear"  # of the layers: all linear modules, or names
-    dropout: float = 0.0
+    rank: int = 16  # rank of an adapter's two matrices
+    alpha: float | None = None  # an adapter's output counts `alpha / rank`; null: twice the rank
+    targets: str | tuple[str, ...] = "linear"  # `linear`, all linear modules of layers, or names
+    dropout: float = 0.0  # probability that training drops an element of an adapter's input
 
     def __post_init__(self) -> None:
         _at_least(self.rank, 1, "rank")
@@ -113,14 +113,13 @@ class ModelConfig:
     """Weights to start from (`path`) or an architecture with random weights (`config`)."""
 
     path: str | None = None  # a local folder or a name on the hub
-    config: dict[str, Any] | None = None  # fields of a Hugging Face config, model_type first
-    overrides: dict[str, Any] = field(default_factory=dict)  # such as rope_parameters
-    dtype: DType = DType.FLOAT32
-    revision: str | None = None  # of a name on the hub: a commit or a branch
-    trust_remote_code: bool = False
+    config: dict[str, Any] | None = None  # for random weights: fields with `model_type`
+    overrides: dict[str, Any] = field(default_factory=dict)  # fields of the config to change
+    dtype: DType = DType.FLOAT32  # type of weights and activations; or `fp32`, `bf16`, `fp64`
+    revision: str | None = None  # commit or branch of a name on the hub
+    trust_remote_code: bool = False  # run code that comes with a model; from the hub, by commit
     lora: LoraConfig | None = None  # null: every weight is trained
-    # With lora, of a folder whose weights are plain; one that is quantised is taken as it is.
-    quantize: Quantization | None = None
+    quantize: Quantization | None = None  # with `lora`: keep frozen linear weights in four bits
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -145,7 +144,7 @@ class ScheduleConfig:
     defaults of `farspan.Schedule`.
     """
 
-    strategy: str | None = "grouped"
+    strategy: str | None = "grouped"  # starting point; `auto`: the planner's; null: these defaults
     chunk: int | None = None
     groups: int | tuple[int, ...] | None = None
     boundary_inputs: Tier | None = None
@@ -163,7 +162,7 @@ class ScheduleConfig:
     mlp_chunk_size: int | None = None
     alltoall_splits: int | None = None
     weights: Tier | None = None
-    weight_gradients: Tier | None = None  # where weights are: they have no place of their own
+    weight_gradients: Tier | None = None  # as `weights`: they live together
 
     def __post_init__(self) -> None:
         self.apply(Schedule())
@@ -196,8 +195,8 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
-    """Page-sparse attention in place of dense, an approximation: what of earlier tokens is seen
-    (see `farspan.Sparse`), by which rule pages are chosen, and when their share is too small.
+    """Page-sparse attention in place of dense, an approximation. It says which earlier tokens are
+    seen (see `farspan.Sparse`), how pages are chosen, and when their share is too small.
 
     An attention output that gives weight m to what is seen is off by 1 - m of the way from that to
     what is hidden: below a `warn_below` of 0.9, by more than a tenth of it.
@@ -210,10 +209,10 @@ class SparseConfig:
     query_page: int = _PAGES.query_page
     selector: str = _PAGES.selector
     index_dim: int = _PAGES.index_dim
-    index: str | None = None  # the folder of the adapter, where the selector is index
-    # Of the pages to choose from, the share left out (FPDT 5.6); null: as many as `budget` allows.
+    index: str | None = None  # folder of the adapter, for `selector: index`
+    # Share of the pages that is left out (FPDT 5.6); null: all but those that fit `budget`.
     sparsity: float | None = None
-    warn_below: float = 0.9  # mean attention mass that is seen; 0: never
+    warn_below: float = 0.9  # warn where a smaller share of attention is seen; 0: never
 
     def __post_init__(self) -> None:
         if self.spec().indexed != (self.index is not None):
@@ -252,21 +251,20 @@ class SparseConfig:
 class OptimizerConfig:
     """AdamW, its learning rate over time, and the limit on the gradient's norm."""
 
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # of matrices; norms, biases and embeddings have none
+    lr: float = 3e-4  # the highest learning rate
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's betas
+    eps: float = 1e-8  # AdamW's epsilon
+    weight_decay: float = 0.1  # decay of matrices; norms, biases and embeddings have none
     clip: float | None = 1.0  # largest global norm of the gradient; null: no limit
-    warmup: int = 0  # steps over which the rate rises in a line
+    warmup: int = 0  # steps over which the rate rises linearly
     decay: Decay = Decay.COSINE
-    decay_steps: int | None = None  # of wsd, the last ones; null: a tenth of the steps
-    final: float = 0.1  # the decay ends at this fraction of lr
+    decay_steps: int | None = None  # steps of `wsd`'s decay, the last ones; null: a tenth of all
+    final: float = 0.1  # fraction of `lr` at which the decay ends
     states: StatesPlace = StatesPlace.AUTO
-    disk: str | None = None  # the folder of states on disk; null: the run's own
-    disk_seconds: float = 600.0  # that an update may take of the drive, tried before the first step
-    overlap: bool | None = (
-        None  # of weights on host: the update beside the next step; null: on GPUs
-    )
+    disk: str | None = None  # folder of states on disk; null: the run's own
+    disk_seconds: float = 600.0  # most seconds of an update on the drive, as tried beforehand
+    # With `weights: host`, run the update while the next step computes; null: on one GPU.
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "clip", "disk_seconds"):
@@ -305,12 +303,12 @@ _WSD_DECAY = 0.1  # of the steps, as in MiniCPM
 
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
-    """Held-out loss at the full training length; without held-out documents there is none."""
+    """Held-out loss at the full training length, if any documents are held out."""
 
-    every: int = 100  # steps; 0: only after the last one
-    sequences: int = 8  # at most, spread evenly over the held-out text
+    every: int = 100  # steps between held-out losses; 0: only after the last one
+    sequences: int = 8  # most sequences that are read, spread over the held-out text
     patience: int | None = None  # evaluations without a lower loss that end a run; null: none do
-    min_delta: float = 0.0  # only what is lower by more than this is lower
+    min_delta: float = 0.0  # how much lower a loss must be to count as lower
 
     def __post_init__(self) -> None:
         _at_least(self.every, 0, "every")
@@ -351,9 +349,9 @@ class EvaluationConfig:
 class CheckpointConfig:
     """How often everything is saved, and which checkpoints stay."""
 
-    every: int = 100  # steps; 0: only after the last one, and when interrupted
-    keep: int = 2  # so many of the latest
-    best: bool = False  # and the one of the lowest held-out loss, of which the model is then made
+    every: int = 100  # steps between checkpoints; 0: after the last one and when interrupted
+    keep: int = 2  # latest checkpoints that stay
+    best: bool = False  # also keep the one of the lowest held-out loss, and make `model/` of it
 
     def __post_init__(self) -> None:
         _at_least(self.every, 0, "every")
@@ -364,8 +362,8 @@ class CheckpointConfig:
 class HubConfig:
     """Where on the Hugging Face hub the model goes when the run has ended."""
 
-    repo: str  # user/name, or organisation/name
-    private: bool = True  # of a repository that is made for it
+    repo: str  # `user/name` or `organisation/name`
+    private: bool = True  # make a new repository private
 
     def __post_init__(self) -> None:
         if not _REPO.fullmatch(self.repo):
@@ -379,8 +377,8 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class StartConfig:
     """Another run, whose weights this one begins with."""
 
-    path: str  # its folder, one of its checkpoints, or a folder of adapters
-    states: bool = False  # AdamW's states, the random numbers and the step count, too: it goes on
+    path: str  # folder of a run, a checkpoint or adapters
+    states: bool = False  # go on with its optimizer states, random numbers and step count
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,23 +389,23 @@ class RunConfig:
     model: ModelConfig
     data: DataConfig
     start: StartConfig | None = None  # null: the model as it is
-    folder: str = "runs/default"  # results and checkpoints; the same folder again resumes
+    folder: str = "runs/default"  # for results and checkpoints; the same folder again resumes
     steps: int = 1000  # updates of the weights
-    context: int = 8192  # tokens a sequence
+    context: int = 8192  # tokens per sequence
     batch: int = 1  # sequences that go through the model together
-    accumulate: int = 1  # such batches an update
-    seed: int = 0
-    neftune_alpha: float | None = None  # embeddings get noise in training; null: none
-    device: str = "auto"  # auto, cpu, cuda, cuda:1
-    host_memory: str | int | None = None  # that a node's ranks may take; null: what is available
-    # Of a GPU, and of main memory, that auto leaves: 3GiB, 5%, 0; null: 6% of a GPU.
+    accumulate: int = 1  # batches per update
+    seed: int = 0  # seed of random weights, held-out documents, the order of data, and dropout
+    neftune_alpha: float | None = None  # NEFTune's noise on embeddings, usually 5; null: none
+    device: str = "auto"  # `auto`, `cpu`, `cuda` or `cuda:1`
+    host_memory: str | int | None = None  # main memory for all ranks of a machine; null: all free
+    # Memory of a GPU, and main memory, that `auto` leaves free: `3GiB`, `5%`; null: 6% of a GPU.
     margin: str | int | None = None
-    parallel: Parallel | Auto | None = None  # how the ranks that torchrun started share it
+    parallel: Parallel | Auto | None = None  # how ranks share the run; null: one process
     allocator: DeviceAllocator = DeviceAllocator.DEFAULT
     nonfinite: OnNonfinite = OnNonfinite.STOP
-    report_to: ReportTo | tuple[ReportTo, ...] | None = None  # charts beside metrics.jsonl
-    loss: LossConfig | None = None  # null: sft, the mean of the losses of trained tokens
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    report_to: ReportTo | tuple[ReportTo, ...] | None = None  # where charts go; null: nowhere
+    loss: LossConfig | None = None  # null: `sft`, the mean loss of trained tokens
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # a strategy's name, or keys
     sparse: SparseConfig | None = None  # null: dense attention, exact
     kernels: Kernels = field(default_factory=Kernels)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
