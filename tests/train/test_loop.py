@@ -78,6 +78,15 @@ def test_the_folder_tells_the_whole_run(tmp_path: Path) -> None:
     assert about["memory"] == {"weights": 35_904}
 
 
+def test_nothing_is_evaluated_before_step_one_unless_asked(tmp_path: Path) -> None:
+    """With a pass over held-out text first, a user of a long context sees no step for minutes."""
+    assert not EvaluationConfig().on_start
+    run = tiny_run(tmp_path)
+    run = replace(run, evaluation=replace(run.evaluation, on_start=False))
+    fit(run)
+    assert [line["step"] for line in metrics(run)] == [1, 2, 2, 3, 4, 4, 5, 5]
+
+
 def test_the_first_step_is_measured(tmp_path: Path) -> None:
     run, quiet = tiny_run(tmp_path), Quiet()
     fit(run, reporter=quiet)

@@ -308,6 +308,7 @@ class EvaluationConfig:
     """Held-out loss at the full training length; without held-out documents there is none."""
 
     every: int = 100  # steps; 0: only after the last one
+    on_start: bool = False  # also before step 1, which waits for it
     sequences: int = 8  # at most, spread evenly over the held-out text
     patience: int | None = None  # evaluations without a lower loss that end a run; null: none do
     min_delta: float = 0.0  # only what is lower by more than this is lower
@@ -329,7 +330,8 @@ class EvaluationConfig:
 
     def may_stop(self, steps: int) -> bool:
         """Whether patience can end a run of so many steps before its last one."""
-        return self.patience is not None and self.patience * self.every < steps
+        first = 0 if self.on_start else self.every
+        return self.patience is not None and first + self.patience * self.every < steps
 
     def why_stop(self, held_out: Mapping[int, float]) -> str | None:
         """Why a run ends after these losses by step; None: it goes on. What is not a multiple of

@@ -13,6 +13,7 @@ from farspan.engine.memory import dry_run_apart as apart
 from farspan.engine.memory import estimate_memory, refuse_known, refuse_too_large
 from farspan.memory.host import GIB, MIB, available_host_bytes
 from farspan.planner.request import Fit
+from farspan.program.program import Program
 from farspan.program.strategies import AUTO
 from farspan.spec import MachineSpec, Tier, UnsupportedError
 from farspan.train.config import DeviceAllocator, RunConfig, StatesPlace
@@ -37,12 +38,15 @@ def expect_memory(
     watch: Callable[[Any], None],
     accumulate: bool,
     values: int = 0,
+    cells: Callable[[Program], int] | None = None,
 ) -> Expected:
     """Sizes a step of `[batch, tokens]`, one of several of an update with `accumulate`, whose loss
-    is of so many `values` a token, 0 where it has one pass; `watch` is called after each cell of
-    the rehearsal that this takes. Raises TooLarge when main memory cannot hold it and the
-    optimizer's states."""
-    found = estimate_memory(step, batch, tokens, watch, accumulate=accumulate, values=values)
+    is of so many `values` a token, 0 where it has one pass. `cells` tells what its cells hold;
+    without it a dry run does, and `watch` is called after each cell of that. Raises TooLarge when
+    main memory cannot hold it and the optimizer's states."""
+    found = estimate_memory(
+        step, batch, tokens, watch, accumulate=accumulate, values=values, cells=cells
+    )
     # Counted although they exist: memory of zeros is taken from the machine when first written.
     refuse_too_large(step, found, optimizer.untouched)
     on_cpu = step.boundary.device.type == "cpu"
@@ -175,11 +179,14 @@ def with_weights_there(run: RunConfig) -> RunConfig:
 
 
 def bare_machine(device: torch.device) -> MachineSpec:
-    """A GPU and its main memory by their bytes alone, for whoever does not ask for time."""
-    free, total = torch.cuda.mem_get_info(device)
-    rate = float("inf")
+    """A device and its main memory by their bytes alone, for whoever does not ask for time."""
+    rate, name, total, taken = float("inf"), "cpu", 0, 0
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        name = torch.cuda.get_device_name(device)
+        taken = total - free - torch.cuda.memory_reserved(device)
     return MachineSpec(
-        name=torch.cuda.get_device_name(device),
+        name=name,
         devices=1,
         device_bytes=total,
         host_bytes=available_host_bytes(),
@@ -194,7 +201,8 @@ def bare_machine(device: torch.device) -> MachineSpec:
         network=rate,
         latency=0.0,
         overhead=0.0,
-        reserve=total - free - torch.cuda.memory_reserved(device),
+        reserve=taken,
+        unified=is_unified(device),
     )
 
 

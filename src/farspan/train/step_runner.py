@@ -37,6 +37,7 @@ from farspan.train.planning import (
     Choice,
     SchedulePolicy,
     about_json,
+    cells_of,
     describe_schedule,
     less_for_ranks,
     named_json,
@@ -318,7 +319,9 @@ class StepRunner:
             self._step = ctx.make_step(self._choice.schedule)
             self._expected = None
         if self._expected is None:
-            self._observer.note("dry run: a short step shows how much memory a cell needs")
+            cells = cells_of(ctx, self._choice)
+            if cells is None:
+                self._observer.note("dry run: a short step shows how much memory a cell needs")
             if ctx.world.ranks is not None and ctx.world.size > 1:
                 self._rehearse_apart(self._step)
             self._expected = ctx.components.expect_memory(
@@ -329,6 +332,7 @@ class StepRunner:
                 self._observer.rehearsing,
                 run.accumulate > 1,
                 **_values_of(run.objective),
+                **({} if cells is None else {"cells": cells}),
             )
             self._observer.note(describe_expected(self._expected))
             self._write_about(self._choice, self._expected)
@@ -466,7 +470,7 @@ def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
     }
 
 
-def _values_of(loss: LossConfig) -> dict[str, int]:
+def _values_of(loss: LossConfig) -> dict[str, Any]:
     """Log-probabilities of a token that the loss is of, where it is of any."""
     if loss.kind is LossKind.SFT:
         return {}

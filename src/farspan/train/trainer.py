@@ -258,7 +258,8 @@ class TrainingLoop:
 
     def _evaluate_if_due(self) -> None:
         step, packing = self.at.step, self._ctx.corpus.held_out
-        due = self.is_over() or _due(step, self._run.evaluation.every, first=True)
+        asked = self._run.evaluation
+        due = self.is_over() or _due(step, asked.every) or (step == 0 and asked.on_start)
         if packing is None or not due or step in self.held_out:
             return
         batches = self._batches.held_out()
@@ -455,8 +456,8 @@ def _peak_process_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _due(step: int, every: int, first: bool = False) -> bool:
-    return every > 0 and step % every == 0 and (step > 0 or first)
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step > 0 and step % every == 0
 
 
 def _lowest(held_out: Mapping[int, float], steps: Set[int | None]) -> int | None:
