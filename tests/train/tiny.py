@@ -202,8 +202,9 @@ class Quiet(Reporter):
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def cells(self, step: int, done: float, progress: CellsDone) -> None:
+    def cells(self, step: int, done: float, progress: CellsDone, part: str = "") -> None:
         assert 0 < progress.cells_done <= progress.cells
+        assert not part or part.startswith("batch ")
         self.done.append(step - 1 + done)
 
 

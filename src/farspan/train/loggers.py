@@ -366,9 +366,9 @@ class LoggingReporter(Reporter):
     def begin(self, step: int) -> None:
         self._person.begin(step)
 
-    def cells(self, step: int, done: float, progress: CellsDone) -> None:
+    def cells(self, step: int, done: float, progress: CellsDone, part: str = "") -> None:
         self._pass_on()
-        self._person.cells(step, done, progress)
+        self._person.cells(step, done, progress, part)
 
     def end(self, values: Mapping[str, Any]) -> None:
         self._left -= 1
@@ -379,9 +379,9 @@ class LoggingReporter(Reporter):
         self._left = 0
         self._person.over()
 
-    def evaluating(self, done: float, progress: CellsDone) -> None:
+    def evaluating(self, done: float, progress: CellsDone, part: str = "") -> None:
         self._pass_on()
-        self._person.evaluating(done, progress)
+        self._person.evaluating(done, progress, part)
 
     def evaluated(self, values: Mapping[str, Any]) -> None:
         self._tell(values)
