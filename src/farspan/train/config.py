@@ -121,6 +121,7 @@ class ModelConfig:
     lora: LoraConfig | None = None  # null: every weight is trained
     # With lora, of a folder whose weights are plain; one that is quantised is taken as it is.
     quantize: Quantization | None = None
+    resize_embeddings: bool | None = None  # rows for tokens added to the tokenizer; null: none
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -130,6 +131,16 @@ class ModelConfig:
             )
         if self.config is not None and "model_type" not in self.config:
             raise UnsupportedError("config: model_type is missing; give one such as qwen2 or llama")
+        if self.resize_embeddings is False:  # as folders have it from before there was this key
+            object.__setattr__(self, "resize_embeddings", None)
+        if self.resize_embeddings and (self.config or self.lora):
+            what = (
+                "random weights have the vocab_size of config; set that"
+                if self.config
+                else "adapters have no rows for new tokens; leave model.lora out, or train from a "
+                "folder whose model embeds them"
+            )
+            raise UnsupportedError(f"resize_embeddings: {what}")
         if self.quantize is not None and (self.config or self.dtype is DType.FLOAT64):
             wrong = "float64 products" if self.config is None else "weights to read in config"
             raise UnsupportedError(

@@ -5,8 +5,6 @@ Everything that decides a step follows from its number.
 
 import json
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
@@ -57,7 +55,7 @@ from farspan.train.loggers import (
     LoggingReporter,
     make_loggers,
 )
-from farspan.train.memory import STATES_KEY
+from farspan.train.memory import STATES_KEY, return_freed
 from farspan.train.oom import NoScheduleFits, OneRankOutOfMemory
 from farspan.train.optimizer import learning_rate
 from farspan.train.origin import as_begun, checkpoints_of, latest
@@ -246,7 +244,7 @@ class TrainingLoop:
             "trained_tokens": self._batches.trained(batches),
             "tokens_per_second": self._batches.read(batches) / seconds,
             "seconds": seconds,
-            "peak_process_bytes": _peak_process_bytes(),
+            "peak_process_bytes": self._runner.peak_process_bytes(),
             **self._marks,
         }
         self._folder.record(values)
@@ -449,13 +447,6 @@ def base_of(run: RunConfig) -> dict[str, Any]:
     return {"overrides": json.loads(json.dumps(run.model.overrides))}
 
 
-def _peak_process_bytes() -> int:
-    """The most main memory this process has held at once, everything included."""
-    # The kernel counts kibibytes on Linux and bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def _due(step: int, every: int) -> bool:
     return every > 0 and step > 0 and step % every == 0
 
@@ -489,6 +480,8 @@ def train(
     launch = launch_env()
     run = resolve(run, None if launch is None else launch.ranks)
     device, values = choose_device(run.device), flatten(to_mapping(run))
+    if device.type == "cpu":
+        return_freed()
     with join_run(launch, device, values, run.timeout()) as world:
         run = world.run_on_rank0(partial(as_begun, run))
         world.run_on_rank0(partial(refuse_login, run.hub))
