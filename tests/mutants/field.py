@@ -4,9 +4,23 @@ from tests.mutants.faults import Fault
 
 MERGING = "tests/field/test_merging.py::"
 TRAINERS = "tests/field/test_trainer.py::"
+FORECAST = "tests/train/test_rehearsal.py::"
+LOOP = "tests/train/test_loop.py::"
 EXPORT = "tests/checkpoint/test_export.py::"
 
 FIELD = (
+    Fault(
+        "runs: a step is rehearsed though a profile knows the model",
+        "if ctx.world.size > 1 or run.kernels.compile:",
+        "if ctx.world.size >= 1:",
+        (FORECAST + "test_where_a_profile_knows_the_model_no_step_is_rehearsed",),
+    ),
+    Fault(
+        "runs: step 1 waits for held-out text that nobody asked for",
+        "(step == 0 and asked.on_start)",
+        "step == 0",
+        (LOOP + "test_nothing_is_evaluated_before_step_one_unless_asked",),
+    ),
     Fault(
         "trainers: a batch without trained tokens lowers the mean",
         "if self._of_replicas(trained_token_count(batch[1], batch[2])) == 0:",

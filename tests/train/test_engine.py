@@ -95,8 +95,8 @@ def interrupted(run: RunConfig, cells: int) -> TrainingResult:
     seen = [0]
 
     class Counting(Quiet):
-        def cells(self, step: int, done: float, progress: CellsDone) -> None:
-            super().cells(step, done, progress)
+        def cells(self, step: int, done: float, progress: CellsDone, part: str = "") -> None:
+            super().cells(step, done, progress, part)
             seen[0] += 1
             if seen[0] == cells:
                 os.kill(os.getpid(), signal.SIGTERM)

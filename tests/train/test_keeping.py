@@ -56,7 +56,7 @@ def a_run(root: Path, **changes: Any) -> RunConfig:
         root,
         steps=12,
         optimizer=OptimizerConfig(lr=1e-2, warmup=2, decay=Decay.CONSTANT),
-        evaluation=EvaluationConfig(every=2, sequences=2, patience=2),
+        evaluation=EvaluationConfig(every=2, on_start=True, sequences=2, patience=2),
         checkpoints=CheckpointConfig(every=3, keep=1),
     )
     return replace(run, **changes)

@@ -1,7 +1,10 @@
 """A run from beginning to end, and what a user finds in its folder."""
 
 import json
+import os
 import resource
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +81,15 @@ def test_the_folder_tells_the_whole_run(tmp_path: Path) -> None:
     assert about["memory"] == {"weights": 35_904}
 
 
+def test_nothing_is_evaluated_before_step_one_unless_asked(tmp_path: Path) -> None:
+    """With a pass over held-out text first, a user of a long context sees no step for minutes."""
+    assert not EvaluationConfig().on_start
+    run = tiny_run(tmp_path)
+    run = replace(run, evaluation=replace(run.evaluation, on_start=False))
+    fit(run)
+    assert [line["step"] for line in metrics(run)] == [1, 2, 2, 3, 4, 4, 5, 5]
+
+
 def test_the_first_step_is_measured(tmp_path: Path) -> None:
     run, quiet = tiny_run(tmp_path), Quiet()
     fit(run, reporter=quiet)
@@ -87,6 +99,33 @@ def test_the_first_step_is_measured(tmp_path: Path) -> None:
     assert 4 * 8976 < first["memory_measured_bytes"] < 100 * 8976
     assert not any("memory_measured_bytes" in line for line in others)
     assert any("0.1 MiB predicted" in note for note in quiet.notes)
+    assert first["memory_resident_bytes"] <= first["peak_process_bytes"]
+    assert any("resident at most" in note for note in quiet.notes)
+
+
+HOLES = """
+import numpy, os
+from farspan.train.memory import resident_bytes, return_freed
+if {asked}:
+    assert return_freed()
+numpy.ones(8 << 20).sum()  # freed, it moves glibc's threshold up to 32 MiB
+before = resident_bytes()
+blocks = [numpy.ones(1 << 16) for _ in range(400)]  # of 512 KiB
+blocks = blocks[::2]
+print((resident_bytes() - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="thresholds are glibc's")
+def test_freed_memory_goes_back_between_what_stays(tmp_path: Path) -> None:
+    """Of 200 MiB every second block is freed."""
+    held = []
+    for asked in (True, False):
+        command = [sys.executable, "-c", HOLES.format(asked=asked)]
+        env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+        out = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, check=True)
+        held.append(int(out.stdout))
+    assert held[0] < 110 < 190 < held[1]
 
 
 def test_the_model_loads_where_hugging_face_loads_models(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def a_run(root: Path, name: str = "run", **changes: Any) -> RunConfig:
         loss=LossConfig("dpo"),  # type: ignore[arg-type]
         schedule=ScheduleConfig(strategy="grouped", chunk=24, groups=1),
         optimizer=OptimizerConfig(lr=1e-2, warmup=1),
-        evaluation=EvaluationConfig(every=1, sequences=3),
+        evaluation=EvaluationConfig(every=1, on_start=True, sequences=3),
         checkpoints=CheckpointConfig(every=1, keep=9),
     )
     return replace(run, **changes)

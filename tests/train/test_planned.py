@@ -256,14 +256,14 @@ def test_when_nothing_smaller_fits_all_that_was_tried_is_told(
     assert places == sorted(places)
 
 
-def test_a_rehearsal_that_main_memory_cannot_hold_is_planned_around(tmp_path: Path) -> None:
+def test_a_forecast_that_main_memory_cannot_hold_is_planned_around(tmp_path: Path) -> None:
     own = Components().expect_memory
     run = tiny_run(tmp_path, schedule=AUTO, steps=3)
 
-    def expect(step: Any, *rest: Any) -> Any:
+    def expect(step: Any, *rest: Any, **named: Any) -> Any:
         if step.schedule == LARGE:
             raise TooLarge("host memory: a step needs 9 GiB and 1 GiB are available")
-        return own(step, *rest)
+        return own(step, *rest, **named)
 
     quiet = Quiet()
     parts = replaced(planned_components(SCHEDULES), expect_memory=expect)

@@ -5,7 +5,14 @@ import io
 import pytest
 from rich.console import Console
 
-from farspan.train.console import BarReporter, LineReporter, Pace, make_reporter
+from farspan.train.console import (
+    BarReporter,
+    Interrupt,
+    LineReporter,
+    Observer,
+    Pace,
+    make_reporter,
+)
 from tests.train.tiny import Cells
 
 VALUES = {"step": 1, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_second": 1234.5}
@@ -123,9 +130,53 @@ def test_what_comes_before_the_first_step_is_heard_of() -> None:
     assert out.getvalue().splitlines() == [
         "this machine: measuring quickly",
         "measured",
-        "dry run: 50%, cell 2/4",
-        "dry run: 100%, cell 4/4",
+        "dry run: 50%  cell 2/4  eta 0:12",
+        "dry run: 100%  cell 4/4  eta 0:00",
     ]
+
+
+def test_a_line_says_which_of_how_many_and_the_time_left() -> None:
+    clock, (made, out) = Clock(), console(False)
+    observer = Observer(LineReporter(made, patience=10.0, clock=clock), Interrupt())
+    observer.reporter.start(steps=4, tokens_per_step=1000, step=0)
+    observer.reporter.begin(1)
+    for batch in range(2):
+        for cell in (1, 2):
+            clock.now += 6.0
+            observer.training(1, batch, 2, Cells(cell, 2))
+    for sequence in range(3):
+        for cell in (1, 2):
+            clock.now += 6.0
+            observer.evaluating(sequence, 3, Cells(cell, 2))
+    assert out.getvalue().splitlines() == [
+        "step 1/4  batch 1/2  cell 2/2  42 tokens/s  eta 1:24",
+        "step 1/4  batch 2/2  cell 2/2  42 tokens/s  eta 1:12",
+        "evaluating: 33%  sequence 1/3  cell 2/2  eta 0:24",
+        "evaluating: 67%  sequence 2/3  cell 2/2  eta 0:12",
+        "evaluating: 100%  sequence 3/3  cell 2/2  eta 0:00",
+    ]
+
+
+@pytest.mark.parametrize("at", ["dry run", "step 1/4", "evaluating"])
+def test_a_bar_says_which_of_how_many_and_the_time_left(at: str) -> None:
+    made, out = console(True)
+    observer = Observer(make_reporter(made), Interrupt())
+    with observer.reporter as reporter:
+        observer.rehearsing(Cells(1, 4))
+        observer.rehearsing(Cells(2, 4))
+        if at != "dry run":
+            reporter.start(steps=4, tokens_per_step=1000, step=0)
+            reporter.begin(1)
+            observer.training(1, 0, 2, Cells(1, 2))
+        if at == "evaluating":
+            reporter.end(VALUES)
+            observer.evaluating(0, 3, Cells(1, 2))
+            observer.evaluating(1, 3, Cells(1, 2))
+    parts = {"dry run": "cell 2/4", "step 1/4": "batch 1/2  cell 1/2"}
+    text = out.getvalue().splitlines()[-2]  # as the bars stood in the end
+    assert "…" not in text
+    assert at in text
+    assert f"{parts.get(at, 'sequence 2/3  cell 1/2')}  eta 0:00" in text
 
 
 def test_bars_on_a_terminal() -> None:

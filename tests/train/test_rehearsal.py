@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,22 @@ import torch
 from farspan.engine.memory import estimate_memory
 from farspan.engine.runner import Progress
 from farspan.engine.step import Step
-from farspan.spec import Schedule
-from farspan.train.config import ScheduleConfig
+from farspan.spec import Schedule, Tier
+from farspan.train import step_runner
+from farspan.train.config import DType, LoraConfig, ModelConfig, ScheduleConfig
 from farspan.train.context import CellsDone
 from farspan.train.trainer import train
 from tests.train.test_interrupt import same_weights
-from tests.train.tiny import STEPS, Quiet, replaced, tiny_run
+from tests.train.tiny import MODEL, STEPS, Quiet, memory_of, replaced, tiny_run
 from tests.zoo import make_model
 
 SCHEDULE = ScheduleConfig(strategy="grouped", chunk=16, groups=1)
+
+
+@pytest.fixture
+def _unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No profile knows the model: a dry run tells what its cells hold."""
+    monkeypatch.setattr(step_runner, "cells_of", lambda *_: None)
 
 
 class Heard(Quiet):
@@ -52,6 +60,36 @@ def place(order: list[str], start: str) -> int:
     return next(index for index, line in enumerate(order) if line.startswith(start))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"accumulate": 1},
+        {"schedule": ScheduleConfig(weights=Tier.HOST)},
+        {"schedule": ScheduleConfig(strategy="auto")},
+        {"model": ModelConfig(config=MODEL, lora=LoraConfig(rank=2))},
+        {"model": ModelConfig(config=MODEL, dtype=DType.BFLOAT16)},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_where_a_profile_knows_the_model_no_step_is_rehearsed(
+    tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forecast is the plan's, to the byte what a dry run finds; the first step measures it."""
+    run = tiny_run(tmp_path, **{"schedule": SCHEDULE, "steps": 3} | changes)
+    heard = Heard()
+    train(run, reporter=heard)
+    assert heard.cells_rehearsed == 0
+    assert not any(line.startswith("dry run") for line in heard.order)
+    predicted, measured = memory_of(Path(run.folder))
+    assert predicted == pytest.approx(measured, rel=0.01)
+    monkeypatch.setattr(step_runner, "cells_of", lambda *_: None)
+    train(replace(run, folder=str(tmp_path / "rehearsed")), reporter=heard)
+    assert heard.cells_rehearsed
+    assert memory_of(tmp_path / "rehearsed")[0] == pytest.approx(predicted, rel=0.01)
+
+
+@pytest.mark.usefixtures("_unknown")
 def test_the_opening_lines_come_before_the_rehearsal_and_the_memory_before_step_one(
     tmp_path: Path,
 ) -> None:
@@ -79,6 +117,7 @@ def test_the_opening_lines_come_before_the_rehearsal_and_the_memory_before_step_
     assert line.endswith(f"; host {memory['host_arena'] / 2**20:.1f} MiB")
 
 
+@pytest.mark.usefixtures("_unknown")
 @pytest.mark.parametrize("cell", [1, 5])
 def test_a_signal_ends_a_rehearsal_and_the_run_goes_on_later(tmp_path: Path, cell: int) -> None:
     whole = tiny_run(tmp_path, schedule=SCHEDULE, folder=str(tmp_path / "whole"))

@@ -157,7 +157,7 @@ def tiny_components(hook: Hook | None = None) -> Components:
         make_step=lambda model, _: TinyStep(model, hook),
         strategy=lambda *_: Schedule(),
         count_trained=count_trained,
-        expect_memory=lambda *_: Expected(123_456, 100_000, 23_456, {"weights": 35_904}),
+        expect_memory=lambda *_, **__: Expected(123_456, 100_000, 23_456, {"weights": 35_904}),
     )
 
 
@@ -186,7 +186,7 @@ def tiny_run(root: Path, **changes: Any) -> RunConfig:
         context=48,
         accumulate=2,
         optimizer=OptimizerConfig(lr=1e-2, warmup=2),
-        evaluation=EvaluationConfig(every=2, sequences=2),
+        evaluation=EvaluationConfig(every=2, on_start=True, sequences=2),
         checkpoints=CheckpointConfig(every=2, keep=2),
     )
     return replace(run, **changes)
@@ -202,8 +202,9 @@ class Quiet(Reporter):
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def cells(self, step: int, done: float, progress: CellsDone) -> None:
+    def cells(self, step: int, done: float, progress: CellsDone, part: str = "") -> None:
         assert 0 < progress.cells_done <= progress.cells
+        assert not part or part.startswith("batch ")
         self.done.append(step - 1 + done)
 
 

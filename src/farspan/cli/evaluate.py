@@ -4,8 +4,9 @@ document, and whether it finds a sentence that lies far back."""
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from xml.sax.saxutils import escape
@@ -36,11 +37,14 @@ from farspan.sparse.train import selector_for
 from farspan.spec import SHORT_NAMES, Schedule, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, SparseConfig, load_run
 from farspan.train.console import LineReporter
+from farspan.train.context import CellsDone
 from farspan.train.origin import copy_adapters, with_base
 from farspan.train.setup import choose_device
 from farspan.train.yaml_config import convert, to_mapping
 
 app = typer_app()
+
+Tell = Callable[[str, int, int, CellsDone], None]  # what, which from 0, of how many, its cells
 
 FIRST = 64  # tokens of the first range of positions; every further one is as long as all before it
 SHOWN = 20  # documents in the terminal; --json has all
@@ -177,10 +181,14 @@ def evaluate_command(
     named = [(str(path), decode(read_bytes(path), path, line=1)) for path in files]
     step = subject.step(choose_device(device), strategy_name, context)
     watcher = LineReporter(Console(stderr=True))
-    step.progress = lambda done: watcher.evaluating(done.work_done / done.work, done)
+
+    def tell(what: str, index: int, count: int, done: CellsDone) -> None:
+        share = (index + done.work_done / done.work) / count
+        watcher.evaluating(share, done, f"{what} {index + 1}/{count}")
+
     with torch.no_grad():
         words = load_tokenizer(subject.tokenizer)
-        found = replace(evaluate_text(step, words, named, context, needles), model=model)
+        found = replace(evaluate_text(step, words, named, context, needles, tell), model=model)
     if picture is not None:
         write_whole(picture, draw(found.ranges).encode())
     if as_json:
@@ -294,16 +302,18 @@ def evaluate_text(
     texts: Sequence[tuple[str, str]],
     context: int,
     needles: int,
+    tell: Tell = lambda *_: None,
 ) -> TextEvaluation:
-    """Of named documents, each from its beginning to `context` tokens at most. Raises
-    UnsupportedError where there is nothing to predict."""
+    """Of named documents, each from its beginning to `context` tokens at most; `tell` hears after
+    each cell in which sequence or needle, from 0, of how many it was. Raises UnsupportedError where
+    there is nothing to predict."""
     rows = tokenizer.encode([text for _, text in texts])
     cut = sum(len(row) > context for row in rows)
     rows = [row[:context] for row in rows]
     named = [(name, row) for (name, _), row in zip(texts, rows, strict=True) if len(row) > 1]
     if not named:
         raise UnsupportedError("--text: no document has two tokens; give longer ones")
-    losses = dict(_losses_of(step, named, context))
+    losses = dict(_losses_of(step, named, context, tell))
     reads = [_read(name, losses[name]) for name, _ in named]
     return TextEvaluation(
         model="",
@@ -313,7 +323,7 @@ def evaluate_text(
         cut=cut,
         ranges=tuple(ranges_of(list(losses.values()))),
         documents=tuple(reads),
-        needles=tuple(_needles(step, tokenizer, np.concatenate(rows), context, needles)),
+        needles=tuple(_needles(step, tokenizer, np.concatenate(rows), context, needles, tell)),
     )
 
 
@@ -323,7 +333,7 @@ def _read(name: str, losses: np.ndarray) -> Read:
 
 
 def _losses_of(
-    step: Step, named: Sequence[tuple[str, np.ndarray]], context: int
+    step: Step, named: Sequence[tuple[str, np.ndarray]], context: int, tell: Tell
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Of each document the losses of its tokens but the first, fp64."""
     starts = np.cumsum([0, *(len(row) for _, row in named)])
@@ -333,7 +343,9 @@ def _losses_of(
         tuple(name for name, _ in named), 0, "",
     )  # fmt: skip
     packing = Packing(store, BestFitLayout(starts, numbers[:, 0], context, 0), context)
-    for index in range(packing.sequences_per_epoch()):
+    count = packing.sequences_per_epoch()
+    for index in range(count):
+        step.progress = partial(tell, "sequence", index, count)
         batch = packing.once(index)
         yield from _of_batch(step, batch)
 
@@ -362,11 +374,12 @@ def ranges_of(losses: Sequence[np.ndarray]) -> Iterator[Range]:
 
 
 def _needles(
-    step: Step, tokenizer: Tokenizer, hay: np.ndarray, context: int, count: int
+    step: Step, tokenizer: Tokenizer, hay: np.ndarray, context: int, count: int, tell: Tell
 ) -> Iterator[Needle]:
     """A sentence at each of so many depths, in a context of all the text, or as much as there may
     be."""
     for number in range(count):
+        step.progress = partial(tell, "needle", number, count)
         town, answer = PLACES[number % len(PLACES)], ANSWERS[number % len(ANSWERS)]
         sentence = plain(tokenizer, NEEDLE.format(town, answer.strip()))
         rows = [plain(tokenizer, QUESTION.format(town) + word) for word in ANSWERS]

@@ -164,19 +164,27 @@ def estimate_memory(
     *,
     accumulate: bool = False,
     values: int = 0,
+    cells: Callable[[Program], int] | None = None,
 ) -> MemoryEstimate:
-    """The memory of a step of this shape: sizes of its program, and a dry run of a short step for
-    what programs do not size.
+    """The memory of a step of this shape: sizes of its program, and what its cells hold for a
+    moment, which programs do not size.
 
-    The dry run may take as long as a step: `progress` is called after each of its cells and may
-    raise to abandon it. With `accumulate` the step adds to gradients that are there before it, as
-    all but the first batch of an update do. `values` are the log-probabilities of a token that the
-    loss is computed from; 0: a step of one pass. Raises TooLarge when main memory could not hold
-    it.
+    `cells` tells that of a program, by the profile of the model; without it, a dry run of a short
+    step does, which may take as long as a step: `progress` is called after each of its cells and
+    may raise to abandon it. With `accumulate` the step adds to gradients that are there before it,
+    as all but the first batch of an update do. `values` are the log-probabilities of a token that
+    the loss is computed from; 0: a step of one pass. Raises TooLarge when main memory could not
+    hold it.
     """
     refuse_known(step, batch, tokens)
     is_cut = values > 0
-    static = _static(step, step.prepared(batch, tokens, is_cut=is_cut).program, documents=True)
+    whole = step.prepared(batch, tokens, is_cut=is_cut).program
+    static = _static(step, whole, documents=True)
+    if cells is not None:
+        found = cells(whole)
+        # Cells may be fullest while some gradients do not exist yet.
+        sums = max(0, static.accumulators + min(0, found))
+        return replace(static, transient=max(0, found), accumulators=sums)
     schedule = step.schedule
     short, limit = _dry_run_shape(step, tokens)
     program = step.prepared(batch, short, is_cut=is_cut).program

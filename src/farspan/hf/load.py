@@ -224,6 +224,16 @@ def blank_model(
     return _prepared(model, dtype)
 
 
+def resize_embeddings(model: PreTrainedModel, rows: int, seed: int) -> None:
+    """Have a model embed, and predict, ids below `rows`, if it does not yet. New rows are drawn
+    about the mean of the old ones, from `seed`."""
+    found: Any = model.get_input_embeddings()
+    if found.num_embeddings < rows:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model.resize_token_embeddings(rows, mean_resizing=not found.weight.is_meta)
+
+
 def _refuse_other_dtype(overrides: dict[str, Any], dtype: torch.dtype | None) -> None:
     for name in ("dtype", "torch_dtype"):
         asked = str(overrides.get(name, dtype)).removeprefix("torch.")

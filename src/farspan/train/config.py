@@ -120,6 +120,8 @@ class ModelConfig:
     trust_remote_code: bool = False  # run code that comes with a model; from the hub, by commit
     lora: LoraConfig | None = None  # null: every weight is trained
     quantize: Quantization | None = None  # with `lora`: keep frozen linear weights in four bits
+    # Rows for tokens that were added to the tokenizer, drawn about the mean of the others.
+    resize_embeddings: bool | None = None
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -129,6 +131,16 @@ class ModelConfig:
             )
         if self.config is not None and "model_type" not in self.config:
             raise UnsupportedError("config: model_type is missing; give one such as qwen2 or llama")
+        if self.resize_embeddings is False:  # as folders have it from before there was this key
+            object.__setattr__(self, "resize_embeddings", None)
+        if self.resize_embeddings and (self.config or self.lora):
+            what = (
+                "random weights have the vocab_size of config; set that"
+                if self.config
+                else "adapters have no rows for new tokens; leave model.lora out, or train from a "
+                "folder whose model embeds them"
+            )
+            raise UnsupportedError(f"resize_embeddings: {what}")
         if self.quantize is not None and (self.config or self.dtype is DType.FLOAT64):
             wrong = "float64 products" if self.config is None else "weights to read in config"
             raise UnsupportedError(
@@ -306,6 +318,7 @@ class EvaluationConfig:
     """Held-out loss at the full training length, if any documents are held out."""
 
     every: int = 100  # steps between held-out losses; 0: only after the last one
+    on_start: bool = False  # also a held-out loss before step 1, which waits for it
     sequences: int = 8  # most sequences that are read, spread over the held-out text
     patience: int | None = None  # evaluations without a lower loss that end a run; null: none do
     min_delta: float = 0.0  # how much lower a loss must be to count as lower
@@ -327,7 +340,8 @@ class EvaluationConfig:
 
     def may_stop(self, steps: int) -> bool:
         """Whether patience can end a run of so many steps before its last one."""
-        return self.patience is not None and self.patience * self.every < steps
+        first = 0 if self.on_start else self.every
+        return self.patience is not None and first + self.patience * self.every < steps
 
     def why_stop(self, held_out: Mapping[int, float]) -> str | None:
         """Why a run ends after these losses by step; None: it goes on. What is not a multiple of

@@ -44,13 +44,39 @@ class Pace:
 
     def remaining(self, step: int, done: float) -> float | None:
         """Seconds until the last step ends; `step` have ended, and `done` of the next one."""
-        # The finished step is the better guide until a good part of this one has passed.
-        seconds = self._seconds if self._seconds is not None else self.seconds_per_step(done)
+        seconds = self._guide(done)
         return None if seconds is None else max(0.0, (self._steps - step - done) * seconds)
+
+    def left_of_step(self, done: float) -> float | None:
+        """Seconds until the step in progress ends, `done` of which is behind us."""
+        seconds = self._guide(done)
+        return None if seconds is None else max(0.0, (1.0 - done) * seconds)
+
+    def _guide(self, done: float) -> float | None:
+        # The finished step is the better guide until a good part of this one has passed.
+        return self._seconds if self._seconds is not None else self.seconds_per_step(done)
 
     def tokens_per_second(self, done: float) -> float | None:
         seconds = self.seconds_per_step(done)
         return None if seconds is None else self._tokens / seconds
+
+
+class Countdown:
+    """How long a dry run, or an evaluation, still takes."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._began, self._at, self._done = 0.0, 0.0, 1.0
+
+    def left(self, done: float) -> float | None:
+        """Seconds until it ends, `done` of which is behind us; None when it is first asked."""
+        now = self._clock()
+        if done < self._done:  # another begins
+            self._began, self._at = now, done
+        self._done = done
+        if done <= self._at:
+            return None
+        return (now - self._began) / (done - self._at) * (1.0 - done)
 
 
 class Reporter:
@@ -80,8 +106,9 @@ class Reporter:
     def begin(self, step: int) -> None:
         """Step `step`, from 1, begins."""
 
-    def cells(self, step: int, done: float, progress: CellsDone) -> None:
-        """Step `step` is done to the fraction `done`; `progress` is that of its present batch."""
+    def cells(self, step: int, done: float, progress: CellsDone, part: str = "") -> None:
+        """Step `step` is done to the fraction `done`; `progress` is that of its present batch, and
+        `part` says which of how many that is, where there are several."""
 
     def end(self, values: Mapping[str, Any]) -> None:
         """A step ended with these metrics."""
@@ -89,8 +116,9 @@ class Reporter:
     def over(self) -> None:
         """No step follows, be there some left or not."""
 
-    def evaluating(self, done: float, progress: CellsDone) -> None:
-        """The evaluation is done to the fraction `done`."""
+    def evaluating(self, done: float, progress: CellsDone, part: str = "") -> None:
+        """The evaluation is done to the fraction `done`; `progress` is that of its present
+        sequence, and `part` says which of how many that is."""
 
     def evaluated(self, values: Mapping[str, Any]) -> None:
         """An evaluation ended with these metrics."""
@@ -200,12 +228,14 @@ class Observer:
         """Within batch `batch`, from 0, of step `step`, from 1."""
         self.interrupt.passed(StopPoint.CELL)
         done = (batch + progress.work_done / progress.work) / batches
-        self.reporter.cells(step, done, progress)
+        part = f"batch {batch + 1}/{batches}" if batches > 1 else ""
+        self.reporter.cells(step, done, progress, part)
 
     def evaluating(self, batch: int, batches: int, progress: CellsDone) -> None:
         """Within batch `batch`, from 0."""
         self.interrupt.passed(StopPoint.HELD_OUT_CELL)
-        self.reporter.evaluating((batch + progress.work_done / progress.work) / batches, progress)
+        done = (batch + progress.work_done / progress.work) / batches
+        self.reporter.evaluating(done, progress, f"sequence {batch + 1}/{batches}")
 
 
 class LineReporter(Reporter):
@@ -219,6 +249,7 @@ class LineReporter(Reporter):
         self._clock = clock
         self._spoke = clock()
         self._pace = Pace(1, 1, clock)
+        self._countdown = Countdown(clock)
         self._steps = 0
         self._how = ""
         self._measures = False
@@ -237,8 +268,9 @@ class LineReporter(Reporter):
         self._measures = True
 
     def rehearsing(self, done: float, progress: CellsDone) -> None:
+        left = self._countdown.left(done)
         if self._silent():
-            self.note(f"dry run: {done:.0%}, cell {progress.cells_done}/{progress.cells}")
+            self.note(f"dry run: {done:.0%}  {_cells(progress)}  {_eta(left)}")
 
     def start(
         self,
@@ -254,11 +286,11 @@ class LineReporter(Reporter):
         self._pace.begin()
         self._spoke = self._clock()
 
-    def cells(self, step: int, done: float, progress: CellsDone) -> None:
+    def cells(self, step: int, done: float, progress: CellsDone, part: str = "") -> None:
         if self._silent():
             rate = self._pace.tokens_per_second(done)
             self.note(
-                f"step {step}/{self._steps}{self._how}  cell {progress.cells_done}/{progress.cells}"
+                f"step {step}/{self._steps}{self._how}  {_cells(progress, part)}"
                 f"{'' if rate is None else f'  {rate:,.0f} tokens/s'}"
                 f"  {_eta(self._pace.remaining(step - 1, done))}"
             )
@@ -268,9 +300,10 @@ class LineReporter(Reporter):
         left = _eta(self._pace.remaining(int(values["step"]), 0.0))
         self.note(f"step {values['step']}/{self._steps}  {describe_step(values)}  {left}")
 
-    def evaluating(self, done: float, progress: CellsDone) -> None:
+    def evaluating(self, done: float, progress: CellsDone, part: str = "") -> None:
+        left = self._countdown.left(done)
         if self._silent():
-            self.note(f"evaluating: {done:.0%}, cell {progress.cells_done}/{progress.cells}")
+            self.note(f"evaluating: {done:.0%}  {_cells(progress, part)}  {_eta(left)}")
 
     def evaluated(self, values: Mapping[str, Any]) -> None:
         self.note(f"step {values['step']}  {describe_heldout(values)}")
@@ -292,6 +325,7 @@ class BarReporter(Reporter):
         self._run = self._bars.add_task("run", total=1.0, text="", visible=False)
         self._step = self._bars.add_task("step", total=1.0, text="", visible=False)
         self._pace = Pace(1, 1)
+        self._countdown = Countdown()
         self._steps = 0
         self._last = ""
 
@@ -313,7 +347,7 @@ class BarReporter(Reporter):
         self._bars.update(self._step, description="measuring", text=what, visible=True)
 
     def rehearsing(self, done: float, progress: CellsDone) -> None:
-        text = f"cell {progress.cells_done}/{progress.cells}"
+        text = f"{_cells(progress)}  {_eta(self._countdown.left(done))}"
         self._bars.update(
             self._step, description="dry run", completed=done, text=text, visible=True
         )
@@ -327,16 +361,16 @@ class BarReporter(Reporter):
 
     def begin(self, step: int) -> None:
         self._pace.begin()
-        name = f"step {step}"
+        name = f"step {step}/{self._steps}"
         self._bars.update(self._step, description=name, completed=0.0, text="", visible=True)
 
-    def cells(self, step: int, done: float, progress: CellsDone) -> None:
-        text = f"cell {progress.cells_done}/{progress.cells}"
-        rate = self._pace.tokens_per_second(done)
-        text += "" if rate is None else f"  {rate:,.0f} tokens/s"
+    def cells(self, step: int, done: float, progress: CellsDone, part: str = "") -> None:
+        text = f"{_cells(progress, part)}  {_eta(self._pace.left_of_step(done))}"
         self._bars.update(self._step, completed=done, text=text)
         left = _eta(self._pace.remaining(step - 1, done))
-        text = f"{step - 1}/{self._steps}  {self._last}  {left}"
+        rate = self._pace.tokens_per_second(done)
+        speed = "" if self._last or rate is None else f"{rate:,.0f} tokens/s"
+        text = f"{step - 1}/{self._steps}  {self._last}{speed}  {left}"
         self._bars.update(self._run, completed=step - 1 + done, text=text)
 
     def end(self, values: Mapping[str, Any]) -> None:
@@ -347,8 +381,8 @@ class BarReporter(Reporter):
         text = f"{step}/{self._steps}  {self._last}  {_eta(self._pace.remaining(step, 0.0))}"
         self._bars.update(self._run, completed=step, text=text)
 
-    def evaluating(self, done: float, progress: CellsDone) -> None:
-        text = f"cell {progress.cells_done}/{progress.cells}"
+    def evaluating(self, done: float, progress: CellsDone, part: str = "") -> None:
+        text = f"{_cells(progress, part)}  {_eta(self._countdown.left(done))}"
         self._bars.update(
             self._step, description="evaluating", completed=done, text=text, visible=True
         )
@@ -396,6 +430,12 @@ def _attention(values: Mapping[str, Any]) -> str:
     mass = values.get("attention_mass")
     seen = f", mass {mass:.3f}" if isinstance(mass, float) else ""
     return f" ({values['attention']} attention{seen})"
+
+
+def _cells(progress: CellsDone, part: str = "") -> str:
+    """Which of how many, the larger part first."""
+    text = f"cell {progress.cells_done}/{progress.cells}"
+    return f"{part}  {text}" if part else text
 
 
 def _eta(seconds: float | None) -> str:

@@ -252,6 +252,7 @@ class RunContext:
     weights: StreamedWeights | None = None  # of a model that lives whole in main memory
     reference: "ReferenceModel | None" = None  # that the loss compares with, or learns from
     index: Index | None = None  # by which sparse attention compares pages
+    outside: int = 0  # resident bytes of the process before its weights
 
     @property
     def device(self) -> torch.device:

@@ -236,6 +236,7 @@ NAMES = {
     "heldout_tokens": "eval/tokens",
     "memory_predicted_bytes": "memory/predicted_bytes",
     "memory_measured_bytes": "memory/measured_bytes",
+    "memory_resident_bytes": "memory/resident_bytes",
     "peak_process_bytes": "memory/peak_process_bytes",
 }
 
@@ -366,9 +367,9 @@ class LoggingReporter(Reporter):
     def begin(self, step: int) -> None:
         self._person.begin(step)
 
-    def cells(self, step: int, done: float, progress: CellsDone) -> None:
+    def cells(self, step: int, done: float, progress: CellsDone, part: str = "") -> None:
         self._pass_on()
-        self._person.cells(step, done, progress)
+        self._person.cells(step, done, progress, part)
 
     def end(self, values: Mapping[str, Any]) -> None:
         self._left -= 1
@@ -379,9 +380,9 @@ class LoggingReporter(Reporter):
         self._left = 0
         self._person.over()
 
-    def evaluating(self, done: float, progress: CellsDone) -> None:
+    def evaluating(self, done: float, progress: CellsDone, part: str = "") -> None:
         self._pass_on()
-        self._person.evaluating(done, progress)
+        self._person.evaluating(done, progress, part)
 
     def evaluated(self, values: Mapping[str, Any]) -> None:
         self._tell(values)

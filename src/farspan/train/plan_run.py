@@ -43,9 +43,11 @@ from farspan.train.setup import (
     SHARED,
     adapt,
     choose_device,
+    embedded_rows,
     is_sharded,
     refuse_groups,
     refuse_weights,
+    resolve,
 )
 from farspan.train.yaml_config import as_yaml, to_mapping
 
@@ -229,6 +231,9 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
         revision=model.revision,
         dtype=torch_dtype(run),
     )
+    if model.resize_embeddings:
+        text = config.get_text_config()
+        text.vocab_size = max(text.vocab_size, embedded_rows(resolve(run)))
     refuse_untrainable(config, str(model.path))
     there = format_of(config)
     packed = bool(model.quantize if there is None else there.get("load_in_4bit"))

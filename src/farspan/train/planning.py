@@ -18,10 +18,13 @@ from farspan.engine.parallelize import ShardedModel
 from farspan.formatting import sparse_words
 from farspan.hf.quantized import held_bytes
 from farspan.memory.host import available_host_bytes
-from farspan.planner.evaluate import size
+from farspan.planner.evaluate import RankWalk, size
 from farspan.planner.machines import with_kernels
 from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question, fit_of, margin_of
+from farspan.planner.states import input_bytes
+from farspan.planner.walk import workspace_bytes
 from farspan.program.layout import ALONE, Layout, group_ranges, refuse_together
+from farspan.program.program import Program
 from farspan.program.strategies import AUTO
 from farspan.sparse.train import marks
 from farspan.spec import (
@@ -352,6 +355,37 @@ def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
     assert ctx.inspected is not None, "a run that plans has inspected its model"
     machine = ctx.components.machine_once(ctx.device, torch_dtype(ctx.run), progress)
     return question_of(ctx.run, ctx.inspected, machine, ctx.placed.states, ctx.world)
+
+
+def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int] | None:
+    """What tells the bytes that cells of a step hold for a moment beside its program's buffers.
+
+    None where nothing but a dry run does: the model cannot be profiled, its modules are compiled,
+    or ranks share a step, in which one that runs out leaves the others waiting.
+    """
+    run = ctx.run
+    if ctx.world.size > 1 or run.kernels.compile:
+        return None
+    if choice.plan is not None:
+        question = choice.plan.question
+    else:
+        try:
+            found = ctx.inspected or inspect_for(run, ctx.model, ctx.device)
+        except UnsupportedError:
+            return None
+        machine = bare_machine(ctx.device)
+        question = question_of(run, found, machine, ctx.placed.states, ctx.world)
+    if question.profile is None:
+        return None
+
+    def cells(program: Program) -> int:
+        # What values of tokens take beside a batch is in no program.
+        values = input_bytes(question, run.context)
+        values -= input_bytes(replace(question, loss=Objective()), run.context)
+        workspace = workspace_bytes(question, choice.schedule)
+        return RankWalk(question, program).run().transient + workspace + values
+
+    return cells
 
 
 @dataclass(frozen=True, slots=True)

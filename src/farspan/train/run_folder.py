@@ -107,6 +107,7 @@ DECAY = "optimizer.decay"
 LATER = (
     *("start", "sparse", "optimizer.decay_steps", "data.sources", "model.revision"),
     *("model.quantize", "loss", "neftune_alpha", "data.day", "data.ignore"),
+    "model.resize_embeddings",
 )
 
 

@@ -19,7 +19,14 @@ from farspan.distributed.run_context import DistributedContext
 from farspan.engine.parallelize import ShardedModel, parallelize, sharded_parameters
 from farspan.engine.streamed_weights import StreamedWeights
 from farspan.hf.describe import describe
-from farspan.hf.load import Weights, add_adapters, load_config, refuse_unpinned, stacked_experts
+from farspan.hf.load import (
+    Weights,
+    add_adapters,
+    load_config,
+    refuse_unpinned,
+    resize_embeddings,
+    stacked_experts,
+)
 from farspan.hf.quantized import elements, format_of, frozen_digest, refuse_whole
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import (
@@ -57,6 +64,7 @@ from farspan.train.memory import (
     STATES_KEY,
     is_unified,
     leaves_weights_open,
+    resident_bytes,
     with_weights_there,
 )
 from farspan.train.oom import explain_moved, explain_nowhere
@@ -112,11 +120,9 @@ def make_context(
     blank = _blank_model(run, components, world)
     index = world.run_on_rank0(partial(index_of, run.sparse, blank), "reading the index")
     corpus, tokenizer = _open_data(run, observer.preparing)
-    _check_vocabulary(corpus, blank)
-    _check_pairs(run, corpus)
-    # Now, rather than at the first step that meets a document too long for the model.
-    refuse_context(blank, min(run.context, corpus.longest))
+    _check_data(run, corpus, tokenizer, blank, observer)
     run = place_weights(run, components, world, blank, about, observer)
+    outside = resident_bytes()
     model = _load_model(run, components, world, blank, observer)
     other = _load_reference(run, components, world, model, corpus)
     world.set_layout(layout_of(run.parallel, world.size, partial(_describe_on_rank0, world, model)))
@@ -155,7 +161,24 @@ def make_context(
         weights=weights,
         reference=reference,
         index=index,
+        outside=outside,
     )
+
+
+def _check_data(
+    run: RunConfig, corpus: Corpus, tokenizer: Tokenizer, blank: Any, observer: Observer
+) -> None:
+    """What the data asks of the model, now rather than at the first step that meets it. Raises
+    UnsupportedError."""
+    _check_vocabulary(run, corpus, blank)
+    rows = blank.get_input_embeddings().num_embeddings
+    if tokenizer.size() > rows:
+        observer.note(
+            f"model: embeds {rows:,} ids, and the tokenizer has {tokenizer.size():,}; no text here "
+            "has the others, but text at inference may; model.resize_embeddings: true adds rows"
+        )
+    _check_pairs(run, corpus)
+    refuse_context(blank, min(run.context, corpus.longest))
 
 
 def _check_pairs(run: RunConfig, corpus: Corpus) -> None:
@@ -231,6 +254,14 @@ def _describe_on_rank0(world: DistributedContext, model: Any) -> ModelSpec:
 
 def _open_data(run: RunConfig, watch: Watch) -> tuple[Corpus, Tokenizer]:
     """The run's sequences, and the tokenizer that they are made with."""
+    tokenizer = load_run_tokenizer(run)
+    with activity("reading the data"):
+        corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
+    return corpus, tokenizer
+
+
+def load_run_tokenizer(run: RunConfig) -> Tokenizer:
+    """The tokenizer of a run that is resolved. Raises UnsupportedError."""
     model, name = run.model, str(run.data.tokenizer)
     # The revision is the model's: code of another repository would not be pinned.
     trusted = model.trust_remote_code and (name == model.path or not is_on_hub(name))
@@ -240,9 +271,12 @@ def _open_data(run: RunConfig, watch: Watch) -> tuple[Corpus, Tokenizer]:
     tokenizer = load_tokenizer(name, trusted, revision)
     if model.path is not None and isinstance(tokenizer, HubTokenizer):
         tokenizer = replace(tokenizer, others=stop_ids(model.path, model.revision))
-    with activity("reading the data"):
-        corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
-    return corpus, tokenizer
+    return tokenizer
+
+
+def embedded_rows(run: RunConfig) -> int:
+    """Rows that the run's embeddings have at least: an id of its tokenizer each, if asked for."""
+    return load_run_tokenizer(run).size() if run.model.resize_embeddings else 0
 
 
 def _blank_model(run: RunConfig, components: Components, world: DistributedContext) -> Any:
@@ -306,6 +340,7 @@ def _load(run: RunConfig, components: Components, device: torch.device, weights:
         weights=weights,
         nf4=run.model.quantize is not None,
     )
+    resize_embeddings(model, embedded_rows(run), run.seed)
     adapt(model, run)
     # Dropout, where a model has any, is then seen and refused rather than silently left out.
     model.train()
@@ -329,7 +364,7 @@ def adapt(model: Any, run: RunConfig) -> None:
         )
 
 
-def _check_vocabulary(corpus: Corpus, model: Any) -> None:
+def _check_vocabulary(run: RunConfig, corpus: Corpus, model: Any) -> None:
     rows = model.get_input_embeddings().num_embeddings
     if corpus.largest < rows:
         return
@@ -340,10 +375,18 @@ def _check_vocabulary(corpus: Corpus, model: Any) -> None:
             f"the model embeds only {rows}; make them with the model's own tokenizer, or set "
             f"vocab_size to at least {corpus.largest + 1} for random weights"
         )
+    if run.data.tokenizer == run.model.path:
+        advice = "for tokens that were added, set model.resize_embeddings to true"
+        if run.model.lora is not None:
+            advice += " and leave model.lora out: adapters have no rows for them"
+    else:
+        advice = (
+            "use the model's own tokenizer, or set vocab_size to at least "
+            f"{corpus.largest + 1} for random weights"
+        )
     raise UnsupportedError(
-        f"data.tokenizer: its ids go up to {corpus.largest}, but the model embeds only "
-        f"{rows}; use the model's own tokenizer, or set vocab_size to at least "
-        f"{corpus.largest + 1} for random weights"
+        f"data.tokenizer: its ids go up to {corpus.largest}, but the model embeds only {rows}; "
+        f"{advice}"
     )
 
 

@@ -23,7 +23,14 @@ from farspan.sparse.train import HIDING_NOTHING, SPARSELY, hides, marks, other_c
 from farspan.spec import LossKind, Tier, UnsupportedError
 from farspan.train.console import Observer
 from farspan.train.context import CellsDone, RunContext, StepLike
-from farspan.train.memory import Expected, describe_expected, describe_measured, show_bytes
+from farspan.train.memory import (
+    Expected,
+    describe_expected,
+    describe_measured,
+    forget_peak,
+    peak_resident_bytes,
+    show_bytes,
+)
 from farspan.train.oom import (
     NoScheduleFits,
     OneRankOutOfMemory,
@@ -37,6 +44,7 @@ from farspan.train.planning import (
     Choice,
     SchedulePolicy,
     about_json,
+    cells_of,
     describe_schedule,
     less_for_ranks,
     named_json,
@@ -157,6 +165,7 @@ class StepRunner:
         self._choice: Choice | None = None
         self._expected: Expected | None = None
         self._step: StepLike | None = None
+        self._process_peak = 0  # bytes, before it was forgotten
         self._peak: int | None = None  # bytes of a step beside weights and optimizer
         self._measured: dict[str, int] = {}  # for metrics.jsonl, until it is taken
         self._seconds: list[float] = []  # of whole steps after the metered one
@@ -195,6 +204,8 @@ class StepRunner:
             with nullcontext() if self._is_timed else self._recording(None):
                 yield
             return
+        on_cpu = self._ctx.device.type == "cpu"
+        self._process_peak = forget_peak() if on_cpu else 0
         with PeakMemory(self._ctx.device) as meter, self._recording(meter):
             yield
         assert self._expected is not None, "work is done with what was rehearsed"
@@ -203,7 +214,17 @@ class StepRunner:
             "memory_predicted_bytes": self._expected.new,
             "memory_measured_bytes": meter.peak,
         }
-        self._observer.note(describe_measured(self._expected.new, meter.peak))
+        found = self._expected.new, meter.peak
+        if on_cpu:
+            resident = peak_resident_bytes() - self._ctx.outside
+            self._measured["memory_resident_bytes"] = resident
+            self._observer.note(describe_measured(*found, self._ctx.held_bytes(), resident))
+        else:
+            self._observer.note(describe_measured(*found))
+
+    def peak_process_bytes(self) -> int:
+        """The most main memory that the process has had at once, everything included."""
+        return max(self._process_peak, peak_resident_bytes())
 
     @contextmanager
     def _recording(self, meter: PeakMemory | None) -> Iterator[None]:
@@ -318,7 +339,9 @@ class StepRunner:
             self._step = ctx.make_step(self._choice.schedule)
             self._expected = None
         if self._expected is None:
-            self._observer.note("dry run: a short step shows how much memory a cell needs")
+            cells = cells_of(ctx, self._choice)
+            if cells is None:
+                self._observer.note("dry run: a short step shows how much memory a cell needs")
             if ctx.world.ranks is not None and ctx.world.size > 1:
                 self._rehearse_apart(self._step)
             self._expected = ctx.components.expect_memory(
@@ -329,6 +352,7 @@ class StepRunner:
                 self._observer.rehearsing,
                 run.accumulate > 1,
                 **_values_of(run.objective),
+                cells=cells,
             )
             self._observer.note(describe_expected(self._expected))
             self._write_about(self._choice, self._expected)
@@ -466,7 +490,7 @@ def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
     }
 
 
-def _values_of(loss: LossConfig) -> dict[str, int]:
+def _values_of(loss: LossConfig) -> dict[str, Any]:
     """Log-probabilities of a token that the loss is of, where it is of any."""
     if loss.kind is LossKind.SFT:
         return {}

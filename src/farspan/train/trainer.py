@@ -5,8 +5,6 @@ Everything that decides a step follows from its number.
 
 import json
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
@@ -57,7 +55,7 @@ from farspan.train.loggers import (
     LoggingReporter,
     make_loggers,
 )
-from farspan.train.memory import STATES_KEY
+from farspan.train.memory import STATES_KEY, return_freed
 from farspan.train.oom import NoScheduleFits, OneRankOutOfMemory
 from farspan.train.optimizer import learning_rate
 from farspan.train.origin import as_begun, checkpoints_of, latest
@@ -246,7 +244,7 @@ class TrainingLoop:
             "trained_tokens": self._batches.trained(batches),
             "tokens_per_second": self._batches.read(batches) / seconds,
             "seconds": seconds,
-            "peak_process_bytes": _peak_process_bytes(),
+            "peak_process_bytes": self._runner.peak_process_bytes(),
             **self._marks,
         }
         self._folder.record(values)
@@ -258,7 +256,8 @@ class TrainingLoop:
 
     def _evaluate_if_due(self) -> None:
         step, packing = self.at.step, self._ctx.corpus.held_out
-        due = self.is_over() or _due(step, self._run.evaluation.every, first=True)
+        asked = self._run.evaluation
+        due = self.is_over() or _due(step, asked.every) or (step == 0 and asked.on_start)
         if packing is None or not due or step in self.held_out:
             return
         batches = self._batches.held_out()
@@ -448,15 +447,8 @@ def base_of(run: RunConfig) -> dict[str, Any]:
     return {"overrides": json.loads(json.dumps(run.model.overrides))}
 
 
-def _peak_process_bytes() -> int:
-    """The most main memory this process has held at once, everything included."""
-    # The kernel counts kibibytes on Linux and bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _due(step: int, every: int, first: bool = False) -> bool:
-    return every > 0 and step % every == 0 and (step > 0 or first)
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step > 0 and step % every == 0
 
 
 def _lowest(held_out: Mapping[int, float], steps: Set[int | None]) -> int | None:
@@ -488,6 +480,8 @@ def train(
     launch = launch_env()
     run = resolve(run, None if launch is None else launch.ranks)
     device, values = choose_device(run.device), flatten(to_mapping(run))
+    if device.type == "cpu":
+        return_freed()
     with join_run(launch, device, values, run.timeout()) as world:
         run = world.run_on_rank0(partial(as_begun, run))
         world.run_on_rank0(partial(refuse_login, run.hub))
