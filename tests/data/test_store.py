@@ -15,7 +15,7 @@ import pytest
 from farspan.data import token_cache as store_module
 from farspan.data.chat import PromptForm
 from farspan.data.formats import TextForm
-from farspan.data.sources import TextFiles
+from farspan.data.sources import DataFiles
 from farspan.data.token_cache import TokenStore, open_store
 from farspan.data.tokenizers import TEXT, ByteTokenizer, Document
 from farspan.spec import UnsupportedError
@@ -97,7 +97,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     digests = set()
     for text in ("one", "other"):
         path.write_text(text)
-        source = TextFiles((path,))
+        source = DataFiles((path,))
         digests.add(
             open_store(source, PLAIN, ByteTokenizer(), tmp_path / "c", lambda *_: None).digest
         )

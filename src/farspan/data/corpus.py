@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from farspan.data.chat import ChatForm, PreferenceForm, PromptForm
-from farspan.data.config import DataConfig, PackingKind, SourceConfig
+from farspan.data.config import DataConfig, PackingKind, SourceConfig, SourceKind
 from farspan.data.formats import UNTRAINED, refuse_unused
 from farspan.data.packing import (
     BestFitLayout,
@@ -23,7 +23,7 @@ from farspan.data.packing import (
     seed_of_source,
     split_held_out,
 )
-from farspan.data.sources import OpenedSource, open_source, refuse_shared
+from farspan.data.sources import DataFiles, OpenedSource, open_source, refuse_shared
 from farspan.data.token_cache import TokenStore, Turns, Watch, open_store
 from farspan.data.tokenizers import Form, Tokenizer
 from farspan.spec import UnsupportedError
@@ -94,6 +94,7 @@ class Corpus:
             (part,) = self.parts
             if part.recognised:
                 yield f"format: {part.opened.config.format}, known by the fields of its records"
+            yield from _describe_files(part)
             return
         weights = sum(part.weight for part in self.parts)
         for part, times in zip(self.parts, self.train.epochs(), strict=True):
@@ -103,6 +104,7 @@ class Corpus:
                 f"{part.weight / weights:.1%} of all tokens that are read; its {kept.tokens:,} in "
                 f"{part.train.sequences_per_epoch():,} sequences {times:.2f} times by then"
             )
+            yield from _describe_files(part)
 
     def _describe_fields(self) -> Iterator[str]:
         for part in self.parts:
@@ -309,6 +311,12 @@ def _check_disjoint(parts: list[Part]) -> None:
                 "data.path: another source has the same documents; give them once, with the sum of "
                 "both weights"
             )
+
+
+def _describe_files(part: Part) -> Iterator[str]:
+    counts = part.opened.train.suffixes() if isinstance(part.opened.train, DataFiles) else {}
+    if len(counts) > 1 and part.opened.config.source is SourceKind.AUTO:
+        yield f"files: {', '.join(f'{number:,} {name}' for name, number in counts.items())}"
 
 
 def _describe_day(form: Form) -> Iterator[str]:

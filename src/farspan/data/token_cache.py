@@ -37,6 +37,7 @@ import numpy as np
 from farspan.data.chat import ChatForm, PreferenceForm, PromptForm
 from farspan.data.formats import HARMLESS_ENDINGS, HARMLESS_NAMES, READ, Fields, TextForm
 from farspan.data.tokenizers import (
+    TEXT,
     Content,
     Document,
     Encoded,
@@ -338,6 +339,11 @@ def _fill(
             rows = zip(batch.documents, batch.contents, batch.encode(tokenizer), strict=True)
             for document, content, encoded in rows:
                 ids = encoded.ids
+                if paired and document.line == 0:
+                    raise UnsupportedError(
+                        f"data.path: {document.place} is a text, which has no two answers to "
+                        "compare; give a glob of the files with records"
+                    )
                 if paired and not encoded.trained[1:].any():
                     raise UnsupportedError(
                         f"{document.place}: an answer has no token to train; leave the record out"
@@ -475,7 +481,7 @@ def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
     batch, size = _Batch([], [], form.masked), 0
     with reading(form) as read:
         for document in documents:
-            content = read(document)
+            content = (_read_text if document.line == 0 else read)(document)
             if content is None or content == ():
                 continue
             parts = content if isinstance(content, tuple) else (content,)
@@ -487,6 +493,11 @@ def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
             size += sum(part.size() for part in parts)
     if batch.documents:
         yield batch
+
+
+def _read_text(document: Document) -> Written | None:
+    """A file without records, which may stand beside others of any form."""
+    return TextForm(TEXT).read(document)
 
 
 def _few(names: tuple[str, ...]) -> str:

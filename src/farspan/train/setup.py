@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from farspan.data.config import PAIRED, UNPAIRED, SourceKind
+from farspan.data.config import PAIRED, UNPAIRED
 from farspan.data.corpus import Corpus, open_corpus, show_sequence
 from farspan.data.token_cache import Watch, unwatched
 from farspan.data.tokenizers import BYTES, HubTokenizer, Tokenizer, load_tokenizer, stop_ids
@@ -536,7 +536,7 @@ def glance_at_data(run: RunConfig) -> list[str]:
             raise UnsupportedError("not prepared yet; `farspan data` with this run file shows them")
 
     sources = [own for own, _ in run.data.each() if own.path is not None]
-    if any(own.source is SourceKind.DATASET and is_on_hub(str(own.path)) for own in sources):
+    if any(own.on_hub() for own in sources):
         return ["data: on the hub; `farspan data` with this run file shows them"]
     try:
         return [line.rstrip() for line in show_data(run, 0, False, watch)] if sources else []
