@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from farspan.data.config import DataConfig, SourceKind
+from farspan.data.corpus import open_source
 from farspan.data.formats import text_of
-from farspan.data.sources import DataFiles, find_files, open_source, stdlib_files
+from farspan.data.sources import DataFiles, find_files, stdlib_files
 from farspan.data.tokenizers import ByteTokenizer
 from farspan.spec import UnsupportedError
 

@@ -17,7 +17,7 @@ from farspan.data.chat import PromptForm
 from farspan.data.formats import TextForm
 from farspan.data.sources import DataFiles
 from farspan.data.token_cache import TokenStore, open_store
-from farspan.data.tokenizers import TEXT, ByteTokenizer, Document
+from farspan.data.tokenizers import TEXT, ByteTokenizer, Document, HowFar
 from farspan.spec import UnsupportedError
 
 PLAIN = TextForm(TEXT)
@@ -35,6 +35,9 @@ class Texts:
 
     def listing(self) -> list[list[object]]:
         return [["memory", *self.texts]]
+
+    def how_far(self) -> HowFar:
+        return HowFar(0, 1)
 
     def documents(self) -> Iterator[Document]:
         self.reads += 1
@@ -217,7 +220,7 @@ def test_one_word_that_is_known_is_text(tmp_path: Path) -> None:
 
 
 def test_an_abandoned_writing_leaves_nothing(tmp_path: Path) -> None:
-    def abandon(*_: int) -> None:
+    def abandon(*_: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -177,7 +177,11 @@ def spoken(corpus: Corpus) -> list[tuple[bytes, list[bool]]]:
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_each_suffix_is_the_same_records(corpus: Any, suffix: str, wrap: str) -> None:
     """As JSON lines have them: which tokens, and which of them are trained."""
-    packs = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
+    packs: dict[str, Callable[[bytes], bytes]] = {
+        "": bytes,
+        ".gz": gzip.compress,
+        ".zst": zstd,
+    }
     name = f"a.{suffix}{wrap}"
     found = corpus(name, {name: packs[wrap](WRITERS[suffix](ANSWERS))})
     expected = corpus("b.jsonl", {"b.jsonl": lines(ANSWERS)}, source="jsonl")

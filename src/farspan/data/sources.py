@@ -5,16 +5,15 @@ import glob
 import gzip
 import io
 import json
-import re
 import shutil
 import sysconfig
 import tempfile
 import zlib
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, getincrementaldecoder
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import date
 from difflib import get_close_matches
 from functools import partial
@@ -39,10 +38,18 @@ from farspan.data.formats import (
     TextForm,
     TokensForm,
     is_media,
-    recognise,
 )
 from farspan.data.templates import Templates, find_template
-from farspan.data.tokenizers import TEXT, Document, Form, HubTokenizer, Source, Tokenizer
+from farspan.data.tokenizers import (
+    PART,
+    TEXT,
+    Document,
+    Form,
+    HowFar,
+    HubTokenizer,
+    LongText,
+    Tokenizer,
+)
 from farspan.lazy import load
 from farspan.spec import UnsupportedError
 
@@ -115,10 +122,22 @@ def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
     with _opened(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise UnsupportedError(
-            f"{path}: has more than {most >> 20} MiB, which one text may; divide it"
-        )
+        raise _too_long(path, most)
     return data
+
+
+def _too_long(path: Path, most: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"{path}: has more than {most >> 20} MiB, which one text may; divide it"
+    )
+
+
+def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> UnsupportedError:
+    where = line + error.object.count(b"\n", 0, error.start)
+    return UnsupportedError(
+        f"{path}: line {where} is not valid UTF-8 (byte 0x{error.object[error.start]:02x}); "
+        "convert the file to UTF-8 or leave it out"
+    )
 
 
 def decode(data: bytes, path: Path, line: int) -> str:
@@ -129,11 +148,21 @@ def decode(data: bytes, path: Path, line: int) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        where = line + data.count(b"\n", 0, error.start)
-        raise UnsupportedError(
-            f"{path}: line {where} is not valid UTF-8 (byte 0x{data[error.start]:02x}); convert "
-            "the file to UTF-8 or leave it out"
-        ) from error
+        raise _not_utf8(path, line, error) from error
+
+
+@dataclass(slots=True)
+class Reading:
+    """How far files are read, in bytes on disk."""
+
+    total: int = 0
+    before: int = 0  # of files that were read to their end
+    raw: BinaryIO | None = None  # the present one
+
+    def how_far(self) -> HowFar:
+        """With what is read of the present file."""
+        own = 0 if self.raw is None or self.raw.closed else self.raw.tell()
+        return HowFar(self.before + own, self.total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +172,13 @@ class DataFiles:
 
     files: tuple[Path, ...]
     kind: SourceKind = SourceKind.AUTO
+    reading: Reading = field(default_factory=Reading, compare=False, repr=False)
 
     def names(self) -> tuple[str, ...]:
         return tuple(str(path) for path in self.files)
+
+    def how_far(self) -> HowFar:
+        return self.reading.how_far()
 
     def listing(self) -> list[list[object]]:
         """What changes when the documents change: names, sizes and times of modification."""
@@ -171,32 +204,62 @@ class DataFiles:
             UnsupportedError: some records cannot be read; it names the first and counts the others.
         """
         first, others = None, 0
-        for index, path in enumerate(self.files):
-            if self._holds(path) == "text":
-                text = decode(read_bytes(path), path, line=1)
-                yield Document(index, 0, str(path), {TEXT: text})
-                continue
-            word = "lines" if self._holds(path) == "jsonl" else "rows"
-            for number, place, fields in _READERS[self._holds(path)](path):
+        sizes = [_stamp(path)[1] for path in self.files]
+        self.reading.total, self.reading.before = sum(sizes), 0
+        for index, (path, size) in enumerate(zip(self.files, sizes, strict=True)):
+            kind = self._holds(path)
+            if kind == "text":
+                yield Document(index, 0, str(path), {TEXT: _text(path, self.reading)})
+            for number, place, fields in _READERS[kind](path, self.reading):
                 if isinstance(fields, UnsupportedError):
                     first, others = first or fields, others + (first is not None)
                 elif first is None:
                     yield Document(index, number, place, fields)
+            self.reading.before += size
         if first is not None:
-            more = f"; {others:,} more of the {word} cannot be read" * bool(others)
+            more = f"; {others:,} more of the records cannot be read" * bool(others)
             raise UnsupportedError(f"{first}{more}") from first
+
+
+def _text(path: Path, reading: Reading) -> str | LongText:
+    """The text of a file, which is not read whole where it is long."""
+    parts = _parts(path, reading)
+    first = next(parts, "")
+    return first if next(parts, None) is None else LongText(partial(_parts, path, reading))
+
+
+def _parts(path: Path, reading: Reading) -> Iterator[str]:
+    """A text in parts, as `decode` has it."""
+    decoder, line, size = getincrementaldecoder("utf-8")(), 1, 0
+    with _opened(path, reading) as file:
+        while True:
+            block = file.read(PART)
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, line, error) from error
+            size += len(block)
+            if size > MOST_TEXT:
+                raise _too_long(path, MOST_TEXT)
+            if line == 1 and size == len(block):
+                text = text.removeprefix("\ufeff")
+            line += text.count("\n")
+            if text:
+                yield text
+            if not block:
+                return
 
 
 # The number of a record in its file, its place in words, and its fields or why there are none.
 Row = tuple[int, str, dict[str, Any] | UnsupportedError]
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
+def _json_rows(path: Path, reading: Reading) -> Iterator[Row]:
     """Objects, one a line or all in one array."""
     with _opened(path) as file:
         head = file.read(1 << 12).removeprefix(BOM_UTF8).lstrip()
     many = head.startswith(b"[")
-    for number, data in _elements(path) if many else _lines(path):
+    for number, data in (_elements if many else _lines)(path, reading):
         place = f"{path}: {'row' if many else 'line'} {number}"
         try:
             yield number, place, _record(place, data)
@@ -229,10 +292,10 @@ def _record(place: str, data: bytes) -> dict[str, Any]:
     return record
 
 
-def _elements(path: Path) -> Iterator[tuple[int, bytes]]:
+def _elements(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
     """Numbered elements of the array that a file holds, no more than two of them at once."""
     depth, inside, number, parts = 0, False, 1, list[bytes]()
-    with _opened(path) as file:
+    with _opened(path, reading) as file:
         while (byte := file.read(1)) != b"[":
             assert byte, "it begins with a bracket"
         while block := file.read(_BLOCK):
@@ -288,10 +351,10 @@ def _ends(block: bytes, depth: int, inside: bool) -> tuple[list[int], int, bool,
     return ends, int(level[-1]), bool(quoted[-1]), closed
 
 
-def _csv_rows(path: Path) -> Iterator[Row]:
+def _csv_rows(path: Path, reading: Reading) -> Iterator[Row]:
     """Rows under a header; all cells are texts, an empty one too."""
     csv.field_size_limit(MOST_TEXT)
-    with _opened(path) as file:
+    with _opened(path, reading) as file:
         texts = (decode(line, path, number) for number, line in enumerate(_bounded(path, file), 1))
         rows = csv.reader(texts, strict=True, delimiter="\t" if suffix_of(path) == ".tsv" else ",")
         try:
@@ -314,20 +377,17 @@ def _csv_rows(path: Path) -> Iterator[Row]:
             ) from error
 
 
-def _table_rows(path: Path) -> Iterator[Row]:
+def _table_rows(path: Path, reading: Reading) -> Iterator[Row]:
     """Rows of a parquet or an Arrow file, without a copy of it on disk."""
     number = 0
     try:
-        with _opened(path) as packed, tempfile.TemporaryFile() as room:
+        with _opened(path, reading) as packed, tempfile.TemporaryFile() as room:
             file: BinaryIO = packed
             if isinstance(packed, gzip.GzipFile) or not packed.seekable():
                 shutil.copyfileobj(packed, cast(BinaryIO, room))
                 file = cast(BinaryIO, room)
-            for batch in _batches(file, suffix_of(path)):
-                for start in range(0, len(batch), _ROWS):
-                    for fields in batch.slice(start, _ROWS).to_pylist():
-                        number += 1
-                        yield number, f"{path}: row {number}", _of_row(fields)
+            for number, fields in enumerate(_dicts(file, suffix_of(path)), start=1):
+                yield number, f"{path}: row {number}", _of_row(fields)
     except (ImportError, UnsupportedError):
         raise
     except Exception as error:  # the library has kinds of its own
@@ -335,6 +395,12 @@ def _table_rows(path: Path) -> Iterator[Row]:
         raise UnsupportedError(
             f"{path}: cannot be read as {suffix_of(path)} after row {number}: {words}"
         ) from error
+
+
+def _dicts(file: BinaryIO, suffix: str) -> Iterator[dict[str, Any]]:
+    for batch in _batches(file, suffix):
+        for start in range(0, len(batch), _ROWS):
+            yield from batch.slice(start, _ROWS).to_pylist()
 
 
 def _batches(file: BinaryIO, suffix: str) -> Iterator[Any]:
@@ -353,7 +419,12 @@ def _batches(file: BinaryIO, suffix: str) -> Iterator[Any]:
         yield opened.get_batch(number)
 
 
-_READERS = {"jsonl": _json_rows, "table": _table_rows, "csv": _csv_rows}
+_READERS: Mapping[str, Callable[[Path, Reading], Iterator[Row]]] = {
+    "text": lambda *_: iter(()),
+    "jsonl": _json_rows,
+    "table": _table_rows,
+    "csv": _csv_rows,
+}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -379,10 +450,12 @@ def _values(data: bytes) -> int:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path, reading: Reading | None = None) -> Iterator[BinaryIO]:
     """What a file holds, unpacked where it is compressed."""
+    reading = reading or Reading()
     try:
         with path.open("rb") as raw:
+            reading.raw = raw
             head = raw.read(4)
             raw.seek(0)
             file: Any = raw
@@ -391,6 +464,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             elif head == _ZSTD:
                 file = io.BufferedReader(load("pyarrow", "input_stream")(raw, compression="zstd"))
             yield file
+            reading.raw = None
     except (OSError, EOFError, zlib.error) as error:  # the last two of a damaged .gz
         words = getattr(error, "strerror", None) or error
         raise UnsupportedError(f"{path}: cannot be read: {words}") from error
@@ -407,10 +481,10 @@ def _bounded(path: Path, file: BinaryIO) -> Iterator[bytes]:
         yield line
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
     """Numbered lines that are not blank, read one at a time."""
     blank = 0
-    with _opened(path) as file:
+    with _opened(path, reading) as file:
         for number, line in enumerate(_bounded(path, file), start=1):
             line = line.rstrip(b"\r\n").removeprefix(BOM_UTF8 if number == 1 else b"")
             blank = 0 if line and not line.isspace() else blank + 1
@@ -432,13 +506,7 @@ def _stamp(path: Path) -> tuple[str, int, int]:
 
 DEFAULT_SPLIT = "train"
 # What `save_to_disk` leaves in a folder; any other folder holds data files.
-_SAVED = ("state.json", "dataset_dict.json")
-_FILES = (SourceKind.TEXT, SourceKind.JSONL)
-# Names of files to train on, and of others, as the library tells them apart.
-_SPLITS = tuple(
-    re.compile(rf"(?:^|[-._ /0-9])(?:{words})(?:[-._ /0-9]|$)", re.IGNORECASE)
-    for words in ("train|training", "test|testing|valid|validation|dev|eval|evaluation")
-)
+SAVED = ("state.json", "dataset_dict.json")
 MISSING = (
     "data.source: dataset needs the package datasets, which cannot be imported here ({error}); "
     "pip install datasets"
@@ -452,6 +520,10 @@ class DatasetRows:
     path: str
     rows: Any  # datasets.Dataset
     dropped: tuple[str, ...] = ()  # columns that the user ignores
+    _read: list[int] = field(default_factory=lambda: [0], compare=False, repr=False)
+
+    def how_far(self) -> HowFar:
+        return HowFar(self._read[0], len(self.rows), rows=True)
 
     def names(self) -> tuple[str, ...]:
         return (self.path,)
@@ -463,6 +535,7 @@ class DatasetRows:
 
     def documents(self) -> Iterator[Document]:
         for number, row in enumerate(self.rows, start=1):
+            self._read[0] = number
             yield Document(0, number, f"{self.path}: row {number}", _of_row(row))
 
     def without(self, ignore: Collection[str]) -> "DatasetRows":
@@ -499,7 +572,7 @@ def open_dataset(path: str, name: str | None, split: str) -> DatasetRows:
     its own words."""
     place, load_from_disk, load_dataset = Path(path).expanduser(), *_loaders()
     try:
-        if any((place / saved).is_file() for saved in _SAVED):
+        if any((place / saved).is_file() for saved in SAVED):
             rows = _saved(load_from_disk(str(place)), path, name, split)
         else:
             local = str(place) if place.exists() else path
@@ -612,162 +685,3 @@ def _refuse_slow(tokenizer: Tokenizer) -> None:
             "characters, so the trained ones cannot be found; use a fast tokenizer, or set "
             "data.loss to all"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedSource:
-    """Documents to train on, where there are others to evaluate on those, and how both are read."""
-
-    config: DataConfig  # with the form that was recognised
-    form: Form
-    train: Source
-    held_out: Source | None = None
-
-
-def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
-    """Raises UnsupportedError when a path matches nothing, one file is in both, or the form of
-    records is not known."""
-    if config.path is None:
-        return OpenedSource(
-            config, open_form(config, tokenizer), DataFiles(stdlib_files(), SourceKind.TEXT)
-        )
-    config = _settle(config)
-    assert config.path is not None, "a corpus has a path"
-    train = _open(config, config.path, config.split)
-    if config.format is RecordFormat.TEXT:
-        config = _recognise(config, train)
-    form = open_form(config, tokenizer)
-    needed = [name for name in form.columns if name in (config.ignore or ())]
-    if needed:
-        raise UnsupportedError(
-            f"data.ignore: format {config.format} needs field {needed[0]!r}; leave it out of the "
-            "list"
-        )
-    if isinstance(train, DatasetRows):
-        train.refuse_missing(form)
-    if not config.held_out_elsewhere():
-        return OpenedSource(config, form, train)
-    path, split = config.held_out_path or config.path, config.held_out_split or config.split
-    assert path is not None, "a corpus has a path"
-    held_out = _open(config, path, split, "data.held_out_path")
-    if isinstance(held_out, DatasetRows):
-        held_out.refuse_missing(form)
-    refuse_shared(train, held_out)
-    return OpenedSource(config, form, train, held_out)
-
-
-def refuse_shared(train: Source, held_out: Source) -> None:
-    """Raises UnsupportedError where documents are in both."""
-    shared = {str(entry) for entry in train.listing()} & {str(e) for e in held_out.listing()}
-    if shared:
-        raise UnsupportedError(
-            f"data.held_out_path: {sorted(shared)[0]} is also trained on; give other documents, "
-            "or use held_out to divide these"
-        )
-
-
-def _settle(config: DataConfig) -> DataConfig:
-    """With the source that its path is, where the run file leaves it open, or means a data set and
-    names files."""
-    path = str(config.path)
-    place = Path(path).expanduser()
-    if config.on_hub() or any((place / name).is_file() for name in _SAVED):
-        return config if config.source in _FILES else replace(config, source=SourceKind.DATASET)
-    asked = config.name or config.held_out_split or config.split != DEFAULT_SPLIT
-    rows = config.source is SourceKind.DATASET or (config.source is SourceKind.AUTO and asked)
-    if rows and place.is_dir():
-        return replace(config, source=SourceKind.DATASET)
-    plain = "/" not in path and not place.suffix and not glob.has_magic(path)
-    if config.source is SourceKind.DATASET and plain and not place.exists():
-        return config  # the hub has names without a slash, too
-    if rows and asked:
-        raise UnsupportedError(
-            f"data.split: {path!r} stands for files, which have no splits; leave data.name, "
-            "data.split and data.held_out_split out, and give data.held_out_path"
-        )
-    files = find_files(path, "data.path")
-    if config.source in _FILES:
-        _refuse_contradiction(config.source, files)
-        return config
-    _refuse_unknown(files, "data.path")
-    _refuse_splits(files, place)
-    texts = all(SUFFIXES[suffix_of(file)] == "text" for file in files)
-    return replace(config, source=SourceKind.TEXT if texts else SourceKind.AUTO)
-
-
-def _refuse_contradiction(kind: SourceKind, files: tuple[Path, ...]) -> None:
-    """Refuse files that hold something other than the run file says: all of them records where it
-    says text, a table among them, or cells where it says JSON lines."""
-    held = [SUFFIXES.get(suffix_of(file), "text") for file in files]
-    other = ("table", "csv") if kind is SourceKind.JSONL else ("table",)
-    wrong = [file for file, own in zip(files, held, strict=True) if own in other]
-    if kind is SourceKind.TEXT and "text" not in held:
-        wrong = list(files)
-    if wrong:
-        raise UnsupportedError(
-            f"data.source: {kind}, but {wrong[0]} is {suffix_of(wrong[0])} by its name; leave "
-            "data.source out, and each file is read by its suffix"
-        )
-
-
-def _refuse_unknown(files: tuple[Path, ...], field: str) -> None:
-    wrong = [file for file in files if suffix_of(file) not in SUFFIXES]
-    if not wrong:
-        return
-    suffix = suffix_of(wrong[0])
-    more = f" (and {len(wrong) - 1:,} more files)" if len(wrong) > 1 else ""
-    near = get_close_matches(suffix, SUFFIXES, n=1)
-    name = wrong[0].name[: -len(suffix)] if suffix else wrong[0].name
-    way = f"rename it to {name}{near[0]}" if near else "set data.source: text to train it as text"
-    others = "" if len(files) == 1 else ", or give a glob of the files to read, such as *.jsonl"
-    raise UnsupportedError(
-        f"{field}: {wrong[0]}{more}: no format has the suffix {suffix!r}; {way}{others}. Suffixes "
-        f"that are read: {', '.join(SUFFIXES)}, and with .gz or .zst behind"
-    )
-
-
-def _refuse_splits(files: tuple[Path, ...], place: Path) -> None:
-    """Refuse a folder with files to train on and others to evaluate on, by their names."""
-    records = [file for file in files if SUFFIXES[suffix_of(file)] != "text"]
-    names = {file: str(file.relative_to(place)) if place.is_dir() else "" for file in records}
-    train, held = ([f for f, n in names.items() if found.search(n)] for found in _SPLITS)
-    if train and held:
-        raise UnsupportedError(
-            f"data.path: {place} has {names[train[0]]} to train on and, by its name, "
-            f"{names[held[0]]} to evaluate on; give the first as data.path and the other as "
-            "data.held_out_path, by their names or as globs"
-        )
-
-
-def _recognise(config: DataConfig, train: DataFiles | DatasetRows) -> DataConfig:
-    """With the form of the first record. Raises UnsupportedError where another file has another."""
-    if isinstance(train, DatasetRows):
-        first = next(train.documents(), None)
-        return config if first is None else recognise(config, first)
-    found, place = config, ""
-    for document in train.firsts():
-        if not place:
-            found, place = recognise(config, document), train.names()[0]
-            place = document.place.rpartition(": ")[0]
-            continue
-        try:
-            other = recognise(config, document)
-        except UnsupportedError:
-            continue  # its form says so, with a count
-        if other.format is not found.format:
-            raise UnsupportedError(
-                f"data.path: {place} holds {found.format} and {document.place.rpartition(': ')[0]} "
-                f"{other.format}; give each as one of data.sources"
-            )
-    return found
-
-
-def _open(
-    config: DataConfig, path: str, split: str, field: str = "data.path"
-) -> DataFiles | DatasetRows:
-    if config.source is SourceKind.DATASET:
-        return open_dataset(path, config.name, split).without(config.ignore or ())
-    files = find_files(path, field)
-    if config.source is SourceKind.AUTO:
-        _refuse_unknown(files, field)
-    return DataFiles(files, config.source)
