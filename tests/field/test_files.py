@@ -280,6 +280,14 @@ def test_a_folder_of_splits_is_not_trained_as_one(corpus: Any) -> None:
         ("a.csv", {"a.csv": b"prompt,completion\na,b,c\n"}, {}, "row 1 has 3 cells for 2 columns"),
         ("a.csv", {"a.csv": b"text,text\na,b\n"}, {}, "column 'text' is given twice"),
         ("a.csv", {"a.csv": b'text\n"a\n'}, {}, "is not valid CSV"),
+        ("a.csv", {"a.csv": b"prompt;completion\na;b\n"}, {}, "put commas between cells, or tabs"),
+        ("data", {}, {}, "or a dataset's name on the hub such as org/name"),
+        (
+            "a.csv",
+            {"a.csv": cells(TEXTS)},
+            {"held_out_path": "the same"},
+            r"held_out_path: /.*a\.csv is also trained on; give",
+        ),
         ("a.parquet", {"a.parquet": b"PAR1 no"}, {}, r"a\.parquet: cannot be read as \.parquet"),
         ("a.arrow", {"a.arrow": b"ARROW1 no"}, {}, r"a\.arrow: cannot be read as \.arrow"),
         ("a.txt.zst", {"a.txt.zst": zstd(b"x" * 99)[:-4]}, {}, r"a\.txt\.zst: cannot be read"),
@@ -287,10 +295,23 @@ def test_a_folder_of_splits_is_not_trained_as_one(corpus: Any) -> None:
     ],
 )
 def test_what_cannot_be_read_is_named(
-    corpus: Any, path: str, files: Folder, fields: dict[str, Any], message: str
+    corpus: Any,
+    tmp_path: Path,
+    path: str,
+    files: Folder,
+    fields: dict[str, Any],
+    message: str,
 ) -> None:
+    if "held_out_path" in fields:
+        fields = {"held_out_path": str(tmp_path / path)}
     with pytest.raises(UnsupportedError, match=message):
         corpus(path, files, **fields)
+
+
+def test_row_numbers_that_pandas_writes_are_no_field(corpus: Any) -> None:
+    found = corpus("a.csv", {"a.csv": b',text\r\n0,a\r\n\r\n1,"b\r\nc"\r\n'})
+    assert [text for text, _ in spoken(found)] == [b"a", b"b\r\nc"]
+    assert "fields that say nothing about what is trained: __index_level_0__" in found.describe(64)
 
 
 @pytest.mark.parametrize(

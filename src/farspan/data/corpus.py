@@ -102,11 +102,13 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
 
 def refuse_shared(train: Source, held_out: Source) -> None:
     """Raises UnsupportedError where documents are in both."""
-    shared = {str(entry) for entry in train.listing()} & {str(e) for e in held_out.listing()}
+    other = {str(entry) for entry in held_out.listing()}
+    shared = [entry for entry in train.listing() if str(entry) in other]
     if shared:
+        name = shared[0][1] if isinstance(train, DataFiles) else train.names()[0]
         raise UnsupportedError(
-            f"data.held_out_path: {sorted(shared)[0]} is also trained on; give other documents, "
-            "or use held_out to divide these"
+            f"data.held_out_path: {name} is also trained on; give other documents, or use held_out "
+            "to divide these"
         )
 
 

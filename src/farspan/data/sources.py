@@ -83,8 +83,9 @@ def find_files(path: str, field: str) -> tuple[Path, ...]:
         found = [Path(p) for p in glob.glob(str(place), recursive=True)]
     files = tuple(sorted(p for p in found if p.is_file()))
     if not files:
+        hub = ", or a dataset's name on the hub such as org/name" * (field == "data.path")
         raise UnsupportedError(
-            f"{field}: no file matches {path!r}; {_near(place)}give a file, a folder or a glob"
+            f"{field}: no file matches {path!r}; {_near(place)}give a file, a folder or a glob{hub}"
         )
     return files
 
@@ -358,7 +359,13 @@ def _csv_rows(path: Path, reading: Reading) -> Iterator[Row]:
         texts = (decode(line, path, number) for number, line in enumerate(_bounded(path, file), 1))
         rows = csv.reader(texts, strict=True, delimiter="\t" if suffix_of(path) == ".tsv" else ",")
         try:
-            names = next(rows, [])
+            # pandas writes the numbers of rows without a name; in other files it has one for them.
+            names = [name or "__index_level_0__" for name in next(rows, [])]
+            if len(names) == 1 and ";" in names[0]:
+                raise UnsupportedError(
+                    f"{path}: its one column is {names[0]!r}; put commas between cells, or tabs in "
+                    "a file .tsv"
+                )
             twice = [name for name, times in Counter(names).items() if times > 1]
             if twice:
                 raise UnsupportedError(f"{path}: column {twice[0]!r} is given twice; leave one out")
