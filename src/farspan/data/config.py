@@ -143,15 +143,16 @@ class SourceConfig:
             )
         if not self.has_fields() and self.field is not None:
             raise UnsupportedError(
-                f"field: {self._texts()} has files without fields; give a path to records, or "
+                f"field: {self.origin()} has files without fields; give a path to records, or "
                 "leave it out"
             )
         if not self.has_fields() and self.ignore:
             raise UnsupportedError(
-                f"ignore: {self._texts()} has files without fields; leave it out"
+                f"ignore: {self.origin()} has files without fields; leave it out"
             )
 
-    def _texts(self) -> str:
+    def origin(self) -> str:
+        """Its source, in words."""
         return f"source '{SourceKind.STDLIB if self.path is None else self.source}'"
 
     def _may_have_splits(self) -> bool:
@@ -167,7 +168,7 @@ class SourceConfig:
         if kind is not RecordFormat.TEXT and not self.has_fields():
             raise UnsupportedError(
                 f"format: {kind} is a form of records; give a path to some, such as data.jsonl, "
-                f"got {self._texts()}"
+                f"got {self.origin()}"
             )
         if self.field is not None and kind in _NO_FIELD:
             raise UnsupportedError(f"field: format {kind} reads {_NO_FIELD[kind]}")

@@ -457,8 +457,8 @@ class RunConfig:
             known = source.format not in (RecordFormat.TEXT, RecordFormat.PREFERENCE)
             if loss.paired and (known or not source.has_fields()):
                 raise UnsupportedError(
-                    f"data.format: {UNPAIRED.format(loss.kind)}, got {source.format} of a source "
-                    f"{source.source}"
+                    f"data.format: {UNPAIRED.format(loss.kind)}, got {source.format} of "
+                    f"{source.origin()}"
                 )
             if source.format is RecordFormat.PREFERENCE and not loss.paired:
                 raise UnsupportedError(PAIRED.format(loss.kind))
