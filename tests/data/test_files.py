@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from farspan.data.config import DataConfig, SourceKind
+from farspan.data.corpus import open_source
 from farspan.data.formats import text_of
-from farspan.data.sources import JsonLines, TextFiles, find_files, open_source, stdlib_files
+from farspan.data.sources import DataFiles, find_files, stdlib_files
 from farspan.data.tokenizers import ByteTokenizer
 from farspan.spec import UnsupportedError
 
 
-def texts(source: TextFiles | JsonLines) -> list[str]:
+def texts(source: DataFiles) -> list[str]:
     return [text_of(d, "text", "data.field") for d in source.documents()]
 
 
@@ -21,7 +22,7 @@ def test_a_folder_gives_every_visible_file_sorted(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(name)
-    assert texts(TextFiles(find_files(str(tmp_path), "data.path"))) == [
+    assert texts(DataFiles(find_files(str(tmp_path), "data.path"))) == [
         "a.txt",
         "b.txt",
         "deep/c.txt",
@@ -32,11 +33,13 @@ def test_a_glob_and_a_file_give_what_they_say(tmp_path: Path) -> None:
     for name in ("a.txt", "b.md", "deep/c.txt"):
         (tmp_path / "deep").mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert texts(TextFiles(find_files(f"{tmp_path}/**/*.txt", "data.path"))) == [
+    assert texts(DataFiles(find_files(f"{tmp_path}/**/*.txt", "data.path"), SourceKind.TEXT)) == [
         "a.txt",
         "deep/c.txt",
     ]
-    assert texts(TextFiles(find_files(f"{tmp_path}/b.md", "data.path"))) == ["b.md"]
+    assert texts(DataFiles(find_files(f"{tmp_path}/b.md", "data.path"), SourceKind.TEXT)) == [
+        "b.md"
+    ]
 
 
 def test_a_path_without_files_is_refused(tmp_path: Path) -> None:
@@ -46,7 +49,7 @@ def test_a_path_without_files_is_refused(tmp_path: Path) -> None:
 
 def test_text_is_kept_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("ä\r\n\n€".encode())
-    assert texts(TextFiles((tmp_path / "a.txt",))) == ["ä\r\n\n€"]
+    assert texts(DataFiles((tmp_path / "a.txt",), SourceKind.TEXT)) == ["ä\r\n\n€"]
 
 
 def test_invalid_utf8_names_file_and_line(tmp_path: Path) -> None:
@@ -55,14 +58,14 @@ def test_invalid_utf8_names_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedError, match=r"bad\.txt: line 3 is not valid UTF-8 \(byte 0xff\)"
     ):
-        texts(TextFiles((path,)))
+        texts(DataFiles((path,), SourceKind.TEXT))
 
 
 def test_a_file_that_vanished_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"gone\.txt: cannot be read: No such file"):
-        texts(TextFiles((tmp_path / "gone.txt",)))
+        texts(DataFiles((tmp_path / "gone.txt",), SourceKind.TEXT))
     with pytest.raises(UnsupportedError, match=r"gone\.txt: cannot be read: No such file"):
-        TextFiles((tmp_path / "gone.txt",)).listing()
+        DataFiles((tmp_path / "gone.txt",), SourceKind.TEXT).listing()
 
 
 def jsonl(path: Path, *lines: object) -> Path:
@@ -73,7 +76,7 @@ def jsonl(path: Path, *lines: object) -> Path:
 
 def test_json_lines_give_a_document_each_with_its_line(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"body": "one"}, b"", {"body": "two\nlines", "n": 1})
-    documents = list(JsonLines((path,)).documents())
+    documents = list(DataFiles((path,)).documents())
     assert [(d.line, d.fields["body"]) for d in documents] == [(1, "one"), (3, "two\nlines")]
 
 
@@ -93,7 +96,7 @@ def test_json_lines_give_a_document_each_with_its_line(tmp_path: Path) -> None:
 def test_a_bad_json_line_is_named(tmp_path: Path, line: object, message: str) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"text": "fine"}, line)
     with pytest.raises(UnsupportedError, match=rf"a\.jsonl: {message}"):
-        texts(JsonLines((path,)))
+        texts(DataFiles((path,)))
 
 
 def test_the_standard_library_is_there_without_tests_and_tables() -> None:
@@ -120,7 +123,10 @@ def test_a_held_out_path_must_be_another(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"source": SourceKind.TEXT}, "path: source 'text' needs one"),
-        ({"path": "x"}, "path: source 'stdlib' reads Python's own sources and takes no path"),
+        (
+            {"source": SourceKind.STDLIB, "path": "x"},
+            "path: source 'stdlib' reads Python's own sources and takes no path",
+        ),
         ({"held_out": 1.0}, "held_out: expected a fraction from 0 up to 1, got 1.0"),
         ({"held_out_path": "x"}, "held_out_path: source 'stdlib' has no other path"),
         ({"name": "en"}, "name: only source 'dataset' has configurations"),
@@ -130,7 +136,7 @@ def test_a_held_out_path_must_be_another(tmp_path: Path) -> None:
         ),
         (
             {"source": SourceKind.TEXT, "path": "a", "field": "body"},
-            "field: source 'text' has files without fields; set source to jsonl or dataset",
+            "field: source 'text' has files without fields; give a path to records",
         ),
         ({"held_out_split": "test"}, "held_out_split: only source 'dataset' has splits"),
         (

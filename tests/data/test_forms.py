@@ -162,7 +162,7 @@ def test_tokens_that_cannot_be_are_refused(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"source": "text", "format": "chat"}, "format: chat is a form of records; set source to"),
+        ({"source": "text", "format": "chat"}, "format: chat is a form of records; give a path"),
         ({"format": "prompt", "field": "x"}, "field: format prompt reads prompt and completion;"),
         (
             {"format": "tokens", "field": "x"},

@@ -15,7 +15,7 @@ import pytest
 
 from farspan.data.config import DataConfig, SourceKind
 from farspan.data.corpus import open_corpus
-from farspan.data.sources import MOST_TEXT, MOST_VALUES, JsonLines
+from farspan.data.sources import MOST_TEXT, MOST_VALUES, DataFiles
 from farspan.data.tokenizers import ByteTokenizer
 from tests.conftest import slowness
 
@@ -100,5 +100,5 @@ def test_commas_of_a_text_are_no_values(tmp_path: Path) -> None:
     text = '1,2,[\\"' * (MOST_VALUES // 2)
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "{text}"}}')
-    (document,) = JsonLines((path,)).documents()
+    (document,) = DataFiles((path,)).documents()
     assert document.fields["text"] == json.loads(f'"{text}"')

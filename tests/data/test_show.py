@@ -1,5 +1,6 @@
 """What a sequence is shown as is what is trained."""
 
+import io
 import json
 from pathlib import Path
 
@@ -7,9 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from farspan.cli import app
+from farspan.cli.train import ReadingLine
 from farspan.data.config import DataConfig, SourceKind
 from farspan.data.corpus import Corpus, open_corpus, show_sequence
-from farspan.data.tokenizers import ByteTokenizer
+from farspan.data.tokenizers import ByteTokenizer, HowFar
 from farspan.train import setup
 
 
@@ -64,6 +66,22 @@ def test_the_command_shows_a_run_file_s_data(tmp_path: Path) -> None:
     assert "sequence: expected a number below 1, as many as are held out, got 1" in str(
         beyond.exception
     )
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_command_says_how_far_it_is(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal one line, written over; elsewhere one each tenth, if it takes a second."""
+    now, out = [0.0], io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    monkeypatch.setattr("farspan.cli.train.time.monotonic", lambda: now[0])
+    with ReadingLine(out) as told:
+        for done in range(1, 41):
+            now[0] += 0.5
+            told(done, 100 * done, HowFar(done << 20, 40 << 20, seconds=now[0]))
+    said = out.getvalue()
+    assert "tokenizing 20.0 MiB of 40.0 MiB, 10 s left: 20 documents, 2,000 tokens" in said
+    assert said.count("\r") == (41 if terminal else 0)
+    assert said.count("\n") == (0 if terminal else 10)
 
 
 TINY = (

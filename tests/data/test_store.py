@@ -15,9 +15,9 @@ import pytest
 from farspan.data import token_cache as store_module
 from farspan.data.chat import PromptForm
 from farspan.data.formats import TextForm
-from farspan.data.sources import TextFiles
+from farspan.data.sources import DataFiles
 from farspan.data.token_cache import TokenStore, open_store
-from farspan.data.tokenizers import TEXT, ByteTokenizer, Document
+from farspan.data.tokenizers import TEXT, ByteTokenizer, Document, HowFar
 from farspan.spec import UnsupportedError
 
 PLAIN = TextForm(TEXT)
@@ -35,6 +35,9 @@ class Texts:
 
     def listing(self) -> list[list[object]]:
         return [["memory", *self.texts]]
+
+    def how_far(self) -> HowFar:
+        return HowFar(0, 1)
 
     def documents(self) -> Iterator[Document]:
         self.reads += 1
@@ -85,7 +88,7 @@ def test_many_batches_are_one_store(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(store_module, "_BATCH_SIZE", 40)
     seen: list[tuple[int, int]] = []
     watched = open_store(
-        Texts(texts), PLAIN, ByteTokenizer(), tmp_path / "b", lambda *s: seen.append(s)
+        Texts(texts), PLAIN, ByteTokenizer(), tmp_path / "b", lambda *s: seen.append(s[:2])
     )
     assert whole.digest == watched.digest
     assert len(seen) > 10
@@ -97,7 +100,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     digests = set()
     for text in ("one", "other"):
         path.write_text(text)
-        source = TextFiles((path,))
+        source = DataFiles((path,))
         digests.add(
             open_store(source, PLAIN, ByteTokenizer(), tmp_path / "c", lambda *_: None).digest
         )
@@ -217,7 +220,7 @@ def test_one_word_that_is_known_is_text(tmp_path: Path) -> None:
 
 
 def test_an_abandoned_writing_leaves_nothing(tmp_path: Path) -> None:
-    def abandon(*_: int) -> None:
+    def abandon(*_: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

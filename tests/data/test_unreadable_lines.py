@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from farspan.data.formats import TextForm
-from farspan.data.sources import JsonLines
+from farspan.data.sources import DataFiles
 from farspan.spec import UnsupportedError
 
 
@@ -18,7 +18,7 @@ def test_the_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(UnsupportedError, match=r"data\.jsonl: line 2"):
-        [TextForm("text").read(document) for document in JsonLines((path,)).documents()]
+        [TextForm("text").read(document) for document in DataFiles((path,)).documents()]
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_a_field_that_is_given_twice_is_named(tmp_path: Path, line: str, name: s
     path = tmp_path / "data.jsonl"
     path.write_text(line + "\n")
     with pytest.raises(UnsupportedError, match=f"line 1 .* field '{name}' is given twice"):
-        list(JsonLines((path,)).documents())
+        list(DataFiles((path,)).documents())

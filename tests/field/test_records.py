@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from farspan.cli import app
 from farspan.data.config import DataConfig, RecordFormat, SourceKind
-from farspan.data.corpus import open_corpus
+from farspan.data.corpus import open_corpus, open_source
 from farspan.data.formats import (
     CUMULATIVE,
     HARMLESS_ENDINGS,
@@ -26,7 +26,6 @@ from farspan.data.formats import (
     READ,
     TURN_MARKS,
 )
-from farspan.data.sources import open_source
 from farspan.data.token_cache import TokenStore, open_store, unwatched
 from farspan.data.tokenizers import ByteTokenizer, HubTokenizer, Tokenizer
 from farspan.spec import UnsupportedError
@@ -525,7 +524,7 @@ def test_of_many_broken_lines_the_first_is_named_and_the_rest_counted(tmp_path: 
     path.write_text('{"text": "a"}\n{"text"\n{"text": "b"}\n[1]\n{\n')
     config = DataConfig(source=SourceKind.JSONL, path=str(path), cache=str(tmp_path / "cache"))
     with pytest.raises(
-        UnsupportedError, match=r"line 2 is not valid JSON: .*; 2 more of the lines"
+        UnsupportedError, match=r"line 2 is not valid JSON: .*; 2 more of the records"
     ):
         open_corpus(config, ByteTokenizer(), context=8, seed=0, watch=unwatched)
 

@@ -307,8 +307,8 @@ DOCUMENTS = (
     ),
     Fault(
         "store: its digest does not depend on tokens",
-        "digest.update(tokens.append(ids))",
-        "tokens.append(ids)",
+        "self.digest.update(self.tokens.append(encoded.ids))",
+        "self.tokens.append(encoded.ids)",
         ("tests/data/test_store.py",),
     ),
     Fault(

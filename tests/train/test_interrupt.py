@@ -132,7 +132,7 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path: Path) -> None:
 
 def test_a_signal_while_text_is_tokenized_ends_the_run(tmp_path: Path) -> None:
     class Impatient(Quiet):
-        def preparing(self, documents: int, tokens: int) -> None:  # noqa: ARG002
+        def preparing(self, documents: int, tokens: int, read: object = "") -> None:  # noqa: ARG002
             os.kill(os.getpid(), signal.SIGTERM)
 
     run = tiny_run(tmp_path)

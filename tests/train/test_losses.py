@@ -302,7 +302,7 @@ def test_a_student_learns_from_a_teacher(tmp_path: Path) -> None:
         ({"loss": of("dpo", reference="adapters-off")}, "adapters-off needs model.lora"),
         ({"loss": None}, "loss.kind: sft does not compare the answers"),
         ({"sparse": {"page": 8, "budget": 8}}, "sparse: not with loss.kind dpo"),
-        ({"data": {"source": "stdlib"}}, "dpo compares pairs of .* got text of a source stdlib"),
+        ({"data": {"source": "stdlib"}}, "dpo compares pairs of .* got text of source 'stdlib'"),
         ({"data": {"source": "jsonl", "path": "x", "format": "chat"}}, "got chat"),
         ({"start": {"path": "runs/x"}, "loss": of("dpo", reference="frozen")}, "start: loss.refe"),
         ({"start": {"path": "runs/x", "states": True}}, "start: loss.reference stored"),

@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from farspan.data.tokenizers import HowFar
 from farspan.train.console import (
     BarReporter,
     Interrupt,
@@ -110,10 +111,12 @@ def test_a_slow_tokenizer_is_heard_of() -> None:
     reporter = LineReporter(made, patience=10.0, clock=clock)
     for documents in range(4):
         clock.now += 6.0
-        reporter.preparing(documents, 1000 * documents)
+        reporter.preparing(
+            documents, 1000 * documents, HowFar(documents, 4, rows=True, seconds=6.0)
+        )
     assert out.getvalue().splitlines() == [
-        "tokenizing: 1 documents, 1,000 tokens",
-        "tokenizing: 3 documents, 3,000 tokens",
+        "tokenizing: 1 of 4 rows, 18 s left: 1 documents, 1,000 tokens",
+        "tokenizing: 3 of 4 rows, 2 s left: 3 documents, 3,000 tokens",
     ]
 
 

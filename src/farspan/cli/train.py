@@ -1,9 +1,11 @@
 """`farspan train` and `farspan data`. They read run files without torch: a slip is told at once."""
 
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self, TextIO
 
 import typer
 
@@ -152,8 +154,37 @@ def data_command(
 ) -> None:
     """Show a run file's sequences: which documents, and which of their tokens are trained."""
     chosen = load_run(run, settings or ())
-    for line in load("farspan.train.setup", "show_data")(chosen, sequence, held_out):
+    with ReadingLine(sys.stderr) as told:
+        lines = list(load("farspan.train.setup", "show_data")(chosen, sequence, held_out, told))
+    for line in lines:
         print(line.rstrip())
+
+
+class ReadingLine:
+    """Tells how far data are read: one line, written over, on a terminal; elsewhere one a tenth."""
+
+    SECONDS = 1.0  # until it is worth a word
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._tenths, self._began = out, 0, time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __call__(self, documents: int, tokens: int, read: Any) -> None:
+        """So many documents have become so many tokens, and so much is `read`."""
+        text = f"tokenizing {read}: {documents:,} documents, {tokens:,} tokens"
+        tenths = int(10 * read.fraction())
+        if self._out.isatty():
+            self._out.write(f"\r{text[:79]}\x1b[K")
+            self._out.flush()
+        elif tenths != self._tenths and time.monotonic() - self._began >= self.SECONDS:
+            print(text, file=self._out, flush=True)
+        self._tenths = tenths
+
+    def __exit__(self, *_: object) -> None:
+        if self._out.isatty():
+            self._out.write("\r\x1b[K")
 
 
 merge_app = typer_app()

@@ -3,10 +3,20 @@
 from dataclasses import dataclass, fields, replace
 from datetime import date
 from enum import StrEnum
+from pathlib import Path
 
+from farspan.profile.catalog import is_on_hub
 from farspan.spec import LossKind, Objective, Reference, UnsupportedError
 
 _SPLIT = "train"
+# Of a file, what it holds: a text, or records as JSON, in a table or in cells.
+SUFFIXES = {
+    **dict.fromkeys((".txt", ".md"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
+    **dict.fromkeys((".parquet", ".arrow"), "table"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+}
+_COMPRESSED = (".gz", ".zst")  # behind any of them
 _PROMPT = ("prompt", "completion")  # the fields of a record of that format
 # Where no field of them is named here.
 _NO_FIELD = {
@@ -20,6 +30,7 @@ _NO_FIELD = {
 class SourceKind(StrEnum):
     """Form in which documents are read."""
 
+    AUTO = "auto"  # by what is at the path: files by their suffixes, otherwise a hub's data set
     STDLIB = "stdlib"  # the sources of the Python that is running, a file a document
     TEXT = "text"  # text files, a file a document
     JSONL = "jsonl"  # one JSON object a line, a line a document
@@ -52,6 +63,14 @@ class PackingKind(StrEnum):
     CUT = "cut"  # end to end, cut where a sequence is full; no padding
 
 
+def suffix_of(path: str | Path) -> str:
+    """Give the suffix that says what a file holds, in small letters: of `a.JSONL.gz`, `.jsonl`."""
+    name = Path(path).name.lower()
+    for end in _COMPRESSED:
+        name = name.removesuffix(end)
+    return Path(name).suffix
+
+
 def _is_day(text: str) -> bool:
     try:
         return date.fromisoformat(text).isoformat() == text
@@ -63,11 +82,12 @@ def _is_day(text: str) -> bool:
 class SourceConfig:
     """Documents, what is trained of them, and what of them is held out.
 
-    `path` is a file, a folder (every file below it whose name does not start with a dot) or a
-    glob such as `corpus/**/*.txt`; for a dataset, a folder or the name on the hub.
+    `path` is a file, a folder (every file below it whose name does not start with a dot), a glob
+    such as `corpus/**/*.txt`, or the name of a data set on the hub. Without one, the documents are
+    Python's own sources.
     """
 
-    source: SourceKind = SourceKind.STDLIB
+    source: SourceKind = SourceKind.AUTO  # how `path` is read; `auto`: by the suffixes of files
     path: str | None = None  # a file, a folder, a glob such as `books/*.txt`, or a name on the hub
     held_out: float = 0.0  # fraction of the documents that evaluation reads and training does not
     held_out_path: str | None = None  # documents to evaluate on in its place, read like `path`
@@ -87,12 +107,16 @@ class SourceConfig:
         object.__setattr__(self, "source", SourceKind(self.source))
         object.__setattr__(self, "format", RecordFormat(self.format))
         object.__setattr__(self, "loss", Loss(self.loss))
-        if (self.path is None) != (self.source is SourceKind.STDLIB):
+        if self.path is not None and self.source is SourceKind.STDLIB:
             raise UnsupportedError(
-                "path: source 'stdlib' reads Python's own sources and takes no path; set source"
-                " to text, jsonl or dataset"
-                if self.path is not None
-                else f"path: source '{self.source}' needs one: a file, a folder or a glob"
+                "path: source 'stdlib' reads Python's own sources and takes no path; leave one of "
+                "them out"
+            )
+        if self.source is SourceKind.STDLIB:  # as without one: run files of both are the same
+            object.__setattr__(self, "source", SourceKind.AUTO)
+        if self.path is None and self.source is not SourceKind.AUTO:
+            raise UnsupportedError(
+                f"path: source '{self.source}' needs one: a file, a folder or a glob"
             )
         self._check_source()
         self._check_format()
@@ -100,43 +124,51 @@ class SourceConfig:
             raise UnsupportedError(
                 f"held_out: expected a fraction from 0 up to 1, got {self.held_out!r}"
             )
-        if self.held_out_split is not None and self.source is not SourceKind.DATASET:
+        if self.held_out_split is not None and not self._may_have_splits():
             raise UnsupportedError(
                 "held_out_split: only source 'dataset' has splits; use held_out_path"
             )
-        if self.held_out_path is not None and self.source is SourceKind.STDLIB:
+        if self.held_out_path is not None and self.path is None:
             raise UnsupportedError("held_out_path: source 'stdlib' has no other path; use held_out")
         if self.held_out_elsewhere() and self.held_out > 0:
             raise UnsupportedError("held_out: give this fraction or other documents, not both")
 
     def _check_source(self) -> None:
         """What is said of it in vain."""
-        if self.source is not SourceKind.DATASET and self.name is not None:
+        if self.name is not None and not self._may_have_splits():
             raise UnsupportedError("name: only source 'dataset' has configurations; leave it out")
-        if self.source is not SourceKind.DATASET and self.split != _SPLIT:
+        if self.split != _SPLIT and not self._may_have_splits():
             raise UnsupportedError(
                 "split: only source 'dataset' has splits; leave it out, or name a path"
             )
-        if self.source in (SourceKind.STDLIB, SourceKind.TEXT) and self.field is not None:
+        if not self.has_fields() and self.field is not None:
             raise UnsupportedError(
-                f"field: source '{self.source}' has files without fields; set source to jsonl or "
-                "dataset, or leave it out"
+                f"field: {self.origin()} has files without fields; give a path to records, or "
+                "leave it out"
             )
-        if self.source in (SourceKind.STDLIB, SourceKind.TEXT) and self.ignore:
+        if not self.has_fields() and self.ignore:
             raise UnsupportedError(
-                f"ignore: source '{self.source}' has files without fields; leave it out"
+                f"ignore: {self.origin()} has files without fields; leave it out"
             )
+
+    def origin(self) -> str:
+        """Its source, in words."""
+        return f"source '{SourceKind.STDLIB if self.path is None else self.source}'"
+
+    def _may_have_splits(self) -> bool:
+        return self.path is not None and self.source in (SourceKind.AUTO, SourceKind.DATASET)
+
+    def has_fields(self) -> bool:
+        """Whether documents may be records with fields; those of a text file have none."""
+        return self.path is not None and self.source is not SourceKind.TEXT
 
     def _check_format(self) -> None:
         """What is read of a record, and what is said of it in vain."""
         kind = self.format
-        if kind is not RecordFormat.TEXT and self.source not in (
-            SourceKind.JSONL,
-            SourceKind.DATASET,
-        ):
+        if kind is not RecordFormat.TEXT and not self.has_fields():
             raise UnsupportedError(
-                f"format: {kind} is a form of records; set source to jsonl or dataset, got "
-                f"'{self.source}'"
+                f"format: {kind} is a form of records; give a path to some, such as data.jsonl, "
+                f"got {self.origin()}"
             )
         if self.field is not None and kind in _NO_FIELD:
             raise UnsupportedError(f"field: format {kind} reads {_NO_FIELD[kind]}")
@@ -156,6 +188,13 @@ class SourceConfig:
             raise UnsupportedError(f"loss: format {kind} has no answers; leave it out")
         if kind is RecordFormat.PREFERENCE and self.loss is not Loss.ANSWERS:
             raise UnsupportedError(f"loss: format {kind} compares answers alone; leave it out")
+
+    def on_hub(self) -> bool:
+        """Whether the documents are a data set of the hub: no path that is here, nor a file's."""
+        named = self.path is not None and suffix_of(self.path) not in SUFFIXES
+        here = self.path is None or Path(self.path.partition("/")[0]).is_dir()
+        rows = self.source is SourceKind.DATASET or (self.source is SourceKind.AUTO and not here)
+        return named and rows and is_on_hub(str(self.path))
 
     def held_out_elsewhere(self) -> bool:
         """Whether evaluation reads documents of its own."""
@@ -204,8 +243,7 @@ class DataConfig(SourceConfig):
 
     def has_records(self) -> bool:
         """Whether any source has records, which chat templates may write."""
-        files = (SourceKind.STDLIB, SourceKind.TEXT)
-        return any(own.source not in files for own, _ in self.each())
+        return any(own.has_fields() for own, _ in self.each())
 
     def each(self) -> tuple[tuple["DataConfig", float], ...]:
         """Every source as if there were no other, and its weight."""
@@ -223,10 +261,7 @@ PAIRED = (
     "loss.kind: {} does not compare the answers of data.format preference; set it to dpo, ipo or "
     "orpo"
 )
-UNPAIRED = (
-    "loss.kind {} compares pairs of answers; give records with chosen and rejected, in a source "
-    "jsonl or dataset"
-)
+UNPAIRED = "loss.kind {} compares pairs of answers; give records with chosen and rejected"
 _PAIRED = (LossKind.DPO, LossKind.IPO, LossKind.ORPO)
 _ELSEWHERE = "compute it by farspan.losses from farspan.Step.logprobs, in a loop of your own"
 _NOT_HERE = {

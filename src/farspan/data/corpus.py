@@ -1,18 +1,28 @@
 """From a DataConfig to sequences: the one call that training makes."""
 
+import glob
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from farspan.data.chat import ChatForm, PreferenceForm, PromptForm
-from farspan.data.config import DataConfig, PackingKind, SourceConfig
-from farspan.data.formats import UNTRAINED, refuse_unused
+from farspan.data.config import (
+    SUFFIXES,
+    DataConfig,
+    PackingKind,
+    RecordFormat,
+    SourceConfig,
+    SourceKind,
+    suffix_of,
+)
+from farspan.data.formats import UNTRAINED, recognise, refuse_unused
 from farspan.data.packing import (
     BestFitLayout,
     ConcatLayout,
@@ -23,14 +33,190 @@ from farspan.data.packing import (
     seed_of_source,
     split_held_out,
 )
-from farspan.data.sources import OpenedSource, open_source, refuse_shared
+from farspan.data.sources import (
+    DEFAULT_SPLIT,
+    SAVED,
+    DataFiles,
+    DatasetRows,
+    find_files,
+    open_dataset,
+    open_form,
+    stdlib_files,
+)
 from farspan.data.token_cache import TokenStore, Turns, Watch, open_store
-from farspan.data.tokenizers import Form, Tokenizer
+from farspan.data.tokenizers import Form, Source, Tokenizer
 from farspan.spec import UnsupportedError
 
 TRAINED = "data.path"
 _MUCH = 0.1  # of a sequence, as padding: worth a word
+# Names of files to train on, and of others, as the library tells them apart.
+_SPLITS = tuple(
+    re.compile(rf"(?:^|[-._ /0-9])(?:{words})(?:[-._ /0-9]|$)", re.IGNORECASE)
+    for words in ("train|training", "test|testing|valid|validation|dev|eval|evaluation")
+)
+_FILES = (SourceKind.TEXT, SourceKind.JSONL)
 _PACKED = "2"  # rises whenever the same documents give other sequences
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSource:
+    """Documents to train on, where there are others to evaluate on those, and how both are read."""
+
+    config: DataConfig  # with the form that was recognised
+    form: Form
+    train: Source
+    held_out: Source | None = None
+
+
+def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
+    """Raises UnsupportedError when a path matches nothing, one file is in both, or the form of
+    records is not known."""
+    if config.path is None:
+        return OpenedSource(
+            config, open_form(config, tokenizer), DataFiles(stdlib_files(), SourceKind.TEXT)
+        )
+    config = _settle(config)
+    assert config.path is not None, "a corpus has a path"
+    train = _open(config, config.path, config.split)
+    if config.format is RecordFormat.TEXT:
+        config = _recognise(config, train)
+    form = open_form(config, tokenizer)
+    needed = [name for name in form.columns if name in (config.ignore or ())]
+    if needed:
+        raise UnsupportedError(
+            f"data.ignore: format {config.format} needs field {needed[0]!r}; leave it out of the "
+            "list"
+        )
+    if isinstance(train, DatasetRows):
+        train.refuse_missing(form)
+    if not config.held_out_elsewhere():
+        return OpenedSource(config, form, train)
+    path, split = config.held_out_path or config.path, config.held_out_split or config.split
+    assert path is not None, "a corpus has a path"
+    held_out = _open(config, path, split, "data.held_out_path")
+    if isinstance(held_out, DatasetRows):
+        held_out.refuse_missing(form)
+    refuse_shared(train, held_out)
+    return OpenedSource(config, form, train, held_out)
+
+
+def refuse_shared(train: Source, held_out: Source) -> None:
+    """Raises UnsupportedError where documents are in both."""
+    other = {str(entry) for entry in held_out.listing()}
+    shared = [entry for entry in train.listing() if str(entry) in other]
+    if shared:
+        name = shared[0][1] if isinstance(train, DataFiles) else train.names()[0]
+        raise UnsupportedError(
+            f"data.held_out_path: {name} is also trained on; give other documents, or use held_out "
+            "to divide these"
+        )
+
+
+def _settle(config: DataConfig) -> DataConfig:
+    """With the source that its path is, where the run file leaves it open, or means a data set and
+    names files."""
+    path = str(config.path)
+    place = Path(path).expanduser()
+    if config.on_hub() or any((place / name).is_file() for name in SAVED):
+        return config if config.source in _FILES else replace(config, source=SourceKind.DATASET)
+    asked = config.name or config.held_out_split or config.split != DEFAULT_SPLIT
+    rows = config.source is SourceKind.DATASET or (config.source is SourceKind.AUTO and asked)
+    if rows and place.is_dir():
+        return replace(config, source=SourceKind.DATASET)
+    plain = "/" not in path and not place.suffix and not glob.has_magic(path)
+    if config.source is SourceKind.DATASET and plain and not place.exists():
+        return config  # the hub has names without a slash, too
+    if rows and asked:
+        raise UnsupportedError(
+            f"data.split: {path!r} stands for files, which have no splits; leave data.name, "
+            "data.split and data.held_out_split out, and give data.held_out_path"
+        )
+    files = find_files(path, "data.path")
+    if config.source in _FILES:
+        _refuse_contradiction(config.source, files)
+        return config
+    _refuse_unknown(files, "data.path")
+    _refuse_splits(files, place)
+    texts = all(SUFFIXES[suffix_of(file)] == "text" for file in files)
+    return replace(config, source=SourceKind.TEXT if texts else SourceKind.AUTO)
+
+
+def _refuse_contradiction(kind: SourceKind, files: tuple[Path, ...]) -> None:
+    """Refuse files that hold something other than the run file says: all of them records where it
+    says text, a table among them, or cells where it says JSON lines."""
+    held = [SUFFIXES.get(suffix_of(file), "text") for file in files]
+    other = ("table", "csv") if kind is SourceKind.JSONL else ("table",)
+    wrong = [file for file, own in zip(files, held, strict=True) if own in other]
+    if kind is SourceKind.TEXT and "text" not in held:
+        wrong = list(files)
+    if wrong:
+        raise UnsupportedError(
+            f"data.source: {kind}, but {wrong[0]} is {suffix_of(wrong[0])} by its name; leave "
+            "data.source out, and each file is read by its suffix"
+        )
+
+
+def _refuse_unknown(files: tuple[Path, ...], field: str) -> None:
+    wrong = [file for file in files if suffix_of(file) not in SUFFIXES]
+    if not wrong:
+        return
+    suffix = suffix_of(wrong[0])
+    more = f" (and {len(wrong) - 1:,} more files)" if len(wrong) > 1 else ""
+    near = get_close_matches(suffix, SUFFIXES, n=1)
+    name = wrong[0].name[: -len(suffix)] if suffix else wrong[0].name
+    way = f"rename it to {name}{near[0]}" if near else "set data.source: text to train it as text"
+    others = "" if len(files) == 1 else ", or give a glob of the files to read, such as *.jsonl"
+    raise UnsupportedError(
+        f"{field}: {wrong[0]}{more}: no format has the suffix {suffix!r}; {way}{others}. Suffixes "
+        f"that are read: {', '.join(SUFFIXES)}, and with .gz or .zst behind"
+    )
+
+
+def _refuse_splits(files: tuple[Path, ...], place: Path) -> None:
+    """Refuse a folder with files to train on and others to evaluate on, by their names."""
+    records = [file for file in files if SUFFIXES[suffix_of(file)] != "text"]
+    names = {file: str(file.relative_to(place)) if place.is_dir() else "" for file in records}
+    train, held = ([f for f, n in names.items() if found.search(n)] for found in _SPLITS)
+    if train and held:
+        raise UnsupportedError(
+            f"data.path: {place} has {names[train[0]]} to train on and, by its name, "
+            f"{names[held[0]]} to evaluate on; give the first as data.path and the other as "
+            "data.held_out_path, by their names or as globs"
+        )
+
+
+def _recognise(config: DataConfig, train: DataFiles | DatasetRows) -> DataConfig:
+    """With the form of the first record. Raises UnsupportedError where another file has another."""
+    if isinstance(train, DatasetRows):
+        first = next(train.documents(), None)
+        return config if first is None else recognise(config, first)
+    found, place = config, ""
+    for document in train.firsts():
+        if not place:
+            found, place = recognise(config, document), train.names()[0]
+            place = document.place.rpartition(": ")[0]
+            continue
+        try:
+            other = recognise(config, document)
+        except UnsupportedError:
+            continue  # its form says so, with a count
+        if other.format is not found.format:
+            raise UnsupportedError(
+                f"data.path: {place} holds {found.format} and {document.place.rpartition(': ')[0]} "
+                f"{other.format}; give each as one of data.sources"
+            )
+    return found
+
+
+def _open(
+    config: DataConfig, path: str, split: str, field: str = "data.path"
+) -> DataFiles | DatasetRows:
+    if config.source is SourceKind.DATASET:
+        return open_dataset(path, config.name, split).without(config.ignore or ())
+    files = find_files(path, field)
+    if config.source is SourceKind.AUTO:
+        _refuse_unknown(files, field)
+    return DataFiles(files, config.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +280,7 @@ class Corpus:
             (part,) = self.parts
             if part.recognised:
                 yield f"format: {part.opened.config.format}, known by the fields of its records"
+            yield from _describe_files(part)
             return
         weights = sum(part.weight for part in self.parts)
         for part, times in zip(self.parts, self.train.epochs(), strict=True):
@@ -103,6 +290,7 @@ class Corpus:
                 f"{part.weight / weights:.1%} of all tokens that are read; its {kept.tokens:,} in "
                 f"{part.train.sequences_per_epoch():,} sequences {times:.2f} times by then"
             )
+            yield from _describe_files(part)
 
     def _describe_fields(self) -> Iterator[str]:
         for part in self.parts:
@@ -309,6 +497,12 @@ def _check_disjoint(parts: list[Part]) -> None:
                 "data.path: another source has the same documents; give them once, with the sum of "
                 "both weights"
             )
+
+
+def _describe_files(part: Part) -> Iterator[str]:
+    counts = part.opened.train.suffixes() if isinstance(part.opened.train, DataFiles) else {}
+    if len(counts) > 1 and part.opened.config.source is SourceKind.AUTO:
+        yield f"files: {', '.join(f'{number:,} {name}' for name, number in counts.items())}"
 
 
 def _describe_day(form: Form) -> Iterator[str]:

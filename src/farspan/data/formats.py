@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from farspan.data.tokenizers import Document, Encoded, Form, Written
+from farspan.data.config import DataConfig, RecordFormat
+from farspan.data.tokenizers import TEXT, Document, Encoded, Form, Written
 from farspan.spec import UnsupportedError
 
 INPUT_IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
@@ -158,6 +159,8 @@ class Fields:
 
     def _kept(self, document: Document) -> Document:
         given, unread = document.fields, set[str]()
+        if document.line == 0:
+            return document  # a text without fields
         if any(given.get(name) is None for name in self.form.columns):
             return document  # the form says what is missing
         fields = self._split(given, self.form.reads(document).__contains__, "", unread)
@@ -240,6 +243,78 @@ def refuse_unused(ignore: Collection[str], seen: Collection[str]) -> None:
             raise UnsupportedError(
                 f"data.ignore: no record has a field {name!r}; leave it out of the list"
             )
+
+
+# The fields that tell a form from the others.
+MARKS = {
+    RecordFormat.TEXT: (TEXT,),
+    RecordFormat.CHAT: ("messages",),
+    RecordFormat.SHAREGPT: ("conversations",),
+    RecordFormat.ALPACA: (INSTRUCTION, OUTPUT),
+    RecordFormat.PROMPT: ("prompt", "completion"),
+    RecordFormat.TOKENS: (INPUT_IDS,),
+    RecordFormat.PREFERENCE: (CHOSEN, REJECTED),
+}
+
+
+def recognise(config: DataConfig, document: Document) -> DataConfig:
+    """With the form of this document, the first there is, where the run file names none.
+
+    Raises:
+        UnsupportedError: its fields say none, or several.
+    """
+    if config.format is not RecordFormat.TEXT or config.field is not None:
+        return config
+    fields = {name: value for name, value in document.fields.items() if value is not None}
+    # Without those that the user ignores, unless these are needed, which is refused later.
+    ignored = config.ignore or ()
+    left = fields.keys() - {*ignored}
+    found = _forms_with(left) or _forms_with(fields.keys())
+    if not found and TEXT in document.fields:
+        return config  # null, which the form says
+    if not found:
+        forms = ", ".join(f"{kind} ({' and '.join(names)})" for kind, names in MARKS.items())
+        raise UnsupportedError(
+            f"{document.place} has no field 'text' (it has: {', '.join(fields)}), and none of the "
+            f"forms that are known by their fields: {forms}; set data.field to the field of its "
+            "text, or data.format: prompt with data.prompt and data.completion to the fields of a "
+            "prompt and its answer, or data.format and data.field to those of another form"
+        )
+    if len(found) > 1:
+        ways = (
+            f"data.ignore: [{', '.join([*ignored, *_others(kind, fields)])}] for {kind}"
+            for kind in found
+        )
+        raise UnsupportedError(
+            f"{document.place} has the fields of several forms: {', '.join(found)}; set "
+            f"{', or '.join(ways)}"
+        )
+    kind, field = found[0], None
+    if kind is RecordFormat.SHAREGPT and _has_roles(fields["conversations"]):
+        kind, field = RecordFormat.CHAT, "conversations"
+    return replace(config, format=kind, field=field)
+
+
+def _forms_with(names: Collection[str]) -> list[RecordFormat]:
+    return [kind for kind, needed in MARKS.items() if all(name in names for name in needed)]
+
+
+def _others(kind: RecordFormat, fields: Mapping[str, Any]) -> list[str]:
+    """List the fields that this form does not read and that may say what is trained."""
+    return [
+        name
+        for name, value in fields.items()
+        if name not in READ[kind] and not is_harmless(name, value)
+    ]
+
+
+def _has_roles(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and isinstance(messages[0], Mapping)
+        and "role" in messages[0]
+    )
 
 
 @dataclass(frozen=True, slots=True)

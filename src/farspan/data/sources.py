@@ -1,38 +1,55 @@
-"""Documents from text files, JSON lines, Python's own sources and Hugging Face datasets."""
+"""Documents from files of text and of records, Python's own sources and Hugging Face datasets."""
 
+import csv
 import glob
 import gzip
+import io
 import json
+import shutil
 import sysconfig
+import tempfile
 import zlib
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, getincrementaldecoder
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import date
+from difflib import get_close_matches
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
 
 from farspan.data.chat import ChatForm, PreferenceForm, PromptForm
-from farspan.data.config import DataConfig, Loss, RecordFormat, SourceKind
+from farspan.data.config import (
+    SUFFIXES,
+    DataConfig,
+    Loss,
+    RecordFormat,
+    SourceKind,
+    suffix_of,
+)
 from farspan.data.formats import (
-    CHOSEN,
-    INPUT_IDS,
-    INSTRUCTION,
-    OUTPUT,
-    READ,
-    REJECTED,
+    MARKS,
     AlpacaForm,
     TextForm,
     TokensForm,
-    is_harmless,
     is_media,
 )
 from farspan.data.templates import Templates, find_template
-from farspan.data.tokenizers import TEXT, Document, Form, HubTokenizer, Source, Tokenizer
+from farspan.data.tokenizers import (
+    PART,
+    TEXT,
+    Document,
+    Form,
+    HowFar,
+    HubTokenizer,
+    LongText,
+    Tokenizer,
+)
 from farspan.lazy import load
 from farspan.spec import UnsupportedError
 
@@ -42,7 +59,9 @@ MOST_BLANK = 1 << 20  # lines one after the other
 MOST_TEMPLATE = 1 << 20  # bytes of a chat template
 _UNMARKED = bytes(set(range(256)) - set(b'",[{'))  # in JSON: begins no value and ends no string
 _AT_ONCE = 1 << 24  # bytes of which values are counted together
-_GZIP = b"\x1f\x8b"  # what such a file begins with
+_BLOCK = 1 << 20  # bytes of an array that are looked at together
+_ROWS = 256  # of a table, that are made into records together
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"  # what such files begin with
 # Test suites hold files that are broken on purpose, and installed packages are not part of Python.
 # The rest is generated, not written: a help text of 757 kB, code pages, this build's settings.
 _SKIPPED = frozenset(
@@ -64,10 +83,23 @@ def find_files(path: str, field: str) -> tuple[Path, ...]:
         found = [Path(p) for p in glob.glob(str(place), recursive=True)]
     files = tuple(sorted(p for p in found if p.is_file()))
     if not files:
+        hub = ", or a dataset's name on the hub such as org/name" * (field == "data.path")
         raise UnsupportedError(
-            f"{field}: no file matches {path!r}; give a file, a folder or a glob"
+            f"{field}: no file matches {path!r}; {_near(place)}give a file, a folder or a glob{hub}"
         )
     return files
+
+
+def _near(place: Path) -> str:
+    """Words about files that have nearly the name of this one, which is missing."""
+    missing = place
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    there = {p.name.lower(): p for p in missing.parent.iterdir()}
+    close = [str(there[name]) for name in get_close_matches(missing.name.lower(), there)]
+    if place.exists() or not close:
+        return f"there is no folder {missing}; " if missing != place else ""
+    return f"did you mean {' or '.join(close)}? If not, "
 
 
 def _hidden(path: Path) -> bool:
@@ -88,16 +120,25 @@ def _skipped(path: Path) -> bool:
 def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
     """All bytes of a file; UnsupportedError with its name when it cannot be read or has more than
     `most`."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(most + 1)
-    except OSError as error:
-        raise UnsupportedError(f"{path}: cannot be read: {error.strerror}") from error
+    with _opened(path) as file:
+        data = file.read(most + 1)
     if len(data) > most:
-        raise UnsupportedError(
-            f"{path}: has more than {most >> 20} MiB, which one text may; divide it"
-        )
+        raise _too_long(path, most)
     return data
+
+
+def _too_long(path: Path, most: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"{path}: has more than {most >> 20} MiB, which one text may; divide it"
+    )
+
+
+def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> UnsupportedError:
+    where = line + error.object.count(b"\n", 0, error.start)
+    return UnsupportedError(
+        f"{path}: line {where} is not valid UTF-8 (byte 0x{error.object[error.start]:02x}); "
+        "convert the file to UTF-8 or leave it out"
+    )
 
 
 def decode(data: bytes, path: Path, line: int) -> str:
@@ -108,85 +149,289 @@ def decode(data: bytes, path: Path, line: int) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        where = line + data.count(b"\n", 0, error.start)
-        raise UnsupportedError(
-            f"{path}: line {where} is not valid UTF-8 (byte 0x{data[error.start]:02x}); convert "
-            "the file to UTF-8 or leave it out"
-        ) from error
+        raise _not_utf8(path, line, error) from error
+
+
+@dataclass(slots=True)
+class Reading:
+    """How far files are read, in bytes on disk."""
+
+    total: int = 0
+    before: int = 0  # of files that were read to their end
+    raw: BinaryIO | None = None  # the present one
+
+    def how_far(self) -> HowFar:
+        """With what is read of the present file."""
+        own = 0 if self.raw is None or self.raw.closed else self.raw.tell()
+        return HowFar(self.before + own, self.total)
 
 
 @dataclass(frozen=True, slots=True)
-class TextFiles:
-    """Every file is one document."""
+class DataFiles:
+    """Files in order, each read by its suffix, or all as `kind` says: a text is one document, and
+    so is each record."""
 
     files: tuple[Path, ...]
+    kind: SourceKind = SourceKind.AUTO
+    reading: Reading = field(default_factory=Reading, compare=False, repr=False)
 
     def names(self) -> tuple[str, ...]:
         return tuple(str(path) for path in self.files)
+
+    def how_far(self) -> HowFar:
+        return self.reading.how_far()
 
     def listing(self) -> list[list[object]]:
         """What changes when the documents change: names, sizes and times of modification."""
-        return [["text", *_stamp(path)] for path in self.files]
+        return [[self._holds(path), *_stamp(path)] for path in self.files]
+
+    def _holds(self, path: Path) -> str:
+        return SUFFIXES[suffix_of(path)] if self.kind is SourceKind.AUTO else str(self.kind)
+
+    def suffixes(self) -> Counter[str]:
+        """Count the files of each suffix."""
+        return Counter(suffix_of(path) for path in self.files)
+
+    def firsts(self) -> Iterator[Document]:
+        """Yield the first record of each file that has one."""
+        for path in self.files:
+            if self._holds(path) != "text":
+                yield from islice(DataFiles((path,), self.kind).documents(), 1)
 
     def documents(self) -> Iterator[Document]:
-        for index, path in enumerate(self.files):
-            text = decode(read_bytes(path), path, line=1)
-            yield Document(index, 0, str(path), {TEXT: text})
-
-
-@dataclass(frozen=True, slots=True)
-class JsonLines:
-    """Every line is one document: the fields of a JSON object."""
-
-    files: tuple[Path, ...]
-
-    def names(self) -> tuple[str, ...]:
-        return tuple(str(path) for path in self.files)
-
-    def listing(self) -> list[list[object]]:
-        return [["jsonl", *_stamp(path)] for path in self.files]
-
-    def documents(self) -> Iterator[Document]:
-        """Yield a document a line.
+        """Yield a document a text and a record.
 
         Raises:
-            UnsupportedError: some lines cannot be read; it names the first and counts the others.
+            UnsupportedError: some records cannot be read; it names the first and counts the others.
         """
         first, others = None, 0
-        for index, path in enumerate(self.files):
-            for line, data in _lines(path):
-                try:
-                    fields = _record(path, line, data)
-                except UnsupportedError as error:
-                    first, others = first or error, others + (first is not None)
-                    continue
-                if first is None:
-                    yield Document(index, line, f"{path}: line {line}", fields)
+        sizes = [_stamp(path)[1] for path in self.files]
+        self.reading.total, self.reading.before = sum(sizes), 0
+        for index, (path, size) in enumerate(zip(self.files, sizes, strict=True)):
+            kind = self._holds(path)
+            if kind == "text":
+                yield Document(index, 0, str(path), {TEXT: _text(path, self.reading)})
+            for number, place, fields in _READERS[kind](path, self.reading):
+                if isinstance(fields, UnsupportedError):
+                    first, others = first or fields, others + (first is not None)
+                elif first is None:
+                    yield Document(index, number, place, fields)
+            self.reading.before += size
         if first is not None:
-            more = f"; {others:,} more of the lines cannot be read" * bool(others)
+            more = f"; {others:,} more of the records cannot be read" * bool(others)
             raise UnsupportedError(f"{first}{more}") from first
 
 
-def _record(path: Path, line: int, data: bytes) -> dict[str, Any]:
+def _text(path: Path, reading: Reading) -> str | LongText:
+    """The text of a file, which is not read whole where it is long."""
+    parts = _parts(path, reading)
+    first = next(parts, "")
+    return first if next(parts, None) is None else LongText(partial(_parts, path, reading))
+
+
+def _parts(path: Path, reading: Reading) -> Iterator[str]:
+    """A text in parts, as `decode` has it."""
+    decoder, line, size = getincrementaldecoder("utf-8")(), 1, 0
+    with _opened(path, reading) as file:
+        while True:
+            block = file.read(PART)
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, line, error) from error
+            size += len(block)
+            if size > MOST_TEXT:
+                raise _too_long(path, MOST_TEXT)
+            if line == 1 and size == len(block):
+                text = text.removeprefix("\ufeff")
+            line += text.count("\n")
+            if text:
+                yield text
+            if not block:
+                return
+
+
+# The number of a record in its file, its place in words, and its fields or why there are none.
+Row = tuple[int, str, dict[str, Any] | UnsupportedError]
+
+
+def _json_rows(path: Path, reading: Reading) -> Iterator[Row]:
+    """Objects, one a line or all in one array."""
+    with _opened(path) as file:
+        head = file.read(1 << 12).removeprefix(BOM_UTF8).lstrip()
+    many = head.startswith(b"[")
+    for number, data in (_elements if many else _lines)(path, reading):
+        place = f"{path}: {'row' if many else 'line'} {number}"
+        try:
+            yield number, place, _record(place, data)
+        except UnsupportedError as error:
+            yield number, place, error
+
+
+def _record(place: str, data: bytes) -> dict[str, Any]:
     if len(data) > MOST_VALUES and _values(data) > MOST_VALUES:
-        raise UnsupportedError(
-            f"{path}: line {line} has more than {MOST_VALUES:,} values; divide the document"
-        )
+        raise UnsupportedError(f"{place} has more than {MOST_VALUES:,} values; divide the document")
     try:
-        record = json.loads(decode(data, path, line), object_pairs_hook=_once)
-    except json.JSONDecodeError as error:
+        record = json.loads(data.decode("utf-8"), object_pairs_hook=_once)
+    except UnicodeDecodeError as error:
         raise UnsupportedError(
-            f"{path}: line {line} is not valid JSON: {error.msg} at column {error.colno}"
+            f"{place} is not valid UTF-8 (byte 0x{data[error.start]:02x}); convert the file to "
+            "UTF-8 or leave it out"
         ) from error
-    except UnsupportedError:
-        raise
+    except json.JSONDecodeError as error:
+        ends = data.strip() == b"{"
+        raise UnsupportedError(
+            f"{place} is not valid JSON: {error.msg} at column {error.colno}"
+            + "; give an object a line, or an array of objects" * ends
+        ) from error
     except (ValueError, RecursionError) as error:  # numbers or nesting beyond Python's limits
-        raise UnsupportedError(f"{path}: line {line} cannot be read as JSON: {error}") from error
+        raise UnsupportedError(f"{place} cannot be read as JSON: {error}") from error
     if not isinstance(record, dict):
         raise UnsupportedError(
-            f"{path}: line {line} holds {type(record).__name__}, expected an object with fields"
+            f"{place} holds {type(record).__name__}, expected an object with fields"
         )
     return record
+
+
+def _elements(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
+    """Numbered elements of the array that a file holds, no more than two of them at once."""
+    depth, inside, number, parts = 0, False, 1, list[bytes]()
+    with _opened(path, reading) as file:
+        while (byte := file.read(1)) != b"[":
+            assert byte, "it begins with a bracket"
+        while block := file.read(_BLOCK):
+            while block.endswith(b"\\") and (byte := file.read(1)):
+                block += byte
+            ends, depth, inside, closed = _ends(block, depth, inside)
+            begin = 0
+            for end in ends:
+                element = b"".join((*parts, block[begin:end])).strip()
+                parts, begin = [], end + 1
+                if element or number > 1 or end != closed:
+                    yield number, element
+                number += 1
+            parts.append(block[begin:])
+            if closed is not None:
+                break
+            if sum(map(len, parts)) > MOST_TEXT:
+                raise UnsupportedError(
+                    f"{path}: row {number} has more than {MOST_TEXT >> 20} MiB, which one document "
+                    "may; divide it"
+                )
+        else:
+            raise UnsupportedError(
+                f"{path}: its array is not closed: the file is cut off, or brackets differ"
+            )
+        if parts[0].strip() or file.read(1 << 12).strip():
+            raise UnsupportedError(f"{path}: something follows the end of the array; leave it out")
+
+
+def _ends(block: bytes, depth: int, inside: bool) -> tuple[list[int], int, bool, int | None]:
+    """Where elements of an array end, and which end is the array's.
+
+    Args:
+        block: JSON in the midst of the array, no escape of it cut.
+        depth: brackets that are open before it, those of the array not among them.
+        inside: whether it begins in a string.
+
+    Returns:
+        Offsets of commas between elements and of the array's own bracket; `depth` and `inside`
+        behind the block; the offset of that bracket, None if it is not there.
+    """
+    plain = block.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+    data = np.frombuffer(plain, dtype=np.uint8)
+    quoted = np.logical_xor.accumulate(data == ord('"')) ^ inside
+    opens, closes = (np.isin(data, list(signs)) & ~quoted for signs in (b"[{", b"]}"))
+    level = depth + np.cumsum(opens.astype(np.int32) - closes)
+    commas = (data == ord(",")) & ~quoted & (level == 0)
+    last = np.flatnonzero(level < 0)[:1].tolist()
+    ends = np.flatnonzero(commas).tolist()
+    closed = last[0] if last else None
+    if closed is not None:
+        ends = [end for end in ends if end < closed] + last
+    return ends, int(level[-1]), bool(quoted[-1]), closed
+
+
+def _csv_rows(path: Path, reading: Reading) -> Iterator[Row]:
+    """Rows under a header; all cells are texts, an empty one too."""
+    csv.field_size_limit(MOST_TEXT)
+    with _opened(path, reading) as file:
+        texts = (decode(line, path, number) for number, line in enumerate(_bounded(path, file), 1))
+        rows = csv.reader(texts, strict=True, delimiter="\t" if suffix_of(path) == ".tsv" else ",")
+        try:
+            # pandas writes the numbers of rows without a name; in other files it has one for them.
+            names = [name or "__index_level_0__" for name in next(rows, [])]
+            if len(names) == 1 and ";" in names[0]:
+                raise UnsupportedError(
+                    f"{path}: its one column is {names[0]!r}; put commas between cells, or tabs in "
+                    "a file .tsv"
+                )
+            twice = [name for name, times in Counter(names).items() if times > 1]
+            if twice:
+                raise UnsupportedError(f"{path}: column {twice[0]!r} is given twice; leave one out")
+            for number, cells in enumerate(filter(None, rows), start=1):
+                place = f"{path}: row {number}"
+                fields: dict[str, Any] | UnsupportedError = dict(zip(names, cells, strict=False))
+                if len(cells) != len(names):
+                    fields = UnsupportedError(
+                        f"{place} has {len(cells)} cells for {len(names)} columns; put quotes "
+                        "around a cell that holds the separator"
+                    )
+                yield number, place, fields
+        except csv.Error as error:
+            raise UnsupportedError(
+                f"{path}: line {rows.line_num} is not valid CSV: {error}"
+            ) from error
+
+
+def _table_rows(path: Path, reading: Reading) -> Iterator[Row]:
+    """Rows of a parquet or an Arrow file, without a copy of it on disk."""
+    number = 0
+    try:
+        with _opened(path, reading) as packed, tempfile.TemporaryFile() as room:
+            file: BinaryIO = packed
+            if isinstance(packed, gzip.GzipFile) or not packed.seekable():
+                shutil.copyfileobj(packed, cast(BinaryIO, room))
+                file = cast(BinaryIO, room)
+            for number, fields in enumerate(_dicts(file, suffix_of(path)), start=1):
+                yield number, f"{path}: row {number}", _of_row(fields)
+    except (ImportError, UnsupportedError):
+        raise
+    except Exception as error:  # the library has kinds of its own
+        words = " ".join(str(error).split())
+        raise UnsupportedError(
+            f"{path}: cannot be read as {suffix_of(path)} after row {number}: {words}"
+        ) from error
+
+
+def _dicts(file: BinaryIO, suffix: str) -> Iterator[dict[str, Any]]:
+    for batch in _batches(file, suffix):
+        for start in range(0, len(batch), _ROWS):
+            yield from batch.slice(start, _ROWS).to_pylist()
+
+
+def _batches(file: BinaryIO, suffix: str) -> Iterator[Any]:
+    """Tables of a file, one after the other."""
+    file.seek(0)
+    if suffix == ".parquet":
+        yield from load("pyarrow.parquet", "ParquetFile")(file).iter_batches(batch_size=_ROWS)
+        return
+    several = file.read(6) == b"ARROW1"  # with an index behind them; otherwise a stream
+    file.seek(0)
+    if not several:
+        yield from load("pyarrow.ipc", "open_stream")(file)
+        return
+    opened = load("pyarrow.ipc", "open_file")(file)
+    for number in range(opened.num_record_batches):
+        yield opened.get_batch(number)
+
+
+_READERS: Mapping[str, Callable[[Path, Reading], Iterator[Row]]] = {
+    "text": lambda *_: iter(()),
+    "jsonl": _json_rows,
+    "table": _table_rows,
+    "csv": _csv_rows,
+}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -211,33 +456,51 @@ def _values(data: bytes) -> int:
     return count
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines that are not blank, read one at a time; of a gzip file, of what it holds, no
-    more than a line's limit of it at once."""
-    blank = 0
+@contextmanager
+def _opened(path: Path, reading: Reading | None = None) -> Iterator[BinaryIO]:
+    """What a file holds, unpacked where it is compressed."""
+    reading = reading or Reading()
     try:
-        with path.open("rb") as file:
-            unpacked = gzip.open if file.read(2) == _GZIP else open
-        with cast(BinaryIO, unpacked(path, "rb")) as file:
-            for number, line in enumerate(
-                iter(partial(file.readline, MOST_TEXT + 1), b""), start=1
-            ):
-                if len(line) > MOST_TEXT:
-                    raise UnsupportedError(
-                        f"{path}: line {number} has more than {MOST_TEXT >> 20} MiB, which one "
-                        "document may; divide it"
-                    )
-                line = line.rstrip(b"\r\n").removeprefix(BOM_UTF8 if number == 1 else b"")
-                blank = 0 if line and not line.isspace() else blank + 1
-                if blank > MOST_BLANK:
-                    raise UnsupportedError(
-                        f"{path}: line {number} follows {MOST_BLANK:,} blank ones; leave them out"
-                    )
-                if not blank:
-                    yield number, line
+        with path.open("rb") as raw:
+            reading.raw = raw
+            head = raw.read(4)
+            raw.seek(0)
+            file: Any = raw
+            if head.startswith(_GZIP):
+                file = gzip.GzipFile(fileobj=raw)
+            elif head == _ZSTD:
+                file = io.BufferedReader(load("pyarrow", "input_stream")(raw, compression="zstd"))
+            yield file
+            reading.raw = None
     except (OSError, EOFError, zlib.error) as error:  # the last two of a damaged .gz
         words = getattr(error, "strerror", None) or error
         raise UnsupportedError(f"{path}: cannot be read: {words}") from error
+
+
+def _bounded(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """Lines of at most MOST_TEXT bytes."""
+    for number, line in enumerate(iter(partial(file.readline, MOST_TEXT + 1), b""), start=1):
+        if len(line) > MOST_TEXT:
+            raise UnsupportedError(
+                f"{path}: line {number} has more than {MOST_TEXT >> 20} MiB, which one "
+                "document may; divide it"
+            )
+        yield line
+
+
+def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines that are not blank, read one at a time."""
+    blank = 0
+    with _opened(path, reading) as file:
+        for number, line in enumerate(_bounded(path, file), start=1):
+            line = line.rstrip(b"\r\n").removeprefix(BOM_UTF8 if number == 1 else b"")
+            blank = 0 if line and not line.isspace() else blank + 1
+            if blank > MOST_BLANK:
+                raise UnsupportedError(
+                    f"{path}: line {number} follows {MOST_BLANK:,} blank ones; leave them out"
+                )
+            if not blank:
+                yield number, line
 
 
 def _stamp(path: Path) -> tuple[str, int, int]:
@@ -250,10 +513,10 @@ def _stamp(path: Path) -> tuple[str, int, int]:
 
 DEFAULT_SPLIT = "train"
 # What `save_to_disk` leaves in a folder; any other folder holds data files.
-_SAVED = ("state.json", "dataset_dict.json")
+SAVED = ("state.json", "dataset_dict.json")
 MISSING = (
     "data.source: dataset needs the package datasets, which cannot be imported here ({error}); "
-    "pip install datasets, or set source to text or jsonl"
+    "pip install datasets"
 )
 
 
@@ -264,6 +527,10 @@ class DatasetRows:
     path: str
     rows: Any  # datasets.Dataset
     dropped: tuple[str, ...] = ()  # columns that the user ignores
+    _read: list[int] = field(default_factory=lambda: [0], compare=False, repr=False)
+
+    def how_far(self) -> HowFar:
+        return HowFar(self._read[0], len(self.rows), rows=True)
 
     def names(self) -> tuple[str, ...]:
         return (self.path,)
@@ -275,8 +542,8 @@ class DatasetRows:
 
     def documents(self) -> Iterator[Document]:
         for number, row in enumerate(self.rows, start=1):
-            fields = {name: _without_none(value) for name, value in row.items()}
-            yield Document(0, number, f"{self.path}: row {number}", fields)
+            self._read[0] = number
+            yield Document(0, number, f"{self.path}: row {number}", _of_row(row))
 
     def without(self, ignore: Collection[str]) -> "DatasetRows":
         """The same rows without the columns that the user ignores.
@@ -312,7 +579,7 @@ def open_dataset(path: str, name: str | None, split: str) -> DatasetRows:
     its own words."""
     place, load_from_disk, load_dataset = Path(path).expanduser(), *_loaders()
     try:
-        if any((place / saved).is_file() for saved in _SAVED):
+        if any((place / saved).is_file() for saved in SAVED):
             rows = _saved(load_from_disk(str(place)), path, name, split)
         else:
             local = str(place) if place.exists() else path
@@ -325,6 +592,10 @@ def open_dataset(path: str, name: str | None, split: str) -> DatasetRows:
             f"{' '.join(str(error).split())}"
         ) from error
     return DatasetRows(path, rows)
+
+
+def _of_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _without_none(value) for name, value in row.items()}
 
 
 def _without_none(value: Any) -> Any:
@@ -367,78 +638,6 @@ def _saved(found: Any, path: str, name: str | None, split: str) -> Any:
     return found
 
 
-# The fields that tell a form from the others.
-_MARKS = {
-    RecordFormat.TEXT: (TEXT,),
-    RecordFormat.CHAT: ("messages",),
-    RecordFormat.SHAREGPT: ("conversations",),
-    RecordFormat.ALPACA: (INSTRUCTION, OUTPUT),
-    RecordFormat.PROMPT: ("prompt", "completion"),
-    RecordFormat.TOKENS: (INPUT_IDS,),
-    RecordFormat.PREFERENCE: (CHOSEN, REJECTED),
-}
-
-
-def recognise(config: DataConfig, document: Document) -> DataConfig:
-    """With the form of this document, the first there is, where the run file names none.
-
-    Raises:
-        UnsupportedError: its fields say none, or several.
-    """
-    if config.format is not RecordFormat.TEXT or config.field is not None:
-        return config
-    fields = {name: value for name, value in document.fields.items() if value is not None}
-    # Without those that the user ignores, unless these are needed, which is refused later.
-    ignored = config.ignore or ()
-    left = fields.keys() - {*ignored}
-    found = _forms_with(left) or _forms_with(fields.keys())
-    if not found and TEXT in document.fields:
-        return config  # null, which the form says
-    if not found:
-        forms = ", ".join(f"{kind} ({' and '.join(names)})" for kind, names in _MARKS.items())
-        raise UnsupportedError(
-            f"{document.place} has no field 'text' (it has: {', '.join(fields)}), and none of the "
-            f"forms that are known by their fields: {forms}; set data.field to the field of its "
-            "text, or data.format: prompt with data.prompt and data.completion to the fields of a "
-            "prompt and its answer, or data.format and data.field to those of another form"
-        )
-    if len(found) > 1:
-        ways = (
-            f"data.ignore: [{', '.join([*ignored, *_others(kind, fields)])}] for {kind}"
-            for kind in found
-        )
-        raise UnsupportedError(
-            f"{document.place} has the fields of several forms: {', '.join(found)}; set "
-            f"{', or '.join(ways)}"
-        )
-    kind, field = found[0], None
-    if kind is RecordFormat.SHAREGPT and _has_roles(fields["conversations"]):
-        kind, field = RecordFormat.CHAT, "conversations"
-    return replace(config, format=kind, field=field)
-
-
-def _forms_with(names: Collection[str]) -> list[RecordFormat]:
-    return [kind for kind, needed in _MARKS.items() if all(name in names for name in needed)]
-
-
-def _others(kind: RecordFormat, fields: Mapping[str, Any]) -> list[str]:
-    """List the fields that this form does not read and that may say what is trained."""
-    return [
-        name
-        for name, value in fields.items()
-        if name not in READ[kind] and not is_harmless(name, value)
-    ]
-
-
-def _has_roles(messages: Any) -> bool:
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and isinstance(messages[0], Mapping)
-        and "role" in messages[0]
-    )
-
-
 def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
     """How records are read. Raises UnsupportedError where the tokenizer cannot do that."""
     everything = config.loss is Loss.ALL
@@ -458,8 +657,7 @@ def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
         case RecordFormat.PREFERENCE:
             form = PreferenceForm(_chat(config, tokenizer, False) if has_template else None)
         case RecordFormat.TEXT:
-            in_files = config.source in (SourceKind.STDLIB, SourceKind.TEXT)
-            form = TextForm(TEXT if in_files else config.field or TEXT)
+            form = TextForm(config.field or TEXT)
     if not isinstance(form, TokensForm) and form.masked:
         _refuse_slow(tokenizer)
     return form
@@ -478,7 +676,7 @@ def _chat(config: DataConfig, tokenizer: Tokenizer, everything: bool) -> ChatFor
     if not everything:
         _refuse_slow(tokenizer)
     sharegpt = config.format is RecordFormat.SHAREGPT
-    field = config.field or _MARKS[config.format][0]  # of prompts, set by their form
+    field = config.field or MARKS[config.format][0]  # of prompts, set by their form
     stops, marks = tokenizer.stops(), tokenizer.marks()
     return ChatForm(field, everything, templates, stops, marks, sharegpt)
 
@@ -494,61 +692,3 @@ def _refuse_slow(tokenizer: Tokenizer) -> None:
             "characters, so the trained ones cannot be found; use a fast tokenizer, or set "
             "data.loss to all"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedSource:
-    """Documents to train on, where there are others to evaluate on those, and how both are read."""
-
-    config: DataConfig  # with the form that was recognised
-    form: Form
-    train: Source
-    held_out: Source | None = None
-
-
-def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
-    """Raises UnsupportedError when a path matches nothing, one file is in both, or the form of
-    records is not known."""
-    if config.path is None:
-        return OpenedSource(config, open_form(config, tokenizer), TextFiles(stdlib_files()))
-    train = _open(config, config.path, config.split)
-    if config.format is RecordFormat.TEXT and isinstance(train, JsonLines | DatasetRows):
-        first = next(train.documents(), None)
-        config = config if first is None else recognise(config, first)
-    form = open_form(config, tokenizer)
-    needed = [name for name in form.columns if name in (config.ignore or ())]
-    if needed:
-        raise UnsupportedError(
-            f"data.ignore: format {config.format} needs field {needed[0]!r}; leave it out of the "
-            "list"
-        )
-    if isinstance(train, DatasetRows):
-        train.refuse_missing(form)
-    if not config.held_out_elsewhere():
-        return OpenedSource(config, form, train)
-    path, split = config.held_out_path or config.path, config.held_out_split or config.split
-    assert path is not None, "a corpus has a path"
-    held_out = _open(config, path, split, "data.held_out_path")
-    if isinstance(held_out, DatasetRows):
-        held_out.refuse_missing(form)
-    refuse_shared(train, held_out)
-    return OpenedSource(config, form, train, held_out)
-
-
-def refuse_shared(train: Source, held_out: Source) -> None:
-    """Raises UnsupportedError where documents are in both."""
-    shared = {str(entry) for entry in train.listing()} & {str(e) for e in held_out.listing()}
-    if shared:
-        raise UnsupportedError(
-            f"data.held_out_path: {sorted(shared)[0]} is also trained on; give other documents, "
-            "or use held_out to divide these"
-        )
-
-
-def _open(
-    config: DataConfig, path: str, split: str, field: str = "data.path"
-) -> TextFiles | JsonLines | DatasetRows:
-    if config.source is SourceKind.DATASET:
-        return open_dataset(path, config.name, split).without(config.ignore or ())
-    files = find_files(path, field)
-    return JsonLines(files) if config.source is SourceKind.JSONL else TextFiles(files)

@@ -20,10 +20,11 @@ import os
 import resource
 import shutil
 import signal
+import time
 import warnings
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,10 +38,14 @@ import numpy as np
 from farspan.data.chat import ChatForm, PreferenceForm, PromptForm
 from farspan.data.formats import HARMLESS_ENDINGS, HARMLESS_NAMES, READ, Fields, TextForm
 from farspan.data.tokenizers import (
+    PART,
+    TEXT,
     Content,
     Document,
     Encoded,
     Form,
+    HowFar,
+    LongText,
     Source,
     Tokenizer,
     Written,
@@ -68,10 +73,13 @@ _DIGEST = 16  # bytes of SHA-256: 400 GB of tokens have 25 MB of digests
 _MOST_ENDS = 16  # ids that turns end in, and that are kept
 _FILES = ("starts", "origins", "trained", "tokens")  # in the order of their digests
 
-Watch = Callable[[int, int], None]  # documents and tokens written so far
+OneContent = Written | LongText | Encoded
+Parts = Iterable[Encoded]  # of one document
+# Documents and tokens written so far, and how much of the data was read for them.
+Watch = Callable[[int, int, HowFar], None]
 
 
-def unwatched(documents: int, tokens: int) -> None:
+def unwatched(documents: int, tokens: int, read: HowFar) -> None:
     """For whoever need not know how far it is."""
 
 
@@ -293,9 +301,9 @@ def _write(
         fields = Fields(form, ignore, getattr(source, "dropped", ()))
         meta = _fill(fresh, source, fields, tokenizer, watch)
         files = {name: fresh / f"{name}.npy" for name in _FILES}
-        data = {n: np.memmap(p, np.uint8, "r") for n, p in files.items() if p.exists()}
-        meta["bytes"] = {name: len(own) for name, own in data.items()}
-        rows = [_digest(own, b) for own in data.values() for b in range(-(-len(own) // _BLOCK))]
+        data = {name: path for name, path in files.items() if path.exists()}
+        meta["bytes"] = {name: path.stat().st_size for name, path in data.items()}
+        rows = [row for path in data.values() for row in _digests(path)]
         np.save(fresh / "blocks.npy", np.stack(rows))
         meta["seal"] = _seal(folder, meta, np.stack(rows))
         (fresh / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
@@ -304,6 +312,13 @@ def _write(
         publish(fresh, folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _digests(path: Path) -> Iterator[np.ndarray]:
+    """Of a file's blocks; pages of a file that is mapped would stay in memory."""
+    with path.open("rb") as file:
+        for block in iter(partial(file.read, _BLOCK), b""):
+            yield _digest(np.frombuffer(block, np.uint8), 0)
 
 
 def _digest(data: np.ndarray, block: int) -> np.ndarray:
@@ -321,48 +336,38 @@ def _fill(
     folder: Path, source: Source, fields: Fields, tokenizer: Tokenizer, watch: Watch
 ) -> dict[str, Any]:
     """Writes the arrays, and says what there is to know of them."""
-    form = fields.form
+    form, read = fields.form, False
     narrow = tokenizer.size() <= 1 << 16 and not form.any_ids
-    starts, origins = array("q", [0]), array("q")
-    digest, largest, any_trained = hashlib.sha256(), 0, False
-    signs, read, understood = list(tokenizer.signs()), False, form.any_ids
-    paired = isinstance(form, PreferenceForm)
-    turns = _TurnCounter(list(tokenizer.ends()), not isinstance(form, TextForm))
+    paired, began = isinstance(form, PreferenceForm), time.monotonic()
+
+    def tell(count: int) -> None:
+        read = replace(source.how_far(), seconds=time.monotonic() - began)
+        watch(len(table.starts) - 1, count, read)
+
     with ExitStack() as stack:
         tokens = stack.enter_context(_Column(folder / "tokens.npy", "<u2" if narrow else "<u4"))
         masks = None
         if form.masked:
             masks = stack.enter_context(_Column(folder / "trained.npy", "|b1"))
+        turns = _TurnCounter(list(tokenizer.ends()), not isinstance(form, TextForm))
+        table = _Table(tokens, masks, turns, list(tokenizer.signs()), paired, form.any_ids)
         for batch in _batches(fields.documents(source.documents()), form):
             read = True
             rows = zip(batch.documents, batch.contents, batch.encode(tokenizer), strict=True)
-            for document, content, encoded in rows:
-                ids = encoded.ids
-                if paired and not encoded.trained[1:].any():
-                    raise UnsupportedError(
-                        f"{document.place}: an answer has no token to train; leave the record out"
-                    )
-                if len(ids) == 0:
-                    continue
-                understood = understood or not np.isin(ids, signs).all()
-                any_trained = any_trained or bool(encoded.trained.any())
-                digest.update(tokens.append(ids))
-                if masks is not None:
-                    digest.update(masks.append(encoded.trained))
-                turns.add(content, encoded)
-                largest = max(largest, int(ids.max()))
-                starts.append(starts[-1] + len(ids))
-                origins.extend((document.file, document.line))
-            watch(len(starts) - 1, starts[-1])
-    _refuse_useless(source, read, understood, any_trained)
-    digest.update(starts.tobytes())
-    np.save(folder / "starts.npy", np.frombuffer(starts, dtype=np.int64))
-    np.save(folder / "origins.npy", np.frombuffer(origins, dtype=np.int64).reshape(-1, 2))
+            for document, content, parts in rows:
+                for count in table.add(document, content, parts):
+                    tell(count)
+            tell(table.starts[-1])
+    _refuse_useless(source, read, table.understood, table.any_trained)
+    starts, origins = (np.frombuffer(own, np.int64) for own in (table.starts, table.origins))
+    table.digest.update(starts.tobytes())
+    np.save(folder / "starts.npy", starts)
+    np.save(folder / "origins.npy", origins.reshape(-1, 2))
     return {
-        "tokens": starts[-1],
+        "tokens": int(starts[-1]),
         "documents": len(starts) - 1,
-        "largest": largest,
-        "digest": digest.hexdigest(),
+        "largest": table.largest,
+        "digest": table.digest.hexdigest(),
         "masked": form.masked,
         "ignored": sorted(fields.ignored),
         "harmless": sorted(fields.harmless),
@@ -373,6 +378,51 @@ def _fill(
 
 
 @dataclass(slots=True)
+class _Table:
+    """The arrays of a store while documents are added, and what is known of them so far."""
+
+    tokens: "_Column"
+    masks: "_Column | None"
+    turns: "_TurnCounter"
+    signs: list[int]
+    paired: bool
+    understood: bool
+    starts: "array[int]" = field(default_factory=lambda: array("q", [0]))
+    origins: "array[int]" = field(default_factory=lambda: array("q"))
+    digest: Any = field(default_factory=hashlib.sha256)
+    largest: int = 0
+    any_trained: bool = False
+
+    def add(self, document: Document, content: OneContent, parts: Parts) -> Iterator[int]:
+        """Add the parts of a document; yield the tokens of all documents after each but the
+        first."""
+        size = 0
+        for encoded in parts:
+            if self.paired and not encoded.trained[1:].any():
+                raise UnsupportedError(
+                    f"{document.place}: an answer has no token to train; leave the record out"
+                )
+            if len(encoded.ids) == 0:
+                continue
+            self._write(encoded)
+            self.turns.add(content, encoded, first=size == 0)
+            if size:
+                yield self.starts[-1] + size
+            size += len(encoded.ids)
+        if size:
+            self.starts.append(self.starts[-1] + size)
+            self.origins.extend((document.file, document.line))
+
+    def _write(self, encoded: Encoded) -> None:
+        self.understood = self.understood or not np.isin(encoded.ids, self.signs).all()
+        self.any_trained = self.any_trained or bool(encoded.trained.any())
+        self.digest.update(self.tokens.append(encoded.ids))
+        if self.masks is not None:
+            self.digest.update(self.masks.append(encoded.trained))
+        self.largest = max(self.largest, int(encoded.ids.max()))
+
+
+@dataclass(slots=True)
 class _TurnCounter:
     """Counts the ids that trained turns end in, and documents with the sign of an end within."""
 
@@ -380,12 +430,18 @@ class _TurnCounter:
     has_turns: bool
     last: Counter[int] = field(default_factory=Counter)
     signed: int = 0
+    _within: bool = False  # the present document
+    _closed: bool = False  # its latest id
 
-    def add(self, content: Written | Encoded, encoded: Encoded) -> None:
+    def add(self, content: "OneContent", encoded: Encoded, first: bool) -> None:
+        """Count a document, or a part of one: not the `first`, it goes on."""
         if isinstance(content, Encoded):
             return
-        within = not content.bare and bool(np.isin(encoded.ids[:-1], self.ends).any())
-        self.signed += within or content.holds_sign
+        found = np.isin(encoded.ids, self.ends)
+        before = self._within and not first
+        within = not content.bare and bool(found[:-1].any() or (self._closed and not first))
+        self._within, self._closed = before or within or content.holds_sign, bool(found[-1])
+        self.signed += self._within and not before
         if self.has_turns:
             until = encoded.trained & ~np.append(encoded.trained[1:], False)
             self.last.update(encoded.ids[until].tolist())
@@ -451,15 +507,24 @@ class _Batch:
     """Documents that are turned into ids together."""
 
     documents: list[Document]
-    contents: list[Written | Encoded]
+    contents: list[OneContent]
     masked: bool
 
-    def is_unlike(self, content: Written | Encoded) -> bool:
+    def is_unlike(self, content: OneContent) -> bool:
         """Whether a text is for another call of the tokenizer."""
         first = self.contents[0] if self.contents else content
-        return getattr(first, "bare", None) != getattr(content, "bare", None)
+        long = isinstance(first, LongText) or isinstance(content, LongText)
+        alike = getattr(first, "bare", None) == getattr(content, "bare", None)
+        return bool(self.contents) and (long or not alike)
 
-    def encode(self, tokenizer: Tokenizer) -> list[Encoded]:
+    def encode(self, tokenizer: Tokenizer) -> list[Parts]:
+        """The parts of each document: one, but for a long text."""
+        if isinstance(self.contents[0], LongText):
+            rows = tokenizer.encode_parts(self.contents[0].parts())
+            return [(Encoded(ids, np.ones(len(ids), dtype=bool)) for ids in rows)]
+        return [(encoded,) for encoded in self._encode(tokenizer)]
+
+    def _encode(self, tokenizer: Tokenizer) -> list[Encoded]:
         written = [c for c in self.contents if isinstance(c, Written)]
         if not written:
             return [c for c in self.contents if isinstance(c, Encoded)]
@@ -475,7 +540,9 @@ def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
     batch, size = _Batch([], [], form.masked), 0
     with reading(form) as read:
         for document in documents:
-            content = read(document)
+            content = read(document) if document.line else _read_text(document, form)
+            if isinstance(content, Written) and isinstance(form, TextForm):
+                content = _divide(content)
             if content is None or content == ():
                 continue
             parts = content if isinstance(content, tuple) else (content,)
@@ -487,6 +554,27 @@ def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
             size += sum(part.size() for part in parts)
     if batch.documents:
         yield batch
+
+
+def _read_text(document: Document, form: Form) -> Written | LongText | None:
+    """A file without records, which may stand beside others of any form but pairs."""
+    if isinstance(form, PreferenceForm):
+        raise UnsupportedError(
+            f"data.path: {document.place} is a text, which has no two answers to compare; give a "
+            "glob of the files with records"
+        )
+    text = document.fields[TEXT]
+    if not isinstance(text, LongText):
+        return TextForm(TEXT).read(document)
+    return text if any(not part.isspace() for part in text.parts()) else None
+
+
+def _divide(content: Written) -> Written | LongText:
+    """A text as parts, if it is long."""
+    text = content.text
+    if len(text) <= 2 * PART:
+        return content
+    return LongText(lambda: (text[i : i + PART] for i in range(0, len(text), PART)))
 
 
 def _few(names: tuple[str, ...]) -> str:

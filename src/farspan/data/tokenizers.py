@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer as Backend
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.utils.hub import cached_file
 
 from farspan.durable import read_json
+from farspan.formatting import write_bytes, write_seconds
 from farspan.profile.catalog import pinned, read_config, refuse_absent
 from farspan.spec import UnsupportedError
 
@@ -42,6 +44,29 @@ class Source(Protocol):
 
     def documents(self) -> Iterator[Document]: ...
 
+    def how_far(self) -> "HowFar": ...
+
+
+@dataclass(frozen=True, slots=True)
+class HowFar:
+    """How much of a source is read."""
+
+    done: int
+    total: int
+    rows: bool = False  # otherwise bytes on disk
+    seconds: float = 0.0  # since it began
+
+    def fraction(self) -> float:
+        """Of all that there is to read."""
+        return min(1.0, self.done / max(1, self.total))
+
+    def __str__(self) -> str:
+        part = f"{self.done:,} of {self.total:,} rows"
+        if not self.rows:
+            part = f"{write_bytes(self.done)} of {write_bytes(self.total)}"
+        left = self.seconds * (1 / self.fraction() - 1) if self.done else 0.0
+        return f"{part}, {write_seconds(left)} left" if left else part
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
@@ -67,8 +92,22 @@ class Encoded:
         return len(self.ids)
 
 
+@dataclass(frozen=True, slots=True)
+class LongText:
+    """A document as text that is never whole in memory, all of which is trained."""
+
+    parts: Callable[[], Iterator[str]]  # read anew each time
+
+    bare: ClassVar[bool] = False
+    holds_sign: ClassVar[bool] = False
+
+    def size(self) -> int:
+        return PART
+
+
+PART = 1 << 20  # characters, or so, of a long text that become tokens together
 # A pair of answers is two documents, a packed row of tokens any number of them.
-Content = Written | tuple[Written, Written] | tuple[Encoded, ...] | None
+Content = LongText | Written | tuple[Written, Written] | tuple[Encoded, ...] | None
 
 
 class Form(Protocol):
@@ -107,6 +146,9 @@ class Form(Protocol):
         document's place and the field."""
 
 
+_WORD_ENDS = re.compile(r"(?<=\S)(?=\s)")
+_NEAR = 1 << 12  # characters on each side of a cut whose ids are compared
+_TRIED = 8  # places of a cut
 BYTES = "bytes"
 END_OF_DOCUMENT = 256  # the id after the 256 bytes
 _END = "<end>"  # it, where tokens are shown
@@ -123,6 +165,9 @@ class Tokenizer(Protocol):
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """One array of ids, int64, for each text."""
+
+    def encode_parts(self, parts: Iterator[str]) -> Iterator[np.ndarray]:
+        """The ids, int64, that `encode` has for the text of these parts, some at a time."""
 
     def mark(self, documents: Sequence[Written]) -> list[Encoded]:
         """The ids of each, and which hold a character that is trained. A token that only closes a
@@ -153,6 +198,10 @@ class ByteTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self._encode(text) for text in texts]
+
+    def encode_parts(self, parts: Iterator[str]) -> Iterator[np.ndarray]:
+        yield from (self._encode(part)[:-1] for part in parts)
+        yield self._encode("")
 
     def mark(self, documents: Sequence[Written]) -> list[Encoded]:
         return [self._mark(document) for document in documents]
@@ -222,6 +271,37 @@ class HubTokenizer:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         rows = self.inner(list(texts), verbose=False, return_attention_mask=False)["input_ids"]
         return [self._close(row[self._doubled(row) :]) for row in rows]
+
+    def encode_parts(self, parts: Iterator[str]) -> Iterator[np.ndarray]:
+        whole, bare = self.inner("a", verbose=False)["input_ids"], self._bare("a")
+        place = next(i for i in range(len(whole) + 1) if whole[i : i + len(bare)] == bare)
+        first, last, rest = whole[:place], whole[place + len(bare) :], ""
+        for part in parts:
+            rest += part
+            cut = self._cut(rest)
+            if cut:
+                row = first + self._bare(rest[:cut])
+                yield np.asarray(row[self._doubled(row) if first else 0 :], dtype=np.int64)
+                first, rest = [], rest[cut:]
+        row = first + self._bare(rest) + last
+        yield self._close(row[self._doubled(row) if first else 0 :])
+
+    def _bare(self, text: str) -> list[int]:
+        found: list[int] = self.inner(
+            text, verbose=False, add_special_tokens=False, return_attention_mask=False
+        )["input_ids"]
+        return found
+
+    def _cut(self, text: str) -> int:
+        """Where a text may be cut with the ids of both parts those of the whole; 0: nowhere near
+        its end. Words and lines have ids of their own for most tokenizers; those that put a sign
+        before each text, or merge across words, give a part other ids, and are found out by it."""
+        places = [m.start() for m in _WORD_ENDS.finditer(text, len(text) - 2 * _NEAR)]
+        for place in reversed([p for p in places if p < len(text) - _NEAR][-_TRIED:]):
+            left, right = text[max(0, place - _NEAR) : place], text[place : place + _NEAR]
+            if self._bare(left) + self._bare(right) == self._bare(left + right):
+                return place
+        return 0
 
     def mark(self, documents: Sequence[Written]) -> list[Encoded]:
         bare, offsets = documents[0].bare, documents[0].trained is not None

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from farspan.data.config import PAIRED, UNPAIRED, DataConfig, LossConfig, RecordFormat, SourceKind
+from farspan.data.config import PAIRED, UNPAIRED, DataConfig, LossConfig, RecordFormat
 from farspan.formatting import MOST_TOKENS, read_memory
 from farspan.planner.request import read_margin
 from farspan.program.layout import Auto, Parallel, replicas
@@ -467,10 +467,10 @@ class RunConfig:
             raise UnsupportedError(f"sparse: not with loss.kind {loss.kind}; leave one of them out")
         for source, _ in self.data.each():
             known = source.format not in (RecordFormat.TEXT, RecordFormat.PREFERENCE)
-            if loss.paired and (known or source.source in (SourceKind.TEXT, SourceKind.STDLIB)):
+            if loss.paired and (known or not source.has_fields()):
                 raise UnsupportedError(
-                    f"data.format: {UNPAIRED.format(loss.kind)}, got {source.format} of a source "
-                    f"{source.source}"
+                    f"data.format: {UNPAIRED.format(loss.kind)}, got {source.format} of "
+                    f"{source.origin()}"
                 )
             if source.format is RecordFormat.PREFERENCE and not loss.paired:
                 raise UnsupportedError(PAIRED.format(loss.kind))

@@ -91,8 +91,9 @@ class Reporter:
     def note(self, text: str) -> None:
         """Something a person should know."""
 
-    def preparing(self, documents: int, tokens: int) -> None:
-        """So many documents have become so many tokens."""
+    def preparing(self, documents: int, tokens: int, read: object = "") -> None:
+        """So many documents have become so many tokens; `read` says how much of the data that is,
+        and how long the rest takes."""
 
     def measuring(self, what: str) -> None:
         """`what` of the machine is being measured, for the planner."""
@@ -212,9 +213,9 @@ class Observer:
     def note(self, text: str) -> None:
         self.reporter.note(text)
 
-    def preparing(self, documents: int, tokens: int) -> None:
+    def preparing(self, documents: int, tokens: int, read: object = "") -> None:
         self.interrupt.check()
-        self.reporter.preparing(documents, tokens)
+        self.reporter.preparing(documents, tokens, read)
 
     def measuring(self, what: str) -> None:
         self.interrupt.check()
@@ -258,9 +259,9 @@ class LineReporter(Reporter):
         self._spoke = self._clock()
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def preparing(self, documents: int, tokens: int) -> None:
+    def preparing(self, documents: int, tokens: int, read: object = "") -> None:
         if self._silent():
-            self.note(f"tokenizing: {documents:,} documents, {tokens:,} tokens")
+            self.note(f"tokenizing: {tokenized(documents, tokens, read)}")
 
     def measuring(self, what: str) -> None:
         if not self._measures:
@@ -339,8 +340,8 @@ class BarReporter(Reporter):
     def note(self, text: str) -> None:
         self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def preparing(self, documents: int, tokens: int) -> None:
-        text = f"{documents:,} documents, {tokens:,} tokens"
+    def preparing(self, documents: int, tokens: int, read: object = "") -> None:
+        text = tokenized(documents, tokens, read)
         self._bars.update(self._step, description="tokenizing", text=text, visible=True)
 
     def measuring(self, what: str) -> None:
@@ -436,6 +437,12 @@ def _cells(progress: CellsDone, part: str = "") -> str:
     """Which of how many, the larger part first."""
     text = f"cell {progress.cells_done}/{progress.cells}"
     return f"{part}  {text}" if part else text
+
+
+def tokenized(documents: int, tokens: int, read: object) -> str:
+    """How far tokens are made, in words."""
+    text = f"{documents:,} documents, {tokens:,} tokens"
+    return f"{read}: {text}" if str(read) else text
 
 
 def _eta(seconds: float | None) -> str:

@@ -232,11 +232,7 @@ def _metadata(run: RunConfig) -> dict[str, Any]:
         "library_name": "peft" if adapters else "transformers",
         "pipeline_tag": "text-generation",
         "base_model": path if path and is_on_hub(path) else None,
-        "datasets": [
-            str(source.path)
-            for source, _ in run.data.each()
-            if source.source is SourceKind.DATASET and is_on_hub(str(source.path))
-        ],
+        "datasets": [str(source.path) for source, _ in run.data.each() if source.on_hub()],
         "tags": [
             *("farspan", "long-context"),
             *["lora"] * adapters,
@@ -327,11 +323,13 @@ def base_words(run: RunConfig) -> str:
 
 def source_words(source: SourceConfig) -> str:
     """Documents, without the folders of this machine."""
-    if source.source is SourceKind.STDLIB:
+    if source.path is None:
         return "the sources of Python's standard library"
-    split = f", split {source.split}" if source.source is SourceKind.DATASET else ""
+    rows = source.on_hub() or source.source is SourceKind.DATASET
+    split = f", split {source.split}" if rows else ""
+    kind = source.source if source.source is not SourceKind.AUTO else "dataset" if rows else "files"
     form = "" if source.format is RecordFormat.TEXT else f", format {source.format}"
-    return f"{source.source} `{local_name(str(source.path))}`{split}{form}"
+    return f"{kind} `{local_name(str(source.path))}`{split}{form}"
 
 
 def local_name(path: str) -> str:

@@ -348,8 +348,8 @@ class LoggingReporter(Reporter):
     def note(self, text: str) -> None:
         self._person.note(text)
 
-    def preparing(self, documents: int, tokens: int) -> None:
-        self._person.preparing(documents, tokens)
+    def preparing(self, documents: int, tokens: int, read: object = "") -> None:
+        self._person.preparing(documents, tokens, read)
 
     def measuring(self, what: str) -> None:
         self._person.measuring(what)

@@ -9,10 +9,17 @@ from typing import Any
 
 import torch
 
-from farspan.data.config import PAIRED, UNPAIRED, SourceKind
+from farspan.data.config import PAIRED, UNPAIRED
 from farspan.data.corpus import Corpus, open_corpus, show_sequence
 from farspan.data.token_cache import Watch, unwatched
-from farspan.data.tokenizers import BYTES, HubTokenizer, Tokenizer, load_tokenizer, stop_ids
+from farspan.data.tokenizers import (
+    BYTES,
+    HowFar,
+    HubTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    stop_ids,
+)
 from farspan.distributed.context import broadcast_from_rank0
 from farspan.distributed.failure import activity
 from farspan.distributed.run_context import DistributedContext
@@ -574,12 +581,12 @@ def glance_at_data(run: RunConfig) -> list[str]:
     """List the lines of `show_data` for the first sequence, or say why there are none: for data
     that the run file names, that are here, and that are prepared already or soon."""
 
-    def watch(documents: int, tokens: int) -> None:
+    def watch(documents: int, tokens: int, read: HowFar) -> None:  # noqa: ARG001
         if documents > GLANCE[0] or tokens > GLANCE[1]:
             raise UnsupportedError("not prepared yet; `farspan data` with this run file shows them")
 
     sources = [own for own, _ in run.data.each() if own.path is not None]
-    if any(own.source is SourceKind.DATASET and is_on_hub(str(own.path)) for own in sources):
+    if any(own.on_hub() for own in sources):
         return ["data: on the hub; `farspan data` with this run file shows them"]
     try:
         return [line.rstrip() for line in show_data(run, 0, False, watch)] if sources else []
