@@ -74,7 +74,7 @@ def test_of_every_kind_the_first_is_told_and_what_it_keeps() -> None:
         "--optimizer adamw8bit": False,
         "--host-memory 3726GiB": True,
         "--gpus 2": True,
-        "--machine h200": True,
+        "--machine h100-nvl": True,
         "--context 8K": False,
     }
     assert next(iter(found)) == "--optimizer host"
@@ -184,7 +184,9 @@ def machines_of(question: Question) -> dict[str, Question]:
 def test_another_card_is_larger_and_one_of_its_size() -> None:
     question = asked(machine=machine("rtx4090"), optimizer=Optimizer.HOST)
     found = machines_of(question)
-    assert list(found) == ["a100-40g", "l40s", "a100-80g", "h200", "b200", "b300"]
+    assert list(found) == [
+        *("rtx5090", "a100-40g", "l40s", "h100-pcie", "h100-nvl", "h200", "b200", "b300")
+    ]
     assert all(found[name].machine == machine(name) for name in found)
     question = replace(question, margin=margin_of(None, question.machine))
     assert machines_of(question)["h200"].margin == margin_of(None, machine("h200"))

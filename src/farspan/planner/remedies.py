@@ -13,7 +13,7 @@ from farspan.formatting import write_bytes, write_most, write_tokens
 from farspan.memory.host import GIB, MIB
 from farspan.planner.evaluate import most_layers, stage_schedule
 from farspan.planner.machines import machine as find_machine
-from farspan.planner.machines import names, with_main_memory
+from farspan.planner.machines import names, read, with_main_memory
 from farspan.planner.request import Budget, Optimizer, Plan, Question, Remedy, margin_of
 from farspan.program.layout import sequence_layout
 from farspan.program.residency import RESIDENCY
@@ -236,7 +236,9 @@ def _cards(question: Question) -> Changes:
     if here.unified or (usual is not None and usual.device_bytes != here.device_bytes):
         return  # a memory that was given would be given of the other, too
     known = here.device_bytes
-    for other in sorted(map(find_machine, names()), key=lambda spec: spec.device_bytes):
+    cards = [read(name) for name in names()]
+    offered = (card.spec for card in cards if not card.note and not card.spec.unified)
+    for other in sorted(offered, key=lambda spec: spec.device_bytes):
         if other.device_bytes < LARGER * known:
             continue
         known = other.device_bytes
