@@ -585,7 +585,7 @@ def dtype_name(dtype: str) -> str:
     name = SHORT_NAMES.get(dtype.lower(), dtype.lower())
     if name not in ELEMENT_BYTES:
         raise UnsupportedError(
-            f"dtype: expected one of {', '.join((*ELEMENT_BYTES, *SHORT_NAMES))}, got {dtype!r}; for "
-            "frozen weights of four bits give quantize nf4, with lora"
+            f"dtype: expected one of {', '.join((*ELEMENT_BYTES, *SHORT_NAMES))}, got {dtype!r}; "
+            "for frozen weights of four bits give quantize nf4, with lora"
         )
     return name

@@ -96,8 +96,11 @@ PLANNED = ("--model", "Llama-3.1-70B", "--context", "1M", "--machine", "rtx4090"
             ("verify", "FOLDER", "--context", "50"),
             "parameters in float64, worst relative error .*, loss ",
         ),
-        (("plan", *PLANNED, "--strategy", "memo"), "MFU .* over the datasheet's dense rate"),
-        (("plan", *PLANNED, "--strategy", "memo"), "^host: .* in reserve$"),
+        (
+            ("plan", *PLANNED, "--strategy", "memo", "--all"),
+            "MFU .* over the datasheet's dense rate",
+        ),
+        (("plan", *PLANNED, "--strategy", "memo", "--all"), "^host: .* in reserve$"),
         (("data", "RUN"), "sequence 0"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

@@ -63,7 +63,6 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", nothing)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-    monkeypatch.setattr("farspan.profile.catalog._unreachable", lambda: None)
 
 
 def save(folder: Path, config: object = TINY) -> Path:

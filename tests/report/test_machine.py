@@ -42,7 +42,7 @@ def test_nothing_is_cut_in_a_narrow_terminal(name: str) -> None:
 
 def test_one_memory_is_named_once() -> None:
     file = read("h200")
-    spec = replace(file.spec, unified=True, host_bytes=3 * 2**30)
+    spec = replace(file.spec, unified=True, processors=0, host_bytes=3 * 2**30)
     text = text_of(machine_view(replace(file, spec=spec)))
     assert "3.0 GiB of memory for both tiers" in text
     assert "in reserve" not in text

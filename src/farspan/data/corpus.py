@@ -26,6 +26,7 @@ from farspan.data.packing import (
 from farspan.data.sources import OpenedSource, open_source, refuse_shared
 from farspan.data.token_cache import TokenStore, Turns, Watch, open_store
 from farspan.data.tokenizers import Form, Tokenizer
+from farspan.formatting import write_number
 from farspan.spec import UnsupportedError
 
 TRAINED = "data.path"
@@ -67,13 +68,14 @@ class Corpus:
         until = "until each source was read whole" if several else "an epoch"
         room = sum(part.train.sequences_per_epoch() for part in self.parts) * context
         lines = [
-            f"data: {kept.tokens:,} tokens{mostly}, {sequences:,} sequences of {context:,} "
-            f"{until}; {f'{held_out.kept.tokens:,} tokens' if held_out else 'none'} held out",
+            f"data: {kept.tokens:,} tokens{mostly}, {write_number(sequences, 'sequence')} of "
+            f"{context:,} {until}; "
+            f"{f'{held_out.kept.tokens:,} tokens' if held_out else 'none'} held out",
             *self._describe_parts(),
             *self._describe_fields(),
             *self._describe_pairs(),
             *dict.fromkeys(line for part in self.parts for line in part.turns),
-            f"packing: {kept.divided:,} of {kept.documents:,} documents divided, "
+            f"packing: {kept.divided:,} of {write_number(kept.documents, 'document')} divided, "
             f"{kept.padding / room:.1%} padding"
             + (f"; {kept.left_out:,} tokens in pieces that train none" if kept.left_out else ""),
         ]
@@ -101,7 +103,8 @@ class Corpus:
             yield (
                 f"source {config.path or config.source} ({config.format}): "
                 f"{part.weight / weights:.1%} of all tokens that are read; its {kept.tokens:,} in "
-                f"{part.train.sequences_per_epoch():,} sequences {times:.2f} times by then"
+                f"{write_number(part.train.sequences_per_epoch(), 'sequence')} {times:.2f} times "
+                "by then"
             )
 
     def _describe_fields(self) -> Iterator[str]:

@@ -34,6 +34,7 @@ from farspan.data.formats import (
 from farspan.data.templates import Templates, find_template
 from farspan.data.tokenizers import TEXT, Document, Form, HubTokenizer, Source, Tokenizer
 from farspan.lazy import load
+from farspan.profile.catalog import is_on_hub, refuse_unreachable
 from farspan.spec import UnsupportedError
 
 MOST_TEXT = 256 << 20  # bytes of a document: of a text file, of a line
@@ -315,6 +316,8 @@ def open_dataset(path: str, name: str | None, split: str) -> DatasetRows:
         if any((place / saved).is_file() for saved in _SAVED):
             rows = _saved(load_from_disk(str(place)), path, name, split)
         else:
+            if not place.exists() and is_on_hub(path):
+                refuse_unreachable("data.path", path)
             local = str(place) if place.exists() else path
             rows = load_dataset(local, name, split=split)
     except UnsupportedError:
@@ -537,11 +540,13 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
 
 def refuse_shared(train: Source, held_out: Source) -> None:
     """Raises UnsupportedError where documents are in both."""
-    shared = {str(entry) for entry in train.listing()} & {str(e) for e in held_out.listing()}
+    there = train.listing()
+    shared = sorted(str(entry[1]) for entry in held_out.listing() if entry in there)
     if shared:
+        what = shared[0] if not isinstance(train, DatasetRows) else "the same split"
         raise UnsupportedError(
-            f"data.held_out_path: {sorted(shared)[0]} is also trained on; give other documents, "
-            "or use held_out to divide these"
+            f"data.held_out_path: {what} is also trained on; give other documents, or use held_out "
+            "(a share, such as 0.05) to divide these"
         )
 
 

@@ -9,8 +9,8 @@ from typing import Any, ParamSpec, Protocol, TypedDict, Unpack
 
 from farspan.formatting import did_you_mean, read_memory, read_tokens
 from farspan.lazy import load
-from farspan.planner.machines import machine as find_machine
 from farspan.planner.machines import count_of, with_main_memory
+from farspan.planner.machines import machine as find_machine
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Optimizer, Plan, Question, loss_of, margin_of
 from farspan.profile.model import Variant

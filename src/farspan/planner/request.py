@@ -236,6 +236,7 @@ class Remedy:
     options: str  # of `farspan plan`
     same: bool  # a run computes what was asked for, up to rounding
     means: str = ""  # what else it is
+    seconds: float = 0.0  # a step then takes; 0: not planned
 
     def words(self) -> str:
         results = "the same results" if self.same else "other results"

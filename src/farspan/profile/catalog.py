@@ -111,9 +111,11 @@ def refuse_unreachable(field: str, name: str) -> None:
     cached = [Path(place) / f"{kind}--{name.replace('/', '--')}" for kind in ("models", "datasets")]
     why = None if any(map(Path.exists, cached)) else _unreachable()
     if why is not None:
+        close = _close(name)
         raise UnsupportedError(
             f"{field}: {name!r} is not here, and the Hugging Face hub cannot be reached ({why}); "
-            f"connect, or give a folder or a file that is here; of models: {_close(name)}"
+            "connect, or give a folder or a file that is here"
+            + (f" ({close})" if close.startswith("did") else "")
         )
 
 

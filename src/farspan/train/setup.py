@@ -23,6 +23,7 @@ from farspan.hf.load import Weights, add_adapters, load_config, refuse_unpinned,
 from farspan.hf.quantized import elements, format_of, frozen_digest, refuse_whole
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import (
+    context_limit,
     describe_positions,
     reads_text_alone,
     refuse_context,
@@ -110,6 +111,13 @@ def make_context(
         load_adamw()  # now, rather than when the model is there
     memory = components.choose_allocator(run.allocator, world.device)
     blank = _blank_model(run, components, world)
+    limit = context_limit(blank)
+    if limit is not None and run.context > limit:
+        observer.note(
+            f"context: {run.context:,} is beyond the model's {limit:,} positions: a longer "
+            "document will be refused once the data are read; scale its RoPE, or set context to at "
+            "most that"
+        )
     index = world.run_on_rank0(partial(index_of, run.sparse, blank), "reading the index")
     corpus, tokenizer = _open_data(run, observer.preparing)
     _check_vocabulary(corpus, blank)
@@ -522,6 +530,10 @@ def show_data(
         revision=model.revision,
     )
     yield from describe_positions(config)
+    try:
+        refuse_context(config, min(run.context, corpus.longest))
+    except UnsupportedError as error:
+        yield f"warning: farspan train will refuse this: {error}"
     yield f"\nsequence {sequence}{' held out' if held_out else ''}"
     batch = packing.once(sequence) if held_out else packing.batch([sequence])
     yield from show_sequence(batch, tokenizer)
