@@ -49,7 +49,7 @@ def test_closed_streams(close: str) -> None:
 
 def test_what_stands_for_what() -> None:
     def plain(text: str) -> str:
-        return text.encode("ascii", errors="farspan").decode()
+        return text.encode("ascii", errors="in_ascii").decode()
 
     assert plain("█▋▏ 2×3 – “é” → …") == '#+- 2x3 - "e" -> ...'
     assert plain("日") == "?"

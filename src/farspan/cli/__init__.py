@@ -188,7 +188,7 @@ def in_ascii(error: UnicodeError) -> tuple[str, int]:
     return "".join(plain), error.end
 
 
-codecs.register_error("farspan", in_ascii)
+codecs.register_error("in_ascii", in_ascii)
 
 
 def lasting(stream: Any) -> Any:
@@ -205,7 +205,7 @@ def lasting(stream: Any) -> Any:
     return io.TextIOWrapper(
         raw if stream.write_through else io.BufferedWriter(raw),
         encoding=stream.encoding,
-        errors="farspan",
+        errors="in_ascii",
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

@@ -165,6 +165,22 @@ def write_html(path: Path, answer: PlanAnswer, command: str) -> None:
     write_page(path, plan_page(found))
 
 
+def write_files(
+    answer: PlanAnswer,
+    timeline: Path | None,
+    snapshot: Path | None,
+    html: Path | None,
+    command: str,
+) -> None:
+    """What is asked for of a step drawn over time, its memory, and a page."""
+    if timeline is not None:
+        write_timeline(timeline, answer.chosen())
+    if snapshot is not None:
+        write_memory(snapshot, answer.chosen())
+    if html is not None:
+        write_html(html, answer, command)
+
+
 def command_line(context: typer.Context) -> str:
     """What was called, as it may be typed again: options in the order of the help."""
     words = ["plan"]
@@ -401,8 +417,7 @@ def plan_command(
     # Programs are small objects without cycles: to look for some took 7% of the time.
     gc.set_threshold(FEW_COLLECTIONS)
     count = devices_of(gpus, machine)
-    if qlora:
-        lora, quantize = RANK if lora is None else lora, quantize or Quantization.NF4
+    lora, quantize = (lora or RANK, quantize or Quantization.NF4) if qlora else (lora, quantize)
     options = {
         **{"model": model, "context": context, "machine": machine, "gpus": count, "batch": batch},
         **{"strategy": strategy, "optimizer": optimizer, "lora": lora, "dtype": dtype},
@@ -419,12 +434,7 @@ def plan_command(
     else:
         answer = _of_model(given, longest)
     chosen = answer.chosen()
-    if timeline is not None:
-        write_timeline(timeline, chosen)
-    if snapshot is not None:
-        write_memory(snapshot, chosen)
-    if html is not None:
-        write_html(html, answer, command_line(call))
+    write_files(answer, timeline, snapshot, html, command_line(call))
     if as_json:
         print(json.dumps(answer.to_json()))
     else:

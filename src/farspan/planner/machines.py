@@ -59,7 +59,8 @@ HOST_RESERVE = 0.1
 MOST_IN_ONE = 8  # cards that a person who writes 4x4090 has in one machine
 # How cards are called: `8xh100`, `2 x 3090`, `h100:8`; `80gb`; words and numbers, in any order.
 _COUNTED = re.compile(
-    r"(\d{1,5})\s*[x×*]\s*([a-z].*|\d{4}.*)|(.+?)(?:(?:\s|(?<=\d))[x×*]|\s*:)\s*(\d+)"
+    r"(\d{1,5})\s*[x×*]\s*([a-z].*|\d{4}.*)|"
+    r"(.+?)(?:(?:\s|(?<=\d))[x×*]|\s*:)\s*(\d+)"
 )
 _MEMORY = re.compile(r"(\d+)[\s-]*g(?:i?b)?\b")
 _WORD = re.compile(r"sxm\d?|hbm\d?e?|rtx|super|ti|pro|pcie|nvl|blackwell|[a-z]+|\d+")

@@ -97,6 +97,16 @@ def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
     return replace(run, model=model, data=data, parallel=check_ranks(run.parallel, ranks))
 
 
+def _tell_reach(blank: Any, context: int, observer: Observer) -> None:
+    """Before the data are read: a document longer than the model's positions is refused then."""
+    limit = context_limit(blank)
+    if limit is not None and context > limit:
+        observer.note(
+            f"context: {context:,} is beyond the model's {limit:,} positions: a longer document is "
+            "refused once the data are read; scale its RoPE, or set context to at most that"
+        )
+
+
 def make_context(
     run: RunConfig,
     components: Components,
@@ -111,13 +121,7 @@ def make_context(
         load_adamw()  # now, rather than when the model is there
     memory = components.choose_allocator(run.allocator, world.device)
     blank = _blank_model(run, components, world)
-    limit = context_limit(blank)
-    if limit is not None and run.context > limit:
-        observer.note(
-            f"context: {run.context:,} is beyond the model's {limit:,} positions: a longer "
-            "document will be refused once the data are read; scale its RoPE, or set context to at "
-            "most that"
-        )
+    _tell_reach(blank, run.context, observer)
     index = world.run_on_rank0(partial(index_of, run.sparse, blank), "reading the index")
     corpus, tokenizer = _open_data(run, observer.preparing)
     _check_vocabulary(corpus, blank)
