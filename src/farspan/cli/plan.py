@@ -336,6 +336,10 @@ Html = Annotated[
     typer.Option(help="Write the answer here as a page that any browser shows, without a network."),
 ]
 
+Everything = Annotated[
+    bool, typer.Option("--all", help="Print every part, lane, note and runner-up.")
+]
+
 FEW_COLLECTIONS = 1_000_000  # objects made between two
 
 
@@ -408,9 +412,7 @@ def plan_command(
     snapshot: Snapshot = None,
     html: Html = None,
     settings: Settings = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Print every part, lane, note and runner-up.")
-    ] = False,
+    everything: Everything = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Will it fit, how long is a step, what is the best schedule; exit 1 if it does not fit."""

@@ -65,8 +65,8 @@ _COUNTED = re.compile(
 _MEMORY = re.compile(r"(\d+)[\s-]*g(?:i?b)?\b")
 _WORD = re.compile(r"sxm\d?|hbm\d?e?|rtx|super|ti|pro|pcie|nvl|blackwell|[a-z]+|\d+")
 _NOISE = re.compile(
-    r"nvidia|amd|geforce|g?rtx|gtx|tesla|quadro|instinct|gpu|card|graphics|sxm\d?|hbm\d?e?|tensor|core|"
-    r"edition|generation|founders|fe"
+    r"nvidia|amd|geforce|g?rtx|gtx|tesla|quadro|instinct|gpu|card|graphics|"
+    r"sxm\d?|hbm\d?e?|tensor|core|edition|generation|founders|fe"
 )
 _ALIKE = 0.07  # a memory is called by its datasheet's number, or by what is left of it
 

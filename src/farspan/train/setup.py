@@ -114,9 +114,8 @@ def make_context(
     observer: Observer,
     about: Mapping[str, Any],
 ) -> RunContext:
-    """Everything loaded and made but the engine, and the layout of the ranks. `about` is the
-    about.json of an earlier part of the run. Raises UnsupportedError, and Interrupted while text
-    becomes tokens."""
+    """Everything made but the engine, and the ranks' layout; `about` is the about.json of an earlier
+    part of the run. Raises UnsupportedError, and Interrupted while text becomes tokens."""
     if run.optimizer.states is StatesPlace.EIGHT_BIT:
         load_adamw()  # now, rather than when the model is there
     memory = components.choose_allocator(run.allocator, world.device)
