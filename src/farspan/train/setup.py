@@ -114,7 +114,7 @@ def make_context(
     observer: Observer,
     about: Mapping[str, Any],
 ) -> RunContext:
-    """Everything made but the engine, and the ranks' layout; `about` is the about.json of an earlier
+    """Everything made but the engine, and the layout of ranks; `about` is that file of an earlier
     part of the run. Raises UnsupportedError, and Interrupted while text becomes tokens."""
     if run.optimizer.states is StatesPlace.EIGHT_BIT:
         load_adamw()  # now, rather than when the model is there
