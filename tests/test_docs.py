@@ -412,7 +412,8 @@ def own_loop_of_ranks(folder: str) -> tuple[list[float], dict[str, torch.Tensor]
         losses.append(float(names["loss"]))
     exec(save.replace('"checkpoint"', f'"{folder}/checkpoint-{size}"'), names)
     shards = model.named_parameters() if size > 1 else ()
-    return losses, {name: p.full_tensor().detach() for name, p in shards}
+    whole: Any = dict(shards)
+    return losses, {name: p.full_tensor().detach() for name, p in whole.items()}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process loads

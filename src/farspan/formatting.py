@@ -27,7 +27,7 @@ MOST_TOKENS = 2**30  # of any count: a longer step's blocks are too many even to
 LEAST_MEMORY = 2**20  # bytes of a memory that may be written without a unit
 SHOWN = 200  # characters of a value in an error
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|)")
-_WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*)")
+_WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*?)(?:\s*(?:tokens|bytes))?")
 
 
 def read_tokens(given: str | int, name: str) -> int:
@@ -101,6 +101,11 @@ def write_tokens(tokens: int) -> str:
         if tokens and tokens % factor == 0:
             return f"{tokens // factor:,}{unit}"
     return f"{tokens:,}"
+
+
+def write_number(count: int, noun: str) -> str:
+    """`1 sequence`, `2,048 sequences`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def write_bytes(size: float) -> str:

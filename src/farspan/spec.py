@@ -45,6 +45,12 @@ class Quantization(StrEnum):
 
     NF4 = "nf4"  # four bits, and eight for each block of 64 (bitsandbytes, double quantisation)
 
+    @classmethod
+    def _missing_(cls, value: object) -> "Quantization | None":
+        """By what other libraries call it."""
+        word = "".join(filter(str.isalnum, str(value).lower()))
+        return cls.NF4 if word in ("nf4", "4", "4bit", "bnb4bit", "loadin4bit", "qlora") else None
+
 
 class LossKind(StrEnum):
     """What a step trains. All but `sft` are computed from log-probabilities of the whole sequence,
@@ -311,11 +317,16 @@ class MachineSpec:
     latency: float  # seconds of a collective beside its bytes
     overhead: float  # seconds until a cell is issued: beside earlier cells' work, on a CPU in line
     reserve: int  # device bytes that nobody can use: context, libraries' workspaces
-    unified: bool = False  # both tiers lie in main memory (a CPU): `device_bytes` is not used
+    unified: bool = False  # both tiers lie in one memory: `device_bytes` is not used
     processors: int = 0  # streaming multiprocessors of one device; 0: not known
     pinned: bool = True  # main memory can be locked for copies; else each holds up all that follows
     host_reserve: int = 0  # bytes beside `host_bytes`: the system's, processes', loading's
     disk: float = 5e9  # bytes a second that a node's drive reads and writes, together; assumed
+
+    @property
+    def on_cpu(self) -> bool:
+        """Does a CPU compute? A GPU may share its memory, too."""
+        return self.unified and not self.processors
 
 
 @dataclass(frozen=True, slots=True)
@@ -571,9 +582,10 @@ SHORT_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 def dtype_name(dtype: str) -> str:
     """torch's name of a dtype that a model can be trained in. Raises UnsupportedError for any
     other."""
-    name = SHORT_NAMES.get(dtype, dtype)
+    name = SHORT_NAMES.get(dtype.lower(), dtype.lower())
     if name not in ELEMENT_BYTES:
         raise UnsupportedError(
-            f"dtype: expected one of {', '.join((*ELEMENT_BYTES, *SHORT_NAMES))}, got {dtype!r}"
+            f"dtype: expected one of {', '.join((*ELEMENT_BYTES, *SHORT_NAMES))}, got {dtype!r}; "
+            "for frozen weights of four bits give quantize nf4, with lora"
         )
     return name

@@ -96,8 +96,11 @@ PLANNED = ("--model", "Llama-3.1-70B", "--context", "1M", "--machine", "rtx4090"
             ("verify", "FOLDER", "--context", "50"),
             "parameters in float64, worst relative error .*, loss ",
         ),
-        (("plan", *PLANNED, "--strategy", "memo"), "MFU .* over the datasheet's dense rate"),
-        (("plan", *PLANNED, "--strategy", "memo"), "^host: .* in reserve$"),
+        (
+            ("plan", *PLANNED, "--strategy", "memo", "--all"),
+            "MFU .* over the datasheet's dense rate",
+        ),
+        (("plan", *PLANNED, "--strategy", "memo", "--all"), "^host: .* in reserve$"),
         (("data", "RUN"), "sequence 0"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
@@ -407,3 +410,26 @@ def test_what_training_could_not_write_is_one_line_and_exit_code_one(
     monkeypatch.setattr("farspan.cli.with_torch.train", fail)
     assert run(monkeypatch, "train", "--folder", str(tmp_path)) == 1
     assert capsys.readouterr().err.strip() == "farspan: disk full"
+
+
+COMPLETING = "import sys; sys.argv = ['farspan']; from farspan.cli import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"), [("farspan pl", "plan"), ("farspan plan --qlo", "--qlora")]
+)
+def test_a_shell_completes_commands_and_options(typed: str, found: str) -> None:
+    """As typer's own script asks; a command's module is loaded for its options alone."""
+    asked = {
+        "_FARSPAN_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(typed.split()) - 1),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPLETING],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == [found]
+    assert done.stderr == ""

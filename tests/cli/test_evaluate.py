@@ -65,10 +65,10 @@ def test_losses_are_those_of_plain_passes(folder: Path) -> None:
     assert found["tokens"] == len(every)
     assert found["loss"] == pytest.approx(every.mean(), rel=1e-12)
     assert (found["cut"], found["dtype"]) == (1, "float64")
-    spans = [(0, 64), (64, 128), (128, 199)]
+    spans = [(1, 64), (64, 128), (128, 200)]  # tokens before
     assert [(r["begin"], r["end"]) for r in found["positions"]] == spans
     for part, (begin, end) in zip(found["positions"], spans, strict=True):
-        own = np.concatenate([row[begin:end] for row in losses])
+        own = np.concatenate([row[begin - 1 : end - 1] for row in losses])
         assert (part["tokens"], part["loss"]) == (len(own), pytest.approx(own.mean(), rel=1e-12))
 
 
@@ -147,10 +147,10 @@ def test_tables_and_a_picture(folder: Path) -> None:
     result = CliRunner().invoke(app, ["evaluate", str(folder / "model"), *given, *more])
     assert result.exit_code == 0, result.output
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert any(line.startswith("0 to 64 ") for line in lines)
+    assert any(line.startswith("1 to 64 ") for line in lines)
     assert any(line.startswith(f"{folder}/text/b.txt 5 ") for line in lines)
     assert any(line.startswith("hidden sentences: ") for line in lines)
-    assert "1 documents are longer than the context; what lies beyond is left out" in lines
+    assert "1 document is longer than the context; what lies beyond is left out" in lines
     drawn = ElementTree.parse(picture).getroot()
     points = drawn.find("{http://www.w3.org/2000/svg}polyline")
     assert points is not None

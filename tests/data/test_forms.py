@@ -236,7 +236,7 @@ def test_the_lines_that_open_a_run_say_what_is_divided_and_what_is_lost(build: B
     ]
     records = [{"prompt": "ab", "completion": "cd"}, {"prompt": "x" * 70, "completion": "yz"}]
     assert build(*records, format="prompt").describe(64) == [
-        "data: 14 tokens, 7.7% of them trained, 1 sequences of 64 an epoch; none held out",
+        "data: 14 tokens, 7.7% of them trained, 1 sequence of 64 an epoch; none held out",
         "turns: end in <end>, which stops generation",
         "packing: 1 of 2 documents divided, 78.1% padding; 64 tokens in pieces that train none",
         "warning: all documents together are shorter than one sequence; give more data or a "

@@ -183,3 +183,11 @@ def test_the_command_shows_the_share_of_each(tmp_path: Path) -> None:
     words = " ".join(result.output.split())
     assert f"source {a} (text): 75.0% of all tokens that are read" in words
     assert f"source {b} (text): 25.0% of all tokens that are read" in words
+
+
+def test_the_same_file_on_both_sides_is_named(tmp_path: Path) -> None:
+    same = write(tmp_path, "same", 4)
+    with pytest.raises(UnsupportedError) as refused:
+        mixed(tmp_path, source(same, held_out_path=same))
+    assert f"held_out_path: {same} is also trained on" in str(refused.value)
+    assert "[" not in str(refused.value).split("held_out_path", 1)[1]

@@ -22,6 +22,18 @@ FIELD = (
         (LOOP + "test_nothing_is_evaluated_before_step_one_unless_asked",),
     ),
     Fault(
+        "machines: a card's memory does not tell it from another",
+        "n for n in found if said[n] == memory or abs",
+        "n for n in found if said[n] != 0 or abs",
+        ("tests/planner/test_machines.py::test_cards_by_their_usual_names",),
+    ),
+    Fault(
+        "machines: rates of a busy machine are kept",
+        '; what was measured is used once and not kept", words)\n        return file.spec',
+        '; what was measured is used once and not kept", words)',
+        ("tests/engine/test_calibrate.py::test_what_a_busy_machine_gave_is_used_once",),
+    ),
+    Fault(
         "trainers: a batch without trained tokens lowers the mean",
         "if self._of_replicas(trained_token_count(batch[1], batch[2])) == 0:",
         "if self._of_replicas(trained_token_count(batch[1], batch[2])) < 0:",

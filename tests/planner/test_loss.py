@@ -342,7 +342,7 @@ def test_a_plan_says_what_its_loss_costs_and_where_the_reference_is(
     plan = best_plan(asked, ["memo"])
     one, cut, whole = loss_seconds(plan)
     text = " ".join(plan_text(plan).split())
-    assert f"note: loss dpo: a step takes {whole / one - 1:.1%} longer than one pass" in text
+    assert f"loss dpo: a step takes {whole / one - 1:.1%} longer than one pass" in text
     assert words in text
     assert (whole > cut) is asked.loss.evaluates
     assert plan.to_json()["loss"] == "dpo"

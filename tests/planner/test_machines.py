@@ -14,7 +14,9 @@ from farspan.planner.machines import (
     CURVES,
     MAY_BE_ZERO,
     OTHER_CURVES,
+    PRESETS,
     busy_words,
+    count_of,
     from_json,
     machine,
     names,
@@ -47,8 +49,11 @@ def refusal(given: object) -> str:
 def test_presets_could_exist(name: str) -> None:
     spec = machine(name)
     assert spec.name == name
-    assert not spec.unified
-    assert spec.reserve < spec.device_bytes < spec.host_bytes * spec.devices
+    assert spec.unified == (name == "gb10")
+    assert not spec.on_cpu
+    assert (
+        spec.reserve < spec.device_bytes < (spec.host_bytes + spec.host_reserve) * spec.devices + 1
+    )
     assert spec.fetch_together <= spec.fetch <= spec.memory
     assert spec.evict_together <= spec.evict <= spec.memory
     # What one device moves both ways, the main memory moves.
@@ -85,11 +90,66 @@ def test_names_ignore_case() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "close"), [("a100", "a100-80g"), ("h2000", "h200"), ("RTX-4090", "rtx4090")]
+    ("name", "close"),
+    [
+        ("a100", r"did you mean a100-40g or a100-80g\?"),
+        ("h2000", "h200"),
+        ("4o90", "rtx4090"),
+        ("rtx 4090 laptop", r"did you mean rtx4090\?"),
+        ("MI300", r"did you mean mi300x\?"),
+        ("24 GB", "did you mean rtx4090 or rtx3090"),
+        ("4090 48gb", "give --machine rtx4090 --device-memory 48GB"),
+        ("8", "for a number of devices give --gpus 8"),
+    ],
 )
 def test_an_unknown_name_is_refused_with_close_ones(name: str, close: str) -> None:
     with pytest.raises(UnsupportedError, match=f"(?s)machine: '{name}'.*{close}"):
         machine(name)
+
+
+@pytest.mark.parametrize(
+    ("preset", "called"),
+    [
+        ("rtx4090", "4090|RTX 4090|NVIDIA GeForce RTX 4090|rtx-4090|RTX_4090|4090 24gb"),
+        ("h100", "h100-80gb|H100 SXM|h100 sxm5|NVIDIA H100 80GB HBM3|H100_80GB"),
+        ("h100-pcie", "h100 pcie|NVIDIA H100 PCIe|H100-PCIE-80GB"),
+        ("h100-nvl", "H100 NVL|nvidia h100 nvl|h100 94gb nvl"),
+        ("a100-80g", "a100 80gb|A100-SXM4-80GB|a100-80|a100 80|tesla a100 80g"),
+        ("a100-40g", "a100 40gb|A100 40G"),
+        ("rtx4070ti-super", "4070 ti super|4070tisuper|RTX 4070 Ti SUPER 16GB"),
+        ("rtx3080", "3080|rtx 3080 10gb"),
+        ("rtx3080-12g", "3080 12GB"),
+        ("rtxpro6000", "RTX PRO 6000|RTX 6000 Pro|rtx6000pro|rtx pro 6000 blackwell"),
+        ("rtx6000-ada", "rtx 6000 ada|NVIDIA RTX 6000 Ada Generation"),
+        ("a6000", "rtx a6000|A6000 48GB"),
+        ("h200", "H200 141GB|NVIDIA H200|h200 sxm"),
+        ("b200", "b200 192gb|NVIDIA B200"),
+        ("gh200", "GH200|NVIDIA GH200 480GB|Grace Hopper"),
+        ("gb10", "GB10|DGX Spark"),
+        ("mi300x", "AMD Instinct MI300X|mi300x 192gb"),
+    ],
+)
+def test_cards_by_their_usual_names(preset: str, called: str) -> None:
+    assert {machine(name).name for name in called.split("|")} == {preset}
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_card_is_found_by_what_its_driver_calls_it(name: str) -> None:
+    values = json.loads(PRESETS.read_text(encoding="utf-8"))[name]
+    for called in (name, *values["gpu_names"], *values.get("aliases", ())):
+        assert machine(called).name == name
+
+
+def test_several_cards_in_a_name() -> None:
+    for name in ("8xh100", "8 x H100", "8*h100", "h100x8", "H100:8", "h100 x 8"):
+        assert (machine(name), count_of(name)) == (machine("h100"), 8)
+    assert (machine("4x4090").devices, count_of("4x4090")) == (4, 4)
+    assert (machine("16xh100").devices, count_of("16xh100")) == (8, 16)
+    assert [count_of(name) for name in ("h100", "rtx4090", "mi300x", "here")] == [None] * 4
+
+
+def test_what_is_planned_only_is_said_of_it() -> None:
+    assert {name for name in names() if read(name).note} == {"mi300x", "mi355x"}
 
 
 def test_a_name_like_no_other_is_refused_with_all() -> None:
@@ -101,7 +161,8 @@ def test_gpus_find_their_preset() -> None:
     assert preset_of_gpu("NVIDIA A100-SXM4-80GB") == "a100-80g"
     assert preset_of_gpu("NVIDIA GeForce RTX 4090") == "rtx4090"
     # Another chip on the same die, with other memory and another link.
-    assert preset_of_gpu("NVIDIA GH200 480GB") is None
+    assert preset_of_gpu("NVIDIA GH200 480GB") == "gh200"
+    assert preset_of_gpu("NVIDIA L40") is None
 
 
 @pytest.mark.parametrize("name", names())

@@ -54,7 +54,7 @@ def test_the_devices_of_a_node_share_its_memory(layout: Layout, sharers: int) ->
 
 
 def test_one_memory_of_both_tiers_is_shared_too() -> None:
-    spec = replace(machine("h200"), unified=True, devices=2)
+    spec = replace(machine("h200"), unified=True, processors=0, devices=2)
     question = Question(model_of(2), RunSpec(1, 64), spec, Layout(ulysses=2))
     assert question.host_share() == spec.host_bytes // 2
 

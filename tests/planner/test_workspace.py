@@ -117,7 +117,7 @@ def test_same_bits_take_more_sums_of_dq() -> None:
     # Who has no such sums.
     for other in (
         replace(same, dtype="float32"),
-        replace(same, machine=replace(same.machine, unified=True)),
+        replace(same, machine=replace(same.machine, unified=True, processors=0)),
         replace(same, kernels=Kernels(AttentionKernel.FA4, deterministic=True)),
     ):
         assert workspace_bytes(other, schedule) == 0

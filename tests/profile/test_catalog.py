@@ -1,6 +1,8 @@
 """A model is found by preset, folder, file or hub name, and a slip of the pen is answered."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -172,7 +174,7 @@ def test_an_unreachable_model_is_refused_with_presets_close_by() -> None:
     message = str(refused.value)
     assert message.startswith("model: no config.json of 'Qwen/Qwen2.5-7B-Instruct' could be read")
     assert "(no network)" in message
-    assert "close to it: Qwen2.5-7B" in message
+    assert "did you mean Qwen2.5-7B" in message
 
 
 def test_a_folder_may_have_a_name_as_of_a_revision(
@@ -187,10 +189,10 @@ def test_a_folder_may_have_a_name_as_of_a_revision(
 @pytest.mark.parametrize(
     ("name", "close"),
     [
-        ("qwen2.5-7", "close to it: Qwen2.5-7B"),
-        ("llama3-8b", "close to it: Llama-3-8B"),
-        ("GPT-30", "close to it: .*GPT-30B-MEMO, GPT-30B-FPDT"),
-        ("gpt_oss_20b", "close to it: GPT-OSS-20B"),
+        ("qwen2.5-7", "did you mean Qwen2.5-7B"),
+        ("llama4-8b", "did you mean Llama-3-8B"),
+        ("Quen3-8B", r"did you mean Qwen3-8B.*\?"),
+        ("GPT-30", "did you mean .*GPT-30B-MEMO or GPT-30B-FPDT"),
         ("zzzz", "presets: Qwen2.5-0.5B, .*GPT-65B-MEMO"),
         ("a/b/c", "presets: "),
         ("../config.json", "presets: "),
@@ -202,6 +204,69 @@ def test_slips_of_the_pen(name: str, close: str) -> None:
         UnsupportedError, match=f"^model: '{name}' is no preset, folder or file.*{close}"
     ):
         find_config(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("Qwen3 8B", "Qwen3-8B"),
+        ("qwen3_8b", "Qwen3-8B"),
+        ("qwen3:8b", "Qwen3-8B"),
+        ("qwen/qwen3-8b", "Qwen3-8B"),
+        ("https://huggingface.co/Qwen/Qwen3-8B", "Qwen3-8B"),
+        ("hf.co/Qwen/Qwen3-8B/tree/main", "Qwen3-8B"),
+        ("llama3-8b", "Llama-3-8B"),
+        ("Llama 3.1 8B Instruct", "Llama-3.1-8B"),
+        ("Qwen2.5-7B-Instruct", "Qwen2.5-7B"),
+        ("gemma3 27b", "Gemma-3-27B"),
+        ("gpt_oss_20b", "GPT-OSS-20B"),
+    ],
+)
+def test_usual_writings(name: str, preset: str) -> None:
+    found = find_preset(name)
+    assert found is not None
+    assert found.name == preset
+    assert find_config(name) == found.config
+
+
+def test_no_two_presets_are_called_the_same() -> None:
+    names = [n for p in presets() for n in {p.name, *p.aliases, *filter(None, [p.hub])}]
+    assert len({"".join(filter(str.isalnum, n.lower())) for n in names}) >= len(presets())
+    assert all(find_preset(preset.name) == preset for preset in presets())
+    assert find_preset("../Qwen3-8B") is None
+
+
+UNREACHABLE = """
+import sys, time
+from farspan.profile.catalog import find_config, refuse_absent
+from farspan.spec import UnsupportedError
+for ask in (lambda: find_config("some/model"), lambda: refuse_absent("data.tokenizer", "a/b")):
+    began = time.perf_counter()
+    try:
+        ask()
+    except UnsupportedError as error:
+        print(time.perf_counter() - began, str(error).count("\\n"), error)
+"""
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_hub_that_is_away_is_told_within_seconds(answers: bool, tmp_path: Path) -> None:
+    """Nothing listens, or what listens never answers."""
+    with socket.socket() as hub:
+        hub.bind(("127.0.0.1", 0))
+        if answers:
+            hub.listen()
+        place = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        of = {**os.environ, "HF_ENDPOINT": place, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        found = subprocess.run(
+            [sys.executable, "-c", UNREACHABLE], env=of, capture_output=True, text=True, check=True
+        )
+    assert found.stderr == ""
+    model, tokenizer = found.stdout.splitlines()
+    assert "0 model: 'some/model' is not here, and the Hugging Face hub cannot be reached" in model
+    assert "data.tokenizer: 'a/b' is not here" in tokenizer
+    assert float(model.split()[0]) < 4.0  # 2.5 of patience, and a busy machine
+    assert float(tokenizer.split()[0]) < 0.5  # asked once
 
 
 def test_no_name_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,15 @@ from dataclasses import replace
 import pytest
 
 from farspan.planner.api import Request
+from farspan.planner.machines import machine
 from farspan.planner.plans import best_plan
 from farspan.planner.remedies import PARTS, breaks_first, reason_of
-from farspan.planner.request import Budget, Optimizer, Remedy
+from farspan.planner.request import Budget, Margin, Optimizer, Remedy, loss_of
 from farspan.profile.estimate import estimated
 from farspan.program.layout import Layout
 from farspan.program.residency import Kind
-from farspan.report.plan import contexts_view, plan_view
+from farspan.program.strategies import STRATEGIES
+from farspan.report.plan import answer_lines, contexts_view, plan_view
 from farspan.report.tables import BAR, bar, layout_words, schedule_words
 from farspan.spec import Schedule, StateTensor, Tier
 from tests.report.cases import GIB, fitting, overrun, question, text_of
@@ -91,7 +93,7 @@ def test_no_waiting_has_no_line() -> None:
 
 def test_one_memory_has_one_margin() -> None:
     plan = fitting()
-    machine = replace(plan.question.machine, unified=True)
+    machine = replace(plan.question.machine, unified=True, processors=0)
     plan = replace(plan, question=replace(plan.question, machine=machine))
     text = text_of(plan_view(plan))
     assert "fits: 50.0 GiB to spare in the one memory of both tiers" in text
@@ -106,7 +108,7 @@ def test_few_tokens_a_second_are_not_rounded_to_none() -> None:
 
 def test_a_plan_that_does_not_fit_says_what_breaks_and_what_helps() -> None:
     text = text_of(plan_view(overrun()))
-    assert "does NOT fit: 48.0 GiB too much on the device" in text
+    assert "does not fit: 48.0 GiB too much on the device" in text
     assert "weights and optimizer alone need 128 GiB" in text
     assert "cheapest change: --gpus 2" in text
     assert "why:" not in text
@@ -300,3 +302,87 @@ def test_a_pipeline_has_words() -> None:
     text = text_of(plan_view(best_plan(asked, ["oomb"])))
     assert "pipeline 4" in text
     assert "through all 7 layers" in text
+
+
+# -- the answer of a screen ------------------------------------------------------------------------
+
+
+def test_the_first_line_says_where_states_live_and_how_long_a_step_is() -> None:
+    lines = answer_lines(fitting())
+    assert lines[0] == "fits: states on the device, 4.3 min a step"
+    assert lines[1] == "Some-7B, 1M tokens, 1 x h200, bfloat16, optimizer adamw"
+    for optimizer, weights, words in (
+        (Optimizer.HOST, Tier.DEVICE, "states in main memory"),
+        (Optimizer.HOST, Tier.HOST, "weights and states in main memory"),
+        (Optimizer.DISK, Tier.HOST, "weights in main memory, states on a drive"),
+        (Optimizer.ADAMW8BIT, Tier.DEVICE, "8-bit states on the device"),
+        (Optimizer.NONE, Tier.DEVICE, "no optimizer states"),
+    ):
+        asked = replace(question(), optimizer=optimizer, weights=weights)
+        plan = replace(fitting(), question=asked)
+        assert answer_lines(plan)[0] == f"fits: {words}, 4.3 min a step"
+
+
+def test_an_answer_has_every_tier_the_step_the_schedule_and_its_runners_up() -> None:
+    others = (fitting("memo"), fitting("oomb"), overrun(), fitting("fpdt"), fitting("swap"))
+    lines = answer_lines(replace(fitting(), alternatives=others))
+    text = " ".join(" ".join(lines).split())
+    assert "device: 30.0 GiB of 80.0 GiB K, V 16.0 GiB ████▉ weights 14.0 GiB" in text
+    assert "main memory: 100.0 GiB of 512.0 GiB attention outputs, O and LSE 70.0 GiB" in text
+    assert "step: 4.3 min, 4,096 tokens/s, MFU 43.2%, bound by computation" in text
+    assert "schedule: grouped, 64 chunks of 16K tokens, 7 groups of 4 layers; K, V of" in text
+    assert "runners-up: memo 4.3 min, oomb 4.3 min, fpdt 4.3 min, 1 that do not fit" in text
+    assert "(" not in "".join(lines[3:])  # no footnotes
+
+
+@pytest.mark.parametrize("parts", [1, 40])
+def test_an_answer_fits_a_screen(parts: int) -> None:
+    """However many causes, notes and runners-up there are."""
+    many = Budget({f"part {n}": (n + 1) * GIB for n in range(parts)}, 2000 * GIB)
+    asked = replace(
+        question(layout=Layout(ulysses=8)),
+        optimizer=Optimizer.DISK,
+        weights=Tier.HOST,
+        margin=Margin(1999 * GIB, 1999 * GIB),
+        loss=loss_of("dpo", "frozen", adapters=False),
+    )
+    names = (*STRATEGIES, *STRATEGIES)
+    others = tuple(fitting(name) for name in names)
+    crowded = replace(fitting(), device=many, host=many, question=asked, alternatives=others)
+    short = replace(
+        overrun(),
+        device=replace(many, limit=GIB // 2),
+        remedies=tuple(Remedy(f"--gpus {n}", same=True, means="of the 8 " * 9) for n in range(9)),
+    )
+    for plan in (crowded, replace(crowded, device=replace(many, limit=GIB)), short):
+        lines = answer_lines(plan)
+        assert len(lines) <= 25
+        assert max(map(len, lines)) <= 80
+        assert lines[-1] == "everything: --all; a page: --html FILE"
+    assert "tight: " in "\n".join(answer_lines(replace(fitting(), question=asked)))
+
+
+def test_an_answer_of_what_is_short_shows_no_schedule() -> None:
+    remedies = (
+        Remedy("--optimizer host", same=True, seconds=90.0),
+        Remedy("--lora 16", same=False, means="adapters are trained", seconds=45.0),
+        Remedy("--gpus 2", same=True, means="of the 8 of a machine"),
+        Remedy("--context 64K", same=False),
+    )
+    text = "\n".join(answer_lines(replace(overrun(), remedies=remedies)))
+    assert text.startswith("does not fit: 48.0 GiB of device memory short\n")
+    assert "device: 128.0 GiB of 80.0 GiB\n  weights  " in text
+    assert "  --optimizer host: 90 s a step, the same results\n" in text
+    assert "  --lora 16: 45 s a step, other results, adapters are trained\n" in text
+    assert "  --gpus 2: the same results, of the 8 of a machine\n" in text
+    assert "--context" not in text
+    assert not any(word in text for word in ("schedule", "chunks", "runners-up", "MFU", "main"))
+    alone = "\n".join(answer_lines(replace(overrun(), remedies=())))
+    assert "changes: none of those that were tried makes it fit" in alone
+
+
+def test_an_answer_says_that_a_card_is_planned_only() -> None:
+    asked = replace(question(), machine=machine("mi300x"))
+    text = "\n".join(answer_lines(replace(fitting(), question=asked)))
+    assert "planned only: farspan's kernels and tests are for NVIDIA GPUs" in text
+    assert "planned only" not in "\n".join(answer_lines(fitting()))

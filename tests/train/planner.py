@@ -19,7 +19,9 @@ STATES = 16  # bytes a float32 parameter: weight, gradient, two moments
 
 def one_memory(size: int = GIB) -> MachineSpec:
     """A CPU with so much memory, for a planner that does not ask for its rates."""
-    return replace(machine("h200"), name="stand-in", unified=True, host_bytes=size, reserve=1000)
+    return replace(
+        machine("h200"), name="stand-in", unified=True, processors=0, host_bytes=size, reserve=1000
+    )
 
 
 def plan_for(question: Question, name: str, schedule: Schedule) -> Plan:

@@ -238,7 +238,9 @@ def test_adapters_of_another_kind_are_refused(tmp_path: Path) -> None:
         start=StartConfig(plain.folder)
     )
     wider = lora(rank=8, alpha=16.0)
-    assert "is [4, 16], here [8, 16]" in refused(model=wider, start=folder)
+    told = refused(model=wider, start=folder)
+    assert "have rank 4 and count alpha 8, here 8 and 16; give model.lora as there: rank: 4" in told
+    assert "have rank 4 and count alpha 8, here 8 and 16" in refused(model=wider)
     states = replace(folder, states=True)
     assert "holds adapters alone; leave it out (--with-states)" in refused(start=states)
     path = replace(run.model, path=str(saved), lora=None)

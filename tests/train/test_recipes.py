@@ -105,7 +105,7 @@ def test_positions_are_stretched(examples: Path, monkeypatch: pytest.MonkeyPatch
     refused = CliRunner().invoke(app, ["evaluate", "../smollm2", *given]).exception
     assert f"exceeds the model's max_position_embeddings of {POSITIONS:,}" in str(refused)
     for name in "stretched", "run":
-        assert "2K to 3,071" in farspan("evaluate", name, *given)
+        assert "2K to 3K" in farspan("evaluate", name, *given)
 
 
 def test_repositories_stay_whole(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,3 +124,24 @@ def test_a_revision_is_the_models(
         UnsupportedError, match=rf"data\.tokenizer: {tmp_path}: trust_remote_code runs"
     ):
         list(setup.show_data(run, 0, held_out=False))
+
+
+def test_documents_beyond_the_positions_are_said_first(tmp_path: Path) -> None:
+    """By the run before its data are read, and by `farspan data`."""
+    run = tiny_run(tmp_path)
+    config = {**(run.model.config or {}), "max_position_embeddings": 16}
+    run = replace(run, model=replace(run.model, config=config))
+    assert run.context > 16
+    shown = "\n".join(setup.show_data(run, 0, held_out=False))
+    assert "warning: farspan train will refuse this: context: a document of " in shown
+    told: list[str] = []
+
+    class Hears(Quiet):
+        def note(self, text: str) -> None:
+            told.append(text)
+
+    with pytest.raises(UnsupportedError, match="exceeds the model's max_position_embeddings"):
+        train(run, reporter=Hears())
+    assert f"context: {run.context} is beyond the model's 16 positions" in told[0]
+    fine = tiny_run(tmp_path)
+    assert "warning: farspan train" not in "\n".join(setup.show_data(fine, 0, held_out=False))

@@ -1,10 +1,12 @@
 """The command line. A command's module is imported when that command is called, so that help and
 planning need no torch."""
 
+import codecs
 import errno
 import io
 import os
 import sys
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -28,9 +30,9 @@ Settings = Annotated[
 USAGE, FAILED = 2, 1  # exit codes: what was asked cannot be done; it was done and is not good
 
 
-def typer_app(**options: Any) -> typer.Typer:
-    """An application without the trimmings that would hide a traceback or edit a user's shell."""
-    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, **options)
+def typer_app(*, completion: bool = False, **options: Any) -> typer.Typer:
+    """An application without the trimmings that would hide a traceback."""
+    return typer.Typer(add_completion=completion, pretty_exceptions_enable=False, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ app = lazy_group(
     COMMANDS,
     help="Train Hugging Face language models on sequences far longer than memory, exactly.",
     no_args_is_help=True,
+    completion=True,
 )
 
 
@@ -162,10 +165,39 @@ class Lasting(io.FileIO):
             return len(data)
 
 
+# What stands for a character that an encoding lacks; of all others, what they are made of.
+PLAIN = {"█": "#", **dict.fromkeys("▉▊▋▌", "+"), **dict.fromkeys("▍▎▏", "-")}
+PLAIN |= {"×": "x", "…": "...", "–": "-", "—": "-", "→": "->", "≤": "<=", "≥": ">=", "✓": "ok"}
+PLAIN |= {
+    "│": "|",
+    **dict.fromkeys("─━╸╺", "-"),
+    "\u2018": "'",
+    "\u2019": "'",
+    "\u201c": '"',
+    "\u201d": '"',
+}
+
+
+def in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Handle what cannot be encoded: write it in ASCII. A log or a pipe may know Latin-1 alone."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    found = error.object[error.start : error.end]
+    parts = (PLAIN.get(c) or unicodedata.normalize("NFKD", c) for c in found)
+    plain = ("".join(filter(str.isascii, part)) or "?" for part in parts)
+    return "".join(plain), error.end
+
+
+codecs.register_error("in_ascii", in_ascii)
+
+
 def lasting(stream: Any) -> Any:
-    """The same for text; a stream that a caller of `main` has put in place stays as it is."""
+    """The same for text, in ASCII where its encoding does not do; a stream that a caller of `main`
+    has put in place stays as it is. Of one that is closed, what is written is dropped."""
+    if stream is None or stream.closed:
+        return open(os.devnull, "w", encoding="utf-8")
     try:
-        if stream is None or stream.fileno() not in (1, 2):
+        if stream.fileno() not in (1, 2):
             return stream
     except io.UnsupportedOperation:
         return stream
@@ -173,7 +205,7 @@ def lasting(stream: Any) -> Any:
     return io.TextIOWrapper(
         raw if stream.write_through else io.BufferedWriter(raw),
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="in_ascii",
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

@@ -26,7 +26,7 @@ from farspan.data.token_cache import TokenStore
 from farspan.data.tokenizers import HubTokenizer, Tokenizer, load_tokenizer
 from farspan.durable import read_json, write_whole
 from farspan.engine.step import Step
-from farspan.formatting import read_tokens, write_tokens
+from farspan.formatting import read_tokens, write_number, write_tokens
 from farspan.hf.load import add_adapters, load_config, load_model
 from farspan.hf.merge import INDEX_FOLDER
 from farspan.hf.quantized import is_quantized_folder
@@ -82,7 +82,7 @@ Picture = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Tokens that are predicted from `begin` to `end` tokens before them."""
+    """Tokens that have at least `begin` and fewer than `end` tokens before them."""
 
     begin: int
     end: int
@@ -363,10 +363,10 @@ def _of_batch(step: Step, batch: PackedBatch) -> Iterator[tuple[str, np.ndarray]
 
 def ranges_of(losses: Sequence[np.ndarray]) -> Iterator[Range]:
     """Means over all documents by how many tokens lie before what is predicted."""
-    longest, begin, end = max(map(len, losses)), 0, FIRST
-    while begin < longest:
-        part = np.concatenate([own[begin:end] for own in losses])
-        yield Range(begin, min(end, longest), len(part), float(part.mean()))
+    longest, begin, end = max(map(len, losses)), 1, FIRST  # a document's first is not predicted
+    while begin <= longest:
+        part = np.concatenate([own[begin - 1 : end - 1] for own in losses])
+        yield Range(begin, min(end, longest + 1), len(part), float(part.mean()))
         begin, end = end, 2 * end
 
 
@@ -440,7 +440,8 @@ def show_evaluation(found: TextEvaluation) -> None:
     if found.needles:
         show_needles(found.needles)
     if found.cut:
-        show(f"{found.cut:,} documents are longer than the context; what lies beyond is left out")
+        are = f"{write_number(found.cut, 'document')} {'is' if found.cut == 1 else 'are'}"
+        show(f"{are} longer than the context; what lies beyond is left out")
     how = "" if found.schedule.sparse is None else ", with sparse attention, an approximation"
     show(
         f"{found.tokens:,} tokens in {found.dtype}: loss {found.loss:.4f}, perplexity "

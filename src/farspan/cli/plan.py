@@ -12,20 +12,29 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
 from farspan.cli.train import with_sparse, with_strategy
 from farspan.formatting import EXAMPLE, read_seconds, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.planner.api import AS_IN_RUN_FILES, HERE, Request
-from farspan.planner.machines import HOST_RESERVE
+from farspan.planner.machines import HOST_RESERVE, count_of, names_card
 from farspan.planner.machines import names as machine_names
 from farspan.planner.plans import best_plan, longest_contexts
+from farspan.planner.remedies import LORA, RANK
 from farspan.planner.request import SHARE, Optimizer, Plan, Question
 from farspan.profile.catalog import presets
 from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.page import write_page
-from farspan.report.plan import contexts_view, drive_json, loss_json, plan_view, timeline_json
+from farspan.report.plan import (
+    answer_view,
+    contexts_view,
+    drive_json,
+    loss_json,
+    plan_view,
+    timeline_json,
+)
 from farspan.report.plan_page import PageOf, plan_page
 from farspan.report.run import REPORT, read_run, run_page, runs_json
 from farspan.report.snapshot import plan_snapshot, write_snapshot
@@ -94,10 +103,11 @@ class PlanAnswer:
             answer = {**chosen.to_json(), **more, **self.run}
         return answer if self.longest is None else answer | self.longest.to_json()
 
-    def show(self) -> None:
-        """Print the answer for a person."""
+    def show(self, *, everything: bool) -> None:
+        """Print the answer for a person, or all that is known of it."""
+        view = plan_view if everything else answer_view
         if self.plan is not None:
-            show(plan_view(self.plan))
+            show(view(self.plan))
         for line in self.words:
             print(line)
         if self.longest is None:
@@ -106,7 +116,7 @@ class PlanAnswer:
         show(contexts_view(longest.plans, self.question, longest.strategies, longest.max_step))
         best = self.longest.best()
         if self.plan is None and best is not None:
-            show(plan_view(best))
+            show(view(best))
 
 
 def write_timeline(path: Path, plan: Plan | None) -> None:
@@ -155,6 +165,22 @@ def write_html(path: Path, answer: PlanAnswer, command: str) -> None:
     write_page(path, plan_page(found))
 
 
+def write_files(
+    answer: PlanAnswer,
+    timeline: Path | None,
+    snapshot: Path | None,
+    html: Path | None,
+    command: str,
+) -> None:
+    """What is asked for of a step drawn over time, its memory, and a page."""
+    if timeline is not None:
+        write_timeline(timeline, answer.chosen())
+    if snapshot is not None:
+        write_memory(snapshot, answer.chosen())
+    if html is not None:
+        write_html(html, answer, command)
+
+
 def command_line(context: typer.Context) -> str:
     """What was called, as it may be typed again: options in the order of the help."""
     words = ["plan"]
@@ -198,11 +224,16 @@ Context = Annotated[
 Machine = Annotated[
     str,
     typer.Option(
-        help="A file of `farspan calibrate`, `here` (measured where it was not yet), or a preset: "
-        f"{MACHINES}."
+        "--machine",
+        "--gpu",
+        help="A card by any usual name (4090, H100 PCIe, 8xh100), a file of `farspan calibrate`, "
+        f"or `here` (measured where it was not yet); cards: {MACHINES}.",
     ),
 ]
-Gpus = Annotated[int | None, typer.Option(help="Devices that share the sequence; default: 1.")]
+Gpus = Annotated[
+    str | None,
+    typer.Option(metavar="COUNT", help="Devices that share the sequence; default: 1."),
+]
 Batch = Annotated[int | None, typer.Option(help="Sequences a step; default: 1.")]
 StrategyName = Annotated[
     str | None,
@@ -255,6 +286,10 @@ Quantize = Annotated[
         "four bits (QLoRA)."
     ),
 ]
+QLora = Annotated[
+    bool,
+    typer.Option("--qlora", help=f"The same as --lora {RANK} --quantize {Quantization.NF4}."),
+]
 SparseText = Annotated[
     str | None,
     typer.Option(
@@ -301,10 +336,55 @@ Html = Annotated[
     typer.Option(help="Write the answer here as a page that any browser shows, without a network."),
 ]
 
+Everything = Annotated[
+    bool, typer.Option("--all", help="Print every part, lane, note and runner-up.")
+]
+
 FEW_COLLECTIONS = 1_000_000  # objects made between two
 
 
-@app.command("plan")
+# What options are called by other tools, which difflib would not find.
+ELSEWHERE = {
+    "--context": "--seq-len --seqlen --seq --seq-length --sequence-len --sequence-length --ctx "
+    "--context-length --max-seq-len --max-seq-length --max-length --tokens --length --cutoff-len",
+    "--gpus": "--num-gpus --n-gpus --ngpus --nproc-per-node --devices --num-devices --world-size",
+    "--gpu": "--card --device --hardware --accelerator",
+    "--batch": "--batch-size --bs --micro-batch-size --per-device-train-batch-size",
+    "--device-memory": "--vram --gpu-memory --gpu-mem --memory",
+    "--host-memory": "--ram --cpu-memory --main-memory --system-memory",
+    "--lora": "--lora-rank --lora-r --rank --peft --adapter --adapters",
+    "--quantize": "--load-in-4bit --bits --quantization --quant --4bit --load-in-8bit",
+    "--dtype": "--precision --bf16 --fp16 --fp32 --torch-dtype",
+    "--optimizer": "--optim --offload --cpu-offload --zero --zero-stage",
+    "--loss": "--objective --method --dpo --grpo --kto --orpo",
+    "--model": "--model-name-or-path --model-path --base-model --checkpoint",
+    "--max-context": "--longest --max-ctx",
+    "--html": "--page --output --report",
+}
+MEANT = {word: name for name, words in ELSEWHERE.items() for word in words.split()}
+
+
+class PlanCommand(TyperCommand):
+    """The command, whose options are known by what other tools call them, too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer; for an option of another tool the one that is meant is named, and `--lora`
+        without a rank has the usual one."""
+        given = []
+        for place, word in enumerate(args):
+            name = word.split("=")[0]
+            if (meant := MEANT.get(name)) is not None:
+                raise UnsupportedError(f"{name}: no such option of farspan plan; give {meant}")
+            given.append(word)
+            if word == LORA and all(
+                after.startswith("--") for after in args[place + 1 : place + 2]
+            ):
+                given.append(f"{RANK}")
+        rest: list[str] = super().parse_args(ctx, given)
+        return rest
+
+
+@app.command("plan", cls=PlanCommand)
 def plan_command(
     call: typer.Context,
     run: RunFile = None,
@@ -318,6 +398,7 @@ def plan_command(
     weights: WeightsTier = None,
     lora: Lora = None,
     quantize: Quantize = None,
+    qlora: QLora = False,
     dtype: DTypeName = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
@@ -331,13 +412,16 @@ def plan_command(
     snapshot: Snapshot = None,
     html: Html = None,
     settings: Settings = None,
+    everything: Everything = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Will it fit, how long is a step, what is the best schedule; exit 1 if it does not fit."""
     # Programs are small objects without cycles: to look for some took 7% of the time.
     gc.set_threshold(FEW_COLLECTIONS)
+    count = devices_of(gpus, machine)
+    lora, quantize = (lora or RANK, quantize or Quantization.NF4) if qlora else (lora, quantize)
     options = {
-        **{"model": model, "context": context, "machine": machine, "gpus": gpus, "batch": batch},
+        **{"model": model, "context": context, "machine": machine, "gpus": count, "batch": batch},
         **{"strategy": strategy, "optimizer": optimizer, "lora": lora, "dtype": dtype},
         **{"device_memory": device_memory, "host_memory": host_memory, "sparse": sparse},
         **{"margin": margin, "quantize": quantize, "weights": weights},
@@ -352,19 +436,31 @@ def plan_command(
     else:
         answer = _of_model(given, longest)
     chosen = answer.chosen()
-    if timeline is not None:
-        write_timeline(timeline, chosen)
-    if snapshot is not None:
-        write_memory(snapshot, chosen)
-    if html is not None:
-        write_html(html, answer, command_line(call))
+    write_files(answer, timeline, snapshot, html, command_line(call))
     if as_json:
         print(json.dumps(answer.to_json()))
     else:
-        answer.show()
+        answer.show(everything=everything)
     if html is not None:
         print(f"page: {html}", file=sys.stderr if as_json else sys.stdout)
     raise typer.Exit(0 if chosen and chosen.fits else FAILED)
+
+
+def devices_of(gpus: str | None, machine: str) -> int | None:
+    """The number of devices, of --gpus or of a machine such as 8xh100. Raises UnsupportedError for
+    a card in its place."""
+    counted = count_of(machine)
+    if gpus is None:
+        return counted
+    named = count_of(gpus)
+    if named or not gpus.strip().lstrip("-").isdecimal() or (machine == HERE and names_card(gpus)):
+        of = f"--gpus {named} --gpu CARD" if named else f"--gpu {shlex.quote(gpus)}"
+        raise UnsupportedError(
+            f"gpus: expected a number of devices, got {gpus!r}; for a card: {of}"
+        )
+    if counted not in (None, int(gpus)):
+        raise UnsupportedError(f"gpus: {gpus} here and {counted} in {machine!r}; give one of them")
+    return int(gpus)
 
 
 def _longest_step(max_step: str | None, max_context: bool) -> float | None:

@@ -45,6 +45,7 @@ from farspan.data.sources import (
 )
 from farspan.data.token_cache import TokenStore, Turns, Watch, open_store
 from farspan.data.tokenizers import Form, Source, Tokenizer
+from farspan.formatting import write_number
 from farspan.spec import UnsupportedError
 
 TRAINED = "data.path"
@@ -108,7 +109,7 @@ def refuse_shared(train: Source, held_out: Source) -> None:
         name = shared[0][1] if isinstance(train, DataFiles) else train.names()[0]
         raise UnsupportedError(
             f"data.held_out_path: {name} is also trained on; give other documents, or use held_out "
-            "to divide these"
+            "(a share, such as 0.05) to divide these"
         )
 
 
@@ -253,13 +254,14 @@ class Corpus:
         until = "until each source was read whole" if several else "an epoch"
         room = sum(part.train.sequences_per_epoch() for part in self.parts) * context
         lines = [
-            f"data: {kept.tokens:,} tokens{mostly}, {sequences:,} sequences of {context:,} "
-            f"{until}; {f'{held_out.kept.tokens:,} tokens' if held_out else 'none'} held out",
+            f"data: {kept.tokens:,} tokens{mostly}, {write_number(sequences, 'sequence')} of "
+            f"{context:,} {until}; "
+            f"{f'{held_out.kept.tokens:,} tokens' if held_out else 'none'} held out",
             *self._describe_parts(),
             *self._describe_fields(),
             *self._describe_pairs(),
             *dict.fromkeys(line for part in self.parts for line in part.turns),
-            f"packing: {kept.divided:,} of {kept.documents:,} documents divided, "
+            f"packing: {kept.divided:,} of {write_number(kept.documents, 'document')} divided, "
             f"{kept.padding / room:.1%} padding"
             + (f"; {kept.left_out:,} tokens in pieces that train none" if kept.left_out else ""),
         ]
@@ -288,7 +290,8 @@ class Corpus:
             yield (
                 f"source {config.path or config.source} ({config.format}): "
                 f"{part.weight / weights:.1%} of all tokens that are read; its {kept.tokens:,} in "
-                f"{part.train.sequences_per_epoch():,} sequences {times:.2f} times by then"
+                f"{write_number(part.train.sequences_per_epoch(), 'sequence')} {times:.2f} times "
+                "by then"
             )
             yield from _describe_files(part)
 

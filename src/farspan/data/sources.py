@@ -51,6 +51,7 @@ from farspan.data.tokenizers import (
     Tokenizer,
 )
 from farspan.lazy import load
+from farspan.profile.catalog import is_on_hub, refuse_unreachable
 from farspan.spec import UnsupportedError
 
 MOST_TEXT = 256 << 20  # bytes of a document: of a text file, of a line
@@ -582,6 +583,8 @@ def open_dataset(path: str, name: str | None, split: str) -> DatasetRows:
         if any((place / saved).is_file() for saved in SAVED):
             rows = _saved(load_from_disk(str(place)), path, name, split)
         else:
+            if not place.exists() and is_on_hub(path):
+                refuse_unreachable("data.path", path)
             local = str(place) if place.exists() else path
             rows = load_dataset(local, name, split=split)
     except UnsupportedError:

@@ -312,12 +312,14 @@ def _kept(
     names = " and ".join(map(_name, missing))
     progress(
         f"not measured yet for this {device.type} and torch {torch.__version__}: measuring {names} "
-        f"quickly, kept in {path} (farspan calibrate takes longer and is surer)"
+        f"quickly, kept in {path} if the machine is idle (farspan calibrate takes longer and is "
+        "surer)"
     )
     file = calibrate(device, missing, progress, quick=True)
-    if (words := busy_words(file.spread, "run farspan calibrate")) is not None:
-        LOG.warning("%s", words)
     file = replace(file, spec=replace(file.spec, rates={**known, **file.spec.rates}))
+    if (words := busy_words(file.spread, "run farspan calibrate")) is not None:
+        LOG.warning("%s; what was measured is used once and not kept", words)
+        return file.spec
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(to_json(file), indent=1).encode("utf-8"))

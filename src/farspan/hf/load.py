@@ -132,7 +132,8 @@ def config_for_planning(
     model that `farspan plan` knows, and no code of a model's own is run."""
     if path is None:
         return load_config(path=None, config=config, overrides=overrides, dtype=dtype)
-    refuse_absent("model.path", path)
+    if not is_on_hub(path):
+        refuse_absent("model.path", path)
     fields = find_config(with_revision(path, revision))
     found = config_from_fields(fields)
     _refuse_other_dtype(overrides, dtype)

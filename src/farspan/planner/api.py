@@ -9,8 +9,8 @@ from typing import Any, ParamSpec, Protocol, TypedDict, Unpack
 
 from farspan.formatting import did_you_mean, read_memory, read_tokens
 from farspan.lazy import load
+from farspan.planner.machines import count_of, with_main_memory
 from farspan.planner.machines import machine as find_machine
-from farspan.planner.machines import with_main_memory
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Optimizer, Plan, Question, loss_of, margin_of
 from farspan.profile.model import Variant
@@ -110,7 +110,7 @@ class Request:
             raise UnsupportedError(f"sparse: not with loss {loss.kind}; leave one of them out")
         optimizer = _optimizer(self.optimizer)
         weights = _weights(self.weights, optimizer)
-        layout = _layout(self.gpus, model)
+        layout = _layout(self._count(), model)
         run = RunSpec(self.batch, read_tokens(self.context, "context"))
         machine = self._machine()  # last: it may have to be measured
         question = Question(
@@ -152,8 +152,11 @@ class Request:
         if self.quantize is None:
             return
         wrong = None
-        if self.quantize not in tuple(Quantization):
-            wrong = f"expected {' or '.join(Quantization)}, got {self.quantize!r}"
+        if Quantization._missing_(self.quantize) is None:
+            wrong = (
+                f"expected {' or '.join(Quantization)} (four bits), got {self.quantize!r}, which "
+                "farspan does not have; give lora 16 and quantize nf4"
+            )
         elif isinstance(self.config, ModelSpec):
             wrong = "a described model has no such weights; give a model that can be profiled"
         elif not self.lora and not isinstance(self.config, Profiles):
@@ -162,10 +165,19 @@ class Request:
             )
         elif dtype_name(self.dtype) == "float64":
             wrong = "quantised weights have no products in float64; give dtype bf16 or fp32"
-        elif self.gpus != 1:
+        elif self._count() != 1:
             wrong = "quantised weights are for one device so far; give gpus 1"
         if wrong is not None:
             raise UnsupportedError(f"quantize: {wrong}")
+
+    def _count(self) -> int:
+        """Devices: of `gpus`, or of a machine such as `8xh100`."""
+        counted = count_of(self.machine)
+        if counted is None or self.gpus in (1, counted):
+            return counted or self.gpus
+        raise UnsupportedError(
+            f"gpus: {self.gpus} here and {counted} in machine {self.machine!r}; give one of them"
+        )
 
     def _machine(self) -> MachineSpec:
         found: object = self.machine

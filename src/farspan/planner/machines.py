@@ -4,11 +4,14 @@ A file is JSON: the fields of MachineSpec, `rates` by dtype with each curve a li
 and beside them `about` (what it is), `sources` (field to "datasheet: ...", "measured: ..." or
 "assumed: ..."), `measured_on` (hardware, versions, date) and `spread` (field to how many times as
 long the slowest look took as the fastest). None of these four is needed. Rates that contradict each
-other are refused: a machine that was busy while it was measured gives such."""
+other are refused: a machine that was busy while it was measured gives such. A preset may be `like`
+another, which has the values that it leaves out; `gpu_names` (as drivers give them) and `aliases`
+are what else it is called, and `note` is said beside every plan of it."""
 
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -43,7 +46,8 @@ MAY_BE_ZERO = (
     *("attention_workspace", "processors"),
 )
 KERNELS = [kernel.value for kernel in AttentionKernel if kernel is not AttentionKernel.AUTO]
-BESIDE = ("about", "sources", "measured_on", "spread")
+BESIDE = ("about", "sources", "measured_on", "spread", "note")
+OF_PRESETS = ("gpu_names", "aliases", "like")
 STEEPEST = 10.0  # a larger call's rate below a smaller one's: caches explain a factor of four
 TOGETHER = 2.0  # a direction beside the other one over itself alone; 1 but for noise
 BUSY = 1.5  # the slowest look over the fastest: what two looks that agree (1.1) do not explain
@@ -52,6 +56,19 @@ NAMED = 3  # fields that a warning names
 # Of all main memory, what no plan takes: the system has some, every process of a run (Python,
 # torch, CUDA's context: about 3 GiB), and loading passes weights through it.
 HOST_RESERVE = 0.1
+MOST_IN_ONE = 8  # cards that a person who writes 4x4090 has in one machine
+# How cards are called: `8xh100`, `2 x 3090`, `h100:8`; `80gb`; words and numbers, in any order.
+_COUNTED = re.compile(
+    r"(\d{1,5})\s*[x×*]\s*([a-z].*|\d{4}.*)|"
+    r"(.+?)(?:(?:\s|(?<=\d))[x×*]|\s*:)\s*(\d+)"
+)
+_MEMORY = re.compile(r"(\d+)[\s-]*g(?:i?b)?\b")
+_WORD = re.compile(r"sxm\d?|hbm\d?e?|rtx|super|ti|pro|pcie|nvl|blackwell|[a-z]+|\d+")
+_NOISE = re.compile(
+    r"nvidia|amd|geforce|g?rtx|gtx|tesla|quadro|instinct|gpu|card|graphics|"
+    r"sxm\d?|hbm\d?e?|tensor|core|edition|generation|founders|fe"
+)
+_ALIKE = 0.07  # a memory is called by its datasheet's number, or by what is left of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +80,7 @@ class MachineFile:
     sources: dict[str, str] = field(default_factory=dict)
     measured_on: dict[str, Any] = field(default_factory=dict)
     spread: dict[str, float] = field(default_factory=dict)  # slowest look over fastest, by field
+    note: str = ""  # said beside every plan
 
 
 def names() -> tuple[str, ...]:
@@ -71,29 +89,114 @@ def names() -> tuple[str, ...]:
 
 
 def machine(name_or_path: str | Path) -> MachineSpec:
-    """The machine of a preset's name, whatever its case, or of a JSON file.
+    """The machine of a card's name, in any usual writing, or of a JSON file.
 
-    Raises UnsupportedError for an unknown name, naming close ones, and for a file that is not a
-    machine, naming the field.
+    Of `4x4090` the machine has the four cards. Raises UnsupportedError for an unknown name, naming
+    close ones, and for a file that is not a machine, naming the field.
     """
-    return read(name_or_path).spec
+    spec, count = read(name_or_path).spec, count_of(name_or_path)
+    if count is None or spec.devices >= count or count > MOST_IN_ONE:
+        return spec
+    return replace(spec, devices=count)
 
 
 def read(name_or_path: str | Path) -> MachineFile:
     """The same with what is known about its numbers."""
     name = str(name_or_path)
-    if name.lower() in _presets():
-        return _presets()[name.lower()]
     path = Path(name_or_path).expanduser()
-    if path.suffix == ".json" or path.is_file():
+    if name.lower() not in _presets() and (path.suffix == ".json" or path.is_file()):
         return _read_file(path)
-    close = [known for known in names() if known.startswith(name.lower())]
-    close = close or difflib.get_close_matches(name.lower(), names(), n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names())}"
+    return _presets()[_preset_called(_counted(name)[1])]
+
+
+def count_of(name: object) -> int | None:
+    """How many cards a name counts, such as `8xh100`; None where it counts none."""
+    is_name = isinstance(name, str) and not Path(name).expanduser().is_file()
+    return _counted(str(name))[0] if is_name else None
+
+
+def names_card(word: str) -> bool:
+    """Is it a card's name, such as 4090?"""
+    return bool(_called(*_words(word)))
+
+
+def _counted(name: str) -> tuple[int | None, str]:
+    match = _COUNTED.fullmatch(name.strip().lower())
+    if match is None:
+        return None, name
+    before, card, other, behind = match.groups()
+    return int(before or behind), card or other
+
+
+def _words(name: str) -> tuple[tuple[str, ...], int | None]:
+    """What tells a card from others, sorted, and the GB that its name says."""
+    text = name.lower()
+    memory = _MEMORY.search(text)
+    if memory is not None:
+        text = f"{text[: memory.start()]} {text[memory.end() :]}"
+    words = (word for word in _WORD.findall(text) if not _NOISE.fullmatch(word))
+    return tuple(sorted(words)), None if memory is None else int(memory[1])
+
+
+@cache
+def _known() -> dict[str, dict[tuple[str, ...], int | None]]:
+    """The words of each preset's names, with the memory that they say."""
+    return {
+        name: dict(map(_words, (name, *values["gpu_names"], *values.get("aliases", ()))))
+        for name, values in _raw_presets().items()
+    }
+
+
+def _size(name: str) -> int:
+    """The GB of a preset's memory, as its datasheet has it."""
+    found = _MEMORY.search(_presets()[name].about.lower())
+    return int(found[1]) if found else 0
+
+
+def _called(words: tuple[str, ...], memory: int | None) -> list[str]:
+    """The presets that are called so."""
+    found = [name for name, known in _known().items() if words in known]
+    if memory is None and not found:  # `a100 80`
+        sizes = [int(word) for word in words if word.isdecimal()]
+        others = ((size, tuple(word for word in words if word != str(size))) for size in sizes)
+        return [n for size, rest in others for n in _called(rest, size) if rest]
+    if memory is not None:
+        said = {name: _known()[name][words] for name in found}
+        return [
+            n for n in found if said[n] == memory or abs(_size(n) - memory) <= _ALIKE * _size(n)
+        ]
+    return [name for name in found if _words(name)[1] is None] or found
+
+
+def _preset_called(name: str) -> str:
+    """The one preset that a name means. Raises UnsupportedError naming those it may mean."""
+    if name.lower() in _presets():
+        return name.lower()
+    words, memory = _words(name)
+    found = _called(words, memory)
+    if len(found) == 1:
+        return found[0]
     raise UnsupportedError(
-        f"machine: {name!r} is neither a preset nor a machine file; {hint} (farspan calibrate "
-        "writes a file for the machine at hand)"
+        f"machine: {name!r} is neither a preset nor a machine file; "
+        f"{_hint(name, words, memory, found)} (farspan calibrate writes a file for the machine at "
+        "hand)"
     )
+
+
+def _hint(name: str, words: tuple[str, ...], memory: int | None, found: list[str]) -> str:
+    other = _called(words, None) if memory is not None and words else []
+    if other:
+        has = " or ".join(f"{_size(of)} GB" for of in other)
+        return f"{other[0]} has {has}; give --machine {other[0]} --device-memory {memory}GB"
+    if name.strip().isdecimal():
+        return f"for a number of devices give --gpus {name.strip()}, and the card with --machine"
+    numbers = {word for word in words if word.isdecimal() and len(word) > 1}
+    sized = [of for of in names() if memory is not None and not words and _size(of) == memory]
+    close = found or [of for of in names() if of.startswith(name.lower())] or sized
+    close = close or [of for of, known in _known().items() if numbers & set().union(*known)][:3]
+    plain = "".join(_WORD.findall(name.lower()))
+    close = close or difflib.get_close_matches(plain, names(), n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names())}"
 
 
 def with_main_memory(spec: MachineSpec, size: int) -> MachineSpec:
@@ -157,6 +260,7 @@ def from_json(values: object, where: str) -> MachineFile:
         dict(_mapping("sources", values.get("sources", {}), where)),
         dict(_mapping("measured_on", values.get("measured_on", {}), where)),
         {name: _number(f"spread.{name}", ratio, where) for name, ratio in spread.items()},
+        _text("note", values.get("note", ""), where),
     )
 
 
@@ -356,16 +460,21 @@ def _raw_presets() -> dict[str, dict[str, Any]]:
 
 @cache
 def _presets() -> dict[str, MachineFile]:
-    presets = {}
-    for name, values in _raw_presets().items():
-        given = {key: value for key, value in values.items() if key != "gpu_names"}
-        presets[name] = from_json({"name": name, **given}, f"preset {name}")
-    return presets
+    return {name: _preset(name, values) for name, values in _raw_presets().items()}
+
+
+def _preset(name: str, values: Mapping[str, Any]) -> MachineFile:
+    """With what it leaves out from the preset that it is like."""
+    base = _raw_presets()[values["like"]] if "like" in values else {}
+    sources = {**base.get("sources", {}), **values["sources"]}
+    found = {**base, **values, "name": name, "sources": sources}
+    given = {key: value for key, value in found.items() if key not in OF_PRESETS}
+    return from_json(given, f"preset {name}")
 
 
 def with_kernels(machine: MachineSpec, *, deterministic: bool) -> MachineSpec:
     """The machine at the rates that attention has where its bits are the same every time."""
-    if not deterministic or machine.unified:
+    if not deterministic or machine.on_cpu:
         return machine
     rates = {dtype: _slower(rates) for dtype, rates in machine.rates.items()}
     return replace(machine, rates=rates)

@@ -47,6 +47,7 @@ SEARCHES = 3  # and searches for a faster one
 CANDIDATES = 6  # schedules whose memory is looked at more closely where the least is sought
 ANY_STRATEGY = Remedy(f"--strategy {AUTO}", same=True)
 MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
+REMEDY_SECONDS = 1.0  # of the search for what a change gives
 WAITS = 0.01  # of a step: more are not counted by fewer layers
 
 
@@ -278,7 +279,12 @@ def _remedies(plan: Plan, strategies: Sequence[str] | None) -> tuple[Remedy, ...
     """For strategies that were named, any other first."""
     if strategies is not None and fits(plan.question):
         return (ANY_STRATEGY,)
-    return remedies_of(plan.question, partial(fits, strategies=strategies))
+
+    def seconds(question: Question) -> float:
+        best, _ = chosen(_plans(question, strategies or [GROUPED], REMEDY_SECONDS))
+        return best.seconds.total if best.fits else 0.0
+
+    return remedies_of(plan.question, partial(fits, strategies=strategies), seconds=seconds)
 
 
 def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:

@@ -206,7 +206,7 @@ class Prices:
     def __post_init__(self) -> None:
         self.rates = rates_of(self.question)
         self.collectives = Collectives(self.question)
-        gpu = not self.question.machine.unified
+        gpu = not self.question.machine.on_cpu
         self.sparse = SparsePrices(self.program, self.rates, self._moved, gpu)
         seen: dict[LayerSpec, int] = {}
         self._classes = [seen.setdefault(spec, len(seen)) for spec in self.program.model.layers]

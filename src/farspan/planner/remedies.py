@@ -13,7 +13,7 @@ from farspan.formatting import write_bytes, write_most, write_tokens
 from farspan.memory.host import GIB, MIB
 from farspan.planner.evaluate import most_layers, stage_schedule
 from farspan.planner.machines import machine as find_machine
-from farspan.planner.machines import names, with_main_memory
+from farspan.planner.machines import names, read, with_main_memory
 from farspan.planner.request import Budget, Optimizer, Plan, Question, Remedy, margin_of
 from farspan.program.layout import sequence_layout
 from farspan.program.residency import RESIDENCY
@@ -25,6 +25,7 @@ LEAST_CONTEXT = 1024  # tokens
 LORA, RANK = "--lora", 16  # of the adapters that are tried
 WEIGHTS = f"--weights {Tier.HOST}"
 LARGER = 1.1  # of a card's memory, to be another one
+TIMED = 3  # changes whose step is planned
 TRIES = 250  # of changes: 4 seconds at 16 ms each, for Llama-3-70B on eight cards
 
 Fits = Callable[[Question], bool]
@@ -32,9 +33,14 @@ Changes = Iterator[tuple[Remedy, Question]]
 Kind = Callable[[Question], Changes]
 
 
-def remedies_of(question: Question, fits: Fits, tries: int = TRIES) -> tuple[Remedy, ...]:
+def remedies_of(
+    question: Question,
+    fits: Fits,
+    tries: int = TRIES,
+    seconds: Callable[[Question], float] = lambda _: 0.0,
+) -> tuple[Remedy, ...]:
     """Changes with which something fits, the cheapest first; none where none of the first
-    `tries` helps."""
+    `tries` helps. Of the first few it is said how many `seconds` a step then takes."""
     count = 0
     found: list[Remedy] = []
 
@@ -47,7 +53,8 @@ def remedies_of(question: Question, fits: Fits, tries: int = TRIES) -> tuple[Rem
             if fits(changed):
                 # A change that helps alone needs no other.
                 if not any(_pairs(remedy) >= _pairs(known) for known in found):
-                    found.append(remedy)
+                    takes = seconds(changed) if len(found) < TIMED else 0.0
+                    found.append(replace(remedy, seconds=takes))
                 return
 
     first(_on_host(question))
@@ -236,7 +243,9 @@ def _cards(question: Question) -> Changes:
     if here.unified or (usual is not None and usual.device_bytes != here.device_bytes):
         return  # a memory that was given would be given of the other, too
     known = here.device_bytes
-    for other in sorted(map(find_machine, names()), key=lambda spec: spec.device_bytes):
+    cards = [read(name) for name in names()]
+    offered = (card.spec for card in cards if not card.note and not card.spec.unified)
+    for other in sorted(offered, key=lambda spec: spec.device_bytes):
         if other.device_bytes < LARGER * known:
             continue
         known = other.device_bytes
@@ -318,7 +327,7 @@ def _given(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
 
 def breaks_first(plan: Plan) -> str:
     """Which tier is too small, by how much, and what fills it."""
-    tier, budget = _fuller(plan)
+    tier, budget = fuller(plan)
     largest = sorted(filter(budget.parts.get, budget.parts), key=lambda part: -budget.parts[part])
     fills = " and ".join(
         f"{write_bytes(budget.parts[part])} of {part_words(part)}" for part in largest[:2]
@@ -333,7 +342,8 @@ def breaks_first(plan: Plan) -> str:
     )
 
 
-def _fuller(plan: Plan) -> tuple[Tier, Budget]:
+def fuller(plan: Plan) -> tuple[Tier, Budget]:
+    """The tier that breaks first, or is the fuller one."""
     device_share = plan.device.total / max(1, plan.device.limit)
     host_share = plan.host.total / max(1, plan.host.limit)
     if plan.host.left >= 0 or (plan.device.left < 0 and device_share >= host_share):

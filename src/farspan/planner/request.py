@@ -81,7 +81,7 @@ class Question:
         """How the machine runs the model, with adapters of this rank: on a GPU by farspan's own
         kernels, of 16 or 32 bits, unless the question says otherwise. Slices of weights run as the
         model has them."""
-        whole = not self.machine.unified and self.layout.tensor == 1
+        whole = not self.machine.on_cpu and self.layout.tensor == 1
         fused = whole and self.kernels.fused and self.dtype != "float64"
         adds = whole and self.kernels.accumulate
         return Variant(self.dtype, rank, fused, adds, nf4=self.nf4)
@@ -236,6 +236,7 @@ class Remedy:
     options: str  # of `farspan plan`
     same: bool  # a run computes what was asked for, up to rounding
     means: str = ""  # what else it is
+    seconds: float = 0.0  # a step then takes; 0: not planned
 
     def words(self) -> str:
         results = "the same results" if self.same else "other results"

@@ -378,7 +378,7 @@ def _sums_apart(question: Question) -> bool:
     """Is dQ summed by flash attention 2, and the same way each time?"""
     kernels = question.kernels
     flash = kernels.attention in (AttentionKernel.AUTO, AttentionKernel.FLASH)
-    on_gpu = not question.machine.unified and question.dtype in HALF
+    on_gpu = not question.machine.on_cpu and question.dtype in HALF
     return kernels.deterministic and flash and on_gpu
 
 

@@ -4,6 +4,10 @@ import difflib
 import json
 import os
 import re
+import ssl
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -27,6 +31,9 @@ _MOST = {
 }
 CLOSE = 5  # presets named after a slip of the pen
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_ADDRESS = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)[^@]*")
+_TUNED = re.compile(r"(instruct|base|chat|it|pt|hf)$")  # of the shapes of the model before it
+PATIENCE = 2.5  # seconds that the hub has for a first answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,7 @@ def find_config(model: str) -> dict[str, Any]:
     place = Path(os.path.expanduser(model))
     if (place / "config.json").is_file():
         return read_config(place / "config.json")
-    preset = _named().get(model.lower())
+    preset = _preset_called(model)
     if preset is not None:
         return deepcopy(preset.config)
     if place.is_file():
@@ -68,7 +75,8 @@ def find_config(model: str) -> dict[str, Any]:
         raise UnsupportedError(
             f"model: {model} holds no config.json; expected a saved model's folder"
         )
-    name, revision = split_revision(model)
+    address = _ADDRESS.fullmatch(model)
+    name, revision = split_revision(address[4] if address else model)
     if _HUB_NAME.fullmatch(name) and place.suffix != ".json":
         return read_config(_from_hub(name, revision))
     raise UnsupportedError(
@@ -81,13 +89,68 @@ def find_preset(model: str) -> Preset | None:
     """The preset that a name means, if no folder in sight has it."""
     if (Path(os.path.expanduser(model)) / "config.json").is_file():
         return None
-    return _named().get(model.lower())
+    return _preset_called(model)
+
+
+def _preset_called(model: str) -> Preset | None:
+    """The preset of a name in any usual writing: `Qwen3 8B`, `qwen3_8b`, the address of its page;
+    without its owner, also of what was tuned from it, whose shapes are the same."""
+    if model.startswith((".", "/", "~")):
+        return None  # a path
+    address = _ADDRESS.fullmatch(model)
+    name = _plain(address[4] if address else model)
+    return _named().get(name) or (None if "/" in model else _named().get(_TUNED.sub("", name)))
+
+
+def refuse_unreachable(field: str, name: str) -> None:
+    """Raises UnsupportedError where the hub, which has `name`, does not answer: the library would
+    try again for half a minute. What is in the cache needs no network."""
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        return
+    place = load("huggingface_hub.constants", "HF_HUB_CACHE")
+    cached = [Path(place) / f"{kind}--{name.replace('/', '--')}" for kind in ("models", "datasets")]
+    why = None if any(map(Path.exists, cached)) else _unreachable()
+    if why is not None:
+        close = _close(name)
+        raise UnsupportedError(
+            f"{field}: {name!r} is not here, and the Hugging Face hub cannot be reached ({why}); "
+            "connect, or give a folder or a file that is here"
+            + (f" ({close})" if close.startswith("did") else "")
+        )
+
+
+@cache
+def _unreachable() -> str | None:
+    """Why the hub does not answer, within seconds; None where it does, whatever it says."""
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    patience = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or PATIENCE)
+    answers: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            asked = urllib.request.Request(endpoint, method="HEAD")
+            urllib.request.urlopen(asked, timeout=patience).close()
+        except (urllib.error.HTTPError, ssl.SSLError):
+            pass  # it is there
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ssl.SSLError):
+                answers.append(" ".join(str(error.reason).split()))
+        except (OSError, ValueError) as error:
+            answers.append(str(error))
+        answers.append(None)
+
+    asking = threading.Thread(target=ask, daemon=True)  # a name's look-up has no time limit
+    asking.start()
+    asking.join(patience)
+    return answers[0] if answers else f"{endpoint} has not answered for {patience:g} s"
 
 
 def refuse_absent(field: str, name: str) -> None:
-    """Raises UnsupportedError for what is neither here nor a name of the hub, which would be asked
-    for it in silence for most of a minute."""
-    if not _HUB_NAME.fullmatch(name) and not Path(name).expanduser().exists():
+    """Raises UnsupportedError for what is neither here nor a name of the hub, or on a hub that
+    cannot be reached: the library would ask for it in silence for most of a minute."""
+    if is_on_hub(name):
+        refuse_unreachable(field, name)
+    elif not _HUB_NAME.fullmatch(name) and not Path(name).expanduser().exists():
         raise UnsupportedError(
             f"{field}: no folder {name} here; give one that is, or a hub name such as "
             "Qwen/Qwen2.5-7B"
@@ -124,7 +187,10 @@ def _from_hub(model: str, revision: str | None) -> Path:
         cached = load("huggingface_hub", "try_to_load_from_cache")(*of, revision=revision)
         if isinstance(cached, str):
             return Path(cached)
+        refuse_unreachable("model", model)
         return Path(load("huggingface_hub", "hf_hub_download")(*of, revision=revision))
+    except UnsupportedError:
+        raise
     except ImportError as error:
         raise UnsupportedError(
             f"model: {model} is no preset, and reading the hub needs huggingface_hub ({error}); "
@@ -182,7 +248,7 @@ def _close(model: str) -> str:
     names = {preset.name.lower(): preset.name for preset in presets()}
     near = difflib.get_close_matches(model.lower().split("/")[-1], names, CLOSE, cutoff=0.5)
     if near:
-        return f"close to it: {', '.join(names[name] for name in near)}"
+        return f"did you mean {' or '.join(names[name] for name in near)}?"
     return f"presets: {', '.join(names.values())}"
 
 
@@ -197,10 +263,15 @@ def _presets() -> tuple[Preset, ...]:
 
 @cache
 def _named() -> dict[str, Preset]:
-    """Presets by every name they go by, in lower case."""
+    """Presets by every name they go by, its letters and numbers alone."""
     return {
-        name.lower(): preset
+        _plain(name): preset
         for preset in presets()
         for name in (preset.name, *preset.aliases, preset.hub)
         if name
     }
+
+
+def _plain(name: str) -> str:
+    """What writings of one name have in common."""
+    return "".join(filter(str.isalnum, name.lower()))

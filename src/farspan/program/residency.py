@@ -111,7 +111,7 @@ def _attention(_: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
 
 RESIDENCY: dict[Kind, Residency] = {
     Kind.X: Residency(
-        words="x, inputs of the groups",
+        words="inputs of layer groups",
         rows=CutInto.TOKENS,
         written="the group below, or the stage before; in the backward its gradient",
         read="the group above, and its backward",

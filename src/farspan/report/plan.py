@@ -1,12 +1,12 @@
-"""A plan as tables for a terminal, and its step as a trace of events."""
+"""A plan as an answer of a screen, as tables, and its step as a trace of events."""
 
 import math
-import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -14,8 +14,9 @@ from rich.text import Text
 from farspan.formatting import write_bytes, write_most, write_seconds, write_tokens
 from farspan.planner.evaluate import most_layers, programs, size, slowest, stage_schedule
 from farspan.planner.feasibility import loss_seconds
+from farspan.planner.machines import names, read
 from farspan.planner.prices import Prices
-from farspan.planner.remedies import part_words
+from farspan.planner.remedies import fuller, part_words
 from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question
 from farspan.planner.states import drive_bytes, update_overlaps
 from farspan.planner.timeline import Span, spans
@@ -31,12 +32,11 @@ from farspan.program.program import (
     Program,
 )
 from farspan.report.tables import (
-    WIDE,
+    bar,
     bars_table,
     launch_words,
     layout_words,
     lines_table,
-    plain_lines,
     schedule_words,
 )
 from farspan.spec import LossKind, Quantization, Reference, Tier
@@ -64,7 +64,7 @@ RECURRENT = (
 )
 NOTHING_HELPS = "none of those that were tried makes it fit"
 FITS = {Fit.NOT: "no", Fit.TIGHT: "tight", Fit.ROOMY: "yes"}
-FITTING = {Fit.NOT: "does NOT fit", Fit.TIGHT: "fits, tightly", Fit.ROOMY: "fits"}
+FITTING = {Fit.NOT: "does not fit", Fit.TIGHT: "fits, tightly", Fit.ROOMY: "fits"}
 LANES = {
     "compute": "compute",
     "fetch": "host to device",
@@ -93,10 +93,139 @@ def plan_view(plan: Plan) -> RenderableType:
     return Group(*parts)
 
 
+# -- an answer of a screen -------------------------------------------------------------------------
+
+LINES, COLUMNS = 25, 80
+ON_DEVICE, ON_HOST, RUNNERS_UP = 5, 3, 3  # how many are named; the others are one
+CHANGES = 3
+ALL = "everything: --all; a page: --html FILE"
+BOUND = {
+    "compute": "computation",
+    "link": "copies to and from main memory",
+    "network": "the network",
+    "host": "kernel launches",
+}
+STATES = {
+    Optimizer.ADAMW: "states on the device",
+    Optimizer.ADAMW8BIT: "8-bit states on the device",
+    Optimizer.HOST: "states in main memory",
+    Optimizer.DISK: "states on a drive",
+    Optimizer.NONE: "no optimizer states",
+}
+
+
 def plan_text(plan: Plan) -> str:
-    """The same as plain text, as wide as the terminal; where there is none, not wrapped."""
-    width = Console().width if sys.stdout.isatty() else WIDE
-    return "\n".join(plain_lines(plan_view(plan), width)).rstrip("\n")
+    """The answer as plain text."""
+    return "\n".join(answer_lines(plan))
+
+
+def answer_view(plan: Plan) -> Text:
+    """The answer for a terminal, whose first words have the colour of a yes or a no."""
+    text = Text("\n".join(answer_lines(plan)), no_wrap=True, overflow="ignore")
+    text.stylize("bold green" if plan.fits else "bold red", 0, len(FITTING[plan.fit]))
+    return text
+
+
+def answer_lines(plan: Plan) -> list[str]:
+    """At most 25 lines of 80 columns: does it fit, and how; else what is short and what helps."""
+    lines = [*_wrapped(answer(plan)), *_wrapped(subject(plan)), ""]
+    if not plan.fits:
+        return [*lines, *_short_lines(plan), "", ALL]
+    unified = plan.question.machine.unified
+    tiers = ("memory, device tier", "memory, host tier") if unified else ("device", "main memory")
+    lines += _budget_lines(tiers[0], plan.device, ON_DEVICE)
+    lines += _budget_lines(tiers[1], plan.host, ON_HOST)
+    lines += ["", *_wrapped(_step_words(plan)), *_wrapped(_schedule_sentence(plan))]
+    if plan.alternatives:
+        lines += _wrapped(f"runners-up: {_runners_up(plan)}")[:1]
+    found = (*[tight_words(plan)] * plan.tight, *notes(plan))
+    said = [line for note in found for line in _wrapped(note.split(";")[0])]
+    room = LINES - len(lines) - 1
+    return [*lines, *said[:room], ALL]
+
+
+def answer(plan: Plan) -> str:
+    """Does it fit, where weights and optimizer states live, and how long a step takes."""
+    if not plan.fits:
+        tier, budget = fuller(plan)
+        place = "device" if tier is Tier.DEVICE else "host"
+        where = "of memory" if plan.question.machine.unified else f"of {place} memory"
+        return f"{FITTING[plan.fit]}: {write_bytes(-budget.left)} {where} short"
+    return (
+        f"{FITTING[plan.fit]}: {placement(plan.question)}, {write_seconds(plan.seconds.total)} a "
+        "step"
+    )
+
+
+def placement(question: Question) -> str:
+    """Where the optimizer's states and the weights live."""
+    states = STATES[question.optimizer]
+    if question.weights is not Tier.HOST:
+        return states
+    if question.optimizer is Optimizer.HOST:
+        return "weights and states in main memory"
+    return f"weights in main memory, {states}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, COLUMNS - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _budget_lines(tier: str, budget: Budget, most: int) -> list[str]:
+    """A tier's bytes by cause, the most first."""
+    parts = sorted((part for part in budget.parts.items() if part[1]), key=lambda part: -part[1])
+    rows = [(part_words(name), size) for name, size in parts]
+    if len(rows) > most:
+        rows = [*rows[: most - 1], ("others", sum(size for _, size in rows[most - 1 :]))]
+    whole = max(budget.limit, budget.total, 1)
+    named = [
+        f"  {name:<36} {write_bytes(size):>10}  {bar(size / whole)}".rstrip() for name, size in rows
+    ]
+    return [f"{tier}: {write_bytes(budget.total)} of {write_bytes(budget.limit)}", *named]
+
+
+def _step_words(plan: Plan) -> str:
+    return (
+        f"step: {write_seconds(plan.seconds.total)}, {_rate(plan)} tokens/s, MFU {plan.mfu:.1%}, "
+        f"bound by {BOUND.get(plan.seconds.bound, plan.seconds.bound)}"
+    )
+
+
+def _schedule_sentence(plan: Plan) -> str:
+    question = plan.question
+    chunks = len(chunks_of(question.model, question.run.tokens, plan.schedule, question.layout))
+    schedule = stage_schedule(question, plan.schedule)
+    words = schedule_words(schedule, most_layers(question), chunks)
+    walk, _, *kept = words[: 5 if schedule.sparse is None else 6]
+    return f"schedule: {plan.strategy}, {'; '.join((walk, *kept))}"
+
+
+def _runners_up(plan: Plan) -> str:
+    fitting = [other for other in plan.alternatives if other.fits]
+    named = [f"{o.strategy} {write_seconds(o.seconds.total)}" for o in fitting[:RUNNERS_UP]]
+    others = len(plan.alternatives) - len(fitting)
+    named += [f"{others} that do not fit"] * bool(others)
+    return ", ".join(named)
+
+
+def _short_lines(plan: Plan) -> list[str]:
+    """What is short and what fills it; the cheapest changes, and what each gives."""
+    tier, budget = fuller(plan)
+    lines = _budget_lines("device" if tier is Tier.DEVICE else "main memory", budget, ON_HOST)
+    if not plan.remedies:
+        return [*lines, "", *_wrapped(f"changes: {NOTHING_HELPS}; fewer tokens, or larger GPUs")]
+    lines += ["", "cheapest changes that make it fit:"]
+    for remedy in plan.remedies[:CHANGES]:
+        gives = f"{write_seconds(remedy.seconds)} a step" if remedy.seconds else ""
+        results = "the same results" if remedy.same else "other results"
+        means = ", ".join(filter(None, (gives, results, remedy.means)))
+        lines += [f"  {line}" for line in _wrapped(f"{remedy.options}: {means}")]
+    return lines
+
+
+# -- everything ------------------------------------------------------------------------------------
 
 
 def verdict(plan: Plan) -> Text:
@@ -148,6 +277,8 @@ def tight_words(plan: Plan) -> str:
 def notes(plan: Plan) -> Iterator[str]:
     """What stands between the plan and a run of `farspan train`."""
     question = plan.question
+    if question.machine.name in names() and (note := read(question.machine.name).note):
+        yield note
     run, longest = question.run, question.longest()
     if longest and run.tokens > longest:
         reach = write_tokens(longest)
@@ -192,10 +323,10 @@ def _wear(question: Question) -> str:
     """What an update takes of the drive."""
     size, rate = drive_bytes(question) * question.near(), question.machine.disk
     return (
-        f"planned of a drive of {rate / 1e9:g} GB/s (assumed, unless the machine file says so): "
-        f"each update reads and writes {size / 1e9:,.1f} GB of states, {2 * size / rate:,.1f} s; "
-        f"of {ENDURANCE / 1e12:g} TB that a drive endures (assumed) a step writes "
-        f"{size / ENDURANCE:.3%}: {ENDURANCE / max(1, size):,.0f} steps"
+        f"each update reads and writes {size / 1e9:,.1f} GB of states, "
+        f"{2 * size / rate:,.1f} s at {rate / 1e9:g} GB/s, and of {ENDURANCE / 1e12:g} TB that a "
+        f"drive endures it takes {size / ENDURANCE:.3%}, so {ENDURANCE / max(1, size):,.0f} steps; "
+        "both are assumed, unless the machine file says the rate"
     )
 
 
@@ -231,7 +362,7 @@ def loss_words(plan: Plan) -> Iterator[str]:
         where = f"{(whole - cut) / one:.1%} {where}"
     yield (
         f"loss {loss.kind}: a step takes {whole / one - 1:.1%} longer than one pass of this "
-        f"schedule: {cut / one - 1:.1%} since log-probabilities come before the backward; {where}"
+        f"schedule: {cut / one - 1:.1%} since log-probabilities come before the backward, {where}"
     )
     if loss.kind in PAIRS:
         yield "a pair is one sequence of two answers, priced as one document: it takes less"

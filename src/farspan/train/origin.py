@@ -247,10 +247,11 @@ def refuse_other_adapters(run: RunConfig, checkpoint: Path) -> None:
 
 
 def _refuse_scale(here: LoraConfig, there: LoraConfig, where: Path) -> None:
-    if here.scale() / here.rank != there.scale() / there.rank:
+    if here.rank != there.rank or here.scale() / here.rank != there.scale() / there.rank:
         raise UnsupportedError(
             f"the adapters of {where} have rank {there.rank} and count alpha "
-            f"{there.scale():g}, here {here.rank} and {here.scale():g}; give model.lora as there"
+            f"{there.scale():g}, here {here.rank} and {here.scale():g}; give model.lora as there: "
+            f"rank: {there.rank}, alpha: {there.scale():g}"
         )
 
 

@@ -37,6 +37,7 @@ from farspan.hf.load import (
 from farspan.hf.quantized import elements, format_of, frozen_digest, refuse_whole
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import (
+    context_limit,
     describe_positions,
     reads_text_alone,
     refuse_context,
@@ -111,6 +112,16 @@ def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
     return replace(run, model=model, data=data, parallel=check_ranks(run.parallel, ranks))
 
 
+def _tell_reach(blank: Any, context: int, observer: Observer) -> None:
+    """Before the data are read: a document longer than the model's positions is refused then."""
+    limit = context_limit(blank)
+    if limit is not None and context > limit:
+        observer.note(
+            f"context: {context:,} is beyond the model's {limit:,} positions: a longer document is "
+            "refused once the data are read; scale its RoPE, or set context to at most that"
+        )
+
+
 def make_context(
     run: RunConfig,
     components: Components,
@@ -118,13 +129,13 @@ def make_context(
     observer: Observer,
     about: Mapping[str, Any],
 ) -> RunContext:
-    """Everything loaded and made but the engine, and the layout of the ranks. `about` is the
-    about.json of an earlier part of the run. Raises UnsupportedError, and Interrupted while text
-    becomes tokens."""
+    """Everything made but the engine, and the layout of ranks; `about` is that file of an earlier
+    part of the run. Raises UnsupportedError, and Interrupted while text becomes tokens."""
     if run.optimizer.states is StatesPlace.EIGHT_BIT:
         load_adamw()  # now, rather than when the model is there
     memory = components.choose_allocator(run.allocator, world.device)
     blank = _blank_model(run, components, world)
+    _tell_reach(blank, run.context, observer)
     index = world.run_on_rank0(partial(index_of, run.sparse, blank), "reading the index")
     corpus, tokenizer = _open_data(run, observer.preparing)
     _check_data(run, corpus, tokenizer, blank, observer)
@@ -572,6 +583,10 @@ def show_data(
         revision=model.revision,
     )
     yield from describe_positions(config)
+    try:
+        refuse_context(config, min(run.context, corpus.longest))
+    except UnsupportedError as error:
+        yield f"warning: farspan train will refuse this: {error}"
     yield f"\nsequence {sequence}{' held out' if held_out else ''}"
     batch = packing.once(sequence) if held_out else packing.batch([sequence])
     yield from show_sequence(batch, tokenizer)

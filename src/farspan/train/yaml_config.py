@@ -313,7 +313,8 @@ def _match(option: Any, value: Any, path: str) -> tuple[bool, Any]:
     if origin is dict:
         return isinstance(value, Mapping), to_mapping(value)
     if isinstance(option, type) and issubclass(option, Enum):
-        found = [member for member in option if member.value == value]
+        other = option._missing_(value)  # what it is called elsewhere
+        found = [member for member in option if value == member.value or member is other]
         return bool(found), found[0] if found else None
     if option is float:
         return _match_float(value)

@@ -1,0 +1,90 @@
+"""What people type: each is answered, or refused by a sentence that has the right command in it."""
+
+from pathlib import Path
+from shlex import split
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from farspan import cli
+from farspan.spec import UnsupportedError
+
+SMALL = "--model Qwen2.5-0.5B"
+FITS = ("fits: ", 0)
+SHORT = ("does not fit: ", 1)
+
+
+def refused(words: str) -> tuple[str, int]:
+    return words, 2
+
+
+# What follows `farspan plan`, what the answer has, and the exit code.
+QUESTIONS: list[tuple[str, tuple[str, int]]] = [
+    # Cards by their usual names.
+    (f"{SMALL} --context 8K --machine 4090", FITS),
+    (f"{SMALL} --context 8K --gpu 'RTX 4090'", FITS),
+    (f"{SMALL} --context 8K --gpu 'NVIDIA GeForce RTX 4090'", FITS),
+    (f"{SMALL} --context 8K --gpu h100-80gb", FITS),
+    (f"{SMALL} --context 8K --gpu 8xh100", ("8 x h100", 0)),
+    (f"{SMALL} --context 8K --gpu '2x 3090'", ("2 x rtx3090", 0)),
+    (f"{SMALL} --context 8K --gpu mi300x", ("planned only: farspan's kernels", 0)),
+    (f"{SMALL} --context 8K --gpu 'DGX Spark'", ("1 x gb10", 0)),
+    (f"{SMALL} --context 8K --gpu a100", refused("did you mean a100-40g or a100-80g?")),
+    (f"{SMALL} --context 8K --gpu 4o90", refused("did you mean rtx4090")),
+    (f"{SMALL} --context 8K --gpu '4090 48gb'", refused("--machine rtx4090 --device-memory 48GB")),
+    (f"{SMALL} --context 8K --gpu 8", refused("give --gpus 8, and the card with --machine")),
+    (f"{SMALL} --context 8K --gpus h100", refused("--gpu h100")),
+    (f"{SMALL} --context 8K --gpus 4090", refused("--gpu 4090")),
+    (f"{SMALL} --context 8K --gpu 8xh100 --gpus 4", refused("give one of them")),
+    # Models.
+    ("--model 'Qwen2.5 0.5B' --context 8K --gpu 4090", FITS),
+    ("--model Qwen/Qwen2.5-0.5B-Instruct --context 8K --gpu 4090", refused("did you mean Qwen2.5")),
+    ("--model qwen2.5-0.5b-instruct --context 8K --gpu 4090", FITS),
+    ("--model https://huggingface.co/Qwen/Qwen2.5-0.5B --context 8K --gpu 4090", FITS),
+    ("--model qwem2.5-0.5b --context 8K --gpu 4090", refused("did you mean Qwen2.5-0.5B")),
+    ("--context 8K --gpu 4090", refused("give --model NAME, or the run file")),
+    # Sizes.
+    (f"{SMALL} --context 8k --gpu 4090", ("8K tokens", 0)),
+    (f"{SMALL} --context '8 K' --gpu 4090", ("8K tokens", 0)),
+    (f"{SMALL} --context 8,192 --gpu 4090", ("8K tokens", 0)),
+    (f"{SMALL} --context '8192 tokens' --gpu 4090", ("8K tokens", 0)),
+    (f"{SMALL} --context 8K --gpu 4090 --device-memory '48 gib'", ("of 48.0 GiB", 0)),
+    (f"{SMALL} --context 8K --gpu 4090 --device-memory 24", refused("write 24GiB")),
+    (f"{SMALL} --context 8kk --gpu 4090", refused("128K or 1M")),
+    (f"{SMALL} --gpu 4090", refused("give --context TOKENS, or --max-context")),
+    # Words of other tools.
+    (f"{SMALL} --context 8K --gpu 4090 --qlora", ("lora 16, nf4", 0)),
+    (f"{SMALL} --context 8K --gpu 4090 --lora --quantize 4bit", ("lora 16, nf4", 0)),
+    (
+        f"{SMALL} --context 8K --gpu 4090 --lora --quantize int8",
+        refused("give lora 16 and quan"),
+    ),
+    (f"{SMALL} --context 8K --gpu 4090 --dtype int8", refused("give quantize nf4, with lora")),
+    (f"{SMALL} --seq-len 8K --gpu 4090", refused("give --context")),
+    (f"{SMALL} --context 8K --gpu 4090 --batch-size 2", refused("give --batch")),
+    (f"{SMALL} --context 8K --gpu 4090 --vram 24GB", refused("give --device-memory")),
+    (f"{SMALL} --context 8K --gpu 4090 --load-in-4bit", refused("give --quantize")),
+    # What is short.
+    (f"{SMALL} --context 8K --gpu 4090 --device-memory 6GiB", SHORT),
+]
+
+
+@pytest.mark.parametrize(("asked", "answer"), QUESTIONS)
+def test_a_question_has_an_answer(
+    asked: str, answer: tuple[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("farspan.profile.catalog._unreachable", lambda: "no network")
+    words, code = answer
+    faster = [] if "--context" not in asked or code == 1 else ["--strategy", "oomb"]
+    done: Any = CliRunner().invoke(cli.app, ["plan", *split(asked), *faster])
+    if code == 2:
+        assert isinstance(done.exception, UnsupportedError), done.output
+        said = str(done.exception)
+        assert "\n" not in said
+    else:
+        assert done.exit_code == code, done.exception
+        said = done.output
+        assert len(said.splitlines()) <= 25
+    assert words in " ".join(said.split())
