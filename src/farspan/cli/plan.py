@@ -213,18 +213,22 @@ StrategyName = Annotated[
 OptimizerName = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(Optimizer)}; or as in a run file: "
-        f"{', '.join((*AS_IN_RUN_FILES, Optimizer.HOST, Optimizer.DISK))}; "
-        f"default: {Optimizer.ADAMW}."
+        help=f"{AUTO}, the default: AdamW with its states where a step is the fastest that fits; "
+        f"or {', '.join(Optimizer)}; or as in a run file: "
+        f"{', '.join((*AS_IN_RUN_FILES, Optimizer.HOST, Optimizer.DISK))}."
     ),
 ]
 WeightsTier = Annotated[
     str | None,
     typer.Option(
-        help="Where weights and their gradients live: device, the default, or host, with "
-        f"--optimizer {Optimizer.HOST} or {Optimizer.DISK}: the device has those of two groups of "
-        "layers, the embedding and the head; of several devices each has its shards there."
+        help=f"Where weights and their gradients live: {AUTO}, the default, device or host, with "
+        "optimizer states there or on a drive: the device has those of two groups of layers, the "
+        "embedding and the head; of several devices each has its shards there."
     ),
+]
+DriveFolder = Annotated[
+    str | None,
+    typer.Option(help="A folder on a drive, where states may go that fit nowhere else."),
 ]
 DTypeName = Annotated[str | None, typer.Option(help="bf16, fp32 or fp64; default: bf16.")]
 DeviceMemory = Annotated[
@@ -316,6 +320,7 @@ def plan_command(
     strategy: StrategyName = None,
     optimizer: OptimizerName = None,
     weights: WeightsTier = None,
+    disk: DriveFolder = None,
     lora: Lora = None,
     quantize: Quantize = None,
     dtype: DTypeName = None,
@@ -341,7 +346,7 @@ def plan_command(
         **{"strategy": strategy, "optimizer": optimizer, "lora": lora, "dtype": dtype},
         **{"device_memory": device_memory, "host_memory": host_memory, "sparse": sparse},
         **{"margin": margin, "quantize": quantize, "weights": weights},
-        **{"loss": loss, "reference": reference},
+        **{"loss": loss, "reference": reference, "disk": disk},
     }
     given = {name: value for name, value in options.items() if value is not None}
     longest = _longest_step(max_step, max_context)
@@ -411,17 +416,17 @@ def _of_run(
     run, notes = in_place_of(load_run(path, settings), given)
     asked = {name: given[name] for name in OF_MACHINE if name in given}
     try:
-        questions_of_run = load("farspan.train.plan_run", "questions_of_run")
+        question_of_run = load("farspan.train.plan_run", "question_of_run")
     except ImportError as error:
         raise UnsupportedError(
             f"{path}: planning a run file needs torch and transformers ({error}); pip install "
             "farspan, which has them, or give --model and --context in place of the run file"
         ) from error
-    questions = questions_of_run(run, asked, telling())
-    found, longest = questions.plan(), None
+    question = question_of_run(run, asked, telling())
+    found, longest = question.plan(), None
     if max_step is not None:
-        plans = questions.longest(max_step)
-        longest = Longest(tuple(questions.strategies() or STRATEGIES), plans, max_step)
+        plans = question.longest(max_step)
+        longest = Longest(tuple(question.strategies() or STRATEGIES), plans, max_step)
         notes += without_fields(run)
     words = (*notes, *found.words())
     return PlanAnswer(found.plan.question, found.plan, longest, words, found.to_json())
@@ -443,8 +448,11 @@ def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, li
     if "strategy" in given:
         run, note = with_strategy(run, given["strategy"])
         notes.append(note)
+    if "disk" in given:
+        run = replace(run, optimizer=replace(run.optimizer, disk=given["disk"]))
     if "weights" in given:
-        weights = convert(Tier, given["weights"], "weights")
+        own = None if given["weights"] == AUTO else given["weights"]
+        weights = convert(Tier | None, own, "weights")
         schedule = replace(run.schedule, weights=weights, weight_gradients=None)
         run = replace(run, schedule=schedule)
     if "sparse" in given:

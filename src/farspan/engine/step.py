@@ -95,6 +95,7 @@ _WHILE_SHARDED = (
     *("training", "_buffers", "_parameters", "_disable_adapters", "_adapters_disabled"),
     *UNREAD,
 )
+_Planner = Callable[[nn.Module, torch.device, RunSpec, Kernels, Objective], Plan]
 _VALUES = Objective(LossKind.GRPO)  # what is planned where a backward follows values of tokens
 
 
@@ -295,12 +296,14 @@ class Step(ProgramRunner):
         if found is None:
             self.release()  # what is free now is planned with
             with torch.inference_mode(False), torch.enable_grad():  # backwards are measured
-                found = self._planner(self.boundary.model, run, self._wanted, loss)
+                model, device = self.boundary.model, self.boundary.device
+                found = self._planner(model, device, run, self._wanted, loss)
             self._plans.append(found)
         if found.schedule is not self._schedule:
             self._programs.clear()
             self._preparations.clear()
             self._schedule = found.schedule
+            self._device = self.boundary.device if self._on_host else self._device
             if self._on_host != (self.weights is not None):
                 self.model_spec = self._describe()
 
@@ -678,7 +681,7 @@ class Step(ProgramRunner):
 
 def _written(
     schedule: Schedule | str, selector: object, ranks: object
-) -> tuple[Schedule | None, Callable[[nn.Module, RunSpec, Kernels, Objective], Plan] | None]:
+) -> tuple[Schedule | None, _Planner | None]:
     """The schedule, or who chooses one."""
     if isinstance(schedule, Schedule):
         if selector is not None and schedule.sparse is None:

@@ -15,7 +15,7 @@ from farspan.formatting import write_bytes, write_most, write_seconds, write_tok
 from farspan.planner.evaluate import most_layers, programs, size, slowest, stage_schedule
 from farspan.planner.feasibility import loss_seconds
 from farspan.planner.prices import Prices
-from farspan.planner.remedies import part_words
+from farspan.planner.remedies import part_words, place_words
 from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question
 from farspan.planner.states import drive_bytes, update_overlaps
 from farspan.planner.timeline import Span, spans
@@ -101,16 +101,21 @@ def plan_text(plan: Plan) -> str:
 
 def verdict(plan: Plan) -> Text:
     """Does it fit, by how much on each tier; if not, what breaks first and what would help."""
-    text = Text(f"{subject(plan)}\n")
-    text.append(FITTING[plan.fit], "bold green" if plan.fits else "bold red")
+    text = Text(FITTING[plan.fit], "bold green" if plan.fits else "bold red")
     spare, *more = verdict_lines(plan)
-    text.append(f": {spare}\n")
+    first = (chosen_words(plan), subject(plan), spare) if plan.fits else (spare, subject(plan))
+    text.append(": " + "\n".join(first) + "\n")
     for place, line in enumerate(more):
         breaks = not plan.fits and plan.reason and place == 0
         text.append(f"{line}\n", "red" if breaks else "yellow")
     for note in notes(plan):
         text.append(f"note: {note}\n")
     return text
+
+
+def chosen_words(plan: Plan) -> str:
+    """Where states, weights and gradients are, and how long a step is."""
+    return f"{place_words(plan.question)}, {write_seconds(plan.seconds.total)} a step"
 
 
 def verdict_lines(plan: Plan) -> list[str]:
@@ -160,14 +165,6 @@ def notes(plan: Plan) -> Iterator[str]:
             yield f"beyond the model's {reach} positions; scale its rope to train it"
     advised = " ".join(remedy.options for remedy in plan.remedies)
     asked = f"--optimizer {question.optimizer} {advised} "
-    place = Optimizer.DISK if f"--optimizer {Optimizer.DISK} " in asked else Optimizer.HOST
-    if question.weights is Tier.HOST or f"--weights {Tier.HOST}" in advised:
-        states = "" if question.optimizer is Optimizer.NONE else f" and optimizer.states: {place}"
-        yield f"farspan train has these with schedule.weights: host{states}"
-    elif f"--optimizer {Optimizer.HOST} " in asked:
-        yield "farspan train has these with optimizer.states: host, and with auto where it has to"
-    elif place is Optimizer.DISK:
-        yield "farspan train has these with optimizer.states: disk"
     if question.optimizer is Optimizer.DISK:
         yield _wear(question)
     if f"--optimizer {Optimizer.ADAMW8BIT} " in asked:
