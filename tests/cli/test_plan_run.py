@@ -14,6 +14,7 @@ from farspan.planner import plans
 from farspan.planner.evaluate import evaluate
 from farspan.planner.plans import placements
 from farspan.planner.request import Plan, Question, Remedy
+from farspan.profile.catalog import presets
 from farspan.program.strategies import strategy
 from farspan.spec import (
     LossKind,
@@ -25,8 +26,9 @@ from farspan.spec import (
     Sparse,
     UnsupportedError,
 )
-from farspan.train.config import load_run
+from farspan.train.config import StatesPlace, load_run
 from farspan.train.plan_run import Asked, QuestionOfRun, question_of_run
+from farspan.train.setup import resolve
 from farspan.train.trainer import train
 from tests.train.planner import GIB, one_memory
 from tests.train.tiny import MODEL, Quiet, replaced, tiny_run
@@ -315,11 +317,74 @@ def test_the_longest_context_says_what_it_leaves_open(file: Path) -> None:
     assert "leave open" not in call(write(file, schedule={"strategy": "fpdt"}), *small).output
 
 
-@pytest.mark.parametrize("path", ["Qwen2.5-0.5B", "./nowhere"])
-def test_a_path_is_one_that_the_run_can_load(file: Path, path: str) -> None:
-    """A preset's name is for --model."""
-    with pytest.raises(UnsupportedError, match=f"^model.path: no folder {path} here"):
-        asked(write(file, model={"path": path}))
+def test_a_path_is_one_that_the_run_can_load(file: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"^model.path: no folder ./nowhere here"):
+        asked(write(file, model={"path": "./nowhere"}))
+
+
+def test_a_preset_is_its_name_on_the_hub(file: Path) -> None:
+    run = load_run(write(file, model={"path": "qwen2.5-0.5b"}))
+    assert question_of_run(run, Asked(machine="h200"), print).run.model.path == "Qwen/Qwen2.5-0.5B"
+    assert resolve(run).model.path == resolve(run).data.tokenizer == "Qwen/Qwen2.5-0.5B"
+    paper = next(preset for preset in presets() if preset.hub is None)
+    with pytest.raises(UnsupportedError, match=r"^model\.path: the preset .* is of a paper"):
+        resolve(load_run(write(file, model={"path": paper.name})))
+
+
+WRITTEN = (
+    (("--device-memory", "12GiB"), ("host", "host")),
+    (("--device-memory", "24GiB"), ("adamw", "device")),
+    (("--weights", "host"), ("host", "host")),
+    (("--lora", "8", "--batch", "2", "--gpus", "2"), ("adamw", "device")),
+)
+
+
+@pytest.mark.parametrize(("options", "place"), WRITTEN)
+def test_a_plan_writes_a_run_file_that_trains_as_planned(
+    file: Path, options: tuple[str, ...], place: tuple[str, str]
+) -> None:
+    model = ("plan", "--model", "Qwen2.5-0.5B", "--context", "16K", "--machine", "h200")
+    wanted = CliRunner().invoke(cli.app, [*model, *options, "--json", "--write", str(file)])
+    found = json.loads(wanted.stdout)
+    assert (found["optimizer"], found["weights"]) == place
+    for words in ("DATA.jsonl", f"farspan data {file}", f"farspan train {file}"):
+        assert words in wanted.stderr, words
+    text = file.read_text()
+    assert "strategy: null" not in text
+    assert "strategy:\n" not in text
+    gpus = 2 if "--gpus" in options else None
+    again = asked(file, gpus=gpus).plan().plan.to_json()
+    for name in ("optimizer", "weights", "layout", "batch", "context", "dtype", "lora"):
+        assert again[name] == found[name], name
+    sizes = [
+        Schedule(groups=one["schedule"].pop("groups")).group_sizes(24) for one in (again, found)
+    ]
+    assert again["schedule"] == found["schedule"]
+    assert sizes[0] == sizes[1]
+    outcome = CliRunner().invoke(cli.app, [*model, *options, "--write", str(file)])
+    assert "is there already" in str(outcome.exception)
+
+
+def test_a_run_file_s_plan_is_written_with_all_that_it_said(file: Path) -> None:
+    write(file, schedule="auto", steps=9, optimizer={"lr": 1e-4}, batch=2)
+    new = file.with_name("new.yaml")
+    outcome = call(file, "--write", str(new))
+    assert "farspan train" in outcome.stdout
+    assert "DATA" not in outcome.stdout
+    before, after = load_run(file), load_run(new)
+    assert after.folder == "runs/new"
+    assert after.optimizer == replace(before.optimizer, states=StatesPlace.DEVICE)
+    same = replace(after, folder=before.folder, optimizer=before.optimizer)
+    assert replace(same, schedule=before.schedule) == before
+
+
+def test_what_does_not_fit_is_not_written(file: Path) -> None:
+    options = ("--model", "Qwen2.5-7B", "--context", "8K", "--machine", "h200")
+    little = ("--device-memory", "4GiB", "--host-memory", "8GiB", "--strategy", "recompute")
+    outcome = CliRunner().invoke(cli.app, ["plan", *options, *little, "--write", str(file)])
+    assert outcome.exit_code == 1
+    assert f"{file}: not written, as nothing fits" in outcome.stdout
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,22 @@ from farspan.planner.machines import HOST_RESERVE
 from farspan.planner.machines import names as machine_names
 from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.request import SHARE, Optimizer, Plan, Question
-from farspan.profile.catalog import presets
+from farspan.profile.catalog import hub_name, presets, split_revision
 from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.page import write_page
-from farspan.report.plan import contexts_view, drive_json, loss_json, plan_view, timeline_json
+from farspan.report.plan import (
+    FITTING,
+    chosen_words,
+    contexts_view,
+    drive_json,
+    loss_json,
+    plan_view,
+    timeline_json,
+)
 from farspan.report.plan_page import PageOf, plan_page
 from farspan.report.run import REPORT, read_run, run_page, runs_json
 from farspan.report.snapshot import plan_snapshot, write_snapshot
-from farspan.report.tables import show
+from farspan.report.tables import launch_words, show
 from farspan.spec import (
     LossKind,
     Quantization,
@@ -38,8 +46,8 @@ from farspan.spec import (
     UnsupportedError,
     dtype_name,
 )
-from farspan.train.config import DType, LoraConfig, RunConfig, load_run
-from farspan.train.yaml_config import convert
+from farspan.train.config import DType, LoraConfig, RunConfig, SparseConfig, built, load_run
+from farspan.train.yaml_config import changed, convert, in_k, schedule_mapping, write_mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,7 @@ class PlanAnswer:
     longest: Longest | None
     words: tuple[str, ...] = ()  # of the run that is planned, below its plan
     run: Mapping[str, Any] = field(default_factory=dict)  # what a program reads of it
+    planned: RunConfig | None = None  # the run, where a run file was planned
 
     def chosen(self) -> Plan | None:
         """The plan of the context asked for, or of the longest where none was."""
@@ -305,6 +314,11 @@ Html = Annotated[
     typer.Option(help="Write the answer here as a page that any browser shows, without a network."),
 ]
 
+WriteRun = Annotated[
+    Path | None,
+    typer.Option(help="Write a run file here that trains as planned; its data is to be filled in."),
+]
+
 FEW_COLLECTIONS = 1_000_000  # objects made between two
 
 
@@ -335,6 +349,7 @@ def plan_command(
     timeline: Timeline = None,
     snapshot: Snapshot = None,
     html: Html = None,
+    write: WriteRun = None,
     settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -369,6 +384,9 @@ def plan_command(
         answer.show()
     if html is not None:
         print(f"page: {html}", file=sys.stderr if as_json else sys.stdout)
+    if write is not None:
+        told = write_run(write, answer, given, command_line(call))
+        print(told, file=sys.stderr if as_json else sys.stdout)
     raise typer.Exit(0 if chosen and chosen.fits else FAILED)
 
 
@@ -429,7 +447,7 @@ def _of_run(
         longest = Longest(tuple(question.strategies() or STRATEGIES), plans, max_step)
         notes += without_fields(run)
     words = (*notes, *found.words())
-    return PlanAnswer(found.plan.question, found.plan, longest, words, found.to_json())
+    return PlanAnswer(found.plan.question, found.plan, longest, words, found.to_json(), found.run)
 
 
 def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
@@ -472,6 +490,65 @@ def _lora(rank: int) -> LoraConfig | None:
         return LoraConfig(rank) if rank else None
     except UnsupportedError as error:
         raise UnsupportedError(f"lora: {error}") from error
+
+
+# -- from a plan to a run -------------------------------------------------------------------------
+
+DATA = "DATA.jsonl"  # what stands for the user's
+
+
+def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command: str) -> str:
+    """Write a run file that trains as planned; what to do next. Raises UnsupportedError where
+    nothing fits, or something is there already."""
+    plan = answer.chosen()
+    if plan is None or not plan.fits:
+        return f"{path}: not written, as nothing fits; see what would help above"
+    if path.exists():
+        raise UnsupportedError(f"write: {path} is there already; delete it, or name another file")
+    question = plan.question
+    values = run_of_model(plan, given) if answer.planned is None else changed(answer.planned)
+    if values.get("folder") == f"runs/{Path(command.split()[2]).stem}":
+        del values["folder"]  # each file has its own
+    tokens = question.run.tokens
+    schedule = schedule_mapping(plan.schedule, len(question.model.layers), tokens)
+    optimizer = dict(values.get("optimizer", {}), states=STATES.get(question.optimizer, "auto"))
+    values |= {"context": in_k(tokens), "schedule": schedule, "optimizer": optimizer}
+    built(dict(values), (), str(path))  # it is one that can be read
+    text = f"# {command}\n# {FITTING[plan.fit]}: {chosen_words(plan)}\n{write_mapping(values)}"
+    write_page(path, text, "write")
+    start = f"farspan train {path}"
+    if question.layout.devices() > 1:
+        start = launch_words(question).partition(", with")[0].replace("RUN.yaml", str(path))
+    fill = [f"  put your data's path in the place of {DATA} in {path}"] * (DATA in text)
+    return "\n".join((f"{path}: written; next:", *fill, f"  farspan data {path}", f"  {start}"))
+
+
+STATES = {Optimizer.ADAMW: "device", Optimizer.ADAMW8BIT: "8bit"}
+STATES |= {Optimizer.HOST: "host", Optimizer.DISK: "disk"}
+
+
+def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run file says of a model that was planned, but for its context and placement. Raises
+    UnsupportedError for what no run file says."""
+    question = plan.question
+    if question.optimizer is Optimizer.NONE or question.loss.is_cut:
+        raise UnsupportedError(
+            "write: a run file of this loss or optimizer needs more than a plan knows; write its "
+            "loss, data.format and optimizer, and plan the file"
+        )
+    name, revision = split_revision(given["model"])
+    model = {"path": hub_name("model", name), "dtype": question.dtype}
+    model |= {} if revision is None else {"revision": revision}
+    model |= {"lora": {"rank": given["lora"]}} if given.get("lora") else {}
+    model |= {"quantize": given["quantize"]} if question.nf4 else {}
+    values = {"model": model, "data": {"source": "jsonl", "path": DATA}}
+    values |= {"batch": question.run.batch} if question.run.batch > 1 else {}
+    values |= {"margin": given["margin"]} if "margin" in given else {}
+    values |= {"parallel": AUTO} if question.layout.devices() > 1 else {}
+    if question.sparse is not None:
+        values["sparse"] = changed(SparseConfig().over(question.sparse))
+    values["optimizer"] = {"disk": given["disk"]} if "disk" in given else {}
+    return values
 
 
 def telling() -> Callable[[str], None]:

@@ -15,6 +15,7 @@ from farspan.planner.api import HERE, Request, as_run
 from farspan.planner.machines import with_kernels
 from farspan.planner.plans import best_plan, longest_contexts, plan_as_written
 from farspan.planner.request import Plan, Question
+from farspan.profile.catalog import hub_name
 from farspan.profile.store import Profiles
 from farspan.program.layout import (
     ALONE,
@@ -86,7 +87,7 @@ class PlanOfRun:
             "evaluations and checkpoints"
         )
         if run.schedule.strategy == AUTO:
-            line = as_yaml(plan.schedule, len(plan.question.model.layers))
+            line = as_yaml(plan.schedule, len(plan.question.model.layers), run.context)
             yield f"to keep this schedule, in the run file: {line}"
 
     def tokens(self) -> int:
@@ -153,17 +154,20 @@ def question_of_run(run: RunConfig, asked: Asked, progress: Callable[[str], None
     One sequence is one document, which is the most that attention can take. Raises UnsupportedError
     naming the field.
     """
-    run = replace(run, model=with_base(run.model)[0])
+    model = run.model
+    if model.path is not None:
+        model = replace(model, path=hub_name("model.path", model.path))
+    run = replace(run, model=with_base(model)[0])
     gpus = asked.get("gpus")
     if gpus is not None and gpus < 1:
         raise UnsupportedError(f"gpus: expected a whole number of devices >= 1, got {gpus}")
     machine = asked.get("machine", HERE)
     if machine == HERE:
         machine = machine_of(choose_device(run.device), torch_dtype(run), progress)
-    model, packed = _model(run)
+    config, packed = _model(run)
     run = _with_optimizer(run, asked)
     question = Request(
-        config=model,
+        config=config,
         context=run.context,
         machine=machine,
         batch=run.batch,

@@ -28,7 +28,7 @@ from farspan.hf.unsupported import (
     refuse_dropout,
     refuse_model,
 )
-from farspan.profile.catalog import is_on_hub, refuse_absent
+from farspan.profile.catalog import hub_name, is_on_hub, refuse_absent
 from farspan.program.layout import (
     AXES,
     Layout,
@@ -71,8 +71,9 @@ def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
     UnsupportedError."""
     model = run.model
     if model.path is not None:
-        refuse_absent("model.path", model.path)
-        refuse_unpinned(model.path, model.trust_remote_code, model.revision)
+        model = replace(model, path=hub_name("model.path", model.path))
+        refuse_absent("model.path", str(model.path))
+        refuse_unpinned(str(model.path), model.trust_remote_code, model.revision)
         model, adapters = with_base(model)
         if adapters is not None:
             if run.start not in (None, StartConfig(adapters)):

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from farspan.formatting import MOST_TOKENS, did_you_mean, read_pages, read_tokens, shortened
+from farspan.program.strategies import GROUPED, STRATEGIES, strategy
 from farspan.spec import MEAN, SHORT_NAMES, LossKind, Schedule, Sparse, UnsupportedError
 
 LOG = logging.getLogger(__name__)
@@ -267,18 +268,59 @@ def to_mapping(value: Any) -> Any:
     return value
 
 
-def as_yaml(schedule: Schedule, layers: int | None = None) -> str:
-    """A schedule as a run file's line, groups of so many layers by their size where that says it;
-    what is sparse of it has a key of its own there."""
+def as_yaml(schedule: Schedule, layers: int | None = None, tokens: int | None = None) -> str:
+    """A schedule as a run file's line, as `schedule_mapping` has it."""
+    mapping = {"schedule": schedule_mapping(schedule, layers, tokens)}
+    text = yaml.safe_dump(mapping, default_flow_style=True, sort_keys=False, width=10**6)
+    return text.strip().removeprefix("{").removesuffix("}")
+
+
+def schedule_mapping(
+    schedule: Schedule, layers: int | None = None, tokens: int | None = None
+) -> str | dict[str, Any]:
+    """A schedule as a person writes it: the strategy that it differs from in the fewest fields, and
+    these; groups of so many layers by their size where that says it. What is sparse of it has a key
+    of its own."""
     if layers is not None:
         size = max(schedule.group_sizes(layers))
         if replace(schedule, groups=size).group_sizes(layers) == schedule.group_sizes(layers):
             schedule = replace(schedule, groups=size)
-    default, fields_ = to_mapping(Schedule()), to_mapping(schedule)
-    named = {k: v for k, v in fields_.items() if v != default[k] and k != "sparse"}
-    mapping = {"schedule": {"strategy": None, **named}}
-    text = yaml.safe_dump(mapping, default_flow_style=True, sort_keys=False, width=10**6)
-    return text.strip().removeprefix("{").removesuffix("}")
+    bases: dict[str | None, Schedule] = {None: Schedule()}
+    if layers is not None and tokens is not None:
+        bases = {name: strategy(name, layers, tokens) for name in STRATEGIES}
+    fields_, found = to_mapping(schedule), list[tuple[str | None, dict[str, Any]]]()
+    for name, base in bases.items():
+        same = to_mapping(base)
+        differs = {k: v for k, v in fields_.items() if v != same[k] and k != "sparse"}
+        found.append(
+            (name, {k: in_k(v) if k in TOKENS["schedule"] else v for k, v in differs.items()})
+        )
+    # `grouped` is what a run file has without a strategy.
+    name, own = min(found, key=lambda one: (len(one[1]), one[0] != GROUPED))
+    if not own and name is not None:
+        return name
+    return own if name == GROUPED else {"strategy": name, **own}
+
+
+def in_k(tokens: Any) -> Any:
+    """A number of tokens as a run file has it: 1M, 128K; as it is where it is no whole K."""
+    for name, unit in (("M", 2**20), ("K", 2**10)):
+        if isinstance(tokens, int) and tokens and tokens % unit == 0:
+            return f"{tokens // unit}{name}"
+    return tokens
+
+
+def changed(value: Any) -> Any:
+    """The fields of a dataclass, deep down, that differ from their defaults, as YAML has them."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return to_mapping(value)
+    found = {}
+    for one in fields(value):
+        own = getattr(value, one.name)
+        made = one.default_factory
+        if own != (one.default if made is MISSING else made()):
+            found[one.name] = changed(own)
+    return found
 
 
 def flatten(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
