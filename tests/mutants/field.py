@@ -49,4 +49,16 @@ FIELD = (
         "if name not in found)",
         (EXPORT + "test_a_damaged_model_is_exported_again",),
     ),
+    Fault(
+        "auto: what moves more is taken for nothing",
+        "return plan.update_seconds() < best.update_seconds() * (1 - TOLERANCE)",
+        "return plan.update_seconds() <= best.update_seconds()",
+        ("tests/train/test_optimizer_place.py::test_the_fastest_placement_that_fits_is_chosen",),
+    ),
+    Fault(
+        "auto: a drive that nobody named is used",
+        "can_drive = free.drive and layout.devices() == 1",
+        "can_drive = layout.devices() == 1",
+        ("tests/train/test_weights_place.py::test_what_the_run_file_says_is_kept",),
+    ),
 )

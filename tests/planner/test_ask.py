@@ -285,6 +285,7 @@ def test_a_profile_offers_adapters_where_weights_do_not_fit() -> None:
         machine="h200",
         strategy="recompute",
         device_memory="30GiB",
+        optimizer="device",
         weights="device",
     )
     assert not plan.fits

@@ -254,7 +254,7 @@ def test_a_whole_model_on_a_small_card_is_told_of_adapters_and_of_a_larger_one()
     plan = best_plan(request.question(), None, 1.0)
     assert not plan.fits
     disk, *others = (remedy.options for remedy in plan.remedies)
-    assert others == ["--lora 16", "--host-memory 256GiB", "--machine h100"]
+    assert others == ["--lora 16", "--host-memory 256GiB", "--machine h200"]
     assert plan.remedy == plan.to_json()["remedy"] == disk == "--optimizer disk"
     assert best_plan(replace(request, lora=16).question(), ["grouped"], 1.0).fits
 

@@ -96,7 +96,13 @@ def answers(root: Path, parts: Parts) -> Iterator[tuple[str, Any, Any]]:
         run = run_for(root, tokens, batch, pins)
         file = planned(run, spec).plan
         expected = answer(file)
-        asked = {"machine": spec, "kernels": PLAIN, "margin": 0, "batch": batch, **pins}
+        asked: dict[str, Any] = {
+            "machine": spec,
+            "kernels": PLAIN,
+            "margin": 0,
+            "batch": batch,
+            **pins,
+        }
         alone = farspan.plan(LONG, context=tokens, **asked)
         assert alone.fits is file.fits, number
         yield f"{number}: farspan.plan", answer(alone)[:3], expected[:3]
@@ -127,7 +133,7 @@ def test_a_step_answers_as_one_whose_states_are_with_its_weights(briefly: Parts)
             if expected.fits:
                 break
         planner = StepPlanner(briefly(spec))
-        model = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0)
+        model: Any = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0)
         plan = planner(model, CPU, RunSpec(1, 96), PLAIN, Objective())
         assert answer(plan)[:3] == answer(expected)[:3], device
         places.add((plan.question.optimizer, plan.question.weights))

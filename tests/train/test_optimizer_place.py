@@ -58,11 +58,12 @@ def place(run: RunConfig, parts: Components | None = None, before: str | None = 
     model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=0)
     chosen = replaced(machine=never) if parts is None else parts
     about = {} if before is None else {"states": before}
+    told: Any = Quiet()
 
     def look() -> InspectedModel:
         return inspect_model(model, "bfloat16", CPU)
 
-    return planning.place(run, chosen, DistributedContext(CUDA), look, about, Quiet())[1]
+    return planning.place(run, chosen, DistributedContext(CUDA), look, about, told)[1]
 
 
 def never(*_: Any) -> Any:

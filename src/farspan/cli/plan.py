@@ -537,11 +537,11 @@ def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
             "loss, data.format and optimizer, and plan the file"
         )
     name, revision = split_revision(given["model"])
-    model = {"path": hub_name("model", name), "dtype": question.dtype}
+    model: dict[str, Any] = {"path": hub_name("model", name), "dtype": question.dtype}
     model |= {} if revision is None else {"revision": revision}
     model |= {"lora": {"rank": given["lora"]}} if given.get("lora") else {}
     model |= {"quantize": given["quantize"]} if question.nf4 else {}
-    values = {"model": model, "data": {"source": "jsonl", "path": DATA}}
+    values: dict[str, Any] = {"model": model, "data": {"source": "jsonl", "path": DATA}}
     values |= {"batch": question.run.batch} if question.run.batch > 1 else {}
     values |= {"margin": given["margin"]} if "margin" in given else {}
     values |= {"parallel": AUTO} if question.layout.devices() > 1 else {}

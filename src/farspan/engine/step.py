@@ -111,7 +111,9 @@ class Step(ProgramRunner):
     With `schedule="auto"` the planner chooses at the first call, as `strategy: auto` of a run file
     does: for the model as it is, on this machine, with the memory that is free, as `farspan
     calibrate` has measured it or as is measured then (some seconds). Planning takes some seconds
-    and is logged in a line; `schedule` and `plan` then hold the choice. Room is left for AdamW's
+    and is logged in a line; `schedule` and `plan` then hold the choice. Where nothing fits with the
+    weights on the device they go to main memory, for good, and a second line says so: an optimizer
+    then updates them there. Room is left for AdamW's
     states in float32: for another optimizer, give `farspan.plan(..., optimizer=...).schedule`. A
     batch of no more rows and no more tokens a row than a planned one runs by the same schedule,
     so the longest batch is best the first; one that is larger, or that trains more parameters, is
