@@ -378,6 +378,21 @@ def test_a_run_file_s_plan_is_written_with_all_that_it_said(file: Path) -> None:
     assert replace(same, schedule=before.schedule) == before
 
 
+def test_init_asks_nothing(file: Path) -> None:
+    """A model, a data path given and the machine that is there."""
+    texts = file.with_name("texts")
+    texts.mkdir()
+    given = ["init", "Qwen2.5-0.5B", str(texts), "-o", str(file), "--machine", "h200"]
+    outcome = CliRunner().invoke(cli.app, given)
+    assert outcome.exit_code == 0
+    assert outcome.stdout.startswith("fits: weights, gradients and states on the device, ")
+    assert f"farspan train {file}" in outcome.stdout
+    assert "DATA" not in outcome.stdout
+    run = load_run(file)
+    assert (run.data.source, run.data.path) == ("text", str(texts))
+    assert (run.model.path, run.context) == ("Qwen/Qwen2.5-0.5B", 8192)
+
+
 def test_what_does_not_fit_is_not_written(file: Path) -> None:
     options = ("--model", "Qwen2.5-7B", "--context", "8K", "--machine", "h200")
     little = ("--device-memory", "4GiB", "--host-memory", "8GiB", "--strategy", "recompute")

@@ -15,6 +15,7 @@ import typer
 
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
 from farspan.cli.train import with_sparse, with_strategy
+from farspan.data.config import SourceKind
 from farspan.formatting import EXAMPLE, read_seconds, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.planner.api import AS_IN_RUN_FILES, HERE, Request
@@ -22,7 +23,7 @@ from farspan.planner.machines import HOST_RESERVE
 from farspan.planner.machines import names as machine_names
 from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.request import SHARE, Optimizer, Plan, Question
-from farspan.profile.catalog import hub_name, presets, split_revision
+from farspan.profile.catalog import hub_name, is_on_hub, presets, split_revision
 from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.page import write_page
 from farspan.report.plan import (
@@ -33,6 +34,7 @@ from farspan.report.plan import (
     loss_json,
     plan_view,
     timeline_json,
+    verdict,
 )
 from farspan.report.plan_page import PageOf, plan_page
 from farspan.report.run import REPORT, read_run, run_page, runs_json
@@ -166,7 +168,7 @@ def write_html(path: Path, answer: PlanAnswer, command: str) -> None:
 
 def command_line(context: typer.Context) -> str:
     """What was called, as it may be typed again: options in the order of the help."""
-    words = ["plan"]
+    words = [str(context.command.name)]
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
         if value is None or value == parameter.default or value in ([], ()):
@@ -541,7 +543,7 @@ def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
     model |= {} if revision is None else {"revision": revision}
     model |= {"lora": {"rank": given["lora"]}} if given.get("lora") else {}
     model |= {"quantize": given["quantize"]} if question.nf4 else {}
-    values: dict[str, Any] = {"model": model, "data": {"source": "jsonl", "path": DATA}}
+    values: dict[str, Any] = {"model": model, "data": _data(given.get("data", DATA))}
     values |= {"batch": question.run.batch} if question.run.batch > 1 else {}
     values |= {"margin": given["margin"]} if "margin" in given else {}
     values |= {"parallel": AUTO} if question.layout.devices() > 1 else {}
@@ -549,6 +551,41 @@ def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
         values["sparse"] = changed(SparseConfig().over(question.sparse))
     values["optimizer"] = {"disk": given["disk"]} if "disk" in given else {}
     return values
+
+
+def _data(path: str) -> dict[str, str]:
+    """A source by what it is: text, unless it has records, here or on the hub."""
+    source = SourceKind.JSONL if path.endswith(".jsonl") else SourceKind.TEXT
+    return {"source": (SourceKind.DATASET if is_on_hub(path) else source).value, "path": path}
+
+
+init_app = typer_app()
+
+
+@init_app.command("init")
+def init_command(
+    call: typer.Context,
+    model: Annotated[str, typer.Argument(help="Folder, hub name or preset.")],
+    data: Annotated[str, typer.Argument(help="File, folder or glob of text, or .jsonl records.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The run file to write; a new one.")
+    ] = Path("run.yaml"),
+    context: Context = "8K",
+    machine: Machine = HERE,
+    gpus: Gpus = None,
+    lora: Lora = None,
+    quantize: Quantize = None,
+) -> None:
+    """Write a run file for a model and its data, planned for this machine; it asks nothing."""
+    options = {"model": model, "context": context, "machine": machine, "gpus": gpus}
+    options |= {"lora": lora, "quantize": quantize, "data": data}
+    given = {name: value for name, value in options.items() if value is not None}
+    answer = _of_model({name: value for name, value in given.items() if name != "data"}, None)
+    chosen = answer.chosen()
+    assert chosen is not None, "a context was asked for"
+    print(verdict(chosen))
+    print(write_run(output, answer, given, command_line(call)))
+    raise typer.Exit(0 if chosen.fits else FAILED)
 
 
 def telling() -> Callable[[str], None]:

@@ -278,28 +278,24 @@ def as_yaml(schedule: Schedule, layers: int | None = None, tokens: int | None = 
 def schedule_mapping(
     schedule: Schedule, layers: int | None = None, tokens: int | None = None
 ) -> str | dict[str, Any]:
-    """A schedule as a person writes it: the strategy that it differs from in the fewest fields, and
-    these; groups of so many layers by their size where that says it. What is sparse of it has a key
-    of its own."""
-    if layers is not None:
-        size = max(schedule.group_sizes(layers))
-        if replace(schedule, groups=size).group_sizes(layers) == schedule.group_sizes(layers):
-            schedule = replace(schedule, groups=size)
-    bases: dict[str | None, Schedule] = {None: Schedule()}
-    if layers is not None and tokens is not None:
-        bases = {name: strategy(name, layers, tokens) for name in STRATEGIES}
-    fields_, found = to_mapping(schedule), list[tuple[str | None, dict[str, Any]]]()
-    for name, base in bases.items():
-        same = to_mapping(base)
-        differs = {k: v for k, v in fields_.items() if v != same[k] and k != "sparse"}
-        found.append(
-            (name, {k: in_k(v) if k in TOKENS["schedule"] else v for k, v in differs.items()})
-        )
-    # `grouped` is what a run file has without a strategy.
-    name, own = min(found, key=lambda one: (len(one[1]), one[0] != GROUPED))
-    if not own and name is not None:
-        return name
-    return own if name == GROUPED else {"strategy": name, **own}
+    """A schedule as a person writes it: a strategy's name where it is that strategy's, for so many
+    layers and tokens, else what differs from `grouped`, which a run file has without a strategy;
+    groups of so many layers by their size where that says it. What is sparse of it has a key of its
+    own."""
+    if layers is None or tokens is None:
+        return {"strategy": None, **_differing(schedule, Schedule())}
+    size = max(schedule.group_sizes(layers))
+    if replace(schedule, groups=size).group_sizes(layers) == schedule.group_sizes(layers):
+        schedule = replace(schedule, groups=size)
+    bases = {name: strategy(name, layers, tokens) for name in STRATEGIES}
+    same = (name for name, base in bases.items() if not _differing(schedule, base))
+    return next(same, None) or _differing(schedule, bases[GROUPED])
+
+
+def _differing(schedule: Schedule, base: Schedule) -> dict[str, Any]:
+    own, other = to_mapping(schedule), to_mapping(base)
+    found = {name: v for name, v in own.items() if v != other[name] and name != "sparse"}
+    return {name: in_k(v) if name in TOKENS["schedule"] else v for name, v in found.items()}
 
 
 def in_k(tokens: Any) -> Any:
