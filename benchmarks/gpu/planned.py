@@ -17,15 +17,15 @@ from farspan.planner.evaluate import evaluate, useful_flop
 from farspan.planner.machines import machine, preset_of_gpu
 from farspan.planner.plans import best_plan
 from farspan.planner.prices import rates_of
-from farspan.planner.request import Fit, Optimizer, Plan, Question
+from farspan.planner.request import Open, Optimizer, Plan, Question
 from farspan.planner.states import states, update_seconds
 from farspan.profile.model import Variant
 from farspan.profile.store import profiles_of
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import LossKind, MachineSpec, Objective, RunSpec, Schedule, Tier
 from farspan.train.config import StatesPlace
-from farspan.train.memory import Placed, choose_place
-from farspan.train.planning import PLANNED
+from farspan.train.memory import Placed
+from farspan.train.planning import PLANNED, why_there
 
 GIB = 2**30
 # Of a device's bytes, what a plan may take, and what one may after that ran out. No plan has what
@@ -181,11 +181,10 @@ class Planner:
     def _place(self) -> Placed:
         """As `farspan train` places the states of a run by `auto`."""
 
-        def fit(place: StatesPlace) -> Fit:
-            question = self._with_states(self.work.middle, self.work.layers, place)
-            return best_plan(question, seconds=SEARCH_SECONDS).fit
-
-        return choose_place(fit, None)
+        question = self.question(self.work.middle, self.work.layers)
+        plan = best_plan(replace(question, open=Open(states=True)), seconds=SEARCH_SECONDS)
+        places = {optimizer: states for states, optimizer in PLANNED.items()}
+        return Placed(places[plan.question.optimizer], why_there(plan))
 
     def _begin(self, name: str, tokens: int, room: float) -> "Future[Plan]":
         key = name, tokens, room

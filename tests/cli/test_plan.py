@@ -291,7 +291,7 @@ def test_no_context_fits(monkeypatch: pytest.MonkeyPatch, asked: object) -> None
         (["--context", "1M", "--batch", "0"], "batch: expected a whole number"),
         (["--context", "1M", "--host-memory", "128Q"], "host_memory: expected bytes"),
         (["--context", "1M", "--device-memory", "-1GiB"], "device_memory: expected bytes"),
-        (["--context", "1M", "--optimizer", "sgd"], "optimizer: expected one of adamw"),
+        (["--context", "1M", "--optimizer", "sgd"], "optimizer: expected one of auto, adamw"),
         (["--context", "1M", "--lora", "-1"], "lora: expected the rank of adapters, such as 16"),
         (["--context", "1M", "--quantize", "nf4"], "quantize: quantised weights stay as they are"),
         (

@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 from farspan import cli
 from farspan.planner import plans
 from farspan.planner.evaluate import evaluate
+from farspan.planner.plans import placements
 from farspan.planner.request import Plan, Question, Remedy
+from farspan.profile.catalog import presets
 from farspan.program.strategies import strategy
 from farspan.spec import (
     LossKind,
@@ -24,8 +26,9 @@ from farspan.spec import (
     Sparse,
     UnsupportedError,
 )
-from farspan.train.config import load_run
-from farspan.train.plan_run import Asked, QuestionsOfRun, questions_of_run
+from farspan.train.config import StatesPlace, load_run
+from farspan.train.plan_run import Asked, QuestionOfRun, question_of_run
+from farspan.train.setup import resolve
 from farspan.train.trainer import train
 from tests.train.planner import GIB, one_memory
 from tests.train.tiny import MODEL, Quiet, replaced, tiny_run
@@ -64,11 +67,11 @@ def planned(file: Path, *options: str) -> dict[str, Any]:
 
 def asked(
     file: Path, machine: str | MachineSpec = "h200", gpus: int | None = None
-) -> QuestionsOfRun:
+) -> QuestionOfRun:
     options = Asked(machine=machine)
     if gpus is not None:
         options["gpus"] = gpus
-    return questions_of_run(load_run(file), options, lambda _: None)
+    return question_of_run(load_run(file), options, lambda _: None)
 
 
 def test_a_loss_of_pairs_is_planned_as_the_run_has_it(file: Path) -> None:
@@ -77,15 +80,15 @@ def test_a_loss_of_pairs_is_planned_as_the_run_has_it(file: Path) -> None:
     pairs = {"source": "jsonl", "path": "nowhere", "format": "preference"}
     loss = {"kind": "dpo", "reference": "frozen"}
     write(file, loss=loss, data=pairs, schedule={"strategy": "auto"})
-    assert asked(file).questions[0].loss == Objective(LossKind.DPO, Reference.FROZEN)
+    assert asked(file).question.loss == Objective(LossKind.DPO, Reference.FROZEN)
     parts = asked(file).plan().plan.device.parts
     assert parts["reference"] == parts["weights"]
     other = Asked(machine="h200", reference="stored")
-    found = questions_of_run(load_run(file), other, lambda _: None)
-    assert found.questions[0].loss == Objective(LossKind.DPO, Reference.STORED)
+    found = question_of_run(load_run(file), other, lambda _: None)
+    assert found.question.loss == Objective(LossKind.DPO, Reference.STORED)
     write(file, loss={"kind": "distill", "teacher": "x", "top_k": 9})
-    assert asked(file).questions[0].loss.ids == 9
-    assert asked(write(file)).questions[0].loss == Objective()
+    assert asked(file).question.loss.ids == 9
+    assert asked(write(file)).question.loss == Objective()
 
 
 def test_a_written_schedule_is_planned_as_it_is(file: Path) -> None:
@@ -151,7 +154,7 @@ def test_what_helps_a_written_schedule_was_tried_with_any(
 
     monkeypatch.setattr(plans, "best_plan", none_fits)
     write(file, schedule={"strategy": "plain"}, optimizer={"states": "device"})
-    reserve = asked(file).questions[0].machine.reserve
+    reserve = asked(file).question.machine.reserve
     found = planned(file, "--device-memory", f"{reserve // 1024 + 1}KiB")["remedies"]
     options = [remedy["options"] for remedy in found]
     assert options == ["--gpus 2 --strategy auto", "--lora 16 --strategy auto"]
@@ -221,7 +224,7 @@ def test_all_of_the_run_is_in_the_question(file: Path) -> None:
         optimizer={"states": "host"},
         model={"config": SMALL, "lora": {"rank": 4}, "overrides": {"num_hidden_layers": 2}},
     )
-    [question] = asked(file).questions
+    question = asked(file).question
     assert len(question.model.layers) == 2
     assert question.run == RunSpec(2, 4096)
     assert question.accumulates
@@ -234,7 +237,7 @@ def test_all_of_the_run_is_in_the_question(file: Path) -> None:
 def test_named_modules_alone_have_adapters(file: Path) -> None:
     """Of rank 4, A and B of a square projection, in each of four layers."""
     lora = {"rank": 4, "targets": ["q_proj"]}
-    question, *_ = asked(write(file, model={"config": SMALL, "lora": lora})).questions
+    question = asked(write(file, model={"config": SMALL, "lora": lora})).question
     width: Any = SMALL["hidden_size"]
     assert question.model.trainable == 4 * 4 * 2 * width
     assert "% of the weights trained" in call(file).output
@@ -251,7 +254,7 @@ def test_dropout_is_refused_as_training_refuses_it(file: Path) -> None:
 def test_states_go_where_they_fit(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "best_plan", lambda asked, *_: evaluate(asked, "auto", Schedule()))
     assert planned(write(file))["optimizer"] == "adamw"
-    reserve = asked(file).questions[0].machine.reserve
+    reserve = asked(file).question.machine.reserve
     needed = planned(file)["device_bytes"]
     short = needed["total"] - needed["parts"]["optimizer"] // 2
     assert short > reserve
@@ -259,8 +262,8 @@ def test_states_go_where_they_fit(file: Path, monkeypatch: pytest.MonkeyPatch) -
     assert planned(file, *memory)["optimizer"] == "host"
     write(file, optimizer={"states": "device"})
     assert not planned(file, *memory)["fits"]
-    unified = asked(write(file), one_memory()).questions
-    assert [question.optimizer for question in unified] == ["adamw"]
+    unified = placements(asked(write(file), one_memory()).question)
+    assert [question.optimizer for group in unified for question in group] == ["adamw"]
 
 
 @pytest.mark.parametrize("schedule", [{}, {"strategy": "auto"}], ids=["written", "auto"])
@@ -284,14 +287,14 @@ def test_ranks_share_it_as_the_file_says(file: Path) -> None:
     assert (found["gpus"], found["layout"]["ulysses"], found["layout"]["data"]) == (4, 2, 2)
     assert found["run"]["tokens_per_update"] == 2 * 2048
     write(file, parallel={"ulysses": 2})
-    assert asked(file, gpus=6).questions[0].layout.data == 3
+    assert asked(file, gpus=6).question.layout.data == 3
     with pytest.raises(UnsupportedError, match="parallel: ulysses 2 needs 2 rank"):
         asked(file, gpus=3)
     write(file, parallel="auto")
-    assert asked(file).questions[0].layout.devices() == 8
-    assert asked(file, gpus=4).questions[0].layout.devices() == 4
+    assert asked(file).question.layout.devices() == 8
+    assert asked(file, gpus=4).question.layout.devices() == 4
     # Processes of one CPU share its memory.
-    [question] = asked(file, one_memory(), gpus=2).questions
+    question = asked(file, one_memory(), gpus=2).question
     assert question.near() == 2
     write(file, parallel={"ulysses": 2}, optimizer={"states": "8bit"})
     with pytest.raises(UnsupportedError, match=r"optimizer\.states: 8bit rounds blocks"):
@@ -314,11 +317,89 @@ def test_the_longest_context_says_what_it_leaves_open(file: Path) -> None:
     assert "leave open" not in call(write(file, schedule={"strategy": "fpdt"}), *small).output
 
 
-@pytest.mark.parametrize("path", ["Qwen2.5-0.5B", "./nowhere"])
-def test_a_path_is_one_that_the_run_can_load(file: Path, path: str) -> None:
-    """A preset's name is for --model."""
-    with pytest.raises(UnsupportedError, match=f"^model.path: no folder {path} here"):
-        asked(write(file, model={"path": path}))
+def test_a_path_is_one_that_the_run_can_load(file: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"^model.path: no folder ./nowhere here"):
+        asked(write(file, model={"path": "./nowhere"}))
+
+
+def test_a_preset_is_its_name_on_the_hub(file: Path) -> None:
+    run = load_run(write(file, model={"path": "qwen2.5-0.5b"}))
+    assert question_of_run(run, Asked(machine="h200"), print).run.model.path == "Qwen/Qwen2.5-0.5B"
+    assert resolve(run).model.path == resolve(run).data.tokenizer == "Qwen/Qwen2.5-0.5B"
+    paper = next(preset for preset in presets() if preset.hub is None)
+    with pytest.raises(UnsupportedError, match=r"^model\.path: the preset .* is of a paper"):
+        resolve(load_run(write(file, model={"path": paper.name})))
+
+
+WRITTEN = (
+    (("--device-memory", "12GiB"), ("host", "host")),
+    (("--device-memory", "24GiB"), ("adamw", "device")),
+    (("--weights", "host"), ("host", "host")),
+    (("--lora", "8", "--batch", "2", "--gpus", "2"), ("adamw", "device")),
+)
+
+
+@pytest.mark.parametrize(("options", "place"), WRITTEN)
+def test_a_plan_writes_a_run_file_that_trains_as_planned(
+    file: Path, options: tuple[str, ...], place: tuple[str, str]
+) -> None:
+    model = ("plan", "--model", "Qwen2.5-0.5B", "--context", "16K", "--machine", "h200")
+    wanted = CliRunner().invoke(cli.app, [*model, *options, "--json", "--write", str(file)])
+    found = json.loads(wanted.stdout)
+    assert (found["optimizer"], found["weights"]) == place
+    for words in ("DATA.jsonl", f"farspan data {file}", f"farspan train {file}"):
+        assert words in wanted.stderr, words
+    text = file.read_text()
+    assert "strategy: null" not in text
+    assert "strategy:\n" not in text
+    gpus = 2 if "--gpus" in options else None
+    again = asked(file, gpus=gpus).plan().plan.to_json()
+    for name in ("optimizer", "weights", "layout", "batch", "context", "dtype", "lora"):
+        assert again[name] == found[name], name
+    sizes = [
+        Schedule(groups=one["schedule"].pop("groups")).group_sizes(24) for one in (again, found)
+    ]
+    assert again["schedule"] == found["schedule"]
+    assert sizes[0] == sizes[1]
+    outcome = CliRunner().invoke(cli.app, [*model, *options, "--write", str(file)])
+    assert "is there already" in str(outcome.exception)
+
+
+def test_a_run_file_s_plan_is_written_with_all_that_it_said(file: Path) -> None:
+    write(file, schedule="auto", steps=9, optimizer={"lr": 1e-4}, batch=2)
+    new = file.with_name("new.yaml")
+    outcome = call(file, "--write", str(new))
+    assert "farspan train" in outcome.stdout
+    assert "DATA" not in outcome.stdout
+    before, after = load_run(file), load_run(new)
+    assert after.folder == "runs/new"
+    assert after.optimizer == replace(before.optimizer, states=StatesPlace.DEVICE)
+    same = replace(after, folder=before.folder, optimizer=before.optimizer)
+    assert replace(same, schedule=before.schedule) == before
+
+
+def test_init_asks_nothing(file: Path) -> None:
+    """A model, a data path given and the machine that is there."""
+    texts = file.with_name("texts")
+    texts.mkdir()
+    given = ["init", "Qwen2.5-0.5B", str(texts), "-o", str(file), "--machine", "h200"]
+    outcome = CliRunner().invoke(cli.app, given)
+    assert outcome.exit_code == 0
+    assert outcome.stdout.startswith("fits: weights, gradients and states on the device, ")
+    assert f"farspan train {file}" in outcome.stdout
+    assert "DATA" not in outcome.stdout
+    run = load_run(file)
+    assert (run.data.source, run.data.path) == ("text", str(texts))
+    assert (run.model.path, run.context) == ("Qwen/Qwen2.5-0.5B", 8192)
+
+
+def test_what_does_not_fit_is_not_written(file: Path) -> None:
+    options = ("--model", "Qwen2.5-7B", "--context", "8K", "--machine", "h200")
+    little = ("--device-memory", "4GiB", "--host-memory", "8GiB", "--strategy", "recompute")
+    outcome = CliRunner().invoke(cli.app, ["plan", *options, *little, "--write", str(file)])
+    assert outcome.exit_code == 1
+    assert f"{file}: not written, as nothing fits" in outcome.stdout
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(
@@ -351,7 +432,7 @@ def test_a_schedule_written_otherwise_is_no_other(file: Path) -> None:
 def test_a_hub_name_needs_no_network(file: Path) -> None:
     """Of a model that farspan knows. It reads no weights, and changes what the file changes."""
     model = {"path": "Qwen/Qwen2.5-0.5B", "overrides": {"intermediate_size": 64}}
-    [question, _] = asked(write(file, model=model)).questions
+    question = asked(write(file, model=model)).question
     assert question.model.name == "Qwen/Qwen2.5-0.5B"
     assert question.model.parameters < 2e8
     with pytest.raises(
@@ -368,7 +449,7 @@ def test_a_hub_name_needs_no_network(file: Path) -> None:
         (["--lora", "-1"], "lora: rank: expected a whole number of at least 1, got -1"),
         (["--dtype", "fp16"], "dtype: expected one of bfloat16, float32, float64, bf16"),
         (["--context", "1"], "context: expected a whole number of at least 2"),
-        (["--optimizer", "sgd"], "optimizer: expected one of adamw"),
+        (["--optimizer", "sgd"], "optimizer: expected one of auto, adamw"),
         (["--strategy", "magic"], "strategy: 'magic' is not known"),
     ],
 )

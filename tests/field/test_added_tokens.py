@@ -13,7 +13,7 @@ from farspan.data.tokenizers import load_tokenizer
 from farspan.hf.load import load_model
 from farspan.spec import UnsupportedError
 from farspan.train.config import LoraConfig, ModelConfig, RunConfig
-from farspan.train.plan_run import questions_of_run
+from farspan.train.plan_run import question_of_run
 from farspan.train.trainer import train
 from tests.data.characters import character_tokenizer
 from tests.train.tiny import MODEL, Quiet, Stopped, Stopping, tiny_run
@@ -68,7 +68,7 @@ def test_added_tokens_train_export_and_load_again(tmp_path: Path, folder: tuple[
 def test_a_plan_has_the_rows_that_the_run_has(tmp_path: Path, folder: tuple[Path, int]) -> None:
     base, rows = folder
     run = run_of(tmp_path, base, resize_embeddings=True)
-    question = questions_of_run(run, {"machine": "h100"}, lambda _: None).questions[0]
+    question = question_of_run(run, {"machine": "h100"}, lambda _: None).question
     assert question.model.vocab == load_tokenizer(str(base)).size() > rows + 1
 
 

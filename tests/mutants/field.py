@@ -87,4 +87,16 @@ FIELD = (
         "if left:",
         ("tests/data/test_long.py::test_parts_have_the_ids_of_the_whole",),
     ),
+    Fault(
+        "auto: what moves more is taken for nothing",
+        "return plan.update_seconds() < best.update_seconds() * (1 - TOLERANCE)",
+        "return plan.update_seconds() <= best.update_seconds()",
+        ("tests/train/test_optimizer_place.py::test_the_fastest_placement_that_fits_is_chosen",),
+    ),
+    Fault(
+        "auto: a drive that nobody named is used",
+        "can_drive = free.drive and layout.devices() == 1",
+        "can_drive = layout.devices() == 1",
+        ("tests/train/test_weights_place.py::test_what_the_run_file_says_is_kept",),
+    ),
 )

@@ -172,10 +172,13 @@ def test_routed_experts_have_no_adapters() -> None:
         ({"context": 1.5}, "context: expected tokens"),
         ({"lora": True}, "lora: expected the rank of adapters"),
         ({"lora": "16"}, "lora: expected the rank of adapters"),
-        ({"optimizer": "adam"}, "optimizer: expected one of adamw, adamw8bit, host, disk, none"),
+        ({"optimizer": "adam"}, "optimizer: expected one of auto, adamw, adamw8bit, host, disk"),
         ({"dtype": "int8"}, "dtype: expected one of"),
-        ({"weights": "disk"}, "weights: expected device or host, got 'disk'"),
-        ({"weights": "host"}, "weights: host goes with optimizer states on the host, not with"),
+        ({"weights": "disk"}, "weights: expected auto, device or host, got 'disk'"),
+        (
+            {"weights": "host", "optimizer": "adamw"},
+            "weights: host goes with optimizer states on the host, not with",
+        ),
     ],
 )
 def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
@@ -277,7 +280,13 @@ def test_what_cells_of_a_profile_hold_is_planned() -> None:
 
 def test_a_profile_offers_adapters_where_weights_do_not_fit() -> None:
     plan = farspan.plan(
-        "Gemma-3-4B", context="8K", machine="h200", strategy="recompute", device_memory="30GiB"
+        "Gemma-3-4B",
+        context="8K",
+        machine="h200",
+        strategy="recompute",
+        device_memory="30GiB",
+        optimizer="device",
+        weights="device",
     )
     assert not plan.fits
     assert any("--lora 16" in remedy.options for remedy in plan.remedies)

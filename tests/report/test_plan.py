@@ -22,7 +22,8 @@ from tests.report.cases import GIB, fitting, overrun, question, text_of
 def test_a_plan_that_fits_says_by_how_much_and_why() -> None:
     text = text_of(plan_view(fitting()))
     assert "Some-7B, 1M tokens, 1 x h200" in text
-    assert "fits: 50.0 GiB to spare on the device, 412.0 GiB to spare on the host" in text
+    assert text.startswith("fits: weights, gradients and states on the device, ")
+    assert "50.0 GiB to spare on the device, 412.0 GiB to spare on the host" in text
     assert "device: 30.0 GiB of 80.0 GiB" in text
     assert "host: 100.0 GiB of 512.0 GiB" in text
     assert "why: fastest of those that fit" in text
@@ -51,13 +52,20 @@ def test_four_bits_that_spare_little_are_said(spared: float, is_said: bool) -> N
     assert ("only linear modules have four, not embeddings" in text) is is_said
 
 
-@pytest.mark.parametrize("optimizer", [Optimizer.HOST, Optimizer.NONE])
-def test_keys_of_weights_in_main_memory_are_said(optimizer: Optimizer) -> None:
+PLACES = {
+    (Optimizer.HOST, Tier.DEVICE): "states in main memory",
+    (Optimizer.HOST, Tier.HOST): "weights, gradients and states in main memory",
+    (Optimizer.DISK, Tier.HOST): "weights and gradients in main memory, states on a drive",
+    (Optimizer.NONE, Tier.DEVICE): "no optimizer",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_first_line_says_where_everything_is(place: tuple[Optimizer, Tier]) -> None:
     plain = fitting()
-    asked = replace(plain.question, weights=Tier.HOST, optimizer=optimizer)
-    text = " ".join(text_of(plan_view(replace(plain, question=asked))).split())
-    assert "farspan train has these with schedule.weights: host" in text
-    assert ("and optimizer.states: host" in text) is (optimizer is Optimizer.HOST)
+    asked = replace(plain.question, optimizer=place[0], weights=place[1])
+    text = text_of(plan_view(replace(plain, question=asked)))
+    assert text.startswith(f"fits: {PLACES[place]}, 4.3 min a step Some-7B")
 
 
 def test_every_part_is_shown_the_largest_first() -> None:
@@ -96,7 +104,8 @@ def test_one_memory_has_one_margin() -> None:
     machine = replace(plan.question.machine, unified=True, processors=0)
     plan = replace(plan, question=replace(plan.question, machine=machine))
     text = text_of(plan_view(plan))
-    assert "fits: 50.0 GiB to spare in the one memory of both tiers" in text
+    assert text.startswith("fits: all in main memory, ")
+    assert "50.0 GiB to spare in the one memory of both tiers" in text
     assert "spare on the" not in text
 
 
@@ -156,10 +165,7 @@ def test_why_says_what_groups_are(stages: int, words: str) -> None:
 @pytest.mark.parametrize("optimizer", Optimizer)
 def test_how_training_has_an_optimizer_is_noted(optimizer: Optimizer) -> None:
     """Where it is what is planned, and where it is what would help."""
-    words = {
-        "host": "note: farspan train has these with optimizer.states: host",
-        "adamw8bit": "note: 8-bit moments give other results than AdamW's; enable them with",
-    }
+    words = {"adamw8bit": "note: 8-bit moments give other results than AdamW's; enable them with"}
     asked = replace(fitting(), question=replace(question(), optimizer=optimizer))
     advised = replace(overrun(), remedies=(Remedy(f"--optimizer {optimizer}", same=True),))
     for plan in (asked, advised):

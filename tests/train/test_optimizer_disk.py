@@ -24,7 +24,6 @@ from farspan.planner.states import DISK_SLOTS, drive_bytes, states
 from farspan.spec import Tier, UnsupportedError
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, StatesPlace
 from farspan.train.context import inspect_model
-from farspan.train.memory import choose_place
 from farspan.train.optimizer import TrainingOptimizer, decays
 from farspan.train.planning import question_of
 from farspan.train.staged_states import DiskStates, Rule, ScratchFile, settle
@@ -308,10 +307,6 @@ def test_all_requests_have_ended_when_one_has_failed() -> None:
         with pytest.raises(WriteFailed, match="broken"):
             settle([requests[1], requests[0]])
         assert ended == ["late"]
-
-
-def test_states_that_were_on_disk_stay_there_and_never_go_there_by_themselves() -> None:
-    assert choose_place(lambda _: pytest.fail("not asked"), "disk").states is DISK
 
 
 def test_slots_are_as_the_planner_counts_them() -> None:

@@ -9,13 +9,26 @@ import pytest
 import torch
 
 from farspan.distributed.run_context import DistributedContext
+from farspan.planner import plans
 from farspan.planner.evaluate import size
-from farspan.planner.request import Fit, Optimizer, Question
-from farspan.spec import MachineSpec, Tier
+from farspan.planner.machines import machine as find_machine
+from farspan.planner.request import (
+    Budget,
+    Fit,
+    Margin,
+    Open,
+    Optimizer,
+    Plan,
+    Question,
+    Seconds,
+)
+from farspan.spec import MachineSpec, RunSpec, Schedule, Tier
+from farspan.train import planning
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig, StatesPlace
-from farspan.train.context import Components, inspect_model
-from farspan.train.memory import Placed, bare_machine, choose_place
-from farspan.train.planning import place_states, question_of
+from farspan.train.context import Components, InspectedModel, inspect_model
+from farspan.train.memory import Placed, bare_machine
+from farspan.train.planning import question_of
+from tests.program.cases import model_of
 from tests.train.planner import GIB, one_memory, planned_components
 from tests.train.tiny import MODEL, Quiet, fit, load_tiny, replaced, tiny_run
 
@@ -31,8 +44,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch, total: int, host: int) -> None:
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (free, total))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: MODEL_BYTES)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "made up")
-    on_cpu = lambda m, d, _, rank, kernels: inspect_model(m, d, CPU, rank, kernels)  # noqa: E731
-    monkeypatch.setattr("farspan.train.planning.inspect_model", on_cpu)
     monkeypatch.setattr("farspan.train.planning.available_host_bytes", lambda: host)
     monkeypatch.setattr("farspan.train.memory.available_host_bytes", lambda: host)
 
@@ -46,7 +57,13 @@ def run_of(tmp_path: Path, **changes: Any) -> RunConfig:
 def place(run: RunConfig, parts: Components | None = None, before: str | None = None) -> Placed:
     model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=0)
     chosen = replaced(machine=never) if parts is None else parts
-    return place_states(run, chosen, DistributedContext(CUDA), model, before, lambda _: None)
+    about = {} if before is None else {"states": before}
+    told: Any = Quiet()
+
+    def look() -> InspectedModel:
+        return inspect_model(model, "bfloat16", CPU)
+
+    return planning.place(run, chosen, DistributedContext(CUDA), look, about, told)[1]
 
 
 def never(*_: Any) -> Any:
@@ -105,10 +122,8 @@ def test_the_planner_is_asked_for_both_places(
     asked: list[Question] = []
     parts = planned_components((), asked=asked)
 
-    def best_plan(question: Question) -> Any:
-        asked.append(question)
-        from_device = question.optimizer is Optimizer.ADAMW
-        return type("Plan", (), {"fit": Fit.NOT if from_device else Fit.ROOMY})()
+    def best_plan(question: Question) -> Plan:
+        return plans.best_placed(question, lambda placed: planned(placed, asked))
 
     def machine(*_: Any) -> MachineSpec:
         return replace(one_memory(), unified=False, device_bytes=GIB, host_bytes=GIB)
@@ -116,39 +131,88 @@ def test_the_planner_is_asked_for_both_places(
     parts = replaced(parts, best_plan=best_plan, machine=machine)
     run = run_of(tmp_path, schedule=ScheduleConfig(strategy="auto"))
     assert place(run, parts).states is StatesPlace.HOST
-    assert [question.optimizer for question in asked] == [Optimizer.ADAMW, Optimizer.HOST]
+    assert {question.optimizer for question in asked} == {Optimizer.ADAMW, Optimizer.HOST}
     assert asked[0].machine.device_bytes <= GIB
     assert asked[0].run.tokens == run.context
 
 
-def test_eight_bits_are_never_chosen() -> None:
-    tried: list[StatesPlace] = []
+def planned(question: Question, asked: list[Question]) -> Plan:
+    """Nothing fits beside states on the device."""
+    asked.append(question)
+    left = -1 if question.optimizer is Optimizer.ADAMW else 1
+    return plan_of(question, left=left)
 
-    def fit(states: StatesPlace) -> Fit:
-        tried.append(states)
-        return Fit.NOT
 
-    assert choose_place(fit, None).states is StatesPlace.DEVICE
-    assert tried == [StatesPlace.DEVICE, StatesPlace.HOST]
+def plan_of(question: Question, *, left: int, seconds: float = 1.0) -> Plan:
+    """A plan with so many bytes of the device to spare."""
+    device, host = Budget({}, left), Budget({}, 10)
+    took = Seconds(seconds, seconds, 0.0, 0.0, 0.0, 0.0, 0.0, bound="compute")
+    return Plan("auto", Schedule(), question, device, host, took, 0.5)
+
+
+FREE = Question(
+    model_of(1), RunSpec(1, 64), find_machine("h200"), margin=Margin(5, 5), open=Open(True, True)
+)
+LEFT = {Fit.NOT: -1, Fit.TIGHT: 1, Fit.ROOMY: 5}
+BY_PLACE = {"adamw device": 0, "host device": 1, "host host": 2}
+
+
+def chosen(fits: tuple[Fit, ...], times: tuple[float, ...], question: Question = FREE) -> Plan:
+    """Of plans that fit so, and take so long."""
+
+    def plan_at(placed: Question) -> Plan:
+        at = BY_PLACE[f"{placed.optimizer} {placed.weights}"]
+        return plan_of(placed, left=LEFT[fits[at]], seconds=times[at])
+
+    return plans.best_placed(question, plan_at, lambda *_: True)
 
 
 @pytest.mark.parametrize(
-    ("device", "host", "place"),
+    ("fits", "times", "place"),
     [
-        (Fit.ROOMY, Fit.ROOMY, StatesPlace.DEVICE),
-        (Fit.TIGHT, Fit.ROOMY, StatesPlace.HOST),
-        (Fit.TIGHT, Fit.TIGHT, StatesPlace.DEVICE),
-        (Fit.TIGHT, Fit.NOT, StatesPlace.DEVICE),
-        (Fit.NOT, Fit.TIGHT, StatesPlace.HOST),
+        ((Fit.ROOMY, Fit.ROOMY, Fit.ROOMY), (1.0, 1.0, 1.0), "adamw device"),
+        ((Fit.ROOMY, Fit.ROOMY, Fit.ROOMY), (1.0, 0.99, 0.988), "host device"),
+        ((Fit.ROOMY, Fit.ROOMY, Fit.ROOMY), (1.0, 0.997, 0.9), "host host"),
+        ((Fit.ROOMY, Fit.TIGHT, Fit.NOT), (1.0, 0.5, 0.1), "adamw device"),
+        ((Fit.TIGHT, Fit.ROOMY, Fit.NOT), (1.0, 2.0, 0.1), "host device"),
+        ((Fit.TIGHT, Fit.NOT, Fit.NOT), (1.0, 0.5, 0.1), "adamw device"),
+        ((Fit.NOT, Fit.NOT, Fit.TIGHT), (1.0, 0.5, 9.0), "host host"),
+        ((Fit.NOT, Fit.NOT, Fit.NOT), (1.0, 0.5, 0.1), "adamw device"),
     ],
 )
-def test_states_go_where_the_step_leaves_the_margin(
-    device: Fit, host: Fit, place: StatesPlace
+def test_the_fastest_placement_that_fits_is_chosen(
+    fits: tuple[Fit, ...], times: tuple[float, ...], place: str
 ) -> None:
-    found = {StatesPlace.DEVICE: device, StatesPlace.HOST: host}
-    chosen = choose_place(lambda states: found[states], None)
-    assert chosen.states is place
-    assert ("tightly" in chosen.reason) is (device is Fit.TIGHT)
+    """What moves least, of those as fast to 0.5%."""
+    found = chosen(fits, times)
+    assert f"{found.question.optimizer} {found.question.weights}" == place
+    assert (found.unmoved is None) is (place == "adamw device")
+
+
+def test_whoever_updates_apart_has_weights_moved_where_nothing_else_fits() -> None:
+    """Of a Step, whose optimizer is no part of the question."""
+    asked = replace(FREE, open=Open(weights=True, apart=True))
+    every = Fit.ROOMY, Fit.ROOMY, Fit.ROOMY
+    assert chosen(every, (1.0, 0.5, 0.5), asked).question.weights is Tier.DEVICE
+    tight = Fit.TIGHT, Fit.ROOMY, Fit.ROOMY
+    assert chosen(tight, (1.0, 0.5, 0.5), asked).question.weights is Tier.DEVICE
+    none = Fit.NOT, Fit.ROOMY, Fit.TIGHT
+    assert chosen(none, (1.0, 0.5, 0.5), asked).question.weights is Tier.HOST
+
+
+def test_an_update_counts_once_for_all_its_batches() -> None:
+    """A slow update is worth a faster step where it follows many."""
+
+    def plan_at(placed: Question) -> Plan:
+        on_host = placed.optimizer is Optimizer.HOST
+        plan = plan_of(placed, left=5, seconds=2.5 if on_host else 2.0)
+        took = replace(plan.seconds, optimizer=1.0 if on_host else 0.0)
+        return replace(plan, seconds=took)
+
+    for batches, optimizer in ((1, Optimizer.ADAMW), (8, Optimizer.HOST)):
+        asked = replace(FREE, open=Open(states=True), batches=batches)
+        found = plans.best_placed(asked, plan_at, lambda *_: True)
+        assert found.question.optimizer is optimizer
 
 
 def test_states_that_were_on_the_host_stay_there(

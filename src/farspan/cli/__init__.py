@@ -69,6 +69,11 @@ COMMANDS = {
         "farspan.cli.plan",
         "Will it fit, how long is a step, what is the best schedule; exit 1 if it does not fit.",
     ),
+    "init": LazyCommand(
+        "farspan.cli.plan",
+        "Write a run file for a model and its data, planned for this machine; it asks nothing.",
+        "init_app",
+    ),
     "verify": LazyCommand(
         "farspan.cli.verify",
         "Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ.",

@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
 from farspan.cli.train import with_sparse, with_strategy
+from farspan.data.config import SourceKind
 from farspan.formatting import EXAMPLE, read_seconds, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.planner.api import AS_IN_RUN_FILES, HERE, Request
@@ -24,11 +25,13 @@ from farspan.planner.machines import names as machine_names
 from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.remedies import LORA, RANK
 from farspan.planner.request import SHARE, Optimizer, Plan, Question
-from farspan.profile.catalog import presets
+from farspan.profile.catalog import hub_name, is_on_hub, presets, split_revision
 from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.page import write_page
 from farspan.report.plan import (
+    FITTING,
     answer_view,
+    chosen_words,
     contexts_view,
     drive_json,
     loss_json,
@@ -38,7 +41,7 @@ from farspan.report.plan import (
 from farspan.report.plan_page import PageOf, plan_page
 from farspan.report.run import REPORT, read_run, run_page, runs_json
 from farspan.report.snapshot import plan_snapshot, write_snapshot
-from farspan.report.tables import show
+from farspan.report.tables import launch_words, show
 from farspan.spec import (
     LossKind,
     Quantization,
@@ -47,8 +50,8 @@ from farspan.spec import (
     UnsupportedError,
     dtype_name,
 )
-from farspan.train.config import DType, LoraConfig, RunConfig, load_run
-from farspan.train.yaml_config import convert
+from farspan.train.config import DType, LoraConfig, RunConfig, SparseConfig, built, load_run
+from farspan.train.yaml_config import changed, convert, in_k, schedule_mapping, write_mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class PlanAnswer:
     longest: Longest | None
     words: tuple[str, ...] = ()  # of the run that is planned, below its plan
     run: Mapping[str, Any] = field(default_factory=dict)  # what a program reads of it
+    planned: RunConfig | None = None  # the run, where a run file was planned
 
     def chosen(self) -> Plan | None:
         """The plan of the context asked for, or of the longest where none was."""
@@ -183,7 +187,7 @@ def write_files(
 
 def command_line(context: typer.Context) -> str:
     """What was called, as it may be typed again: options in the order of the help."""
-    words = ["plan"]
+    words = [str(context.command.name)]
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
         if value is None or value == parameter.default or value in ([], ()):
@@ -244,18 +248,22 @@ StrategyName = Annotated[
 OptimizerName = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(Optimizer)}; or as in a run file: "
-        f"{', '.join((*AS_IN_RUN_FILES, Optimizer.HOST, Optimizer.DISK))}; "
-        f"default: {Optimizer.ADAMW}."
+        help=f"{AUTO}, the default: AdamW with its states where a step is the fastest that fits; "
+        f"or {', '.join(Optimizer)}; or as in a run file: "
+        f"{', '.join((*AS_IN_RUN_FILES, Optimizer.HOST, Optimizer.DISK))}."
     ),
 ]
 WeightsTier = Annotated[
     str | None,
     typer.Option(
-        help="Where weights and their gradients live: device, the default, or host, with "
-        f"--optimizer {Optimizer.HOST} or {Optimizer.DISK}: the device has those of two groups of "
-        "layers, the embedding and the head; of several devices each has its shards there."
+        help=f"Where weights and their gradients live: {AUTO}, the default, device or host, with "
+        "optimizer states there or on a drive: the device has those of two groups of layers, the "
+        "embedding and the head; of several devices each has its shards there."
     ),
+]
+DriveFolder = Annotated[
+    str | None,
+    typer.Option(help="A folder on a drive, where states may go that fit nowhere else."),
 ]
 DTypeName = Annotated[str | None, typer.Option(help="bf16, fp32 or fp64; default: bf16.")]
 DeviceMemory = Annotated[
@@ -340,6 +348,11 @@ Everything = Annotated[
     bool, typer.Option("--all", help="Print every part, lane, note and runner-up.")
 ]
 
+WriteRun = Annotated[
+    Path | None,
+    typer.Option(help="Write a run file here that trains as planned; its data is to be filled in."),
+]
+
 FEW_COLLECTIONS = 1_000_000  # objects made between two
 
 
@@ -396,6 +409,7 @@ def plan_command(
     strategy: StrategyName = None,
     optimizer: OptimizerName = None,
     weights: WeightsTier = None,
+    disk: DriveFolder = None,
     lora: Lora = None,
     quantize: Quantize = None,
     qlora: QLora = False,
@@ -411,6 +425,7 @@ def plan_command(
     timeline: Timeline = None,
     snapshot: Snapshot = None,
     html: Html = None,
+    write: WriteRun = None,
     settings: Settings = None,
     everything: Everything = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
@@ -425,7 +440,7 @@ def plan_command(
         **{"strategy": strategy, "optimizer": optimizer, "lora": lora, "dtype": dtype},
         **{"device_memory": device_memory, "host_memory": host_memory, "sparse": sparse},
         **{"margin": margin, "quantize": quantize, "weights": weights},
-        **{"loss": loss, "reference": reference},
+        **{"loss": loss, "reference": reference, "disk": disk},
     }
     given = {name: value for name, value in options.items() if value is not None}
     longest = _longest_step(max_step, max_context)
@@ -443,6 +458,9 @@ def plan_command(
         answer.show(everything=everything)
     if html is not None:
         print(f"page: {html}", file=sys.stderr if as_json else sys.stdout)
+    if write is not None:
+        told = write_run(write, answer, given, command_line(call))
+        print(told, file=sys.stderr if as_json else sys.stdout)
     raise typer.Exit(0 if chosen and chosen.fits else FAILED)
 
 
@@ -507,20 +525,20 @@ def _of_run(
     run, notes = in_place_of(load_run(path, settings), given)
     asked = {name: given[name] for name in OF_MACHINE if name in given}
     try:
-        questions_of_run = load("farspan.train.plan_run", "questions_of_run")
+        question_of_run = load("farspan.train.plan_run", "question_of_run")
     except ImportError as error:
         raise UnsupportedError(
             f"{path}: planning a run file needs torch and transformers ({error}); pip install "
             "farspan, which has them, or give --model and --context in place of the run file"
         ) from error
-    questions = questions_of_run(run, asked, telling())
-    found, longest = questions.plan(), None
+    question = question_of_run(run, asked, telling())
+    found, longest = question.plan(), None
     if max_step is not None:
-        plans = questions.longest(max_step)
-        longest = Longest(tuple(questions.strategies() or STRATEGIES), plans, max_step)
+        plans = question.longest(max_step)
+        longest = Longest(tuple(question.strategies() or STRATEGIES), plans, max_step)
         notes += without_fields(run)
     words = (*notes, *found.words())
-    return PlanAnswer(found.plan.question, found.plan, longest, words, found.to_json())
+    return PlanAnswer(found.plan.question, found.plan, longest, words, found.to_json(), found.run)
 
 
 def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
@@ -539,8 +557,11 @@ def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, li
     if "strategy" in given:
         run, note = with_strategy(run, given["strategy"])
         notes.append(note)
+    if "disk" in given:
+        run = replace(run, optimizer=replace(run.optimizer, disk=given["disk"]))
     if "weights" in given:
-        weights = convert(Tier, given["weights"], "weights")
+        own = None if given["weights"] == AUTO else given["weights"]
+        weights = convert(Tier | None, own, "weights")
         schedule = replace(run.schedule, weights=weights, weight_gradients=None)
         run = replace(run, schedule=schedule)
     if "sparse" in given:
@@ -560,6 +581,101 @@ def _lora(rank: int) -> LoraConfig | None:
         return LoraConfig(rank) if rank else None
     except UnsupportedError as error:
         raise UnsupportedError(f"lora: {error}") from error
+
+
+# -- from a plan to a run -------------------------------------------------------------------------
+
+DATA = "DATA.jsonl"  # what stands for the user's
+
+
+def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command: str) -> str:
+    """Write a run file that trains as planned; what to do next. Raises UnsupportedError where
+    nothing fits, or something is there already."""
+    plan = answer.chosen()
+    if plan is None or not plan.fits:
+        return f"{path}: not written, as nothing fits; see what would help above"
+    if path.exists():
+        raise UnsupportedError(f"write: {path} is there already; delete it, or name another file")
+    question = plan.question
+    values = run_of_model(plan, given) if answer.planned is None else changed(answer.planned)
+    if values.get("folder") == f"runs/{Path(command.split()[2]).stem}":
+        del values["folder"]  # each file has its own
+    tokens = question.run.tokens
+    schedule = schedule_mapping(plan.schedule, len(question.model.layers), tokens)
+    optimizer = dict(values.get("optimizer", {}), states=STATES.get(question.optimizer, "auto"))
+    values |= {"context": in_k(tokens), "schedule": schedule, "optimizer": optimizer}
+    built(dict(values), (), str(path))  # it is one that can be read
+    text = f"# {command}\n# {FITTING[plan.fit]}: {chosen_words(plan)}\n{write_mapping(values)}"
+    write_page(path, text, "write")
+    start = f"farspan train {path}"
+    if question.layout.devices() > 1:
+        start = launch_words(question).partition(", with")[0].replace("RUN.yaml", str(path))
+    fill = [f"  put your data's path in the place of {DATA} in {path}"] * (DATA in text)
+    return "\n".join((f"{path}: written; next:", *fill, f"  farspan data {path}", f"  {start}"))
+
+
+STATES = {Optimizer.ADAMW: "device", Optimizer.ADAMW8BIT: "8bit"}
+STATES |= {Optimizer.HOST: "host", Optimizer.DISK: "disk"}
+
+
+def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run file says of a model that was planned, but for its context and placement. Raises
+    UnsupportedError for what no run file says."""
+    question = plan.question
+    if question.optimizer is Optimizer.NONE or question.loss.is_cut:
+        raise UnsupportedError(
+            "write: a run file of this loss or optimizer needs more than a plan knows; write its "
+            "loss, data.format and optimizer, and plan the file"
+        )
+    name, revision = split_revision(given["model"])
+    model: dict[str, Any] = {"path": hub_name("model", name), "dtype": question.dtype}
+    model |= {} if revision is None else {"revision": revision}
+    model |= {"lora": {"rank": given["lora"]}} if given.get("lora") else {}
+    model |= {"quantize": given["quantize"]} if question.nf4 else {}
+    values: dict[str, Any] = {"model": model, "data": _data(given.get("data", DATA))}
+    values |= {"batch": question.run.batch} if question.run.batch > 1 else {}
+    values |= {"margin": given["margin"]} if "margin" in given else {}
+    values |= {"parallel": AUTO} if question.layout.devices() > 1 else {}
+    if question.sparse is not None:
+        values["sparse"] = changed(SparseConfig().over(question.sparse))
+    values["optimizer"] = {"disk": given["disk"]} if "disk" in given else {}
+    return values
+
+
+def _data(path: str) -> dict[str, str]:
+    """A source by what it is: text, unless it has records, here or on the hub."""
+    source = SourceKind.JSONL if path.endswith(".jsonl") else SourceKind.TEXT
+    return {"source": (SourceKind.DATASET if is_on_hub(path) else source).value, "path": path}
+
+
+init_app = typer_app()
+
+
+@init_app.command("init")
+def init_command(
+    call: typer.Context,
+    model: Annotated[str, typer.Argument(help="Folder, hub name or preset.")],
+    data: Annotated[str, typer.Argument(help="File, folder or glob of text, or .jsonl records.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The run file to write; a new one.")
+    ] = Path("run.yaml"),
+    context: Context = "8K",
+    machine: Machine = HERE,
+    gpus: Gpus = None,
+    lora: Lora = None,
+    quantize: Quantize = None,
+) -> None:
+    """Write a run file for a model and its data, planned for this machine; it asks nothing."""
+    count = devices_of(gpus, machine)
+    options: dict[str, Any] = {"model": model, "context": context, "machine": machine}
+    options |= {"gpus": count, "lora": lora, "quantize": quantize, "data": data}
+    given = {name: value for name, value in options.items() if value is not None}
+    answer = _of_model({name: value for name, value in given.items() if name != "data"}, None)
+    chosen = answer.chosen()
+    assert chosen is not None, "a context was asked for"
+    answer.show(everything=False)
+    print(write_run(output, answer, given, command_line(call)))
+    raise typer.Exit(0 if chosen.fits else FAILED)
 
 
 def telling() -> Callable[[str], None]:

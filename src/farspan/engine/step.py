@@ -95,6 +95,7 @@ _WHILE_SHARDED = (
     *("training", "_buffers", "_parameters", "_disable_adapters", "_adapters_disabled"),
     *UNREAD,
 )
+_Planner = Callable[[nn.Module, torch.device, RunSpec, Kernels, Objective], Plan]
 _VALUES = Objective(LossKind.GRPO)  # what is planned where a backward follows values of tokens
 
 
@@ -110,7 +111,9 @@ class Step(ProgramRunner):
     With `schedule="auto"` the planner chooses at the first call, as `strategy: auto` of a run file
     does: for the model as it is, on this machine, with the memory that is free, as `farspan
     calibrate` has measured it or as is measured then (some seconds). Planning takes some seconds
-    and is logged in a line; `schedule` and `plan` then hold the choice. Room is left for AdamW's
+    and is logged in a line; `schedule` and `plan` then hold the choice. Where nothing fits with the
+    weights on the device they go to main memory, for good, and a second line says so: an optimizer
+    then updates them there. Room is left for AdamW's
     states in float32: for another optimizer, give `farspan.plan(..., optimizer=...).schedule`. A
     batch of no more rows and no more tokens a row than a planned one runs by the same schedule,
     so the longest batch is best the first; one that is larger, or that trains more parameters, is
@@ -295,12 +298,14 @@ class Step(ProgramRunner):
         if found is None:
             self.release()  # what is free now is planned with
             with torch.inference_mode(False), torch.enable_grad():  # backwards are measured
-                found = self._planner(self.boundary.model, run, self._wanted, loss)
+                model, device = self.boundary.model, self.boundary.device
+                found = self._planner(model, device, run, self._wanted, loss)
             self._plans.append(found)
         if found.schedule is not self._schedule:
             self._programs.clear()
             self._preparations.clear()
             self._schedule = found.schedule
+            self._device = self.boundary.device if self._on_host else self._device
             if self._on_host != (self.weights is not None):
                 self.model_spec = self._describe()
 
@@ -678,7 +683,7 @@ class Step(ProgramRunner):
 
 def _written(
     schedule: Schedule | str, selector: object, ranks: object
-) -> tuple[Schedule | None, Callable[[nn.Module, RunSpec, Kernels, Objective], Plan] | None]:
+) -> tuple[Schedule | None, _Planner | None]:
     """The schedule, or who chooses one."""
     if isinstance(schedule, Schedule):
         if selector is not None and schedule.sparse is None:

@@ -12,7 +12,7 @@ from farspan.lazy import load
 from farspan.planner.machines import count_of, with_main_memory
 from farspan.planner.machines import machine as find_machine
 from farspan.planner.plans import best_plan
-from farspan.planner.request import Optimizer, Plan, Question, loss_of, margin_of
+from farspan.planner.request import Open, Optimizer, Plan, Question, loss_of, margin_of
 from farspan.profile.model import Variant
 from farspan.profile.store import Profiles, find_profiles, profiles_of
 from farspan.program.layout import Layout, sequence_layout
@@ -58,6 +58,7 @@ class Options(TypedDict, total=False):
     batch: int
     optimizer: str
     weights: str
+    disk: str | None
     lora: int
     quantize: str | None
     strategy: str
@@ -83,8 +84,10 @@ class Request:
     machine: str | Path | MachineSpec = HERE  # preset, file of `farspan calibrate`, or `here`
     gpus: int = 1
     batch: int = 1  # sequences a step, for each group of devices that shares one
-    optimizer: str = Optimizer.ADAMW
-    weights: str = Tier.DEVICE  # or host, with their gradients: then the optimizer is there, too
+    # AdamW with its states where a step is the fastest that fits; or one of `request.Optimizer`.
+    optimizer: str = AUTO
+    weights: str = AUTO  # the same; or device, or host, with gradients and optimizer states
+    disk: str | None = None  # a folder on a drive: states may go there where they fit nowhere else
     lora: int = 0  # rank of adapters on every linear module of the layers; 0: all is trained
     quantize: str | None = None  # nf4, with lora: frozen weights of linear modules have four bits
     strategy: str = AUTO  # the best of all of them
@@ -108,8 +111,9 @@ class Request:
         loss = loss_of(self.loss, self.reference, adapters=adapters)
         if loss.is_cut and self.sparse is not None:
             raise UnsupportedError(f"sparse: not with loss {loss.kind}; leave one of them out")
-        optimizer = _optimizer(self.optimizer)
-        weights = _weights(self.weights, optimizer)
+        weights = _weights(self.weights, self.optimizer)
+        optimizer = _optimizer(self.optimizer, weights)
+        free = Open(self.optimizer == AUTO, self.weights == AUTO, self.disk is not None)
         layout = _layout(self._count(), model)
         run = RunSpec(self.batch, read_tokens(self.context, "context"))
         machine = self._machine()  # last: it may have to be measured
@@ -120,6 +124,7 @@ class Request:
             layout=layout,
             optimizer=optimizer,
             weights=weights,
+            open=free,
             dtype=dtype_name(self.dtype),
             overlap=machine.pinned and not machine.unified,  # as the engine's copies run
             sparse=self.sparse,
@@ -302,20 +307,22 @@ def _check_width(rank: int, widest: int) -> None:
         )
 
 
-def _optimizer(name: str) -> Optimizer:
+def _optimizer(name: str, weights: Tier) -> Optimizer:
+    if name == AUTO:
+        return Optimizer.HOST if weights is Tier.HOST else Optimizer.ADAMW
     found = AS_IN_RUN_FILES.get(name, name)
     if found not in tuple(Optimizer):
-        known = ", ".join((*Optimizer, *AS_IN_RUN_FILES))
+        known = ", ".join((AUTO, *Optimizer, *AS_IN_RUN_FILES))
         raise UnsupportedError(f"optimizer: expected one of {known}, got {name!r}")
     return Optimizer(found)
 
 
-def _weights(name: str, optimizer: Optimizer) -> Tier:
-    if name not in tuple(Tier):
-        raise UnsupportedError(f"weights: expected {' or '.join(Tier)}, got {name!r}")
-    if name == Tier.DEVICE:
+def _weights(name: str, optimizer: str) -> Tier:
+    if name not in (AUTO, *Tier):
+        raise UnsupportedError(f"weights: expected {AUTO}, {' or '.join(Tier)}, got {name!r}")
+    if name != Tier.HOST:
         return Tier.DEVICE
-    if optimizer not in (Optimizer.HOST, Optimizer.DISK, Optimizer.NONE):
+    if optimizer not in (AUTO, Optimizer.HOST, Optimizer.DISK, Optimizer.NONE):
         raise UnsupportedError(
             f"weights: host goes with optimizer states on the host, not with {optimizer}; give "
             f"optimizer {Optimizer.HOST} or {Optimizer.DISK}, or weights {Tier.DEVICE}"

@@ -21,7 +21,16 @@ from farspan.planner.evaluate import (
 from farspan.planner.feasibility import plan_of, roomiest, states_do_not_fit
 from farspan.planner.prices import rates_of
 from farspan.planner.remedies import breaks_first, reason_of, remedies_of
-from farspan.planner.request import Fit, Plan, Question, Remedy, of_whole, with_room
+from farspan.planner.request import (
+    PINNED,
+    Fit,
+    Optimizer,
+    Plan,
+    Question,
+    Remedy,
+    of_whole,
+    with_room,
+)
 from farspan.planner.search import (
     TOLERANCE,
     SearchEffort,
@@ -32,6 +41,7 @@ from farspan.planner.search import (
     with_pieces,
 )
 from farspan.planner.space import MOST_CELLS, chunk_sizes, thriftiest, whole_space, with_alpha
+from farspan.planner.states import update_seconds
 from farspan.program.layout import Layout, group_ranges, refuse_together
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.spec import RunSpec, Schedule, Sparse, Tier, UnsupportedError
@@ -48,6 +58,7 @@ CANDIDATES = 6  # schedules whose memory is looked at more closely where the lea
 ANY_STRATEGY = Remedy(f"--strategy {AUTO}", same=True)
 MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
 REMEDY_SECONDS = 1.0  # of the search for what a change gives
+CHALLENGE = 1.5  # seconds that a search for a faster placement may, before it is planned
 WAITS = 0.01  # of a step: more are not counted by fewer layers
 
 
@@ -56,6 +67,9 @@ def best_plan(
 ) -> Plan:
     """The fastest plan that fits, or one as fast within `search.TOLERANCE` that takes the least
     main memory found, or as much and less of the device; the others as its alternatives.
+
+    Of what the question leaves open (`Question.open`) the fastest placement that fits is chosen,
+    by its training steps, updates included: the plan's own question says which.
 
     `strategies` are the names to choose from, None for all; `grouped` stands for the whole space
     of schedules, searched for about `seconds` of `search.SearchEffort`. A plan that does not leave
@@ -69,21 +83,107 @@ def best_plan(
             f"context: {question.run.tokens:,} tokens are more than are planned; use at most "
             f"{MOST_TOKENS:,}"
         )
+    found = best_placed(
+        question,
+        lambda placed: _best_there(placed, strategies, seconds),
+        partial(_may_be_faster, names=strategies),
+    )
+    if found.fits or found.remedies:
+        return found
+    return replace(found, remedies=_remedies(question, strategies))
+
+
+def _best_there(question: Question, strategies: Sequence[str] | None, seconds: float) -> Plan:
+    """The best plan of one placement, without what would help where none fits."""
+    names = strategies or list(STRATEGIES)
     if question.sparse is not None:
-        dense = partial(_plans, names=strategies or list(STRATEGIES), seconds=seconds)
-        return best_sparse(question, dense, partial(_remedies, strategies=strategies))
-    best, others = _whole(question, _plans(question, strategies or list(STRATEGIES), seconds))
+        return best_sparse(question, partial(_plans, names=names, seconds=seconds))
+    best, others = _whole(question, _plans(question, names, seconds))
     if not best.fits:
-        return replace(
-            best,
-            reason=breaks_first(best),
-            remedies=_remedies(best, strategies),
-            alternatives=others,
-        )
+        return replace(best, reason=breaks_first(best), alternatives=others)
     # What is known of the whole space holds for whichever is the best.
     lowest = min(p.seconds.total / (1 + p.gap) for p in (best, *others) if p.fit is best.fit)
     off = gap(best, lowest)
     return replace(best, gap=off, reason=reason_of(best, others), alternatives=others)
+
+
+# -- where optimizer states, weights and gradients live --------------------------------------------
+#
+# Everything that keeps the results is looked at, and the fastest that fits is taken: of the update
+# as well, which is what a move costs, while the device's memory that it frees makes the rest of a
+# step faster. A drive, which wears, is for what fits nowhere else. LoRA and roundings to eight or
+# four bits are never chosen: they change the results (`remedies`).
+
+
+def placements(question: Question) -> tuple[tuple[Question, ...], ...]:
+    """The question in every placement that it leaves open, what moves least first; those of a later
+    group are for where nothing of an earlier one fits."""
+    free, machine, layout = question.open, question.machine, question.layout
+    here = replace(question, open=PINNED)
+    if machine.unified:  # both tiers are one memory
+        return ((here,),)
+    is_open = free.weights and question.weights is Tier.DEVICE
+    is_whole = layout.tensor == 1 or layout.cuts_weights()  # `refuse_together`
+    may_leave = is_open and is_whole and not question.nf4
+
+    def with_states(optimizer: Optimizer) -> tuple[Question, ...]:
+        found = replace(here, optimizer=optimizer)
+        moves = may_leave and optimizer in (Optimizer.HOST, Optimizer.DISK, Optimizer.NONE)
+        return (found, replace(found, weights=Tier.HOST))[: 1 + moves]
+
+    if free.apart:
+        there = replace(here, optimizer=Optimizer.HOST, weights=Tier.HOST)
+        return ((here,), (there,))[: 1 + may_leave]
+    if not free.states or question.optimizer not in (Optimizer.ADAMW, Optimizer.HOST):
+        return (with_states(question.optimizer),)
+    places = [Optimizer.ADAMW, Optimizer.HOST]
+    if question.weights is Tier.HOST:
+        places.remove(Optimizer.ADAMW)
+    near = tuple(placed for place in places for placed in with_states(place))
+    can_drive = free.drive and layout.devices() == 1
+    return (near, with_states(Optimizer.DISK))[: 1 + can_drive]
+
+
+def best_placed(
+    question: Question,
+    plan_at: Callable[[Question], Plan],
+    may_be_faster: Callable[[Question, Plan], bool] = lambda _, best: not best.fits,
+) -> Plan:
+    """The fastest of a question's placements that fits, of equally fast ones within
+    `search.TOLERANCE` what moves least; where none fits, what misses by the least. `plan_at` plans
+    one, and `may_be_faster` says whether it need be asked, what was planned being roomy."""
+    best: Plan | None = None
+    for group in placements(question):
+        for placed in group:
+            if best is not None and best.fit is Fit.ROOMY and not may_be_faster(placed, best):
+                continue
+            plan = plan_at(placed)
+            if best is None or _is_better(plan, best):
+                best = replace(plan, unmoved=best)
+        if best is not None and best.fits:
+            break
+    assert best is not None, "a question has a placement"
+    return best
+
+
+def _is_better(plan: Plan, best: Plan) -> bool:
+    if plan.fit is not best.fit:
+        return plan.fit > best.fit
+    if not plan.fits:
+        return plan.rank() < best.rank()
+    return plan.update_seconds() < best.update_seconds() * (1 - TOLERANCE)
+
+
+def _may_be_faster(question: Question, best: Plan, names: Sequence[str] | None) -> bool:
+    """May a placement beat the best of another? By a short search for what does; what strategies
+    take that were named is soon known."""
+    if names is not None and GROUPED not in names:
+        return True
+    roomy, update = with_room(replace(question, sparse=None)), update_seconds(question)
+    least = (best.update_seconds() * (1 - TOLERANCE) - update) / question.batches + update
+    known = replace(best, seconds=replace(best.seconds, total=least))
+    found = search(roomy, whole_space(roomy), CHALLENGE, known, near=TOLERANCE)
+    return found.best is not known
 
 
 def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
@@ -112,7 +212,11 @@ def plan_as_written(
     says what breaks first and what would help. Raises UnsupportedError for what cannot run."""
     refuse_layout(question)
     refuse_together(schedule, question.layout)
-    plan = evaluate(question, name, schedule)
+    plan = best_placed(
+        question,
+        lambda placed: evaluate(placed, name, replace(schedule, weights=placed.weights)),
+    )
+    question = plan.question
     best = best_plan(question, None, seconds)
     is_other = not _is_same(question, best.schedule, schedule)
     others = (replace(best, strategy=AUTO, alternatives=()),) if is_other else ()
@@ -151,11 +255,14 @@ def longest_contexts(
     seconds find: more of them may find one that is longer, by up to a fifth as seen. Plans are the
     fastest, since what else a longest context leaves of memory is of no use to it."""
     refuse_layout(question)
-    plans = _longest_plans(with_room(question), strategies, seconds, max_step)
-    return {
-        name: of_whole(_at(question, plan.question.run.tokens), plan)
-        for name, plan in plans.items()
-    }
+    found: dict[str, Plan] = {}
+    for placed in (one for group in placements(question) for one in group):
+        plans = _longest_plans(with_room(placed), strategies, seconds, max_step)
+        for name, plan in plans.items():
+            tokens = plan.question.run.tokens
+            if name not in found or tokens > found[name].question.run.tokens:
+                found[name] = of_whole(_at(placed, tokens), plan)
+    return found
 
 
 def _longest_plans(
@@ -275,24 +382,24 @@ def _tokens_in(question: Question, share: float, most: int, schedule: Schedule =
     return low * LEAST
 
 
-def _remedies(plan: Plan, strategies: Sequence[str] | None) -> tuple[Remedy, ...]:
+def _remedies(question: Question, strategies: Sequence[str] | None) -> tuple[Remedy, ...]:
     """For strategies that were named, any other first."""
-    if strategies is not None and fits(plan.question):
+    if strategies is not None and fits(question):
         return (ANY_STRATEGY,)
 
-    def seconds(question: Question) -> float:
-        best, _ = chosen(_plans(question, strategies or [GROUPED], REMEDY_SECONDS))
+    def seconds(asked: Question) -> float:
+        best, _ = chosen(_plans(asked, strategies or [GROUPED], REMEDY_SECONDS))
         return best.seconds.total if best.fits else 0.0
 
-    return remedies_of(plan.question, partial(fits, strategies=strategies), seconds=seconds)
+    return remedies_of(question, partial(fits, strategies=strategies), seconds=seconds)
 
 
 def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
-    """Does any schedule of these strategies fit and leave the question's margin, by a close look
-    at the thriftiest of each?"""
-    question = with_room(question)
+    """Does any schedule of these strategies fit and leave the question's margin in any of its
+    placements, by a close look at the thriftiest of each?"""
     names = [GROUPED] if strategies is None else strategies
-    return any(_fitting(question, name) is not None for name in names)
+    placed = (with_room(one) for group in placements(question) for one in group)
+    return any(_fitting(one, name) is not None for one in placed for name in names)
 
 
 def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Schedule:
@@ -448,10 +555,9 @@ NARROWING = 4.0  # seconds of `SearchEffort` that narrower chunks are looked for
 def best_sparse(
     question: Question,
     search: Callable[[Question], Sequence[Plan]],
-    remedies_for: Callable[[Plan], tuple[Remedy, ...]],
 ) -> Plan:
     """The best with `question.sparse` of the schedules that `search` finds for dense attention;
-    where none fits, with what would help: dense attention where that fits, or `remedies_for` it.
+    where none fits but dense attention would, with that as what would help.
 
     Raises UnsupportedError, also for several devices.
     """
@@ -464,7 +570,7 @@ def best_sparse(
     best, others = chosen(plans)
     if best.fits:
         return replace(best, reason=reason_of(best, others), alternatives=others)
-    remedies = (WITHOUT,) if any(plan.fits for plan in dense) else remedies_for(best)
+    remedies = (WITHOUT,) * any(plan.fits for plan in dense)
     return replace(best, reason=breaks_first(best), remedies=remedies, alternatives=others)
 
 

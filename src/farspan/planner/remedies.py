@@ -106,9 +106,10 @@ def _both(first: Kind, second: Kind, question: Question) -> Changes:
 
 
 def _on_host(question: Question) -> Changes:
-    if question.optimizer is Optimizer.ADAMW:
+    if question.optimizer is Optimizer.ADAMW and not question.open.states:
         yield _optimizer(question, Optimizer.HOST, same=True)
-    if question.optimizer is Optimizer.ADAMW8BIT or question.weights is Tier.HOST:
+    is_fixed = question.optimizer is Optimizer.ADAMW8BIT or question.weights is Tier.HOST
+    if is_fixed or question.open.weights:
         return
     is_there = question.optimizer is not Optimizer.ADAMW
     optimizer = question.optimizer if is_there else Optimizer.HOST
@@ -120,12 +121,13 @@ def _on_host(question: Question) -> Changes:
 def _on_disk(question: Question) -> Changes:
     """Of states that would else be AdamW's in main memory, of one device."""
     exact = question.optimizer in (Optimizer.ADAMW, Optimizer.HOST)
+    exact = exact and not (question.open.drive or question.open.apart)
     if not exact or question.layout.devices() > 1 or question.machine.unified:
         return
     means = "states go to a drive"
     remedy, moved = _optimizer(question, Optimizer.DISK, same=True)
     yield replace(remedy, means=means), moved
-    if question.weights is Tier.DEVICE and not question.nf4:
+    if question.weights is Tier.DEVICE and not (question.nf4 or question.open.weights):
         both = Remedy(f"{remedy.options} {WEIGHTS}", True, f"{means}, weights to main memory")
         yield both, replace(moved, weights=Tier.HOST)
 
@@ -289,6 +291,25 @@ PARTS = {
     "inputs": "tokens and labels",
     "reserve": "reserve",
     "pages": "rounding to pages",
+}
+
+
+def place_words(question: Question) -> str:
+    """Where optimizer states, weights and gradients live; what is not named is on the device."""
+    on_host, states = question.weights is Tier.HOST, STATES[question.optimizer]
+    if question.machine.unified:
+        return "all in main memory"
+    if on_host and question.optimizer is Optimizer.HOST:
+        return "weights, gradients and states in main memory"
+    return ", ".join(filter(None, ("weights and gradients in main memory" * on_host, states)))
+
+
+STATES = {
+    Optimizer.ADAMW: "weights, gradients and states on the device",
+    Optimizer.ADAMW8BIT: "weights, gradients and 8-bit states on the device",
+    Optimizer.HOST: "states in main memory",
+    Optimizer.DISK: "states on a drive",
+    Optimizer.NONE: "no optimizer",
 }
 
 

@@ -51,6 +51,22 @@ class Margin:
 
 
 @dataclass(frozen=True, slots=True)
+class Open:
+    """What of a question's placement the planner may choose (`plans.placements`); the rest is as
+    `Question.optimizer` and `Question.weights` say."""
+
+    states: bool = False  # AdamW's
+    weights: bool = False  # with their gradients
+    drive: bool = False  # the user named a folder on one, so that states may go there
+    # Whoever updates is no part of the question, as of a `Step`: states are where weights are, and
+    # weights leave the device only where nothing fits with them there.
+    apart: bool = False
+
+
+PINNED = Open()
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """One step of a model on a machine."""
 
@@ -66,6 +82,8 @@ class Question:
     kernels: Kernels = field(default_factory=Kernels)
     margin: Margin = Margin()  # bytes that a plan leaves where any can (`margin_of`)
     weights: Tier = Tier.DEVICE  # HOST: with their gradients (engine.streamed_weights)
+    open: Open = PINNED  # for the planner to choose
+    batches: int = 1  # of an update
     wide_gradients: bool = False  # `.grad` in fp32 without an optimizer, too: as training has it
     update_beside: bool = True  # of weights on host, the next step, where copies are
     nf4: bool = False  # frozen weights of linear modules have four bits
@@ -259,6 +277,8 @@ class Plan:
     remedies: tuple[Remedy, ...] = ()
     # At most this fraction slower than the fastest of the space searched.
     gap: float = 0.0
+    # The best plan of a placement that moves less, which this one was preferred to.
+    unmoved: "Plan | None" = None
     alternatives: tuple["Plan", ...] = field(default=())
 
     def __str__(self) -> str:
@@ -304,6 +324,11 @@ class Plan:
         tight, then the others by what they miss."""
         over = -min(0, self.device.left) - min(0, self.host.left)
         return -self.fit, self.seconds.total if self.fits else over
+
+    def update_seconds(self) -> float:
+        """Of a training step: the batches of an update, and the update."""
+        seconds = self.seconds
+        return (seconds.total - seconds.optimizer) * self.question.batches + seconds.optimizer
 
     @property
     def tokens_per_second(self) -> float:

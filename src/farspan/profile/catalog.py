@@ -157,6 +157,20 @@ def refuse_absent(field: str, name: str) -> None:
         )
 
 
+def hub_name(field: str, name: str) -> str:
+    """Of a preset the model's name on the hub, unless a folder here is called so; anything else as
+    it is. Raises UnsupportedError for a preset whose weights nobody has."""
+    preset = None if Path(name).expanduser().exists() else _named().get(name.lower())
+    if preset is None:
+        return name
+    if preset.hub is None:
+        raise UnsupportedError(
+            f"{field}: the preset {preset.name} is of a paper, without weights on the hub; give a "
+            "folder or a hub name, or model.config for random weights"
+        )
+    return preset.hub
+
+
 def split_revision(model: str) -> tuple[str, str | None]:
     """The name and the revision of `name@revision`; of a folder, or without one, None."""
     name, _, revision = model.partition("@")

@@ -16,7 +16,7 @@ from farspan.planner.evaluate import most_layers, programs, size, slowest, stage
 from farspan.planner.feasibility import loss_seconds
 from farspan.planner.machines import names, read
 from farspan.planner.prices import Prices
-from farspan.planner.remedies import fuller, part_words
+from farspan.planner.remedies import fuller, part_words, place_words
 from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question
 from farspan.planner.states import drive_bytes, update_overlaps
 from farspan.planner.timeline import Span, spans
@@ -105,13 +105,6 @@ BOUND = {
     "network": "the network",
     "host": "kernel launches",
 }
-STATES = {
-    Optimizer.ADAMW: "states on the device",
-    Optimizer.ADAMW8BIT: "8-bit states on the device",
-    Optimizer.HOST: "states in main memory",
-    Optimizer.DISK: "states on a drive",
-    Optimizer.NONE: "no optimizer states",
-}
 
 
 def plan_text(plan: Plan) -> str:
@@ -151,20 +144,7 @@ def answer(plan: Plan) -> str:
         place = "device" if tier is Tier.DEVICE else "host"
         where = "of memory" if plan.question.machine.unified else f"of {place} memory"
         return f"{FITTING[plan.fit]}: {write_bytes(-budget.left)} {where} short"
-    return (
-        f"{FITTING[plan.fit]}: {placement(plan.question)}, {write_seconds(plan.seconds.total)} a "
-        "step"
-    )
-
-
-def placement(question: Question) -> str:
-    """Where the optimizer's states and the weights live."""
-    states = STATES[question.optimizer]
-    if question.weights is not Tier.HOST:
-        return states
-    if question.optimizer is Optimizer.HOST:
-        return "weights and states in main memory"
-    return f"weights in main memory, {states}"
+    return f"{FITTING[plan.fit]}: {chosen_words(plan)}"
 
 
 def _wrapped(text: str) -> list[str]:
@@ -230,16 +210,21 @@ def _short_lines(plan: Plan) -> list[str]:
 
 def verdict(plan: Plan) -> Text:
     """Does it fit, by how much on each tier; if not, what breaks first and what would help."""
-    text = Text(f"{subject(plan)}\n")
-    text.append(FITTING[plan.fit], "bold green" if plan.fits else "bold red")
+    text = Text(FITTING[plan.fit], "bold green" if plan.fits else "bold red")
     spare, *more = verdict_lines(plan)
-    text.append(f": {spare}\n")
+    first = (chosen_words(plan), subject(plan), spare) if plan.fits else (spare, subject(plan))
+    text.append(": " + "\n".join(first) + "\n")
     for place, line in enumerate(more):
         breaks = not plan.fits and plan.reason and place == 0
         text.append(f"{line}\n", "red" if breaks else "yellow")
     for note in notes(plan):
         text.append(f"note: {note}\n")
     return text
+
+
+def chosen_words(plan: Plan) -> str:
+    """Where states, weights and gradients are, and how long a step is."""
+    return f"{place_words(plan.question)}, {write_seconds(plan.seconds.total)} a step"
 
 
 def verdict_lines(plan: Plan) -> list[str]:
@@ -291,14 +276,6 @@ def notes(plan: Plan) -> Iterator[str]:
             yield f"beyond the model's {reach} positions; scale its rope to train it"
     advised = " ".join(remedy.options for remedy in plan.remedies)
     asked = f"--optimizer {question.optimizer} {advised} "
-    place = Optimizer.DISK if f"--optimizer {Optimizer.DISK} " in asked else Optimizer.HOST
-    if question.weights is Tier.HOST or f"--weights {Tier.HOST}" in advised:
-        states = "" if question.optimizer is Optimizer.NONE else f" and optimizer.states: {place}"
-        yield f"farspan train has these with schedule.weights: host{states}"
-    elif f"--optimizer {Optimizer.HOST} " in asked:
-        yield "farspan train has these with optimizer.states: host, and with auto where it has to"
-    elif place is Optimizer.DISK:
-        yield "farspan train has these with optimizer.states: disk"
     if question.optimizer is Optimizer.DISK:
         yield _wear(question)
     if f"--optimizer {Optimizer.ADAMW8BIT} " in asked:

@@ -120,7 +120,6 @@ class Components:
     choose_allocator = staticmethod(memory.choose_allocator)
     machine = staticmethod(machine_of)
     best_plan = staticmethod(plans.best_plan)
-    fits = staticmethod(plans.fits)
     evaluate = staticmethod(evaluation.evaluate)
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from farspan.engine import allocator
 from farspan.engine.memory import dry_run_apart as apart
 from farspan.engine.memory import estimate_memory, refuse_known, refuse_too_large
 from farspan.memory.host import GIB, MIB, available_host_bytes
-from farspan.planner.request import Fit
+from farspan.planner.request import Open
 from farspan.program.program import Program
 from farspan.program.strategies import AUTO
 from farspan.spec import MachineSpec, Tier, UnsupportedError
@@ -196,39 +196,17 @@ class Placed:
         return f"{WHERE[self.states]} ({self.reason})"
 
 
-WITH_WEIGHTS = Placed(StatesPlace.HOST, "where weights and gradients are")
-BESIDE_WEIGHTS = Placed(StatesPlace.DEVICE, "both tiers lie in main memory")
-
-
-def choose_place(fit: Callable[[StatesPlace], Fit], before: str | None) -> Placed:
-    """The device if a step fits beside them and leaves the margin, else the host if it
-    fits better there. States that were there, or on a drive, stay there, so that a run goes on to
-    the same bits. Never a drive by itself, which wears; never 8 bits: that is not AdamW."""
-    if before in (StatesPlace.HOST, StatesPlace.DISK):
-        return Placed(StatesPlace(before), "as before")
-    beside = fit(StatesPlace.DEVICE)
-    if beside is Fit.ROOMY:
-        return Placed(StatesPlace.DEVICE, "they fit beside the step")
-    if fit(StatesPlace.HOST) > beside:
-        tightly = " but tightly" if beside is Fit.TIGHT else ""
-        why = f"by the plan they do not fit beside the step on the device{tightly}"
-        return Placed(StatesPlace.HOST, why)
-    if beside is Fit.TIGHT:
-        return Placed(StatesPlace.DEVICE, "they fit beside the step, but tightly")
-    return Placed(StatesPlace.DEVICE, "the plan finds room for the step nowhere")
-
-
 def is_unified(device: torch.device) -> bool:
     """Whether both tiers lie in main memory."""
     return device.type == "cpu"
 
 
-def leaves_weights_open(run: RunConfig) -> bool:
-    """Whether weights may go to main memory, with AdamW's states there or on a drive, where they do
-    not fit on the device: the run file has the planner choose, and says nothing else of them."""
-    schedule, states = run.schedule, run.optimizer.states
-    is_open = schedule.strategy == AUTO and schedule.weights is schedule.weight_gradients is None
-    return is_open and states in (StatesPlace.AUTO, StatesPlace.HOST, StatesPlace.DISK)
+def open_of(run: RunConfig) -> Open:
+    """What of its placement a run file leaves to the planner: weights where that chooses the
+    schedule as well."""
+    schedule, optimizer = run.schedule, run.optimizer
+    weights = schedule.strategy == AUTO and schedule.weights is schedule.weight_gradients is None
+    return Open(optimizer.states is StatesPlace.AUTO, weights, optimizer.disk is not None)
 
 
 def with_weights_there(run: RunConfig) -> RunConfig:

@@ -10,7 +10,7 @@ from farspan.engine.memory import least_transient
 from farspan.engine.tiers import DeviceTooSmall
 from farspan.formatting import write_bytes, write_seconds
 from farspan.memory.host import TooLarge
-from farspan.planner.remedies import part_words
+from farspan.planner.remedies import part_words, place_words
 from farspan.planner.request import Budget, Plan, Question
 from farspan.planner.space import SMALLEST_CHUNK
 from farspan.program.builder import build_program
@@ -252,28 +252,18 @@ USUAL = "shorten the context, use a smaller batch or start more ranks, on more m
 def explain_none_fits(plan: Plan) -> str:
     """The room there is, what the plan that misses by the least would take of it, and what to
     change."""
-    return f"schedule: none fits {_room(plan)}: {_miss(plan)}; {advice(plan)}"
+    where = "" if plan.unmoved is None else f"with {place_words(plan.question)}, "
+    return f"schedule: none fits {_room(plan)}: {where}{_miss(plan)}; {advice(plan)}"
 
 
-def explain_nowhere(beside: Plan, there: Plan) -> str:
-    """As `explain_none_fits`, of weights on the device and of weights in main memory."""
-    return (
-        f"schedule: none fits {_room(beside)}: with weights on the device, {_miss(beside)}; "
-        f"{explain_there(there)}; {advice(there)}"
-    )
-
-
-def explain_there(there: Plan) -> str:
-    """What a plan lacks although its weights are in main memory."""
-    return f"with weights in main memory, {_miss(there)}"
-
-
-def explain_moved(beside: Plan, there: Plan) -> str:
+def explain_moved(plan: Plan) -> str:
     """Why weights go to main memory, and how long a step is for it; on one line."""
-    seconds = there.seconds
+    seconds, first = plan.seconds, plan.unmoved
+    assert first is not None, "something was moved"
+    why = f"a step took {write_seconds(first.seconds.total)}" if first.fits else _miss(first)
     return (
         "weights: go to main memory, with gradients and optimizer states; with them on the device, "
-        f"{_miss(beside)}; a step now takes {write_seconds(seconds.total)} by the plan, of which "
+        f"{why}; a step now takes {write_seconds(seconds.total)} by the plan, of which "
         f"{write_seconds(seconds.compute)} compute"
     )
 

@@ -14,7 +14,8 @@ from farspan.hf.unsupported import refuse_dropout, refuse_model
 from farspan.planner.api import HERE, Request, as_run
 from farspan.planner.machines import with_kernels
 from farspan.planner.plans import best_plan, longest_contexts, plan_as_written
-from farspan.planner.request import Fit, Optimizer, Plan, Question
+from farspan.planner.request import Plan, Question
+from farspan.profile.catalog import hub_name
 from farspan.profile.store import Profiles
 from farspan.program.layout import (
     ALONE,
@@ -35,8 +36,8 @@ from farspan.spec import (
 )
 from farspan.train.config import RunConfig, StatesPlace
 from farspan.train.context import Components, machine_of, torch_dtype
-from farspan.train.memory import leaves_weights_open, with_weights_there
-from farspan.train.oom import explain_moved, explain_there
+from farspan.train.memory import open_of, with_weights_there
+from farspan.train.oom import explain_moved
 from farspan.train.origin import with_base
 from farspan.train.planning import OWN, PLANNED, allowed
 from farspan.train.setup import (
@@ -73,11 +74,6 @@ class PlanOfRun:
     plan: Plan
     weights: str = ""  # why they are in main memory, or that they do not fit there either
 
-    def update_seconds(self) -> float:
-        """Of an update: its batches, and one step of the optimizer."""
-        seconds = self.plan.seconds
-        return (seconds.total - seconds.optimizer) * self.run.accumulate + seconds.optimizer
-
     def words(self) -> Iterator[str]:
         """Lines for a person, below the plan's own."""
         run, plan = self.run, self.plan
@@ -85,7 +81,7 @@ class PlanOfRun:
             yield self.weights
         if not plan.fits:
             return
-        each = self.update_seconds()
+        each = plan.update_seconds()
         batches = f" of {run.accumulate} batches" if run.accumulate > 1 else ""
         yield (
             f"the run: {run.steps:,} updates{batches}, {self.tokens():,} tokens each: "
@@ -93,7 +89,7 @@ class PlanOfRun:
             "evaluations and checkpoints"
         )
         if run.schedule.strategy == AUTO:
-            line = as_yaml(plan.schedule, len(plan.question.model.layers))
+            line = as_yaml(plan.schedule, len(plan.question.model.layers), run.context)
             yield f"to keep this schedule, in the run file: {line}"
 
     def tokens(self) -> int:
@@ -103,7 +99,7 @@ class PlanOfRun:
 
     def to_json(self) -> dict[str, Any]:
         """The plan's own keys, and the run's."""
-        each = self.update_seconds()
+        each = self.plan.update_seconds()
         run = {
             "steps": self.run.steps,
             "tokens_per_update": self.tokens(),
@@ -114,50 +110,30 @@ class PlanOfRun:
 
 
 @dataclass(frozen=True, slots=True)
-class QuestionsOfRun:
-    """What a run file asks: of AdamW's states the places that it leaves open, the first first."""
+class QuestionOfRun:
+    """What a run file asks, with all that it leaves open."""
 
     run: RunConfig
-    questions: tuple[Question, ...]
-    moved: Question | None = None  # with weights in main memory, where nothing else fits
+    question: Question
 
     def plan(self) -> PlanOfRun:
-        """With the states in the first place where it fits and leaves the margin, or else fits at
-        all; with the weights in main memory where it fits there alone; where it fits nowhere, with
-        the states in the first. Raises UnsupportedError."""
-        plans: list[Plan] = []
-        for question in self.questions:
-            plans.append(self._plan(question))
-            if plans[-1].fit is Fit.ROOMY:
-                break
-        best = max(plans, key=lambda plan: plan.fit)  # of equals the first
-        if best.fits or self.moved is None:
-            return PlanOfRun(self.run, best)
-        there = self._plan(self.moved)
-        if there.fits:
-            run = with_weights_there(self.run)
-            return PlanOfRun(run, there, explain_moved(plans[-1], there))
-        return PlanOfRun(self.run, best, explain_there(there))
+        """The plan of the run as `farspan train` would place it. Raises UnsupportedError."""
+        plan, run = self._plan(), self.run
+        if plan.fits and plan.question.weights is Tier.HOST and plan.unmoved is not None:
+            return PlanOfRun(with_weights_there(run), plan, explain_moved(plan))
+        return PlanOfRun(run, plan)
 
     def longest(self, max_step: float) -> dict[str, Plan]:
-        """As `longest_contexts`, with the states, and weights that may go there, where most
-        fits."""
-        found: dict[str, Plan] = {}
-        for question in filter(None, (self.questions[-1], self.moved)):
-            for name, plan in longest_contexts(
-                question, self.strategies(), max_step=max_step
-            ).items():
-                if name not in found or plan.question.run.tokens > found[name].question.run.tokens:
-                    found[name] = plan
-        return found
+        """As `longest_contexts`."""
+        return longest_contexts(self.question, self.strategies(), max_step=max_step)
 
     def strategies(self) -> list[str] | None:
         """Those to choose from; None: all."""
         named = self.run.schedule.strategy
         return None if named in (None, AUTO) else [str(named)]
 
-    def _plan(self, question: Question) -> Plan:
-        named = self.run.schedule.strategy
+    def _plan(self) -> Plan:
+        question, named = self.question, self.run.schedule.strategy
         if named == AUTO:
             return best_plan(question)
         layers = len(question.model.layers)
@@ -174,30 +150,31 @@ class QuestionsOfRun:
         return plan_as_written(question, named or OWN, schedule)
 
 
-def questions_of_run(
-    run: RunConfig, asked: Asked, progress: Callable[[str], None]
-) -> QuestionsOfRun:
-    """The run as questions for the planner; `progress` hears what of this machine is measured.
+def question_of_run(run: RunConfig, asked: Asked, progress: Callable[[str], None]) -> QuestionOfRun:
+    """The run as a question for the planner; `progress` hears what of this machine is measured.
 
     One sequence is one document, which is the most that attention can take. Raises UnsupportedError
     naming the field.
     """
-    run = replace(run, model=with_base(run.model)[0])
+    model = run.model
+    if model.path is not None:
+        model = replace(model, path=hub_name("model.path", model.path))
+    run = replace(run, model=with_base(model)[0])
     gpus = asked.get("gpus")
     if gpus is not None and gpus < 1:
         raise UnsupportedError(f"gpus: expected a whole number of devices >= 1, got {gpus}")
     machine = asked.get("machine", HERE)
     if machine == HERE:
         machine = machine_of(choose_device(run.device), torch_dtype(run), progress)
-    model, packed = _model(run)
-    on_host = run.schedule.weights is Tier.HOST
+    config, packed = _model(run)
+    run = _with_optimizer(run, asked)
     question = Request(
-        config=model,
+        config=config,
         context=run.context,
         machine=machine,
         batch=run.batch,
-        optimizer=asked.get("optimizer", _optimizer_of(run)),
-        weights=Tier.HOST if on_host else Tier.DEVICE,
+        optimizer=asked.get("optimizer", run.optimizer.states.value),
+        weights=run.schedule.weights or Tier.DEVICE,
         lora=0 if run.model.lora is None else run.model.lora.everywhere(),
         quantize=Quantization.NF4 if packed else None,
         dtype=run.model.dtype.value,
@@ -213,10 +190,11 @@ def questions_of_run(
         question = replace(question, loss=run.objective.planned())
     if run.model.path is not None:
         question = replace(question, model=replace(question.model, name=run.model.path))
-    run = _in_place_of(run, asked, question)
-    question = _shared(run, question, gpus)
-    questions = tuple(_with_states(run, question, asked.get("optimizer")))
-    return QuestionsOfRun(run, questions, _with_weights_there(run, questions[-1]))
+    if "host_memory" in asked:
+        run = replace(run, host_memory=None)
+    if "optimizer" not in asked or asked["optimizer"] == AUTO:
+        question = replace(question, open=open_of(run))
+    return QuestionOfRun(run, _shared(run, question, gpus))
 
 
 def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
@@ -248,15 +226,14 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
     return profiles_of_model(blank, model.path or config.model_type), packed
 
 
-def _in_place_of(run: RunConfig, asked: Asked, question: Question) -> RunConfig:
-    """The run without what the command line says otherwise, and which is in the question."""
-    if "host_memory" in asked:
-        run = replace(run, host_memory=None)
-    if "optimizer" in asked:
-        places = {optimizer: place for place, optimizer in PLANNED.items()}
-        place = places.get(question.optimizer, StatesPlace.AUTO)
-        run = replace(run, optimizer=replace(run.optimizer, states=place))
-    return run
+def _with_optimizer(run: RunConfig, asked: Asked) -> RunConfig:
+    """The run with the command line's optimizer in place of its own, where it can have that."""
+    if "optimizer" not in asked:
+        return run
+    given = asked["optimizer"]
+    places = {str(optimizer): place for place, optimizer in PLANNED.items()}
+    known = given if given in tuple(StatesPlace) else places.get(given, StatesPlace.AUTO)
+    return replace(run, optimizer=replace(run.optimizer, states=StatesPlace(known)))
 
 
 def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
@@ -274,6 +251,7 @@ def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
         machine=with_kernels(allowed(run, machine), deterministic=run.kernels.deterministic),
         layout=layout,
         accumulates=run.accumulate > 1,
+        batches=run.accumulate,
         update_beside=run.optimizer.overlap is not False,
     )
     return as_run(shared)
@@ -286,31 +264,3 @@ def _layout(given: Given, gpus: int | None, model: ModelSpec, machine: MachineSp
     if given is None and gpus is None:
         return ALONE
     return sequence_layout(model, gpus or machine.devices)
-
-
-def _optimizer_of(run: RunConfig) -> Optimizer:
-    if run.optimizer.states is StatesPlace.DISK:
-        return Optimizer.DISK
-    return Optimizer.HOST if run.schedule.weights is Tier.HOST else Optimizer.ADAMW
-
-
-def _with_states(run: RunConfig, question: Question, named: str | None) -> Iterator[Question]:
-    """The question with AdamW's states in each place that may be taken."""
-    states, places = run.optimizer.states, [question.optimizer]
-    if question.weights is Tier.HOST:
-        named = question.optimizer
-    if named is None and states is not StatesPlace.AUTO:
-        places = [PLANNED[states]]
-    elif named is None and not question.machine.unified:
-        places.append(Optimizer.HOST)
-    for place in places:
-        yield replace(question, optimizer=place)
-
-
-def _with_weights_there(run: RunConfig, question: Question) -> Question | None:
-    """The question of a run whose weights may go to main memory, with them there."""
-    apart = question.layout.devices() == 1 and not question.machine.unified
-    away = question.optimizer in (Optimizer.HOST, Optimizer.DISK)
-    if not apart or question.nf4 or not away:
-        return None
-    return replace(question, weights=Tier.HOST) if leaves_weights_open(run) else None

@@ -1,7 +1,7 @@
 """Which schedule a run has, its own or the planner's, and the next one after memory ran out."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,17 @@ from farspan.hf.quantized import held_bytes
 from farspan.memory.host import available_host_bytes
 from farspan.planner.evaluate import RankWalk, size
 from farspan.planner.machines import with_kernels
-from farspan.planner.request import Budget, Fit, Optimizer, Plan, Question, fit_of, margin_of
+from farspan.planner.plans import best_placed
+from farspan.planner.request import (
+    PINNED,
+    Budget,
+    Open,
+    Optimizer,
+    Plan,
+    Question,
+    Seconds,
+    margin_of,
+)
 from farspan.planner.states import input_bytes
 from farspan.planner.walk import workspace_bytes
 from farspan.program.layout import ALONE, Layout, group_ranges, refuse_together
@@ -38,6 +48,7 @@ from farspan.spec import (
     UnsupportedError,
 )
 from farspan.train.config import DType, ModelConfig, RunConfig, StatesPlace
+from farspan.train.console import Observer
 from farspan.train.context import (
     Components,
     InspectedModel,
@@ -46,16 +57,15 @@ from farspan.train.context import (
     torch_dtype,
 )
 from farspan.train.memory import (
-    BESIDE_WEIGHTS,
     STATES_KEY,
-    WITH_WEIGHTS,
     Expected,
     Placed,
     bare_machine,
-    choose_place,
     is_unified,
+    open_of,
+    with_weights_there,
 )
-from farspan.train.oom import Shortage, explain_none_fits, lighter_schedule
+from farspan.train.oom import Shortage, explain_moved, explain_none_fits, lighter_schedule
 from farspan.train.run_folder import RunFolder, RunState
 from farspan.train.yaml_config import convert, to_mapping
 
@@ -395,12 +405,18 @@ class StepPlanner:
     components: Components = field(default_factory=Components)
 
     def __call__(
-        self, model: PreTrainedModel, run: RunSpec, kernels: Kernels, loss: Objective
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        run: RunSpec,
+        kernels: Kernels,
+        loss: Objective,
     ) -> Plan:
-        """The best plan of a step of this model that keeps room for AdamW. Raises UnsupportedError
-        if none fits."""
+        """The best plan of a step of this model, computed on a device, that keeps room for AdamW.
+        The model's weights go to main memory where nothing fits with them on the device, and stay
+        there. Raises UnsupportedError if none fits."""
         parameters = list(model.parameters())
-        device, dtype = parameters[0].device, DType(str(model.dtype).removeprefix("torch."))
+        dtype = DType(str(model.dtype).removeprefix("torch."))
         asked = RunConfig(
             model=ModelConfig(path=model.config.name_or_path or type(model).__name__, dtype=dtype),
             data=DataConfig(),
@@ -411,11 +427,15 @@ class StepPlanner:
         )
         machine = self.components.machine_once(device, model.dtype, LOG.info)
         looked, world = inspect_for(asked, model, device), DistributedContext(device)
-        question = question_of(asked, looked, machine, StatesPlace.DEVICE, world)
         gradients = (p.grad for p in parameters if p.grad is not None)
         held = sum(map(held_bytes, (*parameters, *gradients)))
-        free = free_now(device, held).limit(question.machine)
-        plan = self.components.best_plan(replace(question, machine=free, loss=loss))
+        on_host = parameters[0].device != device
+        if on_host:
+            asked = with_weights_there(asked)
+        question = question_of(asked, looked, machine, StatesPlace.AUTO, world)
+        free = free_now(device, held * (not on_host), held * on_host).limit(question.machine)
+        apart = Open(weights=True, apart=True)
+        plan = self.components.best_plan(replace(question, machine=free, loss=loss, open=apart))
         if not plan.fits:
             raise UnsupportedError(
                 f"{explain_none_fits(plan)} (keys of a run file); for another optimizer than AdamW "
@@ -423,7 +443,15 @@ class StepPlanner:
             )
         line = describe_schedule(Choice(plan.strategy, plan.schedule))
         LOG.warning("schedule: %s (for %d x %s tokens)", line, run.batch, f"{run.tokens:,}")
+        if plan.unmoved is not None:
+            LOG.warning("%s; %s", explain_moved(plan), OWN_OPTIMIZER)
         return plan
+
+
+OWN_OPTIMIZER = (
+    "update them there: an optimizer that has states on the device needs these moved, by "
+    "optimizer.load_state_dict(optimizer.state_dict())"
+)
 
 
 def question_of(
@@ -433,7 +461,9 @@ def question_of(
     states: StatesPlace,
     world: DistributedContext,
 ) -> Question:
-    """One batch of the run, with its optimizer's states in a place."""
+    """One batch of the run, with its optimizer's states in a place; of `auto` the first of those
+    that may be chosen."""
+    default = StatesPlace.HOST if run.schedule.weights is Tier.HOST else StatesPlace.DEVICE
     # Links and main memory are shared by the run's devices on this node, and by no others.
     here = replace(machine, devices=world.local_size)
     return Question(
@@ -441,12 +471,13 @@ def question_of(
         run=RunSpec(run.batch, run.context),
         machine=with_kernels(here, deterministic=run.kernels.deterministic),
         layout=world.layout,
-        optimizer=PLANNED[states],
+        optimizer=PLANNED.get(states, PLANNED[default]),
         weights=run.schedule.weights or Tier.DEVICE,
         dtype=run.model.dtype.value,
         overlap=machine.pinned and not machine.unified,  # as the engine's copies run
         sparse=run.pages(),
         accumulates=run.accumulate > 1,
+        batches=run.accumulate,
         update_beside=run.optimizer.overlap is not False,
         kernels=run.kernels,
         margin=margin_of(run.margin, machine),
@@ -457,54 +488,100 @@ def question_of(
     )
 
 
-def place_states(
+def place(
     run: RunConfig,
     components: Components,
     world: DistributedContext,
-    model: Any,
-    before: str | None,
-    progress: Callable[[str], None],
-) -> Placed:
-    """Where the optimizer's states go, once the ranks have a layout. `before` is where they were in
-    an earlier part of the run."""
+    inspect: Callable[[], InspectedModel],
+    about: Mapping[str, Any],
+    observer: Observer,
+) -> tuple[RunConfig, Placed]:
+    """Where the run's optimizer states, weights and gradients live, once its ranks have a layout:
+    the run with its weights there, and its states. `about` is the about.json of an earlier part of
+    the run, which goes on as it began; `inspect` looks at the model. Raises UnsupportedError where
+    a run that begins fits nowhere."""
     # What is free differs from rank to rank.
-    place = partial(_place_states, run, components, world, model, before, progress)
-    return world.run_on_rank0(place)
+    return world.run_on_rank0(partial(_place, run, components, world, inspect, about, observer))
 
 
-def _place_states(
+def _place(
     run: RunConfig,
     components: Components,
     world: DistributedContext,
-    model: Any,
-    before: str | None,
-    progress: Callable[[str], None],
-) -> Placed:
-    device = world.device
-    if run.optimizer.states is not StatesPlace.AUTO:
-        return Placed(run.optimizer.states, "as the run file says")
-    if before == StatesPlace.DISK:
-        return Placed(StatesPlace.DISK, "as before")
-    if run.schedule.weights is Tier.HOST:
-        return WITH_WEIGHTS
-    if is_unified(device):
-        return BESIDE_WEIGHTS
+    inspect: Callable[[], InspectedModel],
+    about: Mapping[str, Any],
+    observer: Observer,
+) -> tuple[RunConfig, Placed]:
+    device, given, before = world.device, open_of(run), about.get(STATES_KEY)
+    if given.weights and about.get("schedule", {}).get("weights") == Tier.HOST:
+        observer.note("weights: in main memory, as before; schedule.weights: device ends that")
+        run = with_weights_there(run)
+    elif before in (StatesPlace.HOST, StatesPlace.DISK):
+        given = replace(given, weights=False)
+    if not given.states:
+        placed = Placed(run.optimizer.states, "as the run file says")
+    elif before in (StatesPlace.HOST, StatesPlace.DISK):
+        placed = Placed(StatesPlace(before), "as before")
+    elif run.schedule.weights is Tier.HOST and (is_unified(device) or not given.drive):
+        placed = Placed(StatesPlace.HOST, "where weights and gradients are")
+    elif is_unified(device):
+        placed = Placed(StatesPlace.DEVICE, "both tiers lie in main memory")
+    else:
+        placed = Placed(StatesPlace.AUTO, "")
+    weights_settled = run.schedule.weights is Tier.HOST or not given.weights or is_unified(device)
+    if weights_settled and placed.states is not StatesPlace.AUTO:
+        return run, placed
     machine = bare_machine(device)
     if run.schedule.strategy == AUTO:
-        machine = components.machine_once(device, torch_dtype(run), progress)
-    # Of several ranks this one has the weights, in main memory, until they are sharded.
-    there = sum(map(held_bytes, model.parameters())) * (world.size > 1)
-    machine = allowed(run, free_now(device, 0, there).limit(machine))
-    inspected = inspect_for(run, model, device)
+        machine = components.machine_once(device, torch_dtype(run), observer.measuring)
+    machine = allowed(run, free_now(device, 0).limit(machine))
+    question = question_of(run, inspect(), machine, placed.states, world)
+    plan = _planned(run, components, replace(question, open=given), before)
+    if not plan.fits and not about and run.schedule.strategy == AUTO:
+        raise UnsupportedError(explain_none_fits(plan))
+    if given.weights and plan.question.weights is Tier.HOST:
+        observer.note(explain_moved(plan))
+        run = with_weights_there(run)
+    if placed.states is StatesPlace.AUTO:
+        places = {optimizer: states for states, optimizer in PLANNED.items()}
+        placed = Placed(places[plan.question.optimizer], why_there(plan))
+    return run, placed
 
-    def fit(states: StatesPlace) -> Fit:
-        question = question_of(run, inspected, machine, states, world)
-        if run.schedule.strategy == AUTO:
-            return components.best_plan(question).fit
-        sized = size(question, components.schedule_of(run, model))
-        return fit_of(question, sized.device, sized.host)
 
-    return choose_place(fit, before)
+def _planned(
+    run: RunConfig, components: Components, question: Question, before: str | None
+) -> Plan:
+    """The plan of where everything lives: of a run that goes on where it was, if it fits there. Of
+    a written schedule bytes alone tell."""
+    if run.schedule.strategy == AUTO:
+        if before is not None:
+            same = components.best_plan(replace(question, open=PINNED))
+            if same.fits:
+                return same
+        return components.best_plan(question)
+    schedule = components.schedule_for(run, len(question.model.layers))
+
+    def sized(placed: Question) -> Plan:
+        of, unknown = size(placed, schedule), Seconds(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, bound="")
+        return Plan(OWN, schedule, placed, of.device, of.host, unknown, 0.0)
+
+    return best_placed(question, sized)
+
+
+def why_there(plan: Plan) -> str:
+    """Why states are where a plan has them."""
+    if not plan.fits:
+        return "the plan finds room for the step nowhere"
+    first = plan.unmoved
+    if first is None:
+        return "they fit beside the step" + ", but tightly" * plan.tight
+    if plan.question.weights is Tier.HOST:
+        return "where weights and gradients are"
+    if first.fit is plan.fit:
+        times = first.update_seconds() / plan.update_seconds()
+        return f"a step would take {times:.2f} times as long with them on the device"
+    tightly = " but tightly" * first.fits
+    return f"by the plan they do not fit beside the step on the device{tightly}"
 
 
 def inspect_for(run: RunConfig, model: Any, device: torch.device) -> InspectedModel:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from farspan.distributed.failure import activity
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.parallelize import ShardedModel, parallelize, sharded_parameters
 from farspan.engine.streamed_weights import StreamedWeights
-from farspan.hf.describe import describe
 from farspan.hf.load import (
     Weights,
     add_adapters,
@@ -44,7 +43,7 @@ from farspan.hf.unsupported import (
     refuse_dropout,
     refuse_model,
 )
-from farspan.profile.catalog import is_on_hub, refuse_absent
+from farspan.profile.catalog import hub_name, is_on_hub, refuse_absent
 from farspan.program.layout import (
     AXES,
     Layout,
@@ -57,28 +56,22 @@ from farspan.program.layout import (
 )
 from farspan.program.strategies import AUTO
 from farspan.sparse.train import index_of, opening_words
-from farspan.spec import LossKind, ModelSpec, Reference, Schedule, Tier, UnsupportedError
+from farspan.spec import LossKind, Reference, Schedule, Tier, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, StartConfig, StatesPlace
 from farspan.train.console import Observer
 from farspan.train.context import (
     Components,
+    InspectedModel,
     ReferenceModel,
     RunContext,
     host_share,
     inspect_blank,
     torch_dtype,
 )
-from farspan.train.memory import (
-    STATES_KEY,
-    is_unified,
-    leaves_weights_open,
-    resident_bytes,
-    with_weights_there,
-)
-from farspan.train.oom import explain_moved, explain_nowhere
+from farspan.train.memory import resident_bytes
 from farspan.train.optimizer import TrainingOptimizer, load_adamw
 from farspan.train.origin import as_begun, begin, with_base
-from farspan.train.planning import allowed, free_now, inspect_for, place_states, question_of
+from farspan.train.planning import inspect_for, place
 
 NO_DEVICE = "device: cannot train on {name!r}; give auto, cpu, cuda or cuda:1"
 EXPERTS = "none on the experts, whose weights are stacked, not linear modules; they stay frozen"
@@ -94,8 +87,9 @@ def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
     UnsupportedError."""
     model = run.model
     if model.path is not None:
-        refuse_absent("model.path", model.path)
-        refuse_unpinned(model.path, model.trust_remote_code, model.revision)
+        model = replace(model, path=hub_name("model.path", model.path))
+        refuse_absent("model.path", str(model.path))
+        refuse_unpinned(str(model.path), model.trust_remote_code, model.revision)
         model, adapters = with_base(model)
         if adapters is not None:
             if run.start not in (None, StartConfig(adapters)):
@@ -139,14 +133,19 @@ def make_context(
     index = world.run_on_rank0(partial(index_of, run.sparse, blank), "reading the index")
     corpus, tokenizer = _open_data(run, observer.preparing)
     _check_data(run, corpus, tokenizer, blank, observer)
-    run = place_weights(run, components, world, blank, about, observer)
+    look = cache(partial(_inspected, run, world.device, blank))
+    describe_it = partial(world.run_on_rank0, lambda: look().model)
+    world.set_layout(layout_of(run.parallel, world.size, describe_it))
+    world.refuse_unlike("data", corpus.identity)
+    is_packed = run.model.quantize is not None or format_of(blank.config) is not None
+    if not is_packed:
+        run, placed = place(run, components, world, look, about, observer)
     outside = resident_bytes()
     model = _load_model(run, components, world, blank, observer)
+    if is_packed:  # how many bytes its weights take is known when they are there
+        packed = partial(inspect_for, run, model, world.device)
+        run, placed = place(run, components, world, packed, about, observer)
     other = _load_reference(run, components, world, model, corpus)
-    world.set_layout(layout_of(run.parallel, world.size, partial(_describe_on_rank0, world, model)))
-    world.refuse_unlike("data", corpus.identity)
-    before = about.get(STATES_KEY)
-    placed = place_states(run, components, world, model, before, observer.measuring)
     counts = [(elements(p), p.requires_grad) for p in model.parameters()]  # while they are whole
     frozen = world.run_on_rank0(lambda: frozen_digest(model), "reading the frozen weights")
     inspected = None
@@ -264,10 +263,6 @@ def _lay_out(
     if streams(run.schedule.apply(Schedule()), world.layout):
         weights = StreamedWeights(CausalLMStages(model, world.device), world.ranks)
     return ReferenceModel(model, sharded_model, weights, run.objective.teacher is not None)
-
-
-def _describe_on_rank0(world: DistributedContext, model: Any) -> ModelSpec:
-    return world.run_on_rank0(lambda: describe(CausalLMStages(model)))
 
 
 def _open_data(run: RunConfig, watch: Watch) -> tuple[Corpus, Tokenizer]:
@@ -456,45 +451,11 @@ def refuse_weights(weights: Tier, layout: Layout) -> None:
         raise UnsupportedError(f"schedule.{error}") from error
 
 
-def place_weights(
-    run: RunConfig,
-    components: Components,
-    world: DistributedContext,
-    blank: Any,
-    about: Mapping[str, Any],
-    observer: Observer,
-) -> RunConfig:
-    """The run with its weights in main memory, if its file leaves that open and no plan fits with
-    them on the device; weights that were there stay, so that a run goes on to the same bits.
-    Raises UnsupportedError where a run that begins fits neither way."""
-    device, model = world.device, run.model
-    is_packed = model.quantize is not None or format_of(blank.config) is not None
-    if not leaves_weights_open(run) or is_unified(device) or world.size > 1 or is_packed:
-        return run
-    if about.get("schedule", {}).get("weights") == Tier.HOST:
-        observer.note("weights: in main memory, as before; schedule.weights: device ends that")
-        return with_weights_there(run)
-    rank = 0 if model.lora is None else model.lora.everywhere()
+def _inspected(run: RunConfig, device: torch.device, blank: Any) -> InspectedModel:
+    """A model without weights, as the planner sees it."""
+    rank = 0 if run.model.lora is None else run.model.lora.everywhere()
     boundary = CausalLMStages(blank, device)
-    inspected = inspect_blank(boundary, model.dtype.value, device, rank, run.kernels)
-    machine = components.machine_once(device, torch_dtype(run), observer.measuring)
-    machine = allowed(run, free_now(device, 0).limit(machine))
-    states = run.optimizer.states
-    places = [StatesPlace.DEVICE, StatesPlace.HOST] if states is StatesPlace.AUTO else [states]
-    questions = [question_of(run, inspected, machine, place, world) for place in places]
-    if components.fits(questions[0]):  # a quick look, which is enough for most runs
-        return run
-    for question in questions:
-        beside = components.best_plan(question)
-        if beside.fits:
-            return run
-    there = components.best_plan(replace(questions[-1], weights=Tier.HOST))
-    if there.fits:
-        observer.note(explain_moved(beside, there))
-        return with_weights_there(run)
-    if not about:
-        raise UnsupportedError(explain_nowhere(beside, there))
-    return run
+    return inspect_blank(boundary, run.model.dtype.value, device, rank, run.kernels)
 
 
 def choose_device(name: str) -> torch.device:

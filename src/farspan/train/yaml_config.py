@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from farspan.formatting import MOST_TOKENS, did_you_mean, read_pages, read_tokens, shortened
+from farspan.program.strategies import GROUPED, STRATEGIES, strategy
 from farspan.spec import MEAN, SHORT_NAMES, LossKind, Schedule, Sparse, UnsupportedError
 
 LOG = logging.getLogger(__name__)
@@ -267,18 +268,55 @@ def to_mapping(value: Any) -> Any:
     return value
 
 
-def as_yaml(schedule: Schedule, layers: int | None = None) -> str:
-    """A schedule as a run file's line, groups of so many layers by their size where that says it;
-    what is sparse of it has a key of its own there."""
-    if layers is not None:
-        size = max(schedule.group_sizes(layers))
-        if replace(schedule, groups=size).group_sizes(layers) == schedule.group_sizes(layers):
-            schedule = replace(schedule, groups=size)
-    default, fields_ = to_mapping(Schedule()), to_mapping(schedule)
-    named = {k: v for k, v in fields_.items() if v != default[k] and k != "sparse"}
-    mapping = {"schedule": {"strategy": None, **named}}
+def as_yaml(schedule: Schedule, layers: int | None = None, tokens: int | None = None) -> str:
+    """A schedule as a run file's line, as `schedule_mapping` has it."""
+    mapping = {"schedule": schedule_mapping(schedule, layers, tokens)}
     text = yaml.safe_dump(mapping, default_flow_style=True, sort_keys=False, width=10**6)
     return text.strip().removeprefix("{").removesuffix("}")
+
+
+def schedule_mapping(
+    schedule: Schedule, layers: int | None = None, tokens: int | None = None
+) -> str | dict[str, Any]:
+    """A schedule as a person writes it: a strategy's name where it is that strategy's, for so many
+    layers and tokens, else what differs from `grouped`, which a run file has without a strategy;
+    groups of so many layers by their size where that says it. What is sparse of it has a key of its
+    own."""
+    if layers is None or tokens is None:
+        return {"strategy": None, **_differing(schedule, Schedule())}
+    size = max(schedule.group_sizes(layers))
+    if replace(schedule, groups=size).group_sizes(layers) == schedule.group_sizes(layers):
+        schedule = replace(schedule, groups=size)
+    bases = {name: strategy(name, layers, tokens) for name in STRATEGIES}
+    same = (name for name, base in bases.items() if not _differing(schedule, base))
+    return next(same, None) or _differing(schedule, bases[GROUPED])
+
+
+def _differing(schedule: Schedule, base: Schedule) -> dict[str, Any]:
+    own, other = to_mapping(schedule), to_mapping(base)
+    found = {name: v for name, v in own.items() if v != other[name] and name != "sparse"}
+    return {name: in_k(v) if name in TOKENS["schedule"] else v for name, v in found.items()}
+
+
+def in_k(tokens: Any) -> Any:
+    """A number of tokens as a run file has it: 1M, 128K; as it is where it is no whole K."""
+    for name, unit in (("M", 2**20), ("K", 2**10)):
+        if isinstance(tokens, int) and tokens and tokens % unit == 0:
+            return f"{tokens // unit}{name}"
+    return tokens
+
+
+def changed(value: Any) -> Any:
+    """The fields of a dataclass, deep down, that differ from their defaults, as YAML has them."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return to_mapping(value)
+    found = {}
+    for one in fields(value):
+        own = getattr(value, one.name)
+        made = one.default_factory
+        if own != (one.default if made is MISSING else made()):
+            found[one.name] = changed(own)
+    return found
 
 
 def flatten(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
