@@ -109,7 +109,8 @@ def on_host() -> Iterator[dict[str, Any]]:
     for model, (way, options), (name, memory) in product(LARGE, ON_HOST.items(), NODES):
         if way == BOTH and model != LARGE[-1]:
             continue  # its four bits fit every device
-        asked = Request(model, LEAST, name, host_memory=f"{memory}GiB", **options)
+        places = {"optimizer": "adamw", "weights": "device"} | options
+        asked = Request(model, LEAST, name, host_memory=f"{memory}GiB", **places)
         found = longest_contexts(asked.question(), [GROUPED], SECONDS)
         best = cell(found[GROUPED]) if GROUPED in found else None
         yield {"model": model, "way": way, "machine": name, "host_gib": memory, "longest": best}

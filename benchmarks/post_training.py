@@ -62,7 +62,8 @@ def asked(way: str, loss: str, machine: str, context: int | str) -> Question | N
     apart = {Reference.FROZEN: adapts, Reference.ADAPTERS_OFF: not adapts}
     if apart.get(reference, False) or ("quantize" in WAYS[way] and machine == SEVERAL):
         return None
-    options = {**WAYS[way], **MACHINES[machine]}
+    places = {"optimizer": "adamw", "weights": "device"}
+    options = {**places, **WAYS[way], **MACHINES[machine]}
     if way == "full" and machine != SEVERAL:
         options |= HOST
     found = Request(MODEL, context, loss=kind, reference=reference, **options).question()

@@ -388,7 +388,8 @@ def _remedies(question: Question, strategies: Sequence[str] | None) -> tuple[Rem
         return (ANY_STRATEGY,)
 
     def seconds(asked: Question) -> float:
-        best, _ = chosen(_plans(asked, strategies or [GROUPED], REMEDY_SECONDS))
+        names = strategies or [GROUPED]
+        best = best_placed(asked, lambda there: chosen(_plans(there, names, REMEDY_SECONDS))[0])
         return best.seconds.total if best.fits else 0.0
 
     return remedies_of(question, partial(fits, strategies=strategies), seconds=seconds)
