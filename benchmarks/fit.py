@@ -182,7 +182,7 @@ def _schedule(question: Question, name: str) -> Schedule:
 
 
 COMMANDS = (
-    "--model Qwen2.5-7B --lora 16 --context 1M --machine h100 --host-memory 200GiB --all",
+    "--model Qwen2.5-7B --lora 16 --context 1M --machine h100 --host-memory 200GiB",
     "--model Qwen2.5-7B --context 128K --machine rtx4090",
     "--model Qwen2.5-0.5B --machine rtx4090 --max-context",
 )

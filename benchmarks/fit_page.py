@@ -56,7 +56,6 @@ def tables(fit: Record, cluster: Record) -> dict[str, str]:
         "bytes": bytes_a_token(fit),
         "cluster longest": reach(cluster),
         "cluster mfu": mfu(cluster),
-        "cluster breaks": breaks(cluster),
         "cluster planning": planning(cluster),
     }
 
@@ -173,35 +172,6 @@ def _systems(cluster: Record, show: Any) -> str:
         found = (show(by_place[model, system, size]) for size in sizes)
         body.append([f"{model.removeprefix('Llama-3-')} {system}", *found])
     return _grid(["GPUs", *map(str, sizes)], body)
-
-
-def breaks(cluster: Record) -> str:
-    """What the next longer context lacks, at the smallest and the largest number of GPUs that holds
-    any, and where more GPUs stop to help."""
-    body = []
-    for model, system in dict.fromkeys((row["model"], row["system"]) for row in cluster["rows"]):
-        own = [r for r in cluster["rows"] if (r["model"], r["system"]) == (model, system)]
-        held = [row for row in own if row["longest"]]
-        first, last = held[0], held[-1]
-        cells = [f"{_broken(row)} ({row['gpus']} GPUs)" for row in (first, last)]
-        body.append([f"{model.removeprefix('Llama-3-')} {system}", *cells, _network(own)])
-    return _grid(["", "fewest GPUs", "most GPUs", "network over a tenth of a step"], body)
-
-
-def _broken(row: Record) -> str:
-    found = row["breaks"]
-    parts = ", ".join(f"{part} {size:g}" for part, size in found.get("parts", {}).items())
-    return f"{found['what']}: {parts}" if parts else str(found["what"])
-
-
-def _network(rows: list[Record]) -> str:
-    """From how many GPUs on, at each context."""
-    found = []
-    for key in rows[0]["at"]:
-        sizes = [r["gpus"] for r in rows if r["at"][key] and r["at"][key]["network"] > 0.1]
-        if sizes:
-            found.append(f"{_mega(int(key))}: {', '.join(map(str, sizes))}")
-    return "; ".join(found) or "nowhere"
 
 
 def planning(cluster: Record) -> str:

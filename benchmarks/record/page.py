@@ -3,13 +3,10 @@
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from benchmarks.record import fpdt, memo, memo_cells, oomb
-from benchmarks.record.cells import GIB, KILO, WITHIN, Cell, Kind, misses, published
+from benchmarks.record import fpdt, memo, oomb
+from benchmarks.record.cells import GIB, KILO, WITHIN, Cell, Kind, misses
 
 OPENING, CLOSING = "<!-- table {} -->", "<!-- end -->"
-
-
-APPENDIX_ALPHAS = [0.0, 0.125, 0.25, 0.5, 1.0]
 
 
 def tables(cells: list[Cell]) -> dict[str, str]:
@@ -22,7 +19,6 @@ def tables(cells: list[Cell]) -> dict[str, str]:
     found["calibration"] = _calibration()
     found["summary"] = _summary(cells)
     found["misses"] = _misses(cells)
-    found["alpha"] = _alpha()
     found["host"] = _host()
     return found
 
@@ -201,23 +197,6 @@ def _misses(cells: list[Cell]) -> str:
         lines += [] if heading in lines else [heading]
         lines.append(f"**{shown}.** {miss.why}")
     return "\n\n".join(lines)
-
-
-def _alpha() -> str:
-    sizes = memo_cells.DEVICES
-    lengths = published("memo")["tables"]["appendix_table7"]["context_k"]
-    rows = []
-    for size in sizes:
-        layouts, row = memo_cells.layouts("memo", size), [f"MEMO {size}"]
-        for length in lengths:
-            if length not in layouts:
-                row.append("")
-                continue
-            split, alpha = layouts[length]
-            ours = memo_cells.allowed_alpha(size, length, split)
-            row.append(f"{memo_cells.floored(ours, APPENDIX_ALPHAS):g} / {alpha:g}")
-        rows.append(row)
-    return _grid(["", *(f"{length}K" for length in lengths)], rows)
 
 
 def _host() -> str:

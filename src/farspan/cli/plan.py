@@ -437,31 +437,42 @@ def plan_command(
     lora, quantize = (lora or RANK, quantize or Quantization.NF4) if qlora else (lora, quantize)
     options = {
         **{"model": model, "context": context, "machine": machine, "gpus": count, "batch": batch},
-        **{"strategy": strategy, "optimizer": optimizer, "lora": lora, "dtype": dtype},
-        **{"device_memory": device_memory, "host_memory": host_memory, "sparse": sparse},
-        **{"margin": margin, "quantize": quantize, "weights": weights},
-        **{"loss": loss, "reference": reference, "disk": disk},
+        **{"strategy": strategy, "optimizer": optimizer, "weights": weights, "disk": disk},
+        **{"device_memory": device_memory, "host_memory": host_memory, "margin": margin},
+        **{"lora": lora, "quantize": quantize, "dtype": dtype, "sparse": sparse},
+        **{"loss": loss, "reference": reference},
     }
     given = {name: value for name, value in options.items() if value is not None}
     longest = _longest_step(max_step, max_context)
-    if run is not None:
-        answer = _of_run(run, settings or (), given, longest)
-    elif settings:
-        raise UnsupportedError(f"--set {settings[0]}: there is no run file to set it in; name one")
-    else:
-        answer = _of_model(given, longest)
-    chosen = answer.chosen()
+    answer = _answered(run, settings or (), given, longest)
     write_files(answer, timeline, snapshot, html, command_line(call))
     if as_json:
         print(json.dumps(answer.to_json()))
     else:
         answer.show(everything=everything)
+    beside = sys.stderr if as_json else sys.stdout
     if html is not None:
-        print(f"page: {html}", file=sys.stderr if as_json else sys.stdout)
+        print(f"page: {html}", file=beside)
     if write is not None:
-        told = write_run(write, answer, given, command_line(call))
-        print(told, file=sys.stderr if as_json else sys.stdout)
-    raise typer.Exit(0 if chosen and chosen.fits else FAILED)
+        print(write_run(write, answer, given, command_line(call)), file=beside)
+    raise typer.Exit(_status(answer))
+
+
+def _answered(
+    run: Path | None, settings: Sequence[str], given: dict[str, Any], longest: float | None
+) -> PlanAnswer:
+    """The answer for a run file, or for a model. Raises UnsupportedError."""
+    if run is not None:
+        return _of_run(run, settings, given, longest)
+    if settings:
+        raise UnsupportedError(f"--set {settings[0]}: there is no run file to set it in; name one")
+    return _of_model(given, longest)
+
+
+def _status(answer: PlanAnswer) -> int:
+    """The exit status of an answer: 0 for a plan that fits."""
+    chosen = answer.chosen()
+    return 0 if chosen and chosen.fits else FAILED
 
 
 def devices_of(gpus: str | None, machine: str) -> int | None:

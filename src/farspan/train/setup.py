@@ -1,7 +1,7 @@
 """From a RunConfig to its context: model, data and optimizer, loaded and laid out over ranks."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -68,7 +68,7 @@ from farspan.train.context import (
     inspect_blank,
     torch_dtype,
 )
-from farspan.train.memory import resident_bytes
+from farspan.train.memory import Placed, resident_bytes
 from farspan.train.optimizer import TrainingOptimizer, load_adamw
 from farspan.train.origin import as_begun, begin, with_base
 from farspan.train.planning import inspect_for, place
@@ -137,14 +137,8 @@ def make_context(
     describe_it = partial(world.run_on_rank0, lambda: look().model)
     world.set_layout(layout_of(run.parallel, world.size, describe_it))
     world.refuse_unlike("data", corpus.identity)
-    is_packed = run.model.quantize is not None or format_of(blank.config) is not None
-    if not is_packed:
-        run, placed = place(run, components, world, look, about, observer)
-    outside = resident_bytes()
-    model = _load_model(run, components, world, blank, observer)
-    if is_packed:  # how many bytes its weights take is known when they are there
-        packed = partial(inspect_for, run, model, world.device)
-        run, placed = place(run, components, world, packed, about, observer)
+    loaded = partial(_load_placed, components=components, world=world, about=about)
+    run, placed, model, outside = loaded(run, blank, look, observer)
     other = _load_reference(run, components, world, model, corpus)
     counts = [(elements(p), p.requires_grad) for p in model.parameters()]  # while they are whole
     frozen = world.run_on_rank0(lambda: frozen_digest(model), "reading the frozen weights")
@@ -180,6 +174,32 @@ def make_context(
         index=index,
         outside=outside,
     )
+
+
+def _load_placed(
+    run: RunConfig,
+    blank: Any,
+    look: Callable[[], InspectedModel],
+    observer: Observer,
+    *,
+    components: Components,
+    world: DistributedContext,
+    about: Mapping[str, Any],
+) -> tuple[RunConfig, Placed, Any, int]:
+    """Chooses where weights and states live, and loads the model there.
+
+    Returns the run with its weights in their place, the states' place, the model, and the bytes
+    that the process held before it. Raises UnsupportedError.
+    """
+    is_packed = run.model.quantize is not None or format_of(blank.config) is not None
+    if not is_packed:
+        run, placed = place(run, components, world, look, about, observer)
+    outside = resident_bytes()
+    model = _load_model(run, components, world, blank, observer)
+    if is_packed:  # how many bytes its weights take is known when they are there
+        packed = partial(inspect_for, run, model, world.device)
+        run, placed = place(run, components, world, packed, about, observer)
+    return run, placed, model, outside
 
 
 def _check_data(
