@@ -105,6 +105,15 @@ class PlanAnswer:
             answer = {**chosen.to_json(), **more, **self.run}
         return answer if self.longest is None else answer | self.longest.to_json()
 
+    def tell(self, files: Sequence[str], *, as_json: bool) -> None:
+        """Print the answer, and a line for each of the files that were written."""
+        if as_json:
+            print(json.dumps(self.to_json()))
+        else:
+            self.show()
+        for line in files:
+            print(line, file=sys.stderr if as_json else sys.stdout)
+
     def show(self) -> None:
         """Print the answer for a person."""
         if self.plan is not None:
@@ -373,22 +382,17 @@ def plan_command(
         raise UnsupportedError(f"--set {settings[0]}: there is no run file to set it in; name one")
     else:
         answer = _of_model(given, longest)
-    chosen = answer.chosen()
+    chosen, told = answer.chosen(), list[str]()
     if timeline is not None:
         write_timeline(timeline, chosen)
     if snapshot is not None:
         write_memory(snapshot, chosen)
     if html is not None:
         write_html(html, answer, command_line(call))
-    if as_json:
-        print(json.dumps(answer.to_json()))
-    else:
-        answer.show()
-    if html is not None:
-        print(f"page: {html}", file=sys.stderr if as_json else sys.stdout)
+        told.append(f"page: {html}")
     if write is not None:
-        told = write_run(write, answer, given, command_line(call))
-        print(told, file=sys.stderr if as_json else sys.stdout)
+        told.append(write_run(write, answer, given, command_line(call)))
+    answer.tell(told, as_json=as_json)
     raise typer.Exit(0 if chosen and chosen.fits else FAILED)
 
 

@@ -1,7 +1,7 @@
 """From a RunConfig to its context: model, data and optimizer, loaded and laid out over ranks."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -53,6 +53,7 @@ from farspan.train.context import (
     inspect_blank,
     torch_dtype,
 )
+from farspan.train.memory import Placed
 from farspan.train.optimizer import TrainingOptimizer, load_adamw
 from farspan.train.origin import as_begun, begin, with_base
 from farspan.train.planning import inspect_for, place
@@ -114,13 +115,7 @@ def make_context(
     describe_it = partial(world.run_on_rank0, lambda: look().model)
     world.set_layout(layout_of(run.parallel, world.size, describe_it))
     world.refuse_unlike("data", corpus.identity)
-    is_packed = run.model.quantize is not None or format_of(blank.config) is not None
-    if not is_packed:
-        run, placed = place(run, components, world, look, about, observer)
-    model = _load_model(run, components, world, blank, observer)
-    if is_packed:  # how many bytes its weights take is known when they are there
-        packed = partial(inspect_for, run, model, world.device)
-        run, placed = place(run, components, world, packed, about, observer)
+    run, placed, model = _load_placed(run, components, world, observer, about, blank, look)
     other = _load_reference(run, components, world, model, corpus)
     counts = [(elements(p), p.requires_grad) for p in model.parameters()]  # while they are whole
     frozen = world.run_on_rank0(lambda: frozen_digest(model), "reading the frozen weights")
@@ -155,6 +150,25 @@ def make_context(
         reference=reference,
         index=index,
     )
+
+
+def _load_placed(
+    run: RunConfig,
+    components: Components,
+    world: DistributedContext,
+    observer: Observer,
+    about: Mapping[str, Any],
+    blank: Any,
+    look: Callable[[], InspectedModel],
+) -> tuple[RunConfig, Placed, Any]:
+    """The run with its weights where they are to live, the place of its states, and its model,
+    loaded there. How many bytes quantised weights take is known when they are there."""
+    if run.model.quantize is not None or format_of(blank.config) is not None:
+        model = _load_model(run, components, world, blank, observer)
+        look = partial(inspect_for, run, model, world.device)
+        return *place(run, components, world, look, about, observer), model
+    run, placed = place(run, components, world, look, about, observer)
+    return run, placed, _load_model(run, components, world, blank, observer)
 
 
 def _check_pairs(run: RunConfig, corpus: Corpus) -> None:
