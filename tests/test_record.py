@@ -206,7 +206,7 @@ def test_predictions_know_only_the_numbers_marked_as_used(
     cells: list[Cell], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = record_cells.published
-    for module in (oomb, memo, memo_cells, fpdt, fpdt_cells, page):
+    for module in (oomb, memo, memo_cells, fpdt, fpdt_cells):
         monkeypatch.setattr(module, "published", lambda paper: _moved(paper, real))
     again = all_cells()
     assert [cell.predicted for cell in again] == [cell.predicted for cell in cells]

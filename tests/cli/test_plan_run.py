@@ -389,7 +389,7 @@ def test_init_asks_nothing(file: Path) -> None:
     assert f"farspan train {file}" in outcome.stdout
     assert "DATA" not in outcome.stdout
     run = load_run(file)
-    assert (run.data.source, run.data.path) == ("text", str(texts))
+    assert (run.data.source, run.data.path) == ("auto", str(texts))
     assert (run.model.path, run.context) == ("Qwen/Qwen2.5-0.5B", 8192)
 
 

@@ -16,7 +16,6 @@ from typer.core import TyperCommand
 
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
 from farspan.cli.train import with_sparse, with_strategy
-from farspan.data.config import SourceKind
 from farspan.formatting import EXAMPLE, read_seconds, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.planner.api import AS_IN_RUN_FILES, HERE, Request
@@ -25,7 +24,7 @@ from farspan.planner.machines import names as machine_names
 from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.remedies import LORA, RANK
 from farspan.planner.request import SHARE, Optimizer, Plan, Question
-from farspan.profile.catalog import hub_name, is_on_hub, presets, split_revision
+from farspan.profile.catalog import hub_name, presets, split_revision
 from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.page import write_page
 from farspan.report.plan import (
@@ -643,7 +642,7 @@ def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
     model |= {} if revision is None else {"revision": revision}
     model |= {"lora": {"rank": given["lora"]}} if given.get("lora") else {}
     model |= {"quantize": given["quantize"]} if question.nf4 else {}
-    values: dict[str, Any] = {"model": model, "data": _data(given.get("data", DATA))}
+    values: dict[str, Any] = {"model": model, "data": {"path": given.get("data", DATA)}}
     values |= {"batch": question.run.batch} if question.run.batch > 1 else {}
     values |= {"margin": given["margin"]} if "margin" in given else {}
     values |= {"parallel": AUTO} if question.layout.devices() > 1 else {}
@@ -653,12 +652,6 @@ def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _data(path: str) -> dict[str, str]:
-    """A source by what it is: text, unless it has records, here or on the hub."""
-    source = SourceKind.JSONL if path.endswith(".jsonl") else SourceKind.TEXT
-    return {"source": (SourceKind.DATASET if is_on_hub(path) else source).value, "path": path}
-
-
 init_app = typer_app()
 
 
@@ -666,7 +659,7 @@ init_app = typer_app()
 def init_command(
     call: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder, hub name or preset.")],
-    data: Annotated[str, typer.Argument(help="File, folder or glob of text, or .jsonl records.")],
+    data: Annotated[str, typer.Argument(help="File, folder, glob or hub name.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The run file to write; a new one.")
     ] = Path("run.yaml"),

@@ -160,7 +160,7 @@ def refuse_absent(field: str, name: str) -> None:
 def hub_name(field: str, name: str) -> str:
     """Of a preset the model's name on the hub, unless a folder here is called so; anything else as
     it is. Raises UnsupportedError for a preset whose weights nobody has."""
-    preset = None if Path(name).expanduser().exists() else _named().get(name.lower())
+    preset = None if Path(name).expanduser().exists() else _named().get(_plain(name))
     if preset is None:
         return name
     if preset.hub is None:
