@@ -18,6 +18,7 @@ import torch
 import typer
 import yaml
 from torch.distributed.run import get_args_parser
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from typer.testing import CliRunner
 
@@ -411,7 +412,7 @@ def own_loop_of_ranks(folder: str) -> tuple[list[float], dict[str, torch.Tensor]
         exec(update, names)
         losses.append(float(names["loss"]))
     exec(save.replace('"checkpoint"', f'"{folder}/checkpoint-{size}"'), names)
-    shards = model.named_parameters() if size > 1 else ()
+    shards = [(name, p) for name, p in model.named_parameters() if isinstance(p, DTensor)]
     return losses, {name: p.full_tensor().detach() for name, p in shards}
 
 
