@@ -108,20 +108,19 @@ _ON_HOST = {
 }
 
 
-def describe_measured(
-    predicted: int, measured: int, held: int = 0, resident: int | None = None
-) -> str:
-    """Lines for a person, after the first step. `held` are bytes of weights and optimizer, and
-    `resident` the most that the process had beside what it had before its weights."""
-    line = (
+def describe_measured(predicted: int, measured: int) -> str:
+    """One line for a person, after the first step."""
+    return (
         f"memory of a step beside weights and optimizer: {show_bytes(predicted)} predicted, "
         f"{show_bytes(measured)} measured"
     )
-    if resident is None:
-        return line
+
+
+def describe_resident(predicted: int, resident: int) -> str:
+    """The same of the process on a CPU, without what it had before its weights."""
     return (
-        f"{line}\nmemory of the process beside what it had before its weights: "
-        f"{show_bytes(held + predicted)} predicted, {show_bytes(resident)} resident at most"
+        f"memory of the process beside libraries and data: {show_bytes(predicted)} predicted, "
+        f"{show_bytes(resident)} resident at most"
     )
 
 
