@@ -27,6 +27,7 @@ from farspan.train.memory import (
     Expected,
     describe_expected,
     describe_measured,
+    describe_resident,
     forget_peak,
     peak_resident_bytes,
     show_bytes,
@@ -204,8 +205,7 @@ class StepRunner:
             with nullcontext() if self._is_timed else self._recording(None):
                 yield
             return
-        on_cpu = self._ctx.device.type == "cpu"
-        self._process_peak = forget_peak() if on_cpu else 0
+        self._process_peak = forget_peak() if self._ctx.device.type == "cpu" else 0
         with PeakMemory(self._ctx.device) as meter, self._recording(meter):
             yield
         assert self._expected is not None, "work is done with what was rehearsed"
@@ -214,13 +214,7 @@ class StepRunner:
             "memory_predicted_bytes": self._expected.new,
             "memory_measured_bytes": meter.peak,
         }
-        found = self._expected.new, meter.peak
-        if on_cpu:
-            resident = peak_resident_bytes() - self._ctx.outside
-            self._measured["memory_resident_bytes"] = resident
-            self._observer.note(describe_measured(*found, self._ctx.held_bytes(), resident))
-        else:
-            self._observer.note(describe_measured(*found))
+        self._observer.note(describe_measured(self._expected.new, meter.peak))
 
     def peak_process_bytes(self) -> int:
         """The most main memory that the process has had at once, everything included."""
@@ -251,6 +245,11 @@ class StepRunner:
         """A whole step took so long. Its expected and measured peak bytes, if it was metered, for
         metrics.jsonl."""
         found, self._measured = self._measured, {}
+        if found and self._ctx.device.type == "cpu":  # states are written at their first update
+            resident = peak_resident_bytes() - self._ctx.outside
+            planned = self._ctx.held_bytes() + found["memory_predicted_bytes"]
+            found["memory_resident_bytes"] = resident
+            self._observer.note(describe_resident(planned, resident))
         if not found:
             self._seconds.append(seconds)
         recorder, self._recorder = self._recorder, None
