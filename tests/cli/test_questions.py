@@ -66,7 +66,7 @@ QUESTIONS: list[tuple[str, tuple[str, int]]] = [
     (f"{SMALL} --context 8K --gpu 4090 --vram 24GB", refused("give --device-memory")),
     (f"{SMALL} --context 8K --gpu 4090 --load-in-4bit", refused("give --quantize")),
     # What is short.
-    (f"{SMALL} --context 8K --gpu 4090 --device-memory 6GiB", SHORT),
+    (f"{SMALL} --context 8K --gpu 4090 --device-memory 2GiB --host-memory 4GiB", SHORT),
 ]
 
 

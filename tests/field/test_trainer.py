@@ -127,7 +127,12 @@ def test_a_run_s_held_out_loss_is_the_mean_over_its_trained_tokens(tmp_path: Pat
         tokenizer="bytes",
         cache=str(tmp_path / "cache"),
     )
-    run = tiny_run(tmp_path, data=data, evaluation=EvaluationConfig(every=1, sequences=9), steps=3)
+    run = tiny_run(
+        tmp_path,
+        data=data,
+        evaluation=EvaluationConfig(every=1, on_start=True, sequences=9),
+        steps=3,
+    )
     train(run, reporter=Quiet())
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     found = next(json.loads(line) for line in lines if "heldout_loss" in line)

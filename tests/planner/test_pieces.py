@@ -11,6 +11,7 @@ from farspan.planner.plans import best_plan
 from farspan.planner.request import Fit, Margin, Plan, Question
 from farspan.planner.search import WORTH, with_pieces
 from farspan.program.strategies import STRATEGIES
+from farspan.report.tables import schedule_words
 from farspan.spec import Curve, Schedule, Sparse, Tier
 from farspan.train.yaml_config import as_yaml
 
@@ -112,7 +113,8 @@ def test_the_planner_chooses_them_and_says_so(best: Plan) -> None:
     assert tokens > 1024
     assert best.to_json()["schedule"]["loss_chunk_size"] == tokens
     assert f"loss_chunk_size: {tokens // 1024}K" in as_yaml(best.schedule)
-    assert f"logits of {tokens:,} tokens at a time" in str(best)
+    words = schedule_words(best.schedule, len(best.question.model.layers), 1)
+    assert f"logits of {tokens:,} tokens at a time" in " ".join(words)
 
 
 def test_strategies_that_are_named_keep_their_own(best: Plan) -> None:

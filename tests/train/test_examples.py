@@ -34,7 +34,8 @@ def pages(root: Path) -> list[str]:
 def test_pairs_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = an_example("dpo", tmp_path, monkeypatch)
     runpy.run_path(str(folder / "make_pairs.py"))["main"](folder)
-    short = ["--set", "steps=8", "--set", "evaluation.every=8", "--set", f"data.cache={tmp_path}/c"]
+    short = ["--set", "steps=8", "--set", "evaluation.every=8", "--set", "evaluation.on_start=true"]
+    short += ["--set", f"data.cache={tmp_path}/c"]
     result = CliRunner().invoke(app, ["train", "run.yaml", *short])
     assert result.exit_code == 0, result.output
     assert "pairs: 300 of 68 to 96 tokens" in result.output

@@ -189,6 +189,7 @@ def test_a_dense_run_is_what_it_was_before_there_was_sparse_attention(tmp_path: 
     assert values["data"].pop("ignore") is None
     assert values["model"].pop("revision") is None
     assert values["model"].pop("quantize") is None
+    assert values["model"].pop("resize_embeddings") is None
     config.write_text(yaml.safe_dump(values))
     assert prepare(run) == []
     decides = {k: v for k, v in flatten(values).items() if not k.startswith(FREE)}

@@ -3,13 +3,9 @@ allocator."""
 
 import ctypes
 import os
-import resource
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -150,21 +146,6 @@ def return_freed() -> bool:
 def resident_bytes() -> int:
     """Main memory that the process has now, libraries and mapped files included."""
     return int(psutil.Process().memory_info().rss)
-
-
-def peak_resident_bytes() -> int:
-    """The most that the process has had at once, or has had since `forget_peak`."""
-    # The kernel counts kibibytes on Linux and bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def forget_peak() -> int:
-    """Have `peak_resident_bytes` begin anew, where the system can (Linux). The peak so far."""
-    found = peak_resident_bytes()
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return found
 
 
 def show_bytes(size: int) -> str:

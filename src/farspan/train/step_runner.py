@@ -1,7 +1,9 @@
 """Runs the engine on batches: chooses a schedule, rehearses it, and retries after out-of-memory."""
 
 import json
+import resource
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -28,8 +30,6 @@ from farspan.train.memory import (
     describe_expected,
     describe_measured,
     describe_resident,
-    forget_peak,
-    peak_resident_bytes,
     show_bytes,
 )
 from farspan.train.oom import (
@@ -604,3 +604,18 @@ class Batches:
         document_ids = torch.from_numpy(batch.document_ids).to(self.ctx.world.device)
         trained = self.ctx.components.count_trained(labels, document_ids)
         return Micro(batch, indices, input_ids, labels, document_ids, trained)
+
+
+def peak_resident_bytes() -> int:
+    """The most that the process has had at once, or has had since `forget_peak`."""
+    # The kernel counts kibibytes on Linux and bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def forget_peak() -> int:
+    """Have `peak_resident_bytes` begin anew, where the system can (Linux). The peak so far."""
+    found = peak_resident_bytes()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return found
