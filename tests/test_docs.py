@@ -80,8 +80,8 @@ ELSEWHERE = {
     "python -m benchmarks.gpu.hour --plan --record benchmarks/results/gpu_h100.json": (
         "tests/test_gpu_hour.py"
     ),
-    "python -m benchmarks.gpu.hour --site build/gpu --record benchmarks/results/gpu_h100.json "
-    "--out records": "tests/test_gpu_hour.py",
+    "python -m benchmarks.gpu.hour --site build/gpu --record benchmarks/results/gpu_h*00.json "
+    "--host-memory 105GiB --out records": "tests/test_gpu_hour.py",
     "python -m benchmarks.gpu.pack build/gpu": "tests/test_gpu_hour.py",
     "python -m benchmarks.performance records/gpu.json": "tests/test_gpu_hour.py",
     "python -m benchmarks.gpu.probe --out probe.json": "tests/test_gpu_probe.py",
