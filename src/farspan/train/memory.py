@@ -125,7 +125,7 @@ def describe_resident(predicted: int, resident: int) -> str:
 # Blocks of so many bytes are maps of their own, which go back to the system when they are freed.
 # It is where glibc begins; by itself it goes up to 32 MiB with what is freed, and a process then
 # kept 34% more than was planned, and with it 5% (LoRA of a 135M model at 1,024 tokens). Of CPU
-# seconds a step of chunks of 64 tokens, which allocates the most, takes 18.4 without and 21.0 with
+# seconds a step of chunks of 64 tokens, which allocates the most, takes 18.4 without and 21.4 with
 # it, and with four-bit weights 20.5 and 26.0.
 OWN_MAP = 128 * 2**10
 MOST_MAPS = 2**15  # half of what Linux allows a process
