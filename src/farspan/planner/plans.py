@@ -187,8 +187,9 @@ def _may_be_faster(question: Question, best: Plan, names: Sequence[str] | None) 
 
 
 def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
-    """`chosen`, the chosen plan by its whole program, but where an outline of it tells the same
-    and almost nothing is waited for, so that fewer layers tell; the others are composed."""
+    """Choose a plan, and price it by its whole program, but where an outline of it tells the same
+    and almost nothing is waited for, so that fewer layers tell; the others are composed. One that
+    the whole program shows to be too large, or slower than another, is chosen against once more."""
     best, others = chosen(plans)
     if not best.fits:
         return best, others
@@ -201,6 +202,10 @@ def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan,
         whole = replace(best, device=sized.device, host=sized.host)
     if whole.fit < best.fit and others:  # for want of a few bytes between buffers
         return _whole(question, [whole, *others])
+    alike = [plan.seconds.total for plan in others if plan.fit >= whole.fit]
+    if whole.seconds.total > best.seconds.total and alike:
+        if whole.seconds.total > (1 + TOLERANCE) * min(alike):
+            return _whole(question, [whole, *others])
     return whole, others
 
 
