@@ -10,13 +10,17 @@ from typing import Any, cast
 import pytest
 import torch
 
+from transformers import Trainer as HuggingFaceTrainer
+from transformers import TrainingArguments
+
 import farspan
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.step import Step
 from farspan.planner import plans
 from farspan.planner.api import Request
-from farspan.planner.request import Optimizer, Plan
-from farspan.spec import Kernels, Objective, RunSpec, Tier, UnsupportedError
+from farspan.planner.request import Plan
+from farspan.program.layout import ALONE, Layout
+from farspan.spec import Kernels, MachineSpec, Tier, UnsupportedError
 from farspan.train import planning
 from farspan.train.config import (
     DType,
@@ -29,8 +33,10 @@ from farspan.train.config import (
 from farspan.train.console import Observer
 from farspan.train.context import Components, inspect_model
 from farspan.train.planning import StepPlanner, place, question_of
+from tests.ranks import run_ranks
 from tests.train.planner import GIB
-from tests.train.test_weights_place import DEEP, Parts, apart, parts, planned, run_of
+from tests.train.test_trainer_ranks import start
+from tests.train.test_weights_place import DEEP, SHORT, Parts, apart, parts, planned, run_of
 from tests.train.tiny import Quiet, load_tiny
 
 __all__ = ["parts"]  # a fixture
@@ -121,23 +127,126 @@ def test_all_of_them_answer_alike(tmp_path: Path, briefly: Parts) -> None:
     assert len(places) == 4, places
 
 
-def test_a_step_answers_as_one_whose_states_are_with_its_weights(briefly: Parts) -> None:
+# A Step has no pins, and leaves states to its user's optimizer, which has them with the weights.
+OPEN = [question[:4] for question in QUESTIONS if not question[4]]
+
+
+def with_its_weights(
+    device: int,
+    host: int,
+    tokens: int,
+    batch: int,
+    *,
+    places: Any = (("device", "device"), ("host", "host")),
+    layout: Layout = ALONE,
+) -> Plan:
+    """What is expected of a Step: the first pinned placement that fits, the second where none."""
+    own: dict[str, Any] = {"machine": apart(device, host), "kernels": PLAIN, "batch": batch}
+    for pins in places:
+        pinned = Request(LONG, tokens, optimizer=pins[0], weights=pins[1], **own).question()
+        here = replace(pinned.machine, devices=layout.devices())
+        # Gradients of other batches may be there.
+        asked = replace(pinned, accumulates=True, layout=layout, machine=here)
+        found = plans.best_plan(asked, seconds=0.1)
+        if found.fits:
+            break
+    return found
+
+
+def of_step(step: Step, batch: int, tokens: int) -> tuple[Any, ...]:
+    """What it chose; of what does not fit that it refuses."""
+    try:
+        step.prepared(batch, tokens)
+    except UnsupportedError as error:
+        assert "schedule: none fits" in str(error)
+        return (False, "parallelize(model, farspan.Schedule(weights=" in str(error))
+    assert step.plan is not None
+    return answer(step.plan)[:3]
+
+
+def trainer_of(root: Path, *bases: Any, layout: Layout | None = None) -> Any:
+    kind = type("Trainer", bases, {}) if bases else farspan.Trainer
+    arguments = TrainingArguments(output_dir=str(root), use_cpu=True, report_to=[])
+    model = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0)
+    return kind(model=model, args=arguments, schedule="auto", kernels=PLAIN, layout=layout)
+
+
+def test_steps_and_trainers_answer_as_one_whose_states_are_with_its_weights(
+    tmp_path: Path, briefly: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases: tuple[tuple[Any, ...], ...] = (), (farspan.LongContext, HuggingFaceTrainer)
     places = set()
-    for device in SIZES:
-        spec = apart(device)
-        own: dict[str, Any] = {"machine": spec, "kernels": PLAIN}
-        for pins in ("device", "device"), ("host", "host"):
-            pinned = Request(LONG, 96, optimizer=pins[0], weights=pins[1], **own).question()
-            # Gradients of other batches may be there.
-            expected = plans.best_plan(replace(pinned, accumulates=True), seconds=0.1)
-            if expected.fits:
-                break
-        planner = StepPlanner(briefly(spec))
-        model: Any = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0)
-        plan = planner(model, CPU, RunSpec(1, 96), PLAIN, Objective())
-        assert answer(plan)[:3] == answer(expected)[:3], device
-        places.add((plan.question.optimizer, plan.question.weights))
-    assert places == {(Optimizer.ADAMW, Tier.DEVICE), (Optimizer.HOST, Tier.HOST)}
+    for number, (device, host, tokens, batch) in enumerate(OPEN):
+        plan = with_its_weights(device, host, tokens, batch)
+        expected = answer(plan)[:3] if plan.fits else (False, False)
+        planner = StepPlanner(briefly(apart(device, host)))
+        monkeypatch.setattr(planning, "StepPlanner", lambda planner=planner: planner)
+        model = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0)
+        assert of_step(Step(model, "auto", kernels=PLAIN), batch, tokens) == expected, number
+        for kinds in bases:
+            trainer = trainer_of(tmp_path, *kinds)
+            assert of_step(trainer._farspan(), batch, tokens) == expected, number
+        places.add(expected[1:])
+    assert len(places) == 3, places
+
+
+def make_up(spec: MachineSpec) -> None:
+    """Have this process, which is for one test alone, be on such a machine."""
+    plans.CHALLENGE = 0.1
+    components = Components()
+    components.machine = lambda *_: spec  # type: ignore[method-assign, assignment]
+    components.best_plan = partial(plans.best_plan, seconds=0.1)  # type: ignore[method-assign]
+    planning.is_unified = lambda _: False
+    planning.bare_machine = lambda _: spec
+    planning.FreeMemory.limit = lambda _, machine: machine  # type: ignore[method-assign]
+    planning.StepPlanner = partial(StepPlanner, components)  # type: ignore[misc, assignment]
+
+
+def on_ranks(root: str, layout: Layout, questions: list[tuple[int, ...]]) -> list[Any]:
+    """What Steps and a Trainer of a layout choose for questions, and a loss of each."""
+    start(root)
+    found: list[Any] = []
+    for device, host, tokens, batch in questions:
+        make_up(apart(device, host))
+        ranks = farspan.ParallelContext(layout, CPU)
+        steps = [trainer_of(Path(root), layout=layout)._farspan()]
+        for weights in (Tier.DEVICE, Tier.HOST) if layout.cuts_weights() else ():
+            model: Any = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0)
+            written = farspan.Schedule(weights=weights)
+            sharded = farspan.parallelize(model, written, ranks, kernels=PLAIN)
+            steps.append(Step(model, "auto", kernels=PLAIN, ranks=sharded))
+        if not layout.cuts_weights():
+            model = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0)
+            steps.append(Step(model, "auto", kernels=PLAIN, ranks=ranks))
+        for step in steps:
+            said = of_step(step, batch, tokens)
+            ids = torch.arange(tokens).repeat(batch, 1)
+            loss = None if step.plan is None else step(ids, ids).item()
+            found.append((said, loss, step.weights is not None))
+    return found
+
+
+@pytest.mark.parametrize("layout", [Layout(data=2, fsdp=False), Layout(shards=2)])
+def test_on_ranks_they_answer_alike(tmp_path: Path, briefly: Parts, layout: Layout) -> None:
+    """Weights that each rank has whole may go to main memory; those that were cut stay."""
+    questions = [(SHORT, GIB, 48, 1), (GIB, GIB, 192, 1)]
+    said = run_ranks(2, on_ranks, str(tmp_path), layout, questions)
+    assert said[0] == said[1]
+    answers = iter(said[0])
+    alone, there = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0), ("host", "host")
+    of_steps: Any = [[("device", "device"), there]] * 2
+    if layout.cuts_weights():
+        of_steps = [[("device", "device")]] * 2 + [[there]]
+    for question in questions:
+        ids = torch.arange(question[2])[None]
+        expected = Step(alone, farspan.Schedule(), kernels=PLAIN).evaluate(ids, ids).item()
+        for places in of_steps:
+            plan = with_its_weights(*question, layout=layout, places=places)
+            chosen, loss, on_host = next(answers)
+            assert chosen == (answer(plan)[:3] if plan.fits else (False, True))
+            assert loss == (pytest.approx(expected, rel=1e-2) if plan.fits else None)
+            streamed = plan.question.weights is Tier.HOST and not layout.cuts_weights()
+            assert on_host == streamed
 
 
 def test_a_step_moves_weights_and_says_so(

@@ -327,10 +327,9 @@ class LongContext:
         ranks = self._ranks
         if ranks is None or not ranks.layout.cuts_weights() or self._sharded:
             return
-        if not isinstance(self._schedule, Schedule):
-            what = f"{self._schedule!r} plans for one process; give several a farspan.Schedule"
-            raise UnsupportedError(f"schedule: {what}, such as that of farspan.plan(..., gpus=...)")
-        self._sharded = parallelize(self.model, self._schedule, ranks, kernels=self._kernels)
+        # The planner, which knows of batches only at the first, leaves weights where they are then.
+        written = self._schedule if isinstance(self._schedule, Schedule) else Schedule()
+        self._sharded = parallelize(self.model, written, ranks, kernels=self._kernels)
         cut_what_is_loaded(self.model)
 
     def create_optimizer(self, *args: Any, **keywords: Any) -> Any:

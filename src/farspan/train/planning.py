@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from farspan.data.config import DataConfig
-from farspan.distributed.run_context import DistributedContext
+from farspan.distributed.fsdp import local
+from farspan.distributed.run_context import DistributedContext, launch_env
 from farspan.durable import read_json
 from farspan.engine.microbench import describe_machine
 from farspan.engine.parallelize import ShardedModel
@@ -21,6 +22,7 @@ from farspan.memory.host import available_host_bytes
 from farspan.planner.evaluate import RankWalk, size
 from farspan.planner.machines import with_kernels
 from farspan.planner.plans import best_placed
+from farspan.planner.remedies import WEIGHTS
 from farspan.planner.request import (
     PINNED,
     Budget,
@@ -54,6 +56,7 @@ from farspan.train.context import (
     InspectedModel,
     RunContext,
     inspect_model,
+    inspect_sharded,
     torch_dtype,
 )
 from farspan.train.memory import (
@@ -400,7 +403,7 @@ def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int] | None
 
 @dataclass(frozen=True, slots=True)
 class StepPlanner:
-    """Chooses for a `farspan.Step` of one process as `strategy: auto` of a run file does."""
+    """Chooses for a `farspan.Step` as `strategy: auto` of a run file does."""
 
     components: Components = field(default_factory=Components)
 
@@ -411,11 +414,22 @@ class StepPlanner:
         run: RunSpec,
         kernels: Kernels,
         loss: Objective,
+        *,
+        sharded: ShardedModel | None = None,
+        moves: bool = True,
     ) -> Plan:
         """The best plan of a step of this model, computed on a device, that keeps room for AdamW.
-        The model's weights go to main memory where nothing fits with them on the device, and stay
-        there. Raises UnsupportedError if none fits."""
+
+        Of a `sharded` model all ranks call it, and rank 0 plans for the least that any of them has
+        free. Where it `moves`, the model's weights go to main memory where nothing fits with them
+        on the device, and stay there. Raises UnsupportedError if none fits.
+        """
+        world = DistributedContext(device)
+        if sharded is not None:
+            world = DistributedContext(device, launch_env(), 0.0, sharded.ranks, sharded.rank.layout)
         parameters = list(model.parameters())
+        on_host = parameters[0].device != device
+        there = on_host if sharded is None else sharded.sharded.offload
         dtype = DType(str(model.dtype).removeprefix("torch."))
         asked = RunConfig(
             model=ModelConfig(path=model.config.name_or_path or type(model).__name__, dtype=dtype),
@@ -425,27 +439,55 @@ class StepPlanner:
             accumulate=2,  # gradients of other batches may be there
             kernels=kernels,
         )
-        machine = self.components.machine_once(device, model.dtype, LOG.info)
-        looked, world = inspect_for(asked, model, device), DistributedContext(device)
+        asked = with_weights_there(asked) if there else asked
         gradients = (p.grad for p in parameters if p.grad is not None)
-        held = sum(map(held_bytes, (*parameters, *gradients)))
-        on_host = parameters[0].device != device
-        if on_host:
-            asked = with_weights_there(asked)
-        question = question_of(asked, looked, machine, StatesPlace.AUTO, world)
-        free = free_now(device, held * (not on_host), held * on_host).limit(question.machine)
-        apart = Open(weights=True, apart=True)
-        plan = self.components.best_plan(replace(question, machine=free, loss=loss, open=apart))
-        if not plan.fits:
-            raise UnsupportedError(
-                f"{explain_none_fits(plan)} (keys of a run file); for another optimizer than AdamW "
-                "in float32, give the step farspan.plan(..., optimizer=...).schedule"
-            )
-        line = describe_schedule(Choice(plan.strategy, plan.schedule))
-        LOG.warning("schedule: %s (for %d x %s tokens)", line, run.batch, f"{run.tokens:,}")
-        if plan.unmoved is not None:
-            LOG.warning("%s; %s", explain_moved(plan), OWN_OPTIMIZER)
+        size = held_bytes if sharded is None else _bytes_here
+        held = sum(size(p) for p in (*parameters, *gradients))
+        free = free_now(device, held * (not on_host), held * on_host, world.local_size)
+        free = FreeMemory(world.minimum(free.device), world.minimum(free.host))
+
+        def planned() -> Plan:
+            machine = self.components.machine_once(device, model.dtype, LOG.info)
+            if sharded is None:
+                looked = inspect_for(asked, model, device)
+            else:
+                looked = inspect_sharded(sharded, model, device, kernels)
+            question = question_of(asked, looked, machine, StatesPlace.AUTO, world)
+            may = Open(weights=moves, apart=True)
+            question = replace(question, machine=free.limit(question.machine), loss=loss, open=may)
+            plan = self.components.best_plan(question)
+            if plan.fits:
+                return plan
+            raise UnsupportedError(f"{explain_none_fits(plan)} (keys of a run file); {_typed(plan)}")
+
+        plan = world.run_on_rank0(planned, PLANNING)
+        if world.is_rank0:
+            line = describe_schedule(Choice(plan.strategy, plan.schedule))
+            LOG.warning("schedule: %s (for %d x %s tokens)", line, run.batch, f"{run.tokens:,}")
+            if plan.unmoved is not None:
+                LOG.warning("%s; %s", explain_moved(plan), OWN_OPTIMIZER)
         return plan
+
+
+def _bytes_here(weight: torch.Tensor) -> int:
+    """Of the part that this rank holds."""
+    return 0 if weight.is_meta else local(weight).nbytes
+
+
+def _typed(plan: Plan) -> str:
+    """What a program says in place of a run file's keys, where no plan of its model fits."""
+    own = (
+        "for another optimizer than AdamW in float32, give the step "
+        "farspan.plan(..., optimizer=...).schedule"
+    )
+    stays = plan.question.weights is Tier.DEVICE and not plan.question.open.weights
+    if not stays or not any(WEIGHTS in remedy.options for remedy in plan.remedies):
+        return own
+    return (
+        "the model was sharded with its weights on the device: for main memory shard it by "
+        "parallelize(model, farspan.Schedule(weights=farspan.Tier.HOST), ranks), or give the "
+        f"Trainer that schedule; {own}"
+    )
 
 
 OWN_OPTIMIZER = (
