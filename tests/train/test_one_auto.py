@@ -35,6 +35,7 @@ from farspan.train.context import Components, inspect_model
 from farspan.train.planning import StepPlanner, place, question_of
 from tests.ranks import run_ranks
 from tests.train.planner import GIB
+from tests.train.test_hugging_face import logs, padded, rows
 from tests.train.test_trainer_ranks import start
 from tests.train.test_weights_place import DEEP, SHORT, Parts, apart, parts, planned, run_of
 from tests.train.tiny import Quiet, load_tiny
@@ -164,11 +165,15 @@ def of_step(step: Step, batch: int, tokens: int) -> tuple[Any, ...]:
     return answer(step.plan)[:3]
 
 
-def trainer_of(root: Path, *bases: Any, layout: Layout | None = None) -> Any:
+def trainer_of(root: Path, *bases: Any, schedule: Any = "auto", **given: Any) -> Any:
     kind = type("Trainer", bases, {}) if bases else farspan.Trainer
-    arguments = TrainingArguments(output_dir=str(root), use_cpu=True, report_to=[])
+    own = {"output_dir": str(root), "use_cpu": True, "report_to": [], "learning_rate": 1e-2}
+    own |= {"remove_unused_columns": False, "disable_tqdm": True, "logging_steps": 1}
+    more = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2}
     model = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0)
-    return kind(model=model, args=arguments, schedule="auto", kernels=PLAIN, layout=layout)
+    given |= {"model": model, "args": TrainingArguments(**own, **more)}
+    data = {"data_collator": padded, "train_dataset": rows()}
+    return kind(schedule=schedule, kernels=PLAIN, **data, **given)
 
 
 def test_steps_and_trainers_answer_as_one_whose_states_are_with_its_weights(
@@ -247,6 +252,37 @@ def test_on_ranks_they_answer_alike(tmp_path: Path, briefly: Parts, layout: Layo
             assert loss == (pytest.approx(expected, rel=1e-2) if plan.fits else None)
             streamed = plan.question.weights is Tier.HOST and not layout.cuts_weights()
             assert on_host == streamed
+
+
+def test_a_trainer_s_states_follow_its_weights(
+    tmp_path: Path, briefly: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it goes on: the device that has no room for them never gets them."""
+    planner = StepPlanner(briefly(apart(SHORT)))
+    monkeypatch.setattr(planning, "StepPlanner", lambda: planner)
+    pinned = farspan.Schedule(chunk=12)
+    moved, plain = trainer_of(tmp_path), trainer_of(tmp_path / "plain", schedule=pinned)
+    for trainer in (moved, plain):
+        trainer.train()
+    assert moved._farspan().weights is not None
+    assert plain._farspan().weights is None
+    assert logs(moved, "loss") == pytest.approx(logs(plain, "loss"), rel=1e-2)
+    again, where = trainer_of(tmp_path), []
+    load = torch.optim.AdamW.load_state_dict
+
+    def watched(optimizer: Any, state: Any) -> None:
+        if state["state"]:  # accelerate loads an empty one
+            where.append((again._on_host(), again._one_pass is None))
+        load(optimizer, state)
+
+    monkeypatch.setattr(torch.optim.AdamW, "load_state_dict", watched)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert where[0] == (True, True)
+    assert torch.equal(logs(again, "loss"), logs(moved, "loss"))
+    onwards = trainer_of(tmp_path / "plain", schedule=pinned)
+    onwards.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    assert where[-1] == (True, False)
+    assert not onwards._on_host()
 
 
 def test_a_step_moves_weights_and_says_so(

@@ -491,7 +491,7 @@ def _typed(plan: Plan) -> str:
 
 
 OWN_OPTIMIZER = (
-    "update them there: an optimizer that has states on the device needs these moved, by "
+    "update them there: a Trainer moves its optimizer's states, and a loop of your own does by "
     "optimizer.load_state_dict(optimizer.state_dict())"
 )
 
