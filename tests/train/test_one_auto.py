@@ -1,6 +1,7 @@
 """One auto: `farspan plan`, a run file, `farspan train`, a Step and a Trainer give a question one
 answer. A device of so many bytes, made up, beside main memory; what is computed is the CPU's."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from farspan.engine.step import Step
 from farspan.planner import plans
 from farspan.planner.api import Request
 from farspan.planner.request import Plan
-from farspan.program.layout import ALONE, Layout
+from farspan.program.layout import ALONE, Layout, Parallel
 from farspan.spec import Kernels, MachineSpec, Tier, UnsupportedError
 from farspan.train import planning
 from farspan.train.config import (
@@ -33,9 +34,12 @@ from farspan.train.config import (
 from farspan.train.console import Observer
 from farspan.train.context import Components, inspect_model
 from farspan.train.planning import StepPlanner, place, question_of
+from farspan.train.trainer import train
+from farspan.train.yaml_config import convert
 from tests.ranks import run_ranks
 from tests.train.planner import GIB
 from tests.train.test_hugging_face import logs, padded, rows
+from tests.train.test_ranks import metrics
 from tests.train.test_trainer_ranks import start
 from tests.train.test_weights_place import DEEP, SHORT, Parts, apart, parts, planned, run_of
 from tests.train.tiny import Quiet, load_tiny
@@ -195,7 +199,7 @@ def test_steps_and_trainers_answer_as_one_whose_states_are_with_its_weights(
     assert len(places) == 3, places
 
 
-def make_up(spec: MachineSpec) -> None:
+def make_up(spec: MachineSpec) -> Components:
     """Have this process, which is for one test alone, be on such a machine."""
     plans.CHALLENGE = 0.1
     components = Components()
@@ -205,6 +209,7 @@ def make_up(spec: MachineSpec) -> None:
     planning.bare_machine = lambda _: spec
     planning.FreeMemory.limit = lambda _, machine: machine  # type: ignore[method-assign]
     planning.StepPlanner = partial(StepPlanner, components)  # type: ignore[misc, assignment]
+    return components
 
 
 def on_ranks(root: str, layout: Layout, questions: list[tuple[int, ...]]) -> list[Any]:
@@ -252,6 +257,37 @@ def test_on_ranks_they_answer_alike(tmp_path: Path, briefly: Parts, layout: Layo
             assert loss == (pytest.approx(expected, rel=1e-2) if plan.fits else None)
             streamed = plan.question.weights is Tier.HOST and not layout.cuts_weights()
             assert on_host == streamed
+
+
+def fit_on(spec: MachineSpec, runs: list[RunConfig]) -> None:
+    components = make_up(spec)
+    for run in runs:
+        assert train(run, components=components, reporter=Quiet()).step == run.steps
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel", "expected"),
+    [
+        (SHORT, Parallel(data=2, fsdp=False), ("host", "host")),
+        (160_000, Parallel(shards=2), ("host", "device")),
+    ],
+)
+def test_a_run_on_ranks_moves_what_its_device_has_no_room_for(
+    tmp_path: Path, size: int, parallel: Parallel, expected: tuple[str, str]
+) -> None:
+    """To the losses of the run that is pinned to the device."""
+    run = run_of(tmp_path, batch=1, parallel=parallel, folder=str(tmp_path / "moved"))
+    own = OptimizerConfig(lr=run.optimizer.lr, warmup=2, states=StatesPlace.DEVICE)
+    run_ranks(2, fit_on, apart(size), [run])
+    about = json.loads((tmp_path / "moved" / "about.json").read_text())
+    assert (about["states"], about["schedule"]["weights"]) == expected
+    fields = {n: v for n, v in about["schedule"].items() if n not in ("sparse", "weights")}
+    written = convert(ScheduleConfig, {"strategy": None, **fields}, "schedule")
+    pinned = replace(run, folder=str(tmp_path / "pinned"), schedule=written, optimizer=own)
+    run_ranks(2, fit_on, apart(GIB), [pinned])
+    losses = [[x["loss"] for x in metrics(one) if "loss" in x] for one in (run, pinned)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert len(losses[0]) >= 2
 
 
 def test_a_trainer_s_states_follow_its_weights(
