@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-
 from transformers import Trainer as HuggingFaceTrainer
 from transformers import TrainingArguments
 
@@ -163,8 +162,9 @@ def of_step(step: Step, batch: int, tokens: int) -> tuple[Any, ...]:
     try:
         step.prepared(batch, tokens)
     except UnsupportedError as error:
-        assert "schedule: none fits" in str(error)
-        return (False, "parallelize(model, farspan.Schedule(weights=" in str(error))
+        said = str(error)
+        assert "schedule: none fits" in said
+        return (False, "parallelize(model, farspan.Schedule(weights=" in said)
     assert step.plan is not None
     return answer(step.plan)[:3]
 
@@ -237,7 +237,8 @@ def on_ranks(root: str, layout: Layout, questions: list[tuple[int, ...]]) -> lis
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2, fsdp=False), Layout(shards=2)])
-def test_on_ranks_they_answer_alike(tmp_path: Path, briefly: Parts, layout: Layout) -> None:
+@pytest.mark.usefixtures("briefly")
+def test_on_ranks_they_answer_alike(tmp_path: Path, layout: Layout) -> None:
     """Weights that each rank has whole may go to main memory; those that were cut stay."""
     questions = [(SHORT, GIB, 48, 1), (GIB, GIB, 192, 1)]
     said = run_ranks(2, on_ranks, str(tmp_path), layout, questions)

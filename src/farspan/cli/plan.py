@@ -623,7 +623,9 @@ def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command:
     if question.layout.devices() > 1:
         start = launch_words(question).partition(", with")[0].replace("RUN.yaml", str(path))
     places = {DATA: "your data's path", TEACHER: "the teacher's folder or hub name"}
-    fill = [f"  put {what} in the place of {w} in {path}" for w, what in places.items() if w in text]
+    fill = [
+        f"  put {what} in the place of {w} in {path}" for w, what in places.items() if w in text
+    ]
     return "\n".join((f"{path}: written; next:", *fill, f"  farspan data {path}", f"  {start}"))
 
 

@@ -698,9 +698,7 @@ class Step(ProgramRunner):
         return look(self._model), head, versions, where if here is None else here.has_all()
 
 
-def _written(
-    schedule: Schedule | str, selector: object
-) -> tuple[Schedule | None, _Planner | None]:
+def _written(schedule: Schedule | str, selector: object) -> tuple[Schedule | None, _Planner | None]:
     """The schedule, or who chooses one."""
     if isinstance(schedule, Schedule):
         if selector is not None and schedule.sparse is None:

@@ -373,11 +373,13 @@ def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
 def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int] | None:
     """What tells the bytes that cells of a step hold for a moment beside its program's buffers.
 
-    None where nothing but a dry run does: the model cannot be profiled, its modules are compiled,
-    or ranks share a step, in which one that runs out leaves the others waiting.
+    None where nothing but a dry run does: the model cannot be profiled, its modules are compiled
+    for a GPU (on a CPU a metered step runs them as they are), or ranks share a step. There one that
+    runs out leaves the others waiting, and what a plan says of messages and gathered weights is the
+    most that they take, not what is measured.
     """
     run = ctx.run
-    if ctx.world.size > 1 or run.kernels.compile:
+    if ctx.world.size > 1 or (run.kernels.compile and ctx.device.type != "cpu"):
         return None
     if choice.plan is not None:
         question = choice.plan.question
@@ -426,7 +428,9 @@ class StepPlanner:
         """
         world = DistributedContext(device)
         if sharded is not None:
-            world = DistributedContext(device, launch_env(), 0.0, sharded.ranks, sharded.rank.layout)
+            world = DistributedContext(
+                device, launch_env(), 0.0, sharded.ranks, sharded.rank.layout
+            )
         parameters = list(model.parameters())
         on_host = parameters[0].device != device
         there = on_host if sharded is None else sharded.sharded.offload
@@ -458,7 +462,9 @@ class StepPlanner:
             plan = self.components.best_plan(question)
             if plan.fits:
                 return plan
-            raise UnsupportedError(f"{explain_none_fits(plan)} (keys of a run file); {_typed(plan)}")
+            raise UnsupportedError(
+                f"{explain_none_fits(plan)} (keys of a run file); {_typed(plan)}"
+            )
 
         plan = world.run_on_rank0(planned, PLANNING)
         if world.is_rank0:
