@@ -171,12 +171,17 @@ def of_step(step: Step, batch: int, tokens: int) -> tuple[Any, ...]:
 
 def trainer_of(root: Path, *bases: Any, schedule: Any = "auto", **given: Any) -> Any:
     kind = type("Trainer", bases, {}) if bases else farspan.Trainer
-    own = {"output_dir": str(root), "use_cpu": True, "report_to": [], "learning_rate": 1e-2}
+    own: dict[str, Any] = {
+        "output_dir": str(root),
+        "use_cpu": True,
+        "report_to": [],
+        "learning_rate": 1e-2,
+    }
     own |= {"remove_unused_columns": False, "disable_tqdm": True, "logging_steps": 1}
-    more = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2}
+    more: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2}
     model = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0)
     given |= {"model": model, "args": TrainingArguments(**own, **more)}
-    data = {"data_collator": padded, "train_dataset": rows()}
+    data: dict[str, Any] = {"data_collator": padded, "train_dataset": rows()}
     return kind(schedule=schedule, kernels=PLAIN, **data, **given)
 
 
@@ -201,14 +206,18 @@ def test_steps_and_trainers_answer_as_one_whose_states_are_with_its_weights(
 
 def make_up(spec: MachineSpec) -> Components:
     """Have this process, which is for one test alone, be on such a machine."""
-    plans.CHALLENGE = 0.1
     components = Components()
-    components.machine = lambda *_: spec  # type: ignore[method-assign, assignment]
-    components.best_plan = partial(plans.best_plan, seconds=0.1)  # type: ignore[method-assign]
-    planning.is_unified = lambda _: False
-    planning.bare_machine = lambda _: spec
-    planning.FreeMemory.limit = lambda _, machine: machine  # type: ignore[method-assign]
-    planning.StepPlanner = partial(StepPlanner, components)  # type: ignore[misc, assignment]
+    patches: list[tuple[Any, str, Any]] = [
+        (components, "machine", lambda *_: spec),
+        (components, "best_plan", partial(plans.best_plan, seconds=0.1)),
+        (plans, "CHALLENGE", 0.1),
+        (planning, "is_unified", lambda _: False),
+        (planning, "bare_machine", lambda _: spec),
+        (planning.FreeMemory, "limit", lambda _, machine: machine),
+        (planning, "StepPlanner", partial(StepPlanner, components)),
+    ]
+    for owner, name, value in patches:
+        setattr(owner, name, value)
     return components
 
 

@@ -432,8 +432,7 @@ class StepPlanner:
                 device, launch_env(), 0.0, sharded.ranks, sharded.rank.layout
             )
         parameters = list(model.parameters())
-        on_host = parameters[0].device != device
-        there = on_host if sharded is None else sharded.sharded.offload
+        on_host = parameters[0].device != device if sharded is None else sharded.sharded.offload
         dtype = DType(str(model.dtype).removeprefix("torch."))
         asked = RunConfig(
             model=ModelConfig(path=model.config.name_or_path or type(model).__name__, dtype=dtype),
@@ -443,7 +442,7 @@ class StepPlanner:
             accumulate=2,  # gradients of other batches may be there
             kernels=kernels,
         )
-        asked = with_weights_there(asked) if there else asked
+        asked = with_weights_there(asked) if on_host else asked
         gradients = (p.grad for p in parameters if p.grad is not None)
         size = held_bytes if sharded is None else _bytes_here
         held = sum(size(p) for p in (*parameters, *gradients))
@@ -452,10 +451,8 @@ class StepPlanner:
 
         def planned() -> Plan:
             machine = self.components.machine_once(device, model.dtype, LOG.info)
-            if sharded is None:
-                looked = inspect_for(asked, model, device)
-            else:
-                looked = inspect_sharded(sharded, model, device, kernels)
+            whole = partial(inspect_for, asked, model, device)
+            looked = inspect_sharded(sharded, model, device, kernels) if sharded else whole()
             question = question_of(asked, looked, machine, StatesPlace.AUTO, world)
             may = Open(weights=moves, apart=True)
             question = replace(question, machine=free.limit(question.machine), loss=loss, open=may)
