@@ -171,8 +171,7 @@ class Step(ProgramRunner):
             if isinstance(ranks, ShardedModel) and self._schedule is not None:
                 refuse_schedule(same, self._schedule, ranks.ranks.layout, ranks.sharded.stage)
                 ranks.refuse_elsewhere(self._schedule)
-        # Weights that stay whole on each rank may still go to main memory.
-        self._whole_on = ranks if isinstance(ranks, ParallelContext) else None
+        self._whole_on = ranks if isinstance(ranks, ParallelContext) else None  # weights may move
         if isinstance(ranks, ParallelContext):
             ranks = self._keep_whole(model, ranks)
         self._plans: list[Plan] = []  # where the planner chooses

@@ -426,11 +426,7 @@ class StepPlanner:
         free. Where it `moves`, the model's weights go to main memory where nothing fits with them
         on the device, and stay there. Raises UnsupportedError if none fits.
         """
-        world = DistributedContext(device)
-        if sharded is not None:
-            world = DistributedContext(
-                device, launch_env(), 0.0, sharded.ranks, sharded.rank.layout
-            )
+        world = _world_of(device, sharded)
         parameters = list(model.parameters())
         on_host = parameters[0].device != device if sharded is None else sharded.sharded.offload
         dtype = DType(str(model.dtype).removeprefix("torch."))
@@ -470,6 +466,13 @@ class StepPlanner:
             if plan.unmoved is not None:
                 LOG.warning("%s; %s", explain_moved(plan), OWN_OPTIMIZER)
         return plan
+
+
+def _world_of(device: torch.device, sharded: ShardedModel | None) -> DistributedContext:
+    """The ranks that share a model, or this process alone."""
+    if sharded is None:
+        return DistributedContext(device)
+    return DistributedContext(device, launch_env(), 0.0, sharded.ranks, sharded.rank.layout)
 
 
 def _bytes_here(weight: torch.Tensor) -> int:
