@@ -1,6 +1,7 @@
 """`farspan plan RUN.yaml`: what a run asks of a machine, before anything of it is there."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from farspan import cli
+from farspan.data.config import LossConfig
 from farspan.planner import plans
 from farspan.planner.evaluate import evaluate
 from farspan.planner.plans import placements
@@ -363,6 +365,53 @@ def test_a_plan_writes_a_run_file_that_trains_as_planned(
     assert sizes[0] == sizes[1]
     outcome = CliRunner().invoke(cli.app, [*model, *options, "--write", str(file)])
     assert "is there already" in str(outcome.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--loss", "dpo"), LossConfig(LossKind.DPO)),
+        (
+            ("--loss", "ipo", "--reference", "frozen"),
+            LossConfig(LossKind.IPO, reference=Reference.FROZEN),
+        ),
+        (("--loss", "orpo", "--optimizer", "8bit"), LossConfig(LossKind.ORPO)),
+        (
+            ("--loss", "dpo", "--lora", "8", "--reference", "adapters-off"),
+            LossConfig(LossKind.DPO, reference=Reference.ADAPTERS_OFF),
+        ),
+        (("--loss", "distill"), LossConfig(LossKind.DISTILL, teacher="TEACHER")),
+    ],
+)
+def test_every_loss_that_a_run_file_has_is_written(
+    file: Path, options: tuple[str, ...], expected: LossConfig
+) -> None:
+    model = ("plan", "--model", "Qwen2.5-0.5B", "--context", "8K", "--machine", "h200")
+    outcome = CliRunner().invoke(cli.app, [*model, *options, "--write", str(file)])
+    assert outcome.exit_code == 0, outcome.exception
+    run, question = load_run(file), asked(file).question
+    assert run.objective == expected
+    assert question.loss == expected.planned()
+    assert ("format: preference" in file.read_text()) is expected.paired
+    assert ("the teacher's folder" in outcome.stdout) is (expected.teacher is not None)
+    assert "reference: stored" not in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--loss", "kto"), r"^write: loss\.kind: kto: .*; compute it by farspan\.losses"),
+        (("--loss", "grpo"), r"^write: loss\.kind: grpo: .*; compute it by farspan\.losses"),
+        (("--optimizer", "none"), r"^write: .*--optimizer none does not; leave it out, or give"),
+    ],
+)
+def test_what_no_run_file_says_is_refused(
+    file: Path, options: tuple[str, ...], message: str
+) -> None:
+    model = ("plan", "--model", "Qwen2.5-0.5B", "--context", "8K", "--machine", "h200")
+    outcome = CliRunner().invoke(cli.app, [*model, *options, "--write", str(file)])
+    assert re.search(message, str(outcome.exception)), outcome.exception
+    assert not file.exists()
 
 
 def test_a_run_file_s_plan_is_written_with_all_that_it_said(file: Path) -> None:

@@ -5,15 +5,28 @@ from tests.mutants.faults import Fault
 MERGING = "tests/field/test_merging.py::"
 TRAINERS = "tests/field/test_trainer.py::"
 FORECAST = "tests/train/test_rehearsal.py::"
+ONE_AUTO = "tests/train/test_one_auto.py::"
 LOOP = "tests/train/test_loop.py::"
 EXPORT = "tests/checkpoint/test_export.py::"
 
 FIELD = (
     Fault(
         "runs: a step is rehearsed though a profile knows the model",
-        "if ctx.world.size > 1 or run.kernels.compile:",
-        "if ctx.world.size >= 1:",
+        "if ctx.world.size > 1 or (run.kernels.compile",
+        "if ctx.world.size >= 1 or (run.kernels.compile",
         (FORECAST + "test_where_a_profile_knows_the_model_no_step_is_rehearsed",),
+    ),
+    Fault(
+        "steps: ranks keep whole weights on a device that has no room for them",
+        "if self._whole_on is not None:\n                    self.sharded_model",
+        "if self._whole_on is None:\n                    self.sharded_model",
+        (ONE_AUTO + "test_on_ranks_they_answer_alike",),
+    ),
+    Fault(
+        "trainers: states go to the device where a resumed run has its weights on the host",
+        "if of_planner and (Path(str(checkpoint)) / _MOVED).exists():",
+        "if of_planner and not Path(str(checkpoint)).exists():",
+        (ONE_AUTO + "test_a_trainer_s_states_follow_its_weights",),
     ),
     Fault(
         "runs: step 1 waits for held-out text that nobody asked for",

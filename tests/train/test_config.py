@@ -302,9 +302,9 @@ def test_a_resolved_run_reads_back_as_itself(sparse: SparseConfig | None) -> Non
 
 
 def test_a_schedule_as_a_line_of_a_run_file() -> None:
-    schedule = Schedule(chunk=8, groups=(1, 2), kv=Tier.HOST, attention_save_fraction=0.5)
-    line = as_yaml(schedule)
-    assert line.startswith("schedule: {strategy: null, chunk: 8, groups: [1, 2], kv: host")
+    schedule = Schedule(chunk=8, groups=(3, 1, 2), kv=Tier.HOST, attention_save_fraction=0.5)
+    line = as_yaml(schedule, 6, 64)
+    assert line == "schedule: {chunk: 8, groups: [3, 1, 2], kv: host, attention_save_fraction: 0.5}"
     read = build(ScheduleConfig, yaml.safe_load(line)["schedule"])
     assert read.apply(Schedule()) == schedule
 

@@ -1,6 +1,7 @@
 """One auto: `farspan plan`, a run file, `farspan train`, a Step and a Trainer give a question one
 answer. A device of so many bytes, made up, beside main memory; what is computed is the CPU's."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -9,14 +10,17 @@ from typing import Any, cast
 
 import pytest
 import torch
+from transformers import Trainer as HuggingFaceTrainer
+from transformers import TrainingArguments
 
 import farspan
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.step import Step
 from farspan.planner import plans
 from farspan.planner.api import Request
-from farspan.planner.request import Optimizer, Plan
-from farspan.spec import Kernels, Objective, RunSpec, Tier, UnsupportedError
+from farspan.planner.request import Plan
+from farspan.program.layout import ALONE, Layout, Parallel
+from farspan.spec import Kernels, MachineSpec, Tier, UnsupportedError
 from farspan.train import planning
 from farspan.train.config import (
     DType,
@@ -29,8 +33,14 @@ from farspan.train.config import (
 from farspan.train.console import Observer
 from farspan.train.context import Components, inspect_model
 from farspan.train.planning import StepPlanner, place, question_of
+from farspan.train.trainer import train
+from farspan.train.yaml_config import convert
+from tests.ranks import run_ranks
 from tests.train.planner import GIB
-from tests.train.test_weights_place import DEEP, Parts, apart, parts, planned, run_of
+from tests.train.test_hugging_face import logs, padded, rows
+from tests.train.test_ranks import metrics
+from tests.train.test_trainer_ranks import start
+from tests.train.test_weights_place import DEEP, SHORT, Parts, apart, parts, planned, run_of
 from tests.train.tiny import Quiet, load_tiny
 
 __all__ = ["parts"]  # a fixture
@@ -121,23 +131,204 @@ def test_all_of_them_answer_alike(tmp_path: Path, briefly: Parts) -> None:
     assert len(places) == 4, places
 
 
-def test_a_step_answers_as_one_whose_states_are_with_its_weights(briefly: Parts) -> None:
+# A Step has no pins, and leaves states to its user's optimizer, which has them with the weights.
+OPEN = [question[:4] for question in QUESTIONS if not question[4]]
+
+
+def with_its_weights(
+    device: int,
+    host: int,
+    tokens: int,
+    batch: int,
+    *,
+    places: Any = (("device", "device"), ("host", "host")),
+    layout: Layout = ALONE,
+) -> Plan:
+    """What is expected of a Step: the first pinned placement that fits, the second where none."""
+    own: dict[str, Any] = {"machine": apart(device, host), "kernels": PLAIN, "batch": batch}
+    for pins in places:
+        pinned = Request(LONG, tokens, optimizer=pins[0], weights=pins[1], **own).question()
+        here = replace(pinned.machine, devices=layout.devices())
+        # Gradients of other batches may be there.
+        asked = replace(pinned, accumulates=True, layout=layout, machine=here)
+        found = plans.best_plan(asked, seconds=0.1)
+        if found.fits:
+            break
+    return found
+
+
+def of_step(step: Step, batch: int, tokens: int) -> tuple[Any, ...]:
+    """What it chose; of what does not fit that it refuses."""
+    try:
+        step.prepared(batch, tokens)
+    except UnsupportedError as error:
+        said = str(error)
+        assert "schedule: none fits" in said
+        return (False, "parallelize(model, farspan.Schedule(weights=" in said)
+    assert step.plan is not None
+    return answer(step.plan)[:3]
+
+
+def trainer_of(root: Path, *bases: Any, schedule: Any = "auto", **given: Any) -> Any:
+    kind = type("Trainer", bases, {}) if bases else farspan.Trainer
+    own: dict[str, Any] = {
+        "output_dir": str(root),
+        "use_cpu": True,
+        "report_to": [],
+        "learning_rate": 1e-2,
+    }
+    own |= {"remove_unused_columns": False, "disable_tqdm": True, "logging_steps": 1}
+    more: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2}
+    model = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0)
+    given |= {"model": model, "args": TrainingArguments(**own, **more)}
+    data: dict[str, Any] = {"data_collator": padded, "train_dataset": rows()}
+    return kind(schedule=schedule, kernels=PLAIN, **data, **given)
+
+
+def test_steps_and_trainers_answer_as_one_whose_states_are_with_its_weights(
+    tmp_path: Path, briefly: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases: tuple[tuple[Any, ...], ...] = (), (farspan.LongContext, HuggingFaceTrainer)
     places = set()
-    for device in SIZES:
-        spec = apart(device)
-        own: dict[str, Any] = {"machine": spec, "kernels": PLAIN}
-        for pins in ("device", "device"), ("host", "host"):
-            pinned = Request(LONG, 96, optimizer=pins[0], weights=pins[1], **own).question()
-            # Gradients of other batches may be there.
-            expected = plans.best_plan(replace(pinned, accumulates=True), seconds=0.1)
-            if expected.fits:
-                break
-        planner = StepPlanner(briefly(spec))
-        model: Any = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0)
-        plan = planner(model, CPU, RunSpec(1, 96), PLAIN, Objective())
-        assert answer(plan)[:3] == answer(expected)[:3], device
-        places.add((plan.question.optimizer, plan.question.weights))
-    assert places == {(Optimizer.ADAMW, Tier.DEVICE), (Optimizer.HOST, Tier.HOST)}
+    for number, (device, host, tokens, batch) in enumerate(OPEN):
+        plan = with_its_weights(device, host, tokens, batch)
+        expected = answer(plan)[:3] if plan.fits else (False, False)
+        planner = StepPlanner(briefly(apart(device, host)))
+        monkeypatch.setattr(planning, "StepPlanner", lambda planner=planner: planner)
+        model = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0)
+        assert of_step(Step(model, "auto", kernels=PLAIN), batch, tokens) == expected, number
+        for kinds in bases:
+            trainer = trainer_of(tmp_path, *kinds)
+            assert of_step(trainer._farspan(), batch, tokens) == expected, number
+        places.add(expected[1:])
+    assert len(places) == 3, places
+
+
+def make_up(spec: MachineSpec) -> Components:
+    """Have this process, which is for one test alone, be on such a machine."""
+    components = Components()
+    patches: list[tuple[Any, str, Any]] = [
+        (components, "machine", lambda *_: spec),
+        (components, "best_plan", partial(plans.best_plan, seconds=0.1)),
+        (plans, "CHALLENGE", 0.1),
+        (planning, "is_unified", lambda _: False),
+        (planning, "bare_machine", lambda _: spec),
+        (planning.FreeMemory, "limit", lambda _, machine: machine),
+        (planning, "StepPlanner", partial(StepPlanner, components)),
+    ]
+    for owner, name, value in patches:
+        setattr(owner, name, value)
+    return components
+
+
+def on_ranks(root: str, layout: Layout, questions: list[tuple[int, ...]]) -> list[Any]:
+    """What Steps and a Trainer of a layout choose for questions, and a loss of each."""
+    start(root)
+    found: list[Any] = []
+    for device, host, tokens, batch in questions:
+        make_up(apart(device, host))
+        ranks = farspan.ParallelContext(layout, CPU)
+        steps = [trainer_of(Path(root), layout=layout)._farspan()]
+        for weights in (Tier.DEVICE, Tier.HOST) if layout.cuts_weights() else ():
+            model: Any = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0)
+            written = farspan.Schedule(weights=weights)
+            sharded = farspan.parallelize(model, written, ranks, kernels=PLAIN)
+            steps.append(Step(model, "auto", kernels=PLAIN, ranks=sharded))
+        if not layout.cuts_weights():
+            model = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0)
+            steps.append(Step(model, "auto", kernels=PLAIN, ranks=ranks))
+        for step in steps:
+            said = of_step(step, batch, tokens)
+            ids = torch.arange(tokens).repeat(batch, 1)
+            loss = None if step.plan is None else step(ids, ids).item()
+            found.append((said, loss, step.weights is not None))
+    return found
+
+
+@pytest.mark.parametrize("layout", [Layout(data=2, fsdp=False), Layout(shards=2)])
+@pytest.mark.usefixtures("briefly")
+def test_on_ranks_they_answer_alike(tmp_path: Path, layout: Layout) -> None:
+    """Weights that each rank has whole may go to main memory; those that were cut stay."""
+    questions = [(SHORT, GIB, 48, 1), (GIB, GIB, 192, 1)]
+    said = run_ranks(2, on_ranks, str(tmp_path), layout, questions)
+    assert said[0] == said[1]
+    answers = iter(said[0])
+    alone, there = load_tiny(config=LONG, dtype=torch.bfloat16, seed=0), ("host", "host")
+    of_steps: Any = [[("device", "device"), there]] * 2
+    if layout.cuts_weights():
+        of_steps = [[("device", "device")]] * 2 + [[there]]
+    for question in questions:
+        ids = torch.arange(question[2])[None]
+        expected = Step(alone, farspan.Schedule(), kernels=PLAIN).evaluate(ids, ids).item()
+        for places in of_steps:
+            plan = with_its_weights(*question, layout=layout, places=places)
+            chosen, loss, on_host = next(answers)
+            assert chosen == (answer(plan)[:3] if plan.fits else (False, True))
+            assert loss == (pytest.approx(expected, rel=1e-2) if plan.fits else None)
+            streamed = plan.question.weights is Tier.HOST and not layout.cuts_weights()
+            assert on_host == streamed
+
+
+def fit_on(spec: MachineSpec, runs: list[RunConfig]) -> None:
+    components = make_up(spec)
+    for run in runs:
+        assert train(run, components=components, reporter=Quiet()).step == run.steps
+
+
+@pytest.mark.parametrize(
+    ("size", "parallel", "expected"),
+    [
+        (SHORT, Parallel(data=2, fsdp=False), ("host", "host")),
+        (160_000, Parallel(shards=2), ("host", "device")),
+    ],
+)
+def test_a_run_on_ranks_moves_what_its_device_has_no_room_for(
+    tmp_path: Path, size: int, parallel: Parallel, expected: tuple[str, str]
+) -> None:
+    """To the losses of the run that is pinned to the device."""
+    run = run_of(tmp_path, batch=1, parallel=parallel, folder=str(tmp_path / "moved"))
+    own = OptimizerConfig(lr=run.optimizer.lr, warmup=2, states=StatesPlace.DEVICE)
+    run_ranks(2, fit_on, apart(size), [run])
+    about = json.loads((tmp_path / "moved" / "about.json").read_text())
+    assert (about["states"], about["schedule"]["weights"]) == expected
+    fields = {n: v for n, v in about["schedule"].items() if n not in ("sparse", "weights")}
+    written = convert(ScheduleConfig, {"strategy": None, **fields}, "schedule")
+    pinned = replace(run, folder=str(tmp_path / "pinned"), schedule=written, optimizer=own)
+    run_ranks(2, fit_on, apart(GIB), [pinned])
+    losses = [[x["loss"] for x in metrics(one) if "loss" in x] for one in (run, pinned)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert len(losses[0]) >= 2
+
+
+def test_a_trainer_s_states_follow_its_weights(
+    tmp_path: Path, briefly: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it goes on: the device that has no room for them never gets them."""
+    planner = StepPlanner(briefly(apart(SHORT)))
+    monkeypatch.setattr(planning, "StepPlanner", lambda: planner)
+    pinned = farspan.Schedule(chunk=12)
+    moved, plain = trainer_of(tmp_path), trainer_of(tmp_path / "plain", schedule=pinned)
+    for trainer in (moved, plain):
+        trainer.train()
+    assert moved._farspan().weights is not None
+    assert plain._farspan().weights is None
+    assert logs(moved, "loss") == pytest.approx(logs(plain, "loss"), rel=1e-2)
+    again, where = trainer_of(tmp_path), []
+    load = torch.optim.AdamW.load_state_dict
+
+    def watched(optimizer: Any, state: Any) -> None:
+        if state["state"]:  # accelerate loads an empty one
+            where.append((again._on_host(), again._one_pass is None))
+        load(optimizer, state)
+
+    monkeypatch.setattr(torch.optim.AdamW, "load_state_dict", watched)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert where[0] == (True, True)
+    assert torch.equal(logs(again, "loss"), logs(moved, "loss"))
+    onwards = trainer_of(tmp_path / "plain", schedule=pinned)
+    onwards.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    assert where[-1] == (True, False)
+    assert not onwards._on_host()
 
 
 def test_a_step_moves_weights_and_says_so(

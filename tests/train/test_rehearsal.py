@@ -13,9 +13,9 @@ import torch
 from farspan.engine.memory import estimate_memory
 from farspan.engine.runner import Progress
 from farspan.engine.step import Step
-from farspan.spec import Schedule, Tier
+from farspan.spec import Kernels, Schedule, Tier
 from farspan.train import step_runner
-from farspan.train.config import DType, LoraConfig, ModelConfig, ScheduleConfig
+from farspan.train.config import DType, LoraConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from farspan.train.context import CellsDone
 from farspan.train.trainer import train
 from tests.train.test_interrupt import same_weights
@@ -60,6 +60,8 @@ def place(order: list[str], start: str) -> int:
     return next(index for index, line in enumerate(order) if line.startswith(start))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of the compiler's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -69,6 +71,7 @@ def place(order: list[str], start: str) -> int:
         {"schedule": ScheduleConfig(strategy="auto")},
         {"model": ModelConfig(config=MODEL, lora=LoraConfig(rank=2))},
         {"model": ModelConfig(config=MODEL, dtype=DType.BFLOAT16)},
+        {"kernels": Kernels(compile=True), "steps": 1, "optimizer": OptimizerConfig(warmup=0)},
     ],
     ids=lambda changes: " ".join(changes),
 )

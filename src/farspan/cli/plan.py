@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
 from farspan.cli.train import with_sparse, with_strategy
+from farspan.data.config import LossConfig, RecordFormat
 from farspan.formatting import EXAMPLE, read_seconds, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.planner.api import AS_IN_RUN_FILES, HERE, Request
@@ -43,6 +44,7 @@ from farspan.report.snapshot import plan_snapshot, write_snapshot
 from farspan.report.tables import launch_words, show
 from farspan.spec import (
     LossKind,
+    Objective,
     Quantization,
     Reference,
     Tier,
@@ -595,7 +597,7 @@ def _lora(rank: int) -> LoraConfig | None:
 
 # -- from a plan to a run -------------------------------------------------------------------------
 
-DATA = "DATA.jsonl"  # what stands for the user's
+DATA, TEACHER = "DATA.jsonl", "TEACHER"  # what stands for the user's
 
 
 def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command: str) -> str:
@@ -620,7 +622,10 @@ def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command:
     start = f"farspan train {path}"
     if question.layout.devices() > 1:
         start = launch_words(question).partition(", with")[0].replace("RUN.yaml", str(path))
-    fill = [f"  put your data's path in the place of {DATA} in {path}"] * (DATA in text)
+    places = {DATA: "your data's path", TEACHER: "the teacher's folder or hub name"}
+    fill = [
+        f"  put {what} in the place of {w} in {path}" for w, what in places.items() if w in text
+    ]
     return "\n".join((f"{path}: written; next:", *fill, f"  farspan data {path}", f"  {start}"))
 
 
@@ -632,10 +637,10 @@ def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
     """What a run file says of a model that was planned, but for its context and placement. Raises
     UnsupportedError for what no run file says."""
     question = plan.question
-    if question.optimizer is Optimizer.NONE or question.loss.is_cut:
+    if question.optimizer is Optimizer.NONE:
         raise UnsupportedError(
-            "write: a run file of this loss or optimizer needs more than a plan knows; write its "
-            "loss, data.format and optimizer, and plan the file"
+            "write: a run file updates weights, and --optimizer none does not; leave it out, or "
+            "give a farspan.Step in a loop of your own farspan.plan(..., optimizer='none').schedule"
         )
     name, revision = split_revision(given["model"])
     model: dict[str, Any] = {"path": hub_name("model", name), "dtype": question.dtype}
@@ -643,6 +648,9 @@ def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
     model |= {"lora": {"rank": given["lora"]}} if given.get("lora") else {}
     model |= {"quantize": given["quantize"]} if question.nf4 else {}
     values: dict[str, Any] = {"model": model, "data": {"path": given.get("data", DATA)}}
+    if question.loss.is_cut:
+        values |= {"loss": changed(loss := loss_of_run(question.loss))}
+        values["data"] |= {"format": RecordFormat.PREFERENCE.value} if loss.paired else {}
     values |= {"batch": question.run.batch} if question.run.batch > 1 else {}
     values |= {"margin": given["margin"]} if "margin" in given else {}
     values |= {"parallel": AUTO} if question.layout.devices() > 1 else {}
@@ -650,6 +658,17 @@ def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
         values["sparse"] = changed(SparseConfig().over(question.sparse))
     values["optimizer"] = {"disk": given["disk"]} if "disk" in given else {}
     return values
+
+
+def loss_of_run(asked: Objective) -> LossConfig:
+    """The loss of a run file. Raises UnsupportedError for one that none has."""
+    if asked.kind is LossKind.DISTILL:
+        return LossConfig(asked.kind, teacher=TEACHER, top_k=asked.ids)
+    own = asked.reference not in (Reference.NONE, Reference.STORED)
+    try:
+        return LossConfig(asked.kind, reference=asked.reference if own else None)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"write: loss.{error}") from error
 
 
 init_app = typer_app()

@@ -42,6 +42,7 @@ from farspan.engine.microbench import (
 )
 from farspan.engine.microbench import describe_machine as versions
 from farspan.engine.step import Step
+from farspan.formatting import write_seconds
 from farspan.memory.host import available_host_bytes
 from farspan.planner.machines import (
     MachineFile,
@@ -167,7 +168,9 @@ def calibrate(
     calibration = Calibration(Bench(device, QUICK if quick else THOROUGH), tuple(dtypes))
     effort = calibration.bench.effort
     for turn in range(1, effort.most + 1):
-        prefix = f"{turn} of {effort.passes}: " if turn <= effort.passes else "once more: "
+        each = (time.perf_counter() - start) / max(1, turn - 1)
+        left = f", {write_seconds(each * (effort.passes - turn + 1))} left" if turn > 1 else ""
+        prefix = f"{turn} of {effort.passes}{left}: " if turn <= effort.passes else "once more: "
         calibration.look(_after(prefix, progress))
         file = calibration.file()
         wrong = next(contradictions(file.spec), None)

@@ -380,7 +380,7 @@ def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
 
 
 def _without_elements(x: torch.Tensor) -> torch.Tensor:
-    blank = torch.empty_like(x, device=META)
+    blank = torch.empty(x.shape, dtype=x.dtype, device=META)  # whole, if ranks hold shards
     return nn.Parameter(blank, x.requires_grad) if isinstance(x, nn.Parameter) else blank
 
 

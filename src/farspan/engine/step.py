@@ -95,7 +95,7 @@ _WHILE_SHARDED = (
     *("training", "_buffers", "_parameters", "_disable_adapters", "_adapters_disabled"),
     *UNREAD,
 )
-_Planner = Callable[[nn.Module, torch.device, RunSpec, Kernels, Objective], Plan]
+_Planner = Callable[..., Plan]  # `train.planning.StepPlanner`
 _VALUES = Objective(LossKind.GRPO)  # what is planned where a backward follows values of tokens
 
 
@@ -166,13 +166,14 @@ class Step(ProgramRunner):
         self._wanted, self._overlap = kernels or Kernels(), overlap
         with agreement(context, "Step") as same:
             self.seed, self.neftune_alpha = seed, refuse_noise(neftune_alpha)
-            self._schedule, self._planner = _written(schedule, selector, ranks)
-            if isinstance(ranks, ShardedModel):
-                refuse_schedule(same, self.schedule, ranks.ranks.layout, ranks.sharded.stage)
-                ranks.refuse_elsewhere(self.schedule)
+            self._schedule, self._planner = _written(schedule, selector)
+            same.add({"schedule": "auto" if self._schedule is None else "written"})
+            if isinstance(ranks, ShardedModel) and self._schedule is not None:
+                refuse_schedule(same, self._schedule, ranks.ranks.layout, ranks.sharded.stage)
+                ranks.refuse_elsewhere(self._schedule)
+        self._whole_on = ranks if isinstance(ranks, ParallelContext) else None  # weights may move
         if isinstance(ranks, ParallelContext):
-            keep = partial(parallelize, stage=Stage.ZERO_0, keep=True, kernels=self._wanted)
-            ranks = keep(model, self.schedule, ranks)
+            ranks = self._keep_whole(model, ranks)
         self._plans: list[Plan] = []  # where the planner chooses
         self.sharded_model, self._model = ranks, model
         self._device = device or getattr(weights, "device", None)  # where to compute, if given
@@ -187,6 +188,10 @@ class Step(ProgramRunner):
             self.boundary = self._stages()
             self._compute_on(self.boundary.device, memory)
             self._prepare()
+
+    def _keep_whole(self, model: nn.Module, ranks: ParallelContext) -> ShardedModel:
+        keep = partial(parallelize, stage=Stage.ZERO_0, keep=True, kernels=self._wanted)
+        return keep(model, self._schedule or Schedule(), ranks)
 
     def _stages(self) -> CausalLMStages:
         """The stages of the model as it is now."""
@@ -284,6 +289,10 @@ class Step(ProgramRunner):
         """Has `schedule` be one that was planned for batches as large as this one, and for values
         of tokens where the loss is of these."""
         assert self._planner is not None, "the planner chooses"
+        sharded = self.sharded_model
+        if sharded is not None and sharded.ranks.layout.data > 1:  # replicas' batches may differ
+            rows = sharded.ranks.figures([run.batch, run.tokens])
+            run = RunSpec(max(batch for batch, _ in rows), max(tokens for _, tokens in rows))
 
         def covers(plan: Plan) -> bool:
             of, model = plan.question.run, plan.question.model
@@ -299,14 +308,21 @@ class Step(ProgramRunner):
             self.release()  # what is free now is planned with
             with torch.inference_mode(False), torch.enable_grad():  # backwards are measured
                 model, device = self.boundary.model, self.boundary.device
-                found = self._planner(model, device, run, self._wanted, loss)
+                moves = sharded is None or self._whole_on is not None
+                found = self._planner(
+                    model, device, run, self._wanted, loss, sharded=sharded, moves=moves
+                )
             self._plans.append(found)
         if found.schedule is not self._schedule:
             self._programs.clear()
             self._preparations.clear()
             self._schedule = found.schedule
-            self._device = self.boundary.device if self._on_host else self._device
+            if self._on_host and sharded is None:
+                self._device = self.boundary.device
             if self._on_host != (self.weights is not None):
+                if self._whole_on is not None:
+                    self.sharded_model = self._keep_whole(self._model, self._whole_on)
+                    self.boundary, self._look = self._stages(), self.sharded_model.look
                 self.model_spec = self._describe()
 
     @property
@@ -681,9 +697,7 @@ class Step(ProgramRunner):
         return look(self._model), head, versions, where if here is None else here.has_all()
 
 
-def _written(
-    schedule: Schedule | str, selector: object, ranks: object
-) -> tuple[Schedule | None, _Planner | None]:
+def _written(schedule: Schedule | str, selector: object) -> tuple[Schedule | None, _Planner | None]:
     """The schedule, or who chooses one."""
     if isinstance(schedule, Schedule):
         if selector is not None and schedule.sparse is None:
@@ -696,12 +710,11 @@ def _written(
             f"schedule: expected a farspan.Schedule or 'auto', got {schedule!r}; for a named one, "
             "call farspan.strategy(name, layers, tokens)"
         )
-    for name, given in ("selector", selector), ("ranks", ranks):
-        if given is not None:
-            raise UnsupportedError(
-                f"{name}: schedule='auto' plans for dense attention in one process; give a "
-                "schedule, such as that of farspan.plan, or use `farspan train`"
-            )
+    if selector is not None:
+        raise UnsupportedError(
+            "selector: schedule='auto' plans for dense attention; give a schedule, such as that of "
+            "farspan.plan, or use `farspan train`"
+        )
     return None, load("farspan.train.planning", "StepPlanner")()
 
 

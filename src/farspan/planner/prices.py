@@ -15,6 +15,7 @@ have them for every machine, for no other kernel has as many.
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -202,6 +203,7 @@ class Prices:
     _tiled: TiledPrices = field(init=False)
     _tariffs: dict[type[Instruction], _Tariff] = field(init=False)
     _known: dict[Hashable, float] = field(init=False, default_factory=dict)  # of products
+    _sums: dict[tuple[Range | None, bool], int] = field(init=False, default_factory=dict)  # bytes
 
     def __post_init__(self) -> None:
         self.rates = rates_of(self.question)
@@ -494,11 +496,12 @@ class Prices:
     # -- weights in main memory --------------------------------------------------------------------
 
     def _group_bytes(self, layers: Range | None, *, gradients: bool) -> int:
-        model = self.question.model
-        if layers is None:
-            return group_bytes(model, None, gradients)
-        each = ((group_bytes(model, (i, i + 1), gradients), n) for i, n in self._times(layers))
-        return sum(size * times for size, times in each)
+        if (layers, gradients) not in self._sums:  # cuts of a search share many groups
+            of = partial(group_bytes, self.question.model, gradients=gradients)
+            each = () if layers is None else self._times(layers)
+            size = sum(of((i, i + 1)) * times for i, times in each)
+            self._sums[layers, gradients] = of(None) if layers is None else size
+        return self._sums[layers, gradients]
 
     def _bytes_of(self, group: int, outer: bool, *, gradients: bool) -> int:
         size = self._group_bytes(self.program.groups[group], gradients=gradients)

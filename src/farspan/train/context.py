@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from farspan.checkpoint.local import ReplicatedSaver, Saver, ShardedSaver
 from farspan.data.corpus import Corpus
 from farspan.data.tokenizers import Tokenizer
-from farspan.distributed.fsdp import local
+from farspan.distributed.fsdp import Stage, local
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.calibrate import here
 from farspan.engine.gradients import adds_products
@@ -35,7 +35,7 @@ from farspan.program.strategies import AUTO
 from farspan.sparse.engine import Seen
 from farspan.sparse.index import Index
 from farspan.sparse.train import selector_for
-from farspan.spec import Kernels, MachineSpec, ModelSpec, Schedule, Tier
+from farspan.spec import Kernels, MachineSpec, ModelSpec, Schedule, Tier, UnsupportedError
 from farspan.train import memory
 from farspan.train.config import RunConfig
 from farspan.train.memory import DeviceMemory, Placed
@@ -167,10 +167,35 @@ def inspect_model(
     boundary, kernels = CausalLMStages(model), kernels or Kernels()
     fuse(boundary, kernels, device)
     spec = with_work(boundary, describe(boundary, device))
-    found = inspect_blank(boundary, dtype, device, rank, kernels, spec)
+    return _worked(inspect_blank(boundary, dtype, device, rank, kernels, _sizes(spec)), spec)
+
+
+def inspect_sharded(
+    sharded_model: ShardedModel, model: nn.Module, device: torch.device, kernels: Kernels
+) -> InspectedModel:
+    """As `inspect_model`, of a model that was sharded over ranks: by what was seen of it whole.
+    Raises UnsupportedError where that is not enough."""
+    spec, stage = sharded_model.spec, sharded_model.sharded.stage
+    if stage not in (Stage.ZERO_0, Stage.ZERO_3):
+        raise UnsupportedError(
+            f"schedule: 'auto' plans for stages zero-0 and zero-3, and the model was sharded by "
+            f"{stage}; give a schedule, such as that of farspan.plan(..., layout=...)"
+        )
+    sizes, dtype = [(spec.parameters, spec.trainable)], str(model.dtype).removeprefix("torch.")
+    found = inspect_blank(CausalLMStages(model), dtype, device, 0, kernels, sizes)
+    if sharded_model.tensor is not None and found.profiles and found.profiles.rank(0) is None:
+        raise UnsupportedError(
+            "schedule: 'auto' looks at a model whose weights are whole, and tensor has cut these; "
+            "give a schedule, such as that of farspan.plan(..., layout=...), or use ulysses"
+        )
+    return _worked(found, spec)
+
+
+def _worked(found: InspectedModel, spec: ModelSpec) -> InspectedModel:
+    """What was found by a profile, of the model that was described."""
     assert found.profile is not None, "it has been profiled"
     pairs = zip(spec.layers, found.profile.spec.layers, strict=True)
-    # What packed weights hold is known here, and which ones are.
+    # What packed weights hold is known of the model, and which ones are.
     layers = tuple(
         replace(layer, work=replace(known.work, packed=layer.work.packed)) for layer, known in pairs
     )
@@ -183,14 +208,14 @@ def inspect_blank(
     device: torch.device,
     rank: int,
     kernels: Kernels,
-    spec: ModelSpec | None = None,
+    sizes: list[tuple[int, int]] | None = None,
 ) -> InspectedModel:
-    """As `inspect_model`, of a model that may lack its weights: by its profile alone. `spec` is
-    what was found out of it, if anything was."""
+    """As `inspect_model`, of a model that may lack its weights: by its profile alone. `sizes` are
+    the last of `_sizes`, if anything was found out of it."""
     model = boundary.model
     name, parameters = model.config.name_or_path or type(model).__name__, list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    sizes = [(sum(map(elements, parameters)), trained)] if spec is None else _sizes(spec)
+    sizes = sizes or [(sum(map(elements, parameters)), trained)]
     fused = kernels.fused and fused_for(device, boundary.dtype)
     adds = kernels.accumulate and adds_products(device, boundary.dtype)
     variant = Variant(dtype, rank, fused, adds, nf4=any(map(is_packed, model.modules())))

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ _ARGUMENTS = {
 _AS_GOOD = {("n_gpu", 0), ("loss_type", "chunked_nll")}
 # Optimizers that update within the backward of the Trainer itself.
 _IN_BACKWARD = ("lomo", "layerwise")
+_MOVED = "farspan-weights-on-host"  # in a checkpoint, where the planner had moved them
 # Trainers whose loss is the plain one, as long as the arguments say nothing else.
 _PLAIN = {("transformers.trainer", "Trainer"), ("trl.trainer.sft_trainer", "SFTTrainer")}
 # What of another Trainer is not called.
@@ -146,6 +148,7 @@ class LongContext:
         self._sharded: ShardedModel | None = None
         self._forwards: list[_Forward] = []
         self._calls, self._number = (-1, 0), 0  # updates so far and calls since; of all calls
+        self._moved = False  # by the planner: the model's weights, to main memory
         super().__init__(*args, **kwargs)
         refuse_adapters(self.model)  # before a batch has what prompt tuning makes of its tokens
         self._one_pass: Step | None = None
@@ -198,7 +201,17 @@ class LongContext:
             loss = self._one_pass_step(model, inputs, num_items_in_batch)
         if self._ranks is not None and self.accelerator.sync_gradients:
             complete_gradients(self.model, self._ranks)
+        self._follow_weights()
         return loss
+
+    def _follow_weights(self) -> None:
+        """Moves the optimizer's states once the planner has moved the weights."""
+        steps = (self._one_pass, *(forward.step for forward in self._forwards[:1]))
+        now = any(step is not None and step.plan and step.weights is not None for step in steps)
+        if now and not self._moved:
+            self._moved = True
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+            optimizer.load_state_dict(optimizer.state_dict())  # to where the weights are
 
     def _one_pass_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None
@@ -327,10 +340,9 @@ class LongContext:
         ranks = self._ranks
         if ranks is None or not ranks.layout.cuts_weights() or self._sharded:
             return
-        if not isinstance(self._schedule, Schedule):
-            what = f"{self._schedule!r} plans for one process; give several a farspan.Schedule"
-            raise UnsupportedError(f"schedule: {what}, such as that of farspan.plan(..., gpus=...)")
-        self._sharded = parallelize(self.model, self._schedule, ranks, kernels=self._kernels)
+        # The planner, which knows of batches only at the first, leaves weights where they are then.
+        written = self._schedule if isinstance(self._schedule, Schedule) else Schedule()
+        self._sharded = parallelize(self.model, written, ranks, kernels=self._kernels)
         cut_what_is_loaded(self.model)
 
     def create_optimizer(self, *args: Any, **keywords: Any) -> Any:
@@ -349,9 +361,20 @@ class LongContext:
         if self._sharded is not None and not self.args.should_save:
             self.optimizer.state_dict()  # all ranks give their part of it
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if self._moved and self.args.should_save:
+            (Path(output_dir) / _MOVED).touch()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The Trainer's own, with weights and states in main memory where the planner had them."""
+        of_planner = self._schedule == AUTO and self._ranks is None and checkpoint is not None
+        if of_planner and (Path(str(checkpoint)) / _MOVED).exists():
+            self._moved = True
+            self.model.to("cpu")
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     def _on_host(self) -> bool:
-        return isinstance(self._schedule, Schedule) and self._schedule.weights is Tier.HOST
+        written = isinstance(self._schedule, Schedule) and self._schedule.weights is Tier.HOST
+        return written or self._moved
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leaves a model in main memory that is to stay there."""

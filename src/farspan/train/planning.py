@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from farspan.data.config import DataConfig
-from farspan.distributed.run_context import DistributedContext
+from farspan.distributed.fsdp import local
+from farspan.distributed.run_context import DistributedContext, launch_env
 from farspan.durable import read_json
 from farspan.engine.microbench import describe_machine
 from farspan.engine.parallelize import ShardedModel
@@ -21,6 +22,7 @@ from farspan.memory.host import available_host_bytes
 from farspan.planner.evaluate import RankWalk, size
 from farspan.planner.machines import with_kernels
 from farspan.planner.plans import best_placed
+from farspan.planner.remedies import WEIGHTS
 from farspan.planner.request import (
     PINNED,
     Budget,
@@ -54,6 +56,7 @@ from farspan.train.context import (
     InspectedModel,
     RunContext,
     inspect_model,
+    inspect_sharded,
     torch_dtype,
 )
 from farspan.train.memory import (
@@ -370,11 +373,13 @@ def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
 def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int] | None:
     """What tells the bytes that cells of a step hold for a moment beside its program's buffers.
 
-    None where nothing but a dry run does: the model cannot be profiled, its modules are compiled,
-    or ranks share a step, in which one that runs out leaves the others waiting.
+    None where nothing but a dry run does: the model cannot be profiled, its modules are compiled
+    for a GPU (on a CPU a metered step runs them as they are), or ranks share a step. There one that
+    runs out leaves the others waiting, and what a plan says of messages and gathered weights is the
+    most that they take, not what is measured.
     """
     run = ctx.run
-    if ctx.world.size > 1 or run.kernels.compile:
+    if ctx.world.size > 1 or (run.kernels.compile and ctx.device.type != "cpu"):
         return None
     if choice.plan is not None:
         question = choice.plan.question
@@ -400,7 +405,7 @@ def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int] | None
 
 @dataclass(frozen=True, slots=True)
 class StepPlanner:
-    """Chooses for a `farspan.Step` of one process as `strategy: auto` of a run file does."""
+    """Chooses for a `farspan.Step` as `strategy: auto` of a run file does."""
 
     components: Components = field(default_factory=Components)
 
@@ -411,11 +416,19 @@ class StepPlanner:
         run: RunSpec,
         kernels: Kernels,
         loss: Objective,
+        *,
+        sharded: ShardedModel | None = None,
+        moves: bool = True,
     ) -> Plan:
         """The best plan of a step of this model, computed on a device, that keeps room for AdamW.
-        The model's weights go to main memory where nothing fits with them on the device, and stay
-        there. Raises UnsupportedError if none fits."""
+
+        Of a `sharded` model all ranks call it, and rank 0 plans for the least that any of them has
+        free. Where it `moves`, the model's weights go to main memory where nothing fits with them
+        on the device, and stay there. Raises UnsupportedError if none fits.
+        """
+        world = _world_of(device, sharded)
         parameters = list(model.parameters())
+        on_host = parameters[0].device != device if sharded is None else sharded.sharded.offload
         dtype = DType(str(model.dtype).removeprefix("torch."))
         asked = RunConfig(
             model=ModelConfig(path=model.config.name_or_path or type(model).__name__, dtype=dtype),
@@ -425,31 +438,66 @@ class StepPlanner:
             accumulate=2,  # gradients of other batches may be there
             kernels=kernels,
         )
-        machine = self.components.machine_once(device, model.dtype, LOG.info)
-        looked, world = inspect_for(asked, model, device), DistributedContext(device)
+        asked = with_weights_there(asked) if on_host else asked
         gradients = (p.grad for p in parameters if p.grad is not None)
-        held = sum(map(held_bytes, (*parameters, *gradients)))
-        on_host = parameters[0].device != device
-        if on_host:
-            asked = with_weights_there(asked)
-        question = question_of(asked, looked, machine, StatesPlace.AUTO, world)
-        free = free_now(device, held * (not on_host), held * on_host).limit(question.machine)
-        apart = Open(weights=True, apart=True)
-        plan = self.components.best_plan(replace(question, machine=free, loss=loss, open=apart))
-        if not plan.fits:
+        size = held_bytes if sharded is None else _bytes_here
+        held = sum(size(p) for p in (*parameters, *gradients))
+        free = free_now(device, held * (not on_host), held * on_host, world.local_size)
+        free = FreeMemory(world.minimum(free.device), world.minimum(free.host))
+
+        def planned() -> Plan:
+            machine = self.components.machine_once(device, model.dtype, LOG.info)
+            whole = partial(inspect_for, asked, model, device)
+            looked = inspect_sharded(sharded, model, device, kernels) if sharded else whole()
+            question = question_of(asked, looked, machine, StatesPlace.AUTO, world)
+            may = Open(weights=moves, apart=True)
+            question = replace(question, machine=free.limit(question.machine), loss=loss, open=may)
+            plan = self.components.best_plan(question)
+            if plan.fits:
+                return plan
             raise UnsupportedError(
-                f"{explain_none_fits(plan)} (keys of a run file); for another optimizer than AdamW "
-                "in float32, give the step farspan.plan(..., optimizer=...).schedule"
+                f"{explain_none_fits(plan)} (keys of a run file); {_typed(plan)}"
             )
-        line = describe_schedule(Choice(plan.strategy, plan.schedule))
-        LOG.warning("schedule: %s (for %d x %s tokens)", line, run.batch, f"{run.tokens:,}")
-        if plan.unmoved is not None:
-            LOG.warning("%s; %s", explain_moved(plan), OWN_OPTIMIZER)
+
+        plan = world.run_on_rank0(planned, PLANNING)
+        if world.is_rank0:
+            line = describe_schedule(Choice(plan.strategy, plan.schedule))
+            LOG.warning("schedule: %s (for %d x %s tokens)", line, run.batch, f"{run.tokens:,}")
+            if plan.unmoved is not None:
+                LOG.warning("%s; %s", explain_moved(plan), OWN_OPTIMIZER)
         return plan
 
 
+def _world_of(device: torch.device, sharded: ShardedModel | None) -> DistributedContext:
+    """The ranks that share a model, or this process alone."""
+    if sharded is None:
+        return DistributedContext(device)
+    return DistributedContext(device, launch_env(), 0.0, sharded.ranks, sharded.rank.layout)
+
+
+def _bytes_here(weight: torch.Tensor) -> int:
+    """Of the part that this rank holds."""
+    return 0 if weight.is_meta else local(weight).nbytes
+
+
+def _typed(plan: Plan) -> str:
+    """What a program says in place of a run file's keys, where no plan of its model fits."""
+    own = (
+        "for another optimizer than AdamW in float32, give the step "
+        "farspan.plan(..., optimizer=...).schedule"
+    )
+    stays = plan.question.weights is Tier.DEVICE and not plan.question.open.weights
+    if not stays or not any(WEIGHTS in remedy.options for remedy in plan.remedies):
+        return own
+    return (
+        "the model was sharded with its weights on the device: for main memory shard it by "
+        "parallelize(model, farspan.Schedule(weights=farspan.Tier.HOST), ranks), or give the "
+        f"Trainer that schedule; {own}"
+    )
+
+
 OWN_OPTIMIZER = (
-    "update them there: an optimizer that has states on the device needs these moved, by "
+    "update them there: a Trainer moves its optimizer's states, and a loop of your own does by "
     "optimizer.load_state_dict(optimizer.state_dict())"
 )
 

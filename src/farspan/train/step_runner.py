@@ -425,7 +425,8 @@ class StepRunner:
             found = less_for_ranks(ctx.run, ctx.sharded_model, choice.schedule, shortage)
             advice = "on more ranks: no schedule needs less"
             if found is not None:
-                advice = f"with {as_yaml(found)}"
+                layers = len(ctx.sharded_model.spec.layers)
+                advice = f"with {as_yaml(found, layers, ctx.run.context)}"
         return OneRankOutOfMemory(
             f"out of memory ({_tier_words(shortage.tier, ctx)}): {shortage.message}. Other ranks "
             "are still within the step, so it cannot be retried here. Run the same command "

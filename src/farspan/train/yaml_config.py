@@ -268,22 +268,18 @@ def to_mapping(value: Any) -> Any:
     return value
 
 
-def as_yaml(schedule: Schedule, layers: int | None = None, tokens: int | None = None) -> str:
+def as_yaml(schedule: Schedule, layers: int, tokens: int) -> str:
     """A schedule as a run file's line, as `schedule_mapping` has it."""
     mapping = {"schedule": schedule_mapping(schedule, layers, tokens)}
     text = yaml.safe_dump(mapping, default_flow_style=True, sort_keys=False, width=10**6)
     return text.strip().removeprefix("{").removesuffix("}")
 
 
-def schedule_mapping(
-    schedule: Schedule, layers: int | None = None, tokens: int | None = None
-) -> str | dict[str, Any]:
+def schedule_mapping(schedule: Schedule, layers: int, tokens: int) -> str | dict[str, Any]:
     """A schedule as a person writes it: a strategy's name where it is that strategy's, for so many
     layers and tokens, else what differs from `grouped`, which a run file has without a strategy;
     groups of so many layers by their size where that says it. What is sparse of it has a key of its
     own."""
-    if layers is None or tokens is None:
-        return {"strategy": None, **_differing(schedule, Schedule())}
     size = max(schedule.group_sizes(layers))
     if replace(schedule, groups=size).group_sizes(layers) == schedule.group_sizes(layers):
         schedule = replace(schedule, groups=size)
