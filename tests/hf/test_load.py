@@ -64,9 +64,7 @@ def test_what_is_saved_is_what_is_loaded(save: Save) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which files are mapped")
 @pytest.mark.parametrize("converted", [False, True])
-def test_a_file_whose_weights_were_converted_leaves_memory(
-    tmp_path: Path, converted: bool
-) -> None:
+def test_a_file_whose_weights_were_converted_leaves_memory(tmp_path: Path, converted: bool) -> None:
     """The final norm stays in its dtype, and one view of a file's map keeps all of its pages."""
     config = Qwen2Config(
         vocab_size=20_000,  # 1.2 MiB of a table and a head in bfloat16
