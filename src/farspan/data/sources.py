@@ -584,13 +584,14 @@ class DatasetRows:
 def open_dataset(path: str, name: str | None, split: str) -> DatasetRows:
     """Opens `split` of the dataset at `path`. Raises UnsupportedError without the library, or with
     its own words."""
-    place, load_from_disk, load_dataset = Path(path).expanduser(), *_loaders()
+    place = Path(path).expanduser()
+    if not place.exists() and is_on_hub(path):  # before the library, which then knows the answer
+        refuse_unreachable("data.path", path)
+    load_from_disk, load_dataset = _loaders()
     try:
         if any((place / saved).is_file() for saved in SAVED):
             rows = _saved(load_from_disk(str(place)), path, name, split)
         else:
-            if not place.exists() and is_on_hub(path):
-                refuse_unreachable("data.path", path)
             local = str(place) if place.exists() else path
             rows = load_dataset(local, name, split=split)
     except UnsupportedError:
