@@ -145,9 +145,10 @@ def return_freed() -> bool:
 
 
 def returning_freed(told: Callable[[Any], None]) -> Callable[[Any], None]:
-    """What a step calls between cells: `told`, and every 16 cells what is free within glibc's heap
-    goes back. Aligned blocks below `OWN_MAP` leave pieces there that later ones do not fill: 36 KiB
-    a cell of LoRA at 1,024 tokens. It takes 1 ms."""
+    """What a step calls between cells: `told`, and every 16 cells the free pages within glibc's
+    heap go back: small blocks that stay, such as those of graphs, lie between freed ones. LoRA of a
+    135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without, and 2,349 with
+    it, for 0.1 of 19 seconds of CPU."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def tell(progress: Any) -> None:
