@@ -136,6 +136,11 @@ class SavedActivations:
             store[place : place + length].copy_(source)
             self._places[address] = span.low, place
             place += span.size
+        self.forget()
+
+    def forget(self) -> None:
+        """Hold no tensors. A graph holds this by its hooks, and a named tensor its graph: no
+        collector sees that circle, in which everything saved would stay."""
         self._spans, self._named = {}, {}
 
     def restore(self, store: Tensor, named: dict[str, Tensor]) -> None:

@@ -6,15 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from farspan.cli import app, with_torch
 from farspan.data.tokenizers import load_tokenizer
 from farspan.hf.load import load_model
 from farspan.spec import UnsupportedError
 from farspan.train.config import LoraConfig, ModelConfig, RunConfig
 from farspan.train.plan_run import question_of_run
 from farspan.train.trainer import train
+from farspan.train.yaml_config import to_mapping
 from tests.data.characters import character_tokenizer
 from tests.train.tiny import MODEL, Quiet, Stopped, Stopping, tiny_run
 
@@ -72,6 +76,25 @@ def test_a_plan_has_the_rows_that_the_run_has(tmp_path: Path, folder: tuple[Path
     assert question.model.vocab == load_tokenizer(str(base)).size() > rows + 1
 
 
+@pytest.mark.parametrize("text", [(), ("--text", "book.txt")], ids=["exact", "text"])
+def test_what_is_verified_has_the_rows_that_the_run_has(
+    tmp_path: Path,
+    folder: tuple[Path, int],
+    text: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base, rows = folder
+    monkeypatch.chdir(tmp_path)
+    run = run_of(tmp_path, base, resize_embeddings=True)
+    Path("run.yaml").write_text(yaml.safe_dump(to_mapping(run)))
+    tell, seen = "compare_and_tell" if text else "verify_and_tell", []
+    monkeypatch.setattr(with_torch, tell, lambda model, *_, **__: seen.append(model))
+    given = ["verify", "run.yaml", "--context", "32", *text]
+    result = CliRunner().invoke(app, given, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert seen[0].get_input_embeddings().num_embeddings == load_tokenizer(str(base)).size() > rows
+
+
 def test_added_tokens_without_rows_are_refused_by_what_helps(
     tmp_path: Path, folder: tuple[Path, int]
 ) -> None:
@@ -86,7 +109,9 @@ def test_added_tokens_without_rows_are_refused_by_what_helps(
 
 
 def test_what_has_no_rows_to_add_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="resize_embeddings: adapters have no rows"):
+    with pytest.raises(
+        UnsupportedError, match=r"resize_embeddings: adapters leave .* model/ of that"
+    ):
         ModelConfig(path="base", lora=LoraConfig(), resize_embeddings=True)
     with pytest.raises(UnsupportedError, match="resize_embeddings: random weights have"):
         ModelConfig(config=MODEL, resize_embeddings=True)

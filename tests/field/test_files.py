@@ -189,6 +189,18 @@ def test_each_suffix_is_the_same_records(corpus: Any, suffix: str, wrap: str) ->
     assert found.identity == expected.identity
 
 
+@pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf", b"\n "])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_one_object_over_several_lines_is_a_record(
+    corpus: Any, begin: bytes, indent: int | None
+) -> None:
+    row = {"text": "a {[\n", "meta": {"ids": [1, 2]}}
+    name = "a.json.gz"
+    data = begin + json.dumps(row, indent=indent).encode() + b"\n"
+    found = corpus(name, {name: gzip.compress(data)}, ignore=("meta",))
+    assert spoken(found) == [(b"a {[\n", [True] * 6)]
+
+
 def test_both_forms_of_arrow_are_read(corpus: Any) -> None:
     found = corpus("a.arrow", {"a.arrow": arrow(pa.ipc.new_file)(TEXTS)})
     assert [text for text, _ in spoken(found)] == [b"text 0", b"text 1", b"text 2", b"text 3"]
@@ -276,7 +288,20 @@ def test_a_folder_of_splits_is_not_trained_as_one(corpus: Any) -> None:
         ("a.json", {"a.json": b'[{"text": "a"}] x'}, {}, "follows the end of the array"),
         ("a.json", {"a.json": b'[{"text": "a"}, 5]'}, {}, "row 2 holds int, expected an object"),
         ("a.json", {"a.json": b'[{"text": "a"}, {"text": "\xff"}]'}, {}, "row 2 is not valid UTF"),
-        ("a.json", {"a.json": b'{\n "text": "a"\n}'}, {}, "give an object a line, or an array"),
+        (
+            "a.json",
+            {"a.json": b'{\n "text": "a"\n}\n' * 2},
+            {},
+            "give an object a line, or an array",
+        ),
+        (
+            "a.json",
+            {"a.json": b'{"text": "a",\n "id": }'},
+            {},
+            "give an object a line, or an array",
+        ),
+        ("a.json", {"a.json": b'{\n "data": []\n}'}, {}, "data"),
+        ("a.csv", {"a.csv": cells(SHAREGPT)}, {}, "convers"),
         ("a.csv", {"a.csv": b"prompt,completion\na,b,c\n"}, {}, "row 1 has 3 cells for 2 columns"),
         ("a.csv", {"a.csv": b"text,text\na,b\n"}, {}, "column 'text' is given twice"),
         ("a.csv", {"a.csv": b'text\n"a\n'}, {}, "is not valid CSV"),

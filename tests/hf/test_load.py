@@ -1,6 +1,7 @@
 """Weights come from the folder, all of them, or the folder is refused."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from farspan.hf.load import (
+    MAPS,
     Weights,
     add_adapters,
     load_config,
@@ -58,6 +60,31 @@ def test_what_is_saved_is_what_is_loaded(save: Save) -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, saved[name]), name
     assert model.training
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which files are mapped")
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_file_whose_weights_were_converted_leaves_memory(tmp_path: Path, converted: bool) -> None:
+    """The final norm stays in its dtype, and one view of a file's map keeps all of its pages."""
+    config = Qwen2Config(
+        vocab_size=20_000,  # 1.2 MiB of a table and a head in bfloat16
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    if converted:
+        weights = {n: w if n == "model.norm.weight" else w.bfloat16() for n, w in weights.items()}
+        save_file(weights, file, metadata={"format": "pt"})
+    model = load_model(path=str(tmp_path), dtype=torch.float32)
+    mapped = [line for line in MAPS.read_text().splitlines() if str(file) in line]
+    assert bool(mapped) is not converted
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name].float()), name
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -5,6 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from farspan.profile.catalog import find_config, find_preset, presets, split_revision
 from farspan.profile.store import find_profiles
 from farspan.spec import UnsupportedError
+from tests.data.characters import character_tokenizer
 from tests.planner.configurations import config_of
 from tests.profiles import spec_of
 
@@ -267,6 +270,53 @@ def test_a_hub_that_is_away_is_told_within_seconds(answers: bool, tmp_path: Path
     assert "data.tokenizer: 'a/b' is not here" in tokenizer
     assert float(model.split()[0]) < 4.0  # 2.5 of patience, and a busy machine
     assert float(tokenizer.split()[0]) < 0.5  # asked once
+
+
+CACHED = """
+import sys, time
+from farspan.data.tokenizers import load_tokenizer
+from farspan.profile.catalog import find_config, refuse_absent
+began = time.perf_counter()
+refuse_absent("model.path", "some/model")
+from transformers import AutoConfig
+print(AutoConfig.from_pretrained("some/model").model_type, find_config("some/model")["model_type"])
+refuse_absent("data.tokenizer", "some/model")
+load_tokenizer("some/model", False, None)
+"""
+
+
+def test_a_model_in_the_cache_asks_an_absent_hub_once(tmp_path: Path) -> None:
+    """What listens hangs up; the library would try each file again, five times."""
+    commit, stem = "0" * 40, tmp_path / "hub" / "models--some--model"
+    (stem / "refs").mkdir(parents=True)
+    (stem / "refs/main").write_text(commit)
+    folder = stem / "snapshots" / commit
+    character_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(TINY))
+    with socket.socket() as hub:
+        hub.bind(("127.0.0.1", 0))
+        hub.listen()
+        attempts: list[None] = []
+
+        def hang_up() -> None:
+            with suppress(OSError):
+                while True:
+                    hub.accept()[0].close()
+                    attempts.append(None)
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        place = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        of = {**os.environ, "HF_ENDPOINT": place, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        found = subprocess.run(
+            [sys.executable, "-c", CACHED], env=of, capture_output=True, text=True, check=False
+        )
+        hub.shutdown(socket.SHUT_RDWR)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split()[0] == found.stdout.split()[1]
+    assert len(attempts) == 1
+    told = "the Hugging Face hub cannot be reached"
+    assert found.stderr.count(told) == 1
+    assert "some/model is the copy in the cache" in found.stderr
 
 
 def test_no_name_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

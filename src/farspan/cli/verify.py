@@ -106,7 +106,7 @@ def verify_command(
         loaded, words = load("farspan.cli.with_torch", "trained_model")(model, own, dtype, seed)
     else:
         source, drawn = source_of(model, run, random_weights)
-        loaded = load("farspan.cli.with_torch", "model_for")(source, drawn, dtype, seed)
+        loaded = load("farspan.cli.with_torch", "model_for")(source, drawn, dtype, seed, run=run)
     layers = loaded.config.get_text_config().num_hidden_layers
     base, note = base_schedule(run, strategy_name, layers, context)
     chosen = chunk is not None or (strategy_name is None and has_chunk(run))

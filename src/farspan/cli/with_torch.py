@@ -32,7 +32,7 @@ from farspan.engine.trace import Temporaries, Temporary
 from farspan.engine.trace_steps import OWN, Checkpointing, Recording, TraceRequest
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.formatting import read_tokens, sparse_words, write_sparse, write_tokens
-from farspan.hf.load import Weights, add_adapters, load_model
+from farspan.hf.load import Weights, add_adapters, load_model, resize_embeddings
 from farspan.hf.merge import merge
 from farspan.hf.quantized import refuse_whole
 from farspan.memory.host import GIB
@@ -58,7 +58,7 @@ from farspan.train.console import make_reporter
 from farspan.train.hub import PushFailed, push, refuse_login
 from farspan.train.origin import copy_adapters, with_base
 from farspan.train.run_folder import as_json
-from farspan.train.setup import resolve
+from farspan.train.setup import embedded_rows, resolve
 from farspan.train.step_runner import TrainingResult
 from farspan.train.trainer import Diverged, train
 
@@ -148,11 +148,18 @@ def result_json(result: TrainingResult) -> dict[str, Any]:
 
 
 def model_for(
-    source: ModelConfig, drawn: bool, dtype: str, seed: int, *, zero: bool = False
+    source: ModelConfig,
+    drawn: bool,
+    dtype: str,
+    seed: int,
+    *,
+    zero: bool = False,
+    run: RunConfig | None = None,
 ) -> PreTrainedModel:
     """The model to verify, in evaluation mode: dropout plays no part in exactness. Adapters are
     drawn whole, unless they are to be `zero`: of zeros half of their gradients would be zeros. For
-    a folder of adapters: the model that they are for, with such."""
+    a folder of adapters: the model that they are for, with such. Of a `run` with added tokens it
+    has rows for them."""
     source, _ = with_base(source)
     dtype = product_dtype(source, dtype)
     model = load_model(
@@ -166,6 +173,8 @@ def model_for(
         revision=source.revision,
         nf4=source.quantize is not None,
     )
+    if run is not None and run.model.resize_embeddings:
+        resize_embeddings(model, embedded_rows(resolve(replace(run, parallel=None))), seed)
     lora = source.lora
     if lora is None:
         refuse_whole(model.config)
@@ -269,7 +278,7 @@ def trained_model(
             "place of the run file"
         )
     asked = resolve(run)
-    found = model_for(asked.model, False, dtype, seed, zero=True)
+    found = model_for(asked.model, False, dtype, seed, zero=True, run=run)
     if asked.start is not None:  # the model's path holds adapters
         copy_adapters(Path(asked.start.path), found, asked)
     return found, str(asked.data.tokenizer)

@@ -12,7 +12,7 @@ import zlib
 from codecs import BOM_UTF8, getincrementaldecoder
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
 from difflib import get_close_matches
@@ -257,10 +257,16 @@ Row = tuple[int, str, dict[str, Any] | UnsupportedError]
 
 
 def _json_rows(path: Path, reading: Reading) -> Iterator[Row]:
-    """Objects, one a line or all in one array."""
+    """Objects, one a line or all in one array; or one over several lines."""
     with _opened(path) as file:
         head = file.read(1 << 12).removeprefix(BOM_UTF8).lstrip()
     many = head.startswith(b"[")
+    first, goes_on, _ = head.partition(b"\n")
+    if goes_on and first.startswith(b"{") and _ends(first, -1, False)[3] is None:
+        with suppress(UnsupportedError), _opened(path, reading) as file:
+            data = file.read(MOST_TEXT).removeprefix(BOM_UTF8)
+            yield 1, str(path), _record(str(path), data)
+            return
     for number, data in (_elements if many else _lines)(path, reading):
         place = f"{path}: {'row' if many else 'line'} {number}"
         try:
@@ -280,7 +286,7 @@ def _record(place: str, data: bytes) -> dict[str, Any]:
             "UTF-8 or leave it out"
         ) from error
     except json.JSONDecodeError as error:
-        ends = data.strip() == b"{"
+        ends = data.rstrip().endswith((b"{", b"[", b","))
         raise UnsupportedError(
             f"{place} is not valid JSON: {error.msg} at column {error.colno}"
             + "; give an object a line, or an array of objects" * ends
@@ -578,13 +584,14 @@ class DatasetRows:
 def open_dataset(path: str, name: str | None, split: str) -> DatasetRows:
     """Opens `split` of the dataset at `path`. Raises UnsupportedError without the library, or with
     its own words."""
-    place, load_from_disk, load_dataset = Path(path).expanduser(), *_loaders()
+    place = Path(path).expanduser()
+    if not place.exists() and is_on_hub(path):  # before the library, which then knows the answer
+        refuse_unreachable("data.path", path)
+    load_from_disk, load_dataset = _loaders()
     try:
         if any((place / saved).is_file() for saved in SAVED):
             rows = _saved(load_from_disk(str(place)), path, name, split)
         else:
-            if not place.exists() and is_on_hub(path):
-                refuse_unreachable("data.path", path)
             local = str(place) if place.exists() else path
             rows = load_dataset(local, name, split=split)
     except UnsupportedError:

@@ -171,7 +171,9 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
             out = run_layer(layer, hidden.requires_grad_(), call)
         # The graph of `out` held the saved tensors while they were counted; nothing outlives this.
         del out
-        return _SavedByTokens(saved.size(), saved.count(), "x" in saved.references)
+        found = _SavedByTokens(saved.size(), saved.count(), "x" in saved.references)
+        saved.forget()
+        return found
 
     found = count()
     if is_compiled(layer):

@@ -8,6 +8,7 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -103,14 +104,21 @@ def _preset_called(model: str) -> Preset | None:
 
 
 def refuse_unreachable(field: str, name: str) -> None:
-    """Raises UnsupportedError where the hub, which has `name`, does not answer: the library would
-    try again for half a minute. What is in the cache needs no network."""
-    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+    """Have the libraries of Hugging Face take what is in the cache where the hub does not answer:
+    they would try again for half a minute. Raises UnsupportedError where `name` is not there."""
+    constants = load("huggingface_hub", "constants")
+    why = None if constants.HF_HUB_OFFLINE else _unreachable()
+    if why is None:
         return
-    place = load("huggingface_hub.constants", "HF_HUB_CACHE")
-    cached = [Path(place) / f"{kind}--{name.replace('/', '--')}" for kind in ("models", "datasets")]
-    why = None if any(map(Path.exists, cached)) else _unreachable()
-    if why is not None:
+    stems = [f"{kind}--{name.replace('/', '--')}" for kind in ("models", "datasets")]
+    if any((Path(constants.HF_HUB_CACHE) / stem).exists() for stem in stems):
+        os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+        warnings.warn(
+            f"{field}: the Hugging Face hub cannot be reached ({why}); {name} is the copy in the "
+            "cache",
+            stacklevel=2,
+        )
+    else:
         close = _close(name)
         raise UnsupportedError(
             f"{field}: {name!r} is not here, and the Hugging Face hub cannot be reached ({why}); "

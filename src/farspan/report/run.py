@@ -29,7 +29,8 @@ POINTS = 2000  # of a curve
 CURVES = ("loss", "heldout_loss", "tokens_per_second", "lr", "grad_norm")
 NO_CURVE = {
     *("step", "tokens", "trained_tokens", "heldout_tokens", "seconds", "peak_process_bytes"),
-    *("memory_predicted_bytes", "memory_measured_bytes", "memory_resident_bytes"),
+    *("memory_predicted_bytes", "memory_measured_bytes"),
+    *("memory_planned_bytes", "memory_resident_bytes"),
 }
 OBJECTS = ("about", "plan", "comparison", "step", "history")  # each a file of JSON
 WRONG = AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError

@@ -137,8 +137,9 @@ class ModelConfig:
             what = (
                 "random weights have the vocab_size of config; set that"
                 if self.config
-                else "adapters have no rows for new tokens; leave model.lora out, or train from a "
-                "folder whose model embeds them"
+                else "adapters leave embeddings frozen, so that new rows would stay as they are "
+                "drawn; leave model.lora out, or train without it first, and give the model/ of "
+                "that run as model.path"
             )
             raise UnsupportedError(f"resize_embeddings: {what}")
         if self.quantize is not None and (self.config or self.dtype is DType.FLOAT64):

@@ -236,6 +236,7 @@ NAMES = {
     "heldout_tokens": "eval/tokens",
     "memory_predicted_bytes": "memory/predicted_bytes",
     "memory_measured_bytes": "memory/measured_bytes",
+    "memory_planned_bytes": "memory/planned_bytes",
     "memory_resident_bytes": "memory/resident_bytes",
     "peak_process_bytes": "memory/peak_process_bytes",
 }

@@ -128,6 +128,7 @@ def describe_resident(predicted: int, resident: int) -> str:
 # seconds a step of chunks of 64 tokens, which allocates the most, takes 18.4 without and 21.4 with
 # it, and with four-bit weights 20.5 and 26.0.
 OWN_MAP = 128 * 2**10
+TRIM_EVERY = 16  # cells
 MOST_MAPS = 2**15  # half of what Linux allows a process
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of <malloc.h>
 _GIVEN = "MALLOC_MMAP_THRESHOLD_"  # the environment's own
@@ -141,6 +142,21 @@ def return_freed() -> bool:
         return False
     given = (_MMAP_THRESHOLD, OWN_MAP), (_TRIM_THRESHOLD, OWN_MAP), (_MMAP_MAX, MOST_MAPS)
     return all(mallopt(*one) for one in given)
+
+
+def returning_freed(told: Callable[[Any], None]) -> Callable[[Any], None]:
+    """What a step calls between cells: `told`, and every 16 cells the free pages within glibc's
+    heap go back: small blocks that stay, such as those of graphs, lie between freed ones. LoRA of a
+    135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without, and 2,349 with
+    it, for 0.1 of 19 seconds of CPU."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+    def tell(progress: Any) -> None:
+        told(progress)
+        if progress.cells_done % TRIM_EVERY == 0:
+            trim(0)
+
+    return told if trim is None or _GIVEN in os.environ else tell
 
 
 def resident_bytes() -> int:

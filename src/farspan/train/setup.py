@@ -197,8 +197,9 @@ def _load_placed(
     outside = resident_bytes()
     model = _load_model(run, components, world, blank, observer)
     if is_packed:  # how many bytes its weights take is known when they are there
-        packed = partial(inspect_for, run, model, world.device)
+        packed, loaded = partial(inspect_for, run, model, world.device), resident_bytes()
         run, placed = place(run, components, world, packed, about, observer)
+        outside += resident_bytes() - loaded  # what planning keeps, as where it comes first
     return run, placed, model, outside
 
 
@@ -411,7 +412,10 @@ def _check_vocabulary(run: RunConfig, corpus: Corpus, model: Any) -> None:
     if run.data.tokenizer == run.model.path:
         advice = "for tokens that were added, set model.resize_embeddings to true"
         if run.model.lora is not None:
-            advice += " and leave model.lora out: adapters have no rows for them"
+            advice += (
+                " and leave model.lora out: adapters leave embeddings frozen; the model/ of that "
+                "run takes adapters"
+            )
     else:
         advice = (
             "use the model's own tokenizer, or set vocab_size to at least "

@@ -167,6 +167,8 @@ class StepRunner:
         self._expected: Expected | None = None
         self._step: StepLike | None = None
         self._process_peak = 0  # bytes, before it was forgotten
+        self._resident = 0  # the most of the first two steps, on a CPU
+        self._planned = 0  # of the process, as it was planned
         self._peak: int | None = None  # bytes of a step beside weights and optimizer
         self._measured: dict[str, int] = {}  # for metrics.jsonl, until it is taken
         self._seconds: list[float] = []  # of whole steps after the metered one
@@ -201,11 +203,12 @@ class StepRunner:
     def metering(self) -> Iterator[None]:
         """Measures the peak bytes of the first step with a schedule, and the seconds of the second
         at each instruction; later ones run as they are."""
+        if self._ctx.device.type == "cpu" and not self._seconds:
+            self._process_peak = max(self._process_peak, forget_peak())
         if self._peak is not None:
             with nullcontext() if self._is_timed else self._recording(None):
                 yield
             return
-        self._process_peak = forget_peak() if self._ctx.device.type == "cpu" else 0
         with PeakMemory(self._ctx.device) as meter, self._recording(meter):
             yield
         assert self._expected is not None, "work is done with what was rehearsed"
@@ -245,12 +248,10 @@ class StepRunner:
         """A whole step took so long. Its expected and measured peak bytes, if it was metered, for
         metrics.jsonl."""
         found, self._measured = self._measured, {}
-        if found and self._ctx.device.type == "cpu":  # states are written at their first update
-            resident = peak_resident_bytes() - self._ctx.outside
-            planned = self._ctx.held_bytes() + found["memory_predicted_bytes"]
-            found["memory_resident_bytes"] = resident
-            self._observer.note(describe_resident(planned, resident))
-        if not found:
+        metered = bool(found)
+        if self._ctx.device.type == "cpu" and not self._seconds:
+            found |= self._look_at_process(found.get("memory_predicted_bytes"))
+        if not metered:
             self._seconds.append(seconds)
         recorder, self._recorder = self._recorder, None
         if recorder is not None and recorder.walks:
@@ -259,8 +260,19 @@ class StepRunner:
                 self._write_step(recorder, seconds)
             if self._observer.trace is not None:
                 self._write_trace(recorder, seconds, self._observer.trace)
-        self._is_timed = self._is_timed or not found
+        self._is_timed = self._is_timed or not metered
         return found
+
+    def _look_at_process(self, predicted: int | None) -> dict[str, int]:
+        """The most of the process in the first step, of which `predicted` bytes were, and in the
+        second, where there is one: gradients in main memory and states are written by the first,
+        for the most part behind its peak."""
+        self._resident = max(self._resident, peak_resident_bytes() - self._ctx.outside)
+        if predicted is not None:
+            self._planned = self._ctx.held_bytes() + predicted
+        if predicted is None or self._state.at.step == self._ctx.run.steps:
+            self._observer.note(describe_resident(self._planned, self._resident))
+        return {"memory_planned_bytes": self._planned, "memory_resident_bytes": self._resident}
 
     def _write_step(self, recorder: StepRecorder, seconds: float) -> None:
         """Says in the run folder what the step did when."""
@@ -450,7 +462,7 @@ class StepRunner:
         if self._step is not None:
             self._step.release()
         self._step, self._peak, self._measured, self._seconds = None, None, {}, []
-        self._recorder, self._known, self._is_timed = None, {}, False
+        self._recorder, self._known, self._is_timed, self._resident = None, {}, False, 0
         ctx.optimizer.clear()
         restore_rng(self._state.rng, ctx.device)
         clear_up(ctx.device)

@@ -55,7 +55,7 @@ from farspan.train.loggers import (
     LoggingReporter,
     make_loggers,
 )
-from farspan.train.memory import STATES_KEY, return_freed
+from farspan.train.memory import STATES_KEY, return_freed, returning_freed
 from farspan.train.oom import NoScheduleFits, OneRankOutOfMemory
 from farspan.train.optimizer import learning_rate
 from farspan.train.origin import as_begun, checkpoints_of, latest
@@ -108,6 +108,7 @@ class TrainingLoop:
         self._batches = Batches(ctx)
         self._folder = folder
         self._observer = observer
+        self._on_cpu = ctx.device.type == "cpu"
         self._reporter = observer.reporter
         self._interrupt = observer.interrupt
         self._identity = {"run": identity(ctx.run), "data": ctx.corpus.identity}
@@ -211,9 +212,8 @@ class TrainingLoop:
         with self._runner.metering():
             for place, micro in enumerate(batches):
                 self._interrupt.passed(StopPoint.BATCH)
-                step.progress = partial(
-                    self._observer.training, self.at.step + 1, place, len(batches)
-                )
+                told = partial(self._observer.training, self.at.step + 1, place, len(batches))
+                step.progress = returning_freed(told) if self._on_cpu else told
                 step.drawn = self.at.step * len(batches) + place
                 if objective is not None:
                     sums.append(objective.train(step, micro, total))
