@@ -61,6 +61,7 @@ from farspan.train.optimizer import learning_rate
 from farspan.train.origin import as_begun, checkpoints_of, latest
 from farspan.train.planning import EarlierPart, make_policy
 from farspan.train.run_folder import (
+    WINDOWS,
     OthersFolder,
     RunFolder,
     RunState,
@@ -296,6 +297,11 @@ class TrainingLoop:
         start = self._run.start
         if restored is not None:
             self._go_to(restored)
+            if streams := self._ctx.corpus.streams():
+                path = self._folder.path / WINDOWS
+                read = self._world.run_on_rank0(lambda: read_json(path)) or {}
+                for number, stream in enumerate(streams):
+                    stream.expect(read.get(str(number), ()))
             self._saved = self.at.step
             note(f"resuming after step {self.at.step} of {self._run.steps}")
         elif start is not None and start.states:
@@ -344,6 +350,9 @@ class TrainingLoop:
         if self._saved == self.at.step:
             return
         self._ctx.optimizer.settle()
+        read = {str(n): own.digests() for n, own in enumerate(self._ctx.corpus.streams())}
+        if read:
+            self._folder.write_json(WINDOWS, read)
         self._saver.save(
             self._folder.checkpoints,
             self._state.rng,
