@@ -150,8 +150,8 @@ class SourceConfig:
             raise UnsupportedError(
                 "window: only a stream is read in windows; set streaming to true, or leave it out"
             )
-        bare = str(self.window).strip()
-        if bare.isdecimal() and self.window_bytes() < LEAST_MEMORY:
+        size, bare = self.window_bytes(), str(self.window).strip()
+        if bare.isdecimal() and size < LEAST_MEMORY:
             raise UnsupportedError(f"window: {bare} bytes? write {bare}MiB")
         if self.name is not None and not self._may_have_splits():
             raise UnsupportedError("name: only source 'dataset' has configurations; leave it out")

@@ -11,7 +11,7 @@ import tempfile
 import zlib
 from codecs import BOM_UTF8, getincrementaldecoder
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -167,6 +167,11 @@ class Reading:
         return HowFar(self.before + own, self.total)
 
 
+BEGINNING: list[Any] = [-1, 0]  # of a stream: behind no document
+# Documents, and what gives the place of the latest that was read.
+Behind = tuple[Generator[Document], Callable[[Document], list[Any]]]
+
+
 @dataclass(frozen=True, slots=True)
 class DataFiles:
     """Files in order, each read by its suffix, or all as `kind` says: a text is one document, and
@@ -193,9 +198,7 @@ class DataFiles:
         """Count the files of each suffix."""
         return Counter(suffix_of(path) for path in self.files)
 
-    def behind(
-        self, place: list[Any]
-    ) -> tuple[Iterator[Document], Callable[[Document], list[Any]]]:
+    def behind(self, place: list[Any]) -> Behind:
         """Read on where a stream has come to.
 
         Args:
@@ -205,7 +208,13 @@ class DataFiles:
             The documents behind it, and what gives the place of the latest of them. Reading raises
             UnsupportedError at the first that cannot be read.
         """
-        return map(_given, self._rows(place[0], place[1])), lambda last: [last.file, last.line]
+        return self._read_on(*place), lambda last: [last.file, last.line]
+
+    def _read_on(self, file: int, line: int) -> Generator[Document]:
+        for found in self._rows(file, line):
+            if isinstance(found, UnsupportedError):
+                raise found
+            yield found
 
     def firsts(self) -> Iterator[Document]:
         """Yield the first record of each file that has one."""
@@ -246,15 +255,6 @@ class DataFiles:
                 else:
                     yield Document(index, number, place, fields)
             self.reading.before += sizes[index]
-
-
-BEGINNING: list[Any] = [-1, 0]  # of a stream: behind no document
-
-
-def _given(found: Document | UnsupportedError) -> Document:
-    if isinstance(found, UnsupportedError):
-        raise found
-    return found
 
 
 def _text(path: Path, reading: Reading) -> str | LongText:
@@ -627,9 +627,7 @@ class StreamedRows(DatasetRows):
     def documents(self) -> Iterator[Document]:
         return self.behind(BEGINNING)[0]
 
-    def behind(
-        self, place: list[Any]
-    ) -> tuple[Iterator[Document], Callable[[Document], list[Any]]]:
+    def behind(self, place: list[Any]) -> Behind:
         """As of files; a place is a row's, and the library's own."""
         rows = self.reopen()
         rows = rows.remove_columns(list(self.dropped)) if self.dropped else rows
@@ -637,7 +635,7 @@ class StreamedRows(DatasetRows):
             rows.load_state_dict(place[-1])
         return self._read_on(rows, place[1]), lambda last: [0, last.line, rows.state_dict()]
 
-    def _read_on(self, rows: Any, before: int) -> Iterator[Document]:
+    def _read_on(self, rows: Any, before: int) -> Generator[Document]:
         number = before
         try:
             for number, row in enumerate(rows, start=before + 1):

@@ -15,21 +15,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from farspan.data.packing import Draw, PackedBatch, Packing, PackingStats, stack
-from farspan.data.sources import BEGINNING, DataFiles, StreamedRows
+from farspan.data.sources import BEGINNING, Behind, DataFiles, StreamedRows
 from farspan.data.token_cache import TokenStore, Useless, Watch, locked
 from farspan.data.tokenizers import Document, HowFar, LongText
 from farspan.durable import PARTIAL, discard, read_json, write_whole
 from farspan.spec import UnsupportedError
 
 Place = list[Any]  # in a source, as values of JSON; places rise by their first two
-# A document, those behind it, and what gives the place of the latest that was read.
-Behind = tuple[Document | None, Iterator[Document], Callable[[Document], Place]]
 FACTS = "windows.json"
 _LOCKS = 4  # by the window's number: ranks are less than that many windows apart
 _PATIENCE = 0.2  # seconds between two looks at a window that is being read
@@ -52,23 +51,23 @@ class DocumentReader:
 
     def __init__(self, source: DataFiles | StreamedRows) -> None:
         self.source = source
-        self._kept: list[tuple[Place, Behind]] = []
+        self._kept: list[tuple[Place, Document, Behind]] = []
 
-    def behind(self, place: Place) -> Behind:
-        """Give the document behind a place, those that follow it, and what gives the place of the
-        latest that was read."""
-        at, behind = self._kept.pop() if self._kept else (None, None)
-        if at is None or behind is None or at[:2] > place[:2]:
-            rows, place_of = self.source.behind(place)
-            return next(rows, None), rows, place_of
-        document, rows, place_of = behind
-        while document is not None and [document.file, document.line] <= place[:2]:
-            document = next(rows, None)  # of a window that another rank has read
-        return document, rows, place_of
+    def behind(self, place: Place) -> tuple[Document | None, Behind]:
+        """Give the document behind a place, and those that follow it."""
+        if self._kept:
+            at, document, behind = self._kept.pop()
+            if at[:2] <= place[:2]:
+                rows: Iterator[Document] = chain([document], behind[0])  # other ranks' windows
+                found = (d for d in rows if [d.file, d.line] > place[:2])
+                return next(found, None), behind
+            behind[0].close()
+        behind = self.source.behind(place)
+        return next(behind[0], None), behind
 
-    def keep(self, place: Place, behind: Behind) -> None:
+    def keep(self, place: Place, document: Document, behind: Behind) -> None:
         """Go on there, if that is asked for next."""
-        self._kept[:] = [(place, behind)]
+        self._kept[:] = [(place, document, behind)]
 
 
 @dataclass(slots=True)
@@ -97,17 +96,22 @@ class Window:
         return HowFar(self.done, self.size)
 
     def documents(self) -> Iterator[Document]:
-        document, rows, place_of = self.reader.behind(self.start)
+        document, behind = self.reader.behind(self.start)
+        rows, place_of = behind
         end, self.done = self.start, 0
-        while document is not None and self.done < self.size:
-            self.done += _text_bytes(document.fields)
-            yield document
-            if self.done >= self.size:
-                end = place_of(document)  # before another one is read
-            document = next(rows, None)
+        try:
+            while document is not None and self.done < self.size:
+                self.done += _text_bytes(document.fields)
+                yield document
+                if self.done >= self.size:
+                    end = place_of(document)  # before another one is read
+                document = next(rows, None)
+        except BaseException:
+            rows.close()
+            raise
         self.end, self.is_read = None if document is None else end, True
         if document is not None:
-            self.reader.keep(end, (document, rows, place_of))
+            self.reader.keep(end, document, behind)
 
 
 def _text_bytes(value: Any) -> int:
