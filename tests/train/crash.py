@@ -1,10 +1,11 @@
 """Kills a training process at chosen moments, starts it again, and tells what became of it.
 
-`python -m tests.train.crash ROOT [STRIDE [COUNT [BEST [STREAM]]]]` imports everything once and forks
-for every run, so that a run costs a fraction of a second. A moment is a call that a run makes: the
-n-th sync, rename, removal, tensor file or cell. The first, undisturbed run counts them; then the
-run is killed at one, by the signal that cannot be caught, and started again. Every STRIDE-th moment
-is tried, the first of each kind, and of those that change a name or write tensors ten times as
+`python -m tests.train.crash ROOT [STRIDE [COUNT [BEST [STREAM]]]]` imports everything once and
+forks for every run, so that a run costs a fraction of a second. A moment is a call that a run
+makes: the n-th sync, rename, removal, tensor file or cell. The first, undisturbed run counts them;
+then the run is killed at one, by the signal that cannot be caught, and started again. Every
+STRIDE-th moment is tried, the first of each kind, and of those that change a name or write tensors
+ten times as
 many. With COUNT the states are in a file on a drive, a request to it is a moment, too, and so many
 moments are tried that are drawn at random. With BEST the best checkpoint is kept beside the
 latest one, and of the moments only those that change a name are tried. With STREAM its data are
@@ -159,8 +160,8 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 def run_of(root: Path, states: StatesPlace, best: bool = False, stream: bool = False) -> RunConfig:
     run = tiny_run(root)
-    if stream:  # of four windows, which ten sequences read more than once
-        return replace(run, data=replace(run.data, streaming=True, window="150B"))
+    if stream:  # of five windows
+        return replace(run, data=replace(run.data, streaming=True, window="70B"))
     if best:
         checkpoints = replace(run.checkpoints, keep=1, best=True)
         return replace(run, checkpoints=checkpoints, evaluation=replace(run.evaluation, every=1))

@@ -98,7 +98,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
         return OpenedSource(config, form, train)
     path, split = config.held_out_path or config.path, config.held_out_split or config.split
     assert path is not None, "a corpus has a path"
-    held_out = _open(config, path, split, "data.held_out_path")
+    held_out = _open(config, path, split, "data.held_out_path", config.streaming)
     if isinstance(held_out, DatasetRows):
         held_out.refuse_missing(form)
     refuse_shared(train, held_out)
@@ -278,7 +278,12 @@ class Corpus:
             f"{kept.padding / room:.1%} padding"
             + (f"; {kept.left_out:,} tokens in pieces that train none" if kept.left_out else ""),
         ]
-        if kept.tokens < context:
+        if kept.tokens < context and self.streams():
+            lines.append(
+                "warning: a window is shorter than one sequence; give a larger data.window or a "
+                "shorter context"
+            )
+        elif kept.tokens < context:
             lines.append(
                 "warning: all documents together are shorter than one sequence; give more data or "
                 "a shorter context"

@@ -621,6 +621,9 @@ class StreamedRows(DatasetRows):
     version: str = ""  # changes with the data
     reopen: Callable[[], Any] = list  # a datasets.IterableDataset of all rows
 
+    def how_far(self) -> HowFar:
+        return HowFar(self._read[0], self._read[0], rows=True)  # how many there are is not known
+
     def listing(self) -> list[list[object]]:
         return [["stream", self.path, *self.rows.column_names, self.version]]
 
@@ -639,6 +642,7 @@ class StreamedRows(DatasetRows):
         number = before
         try:
             for number, row in enumerate(rows, start=before + 1):
+                self._read[0] = number
                 yield Document(0, number, f"{self.path}: row {number}", _of_row(row))
         except Exception as error:  # of a network, of each kind of file: their words are kept
             raise UnsupportedError(
