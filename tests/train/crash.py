@@ -5,11 +5,10 @@ forks for every run, so that a run costs a fraction of a second. A moment is a c
 makes: the n-th sync, rename, removal, tensor file or cell. The first, undisturbed run counts them;
 then the run is killed at one, by the signal that cannot be caught, and started again. Every
 STRIDE-th moment is tried, the first of each kind, and of those that change a name or write tensors
-ten times as
-many. With COUNT the states are in a file on a drive, a request to it is a moment, too, and so many
-moments are tried that are drawn at random. With BEST the best checkpoint is kept beside the
-latest one, and of the moments only those that change a name are tried. With STREAM its data are
-read a window at a time, and so many moments are tried that are drawn at random.
+ten times as many. With COUNT the states are in a file on a drive, a request to it is a moment,
+too, and so many moments are tried that are drawn at random. With BEST the best checkpoint is kept
+beside the latest one, and of the moments only those that change a name are tried. With STREAM its
+data are read a window at a time, and so many moments are tried that are drawn at random.
 Prints one JSON object: the moments' names, and for every kill what the folder held in the end.
 """
 

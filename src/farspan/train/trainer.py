@@ -349,10 +349,10 @@ class TrainingLoop:
     def _save(self) -> None:
         if self._saved == self.at.step:
             return
-        self._ctx.optimizer.settle()
         read = {str(n): own.digests() for n, own in enumerate(self._ctx.corpus.streams())}
         if read:
             self._folder.write_json(WINDOWS, read)
+        self._ctx.optimizer.settle()
         self._saver.save(
             self._folder.checkpoints,
             self._state.rng,
