@@ -25,8 +25,10 @@ from farspan.data.packing import Packing
 from farspan.data.sources import DataFiles
 from farspan.data.streaming import FACTS, Stream
 from farspan.data.token_cache import TokenStore
-from farspan.data.tokenizers import ByteTokenizer
+from farspan.data.tokenizers import ByteTokenizer, load_tokenizer
 from farspan.spec import UnsupportedError
+from tests.data.characters import character_tokenizer
+from tests.data.test_chat import CHAT, TURNS
 
 CONTEXT = 64
 COUNT, SIZE = 150, 40  # documents, and bytes of each at most
@@ -430,3 +432,34 @@ data: {{path: {rows}, tokenizer: bytes, streaming: true, window: 2KiB, cache: {r
     assert "sequences of 64 in the first window; none held out" in result.output
     folders = [p.name for p in (rows.parent / "c").rglob("0*") if p.is_dir()]
     assert folders == ["000000"]
+
+
+def test_chats_are_read_ahead_by_their_template(tmp_path: Path) -> None:
+    """A child of the thread runs it."""
+    folder, path = tmp_path / "tokenizer", tmp_path / "chats.jsonl"
+    character_tokenizer(TURNS).save_pretrained(folder)
+
+    path.write_text((json.dumps({"messages": CHAT}) + "\n") * 30)
+    config = DataConfig(path=str(path), streaming=True, window="100B", tokenizer=str(folder))
+    config = replace(config, cache=str(tmp_path / "cache"))
+    use = load_tokenizer(str(folder))
+    corpus = open_corpus(config, use, context=CONTEXT, seed=0, watch=lambda *_: None)
+    corpus.read_ahead(allow)
+    stream = stream_of(corpus)
+    labels = [stream.batch([i]).labels for i in range(20)]
+    assert len(stream._facts) > 3
+    assert all((row != -100).any() for row in labels)
+
+
+def test_a_split_that_is_held_out_is_not_copied_with_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_hub(tmp_path)
+    Dataset.from_dict({"text": ["held"] * 9, "id": [*range(9)]}).to_parquet(
+        path / "data" / "test-00000-of-00001.parquet"
+    )
+    monkeypatch.setattr("datasets.load_dataset", None)  # makes files of all splits
+    corpus = opened(path, source=SourceKind.DATASET, ignore=("id",), held_out_split="test")
+    assert corpus.held_out is not None
+    assert corpus.held_out.kept.documents == 9
+    assert corpus.held_out.kept.tokens == 45

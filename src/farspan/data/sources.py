@@ -656,7 +656,9 @@ def _stream(path: str, name: str | None, split: str) -> StreamedRows:
     rows = builder.as_streaming_dataset(split=split)
     rows = rows if rows.features else rows._resolve_features()
     reopen = partial(builder.as_streaming_dataset, split=split)
-    return StreamedRows(path, rows, version=f"{builder.config_id} {builder.hash}", reopen=reopen)
+    return StreamedRows(
+        path, rows, version=f"{builder.config_id} {builder.hash} {split}", reopen=reopen
+    )
 
 
 def open_dataset(

@@ -255,8 +255,10 @@ class Stream:
 
         def tell(*told: Any) -> None:
             ahead.told = told
+            if not threading.main_thread().is_alive():  # the process ends, and waits for this one
+                raise SystemExit
 
-        thread = threading.Thread(target=work, name=f"window {window}", daemon=True)
+        thread = threading.Thread(target=work, name=f"window {window}")
         ahead = self._ahead = _Ahead((turn, window), thread, (0, 0, HowFar(0, self.size)))
         thread.start()
 
