@@ -174,7 +174,7 @@ def test_the_next_window_is_read_while_one_trains(rows: Path) -> None:
     corpus.read_ahead(allow)
     stream.batch([0])
     assert stream._ahead is not None
-    stream._ahead.thread.join()
+    stream._ahead.found.result()
     assert len(stream._facts) == 2
     assert sorted(p.name for p in stream.folder.iterdir() if p.is_dir()) == ["000000", "000001"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from farspan.data.config import DataConfig, LossConfig, RecordFormat
+from farspan.data.config import DataConfig, LossConfig, RecordFormat, SourceKind
 from farspan.program.layout import Parallel
 from farspan.spec import LossKind, Reference, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig
@@ -71,9 +71,14 @@ def test_an_id_beyond_the_vocabulary_is_named_before_its_step(tmp_path: Path) ->
     rows[7]["input_ids"][3] = 257
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = replace(
-        run.data, source="auto", path=str(path), window="640B", held_out=0.0, format="tokens"
+        run.data,
+        source=SourceKind.AUTO,
+        path=str(path),
+        window="640B",
+        held_out=0.0,
+        format=RecordFormat.TOKENS,
     )
-    words = rf"input_ids of {path} go up to 257, but the model embeds only 257.*\({path}:8 has"
+    words = rf"input_ids of {path} go up to 257, but the model embeds only 257.*\({path}:8\)"
     with pytest.raises(UnsupportedError, match=words):
         fit(replace(run, data=data))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -14,6 +14,7 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -39,8 +40,6 @@ class WindowFacts:
     """What stays known of a window whose tokens are deleted."""
 
     end: Place | None  # of its last document; None: the stream ends there, too
-    documents: int
-    tokens: int
     sequences: int
     digest: str  # of its tokens
 
@@ -128,15 +127,16 @@ def _text_bytes(value: Any) -> int:
     return 8
 
 
+Opened = tuple[TokenStore, Packing] | None  # of a window; None: it trains nothing
+
+
 @dataclass(slots=True)
 class _Ahead:
     """A window that a thread opens while another one trains."""
 
     key: tuple[int, int]
-    thread: threading.Thread
     told: tuple[int, int, HowFar]
-    found: "tuple[TokenStore, Packing] | None" = None
-    error: BaseException | None = None
+    found: "Future[Opened]" = field(default_factory=Future)
 
 
 # Of a window's store, the sequences of these documents, shuffled by this seed.
@@ -223,15 +223,10 @@ class Stream:
         if (turn, window) in self._opened:
             return self._opened[turn, window]
         ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            while ahead.thread.is_alive():
-                ahead.thread.join(_PATIENCE)
-                if ahead.thread.is_alive():
-                    self.watch(*ahead.told)
+        while ahead is not None and wait([ahead.found], _PATIENCE).not_done:
+            self.watch(*ahead.told)
         if ahead is not None and ahead.key == (turn, window):
-            if ahead.error is not None:
-                raise ahead.error
-            found = ahead.found
+            found = ahead.found.result()
         else:
             found = self._open(turn, window, self.watch)
         if found is None:
@@ -249,21 +244,20 @@ class Stream:
 
         def work() -> None:
             try:
-                ahead.found = self._open(turn, window, tell)
+                ahead.found.set_result(self._open(turn, window, tell))
             except BaseException as error:
-                ahead.error = error
+                ahead.found.set_exception(error)
 
         def tell(*told: Any) -> None:
             ahead.told = told
             if not threading.main_thread().is_alive():  # the process ends, and waits for this one
                 raise SystemExit
 
-        thread = threading.Thread(target=work, name=f"window {window}")
-        ahead = self._ahead = _Ahead((turn, window), thread, (0, 0, HowFar(0, self.size)))
-        thread.start()
+        ahead = self._ahead = _Ahead((turn, window), (0, 0, HowFar(0, self.size)))
+        threading.Thread(target=work).start()
 
-    def _open(self, turn: int, window: int, watch: Watch) -> tuple[TokenStore, Packing] | None:
-        """A window, read now unless its tokens are in the cache. None: it trains nothing."""
+    def _open(self, turn: int, window: int, watch: Watch) -> Opened:
+        """A window, read now unless its tokens are in the cache."""
         self._discard_all_but(window)
         with locked(self.folder, str(window % _LOCKS)):
             if window >= len(self._facts):
@@ -282,22 +276,19 @@ class Stream:
             except Useless:
                 if window == 0:
                     raise
+            sequences = 0 if found is None else found[1].kept.sequences
             digest = "" if found is None else found[0].digest
             if known is None:
-                self._learn(source, found)
+                self._learn(source, sequences, digest)
             elif known.digest != digest:
                 raise self._changed(window, f"; delete {self.folder} and")
             return found
 
-    def _learn(self, window: Window, found: tuple[TokenStore, Packing] | None) -> None:
+    def _learn(self, window: Window, sequences: int, digest: str) -> None:
         """Keep the facts of the next window."""
         if not window.is_read:  # by a process that was killed, or whose facts were deleted
             deque(window.documents(), maxlen=0)
-        facts = WindowFacts(window.end, 0, 0, 0, "")
-        if found is not None:
-            store, kept = found[0], found[1].kept
-            counts = store.documents(), len(store.tokens), kept.sequences
-            facts = WindowFacts(window.end, *counts, store.digest)
+        facts = WindowFacts(window.end, sequences, digest)
         with locked(self.folder, FACTS):
             self._facts.append(facts)
             self._refuse_changed()

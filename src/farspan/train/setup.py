@@ -226,19 +226,15 @@ def _check_window(
 ) -> None:
     """As of the whole data, of a stream's window, naming a document; `other` is the second model.
     Raises UnsupportedError."""
-    for limited in (model, other):
-        if limited is None:
-            continue
+    for limited in [model] if other is None else [model, other]:
+        place = ""
         try:
-            _check_vocabulary(run, store.largest, opened, limited)
-        except UnsupportedError as error:
             place = store.place_of(int((store.tokens == store.largest).argmax()))
-            raise UnsupportedError(f"{error} ({place} has that id)") from error
-        try:
+            _check_vocabulary(run, store.largest, opened, limited)
+            place = store.name(int(np.diff(store.starts).argmax()))
             refuse_context(limited, min(run.context, store.longest()))
         except UnsupportedError as error:
-            place = store.name(int(np.diff(store.starts).argmax()))
-            raise UnsupportedError(f"{error} ({place} is that long)") from error
+            raise UnsupportedError(f"{error} ({place})") from error
 
 
 def _check_pairs(run: RunConfig, corpus: Corpus) -> None:
