@@ -53,7 +53,7 @@ def texts(batch: PackedBatch, row: int = 0) -> list[tuple[str, str]]:
 def test_a_pair_is_two_documents_of_one_sequence(tmp_path: Path) -> None:
     found = corpus(tmp_path, PAIRS)
     seen: list[int] = []
-    for index in range(found.train.sequences_per_epoch()):
+    for index in range(found.train.kept.sequences):
         batch = found.train.batch([index])
         (pairs,), (names,), documents = batch.pairs, batch.names, texts(batch)
         assert len(documents) == 2 * len(pairs) == len(names)
@@ -66,7 +66,7 @@ def test_a_pair_is_two_documents_of_one_sequence(tmp_path: Path) -> None:
                 assert name == f"{tmp_path / 'pairs.jsonl'}:{number + 1} {side}"
         seen += pairs
     assert sorted(seen) == list(range(9))
-    assert found.train.sequences_per_epoch() < 9  # several pairs a sequence
+    assert found.train.kept.sequences < 9  # several pairs a sequence
     assert found.paired
 
 
@@ -75,8 +75,7 @@ def test_held_out_pairs_are_whole(tmp_path: Path) -> None:
     assert found.held_out is not None
     packings = found.train, found.held_out
     trained, aside = (
-        {p for i in range(own.sequences_per_epoch()) for p in own.once(i).pairs[0]}
-        for own in packings
+        {p for i in range(own.kept.sequences) for p in own.once(i).pairs[0]} for own in packings
     )
     assert len(aside) == 3
     assert trained | aside == set(range(9))
@@ -93,7 +92,7 @@ def test_pairs_of_several_sources_have_numbers_of_their_own(tmp_path: Path) -> N
     )
     config = build(DataConfig, {"sources": list(sources), "cache": str(tmp_path / "cache")})
     found = open_corpus(config, ByteTokenizer(), context=64, seed=0, watch=lambda *_: None)
-    for index in range(found.train.sequences_per_epoch()):
+    for index in range(found.train.kept.sequences):
         batch = found.train.batch([index])
         for number, (text, _) in zip(batch.pairs[0], texts(batch)[::2], strict=True):
             assert text.startswith(f"{'ab'[number // 9]}{number % 9}")

@@ -8,6 +8,7 @@ FORECAST = "tests/train/test_rehearsal.py::"
 ONE_AUTO = "tests/train/test_one_auto.py::"
 LOOP = "tests/train/test_loop.py::"
 EXPORT = "tests/checkpoint/test_export.py::"
+STREAMS = "tests/data/test_streaming.py::"
 
 FIELD = (
     Fault(
@@ -111,5 +112,23 @@ FIELD = (
         "can_drive = free.drive and layout.devices() == 1",
         "can_drive = layout.devices() == 1",
         ("tests/train/test_weights_place.py::test_what_the_run_file_says_is_kept",),
+    ),
+    Fault(
+        "streams: a window's next reader begins one document early",
+        "if [d.file, d.line] > place[:2])",
+        "if [d.file, d.line] >= place[:2])",
+        (STREAMS + "test_ranks_that_take_turns_go_on_behind_each_other_s_windows",),
+    ),
+    Fault(
+        "streams: documents held out of the first window train",
+        "np.arange(store.documents()) if window else self.choose(store)",
+        "np.arange(store.documents())",
+        (STREAMS + "test_held_out_documents_of_the_first_window_never_train",),
+    ),
+    Fault(
+        "streams: a run goes on with windows that are not its own",
+        "if own != expected:",
+        "if window and not expected:",
+        ("tests/train/test_streams.py::test_data_that_changed_since_a_checkpoint_are_named",),
     ),
 )

@@ -1,13 +1,14 @@
 """Kills a training process at chosen moments, starts it again, and tells what became of it.
 
-`python -m tests.train.crash ROOT [STRIDE [COUNT [BEST]]]` imports everything once and forks
-for every run, so that a run costs a fraction of a second. A moment is a call that a run makes: the
-n-th sync, rename, removal, tensor file or cell. The first, undisturbed run counts them; then the
-run is killed at one, by the signal that cannot be caught, and started again. Every STRIDE-th moment
-is tried, the first of each kind, and of those that change a name or write tensors ten times as
-many. With COUNT the states are in a file on a drive, a request to it is a moment, too, and so many
-moments are tried that are drawn at random. With BEST the best checkpoint is kept beside the
-latest one, and of the moments only those that change a name are tried.
+`python -m tests.train.crash ROOT [STRIDE [COUNT [BEST [STREAM]]]]` imports everything once and
+forks for every run, so that a run costs a fraction of a second. A moment is a call that a run
+makes: the n-th sync, rename, removal, tensor file or cell. The first, undisturbed run counts them;
+then the run is killed at one, by the signal that cannot be caught, and started again. Every
+STRIDE-th moment is tried, the first of each kind, and of those that change a name or write tensors
+ten times as many. With COUNT the states are in a file on a drive, a request to it is a moment,
+too, and so many moments are tried that are drawn at random. With BEST the best checkpoint is kept
+beside the latest one, and of the moments only those that change a name are tried. With STREAM its
+data are read a window at a time, and so many moments are tried that are drawn at random.
 Prints one JSON object: the moments' names, and for every kill what the folder held in the end.
 """
 
@@ -156,8 +157,10 @@ def outcome(folder: Path) -> dict[str, Any]:
     }
 
 
-def run_of(root: Path, states: StatesPlace, best: bool = False) -> RunConfig:
+def run_of(root: Path, states: StatesPlace, best: bool = False, stream: bool = False) -> RunConfig:
     run = tiny_run(root)
+    if stream:  # of five windows
+        return replace(run, data=replace(run.data, streaming=True, window="70B"))
     if best:
         checkpoints = replace(run.checkpoints, keep=1, best=True)
         return replace(run, checkpoints=checkpoints, evaluation=replace(run.evaluation, every=1))
@@ -167,11 +170,11 @@ def run_of(root: Path, states: StatesPlace, best: bool = False) -> RunConfig:
     return replace(run, model=model, optimizer=replace(run.optimizer, states=states))
 
 
-def trial(root: Path, at: int, states: StatesPlace, best: bool) -> dict[str, Any]:
+def trial(root: Path, at: int, states: StatesPlace, best: bool, stream: bool) -> dict[str, Any]:
     """A run killed at a moment and started again."""
     where = root / f"kill-{at}"
     # Its own cache, so that tokens are written, and interrupted, too.
-    run = run_of(root, states, best)
+    run = run_of(root, states, best, stream)
     run = replace(
         run, folder=str(where / "run"), data=replace(run.data, cache=str(where / "cache"))
     )
@@ -181,7 +184,7 @@ def trial(root: Path, at: int, states: StatesPlace, best: bool) -> dict[str, Any
     return {"at": at, "first": first, "second": second, **found}
 
 
-def main(root: Path, stride: int, count: int = 0, best: int = 0) -> None:
+def main(root: Path, stride: int, count: int = 0, best: int = 0, stream: int = 0) -> None:
     states = StatesPlace.DISK if count else StatesPlace.AUTO
     torch.set_num_threads(1)
     # What is imported at its first use is imported here, once. No backward: its threads and forks
@@ -189,7 +192,7 @@ def main(root: Path, stride: int, count: int = 0, best: int = 0) -> None:
     model: Any = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
     TrainingOptimizer(model, OptimizerConfig()).step(0.0, torch.zeros(()))
     model.save_pretrained(root / "warm")
-    run = run_of(root, states, bool(best))
+    run = run_of(root, states, bool(best), bool(stream))
     status = attempt(run, None, root / "names.json")
     assert status == 0, status
     names = json.loads((root / "names.json").read_text())
@@ -203,7 +206,9 @@ def main(root: Path, stride: int, count: int = 0, best: int = 0) -> None:
         chosen = random.Random(0).sample(range(len(names)), count)
     if best:
         chosen = [at for at in changing if names[at] != "tensors"][::stride]
-    trials = [trial(root, at, states, bool(best)) for at in chosen]
+    if stream:  # a thread's moments come sooner or later, so that there may be fewer of them
+        chosen = random.Random(0).sample(range(int(0.9 * len(names))), stream)
+    trials = [trial(root, at, states, bool(best), bool(stream)) for at in chosen]
     print(json.dumps({"names": names, "whole": outcome(root / "run"), "trials": trials}))
 
 

@@ -18,6 +18,8 @@ STRIDES = (exhaustive(1), 33)
 ON_DISK = (exhaustive(30), 2)
 # Of the sixty moments that give or take a name in a run that keeps its best checkpoint.
 BEST = (exhaustive(1), 4)
+# Moments of a run that reads a stream.
+STREAM = (exhaustive(60), 8)
 
 
 @pytest.fixture(scope="module", params=STRIDES)
@@ -42,6 +44,13 @@ def with_best(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     return crash(tmp_path_factory.mktemp("best"), request.param, 0, 1)
+
+
+@pytest.fixture(scope="module", params=STREAM)
+def streaming(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    return crash(tmp_path_factory.mktemp("stream"), 1, 0, 0, request.param)
 
 
 def crash(root: Path, *numbers: int) -> dict[str, Any]:
@@ -93,6 +102,12 @@ def test_the_best_checkpoint_is_never_lost(with_best: dict[str, Any]) -> None:
         "remove",
     }
     nothing_happened(with_best)
+
+
+def test_a_stream_goes_on_where_it_was(streaming: dict[str, Any]) -> None:
+    for trial in streaming["trials"]:
+        assert (trial["first"], trial["second"]) == (signal.SIGKILL, 0), trial["at"]
+    nothing_happened(streaming)
 
 
 def nothing_happened(report: dict[str, Any]) -> None:

@@ -187,6 +187,8 @@ def test_a_dense_run_is_what_it_was_before_there_was_sparse_attention(tmp_path: 
     assert values["data"].pop("sources") is None
     assert values["data"].pop("day") is None
     assert values["data"].pop("ignore") is None
+    assert values["data"].pop("streaming") is None
+    assert values["data"].pop("window") is None
     assert values["model"].pop("revision") is None
     assert values["model"].pop("quantize") is None
     assert values["model"].pop("resize_embeddings") is None

@@ -5,6 +5,7 @@ from datetime import date
 from enum import StrEnum
 from pathlib import Path
 
+from farspan.formatting import LEAST_MEMORY, read_bytes
 from farspan.profile.catalog import is_on_hub
 from farspan.spec import LossKind, Objective, Reference, UnsupportedError
 
@@ -17,6 +18,7 @@ SUFFIXES = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
 _COMPRESSED = (".gz", ".zst")  # behind any of them
+WINDOW = "256MiB"  # of a stream
 _PROMPT = ("prompt", "completion")  # the fields of a record of that format
 # Where no field of them is named here.
 _NO_FIELD = {
@@ -102,11 +104,16 @@ class SourceConfig:
     split: str = _SPLIT  # the dataset's split
     held_out_split: str | None = None  # split to evaluate on in place of `held_out`
     ignore: tuple[str, ...] | None = None  # fields to drop; `messages.name`: a key of messages
+    # Whether it is read a window at a time: not all of its tokens are on the disk at once.
+    streaming: bool | None = None
+    window: str | int | None = None  # bytes of text in a window; null: 256MiB
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", SourceKind(self.source))
         object.__setattr__(self, "format", RecordFormat(self.format))
         object.__setattr__(self, "loss", Loss(self.loss))
+        if self.streaming is False:  # as folders have it from before there was this key
+            object.__setattr__(self, "streaming", None)
         if self.path is not None and self.source is SourceKind.STDLIB:
             raise UnsupportedError(
                 "path: source 'stdlib' reads Python's own sources and takes no path; leave one of "
@@ -133,8 +140,19 @@ class SourceConfig:
         if self.held_out_elsewhere() and self.held_out > 0:
             raise UnsupportedError("held_out: give this fraction or other documents, not both")
 
+    def window_bytes(self) -> int:
+        """Bytes of text that a stream reads at a time."""
+        return read_bytes(WINDOW if self.window is None else self.window, "window")
+
     def _check_source(self) -> None:
         """What is said of it in vain."""
+        if self.window is not None and not self.streaming:
+            raise UnsupportedError(
+                "window: only a stream is read in windows; set streaming to true, or leave it out"
+            )
+        size, bare = self.window_bytes(), str(self.window).strip()
+        if bare.isdecimal() and size < LEAST_MEMORY:
+            raise UnsupportedError(f"window: {bare} bytes? write {bare}MiB")
         if self.name is not None and not self._may_have_splits():
             raise UnsupportedError("name: only source 'dataset' has configurations; leave it out")
         if self.split != _SPLIT and not self._may_have_splits():

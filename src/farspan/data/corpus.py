@@ -2,13 +2,15 @@
 
 import glob
 import hashlib
+import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -38,14 +40,16 @@ from farspan.data.sources import (
     SAVED,
     DataFiles,
     DatasetRows,
+    StreamedRows,
     find_files,
     open_dataset,
     open_form,
     stdlib_files,
 )
-from farspan.data.token_cache import TokenStore, Turns, Watch, open_store
+from farspan.data.streaming import DocumentReader, Stream
+from farspan.data.token_cache import TokenStore, Turns, Useless, Watch, open_store, store_key
 from farspan.data.tokenizers import Form, Source, Tokenizer
-from farspan.formatting import write_number
+from farspan.formatting import write_bytes, write_number
 from farspan.spec import UnsupportedError
 
 TRAINED = "data.path"
@@ -78,7 +82,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
         )
     config = _settle(config)
     assert config.path is not None, "a corpus has a path"
-    train = _open(config, config.path, config.split)
+    train = _open(config, config.path, config.split, streaming=config.streaming)
     if config.format is RecordFormat.TEXT:
         config = _recognise(config, train)
     form = open_form(config, tokenizer)
@@ -94,7 +98,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
         return OpenedSource(config, form, train)
     path, split = config.held_out_path or config.path, config.held_out_split or config.split
     assert path is not None, "a corpus has a path"
-    held_out = _open(config, path, split, "data.held_out_path")
+    held_out = _open(config, path, split, "data.held_out_path", config.streaming)
     if isinstance(held_out, DatasetRows):
         held_out.refuse_missing(form)
     refuse_shared(train, held_out)
@@ -210,10 +214,14 @@ def _recognise(config: DataConfig, train: DataFiles | DatasetRows) -> DataConfig
 
 
 def _open(
-    config: DataConfig, path: str, split: str, field: str = "data.path"
+    config: DataConfig,
+    path: str,
+    split: str,
+    field: str = "data.path",
+    streaming: bool | None = None,
 ) -> DataFiles | DatasetRows:
     if config.source is SourceKind.DATASET:
-        return open_dataset(path, config.name, split).without(config.ignore or ())
+        return open_dataset(path, config.name, split, streaming).without(config.ignore or ())
     files = find_files(path, field)
     if config.source is SourceKind.AUTO:
         _refuse_unknown(files, field)
@@ -227,8 +235,9 @@ class Part:
     opened: OpenedSource
     recognised: bool  # by their fields: the run file names no form
     weight: float
-    stores: tuple[TokenStore, ...]  # to train on, and, where there are others, to evaluate on
-    train: Packing
+    # To train on, of a stream its first window, and, where there are others, to evaluate on.
+    stores: tuple[TokenStore, ...]
+    train: Packing | Stream
     held_out: Packing | None
     turns: tuple[str, ...]  # lines about what they end in
 
@@ -237,7 +246,7 @@ class Part:
 class Corpus:
     """Packed sequences to train on and, where some are held out, to evaluate on."""
 
-    train: Packing | Mixture
+    train: Packing | Mixture | Stream
     held_out: Packing | Mixture | None
     parts: tuple[Part, ...]
     largest: int  # of all ids: the model needs a vocabulary above it
@@ -248,12 +257,16 @@ class Corpus:
     def describe(self, context: int) -> list[str]:
         """The lines about it that open a run."""
         kept, held_out = self.train.kept, self.held_out
-        sequences = self.train.sequences_per_epoch()
         mostly = f", {self.trained:.1%} of them trained" if self.trained < 1.0 else ""
-        several = isinstance(self.train, Mixture)
-        until = "until each source was read whole" if several else "an epoch"
-        room = sum(part.train.sequences_per_epoch() for part in self.parts) * context
+        sequences, until = kept.sequences, "an epoch"
+        if isinstance(self.train, Mixture):
+            sequences, until = self.train.sequences_per_epoch(), "until each source was read whole"
+            until += ", of a stream its first window" * bool(self.streams())
+        elif self.streams():
+            until = "in the first window"
+        room = kept.sequences * context
         lines = [
+            *self._describe_streams(),
             f"data: {kept.tokens:,} tokens{mostly}, {write_number(sequences, 'sequence')} of "
             f"{context:,} {until}; "
             f"{f'{held_out.kept.tokens:,} tokens' if held_out else 'none'} held out",
@@ -265,7 +278,12 @@ class Corpus:
             f"{kept.padding / room:.1%} padding"
             + (f"; {kept.left_out:,} tokens in pieces that train none" if kept.left_out else ""),
         ]
-        if kept.tokens < context:
+        if kept.tokens < context and self.streams():
+            lines.append(
+                "warning: a window is shorter than one sequence; give a larger data.window or a "
+                "shorter context"
+            )
+        elif kept.tokens < context:
             lines.append(
                 "warning: all documents together are shorter than one sequence; give more data or "
                 "a shorter context"
@@ -276,6 +294,33 @@ class Corpus:
                 "them), wastes less"
             )
         return lines
+
+    def streams(self) -> list[Stream]:
+        """The sources that are read window by window, in order."""
+        return [part.train for part in self.parts if isinstance(part.train, Stream)]
+
+    def sequences_per_epoch(self) -> int | None:
+        """Sequences until every document was read; None: a stream has an end that is not known."""
+        if self.streams() or isinstance(self.train, Stream):
+            return None
+        return self.train.sequences_per_epoch()
+
+    def read_ahead(self, check: Callable[[OpenedSource, TokenStore], None]) -> None:
+        """Have streams read a window while another one trains. `check` raises UnsupportedError for
+        one that the model cannot take, before its first step."""
+        for part in self.parts:
+            if isinstance(part.train, Stream):
+                part.train.check = partial(check, part.opened)
+
+    def _describe_streams(self) -> Iterator[str]:
+        for part in self.parts:
+            if isinstance(part.train, Stream):
+                yield (
+                    f"streamed: {part.opened.config.path} in windows of "
+                    f"{write_bytes(part.train.size)}; the first has "
+                    f"{write_number(part.stores[0].documents(), 'document')}, "
+                    f"{len(part.stores[0].tokens):,} tokens"
+                )
 
     def _describe_parts(self) -> Iterator[str]:
         if not isinstance(self.train, Mixture):
@@ -290,7 +335,7 @@ class Corpus:
             yield (
                 f"source {config.path or config.source} ({config.format}): "
                 f"{part.weight / weights:.1%} of all tokens that are read; its {kept.tokens:,} in "
-                f"{write_number(part.train.sequences_per_epoch(), 'sequence')} {times:.2f} times "
+                f"{write_number(kept.sequences, 'sequence')} {times:.2f} times "
                 "by then"
             )
             yield from _describe_files(part)
@@ -326,10 +371,6 @@ class Corpus:
                 f"pairs: {len(both):,} of {both.min():,} to {both.max():,} tokens; on average "
                 f"{chosen:,.0f} with the chosen answer and {rejected:,.0f} with the rejected one"
             )
-
-    def part_of_largest(self) -> Part:
-        """The source with the largest id."""
-        return max(self.parts, key=lambda part: max(store.largest for store in part.stores))
 
 
 def open_corpus(
@@ -396,29 +437,59 @@ def _open_part(
         watch=watch,
         ignore=config.ignore or (),
     )
-    store = opens(opened.train)
-    chosen, held = split_held_out(store.documents(), config.held_out, seed)
-    if len(chosen) == 0:
-        raise UnsupportedError(
-            f"data.held_out: {config.held_out} of {store.documents()} document(s) leaves nothing "
-            "to train on; give data.held_out_path, or set held_out to 0"
+    divide = partial(_divide, config, seed)
+    pack = partial(_pack, kind=config.packing, context=context)
+    train: Packing | Stream
+    if config.streaming:
+        size, kind = config.window_bytes(), str(config.packing)
+        sort = store_key(opened.train, opened.form, tokenizer, config.ignore or ())
+        key = json.dumps([_PACKED, sort, size, kind, context, seed, config.held_out])
+        name = f"stream-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+        assert isinstance(opened.train, DataFiles | StreamedRows), "it can be read on"
+        train = Stream(
+            DocumentReader(opened.train),
+            opens,
+            lambda store, documents, drawn: pack(store, documents, TRAINED, seed=drawn),
+            choose=lambda store: divide(store)[0],
+            folder=Path(config.cache).expanduser() / name,
+            size=size,
+            seed=seed,
+            watch=watch,
         )
-    pack = partial(_pack, kind=config.packing, context=context, seed=seed)
-    train = pack(store, chosen, TRAINED)
+        store = train.first
+    else:
+        store = opens(opened.train)
+        train = pack(store, divide(store)[0], TRAINED, seed=seed)
+    held = divide(store)[1]
     held_out, stores = None, [store]
     if opened.held_out is not None:
         aside = opens(opened.held_out)
-        held_out = pack(aside, np.arange(aside.documents()), "data.held_out_path")
+        held_out = pack(aside, np.arange(aside.documents()), "data.held_out_path", seed=seed)
         stores.append(aside)
     elif len(held) > 0:
-        held_out = pack(store, held, "data.held_out")
+        held_out = pack(store, held, "data.held_out", seed=seed)
     refuse_unused(config.ignore or (), {name for own in stores for name in own.ignored})
     recognised = opened.config.format is not config.format
     turns = (*_describe_day(opened.form), *describe_turns(store.turns, tokenizer))
     return Part(opened, recognised, weight, tuple(stores), train, held_out, turns)
 
 
-def _mixed(packings: list[Packing], weights: list[float]) -> Packing | Mixture:
+def _divide(config: DataConfig, seed: int, store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
+    """The documents to train on, and those that are held out. Raises UnsupportedError where none is
+    to train on."""
+    chosen, held = split_held_out(store.documents(), config.held_out, seed)
+    if len(chosen) == 0:
+        raise UnsupportedError(
+            f"data.held_out: {config.held_out} of {store.documents()} document(s) leaves nothing "
+            "to train on; give data.held_out_path, or set held_out to 0"
+        )
+    return chosen, held
+
+
+S = TypeVar("S", Packing, Packing | Stream)
+
+
+def _mixed(packings: list[S], weights: list[float]) -> S | Mixture:
     return packings[0] if len(packings) == 1 else Mixture(packings, weights)
 
 
@@ -429,6 +500,7 @@ def _evaluated(packings: list[Packing]) -> Packing | Mixture | None:
 
 def _identity(parts: list[Part]) -> str:
     digests = [store.digest for part in parts for store in part.stores]
+    digests += [f"window {p.train.size}" for p in parts if isinstance(p.train, Stream)]
     if len(parts) > 1:  # which of them are held out, too
         digests += [f"{part.weight!r}x{len(part.stores)}" for part in parts]
     return hashlib.sha256(" ".join([_PACKED, *digests]).encode()).hexdigest()
@@ -456,7 +528,7 @@ def _pack(
     else:
         layout = BestFitLayout(store.starts, documents, context, seed, store.trained)
         if layout.kept.tokens == 0:
-            raise UnsupportedError(
+            raise Useless(
                 f"{source}: no document has a trained token after its first, so there is nothing "
                 f"to {'train' if source == TRAINED else 'evaluate'} on; give longer ones"
             )

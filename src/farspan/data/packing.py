@@ -22,6 +22,7 @@ class Draw(IntEnum):
     SHUFFLE = 1
     PLACES = 2
     SOURCES = 3
+    WINDOWS = 4
 
     def generator(self, seed: int, *key: int) -> np.random.Generator:
         sequence = np.random.SeedSequence((seed, self.value, *key))
@@ -41,6 +42,7 @@ class DocumentPiece:
 class PackingStats:
     """What an epoch keeps of the documents, and what the layout costs."""
 
+    sequences: int
     documents: int
     divided: int  # of them, those in more than one piece
     tokens: int  # of all pieces
@@ -103,11 +105,12 @@ class Packing:
         """Sequences by index, `[len(indices), context]`."""
         return self._batch([self._layout.pieces(i) for i in indices], self._context)
 
-    def once(self, index: int) -> PackedBatch:
+    def once(self, index: int, shorten: bool = True) -> PackedBatch:
         """Sequence `index` of the first epoch alone, `[1, context]`: one length for all has one
-        program and one set of kernel plans. Where there is no other it ends with its documents."""
+        program and one set of kernel plans. Where there is no other it ends with its documents,
+        unless it is not to `shorten`."""
         pieces = self._layout.once(index)
-        alone = self._layout.sequences == 1
+        alone = shorten and self._layout.sequences == 1
         length = sum(p.stop - p.start for p in pieces) if alone else self._context
         return self._batch([pieces], length)
 
@@ -153,6 +156,23 @@ class Packing:
         return ids, ids if trained is None else np.where(trained, ids, UNTRAINED)
 
 
+class Sequences(Protocol):
+    """What a mixture is made from: packings, and streams."""
+
+    @property
+    def kept(self) -> PackingStats:
+        """Of an epoch, or of a stream's first window."""
+
+    def batch(self, indices: Sequence[int]) -> PackedBatch:
+        """Sequences by index, `[len(indices), context]`."""
+
+    def once(self, index: int) -> PackedBatch:
+        """Sequence `index`, of the first epoch alone."""
+
+    def documents(self) -> int:
+        """Of the data, as far as they are known."""
+
+
 class Mixture:
     """Sequences of several packings, each of one alone, such that of the tokens of documents each
     packing has its weight's share.
@@ -162,10 +182,10 @@ class Mixture:
     a pure function of i; after n sequences a packing has had its rate times n, give or take one.
     """
 
-    def __init__(self, packings: Sequence[Packing], weights: Sequence[float]) -> None:
+    def __init__(self, packings: Sequence[Sequences], weights: Sequence[float]) -> None:
         self._packings = packings
         parts = [
-            Fraction(weight) * packing.sequences_per_epoch() / packing.kept.tokens
+            Fraction(weight) * packing.kept.sequences / packing.kept.tokens
             for packing, weight in zip(packings, weights, strict=True)
         ]
         self._rates = [part / sum(parts) for part in parts]  # exact: no rounding moves a sequence
@@ -175,13 +195,13 @@ class Mixture:
 
     def sequences_per_epoch(self) -> int:
         """After so many every document has been read."""
-        last = [Fraction(2 * p.sequences_per_epoch() - 1, 2) for p in self._packings]
+        last = [Fraction(2 * p.kept.sequences - 1, 2) for p in self._packings]
         due = max(number / rate for number, rate in zip(last, self._rates, strict=True))
         return sum(self._due(due))
 
     def epochs(self) -> list[float]:
         """How often each packing has been read by then."""
-        counts = [p.sequences_per_epoch() for p in self._packings]
+        counts = [p.kept.sequences for p in self._packings]
         total = self.sequences_per_epoch()
         return [float(total * r / n) for r, n in zip(self._rates, counts, strict=True)]
 
@@ -189,7 +209,7 @@ class Mixture:
         """Sequences by index, `[len(indices), context]`."""
         places = [self._place(index) for index in indices]
         found = [(p, self._packings[p].batch([number])) for p, number in places]
-        return _stacked([self._numbered(p, batch) for p, batch in found])
+        return stack([self._numbered(p, batch) for p, batch in found])
 
     def documents(self) -> int:
         """Of all packings."""
@@ -222,7 +242,7 @@ class Mixture:
             counts[first] += 1
 
 
-def _stacked(rows: Sequence[PackedBatch]) -> PackedBatch:
+def stack(rows: Sequence[PackedBatch]) -> PackedBatch:
     """One batch of them."""
     ids, labels, marks = (
         np.concatenate([getattr(row, name) for row in rows])
@@ -293,6 +313,7 @@ class BestFitLayout:
         self._order = lru_cache(maxsize=2)(self._shuffle)
         tokens = int(self._parts.lengths.sum())
         self.kept = PackingStats(
+            sequences=self.sequences,
             documents=len(documents),
             divided=int((lengths > context).sum()),
             tokens=tokens,
@@ -427,7 +448,7 @@ class ConcatLayout:
         ends = self._order(0).ends
         begins = np.concatenate([[0], ends[:-1]])
         divided = int((begins // self._context != (ends - 1) // self._context).sum())
-        return PackingStats(len(ends), divided, self._tokens, padding=0, left_out=0)
+        return PackingStats(self.sequences, len(ends), divided, self._tokens, padding=0, left_out=0)
 
     def pieces(self, index: int) -> list[DocumentPiece]:
         return self._pieces(index * self._context, self._context)

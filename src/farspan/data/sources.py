@@ -11,9 +11,9 @@ import tempfile
 import zlib
 from codecs import BOM_UTF8, getincrementaldecoder
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from difflib import get_close_matches
 from functools import partial
@@ -167,6 +167,11 @@ class Reading:
         return HowFar(self.before + own, self.total)
 
 
+BEGINNING: list[Any] = [-1, 0]  # of a stream: behind no document
+# Documents, and what gives the place of the latest that was read.
+Behind = tuple[Generator[Document], Callable[[Document], list[Any]]]
+
+
 @dataclass(frozen=True, slots=True)
 class DataFiles:
     """Files in order, each read by its suffix, or all as `kind` says: a text is one document, and
@@ -193,6 +198,24 @@ class DataFiles:
         """Count the files of each suffix."""
         return Counter(suffix_of(path) for path in self.files)
 
+    def behind(self, place: list[Any]) -> Behind:
+        """Read on where a stream has come to.
+
+        Args:
+            place: That of a document, as values of JSON, in the order of documents; BEGINNING.
+
+        Returns:
+            The documents behind it, and what gives the place of the latest of them. Reading raises
+            UnsupportedError at the first that cannot be read.
+        """
+        return self._read_on(*place), lambda last: [last.file, last.line]
+
+    def _read_on(self, file: int, line: int) -> Generator[Document]:
+        for found in self._rows(file, line):
+            if isinstance(found, UnsupportedError):
+                raise found
+            yield found
+
     def firsts(self) -> Iterator[Document]:
         """Yield the first record of each file that has one."""
         for path in self.files:
@@ -206,21 +229,32 @@ class DataFiles:
             UnsupportedError: some records cannot be read; it names the first and counts the others.
         """
         first, others = None, 0
-        sizes = [_stamp(path)[1] for path in self.files]
-        self.reading.total, self.reading.before = sum(sizes), 0
-        for index, (path, size) in enumerate(zip(self.files, sizes, strict=True)):
-            kind = self._holds(path)
-            if kind == "text":
-                yield Document(index, 0, str(path), {TEXT: _text(path, self.reading)})
-            for number, place, fields in _READERS[kind](path, self.reading):
-                if isinstance(fields, UnsupportedError):
-                    first, others = first or fields, others + (first is not None)
-                elif first is None:
-                    yield Document(index, number, place, fields)
-            self.reading.before += size
+        for found in self._rows():
+            if isinstance(found, UnsupportedError):
+                first, others = first or found, others + (first is not None)
+            elif first is None:
+                yield found
         if first is not None:
             more = f"; {others:,} more of the records cannot be read" * bool(others)
             raise UnsupportedError(f"{first}{more}") from first
+
+    def _rows(self, file: int = -1, line: int = 0) -> Iterator[Document | UnsupportedError]:
+        """All documents behind the one at `line` of `file`, or why there is none."""
+        sizes = [_stamp(path)[1] for path in self.files]
+        self.reading.total, self.reading.before = sum(sizes), sum(sizes[: max(0, file)])
+        for index, path in enumerate(self.files):
+            if index < file:
+                continue
+            kind = self._holds(path)
+            if kind == "text" and index > file:
+                yield Document(index, 0, str(path), {TEXT: _text(path, self.reading)})
+            skipped = line if index == file else 0
+            for number, place, fields in _READERS[kind](path, self.reading, skipped):
+                if isinstance(fields, UnsupportedError):
+                    yield fields
+                else:
+                    yield Document(index, number, place, fields)
+            self.reading.before += sizes[index]
 
 
 def _text(path: Path, reading: Reading) -> str | LongText:
@@ -256,7 +290,7 @@ def _parts(path: Path, reading: Reading) -> Iterator[str]:
 Row = tuple[int, str, dict[str, Any] | UnsupportedError]
 
 
-def _json_rows(path: Path, reading: Reading) -> Iterator[Row]:
+def _json_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
     """Objects, one a line or all in one array; or one over several lines."""
     with _opened(path) as file:
         head = file.read(1 << 12).removeprefix(BOM_UTF8).lstrip()
@@ -265,9 +299,12 @@ def _json_rows(path: Path, reading: Reading) -> Iterator[Row]:
     if goes_on and first.startswith(b"{") and _ends(first, -1, False)[3] is None:
         with suppress(UnsupportedError), _opened(path, reading) as file:
             data = file.read(MOST_TEXT).removeprefix(BOM_UTF8)
-            yield 1, str(path), _record(str(path), data)
+            row = 1, str(path), _record(str(path), data)
+            yield from () if skipped else (row,)
             return
     for number, data in (_elements if many else _lines)(path, reading):
+        if number <= skipped:
+            continue
         place = f"{path}: {'row' if many else 'line'} {number}"
         try:
             yield number, place, _record(place, data)
@@ -359,7 +396,7 @@ def _ends(block: bytes, depth: int, inside: bool) -> tuple[list[int], int, bool,
     return ends, int(level[-1]), bool(quoted[-1]), closed
 
 
-def _csv_rows(path: Path, reading: Reading) -> Iterator[Row]:
+def _csv_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
     """Rows under a header; all cells are texts, an empty one too."""
     csv.field_size_limit(MOST_TEXT)
     with _opened(path, reading) as file:
@@ -376,7 +413,8 @@ def _csv_rows(path: Path, reading: Reading) -> Iterator[Row]:
             twice = [name for name, times in Counter(names).items() if times > 1]
             if twice:
                 raise UnsupportedError(f"{path}: column {twice[0]!r} is given twice; leave one out")
-            for number, cells in enumerate(filter(None, rows), start=1):
+            numbered = enumerate(filter(None, rows), start=1)
+            for number, cells in islice(numbered, skipped, None):
                 place = f"{path}: row {number}"
                 fields: dict[str, Any] | UnsupportedError = dict(zip(names, cells, strict=False))
                 if len(cells) != len(names):
@@ -391,16 +429,17 @@ def _csv_rows(path: Path, reading: Reading) -> Iterator[Row]:
             ) from error
 
 
-def _table_rows(path: Path, reading: Reading) -> Iterator[Row]:
+def _table_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
     """Rows of a parquet or an Arrow file, without a copy of it on disk."""
-    number = 0
+    number = skipped
     try:
         with _opened(path, reading) as packed, tempfile.TemporaryFile() as room:
             file: BinaryIO = packed
             if isinstance(packed, gzip.GzipFile) or not packed.seekable():
                 shutil.copyfileobj(packed, cast(BinaryIO, room))
                 file = cast(BinaryIO, room)
-            for number, fields in enumerate(_dicts(file, suffix_of(path)), start=1):
+            rows = _dicts(file, suffix_of(path), skipped)
+            for number, fields in enumerate(rows, start=skipped + 1):
                 yield number, f"{path}: row {number}", _of_row(fields)
     except (ImportError, UnsupportedError):
         raise
@@ -411,10 +450,11 @@ def _table_rows(path: Path, reading: Reading) -> Iterator[Row]:
         ) from error
 
 
-def _dicts(file: BinaryIO, suffix: str) -> Iterator[dict[str, Any]]:
+def _dicts(file: BinaryIO, suffix: str, skipped: int) -> Iterator[dict[str, Any]]:
     for batch in _batches(file, suffix):
-        for start in range(0, len(batch), _ROWS):
+        for start in range(skipped, len(batch), _ROWS):
             yield from batch.slice(start, _ROWS).to_pylist()
+        skipped = max(0, skipped - len(batch))
 
 
 def _batches(file: BinaryIO, suffix: str) -> Iterator[Any]:
@@ -433,7 +473,7 @@ def _batches(file: BinaryIO, suffix: str) -> Iterator[Any]:
         yield opened.get_batch(number)
 
 
-_READERS: Mapping[str, Callable[[Path, Reading], Iterator[Row]]] = {
+_READERS: Mapping[str, Callable[[Path, Reading, int], Iterator[Row]]] = {
     "text": lambda *_: iter(()),
     "jsonl": _json_rows,
     "table": _table_rows,
@@ -568,7 +608,7 @@ class DatasetRows:
                     f"set data.ignore: [{name}]"
                 )
         rows = self.rows.remove_columns(list(dropped)) if dropped else self.rows
-        return DatasetRows(self.path, rows, dropped)
+        return replace(self, rows=rows, dropped=dropped)
 
     def refuse_missing(self, form: Form) -> None:
         """Raises UnsupportedError where a column is missing that `form` needs."""
@@ -581,7 +621,56 @@ class DatasetRows:
                 )
 
 
-def open_dataset(path: str, name: str | None, split: str) -> DatasetRows:
+@dataclass(frozen=True, slots=True)
+class StreamedRows(DatasetRows):
+    """Rows that are read from where they are, without a copy of all on this disk."""
+
+    version: str = ""  # changes with the data
+    reopen: Callable[[], Any] = list  # a datasets.IterableDataset of all rows
+
+    def how_far(self) -> HowFar:
+        return HowFar(self._read[0], self._read[0], rows=True)  # how many there are is not known
+
+    def listing(self) -> list[list[object]]:
+        return [["stream", self.path, *self.rows.column_names, self.version]]
+
+    def documents(self) -> Iterator[Document]:
+        return self.behind(BEGINNING)[0]
+
+    def behind(self, place: list[Any]) -> Behind:
+        """As of files; a place is a row's, and the library's own."""
+        rows = self.reopen()
+        rows = rows.remove_columns(list(self.dropped)) if self.dropped else rows
+        if len(place) > len(BEGINNING):
+            rows.load_state_dict(place[-1])
+        return self._read_on(rows, place[1]), lambda last: [0, last.line, rows.state_dict()]
+
+    def _read_on(self, rows: Any, before: int) -> Generator[Document]:
+        number = before
+        try:
+            for number, row in enumerate(rows, start=before + 1):
+                self._read[0] = number
+                yield Document(0, number, f"{self.path}: row {number}", _of_row(row))
+        except Exception as error:  # of a network, of each kind of file: their words are kept
+            raise UnsupportedError(
+                f"data.path: cannot read dataset {self.path!r} after row {number}: "
+                f"{' '.join(str(error).split())}"
+            ) from error
+
+
+def _stream(path: str, name: str | None, split: str) -> StreamedRows:
+    builder = load("datasets", "load_dataset_builder")(path, name)
+    rows = builder.as_streaming_dataset(split=split)
+    rows = rows if rows.features else rows._resolve_features()
+    reopen = partial(builder.as_streaming_dataset, split=split)
+    return StreamedRows(
+        path, rows, version=f"{builder.config_id} {builder.hash} {split}", reopen=reopen
+    )
+
+
+def open_dataset(
+    path: str, name: str | None, split: str, streaming: bool | None = None
+) -> DatasetRows:
     """Opens `split` of the dataset at `path`. Raises UnsupportedError without the library, or with
     its own words."""
     place = Path(path).expanduser()
@@ -591,8 +680,14 @@ def open_dataset(path: str, name: str | None, split: str) -> DatasetRows:
     try:
         if any((place / saved).is_file() for saved in SAVED):
             rows = _saved(load_from_disk(str(place)), path, name, split)
+            if streaming:
+                iterable, version = rows.to_iterable_dataset(), rows._fingerprint
+                reopen = rows.to_iterable_dataset
+                return StreamedRows(path, iterable, version=version, reopen=reopen)
         else:
             local = str(place) if place.exists() else path
+            if streaming:
+                return replace(_stream(local, name, split), path=path)
             rows = load_dataset(local, name, split=split)
     except UnsupportedError:
         raise

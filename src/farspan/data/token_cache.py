@@ -134,6 +134,10 @@ class TokenStore:
         """How many tokens are trained."""
         return len(self.tokens) if self.trained is None else int(self.trained.sum())
 
+    def place_of(self, token: int) -> str:
+        """Where the document with this token was read."""
+        return self.name(int(np.searchsorted(self.starts, token, side="right")) - 1)
+
     def name(self, document: int) -> str:
         """Where a document was read: a file, or a file and its line."""
         file, line = (int(number) for number in self.origins[document])
@@ -159,6 +163,10 @@ class _Blocks:
             self.seen.add(block)
 
 
+class Useless(UnsupportedError):
+    """Documents have nothing to train on, which those of one window of a stream may not."""
+
+
 class _Damaged(Exception):
     """A folder of the cache is not as it was written; the message says why."""
 
@@ -179,10 +187,7 @@ def open_store(
     """
 
     def folder() -> Path:
-        table = [[*map(list, READ.values())], sorted(HARMLESS_NAMES), HARMLESS_ENDINGS]
-        fields = [form.listing(), sorted(ignore), table]
-        listing = [_FORMAT, tokenizer.identity(), fields, source.listing()]
-        return cache.expanduser() / hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:32]
+        return cache.expanduser() / store_key(source, form, tokenizer, ignore)
 
     place = folder()
     write = partial(_write, place, source, form, tokenizer, ignore)
@@ -212,30 +217,45 @@ def open_store(
     return replace(store, check=check)
 
 
+def store_key(source: Source, form: Form, tokenizer: Tokenizer, ignore: Collection[str]) -> str:
+    """Name the folder of these tokens: another for whatever makes them differ."""
+    table = [[*map(list, READ.values())], sorted(HARMLESS_NAMES), HARMLESS_ENDINGS]
+    fields = [form.listing(), sorted(ignore), table]
+    listing = [_FORMAT, tokenizer.identity(), fields, source.listing()]
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:32]
+
+
 def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenStore, _Blocks]:
     """What is in `folder`, after `write` where there is nothing, or something damaged. `whole`:
     every token is checked. Raises UnsupportedError."""
+    # Whoever comes second waits here and finds the work done.
+    with locked(folder.parent, folder.name):
+        try:
+            return _read(folder, whole)
+        except FileNotFoundError:
+            pass
+        except _Damaged as error:
+            LOG.warning("data.cache: %s: %s; it is made anew", folder, error)
+        write()
+        return _read(folder, whole)
+
+
+@contextmanager
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Keep other processes from what has this name in a folder of the cache, which is made for this
+    user alone. Raises UnsupportedError where anything cannot be written there."""
     try:
-        private_folder(folder.parent)
+        private_folder(folder)
         # Neither a link to another file nor a pipe with nobody at its other end is opened.
         how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        lock = folder.parent / f".{folder.name}.lock"
-        with open(os.open(lock, how, 0o600), "w") as lock_file:
-            # Whoever comes second waits here and finds the work done.
+        with open(os.open(folder / f".{name}.lock", how, 0o600), "w") as lock_file:
             fcntl.flock(lock_file, fcntl.LOCK_EX)
-            try:
-                return _read(folder, whole)
-            except FileNotFoundError:
-                pass
-            except _Damaged as error:
-                LOG.warning("data.cache: %s: %s; it is made anew", folder, error)
-            write()
-            return _read(folder, whole)
+            yield
     except (NotPrivate, WriteFailed) as error:
         raise UnsupportedError(f"data.cache: {error}") from error
     except OSError as error:
         raise UnsupportedError(
-            f"data.cache: cannot write {error.filename or folder.parent}: "
+            f"data.cache: cannot write {error.filename or folder}: "
             f"{error.strerror or error}; free some space or set data.cache to another folder"
         ) from error
 
@@ -452,18 +472,16 @@ class _TurnCounter:
 
 def _refuse_useless(source: Source, read: bool, understood: bool, any_trained: bool) -> None:
     if not read:
-        raise UnsupportedError(
-            f"data.path: {_few(source.names())}: it has no text; give data with text"
-        )
+        raise Useless(f"data.path: {_few(source.names())}: it has no text; give data with text")
     if not understood:
         # A model would learn to repeat the one sign, and its loss be 0.
-        raise UnsupportedError(
+        raise Useless(
             f"data.tokenizer: it produced no ordinary tokens for {_few(source.names())}; give "
             "'bytes', or the folder or hub name of a tokenizer "
             "for this text"
         )
     if not any_trained:
-        raise UnsupportedError(
+        raise Useless(
             f"data.path: {_few(source.names())}: none of its tokens is trained; give chats with "
             "turns "
             "of the assistant, completions with text, or labels that are not all -100"

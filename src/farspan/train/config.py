@@ -480,6 +480,12 @@ class RunConfig:
                 "loss.reference: adapters-off needs model.lora; give it, or set it to stored"
             )
         start, other = self.start, loss.compared()
+        if other is Reference.STORED and any(own.streaming for own, _ in self.data.each()):
+            raise UnsupportedError(
+                "loss.reference: stored is computed of all pairs before the first step, and "
+                "data.streaming reads them later; set loss.reference to frozen or adapters-off, or "
+                "leave data.streaming out"
+            )
         late = other is Reference.STORED and start is not None and start.states
         if late or (other is Reference.FROZEN and start is not None):
             raise UnsupportedError(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from farspan import losses
 from farspan.data.formats import UNTRAINED
-from farspan.data.packing import Mixture, Packing
+from farspan.data.packing import Sequences
 from farspan.distributed.run_context import StopPoint
 from farspan.durable import write_whole
 from farspan.spec import LossKind, Reference, UnsupportedError
@@ -207,7 +207,7 @@ class OfPairs(_OfLogProbs):
         return found
 
     def _table(
-        self, step: StepLike, packing: Packing | Mixture, micros: Iterable[Micro], count: int
+        self, step: StepLike, packing: Sequences, micros: Iterable[Micro], count: int
     ) -> Tensor:
         own: list[tuple[int, list[float]]] = []
         for place, micro in enumerate(micros):

@@ -648,7 +648,8 @@ def allowed(run: RunConfig, machine: MachineSpec) -> MachineSpec:
 
 def about_json(ctx: RunContext, choice: Choice, expected: Expected) -> dict[str, Any]:
     """The content of about.json."""
-    run, packing = ctx.run, ctx.corpus.train
+    run, kept = ctx.run, ctx.corpus.train.kept
+    epoch = ctx.corpus.sequences_per_epoch()
     return {
         **marks(run),
         **({} if run.sparse is None else {"sparse": asdict(run.sparse)}),
@@ -660,8 +661,8 @@ def about_json(ctx: RunContext, choice: Choice, expected: Expected) -> dict[str,
         STATES_KEY: ctx.placed.states.value,
         "memory": dict(expected.parts),
         "data": ctx.corpus.identity,
-        "tokens_per_epoch": packing.kept.tokens,
-        "sequences_per_epoch": packing.sequences_per_epoch(),
+        "tokens_per_epoch": None if epoch is None else kept.tokens,
+        "sequences_per_epoch": epoch,
         "device": str(ctx.device),
         **({} if ctx.world.launch is None else {"layout": asdict(ctx.world.layout)}),
         "machine": describe_machine(),

@@ -10,6 +10,7 @@ comparison.json  only with strategy auto: that beside what was measured
 step.json        one step in detail: the walk over its cells, memory by cause, seconds by work
 history.json     each part of the run: its command, machine and versions, when it began and ended
 report.html      all of this as one page, written when `farspan train` ends
+windows.json     only with data.streaming: digests of the windows that were read, by source
 reference.safetensors  only with a loss.reference of stored: its log-probabilities, pair by pair
 metrics.jsonl    a line a step, a line an evaluation, a line each time memory ran out
 tensorboard/     only with report_to tensorboard: its event files
@@ -62,10 +63,12 @@ from farspan.train.record import HISTORY, STEP, now, part_json
 from farspan.train.yaml_config import flatten, read_file, to_mapping, write_mapping
 
 STORED = "reference.safetensors"
+WINDOWS = "windows.json"
 # What a run writes; the last of them after its first step.
 FILES = (
     *("config.yaml", "about.json", "plan.json", "wandb.json", "trackio.json", "hub.json"),
     *("metrics.jsonl", "shortage.json", "comparison.json", "diagnosis.json", STORED),
+    WINDOWS,
     *(STEP, HISTORY, REPORT),
 )
 # What a killed process leaves of these behind `PARTIAL`; whatever else has such a name stays.
@@ -107,7 +110,7 @@ DECAY = "optimizer.decay"
 LATER = (
     *("start", "sparse", "optimizer.decay_steps", "data.sources", "model.revision"),
     *("model.quantize", "loss", "neftune_alpha", "data.day", "data.ignore"),
-    "model.resize_embeddings",
+    *("model.resize_embeddings", "data.streaming", "data.window"),
 )
 
 
@@ -121,6 +124,11 @@ def identity(run: RunConfig) -> str:
     if run.optimizer.decay is Decay.CONSTANT:
         del values[STEPS]
     values = {k: v for k, v in values.items() if v is not None or k not in LATER}
+    if run.data.sources is not None:  # which had no windows
+        values["data.sources"] = [
+            {k: v for k, v in own.items() if v is not None or k not in ("streaming", "window")}
+            for own in values["data.sources"]
+        ]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode("utf-8")).hexdigest()
 
 

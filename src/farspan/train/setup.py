@@ -7,11 +7,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from farspan.data.config import PAIRED, UNPAIRED
-from farspan.data.corpus import Corpus, open_corpus, show_sequence
-from farspan.data.token_cache import Watch, unwatched
+from farspan.data.corpus import Corpus, OpenedSource, open_corpus, show_sequence
+from farspan.data.token_cache import TokenStore, Watch, unwatched
 from farspan.data.tokenizers import (
     BYTES,
     HowFar,
@@ -140,6 +141,7 @@ def make_context(
     loaded = partial(_load_placed, components=components, world=world, about=about)
     run, placed, model, outside = loaded(run, blank, look, observer)
     other = _load_reference(run, components, world, model, corpus)
+    corpus.read_ahead(partial(_check_window, run, blank, other))
     counts = [(elements(p), p.requires_grad) for p in model.parameters()]  # while they are whole
     frozen = world.run_on_rank0(lambda: frozen_digest(model), "reading the frozen weights")
     inspected = None
@@ -208,7 +210,8 @@ def _check_data(
 ) -> None:
     """What the data asks of the model, now rather than at the first step that meets it. Raises
     UnsupportedError."""
-    _check_vocabulary(run, corpus, blank)
+    largest = max(corpus.parts, key=lambda part: max(store.largest for store in part.stores))
+    _check_vocabulary(run, corpus.largest, largest.opened, blank)
     rows = blank.get_input_embeddings().num_embeddings
     if tokenizer.size() > rows:
         observer.note(
@@ -217,6 +220,22 @@ def _check_data(
         )
     _check_pairs(run, corpus)
     refuse_context(blank, min(run.context, corpus.longest))
+
+
+def _check_window(
+    run: RunConfig, model: Any, other: Any, opened: OpenedSource, store: TokenStore
+) -> None:
+    """As of the whole data, of a stream's window, naming a document; `other` is the second model.
+    Raises UnsupportedError."""
+    for limited in [model] if other is None else [model, other]:
+        place = ""
+        try:
+            place = store.place_of(int((store.tokens == store.largest).argmax()))
+            _check_vocabulary(run, store.largest, opened, limited)
+            place = store.name(int(np.diff(store.starts).argmax()))
+            refuse_context(limited, min(run.context, store.longest()))
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{error} ({place})") from error
 
 
 def _check_pairs(run: RunConfig, corpus: Corpus) -> None:
@@ -398,16 +417,15 @@ def adapt(model: Any, run: RunConfig) -> None:
         )
 
 
-def _check_vocabulary(run: RunConfig, corpus: Corpus, model: Any) -> None:
+def _check_vocabulary(run: RunConfig, largest: int, opened: OpenedSource, model: Any) -> None:
     rows = model.get_input_embeddings().num_embeddings
-    if corpus.largest < rows:
+    if largest < rows:
         return
-    opened = corpus.part_of_largest().opened
     if opened.form.any_ids:
         raise UnsupportedError(
-            f"data.format: the input_ids of {opened.config.path} go up to {corpus.largest}, but "
+            f"data.format: the input_ids of {opened.config.path} go up to {largest}, but "
             f"the model embeds only {rows}; make them with the model's own tokenizer, or set "
-            f"vocab_size to at least {corpus.largest + 1} for random weights"
+            f"vocab_size to at least {largest + 1} for random weights"
         )
     if run.data.tokenizer == run.model.path:
         advice = "for tokens that were added, set model.resize_embeddings to true"
@@ -419,11 +437,10 @@ def _check_vocabulary(run: RunConfig, corpus: Corpus, model: Any) -> None:
     else:
         advice = (
             "use the model's own tokenizer, or set vocab_size to at least "
-            f"{corpus.largest + 1} for random weights"
+            f"{largest + 1} for random weights"
         )
     raise UnsupportedError(
-        f"data.tokenizer: its ids go up to {corpus.largest}, but the model embeds only {rows}; "
-        f"{advice}"
+        f"data.tokenizer: its ids go up to {largest}, but the model embeds only {rows}; {advice}"
     )
 
 
@@ -553,7 +570,7 @@ def show_data(
         raise UnsupportedError(
             "held_out: no documents are held out; set data.held_out, or data.held_out_path"
         )
-    count = packing.sequences_per_epoch()
+    count = packing.kept.sequences
     if held_out and sequence >= count:
         raise UnsupportedError(
             f"sequence: expected a number below {count}, as many as are held out, got {sequence}"

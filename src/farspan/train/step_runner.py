@@ -571,7 +571,9 @@ class Batches:
         """How many batches of this replica's hold all that the run ever reads: those of its steps,
         or of an epoch."""
         run = self.ctx.run
-        epoch = -(-self.ctx.corpus.train.sequences_per_epoch() // (run.batch * self.replicas))
+        epoch = self.ctx.corpus.sequences_per_epoch()
+        assert epoch is not None, "stored log-probabilities are of data that is no stream"
+        epoch = -(-epoch // (run.batch * self.replicas))
         return min(run.steps * run.accumulate, epoch)
 
     def held_out(self) -> list[Micro]:

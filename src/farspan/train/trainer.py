@@ -61,6 +61,7 @@ from farspan.train.optimizer import learning_rate
 from farspan.train.origin import as_begun, checkpoints_of, latest
 from farspan.train.planning import EarlierPart, make_policy
 from farspan.train.run_folder import (
+    WINDOWS,
     OthersFolder,
     RunFolder,
     RunState,
@@ -296,6 +297,11 @@ class TrainingLoop:
         start = self._run.start
         if restored is not None:
             self._go_to(restored)
+            if streams := self._ctx.corpus.streams():
+                path = self._folder.path / WINDOWS
+                read = self._world.run_on_rank0(lambda: read_json(path)) or {}
+                for number, stream in enumerate(streams):
+                    stream.expect(read.get(str(number), ()))
             self._saved = self.at.step
             note(f"resuming after step {self.at.step} of {self._run.steps}")
         elif start is not None and start.states:
@@ -343,6 +349,9 @@ class TrainingLoop:
     def _save(self) -> None:
         if self._saved == self.at.step:
             return
+        read = {str(n): own.digests() for n, own in enumerate(self._ctx.corpus.streams())}
+        if read:
+            self._folder.write_json(WINDOWS, read)
         self._ctx.optimizer.settle()
         self._saver.save(
             self._folder.checkpoints,

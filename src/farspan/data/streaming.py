@@ -1,0 +1,337 @@
+"""Documents that do not fit the disk: read, tokenized and packed a window at a time.
+
+    <cache>/stream-<key>/windows.json    where each window that was read begins and ends, its counts
+                                         and the digest of its tokens
+                         000007/<key>/   the tokens of a window (`token_cache`)
+
+A window is the run of documents whose text reaches a number of bytes. Only the first window, which
+says how much a source has, and the latest two are kept. What is known of the others stays, so a
+run that resumes finds its sequence without reading again what lies before it.
+"""
+
+import json
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from farspan.data.packing import Draw, PackedBatch, Packing, PackingStats, stack
+from farspan.data.sources import BEGINNING, Behind, DataFiles, StreamedRows
+from farspan.data.token_cache import TokenStore, Useless, Watch, locked
+from farspan.data.tokenizers import Document, HowFar, LongText
+from farspan.durable import PARTIAL, discard, read_json, write_whole
+from farspan.spec import UnsupportedError
+
+Place = list[Any]  # in a source, as values of JSON; places rise by their first two
+FACTS = "windows.json"
+_LOCKS = 4  # by the window's number: ranks are less than that many windows apart
+_PATIENCE = 0.2  # seconds between two looks at a window that is being read
+
+
+@dataclass(frozen=True, slots=True)
+class WindowFacts:
+    """What stays known of a window whose tokens are deleted."""
+
+    end: Place | None  # of its last document; None: the stream ends there, too
+    sequences: int
+    digest: str  # of its tokens
+
+
+class DocumentReader:
+    """Documents behind any place of a source. The next window is read on from where the last one
+    ended, without a search for the place."""
+
+    def __init__(self, source: DataFiles | StreamedRows) -> None:
+        self.source = source
+        self._kept: list[tuple[Place, Document, Behind]] = []
+
+    def behind(self, place: Place) -> tuple[Document | None, Behind]:
+        """Give the document behind a place, and those that follow it."""
+        if self._kept:
+            at, document, behind = self._kept.pop()
+            if at[:2] <= place[:2]:
+                rows: Iterator[Document] = chain([document], behind[0])  # other ranks' windows
+                found = (d for d in rows if [d.file, d.line] > place[:2])
+                return next(found, None), behind
+            behind[0].close()
+        behind = self.source.behind(place)
+        return next(behind[0], None), behind
+
+    def keep(self, place: Place, document: Document, behind: Behind) -> None:
+        """Go on there, if that is asked for next."""
+        self._kept[:] = [(place, document, behind)]
+
+
+@dataclass(slots=True)
+class Window:
+    """The documents behind a place until their text reaches a number of bytes, one at least."""
+
+    reader: DocumentReader
+    start: Place
+    size: int  # bytes of text
+    done: int = 0
+    end: Place | None = None  # once `is_read`
+    is_read: bool = False
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Columns of a dataset that the user ignores."""
+        return getattr(self.reader.source, "dropped", ())
+
+    def names(self) -> tuple[str, ...]:
+        return self.reader.source.names()
+
+    def listing(self) -> list[list[object]]:
+        return [*self.reader.source.listing(), ["window", self.size, *self.start]]
+
+    def how_far(self) -> HowFar:
+        return HowFar(self.done, self.size)
+
+    def documents(self) -> Iterator[Document]:
+        document, behind = self.reader.behind(self.start)
+        rows, place_of = behind
+        end, self.done = self.start, 0
+        try:
+            while document is not None and self.done < self.size:
+                self.done += _text_bytes(document.fields)
+                yield document
+                if self.done >= self.size:
+                    end = place_of(document)  # before another one is read
+                document = next(rows, None)
+        except BaseException:
+            rows.close()
+            raise
+        self.end, self.is_read = None if document is None else end, True
+        if document is not None:
+            self.reader.keep(end, document, behind)
+
+
+def _text_bytes(value: Any) -> int:
+    """Of the texts in a record; any other value has 8."""
+    match value:
+        case str():
+            return len(value.encode("utf-8", "surrogatepass"))
+        case LongText():
+            return sum(len(part.encode()) for part in value.parts())
+        case Mapping():
+            return sum(map(_text_bytes, value.values()))
+        case list():
+            return sum(map(_text_bytes, value))
+    return 8
+
+
+Opened = tuple[TokenStore, Packing] | None  # of a window; None: it trains nothing
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """A window that a thread opens while another one trains."""
+
+    key: tuple[int, int]
+    told: tuple[int, int, HowFar]
+    found: "Future[Opened]" = field(default_factory=Future)
+
+
+# Of a window's store, the sequences of these documents, shuffled by this seed.
+Pack = Callable[[TokenStore, np.ndarray, int], Packing]
+
+
+@dataclass(slots=True)
+class Stream:
+    """Sequences of a source that is read window by window, again from the first after the last.
+
+    Invariant: sequence i is a pure function of (seed, source, i). In each pass every window is
+    packed and shuffled anew, within itself; each document is read once a pass.
+    """
+
+    reader: DocumentReader
+    opens: Callable[..., TokenStore]  # `open_store`, of a source, a cache and a watch
+    pack: Pack
+    choose: Callable[[TokenStore], np.ndarray]  # documents of the first window to train on
+    folder: Path
+    size: int  # bytes of text in a window
+    seed: int
+    watch: Watch
+    # What is refused of a window before its first step; None: nothing is read ahead, either.
+    check: Callable[[TokenStore], None] | None = None
+    first: TokenStore = field(init=False)
+    kept: PackingStats = field(init=False)  # of the first window
+    _facts: list[WindowFacts] = field(default_factory=list)
+    _expected: Sequence[str] = ()  # digests of windows that the run has read
+    _opened: dict[tuple[int, int], Packing] = field(default_factory=dict)
+    _ahead: _Ahead | None = None
+
+    def __post_init__(self) -> None:
+        with locked(self.folder.parent, self.folder.name):  # the cache is this user's alone, too
+            found = self._open(0, 0, self.watch)
+        assert found is not None, "the first window is not useless"
+        self.first, self._opened[0, 0] = found
+        self.kept = self._opened[0, 0].kept
+
+    def documents(self) -> int:
+        """Of the first window."""
+        return self.first.documents()
+
+    def batch(self, indices: Sequence[int]) -> PackedBatch:
+        """Sequences by index, `[len(indices), context]`. Raises UnsupportedError where a window
+        cannot be read, or `check` refuses it."""
+        return stack([self.once(index) for index in indices])
+
+    def once(self, index: int) -> PackedBatch:
+        """Sequence `index`, `[1, context]`, which ends where its window does."""
+        turn, window, number = self._place(index)
+        packing = self._packing(turn, window)
+        assert packing is not None, "it has this sequence"
+        if self.check is not None:
+            last = self._facts[window].end is None
+            self._read_ahead(turn + last, 0 if last else window + 1)
+        return packing.once(number, shorten=False)
+
+    def digests(self) -> list[str]:
+        """Of each window that was read, as far as is known."""
+        return [facts.digest for facts in self._facts]
+
+    def expect(self, digests: Sequence[str]) -> None:
+        """Refuse windows with other digests than these, which a run has read. Raises
+        UnsupportedError."""
+        self._expected = digests
+        self._load()
+
+    def _place(self, index: int) -> tuple[int, int, int]:
+        """The pass and window that sequence `index` is in, and its number there."""
+        turn = window = before = 0
+        while True:
+            if window >= len(self._facts):
+                self._packing(0, window)
+            facts = self._facts[window]
+            if index < before + facts.sequences:
+                return turn, window, index - before
+            before, window = before + facts.sequences, window + 1
+            if facts.end is None:
+                turn, index = divmod(index, before)
+                before = window = 0
+
+    def _packing(self, turn: int, window: int) -> Packing | None:
+        """Of a window in a pass; None: it trains nothing. Two threads never read at a time."""
+        if (turn, window) in self._opened:
+            return self._opened[turn, window]
+        ahead, self._ahead = self._ahead, None
+        while ahead is not None and wait([ahead.found], _PATIENCE).not_done:
+            self.watch(*ahead.told)
+        if ahead is not None and ahead.key == (turn, window):
+            found = ahead.found.result()
+        else:
+            found = self._open(turn, window, self.watch)
+        if found is None:
+            return None
+        store, packing = found
+        if self.check is not None:
+            self.check(store)
+        # A batch may be of the end of one window and of the beginning of the next one.
+        self._opened = dict([*self._opened.items()][-1:]) | {(turn, window): packing}
+        return packing
+
+    def _read_ahead(self, turn: int, window: int) -> None:
+        if self._ahead is not None or (turn, window) in self._opened:
+            return
+
+        def work() -> None:
+            try:
+                ahead.found.set_result(self._open(turn, window, tell))
+            except BaseException as error:
+                ahead.found.set_exception(error)
+
+        def tell(*told: Any) -> None:
+            ahead.told = told
+            if not threading.main_thread().is_alive():  # the process ends, and waits for this one
+                raise SystemExit
+
+        ahead = self._ahead = _Ahead((turn, window), (0, 0, HowFar(0, self.size)))
+        threading.Thread(target=work).start()
+
+    def _open(self, turn: int, window: int, watch: Watch) -> Opened:
+        """A window, read now unless its tokens are in the cache."""
+        self._discard_all_but(window)
+        with locked(self.folder, str(window % _LOCKS)):
+            if window >= len(self._facts):
+                self._load()
+            known = self._facts[window] if window < len(self._facts) else None
+            if known is not None and known.sequences == 0:
+                return None
+            start = self._facts[window - 1].end if window else BEGINNING
+            assert start is not None, "the window before it is not the last"
+            source, found = Window(self.reader, start, self.size), None
+            try:
+                store = self.opens(source, cache=self.folder / f"{window:06}", watch=watch)
+                documents = np.arange(store.documents()) if window else self.choose(store)
+                draw = Draw.WINDOWS.generator(self.seed, turn, window)
+                found = store, self.pack(store, documents, int(draw.integers(1 << 62)))
+            except Useless:
+                if window == 0:
+                    raise
+            sequences = 0 if found is None else found[1].kept.sequences
+            digest = "" if found is None else found[0].digest
+            if known is None:
+                self._learn(source, sequences, digest)
+            elif known.digest != digest:
+                raise self._changed(window, f"; delete {self.folder} and")
+            return found
+
+    def _learn(self, window: Window, sequences: int, digest: str) -> None:
+        """Keep the facts of the next window."""
+        if not window.is_read:  # by a process that was killed, or whose facts were deleted
+            deque(window.documents(), maxlen=0)
+        facts = WindowFacts(window.end, sequences, digest)
+        with locked(self.folder, FACTS):
+            self._facts.append(facts)
+            self._refuse_changed()
+            there = _read_facts(self.folder)
+            if len(there) < len(self._facts):
+                text = json.dumps({"windows": [asdict(own) for own in self._facts]})
+                write_whole(self.folder / FACTS, text.encode())
+
+    def _load(self) -> None:
+        """Learn what other processes, or this one before it was killed, knew."""
+        self._facts += _read_facts(self.folder)[len(self._facts) :]
+        self._refuse_changed()
+
+    def _refuse_changed(self) -> None:
+        pairs = zip(self.digests(), self._expected, strict=False)
+        for window, (own, expected) in enumerate(pairs):
+            if own != expected:
+                raise self._changed(window, ", or")
+
+    def _changed(self, window: int, way: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"data.path: {self.reader.source.names()[0]}: the documents of window {window} are not "
+            "those that were read before, and a stream is read again until its run ends; restore "
+            f"them{way} begin again in another run folder"
+        )
+
+    def _discard_all_but(self, window: int) -> None:
+        """Only the first window, this one and its neighbours stay: a rank may be ahead by one."""
+        if window == 0 or not self.folder.is_dir():
+            return
+        kept = {0, window - 1, window, window + 1}
+        for place in self.folder.iterdir():
+            if place.name.startswith(PARTIAL) and place.is_dir():  # of a process that was killed
+                shutil.rmtree(place, ignore_errors=True)
+            elif place.name.isdecimal() and int(place.name) not in kept:
+                with locked(self.folder, str(int(place.name) % _LOCKS)):
+                    discard(place)
+
+
+def _read_facts(folder: Path) -> list[WindowFacts]:
+    """Empty where the file is missing or damaged: windows are read from the beginning then."""
+    known = (read_json(folder / FACTS) or {}).get("windows")
+    try:
+        return [WindowFacts(**own) for own in known or ()]
+    except TypeError:
+        return []
