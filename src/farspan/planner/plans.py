@@ -202,10 +202,9 @@ def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan,
         whole = replace(best, device=sized.device, host=sized.host)
     if whole.fit < best.fit and others:  # for want of a few bytes between buffers
         return _whole(question, [whole, *others])
-    alike = [plan.seconds.total for plan in others if plan.fit >= whole.fit]
-    if whole.seconds.total > best.seconds.total and alike:
-        if whole.seconds.total > (1 + TOLERANCE) * min(alike):
-            return _whole(question, [whole, *others])
+    alike = min((p.seconds.total for p in others if p.fit >= whole.fit), default=math.inf)
+    if whole.seconds.total > max(best.seconds.total, (1 + TOLERANCE) * alike):
+        return _whole(question, [whole, *others])
     return whole, others
 
 
