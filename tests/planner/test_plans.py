@@ -7,9 +7,9 @@ from itertools import count
 
 import pytest
 
+from farspan.planner import api, plans
 from farspan.planner import feasibility as quick
-from farspan.planner import plans
-from farspan.planner.api import Request, plan
+from farspan.planner.api import Request
 from farspan.planner.evaluate import evaluate
 from farspan.planner.feasibility import plan_of
 from farspan.planner.machines import machine
@@ -69,7 +69,7 @@ def test_what_the_search_knows_holds_for_a_strategy_that_is_preferred(
 @pytest.mark.parametrize("model", ["Llama-3.2-1B", "Qwen3-0.6B"])
 def test_a_short_step_is_no_slower_than_those_beside_it(model: str) -> None:
     """Launches count there, of which an outline of fewer layers tells too few."""
-    best = plan(model, context=2048, machine="h100")
+    best = api.plan(model, context=2048, machine="h100")
     alike = [other.seconds.total for other in best.alternatives if other.fit >= best.fit]
     assert best.seconds.total <= (1 + TOLERANCE) * min(alike)
 
