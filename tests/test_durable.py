@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.durable import publish, write_bytes, write_tensors
+from farspan.checkpoint.format import write_tensors
+from farspan.durable import publish, write_bytes
 
 
 def test_a_folder_is_on_the_disk_before_it_has_its_name(

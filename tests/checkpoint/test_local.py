@@ -300,7 +300,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
 @contextmanager
 def failing(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
     """The disk is full when the file `name` is written."""
-    write_tensors, write_bytes = durable.write_tensors, durable.write_bytes
+    write_tensors, write_bytes = checkpoint.write_tensors, durable.write_bytes
 
     def fail(path: Path) -> None:
         if path.name == name:

@@ -65,10 +65,12 @@ from farspan.checkpoint.format import (
     read_tensor_list,
     readable,
     type_of,
+    write_tensors,
 )
+from farspan.distributed import messages
 from farspan.distributed.fsdp import ShardPlacement, whole_placement
 from farspan.distributed.run_context import DistributedContext
-from farspan.durable import PARTIAL, WriteFailed, digest, publish, write_bytes, write_tensors
+from farspan.durable import PARTIAL, WriteFailed, digest, publish, write_bytes
 from farspan.engine.parallelize import ShardedModel
 from farspan.program.layout import Rank
 from farspan.spec import UnsupportedError
@@ -306,10 +308,7 @@ def together(group: Group, work: Callable[[], T]) -> T:
         found = work()
     except UnsupportedError as error:
         said = error
-    everyone: list[UnsupportedError | None] = [said]
-    if group is not None:
-        everyone *= group.size()
-        dist.all_gather_object(everyone, said, group)
+    everyone = [said] if group is None else messages.gather(said, group)
     for refusal in filter(None, everyone):
         raise refusal
     assert found is not None

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -35,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from farspan.distributed.fsdp import ShardPlacement, ShardRegion
-from farspan.durable import digest
+from farspan.durable import create, digest, sync, write_failure
 from farspan.spec import UnsupportedError
 
 
@@ -71,6 +72,18 @@ def readable(path: Path) -> Iterator[None]:
         raise NotDamaged(
             f"{error.filename or path}: cannot be read: {error.strerror or error}"
         ) from error
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write and sync one new safetensors file. Raises WriteFailed."""
+    try:
+        create(path).close()
+        mode = stat.S_IMODE(path.stat().st_mode)  # of the umask, as any file made here
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+        path.chmod(mode)  # safetensors 0.8 makes every file 0600
+        sync(path)
+    except (SafetensorError, OSError) as error:
+        raise write_failure(path, str(error)) from error
 
 
 @contextmanager

@@ -51,6 +51,7 @@ from farspan.checkpoint.format import (
     open_tensors,
     readable,
     refuse_nan,
+    write_tensors,
 )
 from farspan.data.tokenizers import Tokenizer, reads_back
 from farspan.distributed.failure import activity
@@ -65,7 +66,6 @@ from farspan.durable import (
     read_json,
     remove_leftovers,
     write_bytes,
-    write_tensors,
     writing,
 )
 from farspan.engine.parallelize import ShardedModel
