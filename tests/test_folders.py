@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from farspan.cli.evaluate import subject_of
 from farspan.durable import PARTIAL, refuse_links, shown, write_output, write_whole
 from farspan.report.run import OBJECTS, read_run
 from farspan.spec import UnsupportedError
@@ -238,3 +239,18 @@ def test_an_error_names_the_folder_as_the_user_does(tmp_path: Path) -> None:
         damaged()
     assert str(found.value) == f"{run.folder}/x: damaged"
     assert set(FILES) < set(OWN_NAMES)
+
+
+def test_a_run_folder_runs_no_code_of_its_own(tmp_path: Path) -> None:
+    """Only the user says so, and not the folder."""
+    run = tiny_run(tmp_path)
+    folder, flag = Path(run.folder), tmp_path / "ran"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "code.py").write_text(f"open({str(flag)!r}, 'w')")
+    about = {"model_type": "theirs", "auto_map": {"AutoConfig": "code.Config"}}
+    (folder / "model" / "config.json").write_text(json.dumps(about))
+    values = to_mapping(replace(run, model=ModelConfig(path="theirs", trust_remote_code=True)))
+    (folder / "config.yaml").write_text(write_mapping(values))
+    with pytest.raises(UnsupportedError, match="give --trust-remote-code to run it"):
+        subject_of(str(folder), None, None)
+    assert not flag.exists()
