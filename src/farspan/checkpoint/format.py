@@ -17,13 +17,15 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from threading import local
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,7 +42,8 @@ T = TypeVar("T")
 FORMAT = 2
 LIST = "checkpoint.json"
 BOX_BYTES = 2**26  # of which rows are put together in a box
-BLOCK = 2**22  # bytes that are hashed while they are in the processor's caches
+BLOCK = 2**20  # bytes that are hashed while they are in the processor's caches
+THREADS = 8  # that read boxes: a drive has more to give than one core takes
 MOST_ELEMENTS = 2**56  # of a tensor: with 8 bytes each its size is a number of 64 bits
 
 # Torch's dtypes as safetensors names them.
@@ -209,26 +212,21 @@ def _write(path: Path, entries: Entries, world: DistributedContext) -> list[dict
     text += b" " * (-len(text) % 8)
     found = []
     try:
-        with path.open("xb") as file:
+        # The digest of a box is computed while the system takes its bytes.
+        with path.open("xb") as file, ThreadPoolExecutor(1, "farspan-hash") as pool:
             file.write(len(text).to_bytes(8, "little") + text)
             for (name, box), start in zip(share, starts, strict=False):
-                digest = _write_hashed(file, box.of(entries[name][0].detach()))
-                place = {"file": path.name, "start": 8 + len(text) + start, "xxh3": digest}
+                data = _bytes(box.of(entries[name][0].detach()).contiguous().cpu())
+                digest = pool.submit(xxh3_64_hexdigest, data)
+                file.write(data)
+                place = {"file": path.name, "start": 8 + len(text) + start}
+                place["xxh3"] = digest.result()
                 found.append({"name": name, "offset": box.there, "shape": box.sizes, **place})
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise write_failure(path, error.strerror or str(error)) from error
     return found
-
-
-def _write_hashed(file: BinaryIO, tensor: Tensor) -> str:
-    data, digest = _bytes(tensor.contiguous().cpu()), xxh3_64()
-    for at in range(0, len(data), BLOCK):
-        block = data[at : at + BLOCK]
-        digest.update(block)
-        file.write(block)
-    return digest.hexdigest()
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -446,12 +444,14 @@ def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedConte
             if (parts := list(_overlaps(box, place)))
         ]
         wanted.sort(key=lambda one: (one.box.file, one.box.start))
-        room = torch.empty(max((one.size() for one in wanted), default=0), dtype=torch.uint8)
-        for name, boxes in groupby(wanted, key=lambda one: one.box.file):
-            path = saved.path / name
-            with readable(path), path.open("rb", buffering=0) as file:
-                for one in boxes:
-                    one.copy(file, room)
+        with ExitStack() as opened, ThreadPoolExecutor(THREADS, "farspan-read") as pool:
+            files: dict[str, Any] = {}
+            for name in dict.fromkeys(one.box.file for one in wanted):
+                with readable(saved.path / name):
+                    files[name] = opened.enter_context((saved.path / name).open("rb", buffering=0))
+            rooms = local()
+            for _ in pool.map(lambda one: one.copy(files[one.box.file], rooms), wanted):
+                pass  # the first that is refused ends them
         return True
 
     together(world, copy)
@@ -482,17 +482,18 @@ class _WantedBox:
     live: Tensor
     parts: list[ShardRegion]
 
-    def size(self) -> int:
-        return prod(self.box.shape) * self.saved.tensors[self.name].dtype.itemsize
-
-    def copy(self, file: Any, room: Tensor) -> None:
-        """Reads it, straight into its place where it can be. Raises UnsupportedError."""
+    def copy(self, file: Any, rooms: local) -> None:
+        """Reads it, straight into its place where it can be, or by way of the thread's memory.
+        Raises UnsupportedError."""
         dtype, first = self.saved.tensors[self.name].dtype, self.parts[0].of(self.live)
         straight = self.parts[0].sizes == self.box.shape and first.is_contiguous()
         straight = straight and (first.dtype, first.device.type) == (dtype, "cpu")
-        whole = first if straight else room[: self.size()].view(dtype).view(self.box.shape)
-        where = f"{self.saved.path / self.box.file}: {_key(self.name, self.box.offset)}"
-        if not self._read(file, _bytes(whole)):
+        whole = first if straight else self._memory(rooms).view(dtype).view(self.box.shape)
+        path = self.saved.path / self.box.file
+        where = f"{path}: {_key(self.name, self.box.offset)}"
+        with readable(path):
+            same = self._read(file, _bytes(whole))
+        if not same:
             raise UnsupportedError(
                 f"{where}: its XXH3 is not the one in {self.saved.list}: damaged or changed"
             )
@@ -502,12 +503,18 @@ class _WantedBox:
             inside = ShardRegion(part.there, part.here, part.sizes).of(whole)
             part.of(self.live).copy_(inside)
 
+    def _memory(self, rooms: local) -> Tensor:
+        size = prod(self.box.shape) * self.saved.tensors[self.name].dtype.itemsize
+        if getattr(rooms, "bytes", torch.empty(0)).numel() < size:
+            rooms.bytes = torch.empty(size, dtype=torch.uint8)
+        room: Tensor = rooms.bytes[:size]
+        return room
+
     def _read(self, file: Any, memory: memoryview) -> bool:
         """Fills memory with it; whether it is as it was written."""
-        file.seek(self.box.start)
         digest, at = xxh3_64(), 0
         while at < len(memory):
-            read = file.readinto(memory[at : at + BLOCK])
+            read = os.preadv(file.fileno(), [memory[at : at + BLOCK]], self.box.start + at)
             if not read:
                 return False
             digest.update(memory[at : at + read])
