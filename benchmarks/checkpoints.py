@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from farspan.checkpoint.saver import Saver, entries_of
+from farspan.checkpoint.saver import Saver, entries_of, folder_name
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import sync
 from farspan.engine.microbench import describe_machine
@@ -65,20 +65,19 @@ class Turns:
         return Saver(entries_of(model, states), DistributedContext(torch.device("cpu")))
 
     def ways(self, kind: str) -> dict[str, Callable[[], Any]]:
-        return {
-            "save": {
-                "farspan": lambda: self.saver(self.live).save(
-                    self.folder / "checkpoints", capture_rng(), STATE, 1
-                ),
-                "safetensors": lambda: (save_file(self.live, self.file), sync(self.file)),
-            },
-            "resume": {
-                "farspan": lambda: self.saver(self.read).begin(
-                    self.folder / "checkpoints" / "step-00000001", STATE
-                ),
-                "safetensors": self.copy,
-            },
-        }[kind]
+        if kind == "save":
+            return {"farspan": self.save, "safetensors": self.write}
+        return {"farspan": self.resume, "safetensors": self.copy}
+
+    def save(self) -> None:
+        self.saver(self.live).save(self.folder / "checkpoints", capture_rng(), STATE, 1)
+
+    def write(self) -> None:
+        save_file(self.live, self.file)
+        sync(self.file)
+
+    def resume(self) -> None:
+        self.saver(self.read).begin(self.folder / "checkpoints" / folder_name(1), STATE)
 
     def copy(self) -> None:
         loaded = load_file(self.file)

@@ -171,7 +171,7 @@ def at(**changed: Any) -> Callable[[Path], None]:
 
 
 # What is found before anything is copied, and what only when a box is read.
-EARLY = [
+EARLY: list[tuple[Any, str, str]] = [
     (truncate, RANK_0, rf"{RANK_0}: \d+ bytes, expected \d+: truncated"),
     (truncate, LIST, rf"{LIST}: cannot be read as JSON"),
     (poison, RANK_0, rf"{RANK_0}: \d+ bytes, expected"),
@@ -188,7 +188,7 @@ EARLY = [
     (swell, LIST, r"bytes, expected 1125\d+: truncated"),
     (flip_in("rng/00000/cpu"), LIST, f"rng/00000/cpu@0: its XXH3 is not the one in {LIST}"),
 ]
-LATE = [
+LATE: list[tuple[Any, str, str]] = [
     (flip_in("model/w"), LIST, rf"{RANK_0}: model/w@0,0: its XXH3 is not the one in {LIST}"),
     (flip_in("model/b"), LIST, rf"{RANK_0}: model/b@0: its XXH3 is not the one in {LIST}"),
     (flip_in("optimizer/step/w"), LIST, rf"{RANK_0}: optimizer/step/w@: its XXH3"),
