@@ -129,9 +129,9 @@ def row(record: dict[str, Any]) -> str:
     save, resume = (record[kind] for kind in KINDS)
     return (
         f"| checkpoint of {record['bytes'] / 2**30:.1f} GiB: seconds to save / safetensors' "
-        "`save_file` and fsync; to resume / `load_file` and a copy, medians of "
-        f"{len(record['turns'])} turns | {save['ratio']:.2f}; {resume['ratio']:.2f} | "
-        "`checkpoints.json` |"
+        "`save_file` and fsync; to resume / `load_file` and a copy, from the page cache of a busy "
+        f"machine, medians of {len(record['turns'])} turns | "
+        f"{save['ratio']:.2f}; {resume['ratio']:.2f} | `checkpoints.json` |"
     )
 
 
