@@ -9,10 +9,10 @@ import base64
 import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import singledispatch
+from functools import partial, singledispatch
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +62,34 @@ def broadcast(value: Any) -> Any:
         RankFailed: Rank 0 sent something other than a message.
     """
     record_sync()
-    first = dist.get_rank() == 0
-    data = np.frombuffer(encode(value) if first else b"", dtype=np.uint8).copy()
-    device = _device(None)
-    size = torch.tensor([len(data)], device=device)
-    dist.broadcast(size, src=0)
-    sent = torch.from_numpy(data) if first else torch.empty(int(size), dtype=torch.uint8)
-    sent = sent.to(device)
-    dist.broadcast(sent, src=0)
-    return value if first else decode(sent.cpu().numpy().tobytes(), 0)
+    if dist.get_rank() == 0:
+        _give(value, partial(dist.broadcast, src=0))
+        return value
+    return _take(0, partial(dist.broadcast, src=0))
+
+
+def send(value: Any, to: int) -> None:
+    """Send a value to one rank, which calls `receive`. Raises TypeError for other than data."""
+    _give(value, partial(dist.send, dst=to))
+
+
+def receive(source: int) -> Any:
+    """Return what rank `source` sends by `send`. Raises RankFailed where it is no message."""
+    return _take(source, partial(dist.recv, src=source))
+
+
+def _give(value: Any, move: Callable[[Tensor], Any]) -> None:
+    data, device = np.frombuffer(encode(value), dtype=np.uint8), _device(None)
+    move(torch.tensor([len(data)], device=device))
+    move(torch.from_numpy(data.copy()).to(device))
+
+
+def _take(source: int, move: Callable[[Tensor], Any]) -> Any:
+    size = torch.zeros(1, dtype=torch.int64, device=_device(None))
+    move(size)
+    sent = torch.empty(int(size), dtype=torch.uint8, device=size.device)
+    move(sent)
+    return decode(sent.cpu().numpy().tobytes(), source)
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

@@ -226,6 +226,11 @@ class DistributedContext:
         return self.launch is None or self.launch.rank == 0
 
     @property
+    def number(self) -> int:
+        """The rank of this process."""
+        return 0 if self.launch is None else self.launch.rank
+
+    @property
     def size(self) -> int:
         """How many processes there are."""
         return 1 if self.launch is None else self.launch.ranks

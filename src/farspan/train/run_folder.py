@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from farspan.checkpoint.format import readable
-from farspan.checkpoint.local import (
+from farspan.checkpoint.saver import (
     CHECKPOINT_LEFTOVER,
     TrainState,
     list_checkpoints,

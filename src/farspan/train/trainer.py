@@ -15,8 +15,9 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 
-from farspan.checkpoint.distributed import FROZEN, INDEX_OF_KEYS
-from farspan.checkpoint.local import (
+from farspan.checkpoint.saver import (
+    FROZEN,
+    INDEX_OF_KEYS,
     Restored,
     TrainState,
     export,
@@ -319,6 +320,8 @@ class TrainingLoop:
             names = {path.name for path in saved}
             there = {step for step in self.held_out if folder_name(step) in names}
             self.best = _lowest(self.held_out, there)
+        if restored is not None:  # a process may have been killed before it had done so
+            self._prune(saved=False)
 
     def _go_to(self, restored: Restored) -> None:
         """Stands where a checkpoint does, whose tensors are copied."""
@@ -334,24 +337,23 @@ class TrainingLoop:
 
     def save(self) -> None:
         """A checkpoint of the last finished step, unless there is one. Callbacks know of it."""
-        if self._saved != self.at.step:
-            self._save()
+        new = self._saved != self.at.step
+        self._save()  # one that is there may have become the best since
+        if new:
             path = Path(shown(self._folder.checkpoints / folder_name(self.at.step)))
             self._tell(lambda one: one.on_checkpoint(path))
 
     def _save(self) -> None:
-        if self._saved == self.at.step:
-            return
-        self._ctx.optimizer.settle()
-        self._saver.save(
-            self._folder.checkpoints,
-            self._state.rng,
-            {**self._identity, "position": asdict(self.at)},
-            step=self.at.step,
-            keep=self._run.checkpoints.keep,
-            best=self.best,
-        )
-        self._saved = self.at.step
+        if self._saved != self.at.step:
+            self._ctx.optimizer.settle()
+            state = {**self._identity, "position": asdict(self.at)}
+            self._saver.save(self._folder.checkpoints, self._state.rng, state, self.at.step)
+            self._saved = self.at.step
+        self._prune()
+
+    def _prune(self, saved: bool = True) -> None:
+        keep, best = self._run.checkpoints.keep, self.best
+        self._saver.prune(self._folder.checkpoints, self.at.step, keep, best, saved)
 
     def __enter__(self) -> Self:
         return self
