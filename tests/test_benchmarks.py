@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import curves, memory, step
+from benchmarks import checkpoints, curves, memory, step
 from farspan import Step, Tier
 from farspan.program.strategies import STRATEGIES
 
@@ -100,3 +100,15 @@ def test_log_probabilities_cost_what_the_page_says() -> None:
     assert ratio <= 1.05
     assert memory <= 1.02
     assert f"took {ratio:.2f} times the processor seconds of one pass, and {memory:.3f}" in page
+
+
+def test_checkpoints_are_as_fast_as_their_page_says(tmp_path: Path) -> None:
+    """By the record, which the command writes."""
+    record = json.loads(checkpoints.RESULTS.read_text(encoding="utf-8"))
+    assert record["save"]["ratio"] <= 1.15
+    assert record["resume"]["ratio"] <= 1.5
+    assert checkpoints.row(record) in checkpoints.PAGE.read_text(encoding="utf-8").splitlines()
+    again = checkpoints.measure(0.03, 2, tmp_path)
+    assert again.keys() == record.keys()
+    assert len(again["turns"]) == 2
+    assert not any(tmp_path.iterdir())

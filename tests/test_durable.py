@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from farspan.durable import publish, write_bytes, write_tensors
+from farspan.durable import publish, write_bytes, writing
 
 
 def test_a_folder_is_on_the_disk_before_it_has_its_name(
@@ -42,5 +43,6 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(
 def test_tensors_have_the_modes_of_other_files(tmp_path: Path) -> None:
     """Whatever their writer gives them: safetensors 0.8 keeps others out."""
     write_bytes(tmp_path / "bytes", b"text")
-    write_tensors(tmp_path / "tensors", {"a": torch.zeros(2)})
-    assert (tmp_path / "tensors").stat().st_mode == (tmp_path / "bytes").stat().st_mode
+    with writing(tmp_path / "made"):
+        save_file({"a": torch.zeros(2)}, tmp_path / "made" / "tensors")
+    assert (tmp_path / "made" / "tensors").stat().st_mode == (tmp_path / "bytes").stat().st_mode

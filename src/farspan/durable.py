@@ -1,5 +1,8 @@
-"""Files that survive whatever happens next: written, synced, and only then given their name; and
-folders of which nobody else has a say."""
+"""Files that survive whatever happens next, in folders of others too.
+
+A file is made under another name without following a link, written, synced, and only then given its
+name. Torch is not needed for that.
+"""
 
 import hashlib
 import json
@@ -8,14 +11,14 @@ import pwd
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
+
+from farspan.spec import UnsupportedError
 
 # A name that starts so is not finished, or is being deleted; a killed process leaves it behind.
 PARTIAL = ".partial-"
@@ -72,10 +75,16 @@ def _user(number: int) -> str:
         return f"user {number}"
 
 
+def create(path: Path) -> BinaryIO:
+    """Open a new file for writing, in place of what has its name: of a link, the link goes."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes and syncs a file in place. Raises WriteFailed."""
+    """Write and sync a new file. Raises WriteFailed."""
     try:
-        with path.open("wb") as file:
+        with create(path) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -83,23 +92,75 @@ def write_bytes(path: Path, data: bytes) -> None:
         raise write_failure(path, error.strerror or str(error)) from error
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes and syncs one safetensors file in place. Raises WriteFailed."""
+def append(path: Path, data: bytes) -> None:
+    """Append to a file in a single write, so that a killed process loses nothing earlier. Raises
+    WriteFailed, also where the file is a link."""
     try:
-        path.touch()
-        mode = stat.S_IMODE(path.stat().st_mode)  # of the umask, as any file made here
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
-        path.chmod(mode)  # safetensors 0.8 makes every file 0600
-        sync(path)
-    except (SafetensorError, OSError) as error:
-        raise write_failure(path, str(error)) from error
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
+            if file.write(data) < len(data):
+                raise OSError(None, "the disk took only a part of the line")
+    except OSError as error:
+        raise write_failure(path, error.strerror or str(error)) from error
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replaces a file: a reader sees the old bytes or the new ones. Raises WriteFailed."""
+    """Replace a file: a reader sees the old bytes or the new ones. Raises WriteFailed."""
     partial = path.with_name(PARTIAL + path.name)
-    write_bytes(partial, data)
-    publish(partial, path)
+    try:
+        write_bytes(partial, data)
+        publish(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def write_output(path: Path, content: str | bytes, option: str) -> None:
+    """Write a file that the user named by `option`; an earlier one stays until the new one is
+    whole. Raises UnsupportedError, naming the option."""
+    # What names of files have that is no Unicode becomes a question mark.
+    data = content.encode("utf-8", "replace") if isinstance(content, str) else content
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)  # a pipe or a terminal
+        else:
+            write_whole(path, data)
+    except OSError as error:
+        reason = error.__cause__ if isinstance(error, WriteFailed) else error
+        assert isinstance(reason, OSError)
+        raise UnsupportedError(
+            f"{option}: {path} cannot be written: {reason.strerror or reason}; free some space, "
+            "fix its permissions, or name another file"
+        ) from error
+
+
+def refuse_links(folder: Path, names: Iterable[str]) -> None:
+    """Raises UnsupportedError where one of these in a folder is a link that leads out of it: a
+    folder that somebody else made may point at any file of the user's."""
+    root = folder.resolve()
+    for name in names:
+        place = folder / name
+        if place.is_symlink() and not place.resolve().is_relative_to(root):
+            raise UnsupportedError(
+                f"{shown(place)} is a link to {os.readlink(place)}, outside of its folder, which "
+                "is neither read nor written; put the file itself there, or remove the link"
+            )
+
+
+_HELD = re.compile(r"/proc/self/fd/(\d+)")
+
+
+def shown(text: object) -> str:
+    """Return a text with the folders in it that are held open by the names that they have now."""
+
+    def name(found: re.Match[str]) -> str:
+        try:
+            return os.readlink(found[0])
+        except OSError:
+            return found[0]
+
+    return _HELD.sub(name, str(text))
 
 
 @contextmanager
@@ -107,6 +168,8 @@ def writing(folder: Path) -> Iterator[None]:
     """Makes a folder, whose files get the umask's modes whoever writes them. What fails inside
     removes it: the disk may be full. Raises WriteFailed."""
     try:
+        if folder.is_symlink():
+            folder.unlink()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         yield
@@ -148,8 +211,8 @@ def discard(folder: Path) -> None:
             shutil.rmtree(doomed, ignore_errors=True)
     except OSError as error:
         raise WriteFailed(
-            f"cannot remove {folder}: {error.strerror or error}; fix its permissions, or move it "
-            "away, then run the same command again"
+            f"cannot remove {shown(folder)}: {error.strerror or error}; fix its permissions, or "
+            "move it away, then run the same command again"
         ) from error
 
 
@@ -161,8 +224,8 @@ def move(path: Path, place: Path) -> None:
             sync(place.parent)
     except OSError as error:
         raise WriteFailed(
-            f"cannot rename {path} to {place.name}: {error.strerror or error}; move it away, then "
-            "run the same command again"
+            f"cannot rename {shown(path)} to {place.name}: {error.strerror or error}; move it "
+            "away, then run the same command again"
         ) from error
 
 
@@ -205,6 +268,6 @@ def sync(path: Path) -> None:
 def write_failure(path: Path, reason: str) -> WriteFailed:
     """What is raised where a file could not be written."""
     return WriteFailed(
-        f"cannot write {path}: {reason}; free some space or fix its permissions, then run the "
-        "same command again"
+        f"cannot write {shown(path)}: {reason}; free some space or fix its permissions, then run "
+        "the same command again"
     )

@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from farspan.durable import digest
+from farspan.train.config import Decay
 from tests.train.test_interrupt import same_weights
 from tests.train.tiny import STEPS, Quiet, fit, tiny_run
 
@@ -42,7 +43,7 @@ def test_the_model_names_the_checkpoint_it_was_made_of(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path
     source = json.loads((tmp_path / "run" / "model" / "farspan.json").read_text())
     name = f"step-{STEPS:08d}"
-    manifest = (tmp_path / "run" / "checkpoints" / name / "manifest.json").read_bytes()
+    manifest = (tmp_path / "run" / "checkpoints" / name / "checkpoint.json").read_bytes()
     files = source.pop("files")
     assert files.keys() == {"model.safetensors", "config.json"}
     assert source == {"checkpoint": name, "manifest_sha256": sha256(manifest).hexdigest()}
@@ -97,10 +98,35 @@ def test_a_damaged_model_is_exported_again(tmp_path: Path, how: str) -> None:
     fit(run, reporter=quiet)
     said = "is gone" if how == "gone" else "has changed since it was exported"
     assert (
-        sum(f"{victim.name} {said}; its folder is now model.changed" in n for n in quiet.notes) == 1
+        sum(f"{victim.name} {said}; its folder is now model.set-aside" in n for n in quiet.notes)
+        == 1
     )
     for name in ("config.json", "model.safetensors", "farspan.json"):
         assert digest(model / name) == digest(tmp_path / "whole" / "model" / name)
-    assert (model.parent / "model.changed" / victim.name).exists() == (how != "gone")
+    assert (model.parent / "model.set-aside" / victim.name).exists() == (how != "gone")
     fit(run)
     same_weights(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.parametrize("when", ["first", "longer"])
+def test_what_somebody_put_into_the_models_folder_stays(tmp_path: Path, when: str) -> None:
+    """While the run went on, whose model takes the place of the folder in the end."""
+    run = tiny_run(tmp_path)
+    model = tmp_path / "run" / "model"
+    if when == "longer":
+        run = replace(run, optimizer=replace(run.optimizer, decay=Decay.CONSTANT))
+        fit(run)
+        run = replace(run, steps=STEPS + 1)
+
+    def put(*_: object) -> None:
+        model.mkdir(exist_ok=True)
+        (model / "notes.txt").write_text("mine")
+
+    quiet = Quiet()
+    fit(run, put, reporter=quiet)
+    assert (tmp_path / "run" / "model.set-aside" / "notes.txt").read_text() == "mine"
+    assert load_file(model / "model.safetensors")
+    assert not (model / "notes.txt").exists()
+    assert any(
+        "notes.txt, which farspan did not write: what was there is" in n for n in quiet.notes
+    )

@@ -1,8 +1,6 @@
 """What cannot be read is named, passed over and kept: it may be whole."""
 
 import errno
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,24 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from farspan.checkpoint import local as checkpoint
-from farspan.checkpoint.local import ReplicatedSaver, Saver, ShardedSaver
-from farspan.distributed.fsdp import whole_placement
+from farspan.checkpoint import format as checkpoint_format
+from farspan.checkpoint.format import LIST
+from farspan.checkpoint.saver import Saver, entries_of, model_tensors
 from farspan.durable import WriteFailed
 from farspan.spec import UnsupportedError
-from farspan.train.run_folder import capture_rng
-from tests.checkpoint.test_local import (
-    RUN,
-    WORLD,
-    equal,
-    live,
-    names,
-    resume,
-    save,
-    state_of,
-    sum_again,
-    truncate,
-)
+from tests.checkpoint.saved import ALONE, RANK_0, relist, restate, truncate
+from tests.checkpoint.test_saver import RUN, equal, live, names, resume, save
 
 
 @contextmanager
@@ -55,7 +42,7 @@ def public() -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("name", "inside"),
-    [("model.safetensors", True), ("manifest.json", True), ("state.json", True), (".", False)],
+    [(RANK_0, True), (LIST, True), (".", False)],
 )
 def test_a_checkpoint_that_may_not_be_read_is_passed_over(
     public: Path, name: str, inside: bool
@@ -76,31 +63,28 @@ def test_a_checkpoint_that_may_not_be_read_is_passed_over(
     )
 
 
-def replicated() -> ReplicatedSaver:
-    model = torch.nn.Linear(3, 2)
-    return ReplicatedSaver(model, {"step/w": torch.tensor(1.0)}, WORLD)
+def replicated() -> Saver:
+    tensors = model_tensors(torch.nn.Linear(3, 2))
+    return Saver(entries_of(tensors, {"step/w": torch.tensor(1.0)}), ALONE)
 
 
-def sharded() -> ShardedSaver:
-    model = torch.nn.Linear(3, 2)
-    weights = dict(model.named_parameters())
-    places = {name: whole_placement(w.shape) for name, w in weights.items()}
-    sharded_model: Any = None  # only to export
-    return ShardedSaver(model, sharded_model, weights, places, {"step/w": torch.tensor(1.0)}, WORLD)
+def sharded() -> Saver:
+    tensors = model_tensors(torch.nn.Linear(3, 2))
+    return Saver(entries_of(tensors, {"step/w": torch.tensor(1.0)}), ALONE, lambda: None)
 
 
 @contextmanager
-def unreadable(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[None]:
-    """The disk does not give its bytes back, for a while."""
-    own = hashlib.file_digest
+def unreadable(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> Iterator[None]:
+    """The disk does not give their bytes back, for a while."""
+    own = checkpoint_format._WantedBox._read
 
-    def fail(file: Any, kind: str) -> Any:
-        if file.name == str(path):
+    def fail(reading: checkpoint_format._WantedBox, file: Any, memory: memoryview) -> bool:
+        if Path(file.name) in paths:
             raise OSError(errno.EIO, "Input/output error")
-        return own(file, kind)
+        return own(reading, file, memory)
 
     with monkeypatch.context() as patch:
-        patch.setattr(hashlib, "file_digest", fail)
+        patch.setattr(checkpoint_format._WantedBox, "_read", fail)
         yield
 
 
@@ -111,16 +95,14 @@ def test_what_could_not_be_read_is_not_deleted(
     """Neither as later than a save, nor as too old, nor when its step is saved again."""
 
     def step(saver: Saver, number: int) -> None:
-        saver.save(tmp_path, capture_rng(), state_of(number), step=number, keep=1)
+        save(tmp_path, number, keep=1, saver=saver)
 
     for number in (4, 5, 7):
-        make().save(tmp_path, capture_rng(), state_of(number), step=number, keep=9)
+        save(tmp_path, number, keep=9, saver=make())
     (tmp_path / "step-00000005" / "mine").write_text("x")
     saver, warnings = make(), list[str]()
-    with (
-        unreadable(monkeypatch, tmp_path / "step-00000005" / "state.json"),
-        unreadable(monkeypatch, tmp_path / "step-00000007" / "state.json"),
-    ):
+    lost = [tmp_path / f"step-0000000{n}" / RANK_0 for n in (5, 7)]
+    with unreadable(monkeypatch, *lost):
         restored = saver.resume(tmp_path, RUN, warnings.append)
     assert restored is not None
     assert restored.at.step == 4
@@ -148,27 +130,20 @@ def test_of_what_this_run_passed_over_only_the_damaged_is_replaced(tmp_path: Pat
     save_linear(tmp_path, 3).rename(tmp_path / "renamed")
     for number in (4, 5, 6, 8):
         save_linear(tmp_path, number)
-    truncate(tmp_path / "step-00000005" / "model.safetensors")
-    change_state(tmp_path / "step-00000006", run="other")
+    truncate(tmp_path / "step-00000005" / RANK_0)
+    restate(run="other")(tmp_path / "step-00000006" / LIST)
     (tmp_path / "renamed").rename(tmp_path / "step-00000007")
-    change_state(tmp_path / "step-00000008", format=2)
+    relist(tmp_path / "step-00000008", lambda listed: listed.update(format=3))
     saver, warnings = replicated(), list[str]()
     saver.resume(tmp_path, RUN, warnings.append)
     assert ["is kept" in text for text in warnings] == [True, True, True, False]
-    saver.save(tmp_path, capture_rng(), state_of(4), step=4, keep=1)
+    save(tmp_path, 4, keep=1, saver=saver)
     assert names(tmp_path) == [f"step-0000000{n}" for n in (4, 6, 7, 8)]
 
 
 def save_linear(folder: Path, step: int) -> Path:
     """Of the model of `replicated`."""
-    replicated().save(folder, capture_rng(), state_of(step), step=step, keep=9)
-    return folder / checkpoint.folder_name(step)
-
-
-def change_state(path: Path, **changed: Any) -> None:
-    state = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps(state | changed))
-    sum_again(path / "state.json")
+    return save(folder, step, keep=9, saver=replicated())
 
 
 def test_an_old_one_that_cannot_be_removed_is_named(
@@ -208,7 +183,7 @@ def test_what_may_not_be_searched_is_not_taken_for_nothing(public: Path, folder:
     assert older.exists()
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors"])
+@pytest.mark.parametrize("name", [LIST, RANK_0])
 def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
     save(tmp_path, 4)
     path = save(tmp_path, 5) / name
@@ -234,7 +209,7 @@ def test_a_file_that_the_disk_does_not_give_back_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 4)
-    path = save(tmp_path, 5) / "model.safetensors"
+    path = save(tmp_path, 5) / RANK_0
     with unreadable(monkeypatch, path):
         step, _, (warning,) = resume(tmp_path)
     assert step == 4

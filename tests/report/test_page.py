@@ -2,16 +2,18 @@
 
 import errno
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from farspan.durable import write_output
 from farspan.formatting import write_bytes, write_seconds
 from farspan.planner.remedies import part_words
 from farspan.planner.request import Plan
-from farspan.report.page import POLICY, html_page, page_json, write_page
+from farspan.report.page import POLICY, html_page, page_json
 from farspan.report.plan_page import PageOf, plan_page, step_json
 from farspan.spec import UnsupportedError
 from tests.report.browser import SCHEMES, WIDTHS, Browser
@@ -37,7 +39,7 @@ def plans() -> list[Plan]:
 @pytest.fixture(scope="module")
 def page(plans: list[Plan], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "plan.html"
-    write_page(path, plan_page(PageOf(plans, command="farspan plan --model <any>")))
+    write_output(path, plan_page(PageOf(plans, command="farspan plan --model <any>")), "html")
     return path
 
 
@@ -71,32 +73,31 @@ def test_numbers_that_are_none_are_left_out() -> None:
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"html: .*plan\.html cannot be written"):
-        write_page(tmp_path / "none" / "plan.html", "")
+        write_output(tmp_path / "none" / "plan.html", "", "html")
 
 
 def test_a_page_stays_until_another_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "plan.html"
-    write_page(path, "first")
+    write_output(path, "first", "html")
 
-    def full(self: Path, _: bytes) -> int:
-        self.touch()
+    def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
+        patch.setattr(os, "fsync", full)
         with pytest.raises(UnsupportedError, match=r"plan\.html cannot be written: No space left"):
-            write_page(path, "second")
+            write_output(path, "second", "html")
     assert path.read_text() == "first"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_any_name_of_a_file_can_be_written(tmp_path: Path) -> None:
     """Those that are no Unicode, too; and a pipe is a file to write to."""
-    write_page(tmp_path / "plan.html", html_page("\udcff", {"name": "\ud800"}, "plan.js"))
+    write_output(tmp_path / "plan.html", html_page("\udcff", {"name": "\ud800"}, "plan.js"), "html")
     assert data_of((tmp_path / "plan.html").read_text()) == {"name": "?"}
-    write_page(Path("/dev/null"), "page")
+    write_output(Path("/dev/null"), "page", "html")
     assert Path("/dev/null").is_char_device()
 
 
@@ -257,7 +258,7 @@ def test_what_a_page_does_wrong_is_noticed(browser: Browser, tmp_path: Path) -> 
 
 
 def test_data_that_a_page_does_not_know_are_told(browser: Browser, tmp_path: Path) -> None:
-    write_page(tmp_path / "plan.html", html_page("A plan", {"plans": 3}, "plan.js"))
+    write_output(tmp_path / "plan.html", html_page("A plan", {"plans": 3}, "plan.js"), "html")
     with browser.opened(tmp_path / "plan.html") as opened:
         shown = opened.page.locator("main").inner_text()
         assert shown.startswith("This page cannot be drawn: its data are not of the kind")

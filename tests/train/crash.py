@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from farspan import durable
+from farspan.checkpoint import format as checkpoint_format
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, RunConfig, StatesPlace
 from farspan.train.optimizer import TrainingOptimizer
 from farspan.train.staged_states import ScratchFile
@@ -90,7 +89,11 @@ class Fuse:
             (os, "fsync", self.before("sync", os.fsync)),
             (os, "replace", self.before("rename", os.replace)),
             (shutil, "rmtree", self.halfway("remove", shutil.rmtree, 0, remove_half)),
-            (durable, "save_file", self.halfway("tensors", save_file, 1, write_half)),
+            (
+                checkpoint_format,
+                "_write",
+                self.halfway("tensors", checkpoint_format._write, 0, write_half),
+            ),
             (ScratchFile, "_move", self.before("drive", ScratchFile._move)),
         )
         for module, name, function in patches:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from farspan import durable
+from farspan.checkpoint import format as checkpoint_format
 from farspan.cli import main
 from farspan.train import trainer as loop
 from farspan.train.config import RunConfig
@@ -48,24 +47,24 @@ def faulty_components(accumulate: int, fault: str) -> Components:
 def fit(run: RunConfig, fault: str) -> str:
     """A rank of a run, and the step that it has come to."""
     if fault == "killed while saving" and os.environ["RANK"] == "0":
-        vars(durable)["save_file"] = killed_halfway(2)  # of one file a checkpoint
+        vars(checkpoint_format)["_write"] = killed_halfway(2)  # of one file a checkpoint
     return str(
         loop.train(run, components=faulty_components(run.accumulate, fault), reporter=Quiet()).step
     )
 
 
 def killed_halfway(call: int) -> Callable[..., Any]:
-    """In place of `save_file`: at the `call`-th, half a file is written by a process that dies."""
-    calls = [0]
+    """In place of `_write`: at the `call`-th, half a file is written by a process that dies."""
+    write, calls = checkpoint_format._write, [0]
 
-    def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def halfway(path: Path, *rest: Any) -> Any:
         calls[0] += 1
         if calls[0] == call:
             write_half(path)
             happen("killed")
-        save_file(tensors, path)
+        return write(path, *rest)
 
-    return save
+    return halfway
 
 
 def first_attempt_fails() -> None:

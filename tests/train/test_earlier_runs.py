@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from farspan.checkpoint.local import list_checkpoints
+from farspan.checkpoint.saver import list_checkpoints
 from farspan.data.config import DataConfig, SourceKind
 from farspan.program.layout import Parallel
 from farspan.spec import MEAN, Sparse

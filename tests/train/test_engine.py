@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from farspan.cli.train import default_run
 from farspan.engine.loss import trained_token_count
@@ -22,6 +21,7 @@ from farspan.train.trainer import train
 from farspan.train.yaml_config import to_mapping
 from tests.grids import part_of
 from tests.numerics import assert_exact
+from tests.train.test_interrupt import same_weights
 from tests.train.tiny import MODEL, STEPS, Quiet, count_trained, fit, replaced, tiny_run
 
 SCHEDULE = ScheduleConfig(strategy="grouped", chunk=16, groups=1)
@@ -84,10 +84,7 @@ def test_a_step_of_the_engine_is_abandoned_and_made_up_for(tmp_path: Path, cells
     run = tiny_run(tmp_path, schedule=SCHEDULE)
     assert interrupted(run, cells).exit_code == 128 + signal.SIGTERM
     assert train(run, reporter=Quiet()).step == STEPS
-    for name in ("model/model.safetensors", "checkpoints/step-00000005/optimizer.safetensors"):
-        ours, theirs = load_file(tmp_path / "run" / name), load_file(tmp_path / "whole" / name)
-        for key, tensor in ours.items():
-            assert torch.equal(tensor, theirs[key]), key
+    same_weights(tmp_path / "run", tmp_path / "whole")
 
 
 def interrupted(run: RunConfig, cells: int) -> TrainingResult:

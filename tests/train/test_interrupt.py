@@ -16,6 +16,7 @@ from farspan.data.config import DataConfig, SourceKind, WeightedSource
 from farspan.spec import UnsupportedError
 from farspan.train.config import Decay, ModelConfig, OptimizerConfig
 from farspan.train.console import Interrupt, Interrupted
+from tests.checkpoint.saved import saved_tensors
 from tests.grids import crossed
 from tests.train.tiny import (
     MODEL,
@@ -97,11 +98,19 @@ def test_random_numbers_of_an_abandoned_step_are_drawn_again(
 
 
 def same_weights(first: Path, second: Path) -> None:
-    for name in ("model/model.safetensors", "checkpoints/step-00000005/optimizer.safetensors"):
-        ours, theirs = load_file(first / name), load_file(second / name)
+    for read in (weights_of, states_of):
+        ours, theirs = read(first), read(second)
         assert ours.keys() == theirs.keys()
         for key in ours:
             assert torch.equal(ours[key], theirs[key]), key
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def states_of(folder: Path) -> dict[str, torch.Tensor]:
+    return saved_tensors(folder / "checkpoints" / "step-00000005", "optimizer/")
 
 
 def same_metrics(first: Path, second: Path) -> None:

@@ -1,7 +1,9 @@
 """What a run keeps and when it ends: early stopping, the best checkpoint, callbacks."""
 
 import json
-from collections.abc import Mapping
+import shutil
+import signal
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import farspan
-from farspan.checkpoint.local import list_checkpoints
+from farspan.checkpoint.saver import list_checkpoints
 from farspan.distributed.failure import RankFailed
 from farspan.distributed.run_context import DistributedContext
 from farspan.program.layout import Parallel
@@ -25,6 +27,7 @@ from farspan.train.config import (
     ScheduleConfig,
     StatesPlace,
 )
+from farspan.train.console import Interrupted
 from farspan.train.loggers import Callback, Callbacks
 from farspan.train.step_runner import TrainingResult
 from farspan.train.trainer import TrainingLoop, train
@@ -220,12 +223,60 @@ def test_a_best_one_that_is_damaged_is_named(tmp_path: Path) -> None:
     run = best_run(tmp_path)
     fit(run)
     path = Path(run.folder) / "checkpoints" / "step-00000004"
-    (path / "optimizer.safetensors").write_bytes(b"damaged")
+    (path / "rank-00000.safetensors").write_bytes(b"damaged")
     (Path(run.folder) / "model" / "farspan.json").write_text("{}")
     with pytest.raises(UnsupportedError, match=r"step-00000004.* move it away, and the same comm"):
         fit(run)
     path.rename(path.with_name("step-00000004-damaged"))
     assert fit(run).best == 8
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_kill_before_an_old_one_is_removed_leaves_no_more(tmp_path: Path, over: bool) -> None:
+    """Also of a run that had come to its end, which takes no step."""
+    run = a_run(tmp_path)
+    if over:
+        fit(run)
+    else:
+        with pytest.raises(Stopped):
+            fit(run, reporter=Stopping(7))
+    last = "step-00000008" if over else "step-00000006"
+    folder = Path(run.folder) / "checkpoints"
+    shutil.copytree(folder / last, folder / "step-00000003")
+    seen: list[list[str]] = []
+    fit(run, reporter=Watching(lambda: seen.append(saved(run))))
+    assert seen == ([] if over else [["06"]])
+    assert saved(run) == ["08"]
+
+
+class Watching(Quiet):
+    """Calls something when the steps begin."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__()
+        self._call = call
+
+    def start(self, *_: Any) -> None:
+        self._call()
+
+
+def test_what_is_the_best_only_after_a_signal_leaves_no_more(tmp_path: Path) -> None:
+    """It came in the evaluation, whose step was saved without its loss."""
+    run = replace(best_run(tmp_path), steps=4)
+    whole = TrainingLoop._heldout
+
+    def told(self: TrainingLoop, *arguments: Any) -> dict[str, float]:
+        if self.at.step == 4 and not seen:
+            seen.append(1)
+            raise Interrupted(signal.SIGTERM)
+        return whole(self, *arguments)
+
+    seen: list[int] = []
+    TrainingLoop._heldout = told  # type: ignore[method-assign,assignment]
+    fit(run)
+    assert saved(run) == ["02", "04"]  # that of step 2 is the best so far
+    result = fit(run)
+    assert (result.best, saved(run)) == (4, ["04"])
 
 
 def on_ranks(run: RunConfig) -> None:
@@ -281,7 +332,7 @@ class Told(Callback):
         return self._hear(f"evaluation {metrics['step']}")
 
     def on_checkpoint(self, path: Path) -> Any:
-        assert (path / "state.json").is_file()
+        assert (path / "checkpoint.json").is_file()
         return self._hear(f"checkpoint {int(path.name[5:])}")
 
     def on_end(self, result: TrainingResult) -> None:

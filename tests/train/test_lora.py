@@ -28,6 +28,7 @@ from farspan.train.config import (
     load_run,
 )
 from farspan.train.trainer import train
+from tests.checkpoint.saved import saved_tensors
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.test_ranks import WIDE
@@ -70,7 +71,7 @@ def test_peft_loads_what_was_trained(tmp_path: Path) -> None:
     assert result.message == f"4 steps done; the adapters are in {run.folder}/model"
     ours = load_model(path=str(run.model.path), dtype=torch.float64)
     add_adapters(ours, rank=4, alpha=8.0)
-    saved = load_file(tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors")
+    saved = saved_tensors(tmp_path / "run" / "checkpoints" / "step-00000004", "model/")
     assert saved
     assert all(".lora_" in name for name in saved)  # the frozen weights are not in it
     assert not ours.load_state_dict(saved, strict=False).unexpected_keys
@@ -94,7 +95,7 @@ def test_a_run_is_merged_into_a_model(
     fit_all([run])
     ours = load_model(path=str(run.model.path), dtype=torch.float64, overrides=rope)
     add_adapters(ours, rank=4, alpha=8.0)
-    saved = load_file(tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors")
+    saved = saved_tensors(tmp_path / "run" / "checkpoints" / "step-00000004", "model/")
     ours.load_state_dict(saved, strict=False)
     out = str(tmp_path / "out")
     monkeypatch.setattr("sys.argv", ["farspan", "merge", run.folder, "-o", out])
@@ -198,8 +199,7 @@ def test_two_ranks_train_the_adapters_of_one(tmp_path: Path, names: tuple[str, .
     fit_all([alone])
     run_ranks(2, fit_all, shared)
     expected = adapters_of(alone)
-    listed = tmp_path / "fsdp" / "checkpoints" / "step-00000002" / "tensors.json"
-    saved = [name for name in json.loads(listed.read_text())["tensors"] if name[:6] == "model/"]
+    saved = saved_tensors(tmp_path / "fsdp" / "checkpoints" / "step-00000002", "model/")
     assert len(saved) == len(expected)
     assert all(".lora_" in name for name in saved)
     for run in shared:

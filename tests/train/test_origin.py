@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from farspan.checkpoint.distributed import entries_of, save_sharded
-from farspan.checkpoint.local import MODEL, OPTIMIZER, read_rng
-from farspan.distributed.run_context import DistributedContext
-from farspan.durable import read_json
+from farspan.checkpoint.format import save_entries
+from farspan.distributed.fsdp import placement_along, whole_placement
+from farspan.distributed.run_context import DistributedContext, launch_env
 from farspan.program.layout import Auto
 from farspan.spec import UnsupportedError
 from farspan.train.config import (
@@ -26,6 +25,7 @@ from farspan.train.config import (
     StartConfig,
 )
 from farspan.train.trainer import train
+from tests.checkpoint.saved import opened, saved_tensors
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.test_loop import metrics, weights
@@ -150,21 +150,23 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     run = first(tmp_path)
-    (Path(run.folder) / "checkpoints/step-00000005/model.safetensors").write_bytes(b"")
+    (Path(run.folder) / "checkpoints/step-00000005/rank-00000.safetensors").write_bytes(b"")
     told = Quiet()
     fit(second(run), reporter=told)
     assert any("begins with the weights of" in n and "step-00000004" in n for n in told.notes)
 
 
-def of_ranks(checkpoint: Path, to: Path) -> Path:
-    """The same checkpoint as ranks write it."""
-    state = read_json(checkpoint / "state.json")
-    assert state is not None
-    entries = entries_of(load_file(checkpoint / MODEL), load_file(checkpoint / OPTIMIZER))
-    to.parent.mkdir(parents=True)
-    world = DistributedContext(torch.device("cpu"))
-    save_sharded(to, entries, read_rng(checkpoint), state, world)
-    return to
+def write_halves(checkpoint: Path, to: Path) -> None:
+    """The same checkpoint, of which each of two ranks has half of the rows."""
+    rank, entries = torch.distributed.get_rank(), {}
+    for name, tensor in saved_tensors(checkpoint).items():
+        place, cut = whole_placement(tensor.shape), len(tensor) // 2 if tensor.ndim else 0
+        if cut and not name.startswith("rng/"):
+            rows = (cut, len(tensor)) if rank else (0, cut)
+            place, tensor = placement_along(tensor.shape, 0, [rows]), tensor[slice(*rows)]
+        entries[name] = tensor, place
+    world = DistributedContext(torch.device("cpu"), launch_env())
+    save_entries(to, entries, opened(checkpoint).state, world)
 
 
 @pytest.mark.parametrize("states", [False, True])
@@ -172,7 +174,9 @@ def test_a_checkpoint_of_ranks_is_begun_from_like_any(tmp_path: Path, states: bo
     run = first(tmp_path)
     path = Path(run.folder) / "checkpoints" / "step-00000004"
     fit(plain := replace(second(run, str(path), states), folder=str(tmp_path / "plain")))
-    there = of_ranks(path, tmp_path / "ranks" / "checkpoints" / path.name)
+    there = tmp_path / "ranks" / "checkpoints" / path.name
+    there.parent.mkdir(parents=True)
+    run_ranks(2, write_halves, path, there)
     fit(other := second(run, str(there), states))
     assert losses(other) == losses(plain) != []
     wide = ModelConfig(config={**TINY, "intermediate_size": 40})

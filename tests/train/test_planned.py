@@ -1,6 +1,7 @@
 """`strategy: auto`: the planner chooses, is told of shortages, and is held to what it said."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from farspan.data.tokenizers import BYTES
 from farspan.engine.runner import Progress
 from farspan.engine.step import Step
 from farspan.engine.tiers import Arena
+from farspan.hf import load as load_module
 from farspan.hf.load import load_model
 from farspan.memory.host import TooLarge
 from farspan.planner.evaluate import evaluate
@@ -284,6 +288,42 @@ def test_a_run_that_goes_on_keeps_its_plan(tmp_path: Path) -> None:
     train(run, components=planned_components((SMALL,)), reporter=quiet)
     assert any("chunk 16" in note and "(as planned before)" in note for note in quiet.notes)
     same_weights(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_start_plans_once_and_loads_a_model_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on does not search again; its configuration is read once for the model
+    without weights, in which all is checked, and once for the model."""
+    load_model(config=MODEL, dtype=torch.float32, seed=1).save_pretrained(tmp_path / "base")
+    model = ModelConfig(path=str(tmp_path / "base"))
+    run = tiny_run(tmp_path, schedule=AUTO, model=model)
+    run = replace(run, data=replace(run.data, tokenizer=BYTES))
+    asked: list[Question] = []
+    read: list[str] = []
+    monkeypatch.setattr(
+        load_module, "_config_at", noted(read, "configuration", load_module._config_at)
+    )
+    loaded = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        PreTrainedModel, "from_pretrained", classmethod(noted(read, "weights", loaded))
+    )
+    components = planned_components(SCHEDULES, asked=asked)
+    expected = ["configuration", "configuration", "weights"]
+    with pytest.raises(Stopped):
+        train(run, components=components, reporter=Stopping(3))
+    assert (len(asked), sorted(read)) == (1, expected)
+    read.clear()
+    train(run, components=components, reporter=Quiet())
+    assert (len(asked), sorted(read)) == (1, expected)
+
+
+def noted(seen: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        seen.append(name)
+        return function(*arguments, **named)
+
+    return call
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"machine": "other"}', '{"machine": "stand-in"}'])

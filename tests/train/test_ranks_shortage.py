@@ -188,7 +188,7 @@ def events(run: RunConfig) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("farspan.train.step_runner.clear_up", lambda _: seen.append("clears"))
         # What the ranks say of the folder, before any step, is not counted.
-        patch.setattr("farspan.checkpoint.local.refuse_apart", lambda *_: None)
+        patch.setattr("farspan.checkpoint.saver.refuse_apart", lambda *_: None)
 
         def told(world: DistributedContext, found: Any) -> Any:
             seen.append("tells")

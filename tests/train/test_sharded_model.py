@@ -14,9 +14,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from farspan.checkpoint.distributed import is_of_ranks, load_entries, read_shapes
 from farspan.data.tokenizers import BYTES
-from farspan.distributed.fsdp import gradient_dtype, local, whole_placement
+from farspan.distributed.fsdp import gradient_dtype, local
 from farspan.hf.load import load_model
 from farspan.planner.request import Question
 from farspan.program.layout import Auto, Layout, Parallel
@@ -35,6 +34,7 @@ from farspan.train.config import (
     StatesPlace,
 )
 from farspan.train.context import RunContext
+from tests.checkpoint.saved import saved_tensors
 from tests.numerics import EXACT, relative_error
 from tests.ranks import run_ranks
 from tests.train.fused import Moment, components_with
@@ -84,15 +84,9 @@ def model_of(run: RunConfig) -> dict[str, torch.Tensor]:
 
 
 def states_of(run: RunConfig) -> dict[str, torch.Tensor]:
-    """Whole, by whichever kind of run they were written."""
+    """Whole, whoever wrote them."""
     path = Path(run.folder) / f"checkpoints/step-{run.steps:08d}"
-    if not is_of_ranks(path):
-        return load_file(path / "optimizer.safetensors")
-    forms = {name: form for name, form in read_shapes(path).items() if "optimizer/" in name}
-    found = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in forms.items()}
-    entries = {name: (tensor, whole_placement(tensor.shape)) for name, tensor in found.items()}
-    load_entries(path, entries, unread=("model/", "rng/"))
-    return {name.removeprefix("optimizer/"): tensor for name, tensor in found.items()}
+    return saved_tensors(path, "optimizer/")
 
 
 def same_run(run: RunConfig, other: RunConfig) -> None:

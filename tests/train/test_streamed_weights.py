@@ -407,7 +407,8 @@ def test_everything_refers_to_the_weights_where_they_lie(tmp_path: Path) -> None
     steps = [ctx.make_step(STREAMED.apply(ctx.components.strategy("grouped", 2, 48))) for _ in "12"]
     assert all(step.weights is ctx.weights for step in steps)  # type: ignore[attr-defined]
     assert storages(ctx.model.parameters()) == {slab}
-    assert storages(ctx.saver()._live.model.values()) == {slab}  # type: ignore[attr-defined]
+    entries = ctx.saver()._entries.items()
+    assert storages(t for name, (t, _) in entries if name.startswith("model/")) == {slab}
 
 
 def test_a_device_apart_is_given_nothing_but_steps(tmp_path: Path) -> None:
@@ -423,9 +424,9 @@ def test_a_device_apart_is_given_nothing_but_steps(tmp_path: Path) -> None:
     assert [x.work.parameters for x in described.layers] == [
         x.work.parameters for x in known.layers
     ]
-    live = ctx.saver()._live  # type: ignore[attr-defined]
-    kept = (*ctx.model.parameters(), *ctx.model.buffers(), *live.model.values())
-    assert {t.device.type for t in (*kept, *live.optimizer.values())} == {"cpu"}
+    saved = (tensor for tensor, _ in ctx.saver()._entries.values())
+    kept = (*ctx.model.parameters(), *ctx.model.buffers(), *saved)
+    assert {t.device.type for t in kept} == {"cpu"}
     held, weights = ctx.optimizer.held(), ctx.weights.nbytes
     assert ctx.held_bytes() == ctx.touched_bytes().device == held.device == 0
     assert ctx.touched_bytes().host == held.host + sum(p.nbytes for p in ctx.model.parameters())

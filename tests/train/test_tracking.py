@@ -24,6 +24,7 @@ from farspan.train import loggers as trackers
 from farspan.train import loggers as tracking
 from farspan.train.config import ReportTo, RunConfig, SparseConfig, load_run
 from farspan.train.loggers import charts
+from farspan.train.run_folder import RunFolder
 from farspan.train.yaml_config import build, to_mapping
 from tests.test_layering import PACKAGE
 from tests.train.tiny import STEPS, Hook, Quiet, Stopped, Stopping, TinyStep, fit, tiny_run
@@ -106,7 +107,7 @@ def test_tensorboard_has_the_run_file_as_text(tmp_path: Path) -> None:
 
 def test_a_killed_process_leaves_no_gap(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    tracker = trackers.TensorBoardLogger(run)
+    tracker = trackers.TensorBoardLogger(run, RunFolder(run))
     tracker.open(0)
     tracker.log(1, {"train/loss": 2.0})
     assert points(run, "train/loss") == [(1, 2.0)]
@@ -167,7 +168,7 @@ def full() -> None:
 
 
 def reported(tmp_path: Path, tracker: Faulty, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    monkeypatch.setitem(trackers.KINDS, TENSORBOARD, lambda _: tracker)
+    monkeypatch.setitem(trackers.KINDS, TENSORBOARD, lambda *_: tracker)
     return tiny_run(tmp_path, report_to=TENSORBOARD)
 
 
@@ -391,7 +392,7 @@ def asked_of(wandb: Any, run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> dic
         patched.setattr(wandb, "Settings", lambda **given: made.update(given))
         patched.setattr(wandb, "init", lambda **_: None)
         with pytest.raises(AttributeError):  # None is no run
-            trackers.WandbLogger(run).open(0)
+            trackers.WandbLogger(run, RunFolder(run)).open(0)
     return made
 
 
@@ -469,8 +470,8 @@ def test_another_run_or_project_is_another_for_trackio(
     run = tiny_run(tmp_path)
     Path(run.folder).mkdir()
     for one in (run, replace(run, device="cpu"), replace(run, seed=1)):
-        trackers.TrackioLogger(one).open(0)
+        trackers.TrackioLogger(one, RunFolder(one)).open(0)
     assert len(of_trackio.runs) == 2
     monkeypatch.setenv("TRACKIO_PROJECT", "of-the-user")
-    assert "of-the-user" in trackers.TrackioLogger(run).open(0)
+    assert "of-the-user" in trackers.TrackioLogger(run, RunFolder(run)).open(0)
     assert [project for project, _ in of_trackio.runs] == ["farspan", "farspan", "of-the-user"]

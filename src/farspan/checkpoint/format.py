@@ -1,46 +1,104 @@
-"""The files of a sharded checkpoint: its list of tensors, verified, and the planners that read and
-write boxes of tensors.
+"""The files of a checkpoint, which any number of ranks writes and any other number reads.
+
+    step-00000120/rank-00000.safetensors   boxes of tensors, named `tensor@offset,offset`
+                  rank-00001.safetensors
+                  checkpoint.json          where training stands; each tensor's dtype, shape and
+                                           boxes; where each box lies, and its XXH3
+
+A run of one process is a world of one rank. Boxes are of at most 64 MiB where rows allow, so that a
+rank of another layout reads little more than its part, and each is hashed in the same pass that
+writes or reads it. The digests find damage; they keep no stranger out, but nothing that is read is
+ever run. The folder is written under another name and gets its own when every rank's files are on
+the disk: a rank that dies before leaves what was there.
 """
 
 import json
 import os
+import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any
+from threading import local
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from farspan.distributed.fsdp import ShardPlacement, ShardRegion
-from farspan.durable import digest
+from farspan.distributed.run_context import DistributedContext
+from farspan.durable import PARTIAL, WriteFailed, publish, write_bytes, write_failure
 from farspan.spec import UnsupportedError
+
+T = TypeVar("T")
+
+FORMAT = 2
+LIST = "checkpoint.json"
+BOX_BYTES = 2**26  # of which rows are put together in a box
+BLOCK = 2**20  # bytes that are hashed while they are in the processor's caches
+THREADS = 8  # that read boxes: a drive has more to give than one core takes
+MOST_ELEMENTS = 2**56  # of a tensor: with 8 bytes each its size is a number of 64 bits
+
+# Torch's dtypes as safetensors names them.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# A rank's tensor, live, and where it lies in the whole.
+Entries = Mapping[str, tuple[Tensor, ShardPlacement]]
 
 
 class NotDamaged(UnsupportedError):
     """Why a checkpoint cannot be used here and now, although it may well be whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBox:
+    """A part of a tensor, and where its bytes are. `xxh3` is None where its file was verified."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    xxh3: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A whole tensor, which its boxes fill."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: tuple[SavedBox, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """What a checkpoint's list says."""
+
+    path: Path
+    list: str  # name of its file
+    state: dict[str, Any]
+    tensors: dict[str, SavedTensor]
 
 
 def expect_json(path: Path) -> dict[str, Any]:
@@ -83,306 +141,391 @@ def open_tensors(path: Path) -> Iterator[Any]:
         raise UnsupportedError(f"{path}: not a safetensors file: {error}") from error
 
 
-# A rank's tensor, live, and where it lies in the whole.
-Entries = Mapping[str, tuple[Tensor, ShardPlacement]]
+def together(world: DistributedContext, work: Callable[[], T]) -> T:
+    """What `work` returns. Raises UnsupportedError on all ranks where it does on one."""
+    found, said = None, None
+    try:
+        found = work()
+    except UnsupportedError as error:
+        said = (isinstance(error, NotDamaged), str(error))
+    for refusal in filter(None, world.all_gather(said)):
+        raise (NotDamaged if refusal[0] else UnsupportedError)(refusal[1])
+    assert found is not None
+    return found
 
 
-class BoxSavePlanner(DefaultSavePlanner):
-    """Each box is written once, by one of the ranks that have it; together they fill every tensor
-    and do not overlap."""
-
-    def __init__(self, entries: Entries) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._entries = entries
-        self._boxes = boxes_of(entries)
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan([self._item(index) for index in self._boxes])
-
-    def _item(self, index: MetadataIndex) -> WriteItem:
-        tensor, place = self._entries[index.fqn]
-        properties = TensorProperties(dtype=tensor.dtype)
-        data = TensorWriteData(_chunk(self._boxes[index]), properties, torch.Size(place.shape))
-        return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        # Torch looks for overlaps, but not always at what is filled.
-        written = {item.index: item.tensor_data for plan in all_plans for item in plan.items}
-        volumes: dict[str, int] = {}
-        for index, data in written.items():
-            assert data is not None
-            volumes.setdefault(index.fqn, data.size.numel())
-            volumes[index.fqn] -= data.chunk.sizes.numel()
-        for name, missing in volumes.items():
-            if missing:
-                raise ValueError(f"the ranks' parts of {name} do not cover it")
-        return super().create_global_plan(all_plans)
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        tensor, _ = self._entries[write_item.index.fqn]
-        return self._boxes[write_item.index].of(tensor.detach())
+# -- writing ------------------------------------------------------------------------------------
 
 
-class BoxLoadPlanner(LoadPlanner):
-    """Reads, into live tensors, the parts of saved boxes that overlap theirs."""
+def save_entries(
+    path: Path, entries: Entries, state: Mapping[str, Any], world: DistributedContext
+) -> None:
+    """Writes a checkpoint of every rank's `entries` and the first rank's `state` (JSON). `path` is
+    of a file system that all ranks share; what has that name is replaced.
 
-    def __init__(self, entries: Entries, unread: tuple[str, ...]) -> None:
-        """Saved names that start with one of `unread` need not be anybody's."""
-        self._entries = entries
-        self._unread = unread
-        self._boxes = boxes_of(entries)
+    Raises WriteFailed on every rank when it fails on one, which is named; `path` is then as it
+    was. A rank that died is an error of torch's, on the others, within the group's timeout.
+    """
+    unfinished = path.with_name(PARTIAL + path.name)
+    try:
+        world.run_on_rank0(partial(_make, unfinished))
+        boxes, failure = [], None
+        try:
+            boxes = _write(unfinished / f"rank-{world.number:05d}.safetensors", entries, world)
+        except OSError as error:
+            failure = str(error)
+        found = world.all_gather((boxes, failure))
+        for rank, (_, why) in enumerate(found):
+            if why is not None:
+                raise WriteFailed(why if world.size == 1 else f"rank {rank}: {why}")
+        forms = world.all_gather({n: (_word(t.dtype), p.shape) for n, (t, p) in entries.items()})
+        written = [box for boxes, _ in found for box in boxes]
+        world.run_on_rank0(lambda: _finish(unfinished, path, forms, written, state))
+    except BaseException:
+        if world.is_rank0:  # the space is wanted: the disk may be full
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],  # noqa: ARG002
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,  # noqa: ARG002
-    ) -> None:
-        assert metadata is not None
-        self._saved = metadata.state_dict_metadata
 
-    def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
-        for name, (tensor, place) in self._entries.items():
-            self._refuse(name, tensor, place)
-        for index, box in self._boxes.items():
-            saved = self._saved[index.fqn]
-            assert isinstance(saved, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(index.fqn, saved, [_chunk(box)])
-        return LoadPlan(items, planner_data=sorted(self._entries))
+def _make(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise write_failure(folder, error.strerror or str(error)) from error
 
-    def _refuse(self, name: str, tensor: Tensor, place: ShardPlacement) -> None:
-        saved = self._saved.get(name)
-        if 0 in place.shape:
-            return  # nothing of it was saved
-        if not isinstance(saved, TensorStorageMetadata):
-            raise NotDamaged(f"of another model: only the model has {name}")
-        there = saved.properties.dtype, tuple(saved.size)
-        if there != (tensor.dtype, place.shape):
-            raise NotDamaged(
-                f"of another model: {name} is {form_words(*there)}, here "
-                f"{form_words(tensor.dtype, place.shape)}"
-            )
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        wanted = {name for plan in global_plan for name in plan.planner_data}
-        for name in sorted(self._saved.keys() - wanted):
-            if not name.startswith(self._unread):
-                raise NotDamaged(f"of another model: only the checkpoint has {name}")
-        return global_plan
+def _write(path: Path, entries: Entries, world: DistributedContext) -> list[dict[str, Any]]:
+    """Writes this rank's share, and syncs it; its boxes as the list has them."""
+    share = sorted(_share(entries, world), key=lambda one: -entries[one[0]][0].itemsize)
+    sizes = [prod(box.sizes) * entries[name][0].itemsize for name, box in share]
+    starts = list(accumulate(sizes, initial=0))
+    header = {
+        _key(name, box.there): {
+            "dtype": NAMES[entries[name][0].dtype],
+            "shape": box.sizes,
+            "data_offsets": (start, start + size),
+        }
+        for (name, box), start, size in zip(share, starts, sizes, strict=False)
+    }
+    text = json.dumps(header).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    found = []
+    try:
+        # The digest of a box is computed while the system takes its bytes.
+        with path.open("xb") as file, ThreadPoolExecutor(1, "farspan-hash") as pool:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for (name, box), start in zip(share, starts, strict=False):
+                data = _bytes(box.of(entries[name][0].detach()).contiguous().cpu())
+                digest = pool.submit(xxh3_64_hexdigest, data)
+                file.write(data)
+                place = {"file": path.name, "start": 8 + len(text) + start}
+                place["xxh3"] = digest.result()
+                found.append({"name": name, "offset": box.there, "shape": box.sizes, **place})
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise write_failure(path, error.strerror or str(error)) from error
+    return found
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
 
-    def load_bytes(self, *_: Any) -> None:
-        raise AssertionError("a checkpoint holds tensors only")
+def _bytes(tensor: Tensor) -> memoryview:
+    """Of a contiguous tensor in main memory."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        index = read_item.dest_index
-        tensor = self._boxes[index].of(self._entries[index.fqn][0].detach())
-        zeros = (0,) * tensor.ndim
-        return ShardRegion(tuple(read_item.dest_offsets), zeros, tuple(read_item.lengths)).of(
-            tensor
+
+def _share(entries: Entries, world: DistributedContext) -> list[tuple[str, ShardRegion]]:
+    """The boxes that this rank writes: each is written by one of the ranks that have it, and ranks
+    write about as much as each other."""
+    own = {
+        _key(name, box.there): (name, box)
+        for name, (tensor, place) in entries.items()
+        for whole in place.boxes
+        for box in _cut(whole, tensor.itemsize)
+    }
+    holders: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    given = {key: prod(box.sizes) * entries[name][0].itemsize for key, (name, box) in own.items()}
+    everyone = world.all_gather(given)
+    for rank, theirs in enumerate(everyone):
+        sizes |= theirs
+        for key in theirs:
+            holders.setdefault(key, []).append(rank)
+    load, mine = [0] * len(everyone), []
+    for key in sorted(holders, key=lambda key: len(holders[key])):
+        writer = min(holders[key], key=load.__getitem__)
+        load[writer] += sizes[key]
+        if writer == world.number:
+            mine.append(own[key])
+    return mine
+
+
+def _cut(box: ShardRegion, itemsize: int) -> Iterator[ShardRegion]:
+    """The box in parts of whole rows, of at most BOX_BYTES each, or one row."""
+    if not box.sizes:
+        yield box
+        return
+    rows = max(1, BOX_BYTES // (prod(box.sizes[1:]) * itemsize))
+    for at in range(0, box.sizes[0], rows):
+        yield ShardRegion(
+            (box.here[0] + at, *box.here[1:]),
+            (box.there[0] + at, *box.there[1:]),
+            (min(rows, box.sizes[0] - at), *box.sizes[1:]),
         )
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It was read into place."""
 
-
-def fill(boxes: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
-    """Whether boxes lie within a tensor, apart from each other, and fill it."""
-    for index, box in enumerate(boxes):
-        ends = [start + length for start, length in zip(box.offsets, box.sizes, strict=True)]
-        inside = all(a >= 0 and b <= n for a, b, n in zip(box.offsets, ends, size, strict=True))
-        if not inside or any(_overlap(box, other) for other in boxes[:index]):
-            return False
-    return sum(box.sizes.numel() for box in boxes) == size.numel()
-
-
-def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
-    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(a < b + m and b < a + n for a, n, b, m in pairs)
-
-
-def boxes_of(entries: Entries) -> dict[MetadataIndex, ShardRegion]:
-    return {
-        MetadataIndex(name, box.there): box
-        for name, (_, place) in entries.items()
-        for box in place.boxes
+def _finish(
+    unfinished: Path,
+    path: Path,
+    forms: list[dict[str, Any]],
+    written: list[dict[str, Any]],
+    state: Mapping[str, Any],
+) -> None:
+    """Writes the list behind all writes of all ranks, and publishes. Raises WriteFailed."""
+    named = {name: form for own in forms for name, form in own.items()}
+    tensors: dict[str, Any] = {
+        name: {"dtype": dtype, "shape": shape, "boxes": []}
+        for name, (dtype, shape) in named.items()
+        if 0 not in shape
     }
+    for box in written:
+        tensors[box["name"]]["boxes"].append({k: v for k, v in box.items() if k != "name"})
+    for name, tensor in tensors.items():
+        if sum(prod(box["shape"]) for box in tensor["boxes"]) != prod(tensor["shape"]):
+            raise WriteFailed(f"cannot write {path}: the ranks' parts of {name} do not cover it")
+    listed = {"format": FORMAT, "state": state, "tensors": tensors}
+    text = json.dumps({**listed, "xxh3": _sum(listed)}, indent=1, allow_nan=False)
+    write_bytes(unfinished / LIST, text.encode("utf-8"))
+    publish(unfinished, path)
 
 
-def _chunk(box: ShardRegion) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.there), torch.Size(box.sizes))
+def _sum(listed: Mapping[str, Any]) -> str:
+    """The XXH3 of a list, however its file is laid out."""
+    return xxh3_64_hexdigest(json.dumps(listed, sort_keys=True).encode("utf-8"))
+
+
+def _key(name: str, offset: tuple[int, ...]) -> str:
+    return f"{name}@{','.join(map(str, offset))}"
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def form_words(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     """Such as `float32[8, 16]`."""
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    return f"{_word(dtype)}{list(shape)}"
 
 
-FORMAT = 1
-MOST_ELEMENTS = 2**56  # of a tensor: with 8 bytes each its size is a number of 64 bits
-TENSORS = "tensors.json"
-STATE = "state.json"
-
-Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+# -- reading ------------------------------------------------------------------------------------
 
 
-def read_tensor_list(path: Path) -> "TensorList":
-    """Of the checkpoint in a folder. Raises UnsupportedError where it is not there, or damaged."""
-    listed = expect_json(path / TENSORS)
+def read_list(path: Path) -> SavedCheckpoint:
+    """Of the checkpoint in a folder, whose files are there and as long as they must be. Raises
+    UnsupportedError where it is damaged."""
+    where = path / LIST
+    listed = expect_json(where)
     if listed.get("format") != FORMAT:
-        raise NotDamaged(f"{path / TENSORS}: format {listed.get('format')!r}, expected {FORMAT}")
-    with parsing(path):
-        files = {name: FileSum.of(name, entry) for name, entry in listed["files"].items()}
-        metadata = _metadata(listed["tensors"])
-    for name, saved in metadata.state_dict_metadata.items():
-        assert isinstance(saved, TensorStorageMetadata)
-        if not fill(saved.chunks, saved.size):
-            raise UnsupportedError(
-                f"{path / TENSORS}: damaged: the boxes of {name} do not cover it"
-            )
-    boxes = _boxes_by_file(metadata)
-    for name in sorted({STATE, *boxes} - files.keys()):
-        raise UnsupportedError(f"{path / TENSORS}: damaged or changed: no size and sum of {name}")
-    return TensorList(path, metadata, files, boxes)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorList:
-    """What a list says. `boxes` are of each file, by key."""
-
-    path: Path
-    metadata: Metadata
-    files: dict[str, "FileSum"]
-    boxes: dict[str, Forms]
-
-    def verify(self, name: str) -> None:
-        """Looks at every byte of a file. Raises UnsupportedError."""
-        self.files[name].verify(self.path / name, TENSORS)
-        if name in self.boxes:
-            _verify_boxes(self.path / name, self.boxes[name])
-
-
-def _metadata(listed: Mapping[str, Any]) -> Metadata:
-    """What a list of tensors says, and where each box is. Its key in its file says where it lies,
-    too: a list that was changed is refused."""
-    tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, tuple[str, str]] = {}
-    for name, entry in listed.items():
-        dtype, shape = type_of(entry)
-        chunks = []
-        for box in entry["boxes"]:
-            offset, size = torch.Size(box["offset"]), torch.Size(box["shape"])
-            index = MetadataIndex(name, offset)
-            if box["key"] != key_of(index) or not len(offset) == len(size) == len(shape):
-                raise ValueError(f"{box['key']!r} is not where it says")
-            if min(size, default=0) < 0 or not isinstance(box["file"], str):
-                raise ValueError(f"{box['key']!r} is no box of a file")
-            chunks.append(ChunkStorageMetadata(offset, size))
-            places[index] = box["file"], box["key"]
-        properties = TensorProperties(dtype)
-        tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
-    return Metadata(tensors, storage_data=places)
-
-
-@dataclass(frozen=True, slots=True)
-class FileSum:
-    """Of a file."""
-
-    bytes: int
-    sha256: str
-
-    @classmethod
-    def of(cls, name: str, entry: Mapping[str, Any]) -> "FileSum":
-        """As it is listed. Raises ValueError, KeyError, TypeError."""
-        found = cls(entry["bytes"], entry["sha256"])
-        if Path(name).name != name or not isinstance(found.bytes, int):
-            raise ValueError(f"{name!r} is no file of a checkpoint with its size")
-        return found
-
-    def verify(self, path: Path, listed: str) -> None:
-        """Looks at every byte of a file, whose sum is in the file `listed`. Raises
-        UnsupportedError."""
-        with readable(path):
-            size = path.stat().st_size
-            if size != self.bytes:
-                raise UnsupportedError(
-                    f"{path}: {size} bytes, expected {self.bytes}: truncated or changed"
-                )
-            found = digest(path)
-        if found != self.sha256:
-            raise UnsupportedError(
-                f"{path}: its SHA-256 is not the one in {listed}: damaged or changed"
-            )
-
-
-def _boxes_by_file(metadata: Metadata) -> dict[str, Forms]:
-    """What each file is to hold, by key."""
-    found: dict[str, Forms] = {}
-    for name, saved in metadata.state_dict_metadata.items():
-        assert isinstance(saved, TensorStorageMetadata)
-        for chunk in saved.chunks:
-            file, key = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-            found.setdefault(file, {})[key] = saved.properties.dtype, tuple(chunk.sizes)
+        raise NotDamaged(f"{where}: format {listed.get('format')!r}, expected {FORMAT}")
+    if listed.pop("xxh3", None) != _sum(listed):
+        raise UnsupportedError(f"{where}: its XXH3 is not the one in it: damaged or changed")
+    with parsing(where):
+        tensors = {name: _tensor(entry) for name, entry in listed["tensors"].items()}
+        found = SavedCheckpoint(path, LIST, dict(listed["state"]), tensors)
+    refuse_short(found)
     return found
 
 
-def _verify_boxes(path: Path, boxes: Forms) -> None:
-    """A file holds the boxes that are listed, and they have the sizes that are listed: the list has
-    no sum of its own."""
-    with open_tensors(path) as file:
-        keys = set(file.keys())
-        for key in sorted(keys ^ boxes.keys()):
-            where = path.name if key in keys else TENSORS
-            raise UnsupportedError(
-                f"{path.parent / TENSORS}: damaged or changed: only {where} has {key}"
-            )
-        for key, (dtype, shape) in boxes.items():
-            part = file.get_slice(key)
-            there = tuple(part.get_shape())
-            # Without dimensions a tensor has no part that is empty.
-            kind = (part[:0] if there else file.get_tensor(key)).dtype
-            if (kind, there) != (dtype, shape):
-                raise UnsupportedError(
-                    f"{path.parent / TENSORS}: damaged or changed: {key} is {kind} {list(there)} "
-                    f"in {path.name}, and {dtype} {list(shape)} by the list"
-                )
-            if key.startswith("model/"):
-                refuse_nan(path, key, file.get_tensor(key))
+@contextmanager
+def parsing(path: Path) -> Iterator[None]:
+    """Raises UnsupportedError, naming the file, where its JSON is not what is expected."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnsupportedError(f"{path}: damaged or changed: {error}") from error
 
 
-def refuse_nan(path: Path, name: str, weight: Tensor) -> None:
-    """Raises UnsupportedError where a run could not go on from this weight."""
-    if weight.isnan().any():
-        raise UnsupportedError(f"{path}: of no use: {name} has values that are not a number")
-
-
-def read_part(file: Any, key: str, part: tuple[slice, ...]) -> Tensor:
-    """A box of a tensor in an open safetensors file."""
-    # A slice of no dimensions cannot be asked for.
-    read: Tensor = file.get_slice(key)[part] if part else file.get_tensor(key)
-    return read
-
-
-def key_of(index: MetadataIndex) -> str:
-    return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
+def _tensor(entry: Mapping[str, Any]) -> SavedTensor:
+    dtype, shape = type_of(entry)
+    boxes = tuple(
+        SavedBox(tuple(b["offset"]), tuple(b["shape"]), b["file"], b["start"], b["xxh3"])
+        for b in entry["boxes"]
+    )
+    for box in boxes:
+        if Path(box.file).name != box.file or not 0 <= box.start < MOST_ELEMENTS:
+            raise ValueError(f"no place in a file of a checkpoint: {box.file!r}, {box.start!r}")
+    refuse_gaps(shape, boxes)
+    return SavedTensor(dtype, shape, boxes)
 
 
 def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Dtype and shape of a listed tensor. Raises KeyError, TypeError, ValueError."""
     dtype = getattr(torch, entry["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype of torch: {entry['dtype']!r}")
+    if dtype not in NAMES:
+        raise ValueError(f"no dtype of a tensor: {entry['dtype']!r}")
     shape = tuple(entry["shape"])
     if not all(type(n) is int and n >= 0 for n in shape) or prod(shape) >= MOST_ELEMENTS:
         raise ValueError(f"no shape of a tensor: {entry['shape']!r}")
     return dtype, shape
 
 
-@contextmanager
-def parsing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UnsupportedError(f"{path / TENSORS}: damaged or changed: {error}") from error
+def refuse_gaps(shape: tuple[int, ...], boxes: tuple[SavedBox, ...]) -> None:
+    """Raises ValueError unless boxes lie within a tensor and have as many elements as it."""
+    for box in boxes:
+        ends = zip(box.offset, box.shape, shape, strict=True)
+        if any(start < 0 or size < 1 or start + size > whole for start, size, whole in ends):
+            raise ValueError(f"box {box.offset} of {box.shape} is not within {list(shape)}")
+    if sum(prod(box.shape) for box in boxes) != prod(shape):
+        raise ValueError(f"boxes do not cover a tensor of {list(shape)}")
+
+
+def refuse_short(saved: SavedCheckpoint) -> None:
+    """Raises UnsupportedError where a file is missing, or ends before a box does."""
+    ends: dict[str, int] = {}
+    for tensor in saved.tensors.values():
+        for box in tensor.boxes:
+            end = box.start + prod(box.shape) * tensor.dtype.itemsize
+            ends[box.file] = max(end, ends.get(box.file, 0))
+    for name, end in ends.items():
+        with readable(saved.path / name):
+            size = (saved.path / name).stat().st_size
+        if size != end:
+            raise UnsupportedError(
+                f"{saved.path / name}: {size} bytes, expected {end}: truncated or changed"
+            )
+
+
+def refuse_other_model(
+    saved: SavedCheckpoint,
+    entries: Entries,
+    unread: tuple[str, ...],
+    world: DistributedContext,
+    any_dtype: bool = False,
+) -> None:
+    """Raises NotDamaged on all ranks unless a checkpoint has the tensors of their `entries`, and no
+    others but those whose names begin with one of `unread`."""
+    where = f"{saved.path / saved.list}: of another model"
+
+    def look() -> bool:
+        for name, (tensor, place) in entries.items():
+            if 0 in place.shape:
+                continue  # nothing of it was saved
+            there = saved.tensors.get(name)
+            if there is None:
+                raise NotDamaged(f"{where}: only the model has {name}")
+            if there.shape != place.shape or (there.dtype != tensor.dtype and not any_dtype):
+                raise NotDamaged(
+                    f"{where}: {name} is {form_words(there.dtype, there.shape)}, here "
+                    f"{form_words(tensor.dtype, place.shape)}"
+                )
+        return True
+
+    together(world, look)
+    wanted = {name for names in world.all_gather(list(entries)) for name in names}
+    for name in sorted(saved.tensors.keys() - wanted):
+        if not name.startswith(unread) and 0 not in saved.tensors[name].shape:
+            raise NotDamaged(f"{where}: only the checkpoint has {name}")
+
+
+def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedContext) -> None:
+    """Copies a checkpoint into every rank's `entries`, converted to their dtypes; each box that a
+    rank needs is read once, and hashed then.
+
+    Raises UnsupportedError on every rank when a box is damaged, or a weight is not a number:
+    `entries` then hold parts of the checkpoint, and are to be overwritten or given up.
+    """
+
+    def copy() -> bool:
+        wanted = [
+            _WantedBox(saved, box, name, tensor.detach(), parts)
+            for name, (tensor, place) in entries.items()
+            for box in (saved.tensors[name].boxes if 0 not in place.shape else ())
+            if (parts := list(_overlaps(box, place)))
+        ]
+        wanted.sort(key=lambda one: (one.box.file, one.box.start))
+        with ExitStack() as opened, ThreadPoolExecutor(THREADS, "farspan-read") as pool:
+            files: dict[str, Any] = {}
+            for name in dict.fromkeys(one.box.file for one in wanted):
+                with readable(saved.path / name):
+                    files[name] = opened.enter_context((saved.path / name).open("rb", buffering=0))
+            rooms = local()
+            for _ in pool.map(lambda one: one.copy(files[one.box.file], rooms), wanted):
+                pass  # the first that is refused ends them
+        return True
+
+    together(world, copy)
+
+
+def _overlaps(box: SavedBox, place: ShardPlacement) -> Iterator[ShardRegion]:
+    """What a rank has of a saved box: where in the rank's tensor, and where in the box."""
+    for own in place.boxes:
+        low = [max(a, b) for a, b in zip(own.there, box.offset, strict=True)]
+        ends = zip(own.there, own.sizes, box.offset, box.shape, strict=True)
+        sizes = [min(a + n, b + m) - at for (a, n, b, m), at in zip(ends, low, strict=True)]
+        if min(sizes, default=1) > 0:
+            here = zip(own.here, low, own.there, strict=True)
+            yield ShardRegion(
+                tuple(start + at - there for start, at, there in here),
+                tuple(at - start for at, start in zip(low, box.offset, strict=True)),
+                tuple(sizes),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _WantedBox:
+    """A box that is read for some parts of a live tensor."""
+
+    saved: SavedCheckpoint
+    box: SavedBox
+    name: str
+    live: Tensor
+    parts: list[ShardRegion]
+
+    def copy(self, file: Any, rooms: local) -> None:
+        """Reads it, straight into its place where it can be, or by way of the thread's memory.
+        Raises UnsupportedError."""
+        dtype, first = self.saved.tensors[self.name].dtype, self.parts[0].of(self.live)
+        straight = self.parts[0].sizes == self.box.shape and first.is_contiguous()
+        straight = straight and (first.dtype, first.device.type) == (dtype, "cpu")
+        whole = first if straight else self._memory(rooms).view(dtype).view(self.box.shape)
+        path = self.saved.path / self.box.file
+        where = f"{path}: {_key(self.name, self.box.offset)}"
+        with readable(path):
+            same = self._read(file, _bytes(whole))
+        if not same:
+            raise UnsupportedError(
+                f"{where}: its XXH3 is not the one in {self.saved.list}: damaged or changed"
+            )
+        if self.name.startswith("model/") and _has_nan(whole):
+            raise UnsupportedError(f"{where}: of no use: it has values that are not a number")
+        for part in () if straight else self.parts:
+            inside = ShardRegion(part.there, part.here, part.sizes).of(whole)
+            part.of(self.live).copy_(inside)
+
+    def _memory(self, rooms: local) -> Tensor:
+        size = prod(self.box.shape) * self.saved.tensors[self.name].dtype.itemsize
+        if getattr(rooms, "bytes", torch.empty(0)).numel() < size:
+            rooms.bytes = torch.empty(size, dtype=torch.uint8)
+        room: Tensor = rooms.bytes[:size]
+        return room
+
+    def _read(self, file: Any, memory: memoryview) -> bool:
+        """Fills memory with it; whether it is as it was written."""
+        digest, at = xxh3_64(), 0
+        while at < len(memory):
+            read = os.preadv(file.fileno(), [memory[at : at + BLOCK]], self.box.start + at)
+            if not read:
+                return False
+            digest.update(memory[at : at + read])
+            at += read
+        return self.box.xxh3 in (None, digest.hexdigest())
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    """By the largest value, which is not a number where one of them is not: a pass without a
+    temporary."""
+    if not tensor.is_floating_point():
+        return False
+    wide = tensor.float() if tensor.itemsize == 1 else tensor  # torch compares no 8 bits
+    return bool(wide.max().isnan())

@@ -24,7 +24,7 @@ from farspan.data.packing import BestFitLayout, PackedBatch, Packing
 from farspan.data.sources import decode, find_files, read_bytes
 from farspan.data.token_cache import TokenStore
 from farspan.data.tokenizers import HubTokenizer, Tokenizer, load_tokenizer
-from farspan.durable import read_json, write_whole
+from farspan.durable import read_json, refuse_links, write_whole
 from farspan.engine.step import Step
 from farspan.formatting import read_tokens, write_number, write_tokens
 from farspan.hf.load import add_adapters, load_config, load_model
@@ -74,6 +74,9 @@ StrategyName = Annotated[
 ]
 Needles = Annotated[
     int, typer.Option(min=0, help="Depths at which a sentence is hidden and asked for; 0: none.")
+]
+Trusted = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the run's model.")
 ]
 Picture = Annotated[
     Path | None, typer.Option("--picture", help="Draw the loss by position into this SVG file.")
@@ -170,11 +173,12 @@ def evaluate_command(
     strategy_name: StrategyName = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = AUTO,
     picture: Picture = None,
+    trusted: Trusted = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
     """Loss by position, perplexity by document, and sentences found in a long context."""
     files = dict.fromkeys(path for text in texts for path in find_files(text, "--text"))
-    subject = subject_of(model, dtype, tokenizer)
+    subject = subject_of(model, dtype, tokenizer, trusted=trusted)
     context = subject.context if context_text is None else read_tokens(context_text, "context")
     if context < 2:
         raise UnsupportedError(f"context: expected at least 2 tokens, got {context}")
@@ -247,13 +251,26 @@ class Subject:
         return Step(model.requires_grad_(False), schedule, device=device, selector=selector)
 
 
-def subject_of(model: str, dtype: str | None, tokenizer: str | None) -> Subject:
-    """What a folder or a name stands for. Raises UnsupportedError."""
+def subject_of(
+    model: str, dtype: str | None, tokenizer: str | None, *, trusted: bool = False
+) -> Subject:
+    """Return what a folder or a name stands for.
+
+    Raises:
+        UnsupportedError: It cannot be evaluated; or its run ran code that comes with the model and
+            `trusted` is False: a folder that somebody else made does not decide that.
+    """
     path, revision = split_revision(model)
     folder, schedule, run = Path(path).expanduser(), None, None
     source = ModelConfig(path=path, revision=revision)
     if (folder / "config.yaml").is_file():
+        refuse_links(folder, ("config.yaml", "about.json", "model"))
         run = load_run(folder / "config.yaml")
+        if run.model.trust_remote_code and not trusted:
+            raise UnsupportedError(
+                f"{folder}: its model.trust_remote_code runs Python code that comes with the "
+                "model; read that code, and give --trust-remote-code to run it"
+            )
         if not (folder / "model").is_dir():
             raise UnsupportedError(
                 f"{folder}: this run has no model yet; let it end, or give another folder"

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from farspan.cli import FAILED, LazyCommand, lazy_group, typer_app
+from farspan.durable import write_output
 from farspan.formatting import read_bytes
 from farspan.memory.compare.allocators import NAMES, read_settings
 from farspan.memory.compare.compare import (
@@ -310,8 +311,5 @@ def answer_json(comparisons: list[AllocatorComparison]) -> dict[str, Any]:
 
 
 def write_picture(path: Path, text: str) -> None:
-    """Raises UnsupportedError naming the file."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UnsupportedError(f"{path}: cannot be written: {error.strerror}") from error
+    """Write a picture. Raises UnsupportedError naming the file."""
+    write_output(path, text, "output")

@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
 from farspan.cli.train import with_sparse, with_strategy
 from farspan.data.config import LossConfig, RecordFormat
+from farspan.durable import write_output
 from farspan.formatting import EXAMPLE, read_seconds, read_sparse, read_tokens
 from farspan.lazy import load
 from farspan.planner.api import AS_IN_RUN_FILES, HERE, Request
@@ -27,7 +28,6 @@ from farspan.planner.remedies import LORA, RANK
 from farspan.planner.request import SHARE, Optimizer, Plan, Question
 from farspan.profile.catalog import hub_name, presets, split_revision
 from farspan.program.strategies import AUTO, STRATEGIES
-from farspan.report.page import write_page
 from farspan.report.plan import (
     FITTING,
     answer_view,
@@ -128,13 +128,7 @@ def write_timeline(path: Path, plan: Plan | None) -> None:
     """The plan's step as a trace. Raises UnsupportedError where there is no plan, or no such
     place."""
     content = json.dumps(timeline_json(_drawn(plan, "timeline")))
-    try:
-        path.write_text(content + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UnsupportedError(
-            f"timeline: {path} cannot be written: {error.strerror}; free some space, fix its "
-            "permissions, or name another file"
-        ) from error
+    write_output(path, content + "\n", "timeline")
 
 
 def write_memory(path: Path, plan: Plan | None) -> None:
@@ -167,7 +161,7 @@ def write_html(path: Path, answer: PlanAnswer, command: str) -> None:
             strategies=longest.strategies,
             max_step=longest.max_step,
         )
-    write_page(path, plan_page(found))
+    write_output(path, plan_page(found), "html")
 
 
 def write_files(
@@ -618,7 +612,7 @@ def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command:
     values |= {"context": in_k(tokens), "schedule": schedule, "optimizer": optimizer}
     built(dict(values), (), str(path))  # it is one that can be read
     text = f"# {command}\n# {FITTING[plan.fit]}: {chosen_words(plan)}\n{write_mapping(values)}"
-    write_page(path, text, "write")
+    write_output(path, text, "write")
     start = f"farspan train {path}"
     if question.layout.devices() > 1:
         start = launch_words(question).partition(", with")[0].replace("RUN.yaml", str(path))
@@ -739,5 +733,5 @@ def report_command(
         print(json.dumps(runs_json(read)))
         return
     place = output or (runs[0].expanduser() / REPORT if len(runs) == 1 else Path(REPORT))
-    write_page(place.expanduser(), run_page(read), "output")
+    write_output(place.expanduser(), run_page(read), "output")
     print(f"report: {place}")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -70,36 +71,45 @@ def train_and_tell(
 ) -> None:
     """Trains and prints the result. Raises typer.Exit with the command's exit code, and
     UnsupportedError."""
-    began = time.time()
+    before = metrics_sum(Path(run.folder))
     try:
         reporter = make_reporter(Console(stderr=in_json))
         result = train(run, reporter=reporter, notes=notes, trace=trace)
     except (WriteFailed, Diverged, RankFailed) as error:
         if not is_shared(error):
             print(f"farspan: {error}", file=sys.stderr)
-            report_after(run, began)
+            report_after(Path(run.folder), before)
         raise typer.Exit(FAILED) from error
     except UnsupportedError as error:
         if is_shared(error):
             raise typer.Exit(USAGE) from error
-        report_after(run, began)
+        report_after(Path(run.folder), before)
         raise
     if result.leads:
         print(json.dumps(result_json(result)) if in_json else result.message)
-        report_after(run, began, stderr=in_json)
+        report_after(result.folder, before, stderr=in_json)
     raise typer.Exit(result.exit_code)
 
 
-def report_after(run: RunConfig, began: float, *, stderr: bool = True) -> None:
-    """Writes the page of a run that has ended, by the rank that leads, and prints where it is. Of a
-    run that took no step since it `began`, in seconds since 1970, there is nothing new to tell. A
-    page that cannot be written fails no run."""
-    launch, folder = launch_env(), Path(run.folder).expanduser()
+def metrics_sum(folder: Path) -> int | None:
+    """Return a checksum of a run's metrics, None without any: unlike times it sees no clock."""
+    try:
+        return crc32((folder.expanduser() / "metrics.jsonl").read_bytes())
+    except OSError:
+        return None
+
+
+def report_after(folder: Path, before: int | None, *, stderr: bool = True) -> None:
+    """Write the page of a run that has ended, by the rank that leads, and print where it is.
+
+    A run whose metrics are those of `before` took no step, so its page has nothing new. A page that
+    cannot be written fails no run.
+    """
+    launch, folder = launch_env(), folder.expanduser()
     if launch is not None and launch.rank:
         return
-    metrics = folder / "metrics.jsonl"
     try:
-        if metrics.stat().st_mtime < began - 1:
+        if metrics_sum(folder) == before:
             return
         print(f"report: {write_report(folder)}", file=sys.stderr if stderr else sys.stdout)
     except FileNotFoundError:

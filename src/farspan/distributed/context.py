@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from farspan.distributed import messages
 from farspan.distributed.collectives import Communicator
 from farspan.distributed.failure import activity, record_sync
 from farspan.program.layout import AXES, SEQUENCE, Layout, Rank
@@ -370,18 +371,17 @@ def run_on_rank0(
 ) -> T:
     """The value that `work` returns on rank 0, on every rank; the others wait for it. An exception
     of the types in `raised` is raised on every rank. `what`: label for the timeout message."""
-    said: list[Any] = [None, None]
+    said: tuple[Any, Exception | None] = None, None
     if dist.get_rank() == 0:
         try:
             with activity(what):
-                said = [work(), None]
+                said = work(), None
         except raised as error:
-            said = [None, error]
-    record_sync()
-    dist.broadcast_object_list(said, src=0)
-    if said[1] is not None:
-        raise said[1]
-    return said[0]
+            said = None, error
+    found, refusal = messages.broadcast(said)
+    if refusal is not None:
+        raise refusal
+    return found
 
 
 def broadcast_bits(tensor: Tensor) -> None:

@@ -2,6 +2,7 @@
 they agree on, and when they stop."""
 
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from farspan.distributed import messages
 from farspan.distributed.context import ParallelContext, broadcast_bits, run_on_rank0
 from farspan.distributed.failure import (
     SILENCE,
@@ -22,13 +24,13 @@ from farspan.distributed.failure import (
     FailureDetector,
     RankFailed,
     exit_process,
-    record_sync,
 )
 from farspan.durable import WriteFailed
 from farspan.program.layout import ALONE, Layout, Rank
 from farspan.spec import VERSION, UnsupportedError
 
 # Set by torchrun, and by any launcher that uses `env://`.
+_BACKLOG = 1024  # connections that wait: one or two of each rank at the start
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # small talk goes through main memory
 
@@ -140,15 +142,38 @@ def _joining(place: LaunchEnv, seconds: float) -> Iterator[None]:
 def _store(place: LaunchEnv, timeout: timedelta) -> PrefixStore:
     """The key-value store of all ranks. torchrun's agent keeps one store through all attempts, with
     the addresses of dead ranks, so each attempt has a prefix of its own."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_master = place.rank == 0 and _launcher() is None
     store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        host,
+        port,
         place.ranks,
-        is_master=place.rank == 0 and _launcher() is None,
+        is_master=is_master,
         timeout=timeout,
         multi_tenant=True,
+        master_listen_fd=_listen(host, port) if is_master else None,
     )
     return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _listen(host: str, port: int) -> int | None:
+    """Return a socket that listens at MASTER_ADDR's own address alone, where TCPStore would listen
+    on every interface; None where this machine has no such address (a service's name, say), or the
+    port is this process's already."""
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:  # TCPStore names the host that is unknown
+        return None
+    for family, kind, protocol, _, address in places:
+        own = socket.socket(family, kind, protocol)
+        try:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            own.bind(address)
+            own.listen(_BACKLOG)
+            return own.detach()
+        except OSError:
+            own.close()
+    return None
 
 
 def _launcher() -> str | None:
@@ -199,6 +224,11 @@ class DistributedContext:
     def is_rank0(self) -> bool:
         """Whether it writes the folder and prints."""
         return self.launch is None or self.launch.rank == 0
+
+    @property
+    def number(self) -> int:
+        """The rank of this process."""
+        return 0 if self.launch is None else self.launch.rank
 
     @property
     def size(self) -> int:
@@ -349,10 +379,7 @@ def _refuse_unlike(values: Mapping[str, Any]) -> None:
 
 def _everyone(value: T) -> list[T]:
     """What each rank of the process group gives, in their order."""
-    record_sync()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    return messages.gather(value)
 
 
 def _listed(ranks: list[int]) -> str:

@@ -40,6 +40,9 @@ def describe(stages: CausalLMStages, device: torch.device | None = None) -> Mode
     return _described(stages, probe_layers, device)
 
 
+NO_MAIN_MEMORY = "DefaultCPUAllocator"  # how torch's allocator says that it got none
+
+
 @torch.no_grad()
 def describe_unproven(stages: CausalLMStages) -> ModelSpec:
     """The same of a model whose weights have the right shapes and no meaning: that chunks of it are
@@ -64,6 +67,11 @@ def _described(
     except UnsupportedError:
         raise
     except Exception as error:
+        if isinstance(error, MemoryError) or NO_MAIN_MEMORY in str(error):
+            raise UnsupportedError(
+                f"model: there is not enough main memory to run a layer of {type(model).__name__}; "
+                "end other programs, or raise the limit of memory of this process (ulimit -v)"
+            ) from error
         raise UnsupportedError(
             f"model: {type(model).__name__} cannot be run stage by stage through the attention "
             f"interface: {_place(model, error)}{type(error).__name__}: {error}"

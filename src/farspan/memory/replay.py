@@ -25,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from farspan.durable import write_output
 from farspan.memory.exact import place_exactly, place_flat
 from farspan.memory.native import UNPLANNED, EventKind, NativeEvent, PlanRow
 from farspan.memory.placement import (
@@ -94,10 +95,7 @@ def make_plan(
 def write_plan(plan: PlacementPlan, path: Path) -> None:
     """Raises UnsupportedError where the file cannot be written."""
     content = {"format": FORMAT, "version": VERSION} | asdict(plan)
-    try:
-        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UnsupportedError(f"{path}: cannot be written: {error.strerror}") from error
+    write_output(path, json.dumps(content) + "\n", "output")
 
 
 def read_plan(path: Path, trace: Trace) -> PlacementPlan:

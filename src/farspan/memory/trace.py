@@ -34,6 +34,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from farspan.durable import write_output
 from farspan.memory.placement import PlacementRequest, live_peak
 from farspan.spec import UnsupportedError
 
@@ -358,10 +359,7 @@ def read_format(path: str | Path) -> tuple[Trace, TraceFormat]:
 
 def write_trace(trace: Trace, path: str | Path) -> None:
     """As text. Raises UnsupportedError where the file cannot be written."""
-    try:
-        Path(path).write_text(to_text(trace), encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise UnsupportedError(f"trace: {path} cannot be written: {error}") from error
+    write_output(Path(path), to_text(trace), "trace")
 
 
 def _is_csv(text: str) -> bool:

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from farspan.durable import write_output
 from farspan.spec import (
     BACKWARD_PRODUCTS,
     AttentionKernel,
@@ -222,7 +223,7 @@ def preset_of_gpu(gpu: str) -> str | None:
 def write(file: MachineFile, path: Path) -> None:
     """Write a machine file that `read` reads back."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(to_json(file), indent=1) + "\n", encoding="utf-8")
+    write_output(path, json.dumps(to_json(file), indent=1) + "\n", "output")
 
 
 def to_json(file: MachineFile) -> dict[str, Any]:

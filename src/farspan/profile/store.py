@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -39,25 +39,20 @@ _PEAKS = frozenset(f.name for of in (CellLines, OuterProfile) for f in fields(of
 Measure = Callable[[Mapping[str, Any], Variant, str], ModelProfile]
 
 
+@dataclass(frozen=True, eq=False)
 class Profiles:
     """The profiles of one model, each found or measured when it is first asked for."""
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        name: str,
-        preset: str | None = None,
-        made: Callable[[Variant], ModelProfile] | None = None,
-    ) -> None:
-        """`preset` is the name of the shipped one that this is; `made` measures a model that has
-        more to it than its configuration says, such as adapters of its own."""
-        self.config, self.name = config, name
-        self._preset, self._made = preset, made
-        self._known: dict[Variant, ModelProfile] = {}
+    config: Mapping[str, Any]
+    name: str
+    preset: str | None = None  # the shipped one that this is
+    # Measures a model that has more to it than its configuration says, such as its own adapters.
+    made: Callable[[Variant], ModelProfile] | None = None
+    _known: dict[Variant, ModelProfile] = field(default_factory=dict, init=False)
 
     def rank(self, lora: int) -> int | None:
         """Of adapters, where so much was asked for."""
-        return lora if self._made is None else None
+        return lora if self.made is None else None
 
     def widest_rank(self) -> int:
         """Of the linear modules that get adapters, the most that the narrower side of one is."""
@@ -73,8 +68,8 @@ class Profiles:
         return self._known[variant]
 
     def _plain(self, variant: Variant) -> ModelProfile:
-        if self._made is not None:
-            return self._made(variant)
+        if self.made is not None:
+            return self.made(variant)
         if not variant.nf4:
             return self._found(variant)
         # Those of the layers that have adapters are all linear modules there are.
@@ -86,7 +81,7 @@ class Profiles:
         return self._shipped(variant) or self._cached(variant)
 
     def _shipped(self, variant: Variant) -> ModelProfile | None:
-        made = {} if self._preset is None else shipped(self._preset)
+        made = {} if self.preset is None else shipped(self.preset)
         if not variant.rank:
             found = made.get(variant.key())
             return None if found is None else from_json(found)

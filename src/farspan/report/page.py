@@ -25,10 +25,9 @@ from collections.abc import Mapping
 from functools import cache
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-from farspan.spec import VERSION, UnsupportedError
+from farspan.spec import VERSION
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 # Browsers look for an icon of their own where a page names none.
@@ -71,28 +70,6 @@ def page_json(data: Any) -> str:
     end of the element nor a comment can begin."""
     text = json.dumps(_finite(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def write_page(path: Path, text: str, option: str = "html") -> None:
-    """A page that is there stays until the new one is whole. Raises UnsupportedError, naming the
-    option, where it cannot be written."""
-    # What names of files have that is no Unicode becomes a question mark.
-    data = text.encode("utf-8", "replace")
-    partial = path.with_name(f".partial-{path.name}")
-    try:
-        if path.exists() and not path.is_file():
-            path.write_bytes(data)  # a pipe or a terminal
-            return
-        try:
-            partial.write_bytes(data)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise UnsupportedError(
-            f"{option}: {path} cannot be written: {error.strerror}; free some space, fix its "
-            "permissions, or name another file"
-        ) from error
 
 
 def _finite(value: Any) -> Any:

@@ -25,12 +25,12 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from farspan.attention.backends import reference
-from farspan.durable import read_json, write_bytes, write_tensors, writing
+from farspan.durable import read_json, write_bytes, writing
 from farspan.engine.loss import make_inputs
 from farspan.hf.attention_interface import answering, routed
 from farspan.hf.stages import CausalLMStages
@@ -166,7 +166,7 @@ class Index:
         about = {"format": FORMAT, "kind": "farspan index", "dim": self.dim}
         folder = Path(folder)
         with writing(folder):
-            write_tensors(folder / TENSORS, self._tensors())
+            save_file(self._tensors(), folder / TENSORS)
             write_bytes(folder / CONFIG, (json.dumps(about) + "\n").encode())
 
     def digest(self) -> str:

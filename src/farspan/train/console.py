@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from farspan.distributed.run_context import DistributedContext, StopPoint
+from farspan.durable import shown
 from farspan.train.context import CellsDone
 
 Clock = Callable[[], float]  # seconds, from any origin
@@ -211,7 +212,7 @@ class Observer:
         self.trace = trace  # the file for a step's spans; None: nobody asks for them
 
     def note(self, text: str) -> None:
-        self.reporter.note(text)
+        self.reporter.note(shown(text))
 
     def preparing(self, documents: int, tokens: int, read: object = "") -> None:
         self.interrupt.check()

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from farspan.checkpoint.local import ReplicatedSaver, Saver, ShardedSaver
+from farspan.checkpoint.saver import Saver, buffers_of, entries_of, gather_model, model_tensors
 from farspan.data.corpus import Corpus
 from farspan.data.tokenizers import Tokenizer
 from farspan.distributed.fsdp import Stage, local
@@ -386,11 +387,12 @@ class RunContext:
         """What saves this run and resumes it."""
         tensors = self.optimizer.tensors()
         if self.pieces is None:
-            return ReplicatedSaver(self.model, tensors, self.world)
+            return Saver(entries_of(model_tensors(self.model), tensors), self.world)
         pieces = self.pieces
-        return ShardedSaver(
-            self.model, pieces.sharded_model, pieces.trained, pieces.places, tensors, self.world
-        )
+        own = {name: weight.detach() for name, weight in pieces.trained.items()}
+        entries = entries_of({**own, **buffers_of(self.model)}, tensors, pieces.places)
+        gather = partial(gather_model, pieces.sharded_model, self.model)
+        return Saver(entries, self.world, gather)
 
     def _weights(self) -> int:
         if self.pieces is None:

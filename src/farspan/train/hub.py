@@ -12,7 +12,7 @@ from typing import Any
 
 import huggingface_hub
 
-from farspan.checkpoint.local import CARD
+from farspan.checkpoint.saver import CARD
 from farspan.data.config import RecordFormat, SourceConfig, SourceKind
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import read_json, write_whole

@@ -22,7 +22,7 @@ from farspan.spec import UnsupportedError
 from farspan.train.config import ReportTo, RunConfig
 from farspan.train.console import Reporter
 from farspan.train.context import CellsDone
-from farspan.train.run_folder import identity
+from farspan.train.run_folder import RunFolder, identity
 from farspan.train.step_runner import TrainingResult
 from farspan.train.yaml_config import to_mapping
 
@@ -70,14 +70,14 @@ class TensorBoardLogger:
     """Event files in `<folder>/tensorboard`. Raises UnsupportedError where tensorboard is
     missing."""
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: RunConfig, folder: RunFolder) -> None:
         self._make = _loaded(ReportTo.TENSORBOARD, "torch.utils.tensorboard", "SummaryWriter")
-        self._folder = Path(run.folder).expanduser() / "tensorboard"
+        self._folder = folder
         self._config = yaml.safe_dump(config_of(run), sort_keys=False)
         self._writer: Any = None
 
     def open(self, step: int) -> str:
-        self._writer = self._make(str(self._folder), purge_step=step + 1)
+        self._writer = self._make(str(self._folder.path / "tensorboard"), purge_step=step + 1)
         # Four spaces: the page shows text as Markdown.
         self._writer.add_text("config", indent(self._config, "    "), step)
         self._writer.flush()
@@ -98,14 +98,14 @@ class WandbLogger:
     of wandb say goes before what is set here. Raises UnsupportedError where wandb is missing or is
     to send and nobody is logged in."""
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: RunConfig, folder: RunFolder) -> None:
         os.environ.setdefault(ERROR_REPORTING, "false")  # read when the package is imported
         self._init = _loaded(ReportTo.WANDB, "wandb", "init")
         self._settings = load("wandb", "Settings")
         self._known = load("wandb", "setup")().settings
         if self._known.mode not in ("offline", "disabled", "dryrun"):
             _log_in()
-        self._folder = Path(run.folder).expanduser()
+        self._folder = folder
         self._config = config_of(run)
         self._identity = identity(run)
         self._run: Any = None
@@ -114,11 +114,11 @@ class WandbLogger:
         ours = {
             **LEAST,
             "project": PROJECT,
-            "run_name": self._folder.name,
+            "run_name": self._folder.name.name,
             "run_id": self._known.run_id or run_number(self._folder, WANDB_FILE, self._identity),
             "resume": "allow",
             "reinit": "create_new",  # beside one that the calling program may have
-            "root_dir": str(self._folder),
+            "root_dir": str(self._folder.name),  # by name: another process writes there
             "silent": True,  # its lines would go through the bars
             "init_timeout": INIT_SECONDS,
             "finish_timeout": FINISH_SECONDS,
@@ -149,9 +149,9 @@ class TrackioLogger:
     unless the user's environment names a Space or a server of theirs. Raises UnsupportedError where
     trackio is missing."""
 
-    def __init__(self, run: RunConfig) -> None:
+    def __init__(self, run: RunConfig, folder: RunFolder) -> None:
         self._init = _loaded(ReportTo.TRACKIO, "trackio", "init")
-        self._folder = Path(run.folder).expanduser()
+        self._folder = folder
         self._config = config_of(run)
         self._identity = identity(run)
         self._run: Any = None
@@ -159,7 +159,7 @@ class TrackioLogger:
     def open(self, step: int) -> str:  # noqa: ARG002 - points have their step with them
         project = os.environ.get("TRACKIO_PROJECT") or PROJECT
         # It knows runs by their names alone, and many folders have the same.
-        name = f"{self._folder.name}-{run_number(self._folder, TRACKIO_FILE, self._identity)}"
+        name = f"{self._folder.name.name}-{run_number(self._folder, TRACKIO_FILE, self._identity)}"
         self._run = self._init(
             project=project,
             name=name,
@@ -181,9 +181,9 @@ class TrackioLogger:
 WANDB_FILE, TRACKIO_FILE = "wandb.json", "trackio.json"
 
 
-def run_number(folder: Path, file: str, run: str) -> str:
+def run_number(folder: RunFolder, file: str, run: str) -> str:
     """Of a service's run: the folder's, unless its file there is of another run that was in it."""
-    path = folder / file
+    path = folder.path / file
     known = read_json(path) or {}
     if known.get("run") == run and isinstance(known.get("id"), str):
         return str(known["id"])
@@ -192,16 +192,16 @@ def run_number(folder: Path, file: str, run: str) -> str:
     return made
 
 
-KINDS: Mapping[ReportTo, Callable[[RunConfig], MetricsLogger]] = {
+KINDS: Mapping[ReportTo, Callable[[RunConfig, RunFolder], MetricsLogger]] = {
     ReportTo.TENSORBOARD: TensorBoardLogger,
     ReportTo.WANDB: WandbLogger,
     ReportTo.TRACKIO: TrackioLogger,
 }
 
 
-def make_loggers(run: RunConfig) -> dict[str, MetricsLogger]:
+def make_loggers(run: RunConfig, folder: RunFolder) -> dict[str, MetricsLogger]:
     """Those that the run names, none of them open. Raises UnsupportedError."""
-    return {kind.value: KINDS[kind](run) for kind in run.trackers()}
+    return {kind.value: KINDS[kind](run, folder) for kind in run.trackers()}
 
 
 def config_of(run: RunConfig) -> dict[str, Any]:

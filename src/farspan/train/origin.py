@@ -10,21 +10,23 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from farspan.checkpoint.distributed import (
-    FROZEN,
-    entries_of,
-    is_of_ranks,
-    load_entries,
-    read_shapes,
+from farspan.checkpoint.format import (
+    copy_saved,
+    expect_json,
+    open_tensors,
+    readable,
+    refuse_other_model,
 )
-from farspan.checkpoint.format import expect_json, open_tensors, readable
-from farspan.checkpoint.local import (
-    MODEL,
+from farspan.checkpoint.saver import (
+    FROZEN,
+    RNG,
+    entries_of,
     list_checkpoints,
     manifest_path,
     model_tensors,
-    verify_checkpoint,
+    open_checkpoint,
 )
+from farspan.distributed.run_context import DistributedContext
 from farspan.durable import read_json
 from farspan.hf.merge import ADAPTER_CONFIG, ADAPTER_TENSORS
 from farspan.hf.quantized import WHOLE, frozen_digest
@@ -205,21 +207,14 @@ def _copy(model: Any, run: RunConfig, note: Callable[[str], None], path: Path) -
 
 def copy_weights(path: Path, live: Mapping[str, Tensor]) -> dict[str, Any]:
     """Copies the weights of a checkpoint, whatever their dtype, into these of a whole model; its
-    state. Raises UnsupportedError where it has others, before anything is copied."""
-    if is_of_ranks(path):
-        shapes = read_shapes(path)
-        dtypes = {n: shapes.get(f"model/{n}", (t.dtype,))[0] for n, t in live.items()}
-        read = {n: torch.empty(t.shape, dtype=dtypes[n]) for n, t in live.items()}
-        state = load_entries(path, entries_of(read, {}), unread=("rng/", "optimizer/"))
-    else:
-        with open_tensors(path / MODEL) as file:
-            read = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        forms = {n: (read.get(n, t).dtype, tuple(t.shape)) for n, t in live.items()}
-        state = verify_checkpoint(path, {MODEL: forms}, {})
+    state. Raises UnsupportedError where it has others, before anything is copied, and where it is
+    damaged."""
+    alone, entries = DistributedContext(torch.device("cpu")), entries_of(live, {})
+    saved = open_checkpoint(path, {}, alone)
+    refuse_other_model(saved, entries, (RNG, "optimizer/"), alone, any_dtype=True)
     with torch.no_grad():
-        for name, tensor in live.items():
-            tensor.copy_(read[name])
-    return state
+        copy_saved(saved, entries, alone)
+    return saved.state
 
 
 def refuse_other_adapters(run: RunConfig, checkpoint: Path) -> None:

@@ -28,16 +28,16 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from farspan.checkpoint.format import readable
-from farspan.checkpoint.local import (
+from farspan.checkpoint.saver import (
     CHECKPOINT_LEFTOVER,
     TrainState,
     list_checkpoints,
@@ -47,11 +47,13 @@ from farspan.distributed.run_context import launch_env
 from farspan.durable import (
     PARTIAL,
     WriteFailed,
+    append,
     publish,
     read_json,
+    refuse_links,
     remove_leftovers,
+    shown,
     write_bytes,
-    write_failure,
     write_whole,
 )
 from farspan.hf.merge import SOURCE
@@ -71,6 +73,7 @@ FILES = (
     WINDOWS,
     *(STEP, HISTORY, REPORT),
 )
+OWN_NAMES = (*FILES, "checkpoints", "model", "tensorboard", "wandb", ".lock")  # no links elsewhere
 # What a killed process leaves of these behind `PARTIAL`; whatever else has such a name stays.
 LEFTOVER = re.compile(rf"(old-)?model|([0-9]+-)?({'|'.join(map(re.escape, FILES))})")
 # Keys that may change between an interruption and its resumption: where things are, how often one
@@ -133,49 +136,97 @@ def identity(run: RunConfig) -> str:
 
 
 class RunFolder:
-    """Owns the folder from `__enter__` to `__exit__`; a second process is refused."""
+    """The folder that a run writes in, its own from `__enter__` to `__exit__`.
+
+    The folder is held open and `path` leads through its descriptor, so a run goes on in it when it
+    is renamed; another run may then begin under the old name. A second process in one folder is
+    refused.
+
+    Attributes:
+        name: The folder as the user named it; after `__exit__`, the name that it has by then.
+        path: The folder to read and write in; `durable.shown` writes it for a person.
+    """
 
     def __init__(self, run: RunConfig) -> None:
-        self.path = Path(run.folder).expanduser()
-        self.checkpoints = self.path / "checkpoints"
-        self.model = self.path / "model"
-        self.metrics = self.path / "metrics.jsonl"
-        self.shortage = self.path / "shortage.json"
+        self.name = self.path = Path(run.folder).expanduser()
         self._run = run
-        self._lock: TextIO | None = None
+        self._open = ExitStack()
         self._parts: list[dict[str, Any]] = []  # of history.json, where this is one
 
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def shortage(self) -> Path:
+        return self.path / "shortage.json"
+
     def __enter__(self) -> "RunFolder":
-        _refuse_other(self.path, "folder")
-        _refuse_other(self.checkpoints, "folder")
-        _refuse_other(self.path / ".lock", "file")
+        _refuse_other(self.name, "folder")
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("a")
-        except OSError as error:
-            raise UnsupportedError(
-                f"folder: cannot write in {self.path}: {error.strerror}; give another folder"
-            ) from error
-        try:
+            self.name.mkdir(parents=True, exist_ok=True)
+            self.hold()
+            _refuse_other(self.checkpoints, "folder")
+            _refuse_other(self.path / ".lock", "file")
+            refuse_links(self.path, ("checkpoints", ".lock"))
+            self.checkpoints.mkdir(exist_ok=True)
+            lock = self._open.enter_context((self.path / ".lock").open("a"))
             # The kernel lets go of it however the process ends.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            lock.close()
+            self._open.close()
             raise UnsupportedError(
-                f"folder: another process is training in {self.path}; wait for it or give "
+                f"folder: another process is training in {self.name}; wait for it or give "
                 "another folder"
             ) from error
-        self._lock = lock
+        except OSError as error:
+            self._open.close()
+            raise UnsupportedError(
+                f"folder: cannot write in {self.name}: {error.strerror}; give another folder"
+            ) from error
+        except UnsupportedError as error:
+            words = self._named(error)
+            self._open.close()
+            raise UnsupportedError(words) from error
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def hold(self) -> None:
+        """Keep the folder open, whatever its name is from now on."""
+        held = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
+        self._open.callback(os.close, held)
+        self._was = os.path.realpath(self.name)
+        place = Path(f"/proc/self/fd/{held}")
+        if place.is_dir():  # Linux
+            self.path = place
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
         if self._parts:
             ended = {"ended": now()} | ({} if kind is None else {"error": kind.__name__})
             parts = [*self._parts[:-1], self._parts[-1] | ended]
             with suppress(WriteFailed):  # the error to report is the one that led here
                 self.write_json(HISTORY, {"parts": parts})
-        if self._lock is not None:
-            self._lock.close()
+        if isinstance(error, Exception):
+            error.args = tuple(
+                self._named(one) if isinstance(one, str) else one for one in error.args
+            )
+        self.name = self.path = Path(self._named(self.path))
+        self._open.close()
+
+    def _named(self, text: object) -> str:
+        """Return a text with the folder in it by its name: the user's, unless it was renamed."""
+        now_called = shown(self.path)
+        name = str(self.name) if now_called == self._was else now_called
+        return str(text).replace(str(self.path), name)
 
     def prepare(self) -> list[str]:
         """Cleans up after a killed process and writes config.yaml. What has changed since the
@@ -216,6 +267,7 @@ class RunFolder:
         for name in FILES:
             _refuse_other(self.path / name, "file")
         _refuse_other(self.model, "folder")
+        refuse_links(self.path, OWN_NAMES)
         with readable(self.model):
             inside = os.listdir(self.model) if os.path.lexists(self.model) else []
         if inside and SOURCE not in inside:
@@ -231,15 +283,9 @@ class RunFolder:
             )
 
     def record(self, values: Mapping[str, Any]) -> None:
-        """Appends one line to metrics.jsonl, in a single write, so that a killed process loses no
-        earlier one. Raises WriteFailed."""
+        """Append one line to metrics.jsonl. Raises WriteFailed."""
         line = json.dumps(values, allow_nan=False).encode("utf-8") + b"\n"
-        try:
-            with self.metrics.open("ab", buffering=0) as file:
-                if file.write(line) < len(line):
-                    raise OSError(None, "the disk took only a part of the line")
-        except OSError as error:
-            raise write_failure(self.metrics, error.strerror or str(error)) from error
+        append(self.metrics, line)
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Drops the metrics of steps after `step`, and a last line that was cut off; the rest."""
@@ -277,6 +323,11 @@ class OthersFolder(RunFolder):
 
     def __enter__(self) -> "OthersFolder":
         return self
+
+    def hold(self) -> None:
+        """Keep the folder open once rank 0 has made it, where this machine sees it."""
+        if self.name.is_dir():
+            super().hold()
 
     def record(self, values: Mapping[str, Any]) -> None:
         """Rank 0 does."""

@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,9 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 
-from farspan.checkpoint.distributed import FROZEN, INDEX_OF_KEYS
-from farspan.checkpoint.local import (
+from farspan.checkpoint.saver import (
+    FROZEN,
+    INDEX_OF_KEYS,
     Restored,
     TrainState,
     export,
@@ -31,7 +31,7 @@ from farspan.distributed.run_context import (
     join_run,
     launch_env,
 )
-from farspan.durable import read_json
+from farspan.durable import read_json, shown
 from farspan.hf.merge import SOURCE
 from farspan.lazy import load
 from farspan.sparse.engine import Seen
@@ -326,6 +326,8 @@ class TrainingLoop:
             names = {path.name for path in saved}
             there = {step for step in self.held_out if folder_name(step) in names}
             self.best = _lowest(self.held_out, there)
+        if restored is not None:  # a process may have been killed before it had done so
+            self._prune(saved=False)
 
     def _go_to(self, restored: Restored) -> None:
         """Stands where a checkpoint does, whose tensors are copied."""
@@ -341,27 +343,26 @@ class TrainingLoop:
 
     def save(self) -> None:
         """A checkpoint of the last finished step, unless there is one. Callbacks know of it."""
-        if self._saved != self.at.step:
-            self._save()
-            path = self._folder.checkpoints / folder_name(self.at.step)
+        new = self._saved != self.at.step
+        self._save()  # one that is there may have become the best since
+        if new:
+            path = Path(shown(self._folder.checkpoints / folder_name(self.at.step)))
             self._tell(lambda one: one.on_checkpoint(path))
 
     def _save(self) -> None:
-        if self._saved == self.at.step:
-            return
-        read = {str(n): own.digests() for n, own in enumerate(self._ctx.corpus.streams())}
-        if read:
-            self._folder.write_json(WINDOWS, read)
-        self._ctx.optimizer.settle()
-        self._saver.save(
-            self._folder.checkpoints,
-            self._state.rng,
-            {**self._identity, "position": asdict(self.at)},
-            step=self.at.step,
-            keep=self._run.checkpoints.keep,
-            best=self.best,
-        )
-        self._saved = self.at.step
+        if self._saved != self.at.step:
+            read = {str(n): own.digests() for n, own in enumerate(self._ctx.corpus.streams())}
+            if read:
+                self._folder.write_json(WINDOWS, read)
+            self._ctx.optimizer.settle()
+            state = {**self._identity, "position": asdict(self.at)}
+            self._saver.save(self._folder.checkpoints, self._state.rng, state, self.at.step)
+            self._saved = self.at.step
+        self._prune()
+
+    def _prune(self, saved: bool = True) -> None:
+        keep, best = self._run.checkpoints.keep, self.best
+        self._saver.prune(self._folder.checkpoints, self.at.step, keep, best, saved)
 
     def __enter__(self) -> Self:
         return self
@@ -494,45 +495,59 @@ def train(
     with join_run(launch, device, values, run.timeout()) as world:
         run = world.run_on_rank0(partial(as_begun, run))
         world.run_on_rank0(partial(refuse_login, run.hub))
-        told = _reporter_of(run, world, reporter)
         folder = RunFolder(run) if world.is_rank0 else OthersFolder(run)
-        with folder, Interrupt() as interrupt, told, ExitStack() as entered:
+        told = _reporter_of(run, world, folder, reporter)
+        with folder, Interrupt() as interrupt, told:
             interrupt.share(world)
             observer = Observer(told, interrupt, trace)
             for text in (*notes, *_what_changed(run, world, folder)):
                 observer.note(text)
-            result = _unfinished(run, world)
-            try:
-                parts = components or Components()
-                loop = _make_loop(run, parts, world, folder, observer, callbacks)
-            except Interrupted as stop:
-                return replace(result, signum=stop.signum)
-            entered.enter_context(loop)
-            try:
-                loop.fit()
-            except Interrupted as stop:
-                loop.save()
-                return loop.told(_result(result, loop, signum=stop.signum))
-            except NoScheduleFits as error:
-                if loop.at.step == 0 or isinstance(error, OneRankOutOfMemory):
-                    raise
-                loop.save()
-                raise NoScheduleFits(
-                    f"step {loop.at.step + 1}: {error}. Step {loop.at.step} is saved: the same "
-                    "command resumes from there, also with another schedule"
-                ) from error
-            comparison = loop.compare()
-            loop.export()
-            result = loop.told(_result(result, loop, comparison=comparison))
+            parts = components or Components()
+            result = _fitted(run, parts, world, folder, observer, callbacks)
         # The folder is let go of, and signals do again what they did.
-        return pushed(result, run.hub, world)
+        return pushed(replace(result, folder=folder.name), run.hub, world)
 
 
-def _reporter_of(run: RunConfig, world: DistributedContext, given: Reporter | None) -> Reporter:
+def _fitted(
+    run: RunConfig,
+    components: Components,
+    world: DistributedContext,
+    folder: RunFolder,
+    observer: Observer,
+    callbacks: Sequence[Callback],
+) -> TrainingResult:
+    """Train to the end or to a signal, within the folder of the run."""
+    result = _unfinished(run, world)
+    try:
+        loop = _make_loop(run, components, world, folder, observer, callbacks)
+    except Interrupted as stop:
+        return replace(result, signum=stop.signum)
+    with loop:
+        try:
+            loop.fit()
+        except Interrupted as stop:
+            loop.save()
+            return loop.told(_result(result, loop, signum=stop.signum))
+        except NoScheduleFits as error:
+            if loop.at.step == 0 or isinstance(error, OneRankOutOfMemory):
+                raise
+            loop.save()
+            raise NoScheduleFits(
+                f"step {loop.at.step + 1}: {error}. Step {loop.at.step} is saved: the same "
+                "command resumes from there, also with another schedule"
+            ) from error
+        comparison = loop.compare()
+        loop.export()
+        return loop.told(_result(result, loop, comparison=comparison))
+
+
+def _reporter_of(
+    run: RunConfig, world: DistributedContext, folder: RunFolder, given: Reporter | None
+) -> Reporter:
     """What tells of the run: on rank 0 `given`, or a terminal, and the loggers of the run file."""
     lanes: list[LoggerThread] = []
     world.run_on_rank0(
-        lambda: lanes.extend(LoggerThread(*named) for named in make_loggers(run).items())
+        lambda: lanes.extend(LoggerThread(*named) for named in make_loggers(run, folder).items())
     )
     if not world.is_rank0:
         return Reporter()  # says nothing
@@ -543,6 +558,8 @@ def _reporter_of(run: RunConfig, world: DistributedContext, given: Reporter | No
 def _what_changed(run: RunConfig, world: DistributedContext, folder: RunFolder) -> list[str]:
     """Takes the folder for this run. What changes since its last part."""
     changes = world.run_on_rank0(folder.prepare)
+    if not world.is_rank0:
+        folder.hold()
     return [f"{change}: {what_changes(run, change)}" for change in changes]
 
 

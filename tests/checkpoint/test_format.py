@@ -1,19 +1,25 @@
 """Checkpoints of all ranks, read on another number of them and in another layout."""
 
-import json
-import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
-from farspan import durable
-from farspan.checkpoint.distributed import load_entries, read_shapes, read_state, save_entries
-from farspan.checkpoint.format import Entries
+from farspan.checkpoint.format import (
+    LIST,
+    Entries,
+    copy_saved,
+    read_list,
+    refuse_other_model,
+    save_entries,
+    together,
+)
 from farspan.distributed.fsdp import (
     ShardPlacement,
     ShardRegion,
@@ -22,12 +28,27 @@ from farspan.distributed.fsdp import (
     placement_along,
     whole_placement,
 )
+from farspan.distributed.run_context import DistributedContext, launch_env
 from farspan.durable import WriteFailed
 from farspan.spec import UnsupportedError
+from tests.checkpoint.saved import ALONE, RANK_0, flip, relist, saved_tensors, truncate
 from tests.distributed.cut import Model, sharded
 from tests.ranks import RankError, run_ranks
 
 STATE = {"step": 7, "loss": 1.25}
+RANK_1 = "rank-00001.safetensors"
+
+
+def world() -> DistributedContext:
+    """All ranks of the process group, or this process alone."""
+    return DistributedContext(torch.device("cpu"), launch_env())
+
+
+def load_entries(path: Path, entries: Entries, unread: tuple[str, ...] = ()) -> dict[str, Any]:
+    saved = together(world(), lambda: read_list(path))
+    refuse_other_model(saved, entries, unread, world())
+    copy_saved(saved, entries, world())
+    return saved.state
 
 
 def entries_of(model: Model, stage: Stage) -> Entries:
@@ -67,14 +88,14 @@ def blank(entries: Entries) -> Entries:
 
 
 def saved(path: Path, stage: Stage) -> None:
-    save_entries(path, entries_of(Model(), stage), STATE, dist.group.WORLD)
+    save_entries(path, entries_of(Model(), stage), STATE, world())
 
 
 def loaded(path: Path, stage: Stage) -> list[str]:
     """Loads into this layout, and into one process's, from what this layout would have saved."""
     entries = entries_of(Model(), stage)
     found = blank(entries)
-    assert load_entries(path, found, dist.group.WORLD) == {"format": 1, **STATE}
+    assert load_entries(path, found) == STATE
     for name, (tensor, _) in entries.items():
         assert torch.equal(found[name][0], tensor), name
     return sorted(found)
@@ -98,12 +119,9 @@ def read_and_save(two: Path, four: Path) -> list[str]:
 def in_one_process(path: Path, names: list[str]) -> None:
     should = whole()
     assert sorted(should) == names
-    shapes = read_shapes(path)
-    assert shapes == {name: (t.dtype, tuple(t.shape)) for name, t in should.items()}
-    found = {name: torch.full(shape, 77, dtype=dtype) for name, (dtype, shape) in shapes.items()}
-    load_entries(path, {name: (t, whole_placement(t.shape)) for name, t in found.items()})
+    found = saved_tensors(path)
+    assert sorted(found) == names
     assert all(torch.equal(found[name], should[name]) for name in names)
-    assert read_state(path)["step"] == STATE["step"]
 
 
 # -- places -------------------------------------------------------------------------------------
@@ -135,13 +153,13 @@ def parts(tensor: int, rows: int) -> dict[str, tuple[Tensor, ShardPlacement]]:
 
 
 def save_parts(path: Path, tensor: int, rows: int) -> None:
-    save_entries(path, parts(tensor, rows), {}, dist.group.WORLD)
+    save_entries(path, parts(tensor, rows), {}, world())
 
 
 def load_parts(path: Path, tensor: int, rows: int) -> None:
     should = parts(tensor, rows)
     found = blank(should)
-    load_entries(path, found, dist.group.WORLD)
+    load_entries(path, found)
     assert all(torch.equal(found[name][0], should[name][0]) for name in should)
 
 
@@ -171,8 +189,8 @@ def test_rows_of_a_part_keep_their_place() -> None:
 def die_writing(path: Path) -> None:
     entries = entries_of(Model(), Stage.ZERO_3)
     if dist.get_rank() == 1:
-        vars(durable)["save_file"] = lambda *_: os._exit(3)
-    save_entries(path, entries, {"step": 8}, dist.group.WORLD)
+        vars(os)["fsync"] = lambda *_: os._exit(3)
+    save_entries(path, entries, {"step": 8}, world())
 
 
 def fail_writing(path: Path) -> str:
@@ -181,9 +199,9 @@ def fail_writing(path: Path) -> str:
 
     entries = entries_of(Model(), Stage.ZERO_3)
     if dist.get_rank() == 1:
-        vars(durable)["save_file"] = full
+        vars(os)["fsync"] = full
     with pytest.raises(WriteFailed) as failed:
-        save_entries(path, entries, {"step": 8}, dist.group.WORLD)
+        save_entries(path, entries, {"step": 8}, world())
     return str(failed.value)
 
 
@@ -196,7 +214,7 @@ def test_a_rank_that_dies_or_fails_leaves_what_was_there(tmp_path: Path) -> None
     assert {p.name: p.read_bytes() for p in path.iterdir()} == before
     for text in run_ranks(2, fail_writing, path):
         assert text.startswith("rank 1: cannot write ")
-        assert "rank-00001.safetensors: [Errno 28] No space left on device; free" in text
+        assert f"{RANK_1}: No space left on device; free" in text
     assert {p.name: p.read_bytes() for p in path.iterdir()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["step"]
     run_ranks(2, saved, path, Stage.ZERO_3)  # and it can be written again
@@ -208,105 +226,60 @@ def a_checkpoint(path: Path) -> dict[str, tuple[Tensor, ShardPlacement]]:
         name: (numbers(shape), whole_placement(shape))
         for name, shape in (("a", (3, 2)), ("b", (4,)))
     }
-    save_entries(path, entries, STATE)
+    save_entries(path, entries, STATE, ALONE)
     return entries
 
 
 def refused(path: Path, entries: Entries, unread: tuple[str, ...] = ()) -> str:
+    """Why; nothing is copied."""
     entries = blank(entries)
     with pytest.raises(UnsupportedError) as error:
-        load_entries(path, entries, None, unread)
+        load_entries(path, entries, unread)
     assert all(bool((tensor == 77).all()) for tensor, _ in entries.values())
     return str(error.value)
 
 
-def test_a_damaged_checkpoint_is_refused_and_nothing_is_copied(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Before torch reads, which would log a traceback."""
+def test_a_list_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Whoever wrote it: its own sum is right."""
     path = tmp_path / "step"
     entries = a_checkpoint(path)
-    file = path / "rank-00000.safetensors"
-    good = file.read_bytes()
-    file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    assert "SHA-256" in refused(path, entries)
-    file.write_bytes(good[:-1])
-    assert "truncated" in refused(path, entries)
-    file.unlink()
-    assert "missing" in refused(path, entries)
-    file.write_bytes(good)
-    state = (path / "state.json").read_bytes()
-    (path / "state.json").write_bytes(state.replace(b"7", b"8"))
-    assert "SHA-256" in refused(path, entries)
-    (path / "state.json").write_bytes(state)
-    listed = json.loads((path / "tensors.json").read_text())
-    for change in ({"format": 2}, {"tensors": {"a": {"dtype": "save", "shape": [], "boxes": []}}}):
-        (path / "tensors.json").write_text(json.dumps(listed | change))
-        assert "tensors.json" in refused(path, entries)
-    (path / "tensors.json").write_text(json.dumps(listed))
-    load_entries(path, entries)
-    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO] == []
+    before = (path / LIST).read_text()
+    file = "no place in a file of a checkpoint"
+    gaps, outside = "boxes do not cover a tensor", "is not within"
 
+    def of_b(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+        return lambda listed: change(listed["tensors"]["b"])
 
-def test_a_changed_list_of_boxes_is_refused(tmp_path: Path) -> None:
-    """No sum is over the list itself: boxes are where their keys say, apart, and fill the whole."""
-    path = tmp_path / "step"
-    entries = a_checkpoint(path)
-    listed = json.loads((path / "tensors.json").read_text())
+    def of_box(**changed: Any) -> Callable[[dict[str, Any]], Any]:
+        return of_b(lambda b: b["boxes"][0].update(changed))
 
-    def moved(box: dict[str, Any]) -> dict[str, Any]:
-        return box | {"offset": [n + 1 for n in box["offset"]]}
-
-    def shorter(box: dict[str, Any]) -> dict[str, Any]:
-        return box | {"shape": [n - 1 for n in box["shape"]]}
-
-    boxes = listed["tensors"]["b"]["boxes"]
     for change, words in (
-        ([], "the boxes of b do not cover it"),
-        ([shorter(boxes[0])], "the boxes of b do not cover it"),
-        ([boxes[0]] * 2, "the boxes of b do not cover it"),
-        ([moved(boxes[0])], "is not where it says"),
-        ({}, "the boxes of b do not cover it"),
-        (None, "tensors.json: damaged or changed"),
+        (lambda listed: listed.update(format=3), "format 3, expected 2"),
+        (lambda listed: listed.update(tensors=[]), "damaged or changed"),
+        (lambda listed: listed.pop("state"), "damaged or changed"),
+        (of_b(lambda b: b.update(boxes=[])), gaps),
+        (of_b(lambda b: b.update(boxes=b["boxes"] * 2)), gaps),
+        (of_b(lambda b: b.update(boxes=None)), "damaged or changed"),
+        (of_b(lambda b: b.update(dtype="save")), "no dtype of a tensor"),
+        (of_b(lambda b: b.update(shape=[2**70])), "no shape of a tensor"),
+        (of_b(lambda b: b.update(shape=[-1])), "no shape of a tensor"),
+        (of_b(lambda b: b.update(shape=[4.0])), "no shape of a tensor"),
+        (of_b(lambda b: b.update(shape=[True])), "no shape of a tensor"),
+        (of_box(shape=[3]), gaps),
+        (of_box(shape=[5]), outside),
+        (of_box(offset=[1]), outside),
+        (of_box(offset=[]), "damaged or changed"),
+        (of_box(file="../step/rank-00000.safetensors"), file),
+        (of_box(file="nowhere"), "truncated or changed"),
+        (of_box(file=5), "damaged or changed"),
+        (of_box(start=-8), file),
+        (of_box(start="8"), "damaged or changed"),
+        (of_box(start=10**6), "truncated or changed"),
     ):
-        tensor = listed["tensors"]["b"] | {"boxes": change}
-        tensors = {"tensors": listed["tensors"] | {"b": tensor}}
-        (path / "tensors.json").write_text(json.dumps(listed | tensors))
-        assert words in refused(path, entries), change
-    longer, rest = ({**boxes[0], "shape": [2]}, {"file": boxes[0]["file"], "shape": [2]})
-    rest |= {"offset": [2], "key": "b@2"}
-    tensor = listed["tensors"]["b"] | {"boxes": [longer, rest]}
-    tensors = {"tensors": listed["tensors"] | {"b": tensor}}
-    (path / "tensors.json").write_text(json.dumps(listed | tensors))
-    assert "only tensors.json has b@2" in refused(path, entries)
-    for shape in ([2**70], [-1], ["4"], [4.0], [True]):
-        tensor = listed["tensors"]["b"] | {"shape": shape}
-        tensors = {"tensors": listed["tensors"] | {"b": tensor}}
-        (path / "tensors.json").write_text(json.dumps(listed | tensors))
-        assert "no shape of a tensor" in refused(path, entries)
-    for tensors in ({"tensors": []}, {"files": []}):
-        (path / "tensors.json").write_text(json.dumps(listed | tensors))
-        assert "tensors.json: damaged or changed" in refused(path, entries)
-
-
-def test_a_list_that_leaves_files_out_is_refused(tmp_path: Path) -> None:
-    """What is not listed would not be looked at."""
-    path = tmp_path / "step"
-    entries = a_checkpoint(path)
-    listed = json.loads((path / "tensors.json").read_text())
-    file = "rank-00000.safetensors"
-    for files, words in (
-        ({}, f"no size and sum of {file}"),
-        ({file: listed["files"][file]}, "no size and sum of state.json"),
-        ({"state.json": listed["files"]["state.json"]}, f"no size and sum of {file}"),
-        ({**listed["files"], file: {"sha256": ""}}, "tensors.json: damaged or changed"),
-        ({**listed["files"], file: 3}, "tensors.json: damaged or changed"),
-        ({**listed["files"], "../x": listed["files"][file]}, "'../x' is no file of a checkpoint"),
-    ):
-        (path / "tensors.json").write_text(json.dumps(listed | {"files": files}))
-        assert words in refused(path, entries), files
-    (path / "tensors.json").unlink()
-    assert refused(path, entries) == f"{path / 'tensors.json'}: missing"
+        relist(path, change)
+        assert words in refused(path, entries), words
+        (path / LIST).write_text(before)
+    load_entries(path, entries)
 
 
 def cut_in_halves(path: Path) -> Entries:
@@ -314,57 +287,56 @@ def cut_in_halves(path: Path) -> Entries:
     first = 2 * dist.get_rank()
     rows = numbers((4, 2))[first : first + 2].clone()
     entries = {"a": (rows, placement_along((4, 2), 0, [(first, first + 2)]))}
-    save_entries(path, entries, STATE, dist.group.WORLD)
+    save_entries(path, entries, STATE, world())
     return entries
 
 
-def copied_nothing(path: Path) -> tuple[str, str]:
-    """What is refused of a list whose boxes were changed in keeping with each other, and of a file
-    that is cut off; the ranks' parts are as they were."""
-    entries = blank(cut_in_halves(path))
-    before = (path / "tensors.json").read_text()
-    said = []
-    for damage in (move_a_row, cut_off):
+def said_of(path: Path) -> tuple[str, str]:
+    """What all ranks say of a file that is cut off, before anything is copied, and of one whose
+    bits have changed."""
+    entries, said = blank(cut_in_halves(path)), []
+    good = (path / RANK_1).read_bytes()
+    for damage in (truncate, flip):
         dist.barrier()
         if dist.get_rank() == 0:
-            damage(path)
+            (path / RANK_1).write_bytes(good)
+            damage(path / RANK_1)
         dist.barrier()
         with pytest.raises(UnsupportedError) as error:
-            load_entries(path, entries, dist.group.WORLD)
-        assert bool((entries["a"][0] == 77).all())
+            load_entries(path, entries)
+        if damage is truncate:
+            assert bool((entries["a"][0] == 77).all())
         said.append(str(error.value))
-        dist.barrier()
-        (path / "tensors.json").write_text(before)
     return said[0], said[1]
 
 
-def move_a_row(path: Path) -> None:
-    listed = json.loads((path / "tensors.json").read_text())
-    low, high = listed["tensors"]["a"]["boxes"]
-    low["shape"], high["shape"] = [3, 2], [1, 2]
-    high["offset"], high["key"] = [3, 0], "a@3,0"
-    (path / "tensors.json").write_text(json.dumps(listed))
-
-
-def cut_off(path: Path) -> None:
-    file = path / "rank-00001.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def test_damage_is_found_before_a_copy(tmp_path: Path) -> None:
-    """And all ranks say the same."""
-    ours, theirs = run_ranks(2, copied_nothing, tmp_path / "step")
+def test_damage_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+    ours, theirs = run_ranks(2, said_of, tmp_path / "step")
     assert ours == theirs
-    assert "tensors.json: damaged or changed" in ours[0]
-    assert "rank-00001.safetensors: " in ours[1]
-    assert ours[1].endswith("truncated or changed")
+    assert f"{RANK_1}: " in ours[0]
+    assert ours[0].endswith("truncated or changed")
+    assert f"{RANK_1}: a@2,0: its XXH3 is not the one in {LIST}" in ours[1]
+
+
+def what_each_has(path: Path) -> None:
+    """Two tensors that both ranks have, and a large one of each."""
+    rank = dist.get_rank()
+    entries = {f"shared {i}": (numbers((5,)), whole_placement((5,))) for i in range(2)}
+    entries[f"own {rank}"] = numbers((9,)), whole_placement((9,))
+    save_entries(path, entries, STATE, world())
+
+
+def test_what_all_ranks_have_is_written_once_by_turns(tmp_path: Path) -> None:
+    run_ranks(2, what_each_has, tmp_path / "step")
+    files = [set(load_file(tmp_path / "step" / name)) for name in (RANK_0, RANK_1)]
+    assert files == [{"shared 0@0", "own 0@0"}, {"shared 1@0", "own 1@0"}]
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     entries = a_checkpoint(tmp_path / "step")
     a, b = entries["a"], entries["b"]
     assert "only the checkpoint has b" in refused(tmp_path / "step", {"a": a})
-    assert load_entries(tmp_path / "step", {"a": a}, unread=("b",))["step"] == STATE["step"]
+    assert load_entries(tmp_path / "step", {"a": a}, unread=("b",)) == STATE
     assert "only the model has c" in refused(tmp_path / "step", {"a": a, "b": b, "c": b})
     wide = {"a": a, "b": (b[0].float(), b[1])}
     assert "b is float64[4], here float32[4]" in refused(tmp_path / "step", wide)
@@ -375,7 +347,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_boxes_that_do_not_fill_a_tensor_are_not_saved(tmp_path: Path) -> None:
     rows = {"a": (numbers((3, 2)), placement_along((4, 2), 0, [(0, 3)]))}
     with pytest.raises(WriteFailed, match="parts of a do not cover it"):
-        save_entries(tmp_path / "step", rows, STATE)
+        save_entries(tmp_path / "step", rows, STATE, ALONE)
     assert not any(tmp_path.iterdir())
 
 
@@ -384,7 +356,7 @@ def test_a_tensor_without_elements_needs_no_box(tmp_path: Path) -> None:
         "a": (numbers((2,)), whole_placement((2,))),
         "b": (numbers((0, 3)), whole_placement((0, 3))),
     }
-    save_entries(tmp_path / "step", none, STATE)
+    save_entries(tmp_path / "step", none, STATE, ALONE)
     found = blank(none)
     load_entries(tmp_path / "step", found)
     assert all(torch.equal(found[name][0], none[name][0]) for name in none)

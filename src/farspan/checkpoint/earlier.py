@@ -1,0 +1,102 @@
+"""The two forms that checkpoints had before version 0.2, which reads them still; 0.3 will not.
+
+    step-00000120/model.safetensors, optimizer.safetensors, rng.safetensors, state.json
+                  manifest.json   of one process: size and SHA-256 of the others
+
+    step-00000120/rank-00000.safetensors, rank-00001.safetensors, ..., state.json
+                  tensors.json    of ranks: where each tensor's boxes are, size and SHA-256 of files
+
+Their files are hashed before anything is copied, on the first rank.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from farspan.checkpoint.format import (
+    DTYPES,
+    NotDamaged,
+    SavedBox,
+    SavedCheckpoint,
+    SavedTensor,
+    expect_json,
+    parsing,
+    readable,
+    refuse_gaps,
+    refuse_short,
+    type_of,
+)
+from farspan.durable import digest
+from farspan.spec import UnsupportedError
+
+MANIFEST, TENSORS, _STATE = "manifest.json", "tensors.json", "state.json"
+_PREFIXES = {"model": "model/", "optimizer": "optimizer/", "rng": "rng/00000/"}
+
+
+def read_earlier(path: Path, name: str, verify: bool) -> SavedCheckpoint:
+    """A checkpoint whose list has one of the earlier names. Raises UnsupportedError where it is
+    damaged; without `verify`, its files are not hashed."""
+    where = path / name
+    listed = expect_json(where)
+    if listed.get("format") != 1:
+        raise NotDamaged(f"{where}: format {listed.get('format')!r}, expected 1")
+    with parsing(where):
+        files = {file: (of["bytes"], of["sha256"]) for file, of in listed["files"].items()}
+        named = set(files) if name == MANIFEST else _files_of(listed["tensors"])
+        if not {_STATE} | named <= files.keys() or any(Path(f).name != f for f in files):
+            raise ValueError("not every file has its size and sum")
+    for file, (size, sha256) in files.items():
+        with readable(path / file):
+            right = (path / file).stat().st_size == size
+            if not right or (verify and digest(path / file) != sha256):
+                raise UnsupportedError(
+                    f"{path / file}: its size or SHA-256 is not the one in {name}: damaged"
+                )
+    with parsing(where):
+        boxes = {file: _boxes_in(path / file) for file in files if file != _STATE}
+        if name == MANIFEST:
+            tensors = {
+                _PREFIXES[file.removesuffix(".safetensors")] + key: tensor
+                for file, found in boxes.items()
+                for key, tensor in found.items()
+            }
+        else:
+            tensors = {key: _tensor(key, of, boxes) for key, of in listed["tensors"].items()}
+    found = SavedCheckpoint(path, name, expect_json(path / _STATE), tensors)
+    refuse_short(found)
+    return found
+
+
+def _files_of(listed: Mapping[str, Any]) -> set[str]:
+    return {box["file"] for entry in listed.values() for box in entry["boxes"]}
+
+
+def _boxes_in(path: Path) -> dict[str, SavedTensor]:
+    """The tensors of a safetensors file, by its header."""
+    with readable(path), path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(size, 2**27)))
+    found = {}
+    for key, entry in header.items():
+        if key != "__metadata__":
+            shape, start = tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
+            box = SavedBox((0,) * len(shape), shape, path.name, start, None)
+            boxes = () if 0 in shape else (box,)
+            found[key] = SavedTensor(DTYPES[entry["dtype"]], shape, boxes)
+    return found
+
+
+def _tensor(
+    name: str, entry: Mapping[str, Any], files: Mapping[str, Mapping[str, SavedTensor]]
+) -> SavedTensor:
+    dtype, shape = type_of(entry)
+    boxes = []
+    for box in entry["boxes"]:
+        there, offset = files[box["file"]][box["key"]], tuple(box["offset"])
+        at = f"{name}@{','.join(map(str, offset))}"
+        if box["key"] != at or (there.dtype, there.shape) != (dtype, tuple(box["shape"])):
+            raise ValueError(f"{box['key']!r} is not what or where it says")
+        boxes += [SavedBox(offset, own.shape, own.file, own.start, None) for own in there.boxes]
+    refuse_gaps(shape, tuple(boxes))
+    return SavedTensor(dtype, shape, tuple(boxes))

@@ -1,0 +1,621 @@
+"""A run's checkpoints in its folder: saved whole or not at all, resumed from the latest that can be
+used, and pruned; and the model of one of them, exported as a folder that `from_pretrained` reads.
+
+The tensors of a run are named
+
+    model/<parameter or buffer>      parameters, and buffers that belong to the weights
+    optimizer/<key>/<parameter>      master weights, moments and counts of updates
+    rng/<rank>/cpu, rng/<rank>/cuda  each rank's generators, as bytes
+"""
+
+import json
+import os
+import platform
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from farspan.checkpoint.earlier import MANIFEST, TENSORS, read_earlier
+from farspan.checkpoint.format import (
+    LIST,
+    Entries,
+    NotDamaged,
+    SavedCheckpoint,
+    copy_saved,
+    form_words,
+    read_list,
+    readable,
+    refuse_other_model,
+    save_entries,
+    together,
+)
+from farspan.data.tokenizers import Tokenizer, reads_back
+from farspan.distributed import messages
+from farspan.distributed.failure import activity
+from farspan.distributed.fsdp import ShardPlacement, whole_placement
+from farspan.distributed.run_context import DistributedContext
+from farspan.durable import (
+    PARTIAL,
+    digest,
+    discard,
+    move,
+    publish,
+    read_json,
+    remove_leftovers,
+    write_bytes,
+    writing,
+)
+from farspan.engine.parallelize import ShardedModel
+from farspan.hf.load import save_model
+from farspan.hf.merge import ADAPTER_CONFIG, FILES, INDEX_FOLDER, SOURCE
+from farspan.program.layout import Rank
+from farspan.sparse.index import Index
+from farspan.spec import UnsupportedError
+
+T = TypeVar("T")
+
+Tensors = Mapping[str, Tensor]
+Best = int | None  # the step of the best checkpoint, where it is kept
+RNG = "rng/"
+RNG_BYTES = 2**20  # more than any generator of torch has: 5056
+FROZEN = "frozen"  # of a checkpoint state: digest of the weights that it leaves out
+INDEX_OF_KEYS = "index"  # and of the index by which sparse attention compared pages
+_NAME = re.compile("step-[0-9]{8}")  # of a checkpoint; see folder_name
+# What a killed process leaves behind `PARTIAL`: checkpoints, and the file of `refuse_apart`.
+CHECKPOINT_LEFTOVER = re.compile(rf"(old-)?{_NAME.pattern}|[0-9a-f]{{16}}")
+_ASIDE = ".set-aside"  # what may be whole has such a name where the run saves its step again
+_ADVICE = "move this folder away to resume from an older checkpoint, or start in another run folder"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """How far the run has come; with the seed it decides every batch that follows."""
+
+    step: int = 0  # updates done, skipped ones included
+    tokens: int = 0  # read in them
+    skipped: int = 0
+
+
+def _train_state(path: Path, state: Mapping[str, Any]) -> TrainState:
+    """Where a checkpoint stands. Raises UnsupportedError when it does not say."""
+    given: Any = state.get("position")
+    whole = isinstance(given, dict) and given.keys() == {"step", "tokens", "skipped"}
+    if not whole or any(type(value) is not int or value < 0 for value in given.values()):
+        raise UnsupportedError(
+            f"{path}: position: expected step, tokens and skipped, numbers from 0, got {given!r}"
+        )
+    return TrainState(**given)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a checkpoint says besides the tensors that are copied. Raises UnsupportedError where a
+    run cannot go on from there."""
+
+    path: Path
+    state: dict[str, Any]
+    rng: dict[str, Tensor]
+    kept: frozenset[str] = frozenset()  # later checkpoints that were passed over and may be whole
+    at: TrainState = field(init=False)
+
+    def __post_init__(self) -> None:
+        at = _train_state(self.path, self.state)
+        if folder_name(at.step) != self.path.name:
+            raise NotDamaged(
+                f"{self.path}: holds the checkpoint of step {at.step}: rename it to "
+                f"{folder_name(at.step)}"
+            )
+        try:
+            if "cpu" not in self.rng:
+                raise ValueError("none of the CPU")
+            for name, state in self.rng.items():
+                device = torch.device(name)
+                if device.type == "cpu" or (device.index or 0) < torch.cuda.device_count():
+                    torch.Generator(device).set_state(state)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise UnsupportedError(
+                f"{self.path}: no random numbers to go on from: {error}"
+            ) from error
+        object.__setattr__(self, "at", at)
+
+
+def folder_name(step: int) -> str:
+    """Of the checkpoint of a step, in its folder."""
+    return f"step-{step:08d}"
+
+
+def latest_usable(
+    paths: Sequence[Path], read: Callable[[Path], Restored], warn: Callable[[str], None]
+) -> Restored | None:
+    """What `read` makes of the latest of these that it does not refuse. Raises UnsupportedError."""
+    problems: dict[str, UnsupportedError] = {}
+    for path in reversed(paths):
+        try:
+            restored = read(path)
+        except UnsupportedError as problem:
+            problems[path.name] = problem
+            continue
+        kept = frozenset(name for name, why in problems.items() if isinstance(why, NotDamaged))
+        for name, why in problems.items():
+            fate = f"; it may be whole and is kept, as {name}{_ASIDE} once this run is there"
+            warn(f"{why}; resuming from {path} instead{fate if name in kept else ''}")
+        return replace(restored, kept=kept)
+    for why in problems.values():
+        raise UnsupportedError(f"{why}; {_ADVICE}")
+    return None
+
+
+def open_checkpoint(
+    path: Path, expected: Mapping[str, Any], world: DistributedContext
+) -> SavedCheckpoint:
+    """What the list of a checkpoint says, in whatever form it is, whose state has what is
+    `expected`. Raises UnsupportedError on all ranks."""
+
+    def read() -> SavedCheckpoint:
+        name = manifest_path(path).name
+        saved = read_list(path) if name == LIST else read_earlier(path, name, world.is_rank0)
+        refuse_other(path / saved.list, saved.state, expected)
+        return saved
+
+    return together(world, read)
+
+
+def manifest_path(path: Path) -> Path:
+    """The file of a checkpoint that says what all others hold. Raises UnsupportedError where its
+    folder cannot be read."""
+    with readable(path):
+        names = os.listdir(path)
+    return path / next((name for name in (LIST, TENSORS, MANIFEST) if name in names), LIST)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """All under a folder, the oldest first; what has any other name is the user's. Raises
+    UnsupportedError where the folder cannot be read."""
+    return [path for path in named_checkpoints(folder) if not _is_in_the_way(path)]
+
+
+def named_checkpoints(folder: Path) -> list[Path]:
+    """Whatever has a checkpoint's name under a folder. Raises UnsupportedError."""
+    with readable(folder):
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError:
+            names = []
+    return [folder / name for name in sorted(names) if _NAME.fullmatch(name)]
+
+
+def _is_in_the_way(path: Path) -> bool:
+    """Whether what has a checkpoint's name is known to be no folder. What cannot be looked at is
+    refused by who reads it, and is not taken for nothing."""
+    try:
+        return not stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)  # a link to what is not there
+
+
+def _make_way(path: Path, kept: set[str]) -> None:
+    """Cleans up where a checkpoint is to be written. One of the same step that is among the `kept`
+    gets another name, and is no longer among them. Raises WriteFailed."""
+    remove_leftovers(path.parent, CHECKPOINT_LEFTOVER)
+    if path.name in kept:
+        _set_aside(path)
+        kept.discard(path.name)
+
+
+def _set_aside(path: Path) -> Path:
+    """Gives it a name that nothing has; that name. Raises WriteFailed."""
+    names = (f"{path.name}{_ASIDE}{f'-{n}' if n > 1 else ''}" for n in count(1))
+    free = (path.with_name(name) for name in names)
+    place = next(place for place in free if not os.path.lexists(place))
+    move(path, place)
+    return place
+
+
+def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError where a checkpoint's state lacks what is expected, and NotDamaged
+    where it is of another run."""
+    for key, value in expected.items():
+        if key not in state:
+            raise UnsupportedError(f"{path}: damaged: its {key} is missing")
+        if state.get(key) != value:
+            if key == "data":
+                raise NotDamaged(
+                    f"{path}: belongs to another run: the text under data.path, the tokenizer or "
+                    "the chat template has changed; restore what it was trained with, or give "
+                    "another folder for a new run"
+                )
+            if key == FROZEN:
+                raise NotDamaged(
+                    f"{path}: it was trained with other frozen weights than model.path has now; "
+                    "restore them, or another folder for a new run"
+                )
+            if key == INDEX_OF_KEYS:
+                raise NotDamaged(
+                    f"{path}: it was trained with another index than sparse.index has now; give "
+                    "that one, or another folder for a new run"
+                )
+            raise NotDamaged(
+                f"{path}: belongs to another run: its {key} is {state.get(key)!r}, "
+                f"that of this run is {value!r}"
+            )
+
+
+def model_tensors(model: nn.Module) -> Mapping[str, Tensor]:
+    """Parameters that are trained, each under its first name, and the buffers that belong to the
+    weights. Frozen ones come from where the run has them."""
+    own = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return {**own, **buffers_of(model)}
+
+
+def buffers_of(model: nn.Module) -> Mapping[str, Tensor]:
+    """Those that belong to the weights and are here."""
+    kept = model.state_dict(keep_vars=True).keys()
+    return {n: b for n, b in model.named_buffers() if n in kept and not b.is_meta}
+
+
+def entries_of(
+    model: Tensors, optimizer: Tensors, places: Mapping[str, ShardPlacement] | None = None
+) -> Entries:
+    """The live tensors of a rank, and the `places` of their parameters in the whole; without any
+    they are whole."""
+    places = places or {}
+
+    def place(tensor: Tensor, name: str) -> Any:
+        # Counts of updates are scalars, and the same on all ranks.
+        return places[name] if tensor.ndim and name in places else whole_placement(tensor.shape)
+
+    found = {f"model/{name}": (tensor, place(tensor, name)) for name, tensor in model.items()}
+    for key, tensor in optimizer.items():
+        name = key.split("/", 1)[1]
+        found[f"optimizer/{key}"] = tensor, place(tensor, name)
+    return found
+
+
+class Saver:
+    """Saves a run and resumes it: `entries` are the tensors of this rank. All ranks make the same
+    calls in the same order.
+
+    `gather` returns the whole weights on rank 0, and None on others, where ranks have parts of
+    them; without it every rank has all tensors whole, and rank 0 reads and writes for all.
+    """
+
+    def __init__(
+        self,
+        entries: Entries,
+        world: DistributedContext,
+        gather: Callable[[], Tensors | None] | None = None,
+    ) -> None:
+        self._entries, self._world, self._gather = entries, world, gather
+        self._among = DistributedContext(world.device) if gather is None else world
+        self._kept: set[str] = set()
+
+    def resume(
+        self, folder: Path, expected: Mapping[str, Any], warn: Callable[[str], None]
+    ) -> Restored | None:
+        """Goes to the latest checkpoint under `folder` that can be used, and whose state has what
+        is `expected`, such as which run this is; None when there is none at all.
+
+        One that cannot be used is passed over with a warning where an older one can. Otherwise
+        UnsupportedError says why, and the live tensors may be any.
+        """
+        if self._among is self._world:
+            refuse_apart(folder, self._world)
+        read = partial(self._read, expected=expected)
+
+        def latest() -> Restored | None:
+            paths = self._among.run_on_rank0(partial(list_checkpoints, folder))
+            return latest_usable(paths, read, warn)
+
+        return self._restored(self._together(latest, "reading a checkpoint"))
+
+    def begin(self, path: Path, expected: Mapping[str, Any]) -> Restored:
+        """Goes to this checkpoint, of whichever run. Raises UnsupportedError."""
+        read = partial(self._read, path, expected)
+        restored = self._restored(self._together(read, "reading a checkpoint"))
+        assert restored is not None
+        return restored
+
+    def save(self, folder: Path, rng: Tensors, state: Mapping[str, Any], step: int) -> None:
+        """Writes the checkpoint of `step`, whole or not at all; `prune` follows. Raises
+        WriteFailed."""
+        path, own = folder / folder_name(step), {}
+        for name in set(_generators(self._among).values()) & rng.keys():
+            key = _own(self._among.number) + name.partition(":")[0]
+            own[key] = rng[name], whole_placement(rng[name].shape)
+
+        def write() -> None:
+            self._among.run_on_rank0(lambda: _make_way(path, self._kept))
+            save_entries(path, {**self._entries, **own}, state, self._among)
+
+        self._together(write, "writing a checkpoint")
+
+    def prune(self, folder: Path, step: int, keep: int, best: Best, saved: bool = True) -> None:
+        """Keeps the latest `keep` up to `step`, and that of step `best`. A later one is removed,
+        too, once this step was `saved`: this run resumed from before it because it was damaged.
+        What was passed over and may be whole stays. Raises WriteFailed."""
+
+        def remove() -> None:
+            known = [p for p in list_checkpoints(folder) if p.name not in self._kept]
+            later = [p for p in known if p.name > folder_name(step)]
+            for path in (later if saved else []) + known[: len(known) - len(later)][:-keep]:
+                if best is None or path.name != folder_name(best):
+                    discard(path)
+
+        self._world.run_on_rank0(remove)
+
+    def weights(self) -> Tensors | None:
+        """The whole weights on rank 0, if the model itself does not have them; else None."""
+        return None if self._gather is None else self._gather()
+
+    def _together(self, work: Callable[[], T], what: str) -> T:
+        """Does it on all ranks, or on rank 0 for all."""
+        if self._among is not self._world:
+            return self._world.run_on_rank0(work, what)
+        with activity(what):
+            return work()
+
+    def _restored(self, restored: Restored | None) -> Restored | None:
+        self._kept = set() if restored is None else set(restored.kept)
+        if restored is not None and self._among is not self._world:
+            self._world.broadcast(tensor for tensor, _ in self._entries.values())
+        return restored
+
+    def _read(self, path: Path, expected: Mapping[str, Any]) -> Restored:
+        """Copies a checkpoint into the entries, the generators first: those of the first rank
+        where there was no such rank. Raises UnsupportedError on all ranks."""
+        world = self._among
+        saved = open_checkpoint(path, expected, world)
+        refuse_other_model(saved, self._entries, (RNG,), world)
+        rng = together(world, lambda: _blank_generators(saved, world))
+        copy_saved(saved, {key: (t, whole_placement(t.shape)) for key, t in rng.items()}, world)
+        names = _generators(world)
+        own = {names[key.rpartition("/")[2]]: tensor for key, tensor in rng.items()}
+        restored = together(world, lambda: Restored(path, saved.state, own))
+        with torch.no_grad():
+            copy_saved(saved, self._entries, world)
+        return restored
+
+
+def _blank_generators(saved: SavedCheckpoint, world: DistributedContext) -> dict[str, Tensor]:
+    start = _own(world.number) if f"{_own(world.number)}cpu" in saved.tensors else _own(0)
+    found, where = {}, saved.path / saved.list
+    for kind in _generators(world):
+        there = saved.tensors.get(start + kind)
+        if there is None and kind == "cpu":
+            raise UnsupportedError(f"{where}: damaged: no random numbers of rank 0")
+        if there is not None:
+            if there.dtype != torch.uint8 or prod(there.shape) > RNG_BYTES:
+                form = form_words(there.dtype, there.shape)
+                raise UnsupportedError(f"{where}: damaged: {start}{kind} is {form}")
+            found[start + kind] = torch.empty(there.shape, dtype=torch.uint8)
+    return found
+
+
+def _own(number: int) -> str:
+    return f"{RNG}{number:05d}/"
+
+
+def _generators(world: DistributedContext) -> dict[str, str]:
+    """How a rank's generators are called in a checkpoint, and in its process. One process's were
+    called alike in both before version 0.2."""
+    if world.device.type == "cpu":
+        return {"cpu": "cpu"}
+    gpu = f"cuda:{world.device.index or 0}"
+    return {"cpu": "cpu", gpu: gpu, "cuda": gpu}
+
+
+def refuse_apart(folder: Path, world: DistributedContext) -> None:
+    """Raises UnsupportedError on all ranks where one does not see what rank 0 writes under
+    `folder`."""
+
+    def write() -> Path:
+        path = folder / f"{PARTIAL}{secrets.token_hex(8)}"
+        write_bytes(path, b"")
+        return path
+
+    path = world.run_on_rank0(write)
+    blind = world.first_given(None if os.path.exists(path) else platform.node())
+    world.run_on_rank0(path.unlink)
+    if blind is not None:
+        rank, node = blind
+        raise UnsupportedError(
+            f"folder: rank {rank} ({node}) does not see what rank 0 writes in {folder}: ranks that "
+            "hold parts of the weights write one checkpoint together; give a folder on a disk that "
+            "all nodes share, or set parallel.fsdp to false, without tensor and pipeline, where "
+            "rank 0 writes alone"
+        )
+
+
+# SOURCE has the SHA-256 of a checkpoint's manifest, which stands for all of its files, how the
+# model was trained, and the SHA-256 of each exported file that decides its weights. A folder
+# without it, or with another one, is not the result of this run: replaced.
+CARD = "README.md"  # what the hub shows of a model
+
+
+def source_of(checkpoint: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
+    """What a folder says that was made of a checkpoint."""
+    return {
+        **marks,
+        "checkpoint": checkpoint.name,
+        "manifest_sha256": digest(manifest_path(checkpoint)),
+    }
+
+
+def is_exported(
+    checkpoint: Path, folder: Path, marks: Mapping[str, Any], note: Callable[[str], None]
+) -> bool:
+    """Whether `folder` was made of this very checkpoint and is whole; one that has changed since is
+    renamed, and `note` is told."""
+    said = read_json(folder / SOURCE) or {}
+    files = said.pop(FILES, {})  # earlier versions wrote none
+    if said != source_of(checkpoint, marks):
+        return False
+    found = _digests(folder) if files else {}
+    changed = sorted(name for name in files if found.get(name) != files[name])
+    if changed:
+        aside = _set_aside(folder)
+        what = "has changed since it was exported" if changed[0] in found else "is gone"
+        note(
+            f"warning: {folder / changed[0]} {what}; its folder is now {aside.name}, and the model "
+            "is exported again"
+        )
+    return not changed
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of an exported model's weights, their index and configuration; people may edit the
+    tokenizer's files."""
+    named = [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]
+    named += [p for p in (folder / "config.json", folder / ADAPTER_CONFIG) if p.is_file()]
+    return {path.name: digest(path) for path in sorted(named)}
+
+
+def export(
+    model: Any,
+    tokenizer: Tokenizer,
+    checkpoint: Path,
+    folder: Path,
+    note: Callable[[str], None],
+    marks: Mapping[str, Any],
+    weights: Mapping[str, Tensor] | None = None,
+    card: str | None = None,
+    index: Index | None = None,
+) -> None:
+    """Writes `folder`, which `from_pretrained` reads, of the model as it is at this checkpoint.
+    `marks` are what a reader is to know of how it was trained; `weights` are the whole ones of a
+    model that is sharded over ranks, `card` is its README, and `index` what it attended by. Raises
+    WriteFailed."""
+    source = source_of(checkpoint, marks)
+    unfinished = folder.with_name(f"{PARTIAL}{folder.name}")
+    with writing(unfinished), _without_bars():
+        save_model(model, unfinished, weights)
+        tokenizer.save(unfinished)
+        source[FILES] = _digests(unfinished)
+        write_bytes(unfinished / SOURCE, json.dumps(source).encode("utf-8"))
+        if card is not None:
+            write_bytes(unfinished / CARD, card.encode("utf-8"))
+        if index is not None:
+            index.save(unfinished / INDEX_FOLDER)
+    _spare_what_is_theirs(folder, unfinished, note)
+    publish(unfinished, folder)
+    if "overrides" in marks:
+        note(
+            f"note: the adapters in {folder} are for a model with {', '.join(marks['overrides'])} "
+            f"of model.overrides: load it with these ({SOURCE} has them), then the adapters"
+        )
+    if not reads_back(tokenizer, folder):
+        note(
+            f"warning: transformers loads the tokenizer in {folder} as another class for this "
+            "model type; load it with PreTrainedTokenizerFast, or from where the run has it"
+        )
+
+
+def _spare_what_is_theirs(folder: Path, new: Path, note: Callable[[str], None]) -> None:
+    """Sets a model's folder aside if it has what no export wrote: it would be deleted."""
+    if os.path.lexists(folder) and not folder.is_dir():
+        theirs = [folder.name]
+    else:
+        there = set(os.listdir(folder)) if folder.is_dir() else set()
+        said = (read_json(folder / SOURCE) or {}).get(FILES, {})
+        ours = {*os.listdir(new), *said, CARD, INDEX_FOLDER} if SOURCE in there else set()
+        theirs = sorted(there - ours)
+    if theirs:
+        aside = _set_aside(folder)
+        note(
+            f"warning: {folder} held {theirs[0]}, which farspan did not write: what was there is "
+            f"now {aside.name}"
+        )
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Transformers' own progress bars would tear ours apart."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+# -- a sharded model, whole again -----------------------------------------------------------------
+
+
+def gather_model(sharded_model: ShardedModel, model: Any) -> dict[str, Tensor] | None:
+    """What `model.state_dict()` would be of the whole model, in main memory of rank 0; None on
+    others. All ranks call it."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, whole: Tensor) -> None:
+        found[name] = whole.to("cpu", copy=True)
+
+    gather_weights(sharded_model, keep)
+    found |= {name: buffer.to("cpu", copy=True) for name, buffer in buffers_of(model).items()}
+    if not first_of_stage(sharded_model):
+        return None
+    number = sharded_model.ranks.rank.number
+    for stage in Rank(sharded_model.ranks.layout, 0).peers("pipeline")[1:]:
+        if number == 0:
+            found |= _receive(stage)
+        elif number == stage:
+            _send({n: t for n, t in found.items() if n not in _outer(sharded_model)}, 0)
+    return _in_order(model, found) if number == 0 else None
+
+
+def gather_weights(sharded_model: ShardedModel, keep: Callable[[str, Tensor], None]) -> None:
+    """Every weight of this rank's pipeline stage whole, one unit on the device at a time; all ranks
+    call it. `keep` is called on the stage's first rank alone."""
+    speaks = first_of_stage(sharded_model)
+    for name, own in sharded_model.sharded.wholes():
+        whole = own if sharded_model.tensor is None else sharded_model.tensor.whole(name, own)
+        if speaks:
+            keep(name, whole)
+
+
+def first_of_stage(sharded_model: ShardedModel) -> bool:
+    """Whether this rank is the one that speaks for its pipeline stage."""
+    return all(i == 0 for axis, i in sharded_model.ranks.rank.along.items() if axis != "pipeline")
+
+
+def _in_order(model: Any, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Under every name: tied weights have several, and are one tensor."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    named = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+    return {name: found[named.get(name, name)] for name in model.state_dict(keep_vars=True)}
+
+
+def _outer(sharded_model: ShardedModel) -> set[str]:
+    return set(sharded_model.sharded.whole(sharded_model.sharded.outer))
+
+
+def _send(tensors: Mapping[str, Tensor], to: int) -> None:
+    forms = [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
+    messages.send(forms, to)
+    for tensor in tensors.values():
+        if tensor.numel():
+            # As bytes: every backend knows them, whatever the dtype.
+            dist.send(tensor.contiguous().reshape(-1).view(torch.uint8), dst=to)
+
+
+def _receive(source: int) -> dict[str, Tensor]:
+    found = {}
+    for name, shape, dtype in messages.receive(source):
+        tensor = torch.empty(shape, dtype=dtype)
+        if tensor.numel():
+            dist.recv(tensor.view(-1).view(torch.uint8), src=source)
+        found[name] = tensor
+    return found

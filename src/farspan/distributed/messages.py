@@ -1,0 +1,318 @@
+"""Values that ranks exchange, as JSON.
+
+torch.distributed's object collectives send pickles, and a pickle runs whatever its sender wrote
+into it. A message here is data: numbers, texts, containers, tensors, and instances of farspan's own
+dataclasses, enumerations and errors, which are filled field by field without calling their code.
+"""
+
+import base64
+import importlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import partial, singledispatch
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farspan.distributed.failure import RankFailed, record_sync
+from farspan.durable import WriteFailed, shown
+from farspan.spec import UnsupportedError
+
+_OWN = re.compile(r"farspan(\.[a-z0-9_]+)*")
+_ERRORS = (UnsupportedError, WriteFailed)
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the value of each rank of `group`, in their order.
+
+    Raises:
+        TypeError: `value` holds something other than data.
+        RankFailed: A rank sent something other than a message; the error names the rank.
+    """
+    if group is None:
+        record_sync()
+    mine = np.frombuffer(encode(value), dtype=np.uint8).copy()
+    device = _device(group)
+    ranks = dist.get_world_size(group)
+    sizes = list(torch.zeros(ranks, 1, dtype=torch.int64, device=device))
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=device), group=group)
+    longest = max(map(int, sizes))
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(mine)] = torch.from_numpy(mine)
+    everyone = list(torch.empty(ranks, longest, dtype=torch.uint8, device=device))
+    dist.all_gather(everyone, padded, group=group)
+    return [
+        decode(one[: int(size)].cpu().numpy().tobytes(), rank)
+        for rank, (one, size) in enumerate(zip(everyone, sizes, strict=True))
+    ]
+
+
+def broadcast(value: Any) -> Any:
+    """Return the value of rank 0 on every rank; the `value` of the others is not looked at.
+
+    Raises:
+        TypeError: Rank 0's value holds something other than data.
+        RankFailed: Rank 0 sent something other than a message.
+    """
+    record_sync()
+    if dist.get_rank() == 0:
+        _give(value, partial(dist.broadcast, src=0))
+        return value
+    return _take(0, partial(dist.broadcast, src=0))
+
+
+def send(value: Any, to: int) -> None:
+    """Send a value to one rank, which calls `receive`. Raises TypeError for other than data."""
+    _give(value, partial(dist.send, dst=to))
+
+
+def receive(source: int) -> Any:
+    """Return what rank `source` sends by `send`. Raises RankFailed where it is no message."""
+    return _take(source, partial(dist.recv, src=source))
+
+
+def _give(value: Any, move: Callable[[Tensor], Any]) -> None:
+    data, device = np.frombuffer(encode(value), dtype=np.uint8), _device(None)
+    move(torch.tensor([len(data)], device=device))
+    move(torch.from_numpy(data.copy()).to(device))
+
+
+def _take(source: int, move: Callable[[Tensor], Any]) -> Any:
+    size = torch.zeros(1, dtype=torch.int64, device=_device(None))
+    move(size)
+    sent = torch.empty(int(size), dtype=torch.uint8, device=size.device)
+    move(sent)
+    return decode(sent.cpu().numpy().tobytes(), source)
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device that the group's backend sends from."""
+    backends = dist.get_backend_config(group)
+    on_cpu = "cpu:" in backends or backends in ("gloo", "mpi")
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+def encode(value: Any) -> bytes:
+    """Return `value` as a message. Raises TypeError where it holds something other than data."""
+    return json.dumps(_plain(value)).encode()
+
+
+def decode(data: bytes, sender: int) -> Any:
+    """Return the value of a message. Raises RankFailed, naming the sender, where it is none."""
+    try:
+        return _value(json.loads(data))
+    except Exception as error:  # whatever a stranger's bytes make of the parts
+        shown = data[:40] + b"..." if len(data) > 40 else data
+        raise RankFailed(
+            f"rank {sender} sent {shown!r}, which is no message of farspan's "
+            f"({type(error).__name__}: {error}); another program, or another version of farspan, "
+            "has joined the process group of this run"
+        ) from error
+
+
+# -- a value as JSON: lists and plain values as they are, all else as {kind: content} ------------
+
+
+@singledispatch
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        content = {own.name: _plain(getattr(value, own.name)) for own in fields(value)}
+        return {"data": [_name_of(type(value)), content]}
+    raise TypeError(f"ranks exchange data, and {type(value).__qualname__} is none: {value!r:.80}")
+
+
+@_plain.register(bool | int | float | str | None)
+def _(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return {"enum": [_name_of(type(value)), value.name]}
+    return value
+
+
+@_plain.register
+def _(value: np.generic) -> Any:
+    return value.item()
+
+
+@_plain.register
+def _(value: Enum) -> Any:
+    return {"enum": [_name_of(type(value)), value.name]}
+
+
+@_plain.register
+def _(value: list) -> Any:
+    return [_plain(item) for item in value]
+
+
+@_plain.register(tuple)
+def _(value: tuple[Any, ...]) -> Any:
+    items = [_plain(item) for item in value]
+    if isinstance(value, torch.Size):
+        return {"size": items}
+    if hasattr(value, "_fields"):
+        return {"data": [_name_of(type(value)), dict(zip(value._fields, items, strict=True))]}
+    return {"tuple": items}
+
+
+@_plain.register(Mapping)
+def _(value: Mapping[Any, Any]) -> Any:
+    return {"map": [[_plain(key), _plain(item)] for key, item in value.items()]}
+
+
+@_plain.register(set | frozenset)
+def _(value: Any) -> Any:
+    return {type(value).__name__: [_plain(item) for item in value]}
+
+
+@_plain.register
+def _(value: Path) -> Any:
+    return {"path": shown(value)}  # a descriptor is of this process alone
+
+
+@_plain.register
+def _(value: bytes) -> Any:
+    return {"bytes": base64.b64encode(value).decode()}
+
+
+@_plain.register(torch.dtype)
+def _(value: torch.dtype) -> Any:
+    return {"dtype": str(value).removeprefix("torch.")}
+
+
+@_plain.register(torch.device)
+def _(value: torch.device) -> Any:
+    return {"device": str(value)}
+
+
+@_plain.register
+def _(value: np.ndarray) -> Any:
+    if value.dtype.hasobject:
+        raise TypeError(f"ranks exchange data, and an array of {value.dtype} is none")
+    content = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+    return {"array": [value.dtype.str, list(value.shape), content]}
+
+
+@_plain.register
+def _(value: Tensor) -> Any:
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    content = base64.b64encode(flat).decode()
+    return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), content]}
+
+
+@_plain.register
+def _(value: Exception) -> Any:
+    if not isinstance(value, _ERRORS):
+        raise value
+    return {"error": [_name_of(type(value)), [shown(one) for one in value.args]]}
+
+
+def _name_of(kind: type) -> str:
+    """Return the name by which `_class` finds a class. Raises TypeError for any but farspan's."""
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if _class(name) is not kind:
+        raise TypeError(f"ranks exchange farspan's own classes, and {name} is none")
+    return name
+
+
+# -- and back ------------------------------------------------------------------------------------
+
+
+def _value(found: Any) -> Any:
+    if isinstance(found, list):
+        return [_value(item) for item in found]
+    if not isinstance(found, dict):
+        return found
+    ((kind, content),) = found.items()
+    return _KINDS[kind](content)
+
+
+def _class(name: str) -> Any:
+    """Return the class `module:Qualified.Name`. Raises TypeError unless it is farspan's data."""
+    module, _, path = name.partition(":")
+    if not _OWN.fullmatch(module):
+        raise TypeError(f"{name} is no class of farspan's")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = vars(found)[part]
+    data = is_dataclass(found) or (isinstance(found, type) and issubclass(found, (Enum, tuple)))
+    if not isinstance(found, type) or not (data or issubclass(found, _ERRORS)):
+        raise TypeError(f"{name} is no class of data")
+    return found
+
+
+def _instance(content: Any) -> Any:
+    """Fill an instance of a dataclass or a named tuple, without calling its code."""
+    name, given = content
+    kind = _class(name)
+    names = kind._fields if issubclass(kind, tuple) else [own.name for own in fields(kind)]
+    if set(given) != set(names):
+        raise TypeError(f"{name} has other fields than {sorted(given)}")
+    values = [_value(given[own]) for own in names]
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, values)
+    made = object.__new__(kind)
+    for own, value in zip(names, values, strict=True):
+        object.__setattr__(made, own, value)
+    return made
+
+
+def _error(content: Any) -> Exception:
+    name, given = content
+    kind = _class(name)
+    if not issubclass(kind, _ERRORS):
+        raise TypeError(f"{name} is no error")
+    made: Exception = kind.__new__(kind, *map(_value, given))
+    made.args = tuple(map(_value, given))
+    return made
+
+
+def _member(content: Any) -> Enum:
+    name, member = content
+    kind = _class(name)
+    if not issubclass(kind, Enum):
+        raise TypeError(f"{name} is no enumeration")
+    return kind[member]
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found
+
+
+def _array(content: Any) -> np.ndarray:
+    dtype, shape, data = content
+    return np.frombuffer(base64.b64decode(data), dtype=np.dtype(dtype)).reshape(shape).copy()
+
+
+def _tensor(content: Any) -> Tensor:
+    dtype, shape, data = content
+    content = bytearray(base64.b64decode(data))
+    if not content:  # which frombuffer refuses
+        return torch.empty(0, dtype=_dtype(dtype)).reshape(shape)
+    return torch.frombuffer(content, dtype=_dtype(dtype)).reshape(shape)
+
+
+_KINDS = {
+    "tuple": lambda content: tuple(_value(content)),
+    "size": lambda content: torch.Size(_value(content)),
+    "map": lambda content: {_value(key): _value(item) for key, item in content},
+    "set": lambda content: set(_value(content)),
+    "frozenset": lambda content: frozenset(_value(content)),
+    "path": Path,
+    "bytes": base64.b64decode,
+    "dtype": _dtype,
+    "device": torch.device,
+    "array": _array,
+    "tensor": _tensor,
+    "data": _instance,
+    "enum": _member,
+    "error": _error,
+}

@@ -1,0 +1,256 @@
+"""Folders of others: no command writes outside of what the user named, or through a link.
+
+A process runs the commands one after the other under an audit hook, which sees every file that
+Python opens, makes, renames or removes, in folders where links lie in wait under each name that
+farspan writes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farspan.cli.evaluate import subject_of
+from farspan.durable import PARTIAL, refuse_links, shown, write_output, write_whole
+from farspan.report.run import OBJECTS, read_run
+from farspan.spec import UnsupportedError
+from farspan.train.config import LoraConfig, ModelConfig, RunConfig
+from farspan.train.console import Reporter
+from farspan.train.run_folder import FILES, OWN_NAMES, RunFolder
+from farspan.train.trainer import train
+from farspan.train.yaml_config import to_mapping, write_mapping
+from tests.train.tiny import Quiet, fit, tiny_run
+
+WATCHED = """
+import json, os, sys
+allowed, record = json.loads(sys.argv[1]), open(sys.argv[2], "a", buffering=1)
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+def note(what, path, link=False):
+    if isinstance(path, int) or path is None:
+        return
+    path = os.fsdecode(path)
+    if path.startswith(("/dev/", "/proc/self/clear_refs")):
+        return
+    real = os.path.join(os.path.realpath(os.path.dirname(path) or "."), os.path.basename(path))
+    through = link and os.path.islink(path)
+    if through or not any(real == one or real.startswith(one + "/") for one in allowed):
+        record.write(json.dumps([what, real, through]) + "\\n")
+    counts[what] = counts.get(what, 0) + 1
+
+def hook(event, args):
+    if event == "open" and args[2] is not None and args[2] & WRITES:
+        follows = not args[2] & (os.O_NOFOLLOW | os.O_EXCL)
+        note("open", args[0], link=follows)
+    elif event in ("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod"):
+        if event in ("os.remove", "os.rmdir", "os.mkdir") and args[-1] not in (-1, None):
+            return  # relative to a folder that is held open
+        note(event, args[0], link=event in ("os.truncate", "os.chmod"))
+    elif event in ("os.rename", "os.link", "os.symlink"):
+        note(event, args[1])
+
+counts = {}
+sys.addaudithook(hook)
+from farspan.cli import app
+for command in json.loads(sys.stdin.read()):
+    try:
+        app(command, standalone_mode=False)
+        code = 0
+    except BaseException as error:
+        code = getattr(error, "exit_code", getattr(error, "code", repr(error)))
+    record.write(json.dumps(["ran", command[0], code]) + "\\n")
+record.write(json.dumps(["counts", counts]) + "\\n")
+"""
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """A file of the user that nobody may touch."""
+    path = tmp_path / "victim" / "precious.txt"
+    path.parent.mkdir()
+    path.write_text("mine")
+    yield path
+    assert path.read_text() == "mine"
+    assert os.listdir(path.parent) == [path.name]
+
+
+def trapped(folder: Path, victim: Path) -> None:
+    """Lay links under every name that a writer may take for its unfinished file."""
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    names = [*FILES, ".lock", "model", "model.md", "plan.html"]
+    for name in [*names, *(f"step-{n:08d}" for n in range(6))]:
+        for place in (folder, folder / "checkpoints"):
+            (place / f"{PARTIAL}{name}").symlink_to(victim)
+            (place / f"{PARTIAL}old-{name}").symlink_to(victim.parent)
+
+
+def test_no_command_writes_elsewhere_or_through_a_link(tmp_path: Path, victim: Path) -> None:
+    outputs, caches = tmp_path / "out", tmp_path / "cache"
+    outputs.mkdir()
+    run = replace(tiny_run(tmp_path), steps=3)
+    lora = LoraConfig(rank=2, targets="linear")
+    adapted = replace(
+        tiny_run(tmp_path, folder=str(tmp_path / "adapted")),
+        steps=3,
+        model=ModelConfig(path=str(Path(run.folder) / "model"), lora=lora),
+    )
+    for one in (run, adapted):
+        trapped(Path(one.folder), victim)
+        (tmp_path / f"{Path(one.folder).name}.yaml").write_text(write_mapping(to_mapping(one)))
+    for name in ("plan.html", "run.yaml", "plan.json", "spans.json", "page.html", "trace.txt"):
+        (outputs / f"{PARTIAL}{name}").symlink_to(victim)
+    plan = ["plan", "--model", "Qwen3-8B", "--machine", "h100", "--context", "32K"]
+    place = str(outputs / "plan.html")
+    commands = [
+        ["train", str(tmp_path / "run.yaml"), "--trace", str(outputs / "spans.json")],
+        ["report", run.folder],
+        ["report", run.folder, "--output", str(outputs / "page.html")],
+        ["data", str(tmp_path / "run.yaml")],
+        ["evaluate", run.folder, "--text", str(tmp_path / "text"), "--needles", "0"],
+        [*plan, "--html", place, "--write", str(outputs / "run.yaml")],
+        ["train", str(tmp_path / "adapted.yaml")],
+        ["merge", adapted.folder, "--output", str(outputs / "merged")],
+    ]
+    record = tmp_path / "record.jsonl"
+    allowed = [str(tmp_path / name) for name in ("run", "adapted", "out", "cache", "home")]
+    environment = {
+        **os.environ,
+        "HOME": str(tmp_path / "home"),
+        "XDG_CACHE_HOME": str(tmp_path / "home" / "cache"),
+        "XDG_CONFIG_HOME": str(tmp_path / "home" / "config"),
+        "TMPDIR": str(caches),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+    }
+    caches.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, json.dumps(allowed), str(record)],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=outputs,
+        timeout=300,
+    )
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    ran = [line for line in lines if line[0] == "ran"]
+    assert [line[1:] for line in ran] == [[c[0], 0] for c in commands], (ran, done.stderr[-3000:])
+    strayed = [line for line in lines if line[0] not in ("ran", "counts")]
+    assert not strayed, strayed
+    counts = lines[-1][1]
+    assert counts["open"] > 30, counts  # the hook was there
+    assert counts["os.rename"] > 10, counts
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "checkpoints", "model", ".lock"])
+def test_a_link_out_of_a_run_folder_is_refused(tmp_path: Path, victim: Path, name: str) -> None:
+    run = tiny_run(tmp_path)
+    folder = Path(run.folder)
+    folder.mkdir()
+    (folder / name).symlink_to(victim.parent if "." not in name else victim)
+    with pytest.raises(UnsupportedError, match=rf"{name} is a link to .*remove the link"):
+        fit(run)
+    assert not (folder / "model").is_dir() or name == "model"
+
+
+def test_a_report_reads_nothing_elsewhere(tmp_path: Path, victim: Path) -> None:
+    run = tiny_run(tmp_path, steps=3)
+    fit(run)
+    folder = Path(run.folder)
+    for name in ("metrics.jsonl", *(f"{one}.json" for one in OBJECTS)):
+        kept = (folder / name).read_bytes() if (folder / name).exists() else None
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(victim)
+        with pytest.raises(UnsupportedError, match=f"{name} is a link to"):
+            read_run(folder)
+        (folder / name).unlink()
+        if kept is not None:
+            (folder / name).write_bytes(kept)
+    read_run(folder)
+
+
+def test_links_within_a_folder_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    refuse_links(tmp_path, ["a", "b", "c"])
+
+
+def test_an_output_takes_the_place_of_a_link(tmp_path: Path, victim: Path) -> None:
+    for name in ("page.html", f"{PARTIAL}page.html"):
+        (tmp_path / name).symlink_to(victim)
+    write_output(tmp_path / "page.html", "page", "html")
+    assert (tmp_path / "page.html").read_text() == "page"
+    assert not (tmp_path / "page.html").is_symlink()
+    write_whole(tmp_path / "page.html", b"again")
+    assert sorted(os.listdir(tmp_path)) == ["page.html", "victim"]
+
+
+class _Renames(Quiet):
+    """Renames the folder of the run after its second step, and begins another under its name."""
+
+    def __init__(self, run: RunConfig, other: RunConfig) -> None:
+        super().__init__()
+        self.run, self.other, self.results = run, other, []
+
+    def end(self, values: Any) -> None:
+        Reporter.end(self, values)
+        if values["step"] == 2:
+            folder = Path(self.run.folder)
+            folder.rename(folder.with_name("renamed"))
+            self.results.append(train(self.other, reporter=Quiet()))
+
+
+def test_a_run_goes_on_in_the_folder_that_it_locked(tmp_path: Path) -> None:
+    alone = tiny_run(tmp_path, folder=str(tmp_path / "alone"))
+    train(alone, reporter=Quiet())
+    run = tiny_run(tmp_path)
+    other = replace(tiny_run(tmp_path), seed=7)
+    reporter = _Renames(run, other)
+    result = train(run, reporter=reporter)
+    assert result.folder == tmp_path / "renamed"
+    assert not [note for note in reporter.notes if "/proc/" in note]
+    for folder, like in ((result.folder, alone.folder), (Path(run.folder), None)):
+        names = {p.name for p in Path(alone.folder).iterdir()}
+        assert {p.name for p in folder.iterdir()} == names
+        steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in steps if "loss" in line] == [1, 2, 3, 4, 5]
+        if like is not None:
+            one, two = (Path(f) / "model" / "model.safetensors" for f in (folder, like))
+            assert one.read_bytes() == two.read_bytes()
+    assert shown("see /proc/self/fd/99999/x") == "see /proc/self/fd/99999/x"
+
+
+def test_an_error_names_the_folder_as_the_user_does(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+
+    def damaged() -> None:
+        with RunFolder(run) as folder:
+            assert folder.path != Path(run.folder)
+            raise UnsupportedError(f"{folder.path}/x: damaged")
+
+    with pytest.raises(UnsupportedError) as found:
+        damaged()
+    assert str(found.value) == f"{run.folder}/x: damaged"
+    assert set(FILES) < set(OWN_NAMES)
+
+
+def test_a_run_folder_runs_no_code_of_its_own(tmp_path: Path) -> None:
+    """Only the user says so, and not the folder."""
+    run = tiny_run(tmp_path)
+    folder, flag = Path(run.folder), tmp_path / "ran"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "code.py").write_text(f"open({str(flag)!r}, 'w')")
+    about = {"model_type": "theirs", "auto_map": {"AutoConfig": "code.Config"}}
+    (folder / "model" / "config.json").write_text(json.dumps(about))
+    values = to_mapping(replace(run, model=ModelConfig(path="theirs", trust_remote_code=True)))
+    (folder / "config.yaml").write_text(write_mapping(values))
+    with pytest.raises(UnsupportedError, match="give --trust-remote-code to run it"):
+        subject_of(str(folder), None, None)
+    assert not flag.exists()
