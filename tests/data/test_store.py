@@ -488,3 +488,33 @@ def test_the_usual_cache_becomes_private(tmp_path: Path, monkeypatch: pytest.Mon
     cache.chmod(0o775)
     open_quietly(Texts(["one"]), Path("~/.cache/farspan"))
     assert cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_whole_cache_is_read_from_a_disk_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Texts(["first", "second"])
+    cache = tmp_path / "cache"
+    open_quietly(source, cache)
+    opened = os.open
+
+    def read_only(path: os.PathLike[str], flags: int, *rest: int) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return opened(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", read_only)
+    assert open_quietly(source, cache).documents() == 2
+    with pytest.raises(UnsupportedError, match=r"data\.cache: cannot write .*Read-only file"):
+        open_quietly(Texts(["third"]), cache)
+
+
+def test_a_process_without_memory_to_map_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(np, "memmap", refuse)
+    with pytest.raises(UnsupportedError, match=r"cannot be mapped: Cannot allocate.*ulimit -v"):
+        open_quietly(Texts(["first"]), tmp_path / "cache")

@@ -12,6 +12,7 @@ A folder is written and synced beside its place and renamed into it, so a name t
 complete. It is its user's alone. What is read is believed after its digest: tokens by the block,
 when one of it is first read, all else when the folder is opened."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -228,6 +229,10 @@ def store_key(source: Source, form: Form, tokenizer: Tokenizer, ignore: Collecti
 def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenStore, _Blocks]:
     """What is in `folder`, after `write` where there is nothing, or something damaged. `whole`:
     every token is checked. Raises UnsupportedError."""
+    # What is there whole is only read: the disk may be read-only.
+    with suppress(OSError, _Damaged):
+        if not is_open(folder.parent):
+            return _read(folder, whole)
     # Whoever comes second waits here and finds the work done.
     with locked(folder.parent, folder.name):
         try:
@@ -237,7 +242,13 @@ def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenSt
         except _Damaged as error:
             LOG.warning("data.cache: %s: %s; it is made anew", folder, error)
         write()
-        return _read(folder, whole)
+        try:
+            return _read(folder, whole)
+        except _Damaged as error:
+            raise UnsupportedError(
+                f"data.cache: {folder} cannot be read back: {error}; the drive may be failing: set "
+                "data.cache to a folder on another one"
+            ) from error
 
 
 @contextmanager
@@ -285,6 +296,13 @@ def _read(folder: Path, whole: bool) -> tuple[TokenStore, _Blocks]:
             # The first block of tokens says how all the others are read.
             blocks.refuse_damage(0, 1 if name == "tokens" and not whole else None)
             arrays[name] = array
+    except OSError as error:
+        if error.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+            raise UnsupportedError(
+                f"data.cache: {folder} cannot be mapped: {error.strerror}; raise this process's "
+                "limits of memory (ulimit -v) and of open files (ulimit -n)"
+            ) from error
+        raise _Damaged(" ".join(str(error).split())) from error
     except Exception as error:  # what is damaged may be anything
         raise _Damaged(" ".join(str(error).split())) from error
     assert blocks is not None
