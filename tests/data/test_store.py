@@ -504,6 +504,7 @@ def test_a_whole_cache_is_read_from_a_disk_that_cannot_be_written(
         return opened(path, flags, *rest)
 
     monkeypatch.setattr(os, "open", read_only)
+    monkeypatch.setattr(os, "access", lambda _, mode: mode != os.W_OK)
     assert open_quietly(source, cache).documents() == 2
     with pytest.raises(UnsupportedError, match=r"data\.cache: cannot write .*Read-only file"):
         open_quietly(Texts(["third"]), cache)

@@ -229,9 +229,8 @@ def store_key(source: Source, form: Form, tokenizer: Tokenizer, ignore: Collecti
 def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenStore, _Blocks]:
     """What is in `folder`, after `write` where there is nothing, or something damaged. `whole`:
     every token is checked. Raises UnsupportedError."""
-    # What is there whole is only read: the disk may be read-only.
-    with suppress(OSError, _Damaged):
-        if not is_open(folder.parent):
+    if folder.is_dir() and not os.access(folder.parent, os.W_OK):  # a disk that is only read
+        with suppress(_Damaged):
             return _read(folder, whole)
     # Whoever comes second waits here and finds the work done.
     with locked(folder.parent, folder.name):
