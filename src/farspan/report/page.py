@@ -26,6 +26,7 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from farspan.spec import VERSION, UnsupportedError
@@ -73,11 +74,27 @@ def page_json(data: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def write_page(path: Path, text: str, option: str = "html") -> None:
+def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
+    """Raise UnsupportedError, naming the option, before what takes long, where no file can be
+    written, or a `new` one is there."""
+    if path is None:
+        return
+    wrong, folder = "", path.parent
+    if new and path.exists():
+        wrong = "is there already; delete it"
+    elif path.is_dir():
+        wrong = "is a folder; name a file in it"
+    elif not folder.is_dir():
+        wrong = f"cannot be written: no such folder; make it with mkdir -p {quote(str(folder))}"
+    if wrong:
+        raise UnsupportedError(f"{option}: {path} {wrong}, or name another file")
+
+
+def write_page(path: Path, text: str | bytes, option: str = "html") -> None:
     """A page that is there stays until the new one is whole. Raises UnsupportedError, naming the
     option, where it cannot be written."""
     # What names of files have that is no Unicode becomes a question mark.
-    data = text.encode("utf-8", "replace")
+    data = text if isinstance(text, bytes) else text.encode("utf-8", "replace")
     partial = path.with_name(f".partial-{path.name}")
     try:
         if path.exists() and not path.is_file():

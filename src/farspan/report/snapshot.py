@@ -30,8 +30,9 @@ from farspan.planner.remedies import part_words
 from farspan.planner.request import Plan
 from farspan.planner.timeline import Span
 from farspan.program.program import Allocate, Free, Instruction, Program
+from farspan.report.page import write_page
 from farspan.report.plan import ROWS, program_spans, span_words
-from farspan.spec import Tier, UnsupportedError
+from farspan.spec import Tier
 
 MOST_MOMENTS = 5000  # the viewer draws 15,000 tensors, and a moment brings one to three
 ARENA, REST = 2**40, 2**44  # addresses: main memory is less than the space between them
@@ -60,13 +61,7 @@ class MemoryBlock:
 
 def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
     """Raises UnsupportedError where the file cannot be written."""
-    try:
-        path.write_bytes(pickle.dumps(snapshot, protocol=PROTOCOL))
-    except OSError as error:
-        raise UnsupportedError(
-            f"snapshot: {path} cannot be written: {error.strerror}; free some space, fix its "
-            "permissions, or name another file"
-        ) from error
+    write_page(path, pickle.dumps(snapshot, protocol=PROTOCOL), "snapshot")
 
 
 def frame(where: str, line: int, what: str) -> dict[str, Any]:
