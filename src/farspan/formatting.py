@@ -166,7 +166,7 @@ def fold(text: str, columns: int | None = None, indent: str = "  ") -> list[str]
         whole = line.replace("\0", " ")
         parts = [whole]
         if len(whole) > width:
-            parts = wrap(whole.strip(), width - 2, subsequent_indent="    ")
+            parts = wrap(whole, width - 2, subsequent_indent="    ")
         folded += [*(f"{part} \\" for part in parts[:-1]), parts[-1]]
     return folded
 

@@ -97,7 +97,7 @@ OPEN = (
     ("Qwen2.5-0.5B", "64K", {"machine": "rtx4090"}),
     ("Qwen3-8B", "64K", {"machine": "h200"}),
     ("Qwen3-8B", "32K", {"machine": "rtx4090", "lora": 16}),
-    ("Qwen2.5-7B", "256K", {"machine": "h100"}),
+    ("Qwen3-8B", "64K", {"machine": "rtx4090", "host_memory": "256GiB"}),
 )
 
 

@@ -639,15 +639,15 @@ def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command:
     built(dict(values), (), str(path))  # it is one that can be read
     text = f"# {command}\n# {FITTING[plan.fit]}: {chosen_words(plan)}\n{write_mapping(values)}"
     write_page(path, text, "write")
-    start = f"farspan train {path}"
+    start = [f"  farspan train {path}"]
     if question.layout.devices() > 1:
-        start = launch_words(question).partition(", with")[0].replace("RUN.yaml", str(path))
+        launch = launch_words(question).partition(", with")[0].replace("RUN.yaml", str(path))
+        start = fold(f"  {launch}", indent="  ")
     places = {DATA: "your data's path", TEACHER: "the teacher's folder or hub name"}
     fill = [
         f"  put {what} in the place of {w} in {path}" for w, what in places.items() if w in text
     ]
-    lines = [f"{path}: written; next:", *fill, f"  farspan data {path}", f"  {start}"]
-    return [part for line in lines for part in fold(line, indent="    ")]
+    return [f"{path}: written; next:", *fill, f"  farspan data {path}", *start]
 
 
 STATES = {Optimizer.ADAMW: "device", Optimizer.ADAMW8BIT: "8bit"}
