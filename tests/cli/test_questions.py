@@ -112,8 +112,8 @@ def test_no_runner_up_is_faster(model: str, context: str, options: dict[str, Any
 
 
 @pytest.mark.parametrize("memory", [{}, {"device_memory": "50GiB"}, {"host_memory": "256GiB"}])
-def test_every_tier_that_is_short_is_said(memory: dict[str, str]) -> None:
-    options = {"machine": "rtx4090", "strategy": "recompute", **memory}
+def test_every_tier_that_is_short_is_said(memory: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"machine": "rtx4090", "strategy": "recompute", **memory}
     plan = farspan.plan("Qwen3-8B", context="128K", **options)
     assert not plan.fits
     first = str(plan).splitlines()[0]

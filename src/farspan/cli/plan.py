@@ -163,8 +163,8 @@ def write_html(path: Path, answer: PlanAnswer, command: str) -> None:
     found = PageOf((), words=answer.words, command=command)
     if longest is not None:
         first = first or longest.shortest
-        ways = {"longest": longest.plans, "strategies": longest.strategies}
-        found = replace(found, **ways, max_step=longest.max_step)
+        found = replace(found, longest=longest.plans, strategies=longest.strategies)
+        found = replace(found, max_step=longest.max_step)
     if first is not None:
         others = (other for other in first.alternatives if first.fits or other.fits)
         found = replace(found, plans=(first, *others))
