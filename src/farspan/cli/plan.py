@@ -449,11 +449,10 @@ def plan_command(
         **{"loss": loss, "reference": reference},
     }
     given = {name: value for name, value in options.items() if value is not None}
-    longest = _longest_step(max_step, max_context)
     places = {"timeline": timeline, "snapshot": snapshot, "html": html, "write": write}
     for option, path in places.items():
         check_place(path, option, new=option == "write")
-    answer = _answered(run, settings or (), given, longest)
+    answer = _answered(run, settings or (), given, _longest_step(max_step, max_context))
     write_files(answer, timeline, snapshot, html, command_line(call))
     after = [] if html is None else [f"page: {html}"]
     if write is not None:
