@@ -1,11 +1,14 @@
 """Numbers as people write them."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.formatting import (
     MOST_TOKENS,
+    fold,
     read_bytes,
     read_memory,
     read_seconds,
@@ -145,3 +148,34 @@ def test_a_memory_of_a_few_bytes_lacks_its_unit(given: str | int) -> None:
         read_memory(given, "device_memory")
     assert read_memory("24KiB", "device_memory") == 24 * 2**10
     assert read_memory(2**20, "device_memory") == 2**20
+
+
+def test_lines_are_folded_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "measuring " * 20
+    for columns, widest in (("40", 80), ("80", 80), ("120", 120)):
+        monkeypatch.setenv("COLUMNS", columns)
+        lines = fold(text)
+        assert max(map(len, lines)) <= widest
+        assert len(lines[0]) > widest - len("measuring ")
+        assert all(line.startswith("  ") for line in lines[1:])
+        assert " ".join(" ".join(lines).split()) == text.strip()
+
+
+COMMAND = "farspan plan --model Some-7B --context 128K --optimizer host"
+START = (
+    "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 2 -m "
+    "farspan train run.yaml"
+)
+
+
+@pytest.mark.parametrize("before", range(0, 60, 7))
+def test_what_is_pasted_is_not_broken(before: int) -> None:
+    path = "/a-folder/" + "of-many-words-" * 8 + "run.yaml"
+    text = f"{'x ' * before}{COMMAND}, kept in {path}, {START}, with --gpus 2 as they are"
+    folded = "\n".join(fold(text, 80))
+    assert COMMAND in folded
+    assert path in folded
+    assert "--gpus 2" in folded
+    # A shell goes on after a backslash at the end of a line.
+    assert START in re.sub(r" \\\n +", " ", folded)
+    assert all(len(line) <= 80 or path in line for line in folded.splitlines())

@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
@@ -133,6 +134,22 @@ def write_output(path: Path, content: str | bytes, option: str) -> None:
             f"{option}: {path} cannot be written: {reason.strerror or reason}; free some space, "
             "fix its permissions, or name another file"
         ) from error
+
+
+def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
+    """Raise UnsupportedError, naming the option, before what takes long, where no file can be
+    written, or a `new` one is there."""
+    if path is None:
+        return
+    wrong, folder = "", path.parent
+    if new and path.exists():
+        wrong = "is there already; delete it"
+    elif path.is_dir():
+        wrong = "is a folder; name a file in it"
+    elif not folder.is_dir():
+        wrong = f"cannot be written: no such folder; make it with mkdir -p {quote(str(folder))}"
+    if wrong:
+        raise UnsupportedError(f"{option}: {path} {wrong}, or name another file")
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:

@@ -7,9 +7,12 @@ where they mean KiB to TiB; KB to TB are powers of 1000, and so is an exponent: 
 
 import difflib
 import re
+import shutil
+import textwrap
 from collections.abc import Iterable
 from dataclasses import fields
 from fractions import Fraction
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,14 @@ TIME_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 MOST_TOKENS = 2**30  # of any count: a longer step's blocks are too many even to count
 LEAST_MEMORY = 2**20  # bytes of a memory that may be written without a unit
 SHOWN = 200  # characters of a value in an error
+COLUMNS = 80  # of the narrowest terminal that is written for
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|)")
+_OPTION = r"--[a-z-]+(?: [^\s-]\S*)?"
+# What stays on one line: a size, and what people paste: a command, or options alone.
+_PASTED = re.compile(
+    r"\d [KMGT]iB|torchrun .*?farspan train [^\s,]+|"
+    rf"(?:farspan [a-z-]+(?: [^\s-]*[/.][^\s,;]+)?|{_OPTION})(?: {_OPTION})*"
+)
 _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*?)(?:\s*(?:tokens|bytes))?")
 
 
@@ -143,6 +153,22 @@ def write_seconds(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:.1f} min"
     return f"{seconds / 3600:,.1f} h"
+
+
+def fold(text: str, columns: int | None = None, indent: str = "  ") -> list[str]:
+    """Lines of at most so many columns, by default the terminal's; those after the first are
+    indented. A command that is to be pasted stays whole, or goes on after a backslash."""
+    width = columns or max(COLUMNS, shutil.get_terminal_size().columns)
+    wrap = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
+    glued = _PASTED.sub(lambda found: found[0].replace(" ", "\0"), text)
+    folded: list[str] = []
+    for line in wrap(glued, width, subsequent_indent=indent):
+        whole = line.replace("\0", " ")
+        parts = [whole]
+        if len(whole) > width:
+            parts = wrap(whole, width - 2, subsequent_indent="    ")
+        folded += [*(f"{part} \\" for part in parts[:-1]), parts[-1]]
+    return folded
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import farspan
 from farspan import cli
+from farspan.planner.machines import BUSY_RATES, machine
 from farspan.planner.request import Plan, Question
 from farspan.program.strategies import STRATEGIES
 from farspan.spec import RunSpec, Sparse, UnsupportedError
@@ -269,10 +270,45 @@ def test_no_context_fits(monkeypatch: pytest.MonkeyPatch, asked: object) -> None
     assert outcome.exit_code == 1
     found = json.loads(outcome.stdout)
     assert (found["fits"], found["max_context"]) == (False, 0)
-    outcome = call(*SMALL, "--max-context", "--strategy", "plain")
+
+
+@pytest.mark.parametrize("too", [(), ("--context", "8K")])
+def test_no_context_fits_says_why_and_what_helps(too: tuple[str, ...], tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    little = ("--strategy", "recompute", "--device-memory", "1900MiB", "--html", str(page))
+    outcome = call(*SMALL, "--max-context", *too, *little)
     assert outcome.exit_code == 1
-    assert re.search(r"plain +none", outcome.output)
-    assert "oomb" not in outcome.output
+    lines = outcome.output.splitlines()
+    assert "no context fits, not even 1K tokens" in lines
+    assert re.search(r"^does not fit: [\d.]+ [GM]iB of device memory short$", outcome.output, re.M)
+    assert any(line.startswith(("cheapest changes", "changes: none of those")) for line in lines)
+    assert too or any(line.startswith("  --") for line in lines)
+    assert len(lines) <= 25
+    assert page.is_file()
+
+
+def test_no_step_is_as_short_as_it_may_be(monkeypatch: pytest.MonkeyPatch, asked: object) -> None:
+    del asked
+    monkeypatch.setattr("farspan.cli.plan.longest_contexts", lambda *_, **__: {})
+    outcome = call(*SMALL, "--max-context", "--max-step", "90s")
+    assert outcome.exit_code == 1
+    first, answer, *_ = outcome.output.splitlines()
+    assert first == "no context has a step of at most 90 s, not even 1M tokens"
+    assert answer.startswith("fits: ")
+
+
+@pytest.mark.parametrize("too", [(), ("--context", "1M")])
+def test_longest_contexts_fit_a_screen(
+    too: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, asked: object
+) -> None:
+    del asked
+    plans = {name: replace(fitting(name), alternatives=()) for name in STRATEGIES}
+    monkeypatch.setattr("farspan.cli.plan.longest_contexts", lambda *_, **__: plans)
+    lines = call(*SMALL, "--max-context", *too).output.splitlines()
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= 80
+    for words in ("fits: ", "longest context of ", "step: ", "schedule: ", "device: "):
+        assert any(line.startswith(words) for line in lines), words
 
 
 @pytest.mark.parametrize(
@@ -374,3 +410,25 @@ def test_what_is_measured_is_said_beside_the_answer(monkeypatch: pytest.MonkeyPa
     assert "this machine: measuring quickly\n" in outcome.stderr
     assert "products" not in outcome.stderr
     assert outcome.stdout == ""
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_rates_of_a_busy_machine_are_said(
+    is_busy: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each call measures such a machine again."""
+
+    def measure(progress: Any) -> Any:
+        progress("measuring quickly, which is said at length " * 4)
+        if is_busy:
+            progress(BUSY_RATES)
+        return machine("h200")
+
+    monkeypatch.setattr("farspan.planner.api.load", lambda *_: measure)
+    page = tmp_path / "plan.html"
+    options = ("--context", "8K", "--strategy", "oomb", "--html", str(page))
+    outcome = call("plan", "--model", "Qwen2.5-0.5B", *options)
+    assert (f"\n{BUSY_RATES}\n" in outcome.stdout) is is_busy
+    assert (BUSY_RATES in page.read_text()) is is_busy
+    assert len(BUSY_RATES) <= 80
+    assert max(map(len, outcome.stderr.splitlines())) <= 80

@@ -8,6 +8,9 @@ from typing import Any
 from typer.testing import CliRunner
 
 from farspan import cli
+from tests.report.browser import Browser, browser
+
+__all__ = ["browser"]
 
 ASKED = ("plan", "--model", "Qwen2.5-0.5B", "--machine", "rtx4090", "--strategy", "fpdt")
 
@@ -37,14 +40,33 @@ def test_the_answer_is_written_as_a_page(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_says_what_would_help(tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
-    options = ("--context", "16K", "--device-memory", "2GiB", "--json", "--html", str(file))
+    options = ("--context", "16K", "--device-memory", "2500MiB", "--json", "--html", str(file))
     done = CliRunner().invoke(cli.app, (*ASKED, *options))
     assert done.exit_code == cli.FAILED, done.output
     assert json.loads(done.stdout)["fits"] is False
-    spare, breaks, helps, *_ = data_of(file)["plans"][0]["verdict"]
-    assert "too much on the device" in spare
-    assert breaks.startswith("device memory breaks first")
-    assert helps.startswith("cheapest change: ")
+    [plan] = data_of(file)["plans"]
+    terminal = CliRunner().invoke(cli.app, (*ASKED, *options[:-3])).output
+    [short] = plan["verdict"]
+    assert terminal.startswith(f"does not fit: {short}\n")
+    assert 1 <= len(plan["changes"]) <= 3
+    assert all(change in " ".join(terminal.split()) for change in plan["changes"])
+    assert plan["step"] is None
+    assert plan["schedule"] == []
+
+
+def test_what_does_not_fit_has_no_step(browser: Browser, tmp_path: Path) -> None:
+    """The page shows what is short and what helps, as the terminal does, whole at any width."""
+    file = tmp_path / "plan.html"
+    options = ("--context", "16K", "--device-memory", "2500MiB", "--html", str(file))
+    CliRunner().invoke(cli.app, (*ASKED, *options))
+    with browser.opened(file, 360) as opened:
+        opened.check()
+        text = opened.page.locator("main").inner_text()
+        assert opened.violations() == []
+    assert "of device memory short" in text
+    assert "Cheapest changes that make it fit:" in text
+    for words in ("The schedule", "grid of cells", "tokens a second", "MFU", "Seconds by kind"):
+        assert words not in text, words
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

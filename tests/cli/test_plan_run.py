@@ -111,14 +111,16 @@ def test_a_written_schedule_is_planned_as_it_is(file: Path) -> None:
     shown = call(file)
     assert shown.exit_code == 0
     assert "the run: 7 updates of 2 batches, 12,288 tokens each" in shown.output
+    assert max(map(len, shown.output.splitlines())) <= 80
+    assert len(shown.output.splitlines()) <= 25
 
 
 def test_the_planners_schedule_is_a_line_to_keep(file: Path) -> None:
     """In the run file it is the same plan."""
     automatic = planned(write(file, schedule={"strategy": "auto"}))
     lines = call(file).output.splitlines()
-    [line] = [line for line in lines if line.startswith("to keep this schedule")]
-    kept = yaml.safe_load(line.split("in the run file: ")[1])
+    place = lines.index("to keep this schedule, in the run file:")
+    kept = yaml.safe_load("\n".join(lines[place + 1 :]))  # however many lines it takes
     again = planned(write(file, **kept))
     assert again["strategy"] == "plain"  # that is what it is
     assert again["reason"] == "as written; auto finds nothing faster"
@@ -192,7 +194,7 @@ def test_options_go_before_what_the_file_says(file: Path) -> None:
 
 def test_the_loss_of_the_file_is_planned(file: Path) -> None:
     write(file, loss={"kind": "distill", "teacher": "somewhere", "top_k": 7})
-    found, words = planned(file), " ".join(call(file).output.split())
+    found, words = planned(file), " ".join(call(file, "--all").output.split())
     assert (found["loss"], found["reference"]) == ("distill", "frozen")
     assert "planned of 7 ids a token that the teacher gives, and of a teacher as large" in words
     instead = planned(file, "--loss", "kto")
@@ -350,7 +352,7 @@ def test_a_plan_writes_a_run_file_that_trains_as_planned(
     found = json.loads(wanted.stdout)
     assert (found["optimizer"], found["weights"]) == place
     for words in ("DATA.jsonl", f"farspan data {file}", f"farspan train {file}"):
-        assert words in wanted.stderr, words
+        assert words in re.sub(r" \\\n +", " ", wanted.stderr), words
     text = file.read_text()
     assert "strategy: null" not in text
     assert "strategy:\n" not in text
@@ -363,8 +365,48 @@ def test_a_plan_writes_a_run_file_that_trains_as_planned(
     ]
     assert again["schedule"] == found["schedule"]
     assert sizes[0] == sizes[1]
-    outcome = CliRunner().invoke(cli.app, [*model, *options, "--write", str(file)])
-    assert "is there already" in str(outcome.exception)
+
+
+def test_a_place_is_looked_at_before_anything_is_planned(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned_already(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("farspan.cli.plan.best_plan", planned_already)
+    monkeypatch.setattr("farspan.planner.api.Request.question", planned_already)
+    file.write_text("mine")
+    model = ["plan", "--model", "Qwen2.5-0.5B", "--context", "8K", "--machine", "h200"]
+    init = ["init", "Qwen2.5-0.5B", "texts", "--machine", "h200", "-o"]
+    nowhere, folder = str(file.parent / "nowhere" / "a file"), str(file.parent)
+    for call_of, place, words in (
+        ([*model, "--write"], str(file), f"write: {file} is there already; delete it, or"),
+        (init, str(file), f"output: {file} is there already"),
+        ([*model, "--write"], nowhere, f"write: {nowhere} cannot be written: no such folder"),
+        ([*model, "--html"], nowhere, "make it with mkdir -p "),
+        ([*model, "--timeline"], nowhere, "timeline: "),
+        ([*model, "--snapshot"], nowhere, "snapshot: "),
+        ([*model, "--html"], folder, f"html: {folder} is a folder; name a file in it"),
+    ):
+        outcome = CliRunner().invoke(cli.app, [*call_of, place])
+        assert isinstance(outcome.exception, UnsupportedError), outcome.exception
+        assert words in str(outcome.exception)
+        assert outcome.stdout == ""
+    assert file.read_text() == "mine"
+
+
+def test_an_answer_with_all_that_is_asked_for_fits_a_screen(file: Path) -> None:
+    """Longest contexts, the lines to paste next and a page."""
+    model = ["plan", "--model", "Qwen2.5-0.5B", "--machine", "rtx4090", "--strategy", "fpdt"]
+    loss = ["--loss", "distill", "--write", str(file), "--html", str(file.with_name("plan.html"))]
+    for options in (["--max-context"], ["--context", "8K"], ["--context", "8K", "--max-context"]):
+        file.unlink(missing_ok=True)
+        outcome = CliRunner().invoke(cli.app, [*model, *options, *loss])
+        assert outcome.exit_code == 0, outcome.exception
+        lines = outcome.stdout.splitlines()
+        assert len(lines) <= 25
+        assert max(len(line) for line in lines if str(file.parent) not in line) <= 80
+        assert f"  farspan train {file}" in lines
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import farspan
 from farspan import cli
+from farspan.formatting import write_bytes
 from farspan.spec import UnsupportedError
 
 SMALL = "--model Qwen2.5-0.5B"
@@ -88,3 +90,33 @@ def test_a_question_has_an_answer(
         said = done.output
         assert len(said.splitlines()) <= 25
     assert words in " ".join(said.split())
+
+
+# Questions with nothing named: what is chosen, and what is short, is the planner's.
+OPEN = (
+    ("Qwen2.5-0.5B", "64K", {"machine": "rtx4090"}),
+    ("Qwen3-8B", "64K", {"machine": "h200"}),
+    ("Qwen3-8B", "32K", {"machine": "rtx4090", "lora": 16}),
+    ("Qwen3-8B", "64K", {"machine": "rtx4090", "host_memory": "256GiB"}),
+)
+
+
+@pytest.mark.parametrize(("model", "context", "options"), OPEN)
+def test_no_runner_up_is_faster(model: str, context: str, options: dict[str, Any]) -> None:
+    plan = farspan.plan(model, context=context, **options)
+    assert plan.fits
+    fitting = [other for other in plan.alternatives if other.fit is plan.fit]
+    assert fitting
+    for other in fitting:
+        assert plan.seconds.total <= 1.005 * other.seconds.total, other.strategy
+
+
+@pytest.mark.parametrize("memory", [{}, {"device_memory": "50GiB"}, {"host_memory": "256GiB"}])
+def test_every_tier_that_is_short_is_said(memory: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"machine": "rtx4090", "strategy": "recompute", **memory}
+    plan = farspan.plan("Qwen3-8B", context="128K", **options)
+    assert not plan.fits
+    first = str(plan).splitlines()[0]
+    for name, budget in (("device memory", plan.device), ("main memory", plan.host)):
+        short = f"{write_bytes(-budget.left)} of {name}"
+        assert (short in first) is (budget.left < 0), first

@@ -33,6 +33,7 @@ from farspan.engine.microbench import (
 from farspan.engine.tiers import Arena
 from farspan.planner.api import Request
 from farspan.planner.machines import (
+    BUSY_RATES,
     CURVES,
     OTHER_CURVES,
     PAGES,
@@ -190,8 +191,10 @@ def test_what_a_busy_machine_gave_is_used_once(
         return replace(calm(*arguments, quick=quick), spread={"fetch": 37.2})
 
     monkeypatch.setattr(module, "calibrate", busy)
-    found = here(lambda _: None, CPU, [torch.float32])
+    said: list[str] = []
+    found = here(said.append, CPU, [torch.float32])
     assert found.rates.keys() == {"float32"}
+    assert said[-1] == BUSY_RATES  # for whoever answers with them
     assert caplog.messages == [
         "the machine was busy: fetch varied by 37.2x; run farspan calibrate when it is idle; what "
         "was measured is used once and not kept"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,10 +88,10 @@ def test_a_change_that_does_not_help_is_not_told() -> None:
 
 
 def test_words() -> None:
-    found = {r.options: r.words() for r in remedies_of(asked(), lambda _: True)}
-    assert found["--optimizer host"] == "--optimizer host (the same results)"
-    assert found["--lora 16"].startswith("--lora 16 (other results: adapters are trained")
-    assert found["--gpus 2"] == "--gpus 2 (the same results: of the 8 of a machine)"
+    found = {r.options: (r.same, r.means) for r in remedies_of(asked(), lambda _: True)}
+    assert found["--optimizer host"] == (True, "")
+    assert found["--lora 16"] == (False, "adapters are trained, the weights stay")
+    assert found["--gpus 2"] == (True, "of the 8 of a machine")
 
 
 def test_there_is_a_budget() -> None:
@@ -194,6 +195,24 @@ def test_another_card_is_larger_and_one_of_its_size() -> None:
     assert machines_of(question)["h200"].margin == margin_of(None, machine("h200"))
     given = replace(question, margin=Margin(GIB))
     assert machines_of(given)["h200"].margin == Margin(GIB)
+
+
+def is_of(card: str, question: Question) -> bool:
+    return question.machine.name == card
+
+
+def test_main_memory_that_another_card_brings_is_said() -> None:
+    question = asked(machine=machine("rtx4090"), optimizer=Optimizer.HOST)
+    found = {
+        remedy.options: remedy.means
+        for of in ("rtx5090", "h100-pcie")
+        for remedy in remedies_of(question, partial(is_of, of))
+    }
+    assert found["--machine rtx5090"] == "another card"
+    assert found["--machine h100-pcie"] == "another card, with 1.0 TiB of main memory"
+    given = asked(machine=with_main_memory(machine("rtx4090"), 32 * GIB))
+    [remedy] = remedies_of(given, lambda q: q.machine.name == "h200")
+    assert remedy.means == "another card"
 
 
 def test_what_was_given_of_a_machine_is_kept() -> None:

@@ -83,7 +83,7 @@ def test_a_part_nobody_named_is_shown_all_the_same() -> None:
 
 def test_seconds_name_what_bounds_them_and_mfu_its_convention() -> None:
     text = text_of(plan_view(fitting()))
-    assert "step: 4.3 min, bound by compute" in text
+    assert "step: 4.3 min, bound by computation" in text
     assert "host to device 50 s" in text
     assert "waiting, nothing is computed 50 s" in text
     assert "between devices" not in text  # no time, no line
@@ -117,7 +117,7 @@ def test_few_tokens_a_second_are_not_rounded_to_none() -> None:
 
 def test_a_plan_that_does_not_fit_says_what_breaks_and_what_helps() -> None:
     text = text_of(plan_view(overrun()))
-    assert "does not fit: 48.0 GiB too much on the device" in text
+    assert "does not fit: 48.0 GiB of device memory short" in text
     assert "weights and optimizer alone need 128 GiB" in text
     assert "cheapest change: --gpus 2" in text
     assert "why:" not in text
@@ -331,8 +331,9 @@ def test_an_answer_has_every_tier_the_step_the_schedule_and_its_runners_up() -> 
     assert "(" not in "".join(lines[3:])  # no footnotes
 
 
+@pytest.mark.parametrize("room", [25, 19, 14, 10])
 @pytest.mark.parametrize("parts", [1, 40])
-def test_an_answer_fits_a_screen(parts: int) -> None:
+def test_an_answer_fits_a_screen(parts: int, room: int) -> None:
     """However many causes, notes and runners-up there are."""
     many = Budget({f"part {n}": (n + 1) * GIB for n in range(parts)}, 2000 * GIB)
     asked = replace(
@@ -348,14 +349,46 @@ def test_an_answer_fits_a_screen(parts: int) -> None:
     short = replace(
         overrun(),
         device=replace(many, limit=GIB // 2),
+        host=replace(many, limit=GIB // 2),
         remedies=tuple(Remedy(f"--gpus {n}", same=True, means="of the 8 " * 9) for n in range(9)),
     )
     for plan in (crowded, replace(crowded, device=replace(many, limit=GIB)), short):
-        lines = answer_lines(plan)
-        assert len(lines) <= 25
+        lines = answer_lines(plan, room)
+        assert len(lines) <= max(room, 14 if not plan.fits else 0)
         assert max(map(len, lines)) <= 80
         assert lines[-1] == "everything: --all; a page: --html FILE"
     assert "tight: " in "\n".join(answer_lines(replace(fitting(), question=asked)))
+
+
+def test_where_room_is_short_what_matters_most_stays() -> None:
+    plan = replace(fitting(), alternatives=(fitting("memo"),))
+    assert len(answer_lines(plan)) > 10
+    text = "\n".join(answer_lines(plan, 10))
+    for words in (
+        "fits: weights",
+        "Some-7B, 1M",
+        "device: 30",
+        "main memory: 100",
+        "step: 4.3 min",
+    ):
+        assert words in text, words
+    assert "runners-up: memo" in "\n".join(answer_lines(plan, 19))
+
+
+def test_every_tier_that_is_short_is_said() -> None:
+    """In the first line, and what fills each."""
+    host = Budget({"optimizer": 91 * GIB}, 57 * GIB)
+    both = replace(overrun(), host=host)
+    text = "\n".join(answer_lines(both))
+    assert text.startswith(
+        "does not fit: 48.0 GiB of device memory and 34.0 GiB of main memory short\n"
+    )
+    assert "main memory: 91.0 GiB of 57.0 GiB\n  optimizer states " in text
+    alone = "\n".join(answer_lines(replace(both, device=fitting().device)))
+    assert alone.startswith("does not fit: 34.0 GiB of main memory short\n")
+    assert "device" not in alone.replace("--device", "")
+    one = replace(both.question, machine=replace(both.question.machine, unified=True))
+    assert answer_lines(replace(both, question=one))[0] == "does not fit: 48.0 GiB of memory short"
 
 
 def test_an_answer_of_what_is_short_shows_no_schedule() -> None:

@@ -4,6 +4,7 @@ planning need no torch."""
 import codecs
 import errno
 import io
+import logging
 import os
 import sys
 import unicodedata
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from farspan.formatting import fold
 from farspan.lazy import load
 from farspan.spec import VERSION, UnsupportedError
 
@@ -216,6 +218,13 @@ def lasting(stream: Any) -> Any:
     )
 
 
+class Notices(logging.Formatter):
+    """Warnings that no handler takes, in lines of the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(part for line in super().format(record).split("\n") for part in fold(line))
+
+
 def main(called: Callable[[], Any] = app) -> None:
     """Entry point: what is refused is one clear line, never a traceback."""
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
@@ -227,6 +236,8 @@ def main(called: Callable[[], Any] = app) -> None:
     # Tensors of 2 MiB and more in huge pages: where freed memory goes back (train.memory) a step
     # with four-bit weights took 26 s of CPU with this and 35 s without.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(Notices())
     try:
         called()
     except UnsupportedError as error:

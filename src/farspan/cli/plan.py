@@ -6,30 +6,41 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
+from rich.text import Text
 from typer.core import TyperCommand
 
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
 from farspan.cli.train import with_sparse, with_strategy
 from farspan.data.config import LossConfig, RecordFormat
-from farspan.durable import write_output
-from farspan.formatting import EXAMPLE, read_seconds, read_sparse, read_tokens
+from farspan.durable import check_place, write_output
+from farspan.formatting import (
+    EXAMPLE,
+    fold,
+    read_seconds,
+    read_sparse,
+    read_tokens,
+    write_seconds,
+    write_tokens,
+)
 from farspan.lazy import load
 from farspan.planner.api import AS_IN_RUN_FILES, HERE, Request
-from farspan.planner.machines import HOST_RESERVE, count_of, names_card
+from farspan.planner.machines import BUSY_RATES, HOST_RESERVE, count_of, names_card
 from farspan.planner.machines import names as machine_names
-from farspan.planner.plans import best_plan, longest_contexts
+from farspan.planner.plans import LEAST, best_plan, longest_contexts
 from farspan.planner.remedies import LORA, RANK
 from farspan.planner.request import SHARE, Optimizer, Plan, Question
 from farspan.profile.catalog import hub_name, presets, split_revision
 from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.plan import (
     FITTING,
+    LINES,
     answer_view,
     chosen_words,
     contexts_view,
@@ -41,7 +52,7 @@ from farspan.report.plan import (
 from farspan.report.plan_page import PageOf, plan_page
 from farspan.report.run import REPORT, read_run, run_page, runs_json
 from farspan.report.snapshot import plan_snapshot, write_snapshot
-from farspan.report.tables import launch_words, show
+from farspan.report.tables import launch_words, plain_lines, show
 from farspan.spec import (
     LossKind,
     Objective,
@@ -62,6 +73,7 @@ class Longest:
     strategies: tuple[str, ...]  # all that were tried
     plans: dict[str, Plan]
     max_step: float = math.inf  # seconds
+    shortest: Plan | None = None  # of the shortest context, where there are no others
 
     def best(self) -> Plan | None:
         """The plan of the longest context; of equals the fastest."""
@@ -78,8 +90,18 @@ class Longest:
         for name, plan in self.plans.items():
             each[name] = plan.to_json() | {"max_context": plan.question.run.tokens}
         tokens = 0 if best is None else best.question.run.tokens
-        limit = {} if math.isinf(self.max_step) else {"max_step": self.max_step}
-        return {"max_context": tokens, "max_context_by_strategy": each, **limit}
+        more: dict[str, Any] = {} if math.isinf(self.max_step) else {"max_step": self.max_step}
+        if self.shortest is not None:
+            more["shortest"] = self.shortest.to_json()
+        return {"max_context": tokens, "max_context_by_strategy": each, **more}
+
+    def words(self) -> list[str]:
+        """That there is none, where so."""
+        if (plan := self.shortest) is None:
+            return []
+        in_time = f"has a step of at most {write_seconds(self.max_step)}"
+        of = in_time if plan.fits else "fits"
+        return [f"no context {of}, not even {write_tokens(plan.question.run.tokens)} tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,39 +130,25 @@ class PlanAnswer:
             answer = {**chosen.to_json(), **more, **self.run}
         return answer if self.longest is None else answer | self.longest.to_json()
 
-    def show(self, *, everything: bool) -> None:
-        """Print the answer for a person, or all that is known of it."""
-        view = plan_view if everything else answer_view
-        if self.plan is not None:
-            show(view(self.plan))
-        for line in self.words:
-            print(line)
-        if self.longest is None:
-            return
-        longest = self.longest
-        show(contexts_view(longest.plans, self.question, longest.strategies, longest.max_step))
-        best = self.longest.best()
-        if self.plan is None and best is not None:
-            show(view(best))
+    def show(self, *, everything: bool, after: int = 0) -> None:
+        """Print the answer for a person, or all that is known of it; `after` lines follow."""
+        shown, longest = self.chosen(), self.longest
+        words = Text("\n".join(line for said in self.words for line in fold(said)))
+        views: list[RenderableType] = [words] * bool(words)
+        if longest is not None and longest.plans:
+            ways = longest.plans, self.question, longest.strategies, longest.max_step
+            views.append(contexts_view(*ways))
+        elif longest is not None:
+            shown = self.plan or longest.shortest
+        assert shown is not None, "the shortest was planned"
+        room = LINES - after - sum(len(plain_lines(view)) for view in views)
+        first = plan_view(shown) if everything else answer_view(shown, room)
+        for view in [first, *views] if self.plan is not None else [*views, first]:
+            show(view)
 
 
-def write_timeline(path: Path, plan: Plan | None) -> None:
-    """The plan's step as a trace. Raises UnsupportedError where there is no plan, or no such
-    place."""
-    content = json.dumps(timeline_json(_drawn(plan, "timeline")))
-    write_output(path, content + "\n", "timeline")
-
-
-def write_memory(path: Path, plan: Plan | None) -> None:
-    """The memory of the plan's step as a snapshot of PyTorch's. Raises UnsupportedError as
-    `write_timeline` does."""
-    snapshot, note = plan_snapshot(_drawn(plan, "snapshot"))
-    write_snapshot(snapshot, path)
-    if note:
-        print(note, file=sys.stderr)
-
-
-def _drawn(plan: Plan | None, name: str) -> Plan:
+def _drawn(answer: PlanAnswer, name: str) -> Plan:
+    plan = answer.chosen()
     if plan is None:
         raise UnsupportedError(
             f"{name}: no strategy fits at any context, so there is no step to draw"
@@ -150,17 +158,16 @@ def _drawn(plan: Plan | None, name: str) -> Plan:
 
 def write_html(path: Path, answer: PlanAnswer, command: str) -> None:
     """The answer as a page: all plans that were looked at. Raises UnsupportedError where there is
-    none, or no such place."""
-    plans = () if answer.plan is None else (answer.plan, *answer.plan.alternatives)
-    found = PageOf(plans, words=answer.words, command=command)
-    if answer.longest is not None:
-        longest = answer.longest
-        found = replace(
-            found,
-            longest=longest.plans,
-            strategies=longest.strategies,
-            max_step=longest.max_step,
-        )
+    no such place."""
+    longest, first = answer.longest, answer.plan
+    found = PageOf((), words=answer.words, command=command)
+    if longest is not None:
+        first = first or longest.shortest
+        found = replace(found, longest=longest.plans, strategies=longest.strategies)
+        found = replace(found, max_step=longest.max_step)
+    if first is not None:
+        others = (other for other in first.alternatives if first.fits or other.fits)
+        found = replace(found, plans=(first, *others))
     write_output(path, plan_page(found), "html")
 
 
@@ -171,11 +178,15 @@ def write_files(
     html: Path | None,
     command: str,
 ) -> None:
-    """What is asked for of a step drawn over time, its memory, and a page."""
+    """What is asked for of the step as a trace, its memory as a snapshot of PyTorch's, and a page.
+    Raises UnsupportedError where there is no plan, or no such place."""
     if timeline is not None:
-        write_timeline(timeline, answer.chosen())
+        trace = json.dumps(timeline_json(_drawn(answer, "timeline")))
+        write_output(timeline, trace + "\n", "timeline")
     if snapshot is not None:
-        write_memory(snapshot, answer.chosen())
+        memory, note = plan_snapshot(_drawn(answer, "snapshot"))
+        write_snapshot(memory, snapshot)
+        print(*fold(note), sep="\n", end="\n" * bool(note), file=sys.stderr)
     if html is not None:
         write_html(html, answer, command)
 
@@ -438,18 +449,20 @@ def plan_command(
         **{"loss": loss, "reference": reference},
     }
     given = {name: value for name, value in options.items() if value is not None}
-    longest = _longest_step(max_step, max_context)
-    answer = _answered(run, settings or (), given, longest)
+    places = {"timeline": timeline, "snapshot": snapshot, "html": html, "write": write}
+    for option, path in places.items():
+        check_place(path, option, new=option == "write")
+    answer = _answered(run, settings or (), given, _longest_step(max_step, max_context))
     write_files(answer, timeline, snapshot, html, command_line(call))
+    after = [] if html is None else [f"page: {html}"]
+    if write is not None:
+        after += write_run(write, answer, given, command_line(call))
     if as_json:
         print(json.dumps(answer.to_json()))
     else:
-        answer.show(everything=everything)
-    beside = sys.stderr if as_json else sys.stdout
-    if html is not None:
-        print(f"page: {html}", file=beside)
-    if write is not None:
-        print(write_run(write, answer, given, command_line(call)), file=beside)
+        answer.show(everything=everything, after=len(after))
+    for line in after:
+        print(line, file=sys.stderr if as_json else sys.stdout)
     raise typer.Exit(_status(answer))
 
 
@@ -506,16 +519,29 @@ def _of_model(given: dict[str, Any], max_step: float | None) -> PlanAnswer:
         )
     if "sparse" in given:
         given = {**given, "sparse": read_sparse(given["sparse"])}
-    fields = {"context": 1, **given, "config": given["model"], "progress": telling()}
+    tell = Telling()
+    fields = {"context": 1, **given, "config": given["model"], "progress": tell}
     del fields["model"]
     request = Request(**fields)
     question, strategies = request.question(), request.strategies()
     plan = best_plan(question, strategies) if "context" in given else None
-    longest = None
+    longest, words = None, tell.words
     if max_step is not None:
         plans = longest_contexts(question, strategies, max_step=max_step)
-        longest = Longest(tuple(strategies or STRATEGIES), plans, max_step)
-    return PlanAnswer(question, plan, longest)
+        longest = longest_of(question, strategies, plans, max_step)
+        words = [*words, *longest.words()]
+    return PlanAnswer(question, plan, longest, tuple(words))
+
+
+def longest_of(
+    question: Question, strategies: Sequence[str] | None, plans: dict[str, Plan], max_step: float
+) -> Longest:
+    """The longest contexts, and where there are none, why."""
+    shortest = None
+    if not plans:
+        run = replace(question.run, tokens=LEAST)
+        shortest = best_plan(replace(question, run=run), strategies)
+    return Longest(tuple(strategies or STRATEGIES), plans, max_step, shortest)
 
 
 def _of_run(
@@ -537,13 +563,14 @@ def _of_run(
             f"{path}: planning a run file needs torch and transformers ({error}); pip install "
             "farspan, which has them, or give --model and --context in place of the run file"
         ) from error
-    question = question_of_run(run, asked, telling())
+    tell = Telling()
+    question = question_of_run(run, asked, tell)
     found, longest = question.plan(), None
     if max_step is not None:
         plans = question.longest(max_step)
-        longest = Longest(tuple(question.strategies() or STRATEGIES), plans, max_step)
-        notes += without_fields(run)
-    words = (*notes, *found.words())
+        longest = longest_of(question.question, question.strategies(), plans, max_step)
+        notes += [*without_fields(run), *longest.words()]
+    words = (*notes, *found.words(), *tell.words)
     return PlanAnswer(found.plan.question, found.plan, longest, words, found.to_json(), found.run)
 
 
@@ -594,14 +621,12 @@ def _lora(rank: int) -> LoraConfig | None:
 DATA, TEACHER = "DATA.jsonl", "TEACHER"  # what stands for the user's
 
 
-def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command: str) -> str:
-    """Write a run file that trains as planned; what to do next. Raises UnsupportedError where
-    nothing fits, or something is there already."""
+def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command: str) -> list[str]:
+    """Write a run file that trains as planned; lines on what to do next. Raises UnsupportedError
+    for what no run file says."""
     plan = answer.chosen()
     if plan is None or not plan.fits:
-        return f"{path}: not written, as nothing fits; see what would help above"
-    if path.exists():
-        raise UnsupportedError(f"write: {path} is there already; delete it, or name another file")
+        return [f"{path}: not written, as nothing fits; see what would help above"]
     question = plan.question
     values = run_of_model(plan, given) if answer.planned is None else changed(answer.planned)
     if values.get("folder") == f"runs/{Path(command.split()[2]).stem}":
@@ -613,14 +638,15 @@ def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command:
     built(dict(values), (), str(path))  # it is one that can be read
     text = f"# {command}\n# {FITTING[plan.fit]}: {chosen_words(plan)}\n{write_mapping(values)}"
     write_output(path, text, "write")
-    start = f"farspan train {path}"
+    start = [f"  farspan train {path}"]
     if question.layout.devices() > 1:
-        start = launch_words(question).partition(", with")[0].replace("RUN.yaml", str(path))
+        launch = launch_words(question).partition(", with")[0].replace("RUN.yaml", str(path))
+        start = fold(f"  {launch}", indent="  ")
     places = {DATA: "your data's path", TEACHER: "the teacher's folder or hub name"}
     fill = [
         f"  put {what} in the place of {w} in {path}" for w, what in places.items() if w in text
     ]
-    return "\n".join((f"{path}: written; next:", *fill, f"  farspan data {path}", f"  {start}"))
+    return [f"{path}: written; next:", *fill, f"  farspan data {path}", *start]
 
 
 STATES = {Optimizer.ADAMW: "device", Optimizer.ADAMW8BIT: "8bit"}
@@ -687,24 +713,29 @@ def init_command(
     options: dict[str, Any] = {"model": model, "context": context, "machine": machine}
     options |= {"gpus": count, "lora": lora, "quantize": quantize, "data": data}
     given = {name: value for name, value in options.items() if value is not None}
+    check_place(output, "output", new=True)
     answer = _of_model({name: value for name, value in given.items() if name != "data"}, None)
     chosen = answer.chosen()
     assert chosen is not None, "a context was asked for"
-    answer.show(everything=False)
-    print(write_run(output, answer, given, command_line(call)))
+    lines = write_run(output, answer, given, command_line(call))
+    answer.show(everything=False, after=len(lines))
+    print(*lines, sep="\n")
     raise typer.Exit(0 if chosen.fits else FAILED)
 
 
-def telling() -> Callable[[str], None]:
-    """Measuring takes up to a minute: that it happens is said once, beside the answer."""
-    said: list[str] = []
+class Telling:
+    """Hears what of this machine is measured, which takes up to a minute: that it happens is said
+    once, beside the answer."""
 
-    def tell(what: str) -> None:
-        if not said:
-            print(f"this machine: {what}", file=sys.stderr)
-        said.append(what)
+    def __init__(self) -> None:
+        self.words: list[str] = []  # for the answer itself
+        self.said = False
 
-    return tell
+    def __call__(self, what: str) -> None:
+        if not self.said:
+            print(*fold(f"this machine: {what}"), sep="\n", file=sys.stderr)
+        self.said = True
+        self.words += [what] * (what == BUSY_RATES)
 
 
 # -- what became of it --------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from farspan.engine.step import Step
 from farspan.formatting import write_seconds
 from farspan.memory.host import available_host_bytes
 from farspan.planner.machines import (
+    BUSY_RATES,
     MachineFile,
     busy_words,
     contradictions,
@@ -321,6 +322,7 @@ def _kept(
     file = calibrate(device, missing, progress, quick=True)
     file = replace(file, spec=replace(file.spec, rates={**known, **file.spec.rates}))
     if (words := busy_words(file.spread, "run farspan calibrate")) is not None:
+        progress(BUSY_RATES)
         LOG.warning("%s; what was measured is used once and not kept", words)
         return file.spec
     try:

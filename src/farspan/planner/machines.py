@@ -52,6 +52,7 @@ OF_PRESETS = ("gpu_names", "aliases", "like")
 STEEPEST = 10.0  # a larger call's rate below a smaller one's: caches explain a factor of four
 TOGETHER = 2.0  # a direction beside the other one over itself alone; 1 but for noise
 BUSY = 1.5  # the slowest look over the fastest: what two looks that agree (1.1) do not explain
+BUSY_RATES = "rates were measured on a busy machine: measured again, the choice may change"
 LARGEST = sys.float_info.max
 NAMED = 3  # fields that a warning names
 # Of all main memory, what no plan takes: the system has some, every process of a run (Python,

@@ -257,7 +257,9 @@ def _cards(question: Question) -> Changes:
         margin = question.margin
         margin = margin_of(None, other) if margin == margin_of(None, here) else margin
         changed = replace(question, machine=other, margin=margin)
-        yield Remedy(f"--machine {other.name}", True, "another card"), changed
+        whole, mine = (spec.host_bytes + spec.host_reserve for spec in (other, here))
+        means = "another card" + f", with {write_bytes(whole)} of main memory" * (whole > mine)
+        yield Remedy(f"--machine {other.name}", True, means), changed
 
 
 def _nodes(question: Question) -> Changes:

@@ -256,10 +256,6 @@ class Remedy:
     means: str = ""  # what else it is
     seconds: float = 0.0  # a step then takes; 0: not planned
 
-    def words(self) -> str:
-        results = "the same results" if self.same else "other results"
-        return f"{self.options} ({results}{': ' if self.means else ''}{self.means})"
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:

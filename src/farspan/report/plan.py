@@ -1,7 +1,6 @@
 """A plan as an answer of a screen, as tables, and its step as a trace of events."""
 
 import math
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from farspan.formatting import write_bytes, write_most, write_seconds, write_tokens
+from farspan.formatting import (
+    COLUMNS,
+    fold,
+    write_bytes,
+    write_most,
+    write_seconds,
+    write_tokens,
+)
 from farspan.planner.evaluate import most_layers, programs, size, slowest, stage_schedule
 from farspan.planner.feasibility import loss_seconds
 from farspan.planner.machines import names, read
@@ -66,7 +72,7 @@ NOTHING_HELPS = "none of those that were tried makes it fit"
 FITS = {Fit.NOT: "no", Fit.TIGHT: "tight", Fit.ROOMY: "yes"}
 FITTING = {Fit.NOT: "does not fit", Fit.TIGHT: "fits, tightly", Fit.ROOMY: "fits"}
 LANES = {
-    "compute": "compute",
+    "compute": "computation",
     "fetch": "host to device",
     "evict": "device to host",
     "collective": "between devices",
@@ -95,13 +101,14 @@ def plan_view(plan: Plan) -> RenderableType:
 
 # -- an answer of a screen -------------------------------------------------------------------------
 
-LINES, COLUMNS = 25, 80
-ON_DEVICE, ON_HOST, RUNNERS_UP = 5, 3, 3  # how many are named; the others are one
+LINES = 25
+CAUSES = ((5, 3), (3, 3), (2, 2), (0, 0))  # named on device and host, the others as one
+RUNNERS_UP = 3
 CHANGES = 3
 ALL = "everything: --all; a page: --html FILE"
 BOUND = {
     "compute": "computation",
-    "link": "copies to and from main memory",
+    "link": "host-device copies",
     "network": "the network",
     "host": "kernel launches",
 }
@@ -112,45 +119,68 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(answer_lines(plan))
 
 
-def answer_view(plan: Plan) -> Text:
+def answer_view(plan: Plan, room: int = LINES) -> Text:
     """The answer for a terminal, whose first words have the colour of a yes or a no."""
-    text = Text("\n".join(answer_lines(plan)), no_wrap=True, overflow="ignore")
+    text = Text("\n".join(answer_lines(plan, room)), no_wrap=True, overflow="ignore")
     text.stylize("bold green" if plan.fits else "bold red", 0, len(FITTING[plan.fit]))
     return text
 
 
-def answer_lines(plan: Plan) -> list[str]:
-    """At most 25 lines of 80 columns: does it fit, and how; else what is short and what helps."""
-    lines = [*_wrapped(answer(plan)), *_wrapped(subject(plan)), ""]
-    if not plan.fits:
-        return [*lines, *_short_lines(plan), "", ALL]
-    unified = plan.question.machine.unified
-    tiers = ("memory, device tier", "memory, host tier") if unified else ("device", "main memory")
-    lines += _budget_lines(tiers[0], plan.device, ON_DEVICE)
-    lines += _budget_lines(tiers[1], plan.host, ON_HOST)
-    lines += ["", *_wrapped(_step_words(plan)), *_wrapped(_schedule_sentence(plan))]
-    if plan.alternatives:
-        lines += _wrapped(f"runners-up: {_runners_up(plan)}")[:1]
-    found = (*[tight_words(plan)] * plan.tight, *notes(plan))
-    said = [line for note in found for line in _wrapped(note.split(";")[0])]
-    room = LINES - len(lines) - 1
-    return [*lines, *said[:room], ALL]
+def answer_lines(plan: Plan, room: int = LINES) -> list[str]:
+    """At most `room` lines of 80 columns: does it fit, and how; else what is short and what helps.
+    Where room is short, fewer causes are named, then the last words are left out."""
+    head = [*_folded(answer(plan)), *_folded(subject(plan)), ""]
+    end, said, lines = ["", ALL], list(_change_parts(plan)), head
+    if plan.fits:
+        first, *others = map(_folded, _words_of(plan))
+        end, said = [ALL], [["", *first], *others]
+    for most in CAUSES if plan.fits else CAUSES[1:]:
+        lines = [*head, *_tier_lines(plan, most)]
+        if len(lines) + sum(map(len, said[:3])) + len(end) <= room:
+            break
+    for part in said:
+        if len(lines) + len(part) + len(end) <= room:
+            lines += part
+    return [*lines, *end]
+
+
+def _words_of(plan: Plan) -> Iterator[str]:
+    """What is said of a plan that fits, what matters most first."""
+    yield _step_words(plan)
+    yield _schedule_sentence(plan)
+    yield f"runners-up: {_runners_up(plan)}" if plan.alternatives else ""
+    yield from [tight_words(plan).split(";")[0]] * plan.tight
+    yield from (note.split(";")[0] for note in notes(plan))
 
 
 def answer(plan: Plan) -> str:
     """Does it fit, where weights and optimizer states live, and how long a step takes."""
     if not plan.fits:
-        tier, budget = fuller(plan)
-        place = "device" if tier is Tier.DEVICE else "host"
-        where = "of memory" if plan.question.machine.unified else f"of {place} memory"
-        return f"{FITTING[plan.fit]}: {write_bytes(-budget.left)} {where} short"
+        return f"{FITTING[plan.fit]}: {short_words(plan)}"
     return f"{FITTING[plan.fit]}: {chosen_words(plan)}"
 
 
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(
-        text, COLUMNS - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
+def short_words(plan: Plan) -> str:
+    """Which tiers are too small, and by how much."""
+    if plan.question.machine.unified:
+        return f"{write_bytes(-fuller(plan)[1].left)} of memory short"
+    tiers = (("device", plan.device), ("main", plan.host))
+    short = (f"{write_bytes(-of.left)} of {name} memory" for name, of in tiers if of.left < 0)
+    return f"{' and '.join(short)} short"
+
+
+def _folded(text: str) -> list[str]:
+    return fold(text, COLUMNS)
+
+
+def _tier_lines(plan: Plan, most: tuple[int, int]) -> Iterator[str]:
+    """Both tiers, or those that are short, by cause, of which so many are named."""
+    names = ("device", "main memory")
+    if plan.question.machine.unified:
+        names = ("memory, device tier", "memory, host tier")
+    for name, budget, many in zip(names, (plan.device, plan.host), most, strict=True):
+        if plan.fits or budget.left < 0:
+            yield from _budget_lines(name, budget, many)
 
 
 def _budget_lines(tier: str, budget: Budget, most: int) -> list[str]:
@@ -158,7 +188,7 @@ def _budget_lines(tier: str, budget: Budget, most: int) -> list[str]:
     parts = sorted((part for part in budget.parts.items() if part[1]), key=lambda part: -part[1])
     rows = [(part_words(name), size) for name, size in parts]
     if len(rows) > most:
-        rows = [*rows[: most - 1], ("others", sum(size for _, size in rows[most - 1 :]))]
+        rows = [*rows[: most - 1], ("others", sum(size for _, size in rows[most - 1 :]))][:most]
     whole = max(budget.limit, budget.total, 1)
     named = [
         f"  {name:<36} {write_bytes(size):>10}  {bar(size / whole)}".rstrip() for name, size in rows
@@ -169,7 +199,7 @@ def _budget_lines(tier: str, budget: Budget, most: int) -> list[str]:
 def _step_words(plan: Plan) -> str:
     return (
         f"step: {write_seconds(plan.seconds.total)}, {_rate(plan)} tokens/s, MFU {plan.mfu:.1%}, "
-        f"bound by {BOUND.get(plan.seconds.bound, plan.seconds.bound)}"
+        f"bound by {BOUND[plan.seconds.bound]}"
     )
 
 
@@ -190,19 +220,22 @@ def _runners_up(plan: Plan) -> str:
     return ", ".join(named)
 
 
-def _short_lines(plan: Plan) -> list[str]:
-    """What is short and what fills it; the cheapest changes, and what each gives."""
-    tier, budget = fuller(plan)
-    lines = _budget_lines("device" if tier is Tier.DEVICE else "main memory", budget, ON_HOST)
+def _change_parts(plan: Plan) -> Iterator[list[str]]:
+    """Lines of the cheapest changes."""
     if not plan.remedies:
-        return [*lines, "", *_wrapped(f"changes: {NOTHING_HELPS}; fewer tokens, or larger GPUs")]
-    lines += ["", "cheapest changes that make it fit:"]
-    for remedy in plan.remedies[:CHANGES]:
+        yield ["", *_folded(f"changes: {NOTHING_HELPS}; fewer tokens, or larger GPUs")]
+    for place, change in enumerate(change_words(plan)):
+        title = ["", "cheapest changes that make it fit:"] if place == 0 else []
+        yield [*title, *(f"  {line}" for line in fold(change, COLUMNS - 2))]
+
+
+def change_words(plan: Plan, most: int = CHANGES) -> Iterator[str]:
+    """The cheapest changes of a plan that does not fit, each with what it gives."""
+    for remedy in plan.remedies[:most]:
         gives = f"{write_seconds(remedy.seconds)} a step" if remedy.seconds else ""
         results = "the same results" if remedy.same else "other results"
         means = ", ".join(filter(None, (gives, results, remedy.means)))
-        lines += [f"  {line}" for line in _wrapped(f"{remedy.options}: {means}")]
-    return lines
+        yield f"{remedy.options}: {means}"
 
 
 # -- everything ------------------------------------------------------------------------------------
@@ -210,15 +243,15 @@ def _short_lines(plan: Plan) -> list[str]:
 
 def verdict(plan: Plan) -> Text:
     """Does it fit, by how much on each tier; if not, what breaks first and what would help."""
-    text = Text(FITTING[plan.fit], "bold green" if plan.fits else "bold red")
-    spare, *more = verdict_lines(plan)
-    first = (chosen_words(plan), subject(plan), spare) if plan.fits else (spare, subject(plan))
-    text.append(": " + "\n".join(first) + "\n")
-    for place, line in enumerate(more):
-        breaks = not plan.fits and plan.reason and place == 0
-        text.append(f"{line}\n", "red" if breaks else "yellow")
-    for note in notes(plan):
-        text.append(f"note: {note}\n")
+    text = Text(f"{answer(plan)}\n{subject(plan)}\n")
+    text.stylize("bold green" if plan.fits else "bold red", 0, len(FITTING[plan.fit]))
+    more = verdict_lines(plan) if plan.fits else [plan.reason] * bool(plan.reason)
+    if not plan.fits:
+        changes = list(change_words(plan, len(plan.remedies))) or [NOTHING_HELPS]
+        more += [
+            f"{'or' if place else 'cheapest change'}: {of}" for place, of in enumerate(changes)
+        ]
+    text.append("\n".join([*more, *(f"note: {note}" for note in notes(plan)), ""]))
     return text
 
 
@@ -228,20 +261,11 @@ def chosen_words(plan: Plan) -> str:
 
 
 def verdict_lines(plan: Plan) -> list[str]:
-    """What is to spare or too much, first; then what is tight, or what breaks first and what would
-    help."""
+    """What a plan that fits leaves, and what is tight."""
     lines = [f"{_spare(plan.device)} on the device, {_spare(plan.host)} on the host"]
     if plan.question.machine.unified:
         lines = [f"{_spare(plan.device)} in the one memory of both tiers"]
-    if plan.tight:
-        lines.append(tight_words(plan))
-    if not plan.fits:
-        first, *others = plan.remedies or (None,)
-        cheapest = NOTHING_HELPS if first is None else first.words()
-        lines += [plan.reason] * bool(plan.reason)
-        lines.append(f"cheapest change: {cheapest}")
-        lines += [f"or: {remedy.words()}" for remedy in others]
-    return lines
+    return [*lines, *[tight_words(plan)] * plan.tight]
 
 
 def tight_words(plan: Plan) -> str:
@@ -406,8 +430,6 @@ def devices_words(question: Question) -> str:
 
 
 def _spare(budget: Budget) -> str:
-    if budget.left < 0:
-        return f"{write_bytes(-budget.left)} too much"
     return f"{write_bytes(budget.left)} to spare"
 
 
@@ -432,7 +454,7 @@ def seconds_table(plan: Plan) -> RenderableType:
     if not plan.question.overlap and seconds.fetch + seconds.evict > 0:
         locks = plan.question.machine.pinned
         rate += IN_LINE.format("on a CPU" if locks else "where main memory cannot be locked")
-    step = f"step: {write_seconds(seconds.total)}, bound by {seconds.bound}"
+    step = f"step: {write_seconds(seconds.total)}, bound by {BOUND[plan.seconds.bound]}"
     return Group(bars_table(step, rows), Text(rate))
 
 
@@ -495,7 +517,7 @@ def contexts_view(
             f"{plan.mfu:.1%}",
             _share(plan.device),
             _share(plan.host),
-            plan.seconds.bound,
+            BOUND[plan.seconds.bound],
         )
     for name in strategies:
         if name not in plans:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from farspan.formatting import write_most, write_tokens
 from farspan.planner.evaluate import most_layers, stage_schedule
-from farspan.planner.remedies import breaks_first, part_words
+from farspan.planner.remedies import part_words
 from farspan.planner.request import Budget, Plan
 from farspan.program.builder import chunks_of
 from farspan.program.program import (
@@ -37,10 +37,14 @@ from farspan.program.program import (
 from farspan.program.residency import RESIDENCY, CutInto, Kind
 from farspan.report.page import html_page
 from farspan.report.plan import (
+    BOUND,
     LANES,
     MFU_CONVENTION,
+    NOTHING_HELPS,
+    change_words,
     devices_words,
     notes,
+    short_words,
     step_spans,
     subject,
     verdict_lines,
@@ -229,7 +233,7 @@ def plan_json(plan: Plan, place: int) -> dict[str, Any]:
     busy = {LANES[name]: getattr(seconds, name) for name in LANES}
     busy["waiting, nothing is computed"] = seconds.exposed(overlap=question.overlap)
     drawn = None
-    if place < MOST_PLANS:
+    if plan.fits and place < MOST_PLANS:
         drawn = step_json(plan) if place == 0 else step_json(plan, **ALTERNATIVE)
     return {
         "strategy": plan.strategy,
@@ -237,17 +241,18 @@ def plan_json(plan: Plan, place: int) -> dict[str, Any]:
         "tokens": question.run.tokens,
         "fits": plan.fits,
         "tight": plan.tight,
-        "verdict": _verdict(plan),
+        "verdict": verdict_lines(plan) if plan.fits else [short_words(plan)],
+        "changes": [*change_words(plan)] or [NOTHING_HELPS] * (not plan.fits and place == 0),
         "notes": list(notes(plan)),
         "device": _budget(plan.device),
         "host": _budget(plan.host),
         "unified": question.machine.unified,
         "seconds": seconds.total,
-        "bound": seconds.bound,
+        "bound": BOUND[seconds.bound],
         "busy": [[name, time] for name, time in busy.items() if time > 0],
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
-        "schedule": schedule_words(schedule, layers, len(chunks)),
+        "schedule": schedule_words(schedule, layers, len(chunks)) if plan.fits else [],
         "why": plan.reason if plan.fits else "",
         "gap": write_most(plan.gap) if plan.gap > 0 else "",
         "chunk": min(schedule.chunk, question.run.tokens),
@@ -256,13 +261,6 @@ def plan_json(plan: Plan, place: int) -> dict[str, Any]:
         "activations": schedule.activation_save_fraction,
         "step": drawn,
     }
-
-
-def _verdict(plan: Plan) -> list[str]:
-    """For an alternative nobody looked for what would help."""
-    if plan.fits or plan.reason:
-        return verdict_lines(plan)
-    return [verdict_lines(plan)[0], breaks_first(plan)]
 
 
 def _budget(budget: Budget) -> dict[str, Any]:

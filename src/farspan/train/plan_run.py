@@ -89,8 +89,8 @@ class PlanOfRun:
             "evaluations and checkpoints"
         )
         if run.schedule.strategy == AUTO:
-            line = as_yaml(plan.schedule, len(plan.question.model.layers), run.context)
-            yield f"to keep this schedule, in the run file: {line}"
+            yield "to keep this schedule, in the run file:"
+            yield as_yaml(plan.schedule, len(plan.question.model.layers), run.context)
 
     def tokens(self) -> int:
         """Of an update."""

@@ -14,8 +14,8 @@ farspan.page((data) => {
   function show(place) {
     const plan = plans[place], drawn = plan.step && step(plan.step);
     front.replaceChildren(...answer(plan));
-    detail.replaceChildren(...[memoryOf(plan, drawn), drawn && walkOf(drawn), inWords(plan)]
-      .filter(Boolean));
+    detail.replaceChildren(...[memoryOf(plan, drawn), drawn && walkOf(drawn),
+      plan.fits && inWords(plan)].filter(Boolean));
   }
 
   function answer(plan) {
@@ -25,8 +25,10 @@ farspan.page((data) => {
       make("p", { class: `verdict ${feeling(plan)}` }, `${verdict(plan)}: ${spare}`),
       plan.subject === plans[0].subject ? null : make("p", {}, plan.subject),
       more.length ? words(more) : null,
-      numbers([[`a step, planned, bound by ${plan.bound}`, seconds(plan.seconds)],
-        ["tokens a second", rate(plan.tokens_per_second)], ["MFU", percent(plan.mfu, 1)],
+      plan.changes.length ? make("p", {}, "Cheapest changes that make it fit:") : null,
+      plan.changes.length ? words(plan.changes) : null,
+      numbers([...(plan.fits ? [[`a step, planned, bound by ${plan.bound}`, seconds(plan.seconds)],
+        ["tokens a second", rate(plan.tokens_per_second)], ["MFU", percent(plan.mfu, 1)]] : []),
         ...(plan.unified ? [["of the memory", share(plan.device)]]
           : [["of the device", share(plan.device)], ["of the host", share(plan.host)]])]),
       plan.notes.length ? words(plan.notes.map((of) => `Note: ${of}`)) : null,
@@ -50,7 +52,8 @@ farspan.page((data) => {
       columns(budget("Device", plan.device),
         plan.host.parts.length || !plan.unified ? budget("Host", plan.host) : null),
       drawn ? [drawn.memory, note(data.drawn)]
-        : note("The step of this plan is not drawn: a page holds so many."));
+        : note(`The step of this plan is not drawn: ${plan.fits ? "a page holds so many"
+          : "it does not fit"}.`));
   }
 
   const walkOf = (drawn) => section("The step over the grid of cells",
@@ -72,8 +75,8 @@ farspan.page((data) => {
     { name: "device", number: true }, { name: "host", number: true }];
   const more = ["chunk", "groups", "O kept", "rest kept"]
     .map((name) => ({ name, number: true, spare: true }));
-  const row = (plan) => [plan.strategy, fits(plan), seconds(plan.seconds), share(plan.device),
-    share(plan.host)];
+  const row = (plan) => [plan.strategy, fits(plan), plan.fits ? seconds(plan.seconds) : "",
+    share(plan.device), share(plan.host)];
   const tokens = (many) => farspan.tokens(many);
 
   function runnersUp(list) {
@@ -101,12 +104,13 @@ farspan.page((data) => {
 
   show(0);
   const best = plans.slice(0, data.longest), long = plans.slice(data.longest);
-  const all = make("div", {}, make("h2", {}, "Plans to choose from"),
+  const several = plans.length > 1 || plans[0].fits;
+  const all = several && make("div", {}, make("h2", {}, "Plans to choose from"),
     best.length ? runnersUp(best) : null, long.length ? longest(long, best.length) : null);
   return [
     make("p", { class: "soft" }, plans[0].subject),
     data.words.length ? words(data.words) : null,
-    make("section", { class: "front", "aria-label": "The answer and all plans" }, front, all),
+    make("section", { class: "front", "aria-label": "The answer and all plans" }, front, ...(all ? [all] : [])),
     detail,
     section("Where this comes from", facts([["command", data.command && make("code", {}, data.command)],
       ["machine", data.machine.machine], ["its memory", data.machine.memory],
