@@ -75,6 +75,12 @@ def test_every_number_of_a_preset_says_how_it_is_known(name: str) -> None:
     assert file.about
     for source in file.sources.values():
         assert source.startswith(KINDS)
+        assert "recalled" not in source
+    # A number that a preset has of its own may not keep the source of the one that it is like.
+    own = json.loads(PRESETS.read_text(encoding="utf-8"))[name]
+    numbers = {key for key, value in own.items() if type(value) in (int, float)}
+    peaks = {f"rates.{dtype}.peak" for dtype in own["rates"]}
+    assert numbers | peaks <= own["sources"].keys()
 
 
 def test_faster_machines_are_faster() -> None:
