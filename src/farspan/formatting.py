@@ -7,7 +7,7 @@ where they mean KiB to TiB; KB to TB are powers of 1000, and so is an exponent: 
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from fractions import Fraction
 from math import ceil
@@ -25,6 +25,7 @@ BYTE_UNITS = {**TOKEN_UNITS, "b": 1} | {
 TIME_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 MOST_TOKENS = 2**30  # of any count: a longer step's blocks are too many even to count
 LEAST_MEMORY = 2**20  # bytes of a memory that may be written without a unit
+FEW = 3  # names of a long list in an error
 SHOWN = 200  # characters of a value in an error
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|)")
 _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*?)(?:\s*(?:tokens|bytes))?")
@@ -83,10 +84,15 @@ def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> 
     return int(amount)
 
 
-def shortened(given: object) -> str:
-    """A value as an error shows it: of a long one the beginning."""
+def shortened(given: object, most: int = SHOWN) -> str:
+    """A value as an error shows it: of a long one the first `most` characters."""
     text = given if isinstance(given, str) else f"{given!r}"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def some(names: Sequence[str], where: str = "farspan plan --help") -> str:
+    """The first of many names, and where all of them are."""
+    return f"{', '.join(names[:FEW])} and {len(names) - FEW} more ({where})"
 
 
 def without_home(text: str) -> str:
