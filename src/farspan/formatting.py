@@ -71,6 +71,9 @@ def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> 
     else:
         match = _WRITTEN.fullmatch(given.strip().lower()) if isinstance(given, str) else None
         if match is None or match[2] not in units:
+            if match is not None and match[2] in BYTE_UNITS:  # of tokens
+                size = f"{match[1]}{match[2][0].upper()}"
+                raise UnsupportedError(f"{refused}, which are bytes; give {size}")
             raise refused
         amount = Fraction(re.sub("[_,]", "", match[1])) * units[match[2]]
     # 131.7 GiB are no whole number of bytes; a token is not divided.
@@ -153,8 +156,25 @@ def write_seconds(seconds: float) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The known word that is nearest, as a question in brackets; empty where none is near."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), names, n=1)
+    return f" (did you mean {names[close[0]]}?)" if close else ""
+
+
+# What places and optimizers are called elsewhere, in small letters and digits.
+_CALLED = {
+    **dict.fromkeys(("cpu", "ram"), "host"),
+    **dict.fromkeys(("gpu", "cuda"), "device"),
+    **dict.fromkeys(("nvme", "ssd"), "disk"),
+    **dict.fromkeys(("adamw8bit", "adamwbnb8bit", "bnbadamw8bit"), "adamw8bit"),
+    **dict.fromkeys(("adamw", "adamwtorch", "adamwtorchfused", "adamwfused"), "adamw"),
+}
+
+
+def as_meant(word: str) -> str:
+    """A word of an option in small letters; of what other tools call it, farspan's own."""
+    small = word.strip().lower()
+    return _CALLED.get("".join(filter(str.isalnum, small)), small)
 
 
 ON, OFF = "on", "off"

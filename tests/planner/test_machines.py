@@ -194,8 +194,8 @@ def test_what_is_planned_only_is_said_of_it() -> None:
     assert {name for name in names() if read(name).note} == {"mi300x", "mi355x"}
 
 
-def test_a_name_like_no_other_is_refused_with_all() -> None:
-    with pytest.raises(UnsupportedError, match=", ".join(names())):
+def test_a_name_like_no_other_is_refused_with_a_few() -> None:
+    with pytest.raises(UnsupportedError, match=r"some are h100, h200, b200 and \d+ more"):
         machine("abacus")
 
 

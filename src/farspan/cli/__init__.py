@@ -88,7 +88,7 @@ COMMANDS = {
         "Loss by position, perplexity by document, and sentences found in a long context.",
     ),
     "report": LazyCommand(
-        "farspan.cli.plan",
+        "farspan.cli.train",
         "Write one HTML page of a run, or of several side by side: curves, memory, time, the walk.",
         app="report_app",
     ),

@@ -1,5 +1,7 @@
-"""`farspan train` and `farspan data`. They read run files without torch: a slip is told at once."""
+"""`farspan train`, `farspan data` and what follows a run, such as `farspan report`. They read run
+files without torch: a slip is told at once."""
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +17,8 @@ from farspan.formatting import EXAMPLE, OFF, ON, read_sparse
 from farspan.lazy import load
 from farspan.planner.request import SHARE
 from farspan.program.strategies import AUTO, STRATEGIES
+from farspan.report.page import write_page
+from farspan.report.run import REPORT, read_run, run_page, runs_json
 from farspan.spec import Sparse, UnsupportedError
 from farspan.train.config import (
     CheckpointConfig,
@@ -217,6 +221,34 @@ def push_command(
     """Upload a run's model, with a card that says how it was trained, to the Hugging Face hub."""
     hub = HubConfig(repo, private=not public)
     load("farspan.cli.with_torch", "push_and_tell")(run.expanduser(), hub)
+
+
+report_app = typer_app()
+
+
+@report_app.command("report")
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; also of runs under way.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help=f"The file to write; default {REPORT} in the run folder, of several runs here.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what the page shows as JSON; write no page.")
+    ] = False,
+) -> None:
+    """Write one HTML page of a run, or of several side by side: curves, memory, time, the walk."""
+    read = [read_run(folder) for folder in runs]
+    if as_json:
+        print(json.dumps(runs_json(read)))
+        return
+    place = output or (runs[0].expanduser() / REPORT if len(runs) == 1 else Path(REPORT))
+    write_page(place.expanduser(), run_page(read), "output")
+    print(f"report: {place}")
 
 
 # -- in place of a run file's own --------------------------------------------------------------

@@ -76,7 +76,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
         return OpenedSource(
             config, open_form(config, tokenizer), DataFiles(stdlib_files(), SourceKind.TEXT)
         )
-    config = _settle(config)
+    config = settle(config)
     assert config.path is not None, "a corpus has a path"
     train = _open(config, config.path, config.split)
     if config.format is RecordFormat.TEXT:
@@ -113,7 +113,7 @@ def refuse_shared(train: Source, held_out: Source) -> None:
         )
 
 
-def _settle(config: DataConfig) -> DataConfig:
+def settle(config: DataConfig) -> DataConfig:
     """With the source that its path is, where the run file leaves it open, or means a data set and
     names files."""
     path = str(config.path)

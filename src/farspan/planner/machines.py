@@ -495,7 +495,8 @@ def _read_file(path: Path) -> MachineFile:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UnsupportedError(f"machine: cannot read {path}: {error}") from error
+        words = getattr(error, "strerror", None) or error
+        raise UnsupportedError(f"machine: cannot read {path}: {words}") from error
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:

@@ -32,6 +32,7 @@ from farspan.program.program import (
     Program,
 )
 from farspan.report.tables import (
+    RUN_FILE,
     bar,
     bars_table,
     launch_words,
@@ -112,14 +113,14 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(answer_lines(plan))
 
 
-def answer_view(plan: Plan) -> Text:
+def answer_view(plan: Plan, run_file: str = RUN_FILE) -> Text:
     """The answer for a terminal, whose first words have the colour of a yes or a no."""
-    text = Text("\n".join(answer_lines(plan)), no_wrap=True, overflow="ignore")
+    text = Text("\n".join(answer_lines(plan, run_file)), no_wrap=True, overflow="ignore")
     text.stylize("bold green" if plan.fits else "bold red", 0, len(FITTING[plan.fit]))
     return text
 
 
-def answer_lines(plan: Plan) -> list[str]:
+def answer_lines(plan: Plan, run_file: str = RUN_FILE) -> list[str]:
     """At most 25 lines of 80 columns: does it fit, and how; else what is short and what helps."""
     lines = [*_wrapped(answer(plan)), *_wrapped(subject(plan)), ""]
     if not plan.fits:
@@ -132,7 +133,8 @@ def answer_lines(plan: Plan) -> list[str]:
     if plan.alternatives:
         lines += _wrapped(f"runners-up: {_runners_up(plan)}")[:1]
     found = (*[tight_words(plan)] * plan.tight, *notes(plan))
-    said = [line for note in found for line in _wrapped(note.split(";")[0])]
+    named = [note.split(";")[0].replace(RUN_FILE, run_file) for note in found]
+    said = [line for note in named for line in _wrapped(note)]
     room = LINES - len(lines) - 1
     return [*lines, *said[:room], ALL]
 
