@@ -9,7 +9,7 @@ import sys
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 from typer.core import TyperGroup
@@ -155,12 +155,15 @@ class Lasting(io.FileIO):
     """Standard output or error that outlasts its reader. `| head`, or a terminal that closes, ends
     no run, nor does a log file on a full disk: what cannot be written is dropped."""
 
+    lost: ClassVar[set[int]] = set()  # descriptors whose disk was full
+
     def write(self, data: Any) -> int:
         """As FileIO, in the dark once the reader is gone."""
         try:
             return super().write(data)
         except OSError as error:
             if error.errno in FULL:
+                self.lost.add(self.fileno())
                 return len(data)
             if error.errno not in GONE:
                 raise
@@ -232,3 +235,9 @@ def main(called: Callable[[], Any] = app) -> None:
     except UnsupportedError as error:
         print(f"farspan: {error}", file=sys.stderr)
         sys.exit(USAGE)
+    except SystemExit as done:
+        sys.stdout.flush()
+        if not done.code and 1 in Lasting.lost:
+            print("farspan: output was lost: the disk that it goes to is full", file=sys.stderr)
+            raise SystemExit(FAILED) from done
+        raise

@@ -13,7 +13,7 @@ import typer
 
 from farspan.cli import Settings, typer_app
 from farspan.data.config import DataConfig, SourceKind
-from farspan.formatting import EXAMPLE, OFF, ON, read_sparse
+from farspan.formatting import EXAMPLE, OFF, ON, read_sparse, write_number
 from farspan.lazy import load
 from farspan.planner.request import SHARE
 from farspan.program.strategies import AUTO, STRATEGIES
@@ -177,7 +177,8 @@ class ReadingLine:
 
     def __call__(self, documents: int, tokens: int, read: Any) -> None:
         """So many documents have become so many tokens, and so much is `read`."""
-        text = f"tokenizing {read}: {documents:,} documents, {tokens:,} tokens"
+        counts = (write_number(documents, "document"), write_number(tokens, "token"))
+        text = f"tokenizing {read}: {', '.join(counts)}"
         tenths = int(10 * read.fraction())
         if self._out.isatty():
             self._out.write(f"\r{text[:79]}\x1b[K")

@@ -16,6 +16,7 @@ SUFFIXES = {
     **dict.fromkeys((".parquet", ".arrow"), "table"),
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
+MOST_QUOTED = 60  # characters of a text in an error
 _COMPRESSED = (".gz", ".zst")  # behind any of them
 _PROMPT = ("prompt", "completion")  # the fields of a record of that format
 # Where no field of them is named here.

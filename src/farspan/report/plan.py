@@ -188,7 +188,7 @@ def _runners_up(plan: Plan) -> str:
     fitting = [other for other in plan.alternatives if other.fits]
     named = [f"{o.strategy} {write_seconds(o.seconds.total)}" for o in fitting[:RUNNERS_UP]]
     others = len(plan.alternatives) - len(fitting)
-    named += [f"{others} that do not fit"] * bool(others)
+    named += [f"{others} more {'does' if others == 1 else 'do'} not fit"] * bool(others)
     return ", ".join(named)
 
 
