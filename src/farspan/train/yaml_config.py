@@ -107,12 +107,12 @@ _Loader.yaml_implicit_resolvers = {
 class _Dumper(yaml.SafeDumper):
     """Quotes what _Loader, or the library, would not read as text; numbers stand on one line."""
 
-    def represent_list(self, data: list[Any]) -> yaml.Node:
+    def list_in_short(self, data: list[Any]) -> yaml.Node:
         flow = all(isinstance(value, int | float) for value in data)
         return self.represent_sequence(f"{_TAG}seq", data, flow_style=flow or None)
 
 
-_Dumper.add_representer(list, _Dumper.represent_list)
+_Dumper.add_representer(list, _Dumper.list_in_short)
 
 
 for _name, (_form, _first) in _NUMBERS.items():
