@@ -489,7 +489,7 @@ def plan_command(
     }
     given = {name: value for name, value in options.items() if value is not None}
     for name in WORDS & given.keys():
-        given[name] = as_meant(given[name])
+        given[name] = as_meant(str(given[name]))
     longest = _longest_step(max_step, max_context)
     answer = _answered(run, settings or (), given, longest)
     write_files(answer, timeline, snapshot, html, command_line(call))

@@ -241,8 +241,8 @@ def read_config(path: Path, field: str = "model") -> dict[str, Any]:
         ) from error
     if len(data) > LARGEST_CONFIG:
         raise UnsupportedError(
-            f"{field}: {path} has more than {LARGEST_CONFIG >> 20} MiB, so it is no config.json; "
-            f"give the model's folder, {path.parent}"
+            f"{field}: {path} has more than {LARGEST_CONFIG >> 20} MiB, which no model's "
+            "config.json has; give a model's folder, or its config.json"
         )
     if not isinstance(config, dict):
         raise UnsupportedError(
