@@ -208,7 +208,7 @@ def test_weights_in_place_of_a_configuration(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(LARGEST_CONFIG + 1)
     with pytest.raises(
-        UnsupportedError, match="MiB, which no model's config.json has; give a model's folder"
+        UnsupportedError, match=r"MiB, which no model's config\.json has; give a model's folder"
     ):
         find_config(str(path))
 
