@@ -1,6 +1,7 @@
 """The package's face: every name is there, whoever reads it, and nothing heavy comes with it."""
 
 import ast
+import logging
 import pkgutil
 import re
 import subprocess
@@ -131,3 +132,10 @@ def test_plan_is_a_package_and_a_function_in_every_order(imports: str) -> None:
         "print(farspan.planner.request.__name__)"
     )
     assert run(f"{imports}\n{call}").split() == ["asked", "farspan.planner.request"]
+
+
+def test_a_kernel_that_is_not_used_is_not_said_to_lack(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    log.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "no")
+    log.warning("another")
+    assert [record.getMessage() for record in caplog.records] == ["another"]

@@ -197,14 +197,14 @@ class _Renames(Quiet):
 
     def __init__(self, run: RunConfig, other: RunConfig) -> None:
         super().__init__()
-        self.run, self.other, self.results = run, other, []
+        self.run, self.other = run, other
 
     def end(self, values: Any) -> None:
         Reporter.end(self, values)
         if values["step"] == 2:
             folder = Path(self.run.folder)
             folder.rename(folder.with_name("renamed"))
-            self.results.append(train(self.other, reporter=Quiet()))
+            train(self.other, reporter=Quiet())
 
 
 def test_a_run_goes_on_in_the_folder_that_it_locked(tmp_path: Path) -> None:

@@ -1,11 +1,18 @@
 """farspan trains Hugging Face language models on sequences far longer than memory, exactly."""
 
+import logging
+
 from farspan import memory, train
 from farspan.lazy import attributes
 from farspan.program.layout import Layout
 from farspan.program.strategies import strategy
 from farspan.spec import VERSION as __version__
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
+
+# Any import of bitsandbytes on a CPU with AVX512 says so, of an inference kernel that is not used.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
+)
 
 Refused = UnsupportedError  # its name of before, for code that catches it
 

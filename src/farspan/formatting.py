@@ -9,7 +9,7 @@ import difflib
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from fractions import Fraction
 from functools import partial
@@ -28,6 +28,7 @@ BYTE_UNITS = {**TOKEN_UNITS, "b": 1} | {
 TIME_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
 MOST_TOKENS = 2**30  # of any count: a longer step's blocks are too many even to count
 LEAST_MEMORY = 2**20  # bytes of a memory that may be written without a unit
+FEW = 3  # names of a long list in an error
 SHOWN = 200  # characters of a value in an error
 COLUMNS = 80  # of the narrowest terminal that is written for
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|)")
@@ -80,6 +81,9 @@ def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> 
     else:
         match = _WRITTEN.fullmatch(given.strip().lower()) if isinstance(given, str) else None
         if match is None or match[2] not in units:
+            if match is not None and match[2] in BYTE_UNITS:  # of tokens
+                size = f"{match[1]}{match[2][0].upper()}"
+                raise UnsupportedError(f"{refused}, which are bytes; give {size}")
             raise refused
         amount = Fraction(re.sub("[_,]", "", match[1])) * units[match[2]]
     # 131.7 GiB are no whole number of bytes; a token is not divided.
@@ -93,10 +97,15 @@ def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> 
     return int(amount)
 
 
-def shortened(given: object) -> str:
-    """A value as an error shows it: of a long one the beginning."""
+def shortened(given: object, most: int = SHOWN) -> str:
+    """A value as an error shows it: of a long one the first `most` characters."""
     text = given if isinstance(given, str) else f"{given!r}"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def some(names: Sequence[str], where: str = "farspan plan --help") -> str:
+    """The first of many names, and where all of them are."""
+    return f"{', '.join(names[:FEW])} and {len(names) - FEW} more ({where})"
 
 
 def without_home(text: str) -> str:
@@ -173,8 +182,25 @@ def fold(text: str, columns: int | None = None, indent: str = "  ") -> list[str]
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The known word that is nearest, as a question in brackets; empty where none is near."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), names, n=1)
+    return f" (did you mean {names[close[0]]}?)" if close else ""
+
+
+# What places and optimizers are called elsewhere, in small letters and digits.
+_CALLED = {
+    **dict.fromkeys(("cpu", "ram"), "host"),
+    **dict.fromkeys(("gpu", "cuda"), "device"),
+    **dict.fromkeys(("nvme", "ssd"), "disk"),
+    **dict.fromkeys(("adamw8bit", "adamwbnb8bit", "bnbadamw8bit"), "adamw8bit"),
+    **dict.fromkeys(("adamw", "adamwtorch", "adamwtorchfused", "adamwfused"), "adamw"),
+}
+
+
+def as_meant(word: str) -> str:
+    """A word of an option in small letters; of what other tools call it, farspan's own."""
+    small = word.strip().lower()
+    return _CALLED.get("".join(filter(str.isalnum, small)), small)
 
 
 ON, OFF = "on", "off"

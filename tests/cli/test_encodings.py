@@ -47,6 +47,12 @@ def test_closed_streams(close: str) -> None:
     assert call("utf-8", "plan", "--model", "nothing", close=close).returncode == 2
 
 
+def test_output_that_is_lost_is_no_success() -> None:
+    done = call("utf-8", *PLAN, close=">/dev/full")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr == b"farspan: output was lost: the disk that it goes to is full\n"
+
+
 def test_what_stands_for_what() -> None:
     def plain(text: str) -> str:
         return text.encode("ascii", errors="in_ascii").decode()

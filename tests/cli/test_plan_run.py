@@ -473,6 +473,7 @@ def test_init_asks_nothing(file: Path) -> None:
     """A model, a data path given and the machine that is there."""
     texts = file.with_name("texts")
     texts.mkdir()
+    (texts / "one.txt").write_text("hello")
     given = ["init", "Qwen2.5-0.5B", str(texts), "-o", str(file), "--machine", "h200"]
     outcome = CliRunner().invoke(cli.app, given)
     assert outcome.exit_code == 0
@@ -482,6 +483,32 @@ def test_init_asks_nothing(file: Path) -> None:
     run = load_run(file)
     assert (run.data.source, run.data.path) == ("auto", str(texts))
     assert (run.model.path, run.context) == ("Qwen/Qwen2.5-0.5B", 8192)
+
+
+def test_init_refuses_data_that_are_not_there(file: Path) -> None:
+    missing = str(file.with_name("nosuch.jsonl"))
+    given = ["init", "Qwen2.5-0.5B", missing, "-o", str(file), "--machine", "h200"]
+    outcome = CliRunner().invoke(cli.app, given)
+    assert str(outcome.exception).startswith(f"data.path: no file matches {missing!r}")
+    assert not file.exists()
+
+
+def test_data_that_are_missing_are_noted_by_a_plan(file: Path) -> None:
+    write(file, schedule="auto", data={"path": str(file.with_name("gone.jsonl"))})
+    outcome = call(file)
+    assert outcome.exit_code == 0
+    assert "\nnote: data.path: no file matches" in outcome.stdout
+    write(file, schedule="auto", data={"path": "DATA.jsonl"})
+    assert "no file" not in call(file).stdout
+
+
+def test_the_answer_names_the_file_that_is_written(file: Path) -> None:
+    model = ("plan", "--model", "Qwen2.5-0.5B", "--context", "16K", "--machine", "2xh100")
+    options = ("--strategy", "oomb", "--write", str(file))
+    said = " ".join(CliRunner().invoke(cli.app, [*model, *options]).stdout.split())
+    assert f"farspan train {file}, with parallel: auto in the file" in said
+    assert "RUN.yaml" not in said
+    assert "parallel: auto\n" in file.read_text()
 
 
 def test_what_does_not_fit_is_not_written(file: Path) -> None:

@@ -39,7 +39,19 @@ QUESTIONS: list[tuple[str, tuple[str, int]]] = [
     (f"{SMALL} --context 8K --gpus h100", refused("--gpu h100")),
     (f"{SMALL} --context 8K --gpus 4090", refused("--gpu 4090")),
     (f"{SMALL} --context 8K --gpu 8xh100 --gpus 4", refused("give one of them")),
+    (f"{SMALL} --context 8K --gpu '8 H100s'", ("8 x h100", 0)),
+    (f"{SMALL} --context 8K --gpu GB200", refused("give --gpu b200")),
+    (f"{SMALL} --context 8K --gpu cpu", refused("give --gpu here")),
+    (f"{SMALL} --context 8K --gpu ''", refused("give --gpu here")),
     # Models.
+    ("--model ./nosuch --context 8K --gpu 4090", refused("there is no folder ./nosuch")),
+    ("--model nosuch --context 8K --gpu 4090", refused("more (farspan plan --help)")),
+    ("nosuch.yaml", refused("nosuch.yaml: cannot be read: No such file")),
+    (
+        "Qwen3-8B 128K h100",
+        refused("give farspan plan --model Qwen3-8B --context 128K --gpu h100"),
+    ),
+    ("run.yaml 128K", refused("give farspan plan run.yaml --context 128K")),
     ("--model 'Qwen2.5 0.5B' --context 8K --gpu 4090", FITS),
     ("--model Qwen/Qwen2.5-0.5B-Instruct --context 8K --gpu 4090", refused("did you mean Qwen2.5")),
     ("--model qwen2.5-0.5b-instruct --context 8K --gpu 4090", FITS),
@@ -67,6 +79,18 @@ QUESTIONS: list[tuple[str, tuple[str, int]]] = [
     (f"{SMALL} --context 8K --gpu 4090 --batch-size 2", refused("give --batch")),
     (f"{SMALL} --context 8K --gpu 4090 --vram 24GB", refused("give --device-memory")),
     (f"{SMALL} --context 8K --gpu 4090 --load-in-4bit", refused("give --quantize")),
+    (f"{SMALL} --context 8K --gpu 4090 --optimizer adamw_8bit", ("optimizer adamw8bit", 0)),
+    (f"{SMALL} --context 8K --gpu 4090 --optimizer AdamW", ("optimizer adamw", 0)),
+    (f"{SMALL} --context 8K --gpu 4090 --optimizer adamw8bits", refused("did you mean adamw8bit")),
+    (f"{SMALL} --context 8K --gpu 4090 --loss DPO", FITS),
+    (f"{SMALL} --context 8K --gpu 4090 --weights cpu", ("weights on host", 0)),
+    (f"{SMALL} --context 128kb --gpu 4090", refused("which are bytes; give 128K")),
+    (f"{SMALL} --fp8 --gpu 4090", refused("give --dtype bf16 or fp32")),
+    (f"{SMALL} --8bit --gpu 4090", refused("give --quantize")),
+    (f"{SMALL} --deepspeed --gpu 4090", refused("give --optimizer host")),
+    (f"{SMALL} --batch_size 2 --gpu 4090", refused("give --batch")),
+    (f"{SMALL} --max-contxt --gpu 4090", refused("give --max-context")),
+    (f"{SMALL} --zzz", refused("--zzz: no such option of farspan plan; farspan plan --help has")),
     # What is short.
     (f"{SMALL} --context 8K --gpu 4090 --device-memory 2GiB --host-memory 4GiB", SHORT),
 ]
@@ -85,6 +109,7 @@ def test_a_question_has_an_answer(
         assert isinstance(done.exception, UnsupportedError), done.output
         said = str(done.exception)
         assert "\n" not in said
+        assert len(f"farspan: {said}") <= 3 * 80
     else:
         assert done.exit_code == code, done.exception
         said = done.output

@@ -209,7 +209,7 @@ def test_a_configuration_that_is_no_configuration(tmp_path: Path) -> None:
     with place.open("wb") as file:
         file.truncate(2**40)  # sparse: 1 TiB of zeros
     load = partial(load_config, path=str(tmp_path), config=None, overrides={})
-    words = f"model.path: {place} has more than {LARGEST_CONFIG:,} bytes, .*; give another"
+    words = f"model.path: {place} has more than {LARGEST_CONFIG >> 20} MiB, .*; give a model"
     assert_refused(load, words)
     assert_refused(lambda: find_config(str(tmp_path)), f"model: {place} has more than")
     for text in ("[" * 10**6, '{"a":' * 10**6, '{"model_type": "qwen2", "x": ' + "9" * 10**6 + "}"):

@@ -66,7 +66,7 @@ def test_copies_of_the_same_documents_are_refused(tmp_path: Path, build: Build) 
 
 def test_one_document_cannot_be_divided(tmp_path: Path, build: Build) -> None:
     with pytest.raises(
-        UnsupportedError, match=r"held_out: 0\.1 of 1 document\(s\) leaves nothing to train"
+        UnsupportedError, match=r"held_out: 0\.1 of 1 document leaves nothing to train"
     ):
         build(source=SourceKind.TEXT, path=write(tmp_path / "t", 1), held_out=0.1)
 

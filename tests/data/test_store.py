@@ -185,7 +185,7 @@ def test_pipes_and_links_in_the_cache_are_not_followed(tmp_path: Path) -> None:
 
 
 def test_no_text_at_all_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"data\.path: memory: it has no text"):
+    with pytest.raises(UnsupportedError, match=r"data\.path: memory holds no text"):
         open_quietly(Texts(["", " \n"]), tmp_path)
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
 

@@ -273,6 +273,27 @@ def test_a_folder_of_splits_is_not_trained_as_one(corpus: Any) -> None:
     assert len(spoken(corpus("c/train*", files))) == 2
 
 
+def test_a_folder_s_other_files_are_skipped_and_counted(corpus: Any) -> None:
+    files = {
+        **{"c/a.jsonl": lines(TEXTS), "c/README.md": b"card", "c/LICENSE": b"x"},
+        **{"c/code.py": b"x", "c/b.png": b"x", "c/d.png": b"x", "c/LICENSE.txt": b"x"},
+    }
+    found = corpus("c", files)
+    assert len(spoken(found)) == len(TEXTS)
+    said = "skipped, as they are no data: 2 .png, 1 LICENSE, 1 LICENSE.txt, 1 README.md, 1 .py"
+    assert said in found.describe(64)
+    # Of a folder of texts they are texts.
+    assert len(spoken(corpus("t", {"t/README.md": b"card", "t/a.txt": b"x"}))) == 2
+
+
+@pytest.mark.parametrize("sign", ";\t|")
+def test_the_separator_of_cells_is_found_and_said(corpus: Any, sign: str) -> None:
+    text = f'prompt{sign}"text, of it"\na{sign}"b{sign},"\n'.replace("text, of it", "completion")
+    found = corpus("a.csv", {"a.csv": text.encode()})
+    assert f"cells are separated by {sign!r}" in found.describe(64)
+    assert "cells are separated by ','" not in found.describe(64)
+
+
 @pytest.mark.parametrize(
     ("path", "files", "fields", "message"),
     [
@@ -281,7 +302,13 @@ def test_a_folder_of_splits_is_not_trained_as_one(corpus: Any) -> None:
         ("a.jsonl", {"a.jsonl": lines(TEXTS)}, {"source": "text"}, "leave data.source out"),
         ("a.parquet", {"a.parquet": packed(TEXTS)}, {"split": "test"}, "split: .* have no splits"),
         ("a.txt", {"a.txt": b"x"}, {"format": "chat"}, "format: chat is a form of records"),
-        ("c", {"c/a.txt": b"x", "c/b.png": b"x"}, {}, r"b\.png: no format has the suffix '\.png'"),
+        (
+            "c/*",
+            {"c/a.txt": b"x", "c/b.png": b"x"},
+            {},
+            r"b\.png: no format has the suffix '\.png'",
+        ),
+        ("c", {"c/a.py": b"x", "c/b.png": b"x"}, {}, r"a\.py \(and 1 more files\): no format has"),
         ("c", {"c/.a": b"x"}, {}, "no file matches"),
         ("a.json", {"a.json": b'[{"text": "a"}, {"text"}]'}, {}, "row 2 is not valid JSON"),
         ("a.json", {"a.json": b'[{"text": "a"}, {"text": "b"}'}, {}, "array is not closed"),
@@ -305,7 +332,20 @@ def test_a_folder_of_splits_is_not_trained_as_one(corpus: Any) -> None:
         ("a.csv", {"a.csv": b"prompt,completion\na,b,c\n"}, {}, "row 1 has 3 cells for 2 columns"),
         ("a.csv", {"a.csv": b"text,text\na,b\n"}, {}, "column 'text' is given twice"),
         ("a.csv", {"a.csv": b'text\n"a\n'}, {}, "is not valid CSV"),
-        ("a.csv", {"a.csv": b"prompt;completion\na;b\n"}, {}, "put commas between cells, or tabs"),
+        ("a.csv", {"a.csv": b"prompt;completion\na;b;c\n"}, {}, "holds the separator, ';'$"),
+        ("a.csv", {"a.csv": b'a|text\nx|"a\n'}, {}, r"not valid CSV with '\|' between cells"),
+        (
+            "a.csv",
+            {"a.csv": b"word " * 99 + b"\n"},
+            {},
+            r"^.{1,160}'[word ]{60}\.\.\.', names no col",
+        ),
+        (
+            "a.csv",
+            {"a.csv": b"hello,world\nx,y\n"},
+            {},
+            r"no column 'text' \(the first line has: h",
+        ),
         ("data", {}, {}, "or a dataset's name on the hub such as org/name"),
         (
             "a.csv",

@@ -548,7 +548,7 @@ def test_signs_of_an_end_in_texts_are_said(tmp_path: Path) -> None:
     lines = corpus(tmp_path, hub(None), {"text": "a$b"}, {"text": "ab"}, format="text").describe(
         200
     )
-    said = "note: 1 document(s) hold the text of a special token, which the tokenizer reads as"
+    said = "note: 1 document with the text of a special token; the tokenizer reads it as"
     assert any(line.startswith(said) for line in lines)
 
 

@@ -114,6 +114,18 @@ FIELD = (
         ("tests/data/test_long.py::test_parts_have_the_ids_of_the_whole",),
     ),
     Fault(
+        "files: what is no data in a folder is read",
+        "return (plain if records else data) or files",
+        "return data or files",
+        ("tests/field/test_files.py::test_a_folder_s_other_files_are_skipped_and_counted",),
+    ),
+    Fault(
+        "command line: output that is lost is a success",
+        "if not done.code and 1 in Lasting.lost:",
+        "if done.code and 1 in Lasting.lost:",
+        ("tests/cli/test_encodings.py::test_output_that_is_lost_is_no_success",),
+    ),
+    Fault(
         "auto: what moves more is taken for nothing",
         "return plan.update_seconds() < best.update_seconds() * (1 - TOLERANCE)",
         "return plan.update_seconds() <= best.update_seconds()",

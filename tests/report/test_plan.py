@@ -327,7 +327,7 @@ def test_an_answer_has_every_tier_the_step_the_schedule_and_its_runners_up() -> 
     assert "main memory: 100.0 GiB of 512.0 GiB attention outputs, O and LSE 70.0 GiB" in text
     assert "step: 4.3 min, 4,096 tokens/s, MFU 43.2%, bound by computation" in text
     assert "schedule: grouped, 64 chunks of 16K tokens, 7 groups of 4 layers; K, V of" in text
-    assert "runners-up: memo 4.3 min, oomb 4.3 min, fpdt 4.3 min, 1 that do not fit" in text
+    assert "runners-up: memo 4.3 min, oomb 4.3 min, fpdt 4.3 min, 1 more does not fit" in text
     assert "(" not in "".join(lines[3:])  # no footnotes
 
 

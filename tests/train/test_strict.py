@@ -142,3 +142,10 @@ def test_what_is_written_reads_back_as_itself(values: dict[str, Any]) -> None:
 
 def test_leaves_have_paths() -> None:
     assert flatten({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "a.c": {}, "d": [2]}
+
+
+def test_a_written_file_reads_as_a_person_would_write_it() -> None:
+    values = {"path": "données/é.jsonl", "schedule": {"groups": [6, 5, 5]}, "ignore": ["a", "b"]}
+    text = write_mapping(values)
+    assert text == "path: données/é.jsonl\nschedule:\n  groups: [6, 5, 5]\nignore:\n- a\n- b\n"
+    assert read_mapping(text, "it") == values

@@ -10,7 +10,7 @@ import sys
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 from typer.core import TyperGroup
@@ -90,7 +90,7 @@ COMMANDS = {
         "Loss by position, perplexity by document, and sentences found in a long context.",
     ),
     "report": LazyCommand(
-        "farspan.cli.plan",
+        "farspan.cli.train",
         "Write one HTML page of a run, or of several side by side: curves, memory, time, the walk.",
         app="report_app",
     ),
@@ -157,12 +157,15 @@ class Lasting(io.FileIO):
     """Standard output or error that outlasts its reader. `| head`, or a terminal that closes, ends
     no run, nor does a log file on a full disk: what cannot be written is dropped."""
 
+    lost: ClassVar[set[int]] = set()  # descriptors whose disk was full
+
     def write(self, data: Any) -> int:
         """As FileIO, in the dark once the reader is gone."""
         try:
             return super().write(data)
         except OSError as error:
             if error.errno in FULL:
+                self.lost.add(self.fileno())
                 return len(data)
             if error.errno not in GONE:
                 raise
@@ -243,3 +246,9 @@ def main(called: Callable[[], Any] = app) -> None:
     except UnsupportedError as error:
         print(f"farspan: {error}", file=sys.stderr)
         sys.exit(USAGE)
+    except SystemExit as done:
+        sys.stdout.flush()
+        if not done.code and 1 in Lasting.lost:
+            print("farspan: output was lost: the disk that it goes to is full", file=sys.stderr)
+            raise SystemExit(FAILED) from done
+        raise

@@ -1,13 +1,15 @@
-"""`farspan plan`: will it fit, how long is a step, what is the longest context? And what became of
-it: `farspan report`. Neither needs torch."""
+"""`farspan plan`: will it fit, how long is a step, what is the longest context? And `farspan init`,
+which writes a run file. Neither needs torch."""
 
 import gc
 import json
 import math
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,10 +20,11 @@ from typer.core import TyperCommand
 
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
 from farspan.cli.train import with_sparse, with_strategy
-from farspan.data.config import LossConfig, RecordFormat
+from farspan.data.config import DataConfig, LossConfig, RecordFormat
 from farspan.durable import check_place, write_output
 from farspan.formatting import (
     EXAMPLE,
+    as_meant,
     fold,
     read_seconds,
     read_sparse,
@@ -50,9 +53,8 @@ from farspan.report.plan import (
     timeline_json,
 )
 from farspan.report.plan_page import PageOf, plan_page
-from farspan.report.run import REPORT, read_run, run_page, runs_json
 from farspan.report.snapshot import plan_snapshot, write_snapshot
-from farspan.report.tables import launch_words, plain_lines, show
+from farspan.report.tables import RUN_FILE, launch_words, plain_lines, show
 from farspan.spec import (
     LossKind,
     Objective,
@@ -130,8 +132,11 @@ class PlanAnswer:
             answer = {**chosen.to_json(), **more, **self.run}
         return answer if self.longest is None else answer | self.longest.to_json()
 
-    def show(self, *, everything: bool, after: int = 0) -> None:
-        """Print the answer for a person, or all that is known of it; `after` lines follow."""
+    def show(self, *, everything: bool, after: int = 0, run_file: Path | None = None) -> None:
+        """Print the answer for a person, or all that is known of it.
+
+        `after` lines follow; `run_file` is the one that is written or was read.
+        """
         shown, longest = self.chosen(), self.longest
         words = Text("\n".join(line for said in self.words for line in fold(said)))
         views: list[RenderableType] = [words] * bool(words)
@@ -142,7 +147,9 @@ class PlanAnswer:
             shown = self.plan or longest.shortest
         assert shown is not None, "the shortest was planned"
         room = LINES - after - sum(len(plain_lines(view)) for view in views)
-        first = plan_view(shown) if everything else answer_view(shown, room)
+        first = (
+            plan_view(shown) if everything else answer_view(shown, room, str(run_file or RUN_FILE))
+        )
         for view in [first, *views] if self.plan is not None else [*views, first]:
             show(view)
 
@@ -368,13 +375,19 @@ ELSEWHERE = {
     "--context-length --max-seq-len --max-seq-length --max-length --tokens --length --cutoff-len",
     "--gpus": "--num-gpus --n-gpus --ngpus --nproc-per-node --devices --num-devices --world-size",
     "--gpu": "--card --device --hardware --accelerator",
+    "--strategy": "--gradient-checkpointing --activation-checkpointing --recompute",
+    "--disk": "--nvme --ssd --offload-folder",
+    "--weights": "--offload-weights --offload-params --offload-param",
     "--batch": "--batch-size --bs --micro-batch-size --per-device-train-batch-size",
     "--device-memory": "--vram --gpu-memory --gpu-mem --memory",
     "--host-memory": "--ram --cpu-memory --main-memory --system-memory",
     "--lora": "--lora-rank --lora-r --rank --peft --adapter --adapters",
-    "--quantize": "--load-in-4bit --bits --quantization --quant --4bit --load-in-8bit",
-    "--dtype": "--precision --bf16 --fp16 --fp32 --torch-dtype",
-    "--optimizer": "--optim --offload --cpu-offload --zero --zero-stage",
+    "--quantize": "--load-in-4bit --bits --quantization --quant --4bit --load-in-8bit --8bit",
+    "--dtype bf16 or fp32": "--precision --bf16 --fp16 --fp32 --fp8 --half --mixed-precision "
+    "--torch-dtype",
+    "--optimizer": "--optim",
+    "--optimizer host": "--offload --cpu-offload --zero --zero-stage --offload-optimizer "
+    "--deepspeed --fsdp",
     "--loss": "--objective --method --dpo --grpo --kto --orpo",
     "--model": "--model-name-or-path --model-path --base-model --checkpoint",
     "--max-context": "--longest --max-ctx",
@@ -387,20 +400,55 @@ class PlanCommand(TyperCommand):
     """The command, whose options are known by what other tools call them, too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As typer; for an option of another tool the one that is meant is named, and `--lora`
-        without a rank has the usual one."""
+        """As typer; for an option of another tool the one that is meant is named, for words without
+        options the whole command, and `--lora` without a rank has the usual one."""
         given = []
+        own = [option for parameter in self.get_params(ctx) for option in parameter.opts]
         for place, word in enumerate(args):
             name = word.split("=")[0]
-            if (meant := MEANT.get(name)) is not None:
-                raise UnsupportedError(f"{name}: no such option of farspan plan; give {meant}")
+            if name.startswith("--") and name not in (*own, "--"):
+                plain = name.lower().replace("_", "-")
+                meant = MEANT.get(plain, "")
+                if meant.split(" ")[0] not in own:
+                    meant = "".join(get_close_matches(plain, own, n=1, cutoff=NEAR))
+                give = f"give {meant}" if meant else f"farspan {self.name} --help has all"
+                raise UnsupportedError(f"{name}: no such option of farspan {self.name}; {give}")
             given.append(word)
             if word == LORA and all(
                 after.startswith("--") for after in args[place + 1 : place + 2]
             ):
                 given.append(f"{RANK}")
+        ctx.allow_extra_args = True
         rest: list[str] = super().parse_args(ctx, given)
+        if rest:
+            first = [str(word) for name in FIRST if (word := ctx.params.get(name)) is not None]
+            raise UnsupportedError(
+                f"{rest[0]}: expected an option before it; give "
+                + with_options(str(self.name), first, rest)
+            )
         return rest
+
+
+FIRST = ("run", "model", "data")  # arguments, which stand without an option
+NEAR = 0.75  # of a slip in an option, against a word that is only alike
+
+
+def with_options(command: str, arguments: list[str], others: list[str]) -> str:
+    """The command that words without options mean, each by its looks."""
+    named = []
+    if command == "plan":
+        arguments, others = [], [*arguments, *others]
+    for word in others:
+        if SIZE.fullmatch(word.lower()):
+            named += ["--context"]
+        elif Path(word).suffix not in RUN_FILES:
+            named += ["--gpu" if names_card(word) or count_of(word) or word == HERE else "--model"]
+        named.append(word)
+    return f"farspan {shlex.join([command, *arguments, *named])}"
+
+
+SIZE = re.compile(r"[\d_,.]+[km]|\d{5,}")  # of a context
+WORDS = {"strategy", "optimizer", "weights", "loss", "reference"}  # of options, not names
 
 
 @app.command("plan", cls=PlanCommand)
@@ -443,12 +491,14 @@ def plan_command(
     lora, quantize = (lora or RANK, quantize or Quantization.NF4) if qlora else (lora, quantize)
     options = {
         **{"model": model, "context": context, "machine": machine, "gpus": count, "batch": batch},
-        **{"strategy": strategy, "optimizer": optimizer, "weights": weights, "disk": disk},
+        **{"strategy": strategy, "optimizer": optimizer, "weights": weights},
         **{"device_memory": device_memory, "host_memory": host_memory, "margin": margin},
-        **{"lora": lora, "quantize": quantize, "dtype": dtype, "sparse": sparse},
+        **{"lora": lora, "quantize": quantize, "dtype": dtype, "sparse": sparse, "disk": disk},
         **{"loss": loss, "reference": reference},
     }
     given = {name: value for name, value in options.items() if value is not None}
+    for name in WORDS & given.keys():
+        given[name] = as_meant(str(given[name]))
     places = {"timeline": timeline, "snapshot": snapshot, "html": html, "write": write}
     for option, path in places.items():
         check_place(path, option, new=option == "write")
@@ -460,7 +510,7 @@ def plan_command(
     if as_json:
         print(json.dumps(answer.to_json()))
     else:
-        answer.show(everything=everything, after=len(after))
+        answer.show(everything=everything, after=len(after), run_file=write or run)
     for line in after:
         print(line, file=sys.stderr if as_json else sys.stdout)
     raise typer.Exit(_status(answer))
@@ -570,8 +620,20 @@ def _of_run(
         plans = question.longest(max_step)
         longest = longest_of(question.question, question.strategies(), plans, max_step)
         notes += [*without_fields(run), *longest.words()]
-    words = (*notes, *found.words(), *tell.words)
+    words = (*notes, *found.words(), *tell.words, *missing_data(run))
     return PlanAnswer(found.plan.question, found.plan, longest, words, found.to_json(), found.run)
+
+
+def missing_data(run: RunConfig) -> list[str]:
+    """Say which of a run's data are not there; a plan needs none."""
+    notes = []
+    for source, _ in run.data.each():
+        if source.path not in (None, DATA):
+            try:
+                load("farspan.data.corpus", "settle")(source)
+            except UnsupportedError as error:
+                notes.append(f"note: {error}")
+    return notes
 
 
 def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
@@ -640,7 +702,7 @@ def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command:
     write_output(path, text, "write")
     start = [f"  farspan train {path}"]
     if question.layout.devices() > 1:
-        launch = launch_words(question).partition(", with")[0].replace("RUN.yaml", str(path))
+        launch = launch_words(question).partition(", with")[0].replace(RUN_FILE, str(path))
         start = fold(f"  {launch}", indent="  ")
     places = {DATA: "your data's path", TEACHER: "the teacher's folder or hub name"}
     fill = [
@@ -694,7 +756,7 @@ def loss_of_run(asked: Objective) -> LossConfig:
 init_app = typer_app()
 
 
-@init_app.command("init")
+@init_app.command("init", cls=PlanCommand)
 def init_command(
     call: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder, hub name or preset.")],
@@ -710,6 +772,7 @@ def init_command(
 ) -> None:
     """Write a run file for a model and its data, planned for this machine; it asks nothing."""
     count = devices_of(gpus, machine)
+    load("farspan.data.corpus", "settle")(DataConfig(path=data))
     options: dict[str, Any] = {"model": model, "context": context, "machine": machine}
     options |= {"gpus": count, "lora": lora, "quantize": quantize, "data": data}
     given = {name: value for name, value in options.items() if value is not None}
@@ -718,7 +781,7 @@ def init_command(
     chosen = answer.chosen()
     assert chosen is not None, "a context was asked for"
     lines = write_run(output, answer, given, command_line(call))
-    answer.show(everything=False, after=len(lines))
+    answer.show(everything=False, after=len(lines), run_file=output)
     print(*lines, sep="\n")
     raise typer.Exit(0 if chosen.fits else FAILED)
 
@@ -736,33 +799,3 @@ class Telling:
             print(*fold(f"this machine: {what}"), sep="\n", file=sys.stderr)
         self.said = True
         self.words += [what] * (what == BUSY_RATES)
-
-
-# -- what became of it --------------------------------------------------------------------------
-
-report_app = typer_app()
-
-
-@report_app.command("report")
-def report_command(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders; also of runs under way.")],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help=f"The file to write; default {REPORT} in the run folder, of several runs here.",
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print what the page shows as JSON; write no page.")
-    ] = False,
-) -> None:
-    """Write one HTML page of a run, or of several side by side: curves, memory, time, the walk."""
-    read = [read_run(folder) for folder in runs]
-    if as_json:
-        print(json.dumps(runs_json(read)))
-        return
-    place = output or (runs[0].expanduser() / REPORT if len(runs) == 1 else Path(REPORT))
-    write_output(place.expanduser(), run_page(read), "output")
-    print(f"report: {place}")

@@ -1,5 +1,7 @@
-"""`farspan train` and `farspan data`. They read run files without torch: a slip is told at once."""
+"""`farspan train`, `farspan data` and what follows a run, such as `farspan report`. They read run
+files without torch: a slip is told at once."""
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -11,10 +13,12 @@ import typer
 
 from farspan.cli import Settings, typer_app
 from farspan.data.config import DataConfig, SourceKind
-from farspan.formatting import EXAMPLE, OFF, ON, read_sparse
+from farspan.durable import write_output
+from farspan.formatting import EXAMPLE, OFF, ON, read_sparse, write_number
 from farspan.lazy import load
 from farspan.planner.request import SHARE
 from farspan.program.strategies import AUTO, STRATEGIES
+from farspan.report.run import REPORT, read_run, run_page, runs_json
 from farspan.spec import Sparse, UnsupportedError
 from farspan.train.config import (
     CheckpointConfig,
@@ -173,7 +177,8 @@ class ReadingLine:
 
     def __call__(self, documents: int, tokens: int, read: Any) -> None:
         """So many documents have become so many tokens, and so much is `read`."""
-        text = f"tokenizing {read}: {documents:,} documents, {tokens:,} tokens"
+        counts = (write_number(documents, "document"), write_number(tokens, "token"))
+        text = f"tokenizing {read}: {', '.join(counts)}"
         tenths = int(10 * read.fraction())
         if self._out.isatty():
             self._out.write(f"\r{text[:79]}\x1b[K")
@@ -217,6 +222,34 @@ def push_command(
     """Upload a run's model, with a card that says how it was trained, to the Hugging Face hub."""
     hub = HubConfig(repo, private=not public)
     load("farspan.cli.with_torch", "push_and_tell")(run.expanduser(), hub)
+
+
+report_app = typer_app()
+
+
+@report_app.command("report")
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; also of runs under way.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help=f"The file to write; default {REPORT} in the run folder, of several runs here.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what the page shows as JSON; write no page.")
+    ] = False,
+) -> None:
+    """Write one HTML page of a run, or of several side by side: curves, memory, time, the walk."""
+    read = [read_run(folder) for folder in runs]
+    if as_json:
+        print(json.dumps(runs_json(read)))
+        return
+    place = output or (runs[0].expanduser() / REPORT if len(runs) == 1 else Path(REPORT))
+    write_output(place.expanduser(), run_page(read), "output")
+    print(f"report: {place}")
 
 
 # -- in place of a run file's own --------------------------------------------------------------

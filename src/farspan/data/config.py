@@ -17,6 +17,7 @@ SUFFIXES = {
     **dict.fromkeys((".parquet", ".arrow"), "table"),
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
+MOST_QUOTED = 60  # characters of a text in an error
 _COMPRESSED = (".gz", ".zst")  # behind any of them
 WINDOW = "256MiB"  # of a stream
 _PROMPT = ("prompt", "completion")  # the fields of a record of that format

@@ -4,6 +4,7 @@ import glob
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -44,6 +45,7 @@ from farspan.data.sources import (
     find_files,
     open_dataset,
     open_form,
+    separator_of,
     stdlib_files,
 )
 from farspan.data.streaming import DocumentReader, Stream
@@ -53,11 +55,18 @@ from farspan.formatting import write_bytes, write_number
 from farspan.spec import UnsupportedError
 
 TRAINED = "data.path"
+_MOST_KINDS = 5  # of files, in a line
 _MUCH = 0.1  # of a sequence, as padding: worth a word
 # Names of files to train on, and of others, as the library tells them apart.
 _SPLITS = tuple(
     re.compile(rf"(?:^|[-._ /0-9])(?:{words})(?:[-._ /0-9]|$)", re.IGNORECASE)
     for words in ("train|training", "test|testing|valid|validation|dev|eval|evaluation")
+)
+# Pages that stand with records, as in every snapshot of the hub.
+_ABOUT = re.compile(
+    r"(readme|licen[cs]e|notice|copying|citation|changelog|contributing|authors|credits"
+    r"|code_of_conduct|data(set)?[-_ ]?card|datasheet)\b.*\.(md|txt)$|dataset_infos?\.json$",
+    re.IGNORECASE,
 )
 _FILES = (SourceKind.TEXT, SourceKind.JSONL)
 _PACKED = "2"  # rises whenever the same documents give other sequences
@@ -80,7 +89,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
         return OpenedSource(
             config, open_form(config, tokenizer), DataFiles(stdlib_files(), SourceKind.TEXT)
         )
-    config = _settle(config)
+    config = settle(config)
     assert config.path is not None, "a corpus has a path"
     train = _open(config, config.path, config.split, streaming=config.streaming)
     if config.format is RecordFormat.TEXT:
@@ -117,7 +126,7 @@ def refuse_shared(train: Source, held_out: Source) -> None:
         )
 
 
-def _settle(config: DataConfig) -> DataConfig:
+def settle(config: DataConfig) -> DataConfig:
     """With the source that its path is, where the run file leaves it open, or means a data set and
     names files."""
     path = str(config.path)
@@ -136,13 +145,14 @@ def _settle(config: DataConfig) -> DataConfig:
             f"data.split: {path!r} stands for files, which have no splits; leave data.name, "
             "data.split and data.held_out_split out, and give data.held_out_path"
         )
-    files = find_files(path, "data.path")
+    found = find_files(path, "data.path")
     if config.source in _FILES:
-        _refuse_contradiction(config.source, files)
+        _refuse_contradiction(config.source, found)
         return config
+    files = _data_of(found, place)
     _refuse_unknown(files, "data.path")
     _refuse_splits(files, place)
-    texts = all(SUFFIXES[suffix_of(file)] == "text" for file in files)
+    texts = files == found and all(SUFFIXES[suffix_of(file)] == "text" for file in files)
     return replace(config, source=SourceKind.TEXT if texts else SourceKind.AUTO)
 
 
@@ -159,6 +169,16 @@ def _refuse_contradiction(kind: SourceKind, files: tuple[Path, ...]) -> None:
             f"data.source: {kind}, but {wrong[0]} is {suffix_of(wrong[0])} by its name; leave "
             "data.source out, and each file is read by its suffix"
         )
+
+
+def _data_of(files: tuple[Path, ...], place: Path) -> tuple[Path, ...]:
+    """Of a folder, the files that are data: by their suffixes, and no pages about its records."""
+    if not place.is_dir():
+        return files
+    data = tuple(file for file in files if suffix_of(file) in SUFFIXES)
+    plain = tuple(file for file in data if not _ABOUT.match(file.name))
+    records = any(SUFFIXES[suffix_of(file)] != "text" for file in plain)
+    return (plain if records else data) or files
 
 
 def _refuse_unknown(files: tuple[Path, ...], field: str) -> None:
@@ -224,6 +244,7 @@ def _open(
         return open_dataset(path, config.name, split, streaming).without(config.ignore or ())
     files = find_files(path, field)
     if config.source is SourceKind.AUTO:
+        files = _data_of(files, Path(path).expanduser())
         _refuse_unknown(files, field)
     return DataFiles(files, config.source)
 
@@ -480,7 +501,8 @@ def _divide(config: DataConfig, seed: int, store: TokenStore) -> tuple[np.ndarra
     chosen, held = split_held_out(store.documents(), config.held_out, seed)
     if len(chosen) == 0:
         raise UnsupportedError(
-            f"data.held_out: {config.held_out} of {store.documents()} document(s) leaves nothing "
+            f"data.held_out: {config.held_out} of {write_number(store.documents(), 'document')} "
+            "leaves nothing "
             "to train on; give data.held_out_path, or set held_out to 0"
         )
     return chosen, held
@@ -575,9 +597,31 @@ def _check_disjoint(parts: list[Part]) -> None:
 
 
 def _describe_files(part: Part) -> Iterator[str]:
-    counts = part.opened.train.suffixes() if isinstance(part.opened.train, DataFiles) else {}
-    if len(counts) > 1 and part.opened.config.source is SourceKind.AUTO:
-        yield f"files: {', '.join(f'{number:,} {name}' for name, number in counts.items())}"
+    train, config = part.opened.train, part.opened.config
+    if not isinstance(train, DataFiles) or config.source is not SourceKind.AUTO:
+        return
+    counts = train.suffixes()
+    if len(counts) > 1:
+        yield f"files: {_counts(counts)}"
+    left = set(find_files(str(config.path), "data.path")).difference(train.files)
+    if left:
+        names = Counter(
+            file.name if _ABOUT.match(file.name) else suffix_of(file) or file.name
+            for file in sorted(left)
+        )
+        yield f"skipped, as they are no data: {_counts(names)}"
+    signs = {separator_of(file) for file in train.files if SUFFIXES[suffix_of(file)] == "csv"}
+    if signs - {","}:
+        yield f"cells are separated by {' and '.join(repr(sign) for sign in sorted(signs))}"
+
+
+def _counts(counts: Counter[str]) -> str:
+    """The first of them, and how many others there are."""
+    most = counts.most_common(_MOST_KINDS)
+    others = counts.total() - sum(number for _, number in most)
+    return ", ".join(f"{number:,} {name}" for name, number in most) + (
+        f", {others:,} others" if others else ""
+    )
 
 
 def _describe_day(form: Form) -> Iterator[str]:
@@ -614,8 +658,8 @@ def describe_turns(turns: Turns, tokenizer: Tokenizer) -> Iterator[str]:
         )
     if turns.signed:
         yield (
-            f"note: {turns.signed:,} document(s) hold the text of a special token, which the "
-            "tokenizer reads as that token"
+            f"note: {write_number(turns.signed, 'document')} with the text of a special token; the "
+            "tokenizer reads it as that token"
         )
 
 

@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from farspan.data.config import DataConfig, RecordFormat
+from farspan.data.config import MOST_QUOTED, DataConfig, RecordFormat, suffix_of
 from farspan.data.tokenizers import TEXT, Document, Encoded, Form, Written
+from farspan.formatting import shortened
 from farspan.spec import UnsupportedError
 
 INPUT_IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
@@ -272,10 +273,15 @@ def recognise(config: DataConfig, document: Document) -> DataConfig:
     found = _forms_with(left) or _forms_with(fields.keys())
     if not found and TEXT in document.fields:
         return config  # null, which the form says
+    if not found and suffix_of(document.place.rpartition(": ")[0]) in (".csv", ".tsv"):
+        raise UnsupportedError(
+            f"{document.place} has no column 'text' (the first line has: {_listed(fields)}); set "
+            "data.field to the column of its text, or, if that line is no header, write one above"
+        )
     if not found:
         forms = ", ".join(f"{kind} ({' and '.join(names)})" for kind, names in MARKS.items())
         raise UnsupportedError(
-            f"{document.place} has no field 'text' (it has: {', '.join(fields)}), and none of the "
+            f"{document.place} has no field 'text' (it has: {_listed(fields)}), and none of the "
             f"forms that are known by their fields: {forms}; set data.field to the field of its "
             "text, or data.format: prompt with data.prompt and data.completion to the fields of a "
             "prompt and its answer, or data.format and data.field to those of another form"
@@ -293,6 +299,10 @@ def recognise(config: DataConfig, document: Document) -> DataConfig:
     if kind is RecordFormat.SHAREGPT and _has_roles(fields["conversations"]):
         kind, field = RecordFormat.CHAT, "conversations"
     return replace(config, format=kind, field=field)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return shortened(", ".join(names), MOST_QUOTED)
 
 
 def _forms_with(names: Collection[str]) -> list[RecordFormat]:
@@ -541,7 +551,7 @@ def field_of(document: Document, field: str, key: str) -> Any:
         )
     if found is None:
         raise UnsupportedError(
-            f"{document.place} has no field {field!r} (it has: {', '.join(document.fields)}); "
+            f"{document.place} has no field {field!r} (it has: {_listed(document.fields)}); "
             f"add it, or set {key}"
         )
     return found

@@ -5,6 +5,7 @@ import glob
 import gzip
 import io
 import json
+import re
 import shutil
 import sysconfig
 import tempfile
@@ -25,6 +26,7 @@ import numpy as np
 
 from farspan.data.chat import ChatForm, PreferenceForm, PromptForm
 from farspan.data.config import (
+    MOST_QUOTED,
     SUFFIXES,
     DataConfig,
     Loss,
@@ -50,6 +52,7 @@ from farspan.data.tokenizers import (
     LongText,
     Tokenizer,
 )
+from farspan.formatting import shortened
 from farspan.lazy import load
 from farspan.profile.catalog import is_on_hub, refuse_unreachable
 from farspan.spec import UnsupportedError
@@ -396,23 +399,41 @@ def _ends(block: bytes, depth: int, inside: bool) -> tuple[list[int], int, bool,
     return ends, int(level[-1]), bool(quoted[-1]), closed
 
 
+def quoted(text: str) -> str:
+    """A text as an error shows it, on one line."""
+    return f"{shortened(' '.join(text.split()), MOST_QUOTED)!r}"
+
+
+def separator_of(path: Path) -> str:
+    """The sign between a file's columns, by their names: the one that is there most often."""
+    usual = "\t" if suffix_of(path) == ".tsv" else ","
+    with _opened(path) as file:
+        line = file.readline(_BLOCK).decode("utf-8", "replace")
+    bare = re.sub(r'"[^"]*"', "", line)
+    return max((usual, ",", ";", "\t", "|"), key=bare.count)
+
+
 def _csv_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
     """Rows under a header; all cells are texts, an empty one too."""
     csv.field_size_limit(MOST_TEXT)
+    sign = separator_of(path)
     with _opened(path, reading) as file:
         texts = (decode(line, path, number) for number, line in enumerate(_bounded(path, file), 1))
-        rows = csv.reader(texts, strict=True, delimiter="\t" if suffix_of(path) == ".tsv" else ",")
+        rows = csv.reader(texts, strict=True, delimiter=sign)
         try:
             # pandas writes the numbers of rows without a name; in other files it has one for them.
             names = [name or "__index_level_0__" for name in next(rows, [])]
-            if len(names) == 1 and ";" in names[0]:
+            long = [name for name in names if len(name) > MOST_QUOTED or "\n" in name]
+            if long:
                 raise UnsupportedError(
-                    f"{path}: its one column is {names[0]!r}; put commas between cells, or tabs in "
-                    "a file .tsv"
+                    f"{path}: its first line, {quoted(long[0])}, names no columns; begin the file "
+                    "with a line of their names, such as text"
                 )
             twice = [name for name, times in Counter(names).items() if times > 1]
             if twice:
-                raise UnsupportedError(f"{path}: column {twice[0]!r} is given twice; leave one out")
+                raise UnsupportedError(
+                    f"{path}: column {quoted(twice[0])} is given twice; leave one out"
+                )
             numbered = enumerate(filter(None, rows), start=1)
             for number, cells in islice(numbered, skipped, None):
                 place = f"{path}: row {number}"
@@ -420,12 +441,13 @@ def _csv_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
                 if len(cells) != len(names):
                     fields = UnsupportedError(
                         f"{place} has {len(cells)} cells for {len(names)} columns; put quotes "
-                        "around a cell that holds the separator"
+                        f"around a cell that holds the separator, {sign!r}"
                     )
                 yield number, place, fields
         except csv.Error as error:
             raise UnsupportedError(
-                f"{path}: line {rows.line_num} is not valid CSV: {error}"
+                f"{path}: line {rows.line_num} is not valid CSV with {sign!r} between cells: "
+                f"{error}"
             ) from error
 
 

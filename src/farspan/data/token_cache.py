@@ -489,7 +489,9 @@ class _TurnCounter:
 
 def _refuse_useless(source: Source, read: bool, understood: bool, any_trained: bool) -> None:
     if not read:
-        raise Useless(f"data.path: {_few(source.names())}: it has no text; give data with text")
+        raise Useless(
+            f"data.path: {_few(source.names())} holds no text; give documents that have some"
+        )
     if not understood:
         # A model would learn to repeat the one sign, and its loss be 0.
         raise Useless(

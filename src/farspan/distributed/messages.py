@@ -300,7 +300,7 @@ def _tensor(content: Any) -> Tensor:
     return torch.frombuffer(content, dtype=_dtype(dtype)).reshape(shape)
 
 
-_KINDS = {
+_KINDS: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda content: tuple(_value(content)),
     "size": lambda content: torch.Size(_value(content)),
     "map": lambda content: {_value(key): _value(item) for key, item in content},

@@ -7,7 +7,7 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypedDict, Unpack
 
-from farspan.formatting import did_you_mean, read_memory, read_tokens
+from farspan.formatting import as_meant, did_you_mean, read_memory, read_tokens
 from farspan.lazy import load
 from farspan.planner.machines import count_of, with_main_memory
 from farspan.planner.machines import machine as find_machine
@@ -103,6 +103,12 @@ class Request:
     reference: str | None = None
     kernels: Kernels = field(default_factory=Kernels)  # who computes
     progress: Callable[[str], None] = _in_silence  # hears what of this machine is measured
+
+    def __post_init__(self) -> None:
+        """Take words as other tools and people write them."""
+        for name in ("optimizer", "weights", "strategy", "loss", "reference"):
+            if isinstance(word := getattr(self, name), str):
+                object.__setattr__(self, name, as_meant(word))
 
     def question(self) -> Question:
         """The question for the planner. Raises UnsupportedError naming the field."""
@@ -313,7 +319,10 @@ def _optimizer(name: str, weights: Tier) -> Optimizer:
     found = AS_IN_RUN_FILES.get(name, name)
     if found not in tuple(Optimizer):
         known = ", ".join((AUTO, *Optimizer, *AS_IN_RUN_FILES))
-        raise UnsupportedError(f"optimizer: expected one of {known}, got {name!r}")
+        raise UnsupportedError(
+            f"optimizer: expected one of {known}, got {name!r}"
+            + did_you_mean(name, (*Optimizer, *AS_IN_RUN_FILES))
+        )
     return Optimizer(found)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from farspan.durable import write_output
+from farspan.formatting import shortened, some
 from farspan.spec import (
     BACKWARD_PRODUCTS,
     AttentionKernel,
@@ -59,17 +60,46 @@ NAMED = 3  # fields that a warning names
 # torch, CUDA's context: about 3 GiB), and loading passes weights through it.
 HOST_RESERVE = 0.1
 MOST_IN_ONE = 8  # cards that a person who writes 4x4090 has in one machine
-# How cards are called: `8xh100`, `2 x 3090`, `h100:8`; `80gb`; words and numbers, in any order.
+NODE = 8  # cards of a DGX or HGX
+# How cards are called: `8xh100`, `8 H100s`, `h100:8`; `80gb`; words and numbers, in any order.
 _COUNTED = re.compile(
     r"(\d{1,5})\s*[x×*]\s*([a-z].*|\d{4}.*)|"
-    r"(.+?)(?:(?:\s|(?<=\d))[x×*]|\s*:)\s*(\d+)"
+    r"(.+?)(?:(?:\s|(?<=\d))[x×*]|\s*:)\s*(\d+)|"
+    r"(\d{1,3})\s+(?!g(?:i?b)?\b)([a-z].*|\d{4}.*)"
 )
+_NODE = re.compile(r"[dh]gx[\s-]*([abh]\d{3}.*)")
 _MEMORY = re.compile(r"(\d+)[\s-]*g(?:i?b)?\b")
 _WORD = re.compile(r"sxm\d?|hbm\d?e?|rtx|super|ti|pro|pcie|nvl|blackwell|[a-z]+|\d+")
 _NOISE = re.compile(
     r"nvidia|amd|geforce|g?rtx|gtx|tesla|quadro|instinct|gpu|card|graphics|"
     r"sxm\d?|hbm\d?e?|tensor|core|edition|generation|founders|fe"
 )
+# Cards, and other words, without numbers here; by the first that matches, what to say.
+_WITHOUT = {
+    re.compile(words): said
+    for words, said in (
+        (
+            r"(cpu|all|gpus?|auto|any|none|local.*|this.*|mine|cuda.*|default|)",
+            "for the machine at hand, with or without a GPU, give --gpu here; for some of its "
+            "GPUs, --gpus COUNT with it",
+        ),
+        (
+            r".*\bgb([23]00)\b.*",
+            "a GB{0} is two B{0} beside a Grace CPU; give --gpu b{0}, or 2xb{0} for both",
+        ),
+        (
+            r".*\b(t4|[vpk]100|p40|[km][48]0|titan|[12]0[5-8]0|16[56]0|quadro rtx|rtx 8000).*",
+            "{0}: Turing and all cards before it have no bfloat16; give one of Ampere or later, "
+            "such as a10 or l4",
+        ),
+        (
+            r".*\b([45]090) ?d\b.*",
+            "a {0} D has fewer cores than the {0}; give --gpu rtx{0}, whose steps are a little "
+            "shorter, or calibrate it",
+        ),
+    )
+}
+_SERIES = re.compile(r"(?:rtx)? ?([345]0)[5-9]0\b.*")
 _ALIKE = 0.07  # a memory is called by its datasheet's number, or by what is left of it
 
 
@@ -106,14 +136,14 @@ def read(name_or_path: str | Path) -> MachineFile:
     """The same with what is known about its numbers."""
     name = str(name_or_path)
     path = Path(name_or_path).expanduser()
-    if name.lower() not in _presets() and (path.suffix == ".json" or path.is_file()):
+    if name.lower() not in _presets() and (path.suffix == ".json" or os.path.isfile(path)):
         return _read_file(path)
     return _presets()[_preset_called(_counted(name)[1])]
 
 
 def count_of(name: object) -> int | None:
     """How many cards a name counts, such as `8xh100`; None where it counts none."""
-    is_name = isinstance(name, str) and not Path(name).expanduser().is_file()
+    is_name = isinstance(name, str) and not os.path.isfile(Path(name).expanduser())
     return _counted(str(name))[0] if is_name else None
 
 
@@ -123,11 +153,20 @@ def names_card(word: str) -> bool:
 
 
 def _counted(name: str) -> tuple[int | None, str]:
-    match = _COUNTED.fullmatch(name.strip().lower())
+    text = name.strip().lower()
+    if (node := _NODE.fullmatch(text)) is not None:
+        return NODE, node[1]
+    match = _COUNTED.fullmatch(text)
     if match is None:
-        return None, name
-    before, card, other, behind = match.groups()
-    return int(before or behind), card or other
+        return None, _singular(name) if re.search(r"[a-z]\d+s$", text) else name
+    before, card, other, behind, first, of = match.groups()
+    return int(before or behind or first), _singular(card or other or of)
+
+
+def _singular(name: str) -> str:
+    """Of `h100s` h100; l40s is a card."""
+    several = name.strip().lower().endswith("s") and not names_card(name)
+    return name.strip()[:-1] if several and names_card(name.strip()[:-1]) else name
 
 
 def _words(name: str) -> tuple[tuple[str, ...], int | None]:
@@ -179,9 +218,9 @@ def _preset_called(name: str) -> str:
     if len(found) == 1:
         return found[0]
     raise UnsupportedError(
-        f"machine: {name!r} is neither a preset nor a machine file; "
-        f"{_hint(name, words, memory, found)} (farspan calibrate writes a file for the machine at "
-        "hand)"
+        f"machine: {shortened(name, 60)!r} is neither a preset nor a machine file; "
+        f"{_hint(name.strip(), words, memory, found)} (farspan calibrate writes a file for the "
+        "machine at hand)"
     )
 
 
@@ -190,15 +229,27 @@ def _hint(name: str, words: tuple[str, ...], memory: int | None, found: list[str
     if other:
         has = " or ".join(f"{_size(of)} GB" for of in other)
         return f"{other[0]} has {has}; give --machine {other[0]} --device-memory {memory}GB"
-    if name.strip().isdecimal():
-        return f"for a number of devices give --gpus {name.strip()}, and the card with --machine"
+    for without, said in _WITHOUT.items():
+        if (match := without.fullmatch(name.lower())) is not None:
+            return said.format(match[1].upper())
+    within = [name for name, known in _known().items() if any(_is_within(w, words) for w in known)]
+    if not within and (series := _SERIES.fullmatch(name.lower())) is not None:
+        like = min(of for of in names() if of.startswith(f"rtx{series[1]}"))
+        return f"for a card like {like} give --gpu {like} --device-memory SIZE, such as 12GB"
+    if name.isdecimal():
+        return f"for a number of devices give --gpus {name}, and the card with --machine"
     numbers = {word for word in words if word.isdecimal() and len(word) > 1}
     sized = [of for of in names() if memory is not None and not words and _size(of) == memory]
-    close = found or [of for of in names() if of.startswith(name.lower())] or sized
+    close = found or within or [of for of in names() if of.startswith(name.lower())] or sized
     close = close or [of for of, known in _known().items() if numbers & set().union(*known)][:3]
     plain = "".join(_WORD.findall(name.lower()))
     close = close or difflib.get_close_matches(plain, names(), n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(names())}"
+    return f"did you mean {' or '.join(close[:3])}?" if close else f"some are {some(names())}"
+
+
+def _is_within(known: tuple[str, ...], words: tuple[str, ...]) -> bool:
+    """Is a card's name, with its number, among other words?"""
+    return set(known) <= set(words) and any(map(str.isdecimal, known))
 
 
 def with_main_memory(spec: MachineSpec, size: int) -> MachineSpec:
@@ -446,7 +497,8 @@ def _read_file(path: Path) -> MachineFile:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UnsupportedError(f"machine: cannot read {path}: {error}") from error
+        words = getattr(error, "strerror", None) or error
+        raise UnsupportedError(f"machine: cannot read {path}: {words}") from error
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:

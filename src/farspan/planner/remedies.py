@@ -328,7 +328,8 @@ def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
     slower = [o for o in others if o.fit is plan.fit and o.strategy != plan.strategy]
     if slower:
         ratio = slower[0].seconds.total / plan.seconds.total
-        parts.append(f"{slower[0].strategy}, the next that fits, takes {ratio:.2f} times as long")
+        how = f"takes {ratio:.2f} times as long" if ratio >= 1.005 else "takes as long"
+        parts.append(f"{slower[0].strategy}, the next that fits, {how}")
     if others and not slower:
         with_room = " and leaves the margin" if any(other.tight for other in others) else ""
         parts.append(f"no other strategy fits{with_room}")

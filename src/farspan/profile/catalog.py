@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from farspan.formatting import some
 from farspan.lazy import load
 from farspan.spec import UnsupportedError
 
@@ -30,7 +31,7 @@ _MOST = {
     re.compile(r"vocab_size$"): 2**24,
     re.compile(rf"({_WIDTHS})$"): 2**20,
 }
-CLOSE = 5  # presets named after a slip of the pen
+CLOSE = 3  # presets named after a slip of the pen
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _ADDRESS = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)[^@]*")
 _TUNED = re.compile(r"(instruct|base|chat|it|pt|hf)$")  # of the shapes of the model before it
@@ -75,6 +76,12 @@ def find_config(model: str) -> dict[str, Any]:
     if place.is_dir():
         raise UnsupportedError(
             f"model: {model} holds no config.json; expected a saved model's folder"
+        )
+    if model.startswith((".", "/", "~")):
+        kind = "file" if place.suffix == ".json" else "folder"
+        raise UnsupportedError(
+            f"model: there is no {kind} {model}; give one that exists, a hub name such as "
+            "Qwen/Qwen2.5-7B, or a preset"
         )
     address = _ADDRESS.fullmatch(model)
     name, revision = split_revision(address[4] if address else model)
@@ -142,9 +149,10 @@ def _unreachable() -> str | None:
             pass  # it is there
         except urllib.error.URLError as error:
             if not isinstance(error.reason, ssl.SSLError):
-                answers.append(" ".join(str(error.reason).split()))
+                words = getattr(error.reason, "strerror", None) or error.reason
+                answers.append(" ".join(str(words).split()))
         except (OSError, ValueError) as error:
-            answers.append(str(error))
+            answers.append(getattr(error, "strerror", None) or str(error))
         answers.append(None)
 
     asking = threading.Thread(target=ask, daemon=True)  # a name's look-up has no time limit
@@ -234,13 +242,15 @@ def read_config(path: Path, field: str = "model") -> dict[str, Any]:
             data = file.read(LARGEST_CONFIG + 1)
         config = None if len(data) > LARGEST_CONFIG else json.loads(data)
     except (OSError, ValueError, RecursionError) as error:  # the last where it is nested too deep
+        words = getattr(error, "strerror", None) or error
         raise UnsupportedError(
-            f"{field}: {path} is not a JSON file that can be read: {error}"
+            f"{field}: {path} is not a JSON file that can be read: {words}; give a "
+            "model's folder, or its config.json"
         ) from error
     if len(data) > LARGEST_CONFIG:
         raise UnsupportedError(
-            f"{field}: {path} has more than {LARGEST_CONFIG:,} bytes, expected a model's config; "
-            "give another"
+            f"{field}: {path} has more than {LARGEST_CONFIG >> 20} MiB, which no model's "
+            "config.json has; give a model's folder, or its config.json"
         )
     if not isinstance(config, dict):
         raise UnsupportedError(
@@ -271,7 +281,7 @@ def _close(model: str) -> str:
     near = difflib.get_close_matches(model.lower().split("/")[-1], names, CLOSE, cutoff=0.5)
     if near:
         return f"did you mean {' or '.join(names[name] for name in near)}?"
-    return f"presets: {', '.join(names.values())}"
+    return f"presets: {some(list(names.values()))}"
 
 
 @cache

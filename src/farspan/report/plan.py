@@ -38,6 +38,7 @@ from farspan.program.program import (
     Program,
 )
 from farspan.report.tables import (
+    RUN_FILE,
     bar,
     bars_table,
     launch_words,
@@ -119,20 +120,20 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(answer_lines(plan))
 
 
-def answer_view(plan: Plan, room: int = LINES) -> Text:
+def answer_view(plan: Plan, room: int = LINES, run_file: str = RUN_FILE) -> Text:
     """The answer for a terminal, whose first words have the colour of a yes or a no."""
-    text = Text("\n".join(answer_lines(plan, room)), no_wrap=True, overflow="ignore")
+    text = Text("\n".join(answer_lines(plan, room, run_file)), no_wrap=True, overflow="ignore")
     text.stylize("bold green" if plan.fits else "bold red", 0, len(FITTING[plan.fit]))
     return text
 
 
-def answer_lines(plan: Plan, room: int = LINES) -> list[str]:
+def answer_lines(plan: Plan, room: int = LINES, run_file: str = RUN_FILE) -> list[str]:
     """At most `room` lines of 80 columns: does it fit, and how; else what is short and what helps.
     Where room is short, fewer causes are named, then the last words are left out."""
     head = [*_folded(answer(plan)), *_folded(subject(plan)), ""]
     end, said, lines = ["", ALL], list(_change_parts(plan)), head
     if plan.fits:
-        first, *others = map(_folded, _words_of(plan))
+        first, *others = map(_folded, _words_of(plan, run_file))
         end, said = [ALL], [["", *first], *others]
     for most in CAUSES if plan.fits else CAUSES[1:]:
         lines = [*head, *_tier_lines(plan, most)]
@@ -144,13 +145,13 @@ def answer_lines(plan: Plan, room: int = LINES) -> list[str]:
     return [*lines, *end]
 
 
-def _words_of(plan: Plan) -> Iterator[str]:
+def _words_of(plan: Plan, run_file: str) -> Iterator[str]:
     """What is said of a plan that fits, what matters most first."""
     yield _step_words(plan)
     yield _schedule_sentence(plan)
     yield f"runners-up: {_runners_up(plan)}" if plan.alternatives else ""
     yield from [tight_words(plan).split(";")[0]] * plan.tight
-    yield from (note.split(";")[0] for note in notes(plan))
+    yield from (note.split(";")[0].replace(RUN_FILE, run_file) for note in notes(plan))
 
 
 def answer(plan: Plan) -> str:
@@ -216,7 +217,7 @@ def _runners_up(plan: Plan) -> str:
     fitting = [other for other in plan.alternatives if other.fits]
     named = [f"{o.strategy} {write_seconds(o.seconds.total)}" for o in fitting[:RUNNERS_UP]]
     others = len(plan.alternatives) - len(fitting)
-    named += [f"{others} that do not fit"] * bool(others)
+    named += [f"{others} more {'does' if others == 1 else 'do'} not fit"] * bool(others)
     return ", ".join(named)
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from farspan.formatting import sparse_words, write_bytes, write_count, write_seconds, write_tokens
 from farspan.planner.machines import MachineFile
 from farspan.planner.request import Question
-from farspan.program.layout import AXES, Layout
+from farspan.program.layout import AXES, Auto, Layout, sequence_layout
 from farspan.spec import Curve, MachineSpec, Schedule, Tier
 
 NAME, VALUE, BAR = 36, 10, 24  # columns of a name, a value and a full bar
@@ -102,6 +102,9 @@ def layout_words(layout: Layout) -> str:
     return " x ".join(used) + (", weights cut over the devices" if layout.fsdp else "")
 
 
+RUN_FILE = "RUN.yaml"  # stands for the user's
+
+
 def launch_words(question: Question) -> str:
     """How `farspan train` is started on the devices of a layout."""
     layout, near = question.layout, question.near()
@@ -112,10 +115,10 @@ def launch_words(question: Question) -> str:
         processes = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 {processes}"
     used = [f"{axis}: {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1]
     used += ["fsdp: false"] * (not layout.fsdp)
-    return (
-        f"{where} {processes} -m farspan train RUN.yaml, with parallel: {{{', '.join(used)}}} in "
-        "the file"
-    )
+    found = f"{{{', '.join(used)}}}"
+    if layout == sequence_layout(question.model, layout.devices()):
+        found = Auto.AUTO  # makes the same one
+    return f"{where} {processes} -m farspan train {RUN_FILE}, with parallel: {found} in the file"
 
 
 def _walk(schedule: Schedule, layers: int, chunks: int) -> str:

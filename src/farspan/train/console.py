@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from farspan.distributed.run_context import DistributedContext, StopPoint
 from farspan.durable import shown
+from farspan.formatting import write_number
 from farspan.train.context import CellsDone
 
 Clock = Callable[[], float]  # seconds, from any origin
@@ -442,7 +443,7 @@ def _cells(progress: CellsDone, part: str = "") -> str:
 
 def tokenized(documents: int, tokens: int, read: object) -> str:
     """How far tokens are made, in words."""
-    text = f"{documents:,} documents, {tokens:,} tokens"
+    text = f"{write_number(documents, 'document')}, {write_number(tokens, 'token')}"
     return f"{read}: {text}" if str(read) else text
 
 

@@ -16,7 +16,14 @@ from typing import Any, TypeVar
 
 import yaml
 
-from farspan.formatting import MOST_TOKENS, did_you_mean, read_pages, read_tokens, shortened
+from farspan.formatting import (
+    MOST_TOKENS,
+    as_meant,
+    did_you_mean,
+    read_pages,
+    read_tokens,
+    shortened,
+)
 from farspan.program.strategies import GROUPED, STRATEGIES, strategy
 from farspan.spec import MEAN, SHORT_NAMES, LossKind, Schedule, Sparse, UnsupportedError
 
@@ -98,7 +105,14 @@ _Loader.yaml_implicit_resolvers = {
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what _Loader, or the library, would not read as text."""
+    """Quotes what _Loader, or the library, would not read as text; numbers stand on one line."""
+
+    def list_in_short(self, data: list[Any]) -> yaml.Node:
+        flow = all(isinstance(value, int | float) for value in data)
+        return self.represent_sequence(f"{_TAG}seq", data, flow_style=flow or None)
+
+
+_Dumper.add_representer(list, _Dumper.list_in_short)
 
 
 for _name, (_form, _first) in _NUMBERS.items():
@@ -112,7 +126,8 @@ def read_file(path: Path) -> dict[str, Any]:
         with path.open(encoding="utf-8") as file:
             text = file.read(LONGEST_FILE + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise UnsupportedError(f"{path}: cannot be read: {error}") from error
+        words = getattr(error, "strerror", None) or error
+        raise UnsupportedError(f"{path}: cannot be read: {words}") from error
     return read_mapping(text, str(path))
 
 
@@ -208,7 +223,7 @@ def _refuse_unknown_section(path: str, kind: Any) -> None:
 
 def write_mapping(values: Mapping[str, Any]) -> str:
     """YAML that `read_mapping` reads as the same."""
-    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False)
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def build(kind: type[T], values: Mapping[Any, Any], path: str = "") -> T:
@@ -348,7 +363,8 @@ def _match(option: Any, value: Any, path: str) -> tuple[bool, Any]:
         return isinstance(value, Mapping), to_mapping(value)
     if isinstance(option, type) and issubclass(option, Enum):
         other = option._missing_(value)  # what it is called elsewhere
-        found = [member for member in option if value == member.value or member is other]
+        words = (value, as_meant(value) if isinstance(value, str) else value)
+        found = [member for member in option if member.value in words or member is other]
         return bool(found), found[0] if found else None
     if option is float:
         return _match_float(value)
