@@ -302,6 +302,9 @@ class LossConfig:
     top_k: int = 64  # likeliest ids of the teacher that `distill` compares, per token
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", LossKind(self.kind))  # words, from Python
+        if self.reference is not None:
+            object.__setattr__(self, "reference", Reference(self.reference))
         kind = self.kind
         if kind in _NOT_HERE:
             raise UnsupportedError(f"kind: {kind}: {_NOT_HERE[kind]}")

@@ -1,0 +1,277 @@
+"""Kill training at random moments, or fill its disk, and start it again: is anything lost?
+
+    python -m benchmarks.kills [--trials 12] [--only NAME ...] [--disks 20] [--out FILE]
+
+Every mode trains a tiny model by the engine for five steps, once undisturbed. A trial starts the
+same run in a folder of its own and kills its processes by SIGKILL after a random part of the time
+that a whole run takes, loading and exporting included; of several ranks one, or all. The same
+command then goes on. Nothing is lost if the model has the bits of the undisturbed run, and if the
+metrics are the same but for the clock. For a full disk the run folder is on a tmpfs too small for
+it; the run must end by a named error, and go on once there is room. That needs root.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from farspan.data.config import DataConfig, LossConfig, RecordFormat
+from farspan.durable import WriteFailed
+from farspan.engine.microbench import describe_machine
+from farspan.spec import UnsupportedError
+from farspan.train.config import (
+    DType,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Parallel,
+    RunConfig,
+    StatesPlace,
+)
+from farspan.train.optimizer import TrainingOptimizer
+from farspan.train.trainer import train
+from tests.train.tiny import MODEL, Quiet, load_tiny, tiny_run
+
+RESULTS = Path(__file__).parent / "results" / "kills.json"
+KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "heldout_loss")
+NAMED = (UnsupportedError, WriteFailed)
+FULL = 3  # exit status of a run that ended by a named error
+SECONDS = 120.0  # that a start may take
+
+
+def _plain(run: RunConfig) -> RunConfig:
+    return run
+
+
+def _disk(run: RunConfig) -> RunConfig:
+    model = ModelConfig(config=MODEL, dtype=DType.BFLOAT16)  # with masters
+    return replace(run, model=model, optimizer=replace(run.optimizer, states=StatesPlace.DISK))
+
+
+def _host(run: RunConfig) -> RunConfig:
+    schedule = replace(run.schedule, strategy="grouped", weights="host")
+    return replace(run, schedule=schedule)
+
+
+def _lora(run: RunConfig) -> RunConfig:
+    lora = LoraConfig(rank=2, targets="linear", dropout=0.1)
+    return replace(run, model=replace(run.model, lora=lora))
+
+
+def _pairs(run: RunConfig) -> RunConfig:
+    path = Path(run.folder).parent / "pairs.jsonl"
+    rows = [
+        {"prompt": f"{i}? ", "chosen": "yes " * (1 + i % 3), "rejected": "no"} for i in range(24)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(path=str(path), format=RecordFormat.PREFERENCE, cache=run.data.cache)
+    return replace(run, data=data, loss=LossConfig(kind="dpo", reference="stored"))
+
+
+def _stream(run: RunConfig) -> RunConfig:
+    return replace(run, data=replace(run.data, streaming=True, window="70B"))
+
+
+def _best(run: RunConfig) -> RunConfig:
+    checkpoints = replace(run.checkpoints, keep=1, best=True)
+    return replace(run, checkpoints=checkpoints, evaluation=replace(run.evaluation, every=1))
+
+
+def _ranks(run: RunConfig, **layout: Any) -> RunConfig:
+    return replace(run, parallel=Parallel(**layout))
+
+
+MODES: dict[str, tuple[int, Callable[[RunConfig], RunConfig]]] = {
+    "states on the device": (1, _plain),
+    "states on a drive": (1, _disk),
+    "weights on the host": (1, _host),
+    "LoRA with dropout": (1, _lora),
+    "DPO with stored references": (1, _pairs),
+    "a stream": (1, _stream),
+    "the best checkpoint": (1, _best),
+    "accumulation of 4": (1, lambda run: replace(run, accumulate=4)),
+    "2 ranks, data": (2, lambda run: _ranks(run, data=2, fsdp=False)),
+    "2 ranks, FSDP": (2, lambda run: _ranks(run, data=2)),
+    "4 ranks, shards and data": (4, lambda run: _ranks(run, data=2, shards=2)),
+}
+
+
+def run_of(mode: str, where: Path) -> RunConfig:
+    """The run of a mode, in a folder of its own with a cache of its own."""
+    where.mkdir(parents=True, exist_ok=True)
+    return MODES[mode][1](tiny_run(where))
+
+
+def started(run: RunConfig, ranks: int) -> list[int]:
+    """Fork the processes of a run; their numbers."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            _train(run, rank, ranks, port)
+        children.append(child)
+    return children
+
+
+def _train(run: RunConfig, rank: int, ranks: int, port: int) -> None:
+    """A child: train, and leave with what became of it."""
+    status = 1
+    try:
+        log = os.open(f"{run.folder}.log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        if ranks > 1:
+            said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in said.items()})
+            os.environ["MASTER_ADDR"] = "localhost"
+        status = 0 if train(run, reporter=Quiet()).step == run.steps else 1
+    except NAMED as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        status = FULL
+    finally:
+        os._exit(status)
+
+
+def ended(children: list[int], doomed: Sequence[int] = (), at: float = SECONDS) -> list[int]:
+    """Wait for the processes, of which the `doomed` are killed after `at` seconds; exit codes."""
+    began, codes = time.monotonic(), dict[int, int]()
+    while len(codes) < len(children):
+        passed = time.monotonic() - began
+        for number in range(len(children)) if passed > SECONDS else doomed if passed > at else ():
+            if children[number] not in codes:
+                os.kill(children[number], signal.SIGKILL)
+        for child in set(children) - codes.keys():
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                codes[child] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    return [codes[child] for child in children]
+
+
+def outcome(run: RunConfig) -> dict[str, Any]:
+    """The bits of the model, the metrics without the clock, and names that should not be left."""
+    folder = Path(run.folder)
+    model = sorted(p for p in (folder / "model").iterdir() if p.suffix == ".safetensors")
+    sums = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in model}
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    metrics = [{key: line.get(key) for key in KEYS} for line in lines]
+    kept = sorted(p.name for p in (folder / "checkpoints").iterdir())
+    return {"model": sums, "metrics": metrics, "checkpoints": kept}
+
+
+def trial(
+    mode: str, where: Path, whole: Mapping[str, Any], lasts: float, draw: random.Random
+) -> str:
+    """Kill a run once, or twice, and say what became of it."""
+    ranks, run = MODES[mode][0], run_of(mode, where)
+    killed = 0
+    for _ in range(draw.choice((1, 1, 2))):
+        at = draw.uniform(0, lasts)
+        doomed = list(range(ranks)) if draw.random() < 0.5 else [draw.randrange(ranks)]
+        codes = ended(started(run, ranks), doomed, at)
+        killed += sum(code == -signal.SIGKILL for code in codes)
+    codes = ended(started(run, ranks))
+    if any(codes):
+        return f"lost: the last start ended with {codes}"
+    found = outcome(run)
+    wrong = [name for name in whole if found[name] != whole[name]]
+    if wrong:
+        return f"lost: another {wrong[0]}"
+    return "the same bits, killed" if killed else "the same bits, ended before"
+
+
+def kills(mode: str, root: Path, trials: int, seed: int) -> dict[str, Any]:
+    """Trials of one mode."""
+    ranks, draw = MODES[mode][0], random.Random(f"{mode} {seed}")
+    run = run_of(mode, root / "whole")
+    began = time.monotonic()
+    codes = ended(started(run, ranks))
+    lasts = time.monotonic() - began
+    assert not any(codes), (mode, codes, Path(f"{run.folder}.log-0").read_text()[-2000:])
+    whole = outcome(run)
+    found = Counter[str]()
+    for number in range(trials):
+        where = root / f"trial-{number}"
+        result = trial(mode, where, whole, lasts, draw)
+        found[result] += 1
+        if not result.startswith("lost"):
+            shutil.rmtree(where)
+    return {"mode": mode, "ranks": ranks, "seconds": round(lasts, 2), "trials": dict(found)}
+
+
+def disks(root: Path, count: int) -> dict[str, Any]:
+    """Fill the disk of a run at `count` moments: sizes from almost nothing to almost enough."""
+    run = run_of("states on the device", root / "whole")
+    assert not any(ended(started(run, 1)))
+    whole = outcome(run)
+    size = sum(p.stat().st_size for p in Path(run.folder).rglob("*") if p.is_file())
+    found = Counter[str]()
+    for number in range(count):
+        where = root / f"disk-{number}"
+        run = run_of("states on the device", where)
+        Path(run.folder).mkdir()
+        room = max(8192, size * (number + 1) // (count + 1))
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", run.folder]
+        subprocess.run(mount, check=True)
+        try:
+            (first,) = ended(started(run, 1))
+            subprocess.run(["mount", "-o", "remount,size=64m", run.folder], check=True)
+            (second,) = ended(started(run, 1))
+            same = second == 0 and outcome(run) == whole
+            how = {FULL: "a named error", 0: "ended, its page aside"}.get(first, f"status {first}")
+            found[f"{how}, then {'the same bits' if same else 'LOST'}"] += 1
+        finally:
+            subprocess.run(["umount", run.folder], check=True)
+    return {"sizes": count, "bytes": size, "trials": dict(found)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--trials", type=int, default=12)
+    parser.add_argument("--only", nargs="*", default=list(MODES))
+    parser.add_argument("--disks", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    # What is imported at its first use is imported here, once. No backward: its threads and forks
+    # do not go together.
+    model: Any = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
+    TrainingOptimizer(model, OptimizerConfig()).step(0.0, torch.zeros(()))
+    root = Path(tempfile.mkdtemp(prefix="farspan-kills-"))
+    record: dict[str, Any] = {"machine": describe_machine(), "modes": []}
+    record["date"] = time.strftime("%Y-%m-%d")
+    try:
+        for mode in asked.only:
+            record["modes"].append(kills(mode, root / mode, asked.trials, asked.seed))
+            print(record["modes"][-1], flush=True)
+        if asked.disks:
+            record["disks"] = disks(root / "disks", asked.disks)
+            print(record["disks"], flush=True)
+    finally:
+        asked.out.write_text(json.dumps(record, indent=1) + "\n")
+    lost = [mode for mode in record["modes"] if any("lost" in name for name in mode["trials"])]
+    if not lost:
+        shutil.rmtree(root)
+    raise SystemExit(1 if lost else 0)
+
+
+if __name__ == "__main__":
+    main()
