@@ -25,6 +25,7 @@ from farspan.data.sources import decode, find_files, read_bytes
 from farspan.data.token_cache import TokenStore
 from farspan.data.tokenizers import HubTokenizer, Tokenizer, load_tokenizer
 from farspan.durable import read_json, write_whole
+from farspan.engine.runner import Progress
 from farspan.engine.step import Step
 from farspan.formatting import read_tokens, write_number, write_tokens
 from farspan.hf.load import add_adapters, load_config, load_model
@@ -37,14 +38,13 @@ from farspan.sparse.train import selector_for
 from farspan.spec import SHORT_NAMES, Schedule, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, SparseConfig, load_run
 from farspan.train.console import LineReporter
-from farspan.train.context import CellsDone
 from farspan.train.origin import copy_adapters, with_base
 from farspan.train.setup import choose_device
 from farspan.train.yaml_config import convert, to_mapping
 
 app = typer_app()
 
-Tell = Callable[[str, int, int, CellsDone], None]  # what, which from 0, of how many, its cells
+Tell = Callable[[str, int, int, Progress], None]  # what, which from 0, of how many, its cells
 
 FIRST = 64  # tokens of the first range of positions; every further one is as long as all before it
 SHOWN = 20  # documents in the terminal; --json has all
@@ -182,7 +182,7 @@ def evaluate_command(
     step = subject.step(choose_device(device), strategy_name, context)
     watcher = LineReporter(Console(stderr=True))
 
-    def tell(what: str, index: int, count: int, done: CellsDone) -> None:
+    def tell(what: str, index: int, count: int, done: Progress) -> None:
         share = (index + done.work_done / done.work) / count
         watcher.evaluating(share, done, f"{what} {index + 1}/{count}")
 
