@@ -236,6 +236,31 @@ def _with_window(tile: Block) -> Iterator[Block]:
         yield from cut_at_window(replace(tile, window=None), tile.window)
 
 
+def key_tiles(block: Block, q_start: int, size: int) -> list[Block]:
+    """The tiles of `size` keys that the block's `size` queries from `q_start` on see. A tile is
+    causal or windowed only where that hides something."""
+    q_stop = min(q_start + size, block.q_stop)
+    low = block.k_start
+    if block.window is not None:
+        low = max(low, q_start - block.window + 1)
+    high = q_stop if block.causal else block.k_stop
+    tiles = []
+    for k_start in range(low, high, size):
+        k_stop = min(k_start + size, high)
+        hides = block.window is not None and q_stop - block.window > k_start
+        tile = replace(
+            block,
+            q_start=q_start,
+            q_stop=q_stop,
+            k_start=k_start,
+            k_stop=k_stop,
+            causal=k_stop - 1 > q_start,
+            window=block.window if hides else None,
+        )
+        tiles.append(tile)
+    return tiles
+
+
 def _row_ranges(
     q_start: int, q_stop: int, document_starts: Sequence[tuple[Run, ...]] | None
 ) -> Iterator[tuple[int, int | None, tuple[Run, ...]]]:
