@@ -218,12 +218,9 @@ class Subject:
         """The model with its adapters, in evaluation mode."""
         source = self.source
         model: Any = load_model(
-            path=source.path,
+            **source.origin(),
             dtype=self.dtype,
-            overrides=source.overrides,
             device=device,
-            revision=source.revision,
-            trust_remote_code=source.trust_remote_code,
             nf4=source.quantize is not None,
         )
         if source.lora is not None:
@@ -267,13 +264,7 @@ def subject_of(model: str, dtype: str | None, tokenizer: str | None) -> Subject:
     else:
         refuse_absent("model", path)
     source, adapters = with_base(source)
-    found = load_config(
-        path=source.path,
-        config=None,
-        overrides=source.overrides,
-        trust_remote_code=source.trust_remote_code,
-        revision=source.revision,
-    )
+    found = load_config(**source.origin())
     own = str(getattr(found, "dtype", None) or "float32").removeprefix("torch.")
     own = "bfloat16" if own == "float16" else own
     own = own if run is None else run.model.dtype.value
