@@ -236,6 +236,20 @@ def _with_window(tile: Block) -> Iterator[Block]:
         yield from cut_at_window(replace(tile, window=None), tile.window)
 
 
+def overlapping(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    """Blocks in ascending order of their keys, those whose key ranges overlap together."""
+    together: list[Block] = []
+    stop = 0
+    for block in sorted(blocks, key=lambda b: (b.k_start, b.k_stop, b.row_start, b.q_start)):
+        if together and block.k_start >= stop:
+            yield together
+            together = []
+        stop = max(stop, block.k_stop)
+        together.append(block)
+    if together:
+        yield together
+
+
 def key_tiles(block: Block, q_start: int, size: int) -> list[Block]:
     """The tiles of `size` keys that the block's `size` queries from `q_start` on see. A tile is
     causal or windowed only where that hides something."""
