@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from farspan.cli import typer_app
+from farspan.cli.verify import checked_dtype
 from farspan.data.config import DataConfig
 from farspan.data.formats import UNTRAINED
 from farspan.data.packing import BestFitLayout, PackedBatch, Packing
@@ -35,7 +36,7 @@ from farspan.profile.catalog import refuse_absent, split_revision
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.report.tables import lines_table, show
 from farspan.sparse.train import selector_for
-from farspan.spec import SHORT_NAMES, Schedule, UnsupportedError
+from farspan.spec import Schedule, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, SparseConfig, load_run
 from farspan.train.console import LineReporter
 from farspan.train.origin import copy_adapters, with_base
@@ -268,10 +269,7 @@ def subject_of(model: str, dtype: str | None, tokenizer: str | None) -> Subject:
     own = str(getattr(found, "dtype", None) or "float32").removeprefix("torch.")
     own = "bfloat16" if own == "float16" else own
     own = own if run is None else run.model.dtype.value
-    own = own if dtype is None else SHORT_NAMES.get(dtype, dtype)
-    if own not in ("float64", "float32", "bfloat16"):
-        raise UnsupportedError(f"dtype: expected float64, float32 or bfloat16, got {own!r}")
-    own = product_dtype(source, own)
+    own = product_dtype(source, checked_dtype(dtype or own))
     words = tokenizer or (run.data.tokenizer if run else None) or str(source.path)
     context = 8192 if run is None else run.context
     attention = None if run is None else run.sparse

@@ -34,6 +34,7 @@ from farspan.memory.placement import PlacementRequest, available, sweep_placemen
 from farspan.memory.replay import make_plan, rounded, write_plan
 from farspan.memory.trace import Trace, TraceFormat, read_format, read_trace
 from farspan.report.memory import compare_view, page, picture, remark
+from farspan.report.page import write_page
 from farspan.report.snapshot import trace_snapshot, write_snapshot
 from farspan.report.tables import show
 from farspan.spec import UnsupportedError
@@ -298,7 +299,7 @@ def compare_command(
     else:
         show(compare_view(comparisons))
     if output is not None:
-        write_picture(output, PICTURES[output.suffix](comparisons))
+        write_page(output, PICTURES[output.suffix](comparisons), "output")
 
 
 def answer_json(comparisons: list[AllocatorComparison]) -> dict[str, Any]:
@@ -307,11 +308,3 @@ def answer_json(comparisons: list[AllocatorComparison]) -> dict[str, Any]:
         "comparisons": [found.to_json() | {"remark": remark(found)} for found in comparisons],
         "costs": {call: cost.source for call, cost in PUBLISHED.items()},
     }
-
-
-def write_picture(path: Path, text: str) -> None:
-    """Raises UnsupportedError naming the file."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UnsupportedError(f"{path}: cannot be written: {error.strerror}") from error

@@ -73,11 +73,11 @@ def page_json(data: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def write_page(path: Path, text: str, option: str = "html") -> None:
-    """A page that is there stays until the new one is whole. Raises UnsupportedError, naming the
-    option, where it cannot be written."""
+def write_page(path: Path, text: str | bytes, option: str = "html") -> None:
+    """A page, or what else a command writes: one that is there stays until the new one is whole.
+    Raises UnsupportedError, naming the option, where it cannot be written."""
     # What names of files have that is no Unicode becomes a question mark.
-    data = text.encode("utf-8", "replace")
+    data = text.encode("utf-8", "replace") if isinstance(text, str) else text
     partial = path.with_name(f".partial-{path.name}")
     try:
         if path.exists() and not path.is_file():
