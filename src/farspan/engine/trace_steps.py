@@ -163,22 +163,14 @@ def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
 
     with ExitStack() as stack:
         for index, layer in enumerate(layers):
-            stack.enter_context(_removed(layer.register_forward_pre_hook(before(index))))
-            stack.enter_context(_removed(layer.register_forward_hook(after(index))))
+            stack.callback(layer.register_forward_pre_hook(before(index)).remove)
+            stack.callback(layer.register_forward_hook(after(index)).remove)
         yield
 
 
 def _backward_runs() -> bool:
     """Before transformers 5.23 checkpoints called a layer's hooks again when they recompute it."""
     return torch._C._current_graph_task_id() != -1
-
-
-@contextmanager
-def _removed(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 # -- checkpointing -----------------------------------------------------------------------------
