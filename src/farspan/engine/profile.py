@@ -10,7 +10,7 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -181,13 +181,7 @@ class _Way:
     tiled: bool = False
 
     def name(self) -> str:
-        return form(
-            graph=self.graph,
-            kept=self.kept,
-            fresh=self.fresh,
-            unread=self.unread,
-            tiled=self.tiled,
-        )
+        return form(**asdict(self))
 
     def lengths(self) -> Lengths:
         """That its cells run at."""

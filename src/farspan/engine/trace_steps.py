@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,16 +183,13 @@ def checkpointed(model: PreTrainedModel, kept: Checkpointing) -> Iterator[None]:
     if kept is Checkpointing.PLAIN:
         yield
         return
-    run = _checkpoint_recomputed if kept is Checkpointing.RECOMPUTE else _checkpoint_offloaded
+    recomputed = partial(checkpoint, use_reentrant=False)
+    run = recomputed if kept is Checkpointing.RECOMPUTE else _checkpoint_offloaded
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=run)
     try:
         yield
     finally:
         model._set_gradient_checkpointing(enable=False)
-
-
-def _checkpoint_recomputed(layer: Callable[..., Any], *arguments: Any) -> Any:
-    return checkpoint(layer, *arguments, use_reentrant=False)
 
 
 def _checkpoint_offloaded(layer: Callable[..., Any], *arguments: Any) -> Any:
