@@ -108,7 +108,7 @@ def test_a_picture_is_written(suffix: str, trace: Path, tmp_path: Path) -> None:
         (("TRACE", "--capacity", "80 apples"), "capacity: expected bytes"),
         (("TRACE", "--chunk", "2MiB,big"), "chunk: expected bytes"),
         (("TRACE", "--alloc-conf", "split:5"), "alloc-conf: expected max_split_size_mb"),
-        (("TRACE", "-o", "/nowhere/at/all.svg"), "/nowhere/at/all.svg: cannot be written"),
+        (("TRACE", "-o", "/nowhere/at/all.svg"), "output: /nowhere/at/all.svg cannot be written"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: tuple[str, ...], message: str, trace: Path) -> None:

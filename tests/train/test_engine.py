@@ -12,10 +12,10 @@ import torch
 
 from farspan.cli.train import default_run
 from farspan.engine.loss import trained_token_count
+from farspan.engine.runner import Progress
 from farspan.engine.step import Step
 from farspan.spec import AttentionKernel, Kernels, Schedule, UnsupportedError
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig
-from farspan.train.context import CellsDone
 from farspan.train.step_runner import TrainingResult
 from farspan.train.trainer import train
 from farspan.train.yaml_config import to_mapping
@@ -92,7 +92,7 @@ def interrupted(run: RunConfig, cells: int) -> TrainingResult:
     seen = [0]
 
     class Counting(Quiet):
-        def cells(self, step: int, done: float, progress: CellsDone, part: str = "") -> None:
+        def cells(self, step: int, done: float, progress: Progress, part: str = "") -> None:
             super().cells(step, done, progress, part)
             seen[0] += 1
             if seen[0] == cells:

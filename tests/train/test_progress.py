@@ -14,7 +14,7 @@ from farspan.train.console import (
     Pace,
     make_reporter,
 )
-from tests.train.tiny import Cells
+from tests.train.tiny import cells_done
 
 VALUES = {"step": 1, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_second": 1234.5}
 
@@ -58,7 +58,7 @@ def test_lines_where_there_is_no_terminal() -> None:
         reporter.begin(1)
         for cell in range(1, 9):
             clock.now += 5.0
-            reporter.cells(1, cell / 8, Cells(cell, 8))
+            reporter.cells(1, cell / 8, cells_done(cell, 8))
         reporter.end(VALUES)
         reporter.evaluated({"step": 1, "heldout_loss": 2.75})
         reporter.end({"step": 2, "nonfinite": "loss"})
@@ -82,7 +82,7 @@ def test_sparse_attention_stands_beside_every_loss() -> None:
         reporter.start(4, 1000, 0, " (sparse)")
         reporter.begin(1)
         clock.now += 2.0
-        reporter.cells(1, 0.5, Cells(1, 2))
+        reporter.cells(1, 0.5, cells_done(1, 2))
         reporter.end(VALUES | SPARSE)
         reporter.evaluated({"step": 1, "heldout_loss": 2.75, "attention": "sparse"})
     assert out.getvalue().splitlines() == [
@@ -98,7 +98,7 @@ def test_sparse_attention_on_bars() -> None:
     with make_reporter(made) as reporter:
         reporter.start(4, 1000, 0, " (sparse)")
         reporter.begin(1)
-        reporter.cells(1, 0.5, Cells(1, 2))
+        reporter.cells(1, 0.5, cells_done(1, 2))
         reporter.end(VALUES | SPARSE)
         reporter.evaluated({"step": 1, "heldout_loss": 2.75, "attention": "sparse"})
     assert "run (sparse)" in out.getvalue()
@@ -129,7 +129,7 @@ def test_what_comes_before_the_first_step_is_heard_of() -> None:
     reporter.note("measured")
     for cell in range(1, 5):
         clock.now += 6.0
-        reporter.rehearsing(cell / 4, Cells(cell, 4))
+        reporter.rehearsing(cell / 4, cells_done(cell, 4))
     assert out.getvalue().splitlines() == [
         "this machine: measuring quickly",
         "measured",
@@ -146,11 +146,11 @@ def test_a_line_says_which_of_how_many_and_the_time_left() -> None:
     for batch in range(2):
         for cell in (1, 2):
             clock.now += 6.0
-            observer.training(1, batch, 2, Cells(cell, 2))
+            observer.training(1, batch, 2, cells_done(cell, 2))
     for sequence in range(3):
         for cell in (1, 2):
             clock.now += 6.0
-            observer.evaluating(sequence, 3, Cells(cell, 2))
+            observer.evaluating(sequence, 3, cells_done(cell, 2))
     assert out.getvalue().splitlines() == [
         "step 1/4  batch 1/2  cell 2/2  42 tokens/s  eta 1:24",
         "step 1/4  batch 2/2  cell 2/2  42 tokens/s  eta 1:12",
@@ -165,16 +165,16 @@ def test_a_bar_says_which_of_how_many_and_the_time_left(at: str) -> None:
     made, out = console(True)
     observer = Observer(make_reporter(made), Interrupt())
     with observer.reporter as reporter:
-        observer.rehearsing(Cells(1, 4))
-        observer.rehearsing(Cells(2, 4))
+        observer.rehearsing(cells_done(1, 4))
+        observer.rehearsing(cells_done(2, 4))
         if at != "dry run":
             reporter.start(steps=4, tokens_per_step=1000, step=0)
             reporter.begin(1)
-            observer.training(1, 0, 2, Cells(1, 2))
+            observer.training(1, 0, 2, cells_done(1, 2))
         if at == "evaluating":
             reporter.end(VALUES)
-            observer.evaluating(0, 3, Cells(1, 2))
-            observer.evaluating(1, 3, Cells(1, 2))
+            observer.evaluating(0, 3, cells_done(1, 2))
+            observer.evaluating(1, 3, cells_done(1, 2))
     parts = {"dry run": "cell 2/4", "step 1/4": "batch 1/2  cell 1/2"}
     text = out.getvalue().splitlines()[-2]  # as the bars stood in the end
     assert "…" not in text
@@ -188,16 +188,16 @@ def test_bars_on_a_terminal() -> None:
         assert isinstance(reporter, BarReporter)
         reporter.preparing(5, 100)
         reporter.measuring("matrix products")
-        reporter.rehearsing(0.5, Cells(1, 2))
+        reporter.rehearsing(0.5, cells_done(1, 2))
         reporter.start(steps=4, tokens_per_step=1000, step=0)
         reporter.begin(1)
-        reporter.cells(1, 0.5, Cells(4, 8))
-        reporter.evaluating(0.5, Cells(2, 4))
+        reporter.cells(1, 0.5, cells_done(4, 8))
+        reporter.evaluating(0.5, cells_done(2, 4))
         reporter.end(VALUES)
         reporter.evaluated({"step": 1, "heldout_loss": 2.75})
         reporter.note("[a] note")
         reporter.begin(2)
-        reporter.cells(2, 0.5, Cells(4, 8))
+        reporter.cells(2, 0.5, cells_done(4, 8))
     assert "…" not in out.getvalue()
     for words in ("cell 4/8", "loss 2.5000", "held-out loss 2.7500", "[a] note", "eta"):
         assert words in out.getvalue()

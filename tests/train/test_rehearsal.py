@@ -16,7 +16,6 @@ from farspan.engine.step import Step
 from farspan.spec import Kernels, Schedule, Tier
 from farspan.train import step_runner
 from farspan.train.config import DType, LoraConfig, ModelConfig, OptimizerConfig, ScheduleConfig
-from farspan.train.context import CellsDone
 from farspan.train.trainer import train
 from tests.train.test_interrupt import same_weights
 from tests.train.tiny import MODEL, STEPS, Quiet, memory_of, replaced, tiny_run
@@ -44,7 +43,7 @@ class Heard(Quiet):
         super().note(text)
         self.order += text.splitlines()
 
-    def rehearsing(self, done: float, progress: CellsDone) -> None:
+    def rehearsing(self, done: float, progress: Progress) -> None:
         assert 0 < done <= 1
         assert progress.cells_done <= progress.cells
         self.order.append("rehearsed")

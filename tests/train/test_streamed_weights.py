@@ -405,7 +405,7 @@ def test_everything_refers_to_the_weights_where_they_lie(tmp_path: Path) -> None
     assert ctx.weights is not None
     (slab,) = storages(ctx.model.parameters())
     steps = [ctx.make_step(STREAMED.apply(ctx.components.strategy("grouped", 2, 48))) for _ in "12"]
-    assert all(step.weights is ctx.weights for step in steps)  # type: ignore[attr-defined]
+    assert all(step.weights is ctx.weights for step in steps)
     assert storages(ctx.model.parameters()) == {slab}
     entries = ctx.saver()._entries.items()
     assert storages(t for name, (t, _) in entries if name.startswith("model/")) == {slab}

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from farspan.data.config import DataConfig, SourceKind
 from farspan.data.formats import UNTRAINED
+from farspan.engine.runner import Progress
 from farspan.sparse.engine import Seen
 from farspan.spec import Schedule
 from farspan.train.config import (
@@ -22,7 +23,7 @@ from farspan.train.config import (
     RunConfig,
 )
 from farspan.train.console import Reporter
-from farspan.train.context import CellsDone, Components
+from farspan.train.context import Components
 from farspan.train.memory import Expected
 from farspan.train.step_runner import TrainingResult
 from farspan.train.trainer import train
@@ -43,20 +44,9 @@ STEPS = 5
 Hook = Callable[["TinyStep", int], None]  # called after each cell with the calls made before
 
 
-@dataclass(frozen=True)
-class Cells:
-    """A stand-in for the engine's progress."""
-
-    cells_done: int
-    cells: int
-
-    @property
-    def work_done(self) -> float:
-        return float(self.cells_done)
-
-    @property
-    def work(self) -> float:
-        return float(self.cells)
+def cells_done(done: int, cells: int) -> Progress:
+    """Of cells that take equally long."""
+    return Progress(done, cells, float(done), float(cells))
 
 
 class TinyStep:
@@ -66,7 +56,7 @@ class TinyStep:
         self.model = model
         self.hook = hook
         self.calls = 0
-        self.progress: Callable[[CellsDone], None] | None = None
+        self.progress: Callable[[Progress], None] | None = None
         self.seen: Seen | None = None
         self.host_room: int | None = None
         self.watch: Any = None
@@ -118,7 +108,7 @@ class TinyStep:
             if self.hook is not None:
                 self.hook(self, self.calls)
             if self.progress is not None:
-                self.progress(Cells(place + 1, len(pieces)))
+                self.progress(cells_done(place + 1, len(pieces)))
 
 
 def documents(input_ids: Tensor, document_ids: Tensor | None) -> Iterator[tuple[int, slice]]:
@@ -202,7 +192,7 @@ class Quiet(Reporter):
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def cells(self, step: int, done: float, progress: CellsDone, part: str = "") -> None:
+    def cells(self, step: int, done: float, progress: Progress, part: str = "") -> None:
         assert 0 < progress.cells_done <= progress.cells
         assert not part or part.startswith("batch ")
         self.done.append(step - 1 + done)

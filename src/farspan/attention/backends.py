@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from farspan.kernels import operations
 from farspan.kernels.launch import fused_for
-from farspan.program.attention_blocks import Block, tile_window
+from farspan.program.attention_blocks import Block, key_tiles, tile_window
 
 aten = torch.ops.aten
 LENGTHS = 128  # cuDNN's gradients are right where lengths are multiples of this
@@ -512,25 +512,8 @@ def _stack(x: Tensor, kv_heads: int) -> Tensor:
 
 def row_tiles(block: Block, size: int) -> Iterator[tuple[slice, list[tuple[slice, Block]]]]:
     """Tiles of queries, each with the tiles of keys that it sees; slices count from the block's
-    first query and key. A tile is causal or windowed only where that hides something."""
+    first query and key."""
     for q_start in range(block.q_start, block.q_stop, size):
-        q_stop = min(q_start + size, block.q_stop)
-        low = block.k_start
-        if block.window is not None:
-            low = max(low, q_start - block.window + 1)
-        high = q_stop if block.causal else block.k_stop
-        tiles = []
-        for k_start in range(low, high, size):
-            k_stop = min(k_start + size, high)
-            hides = block.window is not None and q_stop - block.window > k_start
-            tile = replace(
-                block,
-                q_start=q_start,
-                q_stop=q_stop,
-                k_start=k_start,
-                k_stop=k_stop,
-                causal=k_stop - 1 > q_start,
-                window=block.window if hides else None,
-            )
-            tiles.append((slice(k_start - block.k_start, k_stop - block.k_start), tile))
-        yield slice(q_start - block.q_start, q_stop - block.q_start), tiles
+        rows = slice(q_start - block.q_start, min(q_start + size, block.q_stop) - block.q_start)
+        tiles = key_tiles(block, q_start, size)
+        yield rows, [(slice(t.k_start - block.k_start, t.k_stop - block.k_start), t) for t in tiles]

@@ -31,7 +31,7 @@ from farspan.attention.backends import (
     token_first,
 )
 from farspan.kernels.launch import fused_for
-from farspan.program.attention_blocks import Block
+from farspan.program.attention_blocks import Block, overlapping
 
 
 class KeyValues(Protocol):
@@ -369,21 +369,8 @@ def _visits(call: AttentionCall) -> Iterator[_Visit]:
     Blocks are cut on the grid of kv_block, so no visit crosses it and each range is asked for
     once, however many documents and tiles of windows share it.
     """
-    earlier = (block for block in call.blocks if block.k_start < call.own_start)
-    together: list[Block] = []
-    stop = 0
-    for block in sorted(earlier, key=lambda b: (b.k_start, b.k_stop, b.row_start, b.q_start)):
-        if together and block.k_start >= stop:
-            yield _visit(call, together)
-            together = []
-        stop = max(stop, block.k_stop)
-        together.append(block)
-    if together:
-        yield _visit(call, together)
-
-
-def _visit(call: AttentionCall, blocks: list[Block]) -> _Visit:
-    start, stop = min(b.k_start for b in blocks), max(b.k_stop for b in blocks)
-    ranges = {(b.row_start, b.row_stop) for b in blocks}
-    rows = blocks[0].rows if len(ranges) == 1 else slice(0, None)
-    return _Visit(start, stop, rows, tuple(t for b in blocks for t in call.kernel.split(b)))
+    for blocks in overlapping(b for b in call.blocks if b.k_start < call.own_start):
+        start, stop = min(b.k_start for b in blocks), max(b.k_stop for b in blocks)
+        ranges = {(b.row_start, b.row_stop) for b in blocks}
+        rows = blocks[0].rows if len(ranges) == 1 else slice(0, None)
+        yield _Visit(start, stop, rows, tuple(t for b in blocks for t in call.kernel.split(b)))

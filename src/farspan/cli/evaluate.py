@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from farspan.cli import typer_app
+from farspan.cli.verify import checked_dtype
 from farspan.data.config import DataConfig
 from farspan.data.formats import UNTRAINED
 from farspan.data.packing import BestFitLayout, PackedBatch, Packing
@@ -25,6 +26,7 @@ from farspan.data.sources import decode, find_files, read_bytes
 from farspan.data.token_cache import TokenStore
 from farspan.data.tokenizers import HubTokenizer, Tokenizer, load_tokenizer
 from farspan.durable import read_json, refuse_links, write_whole
+from farspan.engine.runner import Progress
 from farspan.engine.step import Step
 from farspan.formatting import read_tokens, write_number, write_tokens
 from farspan.hf.load import add_adapters, load_config, load_model
@@ -34,17 +36,16 @@ from farspan.profile.catalog import refuse_absent, split_revision
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.report.tables import lines_table, show
 from farspan.sparse.train import selector_for
-from farspan.spec import SHORT_NAMES, Schedule, UnsupportedError
+from farspan.spec import Schedule, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, SparseConfig, load_run
 from farspan.train.console import LineReporter
-from farspan.train.context import CellsDone
 from farspan.train.origin import copy_adapters, with_base
 from farspan.train.setup import choose_device
 from farspan.train.yaml_config import convert, to_mapping
 
 app = typer_app()
 
-Tell = Callable[[str, int, int, CellsDone], None]  # what, which from 0, of how many, its cells
+Tell = Callable[[str, int, int, Progress], None]  # what, which from 0, of how many, its cells
 
 FIRST = 64  # tokens of the first range of positions; every further one is as long as all before it
 SHOWN = 20  # documents in the terminal; --json has all
@@ -186,7 +187,7 @@ def evaluate_command(
     step = subject.step(choose_device(device), strategy_name, context)
     watcher = LineReporter(Console(stderr=True))
 
-    def tell(what: str, index: int, count: int, done: CellsDone) -> None:
+    def tell(what: str, index: int, count: int, done: Progress) -> None:
         share = (index + done.work_done / done.work) / count
         watcher.evaluating(share, done, f"{what} {index + 1}/{count}")
 
@@ -222,12 +223,9 @@ class Subject:
         """The model with its adapters, in evaluation mode."""
         source = self.source
         model: Any = load_model(
-            path=source.path,
+            **source.origin(),
             dtype=self.dtype,
-            overrides=source.overrides,
             device=device,
-            revision=source.revision,
-            trust_remote_code=source.trust_remote_code,
             nf4=source.quantize is not None,
         )
         if source.lora is not None:
@@ -284,20 +282,11 @@ def subject_of(
     else:
         refuse_absent("model", path)
     source, adapters = with_base(source)
-    found = load_config(
-        path=source.path,
-        config=None,
-        overrides=source.overrides,
-        trust_remote_code=source.trust_remote_code,
-        revision=source.revision,
-    )
+    found = load_config(**source.origin())
     own = str(getattr(found, "dtype", None) or "float32").removeprefix("torch.")
     own = "bfloat16" if own == "float16" else own
     own = own if run is None else run.model.dtype.value
-    own = own if dtype is None else SHORT_NAMES.get(dtype, dtype)
-    if own not in ("float64", "float32", "bfloat16"):
-        raise UnsupportedError(f"dtype: expected float64, float32 or bfloat16, got {own!r}")
-    own = product_dtype(source, own)
+    own = product_dtype(source, checked_dtype(dtype or own))
     words = tokenizer or (run.data.tokenizer if run else None) or str(source.path)
     context = 8192 if run is None else run.context
     attention = None if run is None else run.sparse

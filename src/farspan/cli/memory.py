@@ -299,7 +299,7 @@ def compare_command(
     else:
         show(compare_view(comparisons))
     if output is not None:
-        write_picture(output, PICTURES[output.suffix](comparisons))
+        write_output(output, PICTURES[output.suffix](comparisons), "output")
 
 
 def answer_json(comparisons: list[AllocatorComparison]) -> dict[str, Any]:
@@ -308,8 +308,3 @@ def answer_json(comparisons: list[AllocatorComparison]) -> dict[str, Any]:
         "comparisons": [found.to_json() | {"remark": remark(found)} for found in comparisons],
         "costs": {call: cost.source for call, cost in PUBLISHED.items()},
     }
-
-
-def write_picture(path: Path, text: str) -> None:
-    """Write a picture. Raises UnsupportedError naming the file."""
-    write_output(path, text, "output")

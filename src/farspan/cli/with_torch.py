@@ -173,14 +173,10 @@ def model_for(
     source, _ = with_base(source)
     dtype = product_dtype(source, dtype)
     model = load_model(
-        path=source.path,
-        config=source.config,
-        overrides=source.overrides,
+        **source.origin(),
         weights=Weights.RANDOM if drawn else Weights.SAVED,
         dtype=getattr(torch, dtype),
         seed=seed,
-        trust_remote_code=source.trust_remote_code,
-        revision=source.revision,
         nf4=source.quantize is not None,
     )
     if run is not None and run.model.resize_embeddings:

@@ -40,7 +40,7 @@ from farspan.data.formats import (
     with_system,
 )
 from farspan.data.templates import CALLS, Templates, read_message, read_object, read_tools
-from farspan.data.tokenizers import Document, Written
+from farspan.data.tokenizers import Document, Form, Written
 from farspan.spec import UnsupportedError
 
 # What ShareGPT and those who came after it call who speaks.
@@ -94,7 +94,7 @@ def named_in(template: str) -> frozenset[str] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatForm:
+class ChatForm(Form):
     """A list of messages, each with a role and a content, and the tools that may be called. Of
     ShareGPT's they have `from` and `value` instead, and what the system says may stand beside them.
     """
@@ -105,8 +105,6 @@ class ChatForm:
     stops: tuple[str, ...]  # tokens that stop generation
     marks: tuple[str, ...]  # other special tokens that a template may put behind a turn
     sharegpt: bool = False
-
-    any_ids: ClassVar[bool] = False
 
     @property
     def masked(self) -> bool:
@@ -488,7 +486,7 @@ def _reads_of(chat: ChatForm | None, document: Document, names: Sequence[str]) -
 
 
 @dataclass(frozen=True, slots=True)
-class PromptForm:
+class PromptForm(Form):
     """A prompt and how it goes on, as texts or as messages; the prompt is trained only where
     `everything` is."""
 
@@ -496,8 +494,6 @@ class PromptForm:
     completion: str
     everything: bool
     chat: ChatForm | None = None  # None: the tokenizer has no template
-
-    any_ids: ClassVar[bool] = False
 
     @property
     def masked(self) -> bool:
@@ -545,7 +541,7 @@ class PromptForm:
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceForm:
+class PreferenceForm(Form):
     """Two answers to one prompt, each a document with the prompt before it: the one that was
     chosen, and the one that was rejected. Texts stand as they are; messages are written by the
     chat template, and the prompt may stand in both answers instead of a field of its own."""
@@ -555,7 +551,6 @@ class PreferenceForm:
     columns: ClassVar[tuple[str, ...]] = (CHOSEN, REJECTED)
     chats: ClassVar[tuple[str, ...]] = (CHOSEN, REJECTED, PROMPT)
     masked: ClassVar[bool] = True
-    any_ids: ClassVar[bool] = False
 
     def reads(self, document: Document) -> Collection[str]:
         texts = all(isinstance(document.fields.get(name), str) for name in self.columns)
@@ -568,9 +563,6 @@ class PreferenceForm:
 
     def reads_key(self, key: str) -> bool:
         return self.chat is None or self.chat.reads_key(key)
-
-    def key(self, column: str) -> str:  # noqa: ARG002 - all have the names that trainers expect
-        return "data.format"
 
     def listing(self) -> list[object]:
         return ["preference", *(() if self.chat is None else self.chat.listing())]

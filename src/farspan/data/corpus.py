@@ -299,15 +299,12 @@ class Corpus:
             f"{kept.padding / room:.1%} padding"
             + (f"; {kept.left_out:,} tokens in pieces that train none" if kept.left_out else ""),
         ]
-        if kept.tokens < context and self.streams():
+        if kept.tokens < context:
+            what, more = "all documents together are", "more data"
+            if self.streams():
+                what, more = "a window is", "a larger data.window"
             lines.append(
-                "warning: a window is shorter than one sequence; give a larger data.window or a "
-                "shorter context"
-            )
-        elif kept.tokens < context:
-            lines.append(
-                "warning: all documents together are shorter than one sequence; give more data or "
-                "a shorter context"
+                f"warning: {what} shorter than one sequence; give {more} or a shorter context"
             )
         elif kept.padding > _MUCH * room:
             lines.append(

@@ -328,14 +328,12 @@ def _has_roles(messages: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class TextForm:
+class TextForm(Form):
     """One field of text, all of which is trained."""
 
     field: str
 
-    chats: ClassVar[tuple[str, ...]] = ()
     masked: ClassVar[bool] = False
-    any_ids: ClassVar[bool] = False
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -343,9 +341,6 @@ class TextForm:
 
     def reads(self, document: Document) -> Collection[str]:  # noqa: ARG002 - the same for all
         return self.columns
-
-    def reads_key(self, key: str) -> bool:  # noqa: ARG002 - there are no messages
-        return False
 
     def key(self, column: str) -> str:  # noqa: ARG002 - there is one
         return "data.field"
@@ -371,31 +366,23 @@ _ALPACA_WITH_INPUT = (
 
 
 @dataclass(frozen=True, slots=True)
-class AlpacaForm:
+class AlpacaForm(Form):
     """An instruction, an input where there is one, and the output, in the words of Stanford Alpaca;
     these are trained only where `everything` is."""
 
     everything: bool
 
     columns: ClassVar[tuple[str, ...]] = (INSTRUCTION, OUTPUT)
-    chats: ClassVar[tuple[str, ...]] = ()
-    any_ids: ClassVar[bool] = False
 
     @property
     def masked(self) -> bool:
         return not self.everything
-
-    def key(self, column: str) -> str:  # noqa: ARG002 - all have the names that they are known by
-        return "data.format"
 
     def listing(self) -> list[object]:
         return ["alpaca", self.everything]
 
     def reads(self, document: Document) -> Collection[str]:  # noqa: ARG002 - the same for all
         return READ["alpaca"]
-
-    def reads_key(self, key: str) -> bool:  # noqa: ARG002 - there are no messages
-        return False
 
     def read(self, document: Document) -> Written | None:
         output = text_of(document, OUTPUT, self.key(OUTPUT))
@@ -410,26 +397,19 @@ class AlpacaForm:
 
 
 @dataclass(frozen=True, slots=True)
-class TokensForm:
+class TokensForm(Form):
     """Token ids as they are: labels and masks say which are trained, an attention mask which are
     padding at either end, positions or lengths where a packed row has its documents."""
 
     columns: ClassVar[tuple[str, ...]] = (INPUT_IDS,)
-    chats: ClassVar[tuple[str, ...]] = ()
     masked: ClassVar[bool] = True
     any_ids: ClassVar[bool] = True
-
-    def key(self, column: str) -> str:  # noqa: ARG002 - all have the names that trainers expect
-        return "data.format"
 
     def listing(self) -> list[object]:
         return ["tokens", *READ["tokens"]]
 
     def reads(self, document: Document) -> Collection[str]:  # noqa: ARG002 - the same for all
         return READ["tokens"]
-
-    def reads_key(self, key: str) -> bool:  # noqa: ARG002 - there are no messages
-        return False
 
     def read(self, document: Document) -> tuple[Encoded, ...]:
         ids = _whole_numbers(document, INPUT_IDS)

@@ -111,7 +111,10 @@ Content = LongText | Written | tuple[Written, Written] | tuple[Encoded, ...] | N
 
 
 class Form(Protocol):
-    """What a record has to hold, and how it is read as a document."""
+    """What a record has to hold, and how it is read as a document; those who have no messages, and
+    fields of one name alone, inherit what is said of them."""
+
+    any_ids: ClassVar[bool] = False  # may be others than the tokenizer's
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -120,17 +123,15 @@ class Form(Protocol):
     @property
     def chats(self) -> tuple[str, ...]:
         """Fields that may hold messages."""
+        return ()
 
     @property
     def masked(self) -> bool:
         """Whether some tokens may be untrained."""
 
-    @property
-    def any_ids(self) -> bool:
-        """Whether ids may be others than the tokenizer's."""
-
-    def key(self, column: str) -> str:
+    def key(self, column: str) -> str:  # noqa: ARG002
         """Of the run file: what says another column in place of this one."""
+        return "data.format"
 
     def listing(self) -> list[object]:
         """JSON values that change whenever the reading does."""
@@ -138,8 +139,9 @@ class Form(Protocol):
     def reads(self, document: Document) -> Collection[str]:
         """Fields of this record that are read if it has them."""
 
-    def reads_key(self, key: str) -> bool:
+    def reads_key(self, key: str) -> bool:  # noqa: ARG002
         """Whether this key of messages is read."""
+        return False
 
     def read(self, document: Document) -> Content:
         """None: it is blank; two: the answers of a pair. Raises UnsupportedError with the

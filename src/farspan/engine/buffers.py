@@ -30,7 +30,7 @@ from torch import Tensor
 from farspan.attention.backends import accumulate_dtype, add_
 from farspan.engine.tiers import Arena, CopyEngine
 from farspan.program import buffer_names as names
-from farspan.program.attention_blocks import Block
+from farspan.program.attention_blocks import Block, overlapping
 from farspan.program.dependencies import Hazard, Lane
 from farspan.program.program import Buffer, Program, Region, aligned, cell_place, regions, rows_of
 from farspan.program.residency import RESIDENCY, Kind
@@ -339,12 +339,5 @@ def _add(total: dict[str, Tensor], rows: slice, dk: Tensor, dv: Tensor, fused: b
 def streamed_spans(blocks: tuple[Block, ...], q_start: int) -> list[Span]:
     """Ranges of earlier keys in the order in which attention asks for them: blocks that overlap are
     asked for together."""
-    spans: list[Span] = []
-    for block in sorted(blocks, key=lambda block: (block.k_start, block.k_stop)):
-        if block.k_start >= q_start:
-            continue
-        if spans and block.k_start < spans[-1][1]:
-            spans[-1] = spans[-1][0], max(spans[-1][1], block.k_stop)
-        else:
-            spans.append((block.k_start, block.k_stop))
-    return spans
+    visits = overlapping(block for block in blocks if block.k_start < q_start)
+    return [(visit[0].k_start, max(block.k_stop for block in visit)) for visit in visits]

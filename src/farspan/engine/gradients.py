@@ -29,6 +29,18 @@ from farspan.kernels.operations import Act, swiglu_again
 Reduce = Callable[[int, dict[nn.Parameter, Tensor]], None]
 
 
+@contextmanager
+def own_gradients(model: nn.Module) -> Iterator[None]:
+    """Inside it no parameter has a gradient of before, and afterwards none of what came."""
+    before = {p: p.grad for p in model.parameters()}
+    model.zero_grad(set_to_none=True)
+    try:
+        yield
+    finally:
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+
+
 def add_product(total: Tensor, dout: Tensor, x: Tensor, *, fresh: bool) -> None:
     """total += dout.T @ x, of one dtype or of a narrower one, in one product; with `fresh` what
     total holds is not read."""

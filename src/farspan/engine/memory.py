@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import gradient_dtype, local
+from farspan.engine.gradients import own_gradients
 from farspan.engine.runner import ADVICE, Progress
 from farspan.engine.step import Step
 from farspan.engine.tiers import DeviceTooSmall, refuse_beyond_together
@@ -365,19 +366,16 @@ def _dry_run(
     """Peak bytes of a step on [batch, tokens], in documents of at most `limit` tokens; gradients
     are not kept."""
     boundary = step.boundary
-    before = {p: p.grad for p in boundary.model.parameters()}
-    for parameter in before:
-        parameter.grad = None
     ids = torch.zeros(batch, tokens, dtype=torch.long, device=boundary.device)
     ids += torch.arange(tokens, device=boundary.device) % step.model_spec.vocab
     own, step.progress = step.progress, progress
     documents = torch.arange(tokens, device=boundary.device).repeat(batch, 1) // limit
     step.release()
     try:
-        with PeakMemory(boundary.device) as meter:
+        with own_gradients(boundary.model), PeakMemory(boundary.device) as meter:
             if accumulate and step.weights is not None:
                 step.weights.zero_gradients()
-            for parameter in before if accumulate else ():
+            for parameter in boundary.model.parameters() if accumulate else ():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
             marks = documents if limit < tokens else None
@@ -389,6 +387,4 @@ def _dry_run(
     finally:
         step.progress = own
         step.release()
-        for parameter, gradient in before.items():
-            parameter.grad = gradient
     return meter.peak

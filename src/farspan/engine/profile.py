@@ -10,7 +10,7 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -74,7 +74,9 @@ from farspan.program.program import (
     Head,
     Instruction,
     Program,
+    row_bytes,
 )
+from farspan.program.residency import Kind
 from farspan.spec import (
     Kernels,
     LayerWork,
@@ -181,13 +183,7 @@ class _Way:
     tiled: bool = False
 
     def name(self) -> str:
-        return form(
-            graph=self.graph,
-            kept=self.kept,
-            fresh=self.fresh,
-            unread=self.unread,
-            tiled=self.tiled,
-        )
+        return form(**asdict(self))
 
     def lengths(self) -> Lengths:
         """That its cells run at."""
@@ -475,9 +471,7 @@ def _is_skippable(measured: _Subject, layer: int) -> bool:
 
 def _kind(measured: _Subject, layer: int, variant: Variant) -> tuple[KindProfile, LayerWork]:
     spec, stages = measured.spec, measured.stages
-    heads = spec.layers[layer]
-    attended = heads.output_elements() * spec.element_bytes
-    attended += heads.query_heads * spec.accumulate_bytes()
+    attended = row_bytes(Kind.ATTENTION, spec, spec.layers[layer], 1)
     cells: dict[str, CellLines] = {}
     plain: list[_Run] = []
     for way in _ways(measured, layer, variant):

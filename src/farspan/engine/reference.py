@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from farspan.attention.backends import accumulate_dtype, reference
 from farspan.engine.loss import IGNORED, StepInputs, make_inputs, shift_labels
-from farspan.hf.attention_interface import answering, routed
+from farspan.hf.attention_interface import answering, attended, routed
 from farspan.hf.describe import describe
 from farspan.hf.stages import CausalLMStages
 from farspan.program.builder import build_program
@@ -73,17 +73,7 @@ def reference_logits(
         nonlocal calls
         calls += 1
         own = attend.of(module) if isinstance(attend, SparseReference) else attend
-        out = own(
-            q,
-            k,
-            v,
-            scale=scale,
-            window=keywords.get("sliding_window"),
-            softcap=keywords.get("softcap"),
-            sinks=keywords.get("s_aux"),
-            document_ids=documents,
-        )
-        return out.transpose(1, 2)
+        return attended(own, q, k, v, scale, keywords, document_ids=documents)
 
     def logits_of(ids: Tensor, positions: Tensor) -> Tensor:
         return boundary.model(input_ids=ids, position_ids=positions, use_cache=False).logits

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,22 +164,14 @@ def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
 
     with ExitStack() as stack:
         for index, layer in enumerate(layers):
-            stack.enter_context(_removed(layer.register_forward_pre_hook(before(index))))
-            stack.enter_context(_removed(layer.register_forward_hook(after(index))))
+            stack.callback(layer.register_forward_pre_hook(before(index)).remove)
+            stack.callback(layer.register_forward_hook(after(index)).remove)
         yield
 
 
 def _backward_runs() -> bool:
     """Before transformers 5.23 checkpoints called a layer's hooks again when they recompute it."""
     return torch._C._current_graph_task_id() != -1
-
-
-@contextmanager
-def _removed(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 # -- checkpointing -----------------------------------------------------------------------------
@@ -190,16 +183,13 @@ def checkpointed(model: PreTrainedModel, kept: Checkpointing) -> Iterator[None]:
     if kept is Checkpointing.PLAIN:
         yield
         return
-    run = _checkpoint_recomputed if kept is Checkpointing.RECOMPUTE else _checkpoint_offloaded
+    recomputed = partial(checkpoint, use_reentrant=False)
+    run = recomputed if kept is Checkpointing.RECOMPUTE else _checkpoint_offloaded
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=run)
     try:
         yield
     finally:
         model._set_gradient_checkpointing(enable=False)
-
-
-def _checkpoint_recomputed(layer: Callable[..., Any], *arguments: Any) -> Any:
-    return checkpoint(layer, *arguments, use_reentrant=False)
 
 
 def _checkpoint_offloaded(layer: Callable[..., Any], *arguments: Any) -> Any:

@@ -47,6 +47,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.attention.backends import reference
+from farspan.engine.gradients import own_gradients
 from farspan.engine.loss import IGNORED, make_inputs
 from farspan.engine.reference import (
     Approximation,
@@ -487,7 +488,7 @@ def _plain(model: nn.Module, data: Data, attend: Attention) -> Outcome:
 def _stepped(model: nn.Module, function: Function, data: Data) -> Outcome:
     """Loss and gradients by the step."""
     selector = function.selector(model, *data[0].shape)
-    with _own_gradients(model):
+    with own_gradients(model):
         loss = Step(model, function.schedule, poison=True, selector=selector)(*data)
         model.to(data[0].device)
         return loss, {
@@ -536,17 +537,6 @@ def _error(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
     if error != error:
         return float("inf")
     return error / norm if norm > 0 else error
-
-
-@contextmanager
-def _own_gradients(model: nn.Module) -> Iterator[None]:
-    before = {p: p.grad for p in model.parameters()}
-    model.zero_grad(set_to_none=True)
-    try:
-        yield
-    finally:
-        for parameter, gradient in before.items():
-            parameter.grad = gradient
 
 
 class _Choices(TorchDispatchMode):

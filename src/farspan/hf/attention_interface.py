@@ -76,6 +76,16 @@ AttentionInterface.register(PROBE, _attention)
 AttentionMaskInterface.register(PROBE, _mask)
 
 
+def attended(
+    attend: Attention, q: Tensor, k: Tensor, v: Tensor, scale: float, asked: Any, **further: Any
+) -> Tensor:
+    """Answer a call by a function such as `attention.backends.reference`; `asked` are the model's
+    own keywords."""
+    window, softcap, sinks = map(asked.get, ("sliding_window", "softcap", "s_aux"))
+    out = attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks, **further)
+    return out.transpose(1, 2)
+
+
 @contextmanager
 def answering(attention: Attention) -> Iterator[None]:
     """Let `attention` answer the calls of every routed model inside the block."""

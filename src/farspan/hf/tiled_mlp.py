@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from farspan.activations import SavedActivations
 from farspan.attention.backends import reference
-from farspan.hf.attention_interface import answering, eager_experts, routed
+from farspan.hf.attention_interface import answering, attended, eager_experts, routed
 from farspan.hf.dropout import Draws, Place, still
 from farspan.hf.probe import CUT, MIXING, TOKENS, cast_call, distance
 from farspan.hf.quantized import copied
@@ -449,13 +449,4 @@ def answer_densely(
     _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
 ) -> Tensor:
     """Answers an attention call over the keys that come with it."""
-    out = reference(
-        q,
-        k,
-        v,
-        scale=scale,
-        window=keywords.get("sliding_window"),
-        softcap=keywords.get("softcap"),
-        sinks=keywords.get("s_aux"),
-    )
-    return out.transpose(1, 2)
+    return attended(reference, q, k, v, scale, keywords)

@@ -5,33 +5,19 @@ What needs torch is imported when it is first read; `__init__.pyi` tells type ch
 
 from farspan.lazy import attributes
 
-__getattr__, __dir__ = attributes(
-    __name__,
-    {
-        "begin_iteration": "farspan.engine.allocator",
-        "followed": "farspan.engine.allocator",
-        "forget": "farspan.engine.allocator",
-        "install": "farspan.engine.allocator",
-        "installed": "farspan.engine.allocator",
-        "plan_iteration": "farspan.memory.replay",
-        "read_trace": "farspan.memory.trace",
-        "recorded": "farspan.engine.allocator",
-        "statistics": "farspan.engine.allocator",
-        "uninstall": "farspan.engine.allocator",
-        "write_trace": "farspan.memory.trace",
-    },
-)
+_HOMES = {
+    "begin_iteration": "farspan.engine.allocator",
+    "followed": "farspan.engine.allocator",
+    "forget": "farspan.engine.allocator",
+    "install": "farspan.engine.allocator",
+    "installed": "farspan.engine.allocator",
+    "plan_iteration": "farspan.memory.replay",
+    "read_trace": "farspan.memory.trace",
+    "recorded": "farspan.engine.allocator",
+    "statistics": "farspan.engine.allocator",
+    "uninstall": "farspan.engine.allocator",
+    "write_trace": "farspan.memory.trace",
+}
 
-__all__ = [
-    "begin_iteration",
-    "followed",
-    "forget",
-    "install",
-    "installed",
-    "plan_iteration",
-    "read_trace",
-    "recorded",
-    "statistics",
-    "uninstall",
-    "write_trace",
-]
+__getattr__, __dir__ = attributes(__name__, _HOMES)
+__all__ = [*_HOMES]

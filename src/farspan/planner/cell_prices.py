@@ -266,8 +266,7 @@ class CellPrices:
         return row_bytes(Kind.DKV, self.model, spec, self.run.batch)
 
     def attention_row(self, spec: LayerSpec) -> int:
-        out = spec.output_elements() * self.model.element_bytes
-        return self.run.batch * (out + spec.query_heads * self.model.accumulate_bytes())
+        return row_bytes(Kind.ATTENTION, self.model, spec, self.run.batch)
 
     def cell_bytes(self, spec: LayerSpec, *, with_attention: bool) -> int:
         """Of one kept cell of activations, the layer's input left out."""

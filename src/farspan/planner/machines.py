@@ -535,20 +535,13 @@ def with_kernels(machine: MachineSpec, *, deterministic: bool) -> MachineSpec:
 
 
 def _slower(rates: Rates) -> Rates:
-    by = rates.deterministic
-
-    def curve(known: Curve) -> Curve:
-        return Curve(tuple((size, rate / by) for size, rate in known.points))
-
-    def or_none(known: Curve | None) -> Curve | None:
-        return None if known is None else curve(known)
-
+    by, curves = rates.deterministic, dict[str, Any]()
+    for name in ("attention_forward", "attention_backward", "causal_forward", "causal_backward"):
+        if (known := getattr(rates, name)) is not None:
+            curves[name] = Curve(tuple((size, rate / by) for size, rate in known.points))
     return replace(
         rates,
-        attention_forward=curve(rates.attention_forward),
-        attention_backward=curve(rates.attention_backward),
-        causal_forward=or_none(rates.causal_forward),
-        causal_backward=or_none(rates.causal_backward),
+        **curves,
         softmax_forward=rates.softmax_forward * by,
         softmax_backward=rates.softmax_backward * by,
         deterministic=1.0,

@@ -557,9 +557,7 @@ class Prices:
 
     def attention_row(self, spec: LayerSpec) -> int:
         """O and LSE."""
-        model = self.program.model
-        out = spec.output_elements() * model.element_bytes
-        return self.program.run.batch * (out + spec.query_heads * model.accumulate_bytes())
+        return row_bytes(Kind.ATTENTION, self.program.model, spec, self.program.run.batch)
 
     def saved_row(self, spec: LayerSpec) -> int:
         """What a kept graph saves of its own."""

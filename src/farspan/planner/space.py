@@ -196,12 +196,6 @@ class Alpha:
     def value(self) -> float:
         return min(self.limits.values())
 
-    @property
-    def binding(self) -> str:
-        """The constraint that holds alpha down; empty when nothing does."""
-        name = min(self.limits, key=lambda key: self.limits[key])
-        return name if self.limits[name] < 1.0 else ""
-
 
 @dataclass(frozen=True, slots=True)
 class _Layer:

@@ -92,7 +92,7 @@ def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -
     if away and not question.layout.cuts_weights():
         return _states_on_host(question)
     model, sharing = question.model, sharing_of(question)
-    wide, final = _sum_bytes(model), gradient_bytes(question)
+    wide, final = model.accumulate_bytes(), gradient_bytes(question)
     outer, outer_trained = model.outer(), model.outer_trainable()
     layers = [model.layers[slice(*group)] for group in group_layers]
     group = max(sum(layer.work.parameters for layer in of) for of in layers)
@@ -122,7 +122,7 @@ def _packed(model: ModelSpec) -> int:
 def _states_on_host(question: Question) -> States:
     """Sums of gradients are `.grad`, unless that is narrower."""
     model = question.model
-    wide, final = _sum_bytes(model), gradient_bytes(question)
+    wide, final = model.accumulate_bytes(), gradient_bytes(question)
     on_device, on_host = _optimizer_bytes(question, model.trainable)
     gradients = model.trainable * (wide + final * (final < wide))
     weights = model.parameters * model.element_bytes - _packed(model)
@@ -138,7 +138,7 @@ def input_bytes(question: Question, tokens: int) -> int:
     if not loss.is_cut:
         return found
     copies = 3 + (loss.reference is not Reference.NONE)
-    each = 2 * INDEX_BYTES + copies * loss.ids * _sum_bytes(model)
+    each = 2 * INDEX_BYTES + copies * loss.ids * model.accumulate_bytes()
     if loss.ids > 1:  # labels are no tokens
         each += (2 * loss.ids - 1) * INDEX_BYTES
     return found + each * batch * question.run.tokens
@@ -162,7 +162,7 @@ def sharing_of(question: Question) -> Sharing:
 def _own(sharing: Sharing, elements: int, outer: int) -> int:
     """A device's part of so many elements, of which `outer` lie outside the layers: those are not
     cut by heads and features."""
-    return _share(sharing.slice(elements - outer) + outer, sharing.ranks)
+    return -(-(sharing.slice(elements - outer) + outer) // sharing.ranks)
 
 
 WIDE = (Optimizer.ADAMW, Optimizer.HOST, Optimizer.DISK)
@@ -173,7 +173,7 @@ def gradient_bytes(question: Question) -> int:
     so that it is the sum over chunks itself; so it is where that is asked for."""
     model = question.model
     is_sum = question.wide_gradients or question.optimizer in WIDE
-    return _sum_bytes(model) if is_sum else model.element_bytes
+    return model.accumulate_bytes() if is_sum else model.element_bytes
 
 
 def update_overlaps(question: Question) -> bool:
@@ -225,7 +225,7 @@ def drive_seconds(question: Question) -> float:
 
 def _away(question: Question, final: int, element: int) -> float:
     """Seconds an element that is updated on the host."""
-    machine, wide = question.machine, _sum_bytes(question.model)
+    machine, wide = question.machine, question.model.accumulate_bytes()
     shared = machine.host_memory / question.near()
     # Without a master, the weight itself goes there and back.
     master, there = (wide, final) if element < wide else (0, final + element)
@@ -256,7 +256,7 @@ def _optimizer_bytes(question: Question, trained: int) -> tuple[int, int]:
     With moments of one byte an element, weights are rounded stochastically and have no master;
     tensors of fewer than 4,096 elements or of broken blocks keep wide moments, and are few.
     """
-    model, wide = question.model, _sum_bytes(question.model)
+    model, wide = question.model, question.model.accumulate_bytes()
     staged = staged_elements(trained)
     # Of gradients and weights, where these are on the device: else nothing passes.
     slots = SLOTS * staged * (wide + model.element_bytes) * (question.weights is Tier.DEVICE)
@@ -276,13 +276,5 @@ def _optimizer_bytes(question: Question, trained: int) -> tuple[int, int]:
 
 def _state_bytes(model: ModelSpec) -> int:
     """Of an element: two moments, and a master of narrow weights."""
-    wide = _sum_bytes(model)
+    wide = model.accumulate_bytes()
     return MOMENTS * wide + (wide if model.element_bytes < wide else 0)
-
-
-def _sum_bytes(model: ModelSpec) -> int:
-    return model.accumulate_bytes()
-
-
-def _share(size: int, ranks: int) -> int:
-    return -(-size // ranks)

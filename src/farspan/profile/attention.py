@@ -27,7 +27,14 @@ from farspan.profile.attention_kernels import (
     transpose,
     wide,
 )
-from farspan.program.attention_blocks import Block, cut_wide, most_tokens, near_blocks, plan_blocks
+from farspan.program.attention_blocks import (
+    Block,
+    cut_wide,
+    most_tokens,
+    near_blocks,
+    overlapping,
+    plan_blocks,
+)
 from farspan.sparse.sizes import (
     Far,
     far_bytes,
@@ -264,17 +271,7 @@ def own_blocks(call: Call) -> tuple[Block, ...]:
 
 def visits(call: Call) -> Iterator[tuple[Block, ...]]:
     """Blocks over earlier keys in ascending order, those whose key ranges overlap together."""
-    earlier = [block for block in call.blocks if block.k_start < call.q_start]
-    earlier.sort(key=lambda block: (block.k_start, block.k_stop, block.q_start))
-    together: list[Block] = []
-    stop = 0
-    for block in earlier:
-        if together and block.k_start >= stop:
-            yield _few(tile for one in together for tile in call.kernel.split(one))
-            together = []
-        stop = max(stop, block.k_stop)
-        together.append(block)
-    if together:
+    for together in overlapping(b for b in call.blocks if b.k_start < call.q_start):
         yield _few(tile for one in together for tile in call.kernel.split(one))
 
 

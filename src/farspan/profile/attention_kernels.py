@@ -10,13 +10,11 @@ q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv]; out [B, H, Sq, Dv], lse [B
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from math import prod
-from typing import Protocol
 
-from farspan.program.attention_blocks import Block, tile_window
+from farspan.program.attention_blocks import Block, key_tiles, tile_window
 
 TILE = 512  # of attention.backends.Tiled
 SEEN_TILES = 2  # as many equal tiles, one after the other, show all there is to see
@@ -191,27 +189,6 @@ def copied(x: Outline) -> Outline:
 
 
 # -- kernels -------------------------------------------------------------------------------------
-
-
-class Kernel(Protocol):
-    """What one block allocates."""
-
-    def split(self, block: Block, /) -> tuple[Block, ...]: ...
-
-    def forward(
-        self, q: Outline, k: Outline, v: Outline, block: Block, /
-    ) -> tuple[Outline, Outline]: ...
-
-    def backward(
-        self,
-        dout: Outline,
-        q: Outline,
-        k: Outline,
-        v: Outline,
-        out: Outline,
-        block: Block,
-        /,
-    ) -> tuple[Outline, Outline, Outline]: ...
 
 
 def wide(width: int) -> int:
@@ -431,6 +408,9 @@ class TiledSizes:
         return pointwise(q.memory.new(shape, width))
 
 
+Kernel = FlashSizes | PaddedSizes | TiledSizes
+
+
 def _stack(x: Outline, kv_heads: int) -> Outline:
     """[B, H, S, D] -> [B, Hk, H / Hk * S, D], by a copy where heads are not rows in memory."""
     batch, heads, tokens, width = x.shape
@@ -448,24 +428,6 @@ def row_tiles(block: Block) -> Iterator[tuple[int, list[Block]]]:
     """The widest tiles of queries, each with some of its tiles of keys, last ones included."""
     starts = list(range(block.q_start, block.q_stop, TILE))
     for q_start in starts[-SEEN_TILES:] if block.causal else starts[:SEEN_TILES]:
-        q_stop = min(q_start + TILE, block.q_stop)
-        low = block.k_start
-        if block.window is not None:
-            low = max(low, q_start - block.window + 1)
-        high = q_stop if block.causal else block.k_stop
-        cuts = [*range(low, high, TILE), high]
-        tiles = [
-            replace(
-                block,
-                q_start=q_start,
-                q_stop=q_stop,
-                k_start=k_start,
-                k_stop=k_stop,
-                causal=k_stop - 1 > q_start,
-                window=block.window
-                if block.window is not None and q_stop - block.window > k_start
-                else None,
-            )
-            for k_start, k_stop in pairwise(cuts)
-        ]
-        yield q_stop - q_start, tiles[:SEEN_TILES] + tiles[SEEN_TILES:][-SEEN_TILES:]
+        tiles = key_tiles(block, q_start, TILE)
+        rows = min(TILE, block.q_stop - q_start)
+        yield rows, tiles[:SEEN_TILES] + tiles[SEEN_TILES:][-SEEN_TILES:]

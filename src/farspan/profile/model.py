@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from farspan.profile.attention import Call, attention_bytes, chunk_call, sparse_call
-from farspan.program.program import AttentionMode
+from farspan.program.program import AttentionMode, row_bytes
+from farspan.program.residency import Kind
 from farspan.spec import LayerSpec, ModelSpec, Sparse
 
 Line = tuple[float, ...]  # bytes: constant, then for a token of every length that it depends on
@@ -197,7 +198,7 @@ class ProfiledCells:
         if kind.mode is AttentionMode.NONE:
             return CellBytes(highest(lines.asked, *tokens), 0, 0, 0, False, 0, 0, 0)
         computes = kind.mode is AttentionMode.COMPUTE
-        attended = self._attended(spec, chunk)
+        attended = row_bytes(Kind.ATTENTION, self.profile.spec, spec, chunk)
         forward, backward = 0, 0
         if spec.attends() and (computes or kind.graph):
             forward, backward = self._attention(spec, kind, made.heads_first)
@@ -231,12 +232,6 @@ class ProfiledCells:
             at(lines.backward_at, *tokens) + waits + attention,
             highest(lines.backward_after, *tokens),
         )
-
-    def _attended(self, spec: LayerSpec, tokens: int) -> int:
-        """O and LSE."""
-        model = self.profile.spec
-        out = spec.output_elements() * model.element_bytes
-        return tokens * (out + spec.query_heads * model.accumulate_bytes())
 
     def _attention(self, spec: LayerSpec, kind: CellKind, heads_first: bool) -> tuple[int, int]:
         run = self.batch, self.profile.spec.element_bytes

@@ -236,6 +236,45 @@ def _with_window(tile: Block) -> Iterator[Block]:
         yield from cut_at_window(replace(tile, window=None), tile.window)
 
 
+def overlapping(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    """Blocks in ascending order of their keys, those whose key ranges overlap together."""
+    together: list[Block] = []
+    stop = 0
+    for block in sorted(blocks, key=lambda b: (b.k_start, b.k_stop, b.row_start, b.q_start)):
+        if together and block.k_start >= stop:
+            yield together
+            together = []
+        stop = max(stop, block.k_stop)
+        together.append(block)
+    if together:
+        yield together
+
+
+def key_tiles(block: Block, q_start: int, size: int) -> list[Block]:
+    """The tiles of `size` keys that the block's `size` queries from `q_start` on see. A tile is
+    causal or windowed only where that hides something."""
+    q_stop = min(q_start + size, block.q_stop)
+    low = block.k_start
+    if block.window is not None:
+        low = max(low, q_start - block.window + 1)
+    high = q_stop if block.causal else block.k_stop
+    tiles = []
+    for k_start in range(low, high, size):
+        k_stop = min(k_start + size, high)
+        hides = block.window is not None and q_stop - block.window > k_start
+        tile = replace(
+            block,
+            q_start=q_start,
+            q_stop=q_stop,
+            k_start=k_start,
+            k_stop=k_stop,
+            causal=k_stop - 1 > q_start,
+            window=block.window if hides else None,
+        )
+        tiles.append(tile)
+    return tiles
+
+
 def _row_ranges(
     q_start: int, q_stop: int, document_starts: Sequence[tuple[Run, ...]] | None
 ) -> Iterator[tuple[int, int | None, tuple[Run, ...]]]:

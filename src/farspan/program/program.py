@@ -392,11 +392,8 @@ def activation_row_bytes(
     model: ModelSpec, layer: LayerSpec, with_attention: bool, sharers: int = 1
 ) -> int:
     """The part of them that grows, a token that the rank has outside attention."""
-    row = layer.activation_bytes
-    if with_attention:
-        row += sharers * layer.output_elements() * model.element_bytes
-        row += sharers * layer.query_heads * model.accumulate_bytes()
-    return row
+    attention = sharers * row_bytes(Kind.ATTENTION, model, layer, 1) if with_attention else 0
+    return layer.activation_bytes + attention
 
 
 def cell_sizes(rows: tuple[Range, ...], cell_bytes: int, cell_row: int) -> list[int]:

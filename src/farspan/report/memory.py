@@ -1,6 +1,6 @@
 """Allocators compared on a trace: tables for a terminal, and a picture in SVG."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 
@@ -65,11 +65,20 @@ def subject(found: AllocatorComparison) -> Text:
 def memory_table(found: AllocatorComparison) -> Table:
     """What each reserves without a limit, and the least capacity it completes with."""
     title = f"memory; the least capacity is found to {write_bytes(found.step)}"
-    columns = ("allocator", "known by", "reserved", "unused", "least", "x live", "retries")
-    table = lines_table(title, *columns)
+    table = lines_table(title, *COLUMNS)
     table.collapse_padding = True  # a terabyte of it fits 80 columns
+    for row in memory_rows(found):
+        table.add_row(*row)
+    return table
+
+
+COLUMNS = ("allocator", "known by", "reserved", "unused", "least", "x live", "retries")
+
+
+def memory_rows(found: AllocatorComparison) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each allocator under `COLUMNS`."""
     for result in found.results:
-        table.add_row(
+        yield (
             result.name,
             known_by(result),
             write_bytes(result.unlimited.reserved_peak),
@@ -78,7 +87,6 @@ def memory_table(found: AllocatorComparison) -> Table:
             over(result.smallest.capacity or 0, found.live_peak),
             f"{result.smallest.retries:,}",
         )
-    return table
 
 
 def calls_table(title: str, runs: Sequence[tuple[str, AllocatorRun]]) -> Table:
@@ -293,19 +301,7 @@ def _marks(found: AllocatorComparison) -> list[str]:
 
 
 def _table(found: AllocatorComparison) -> str:
-    head = ("allocator", "known by", "reserved", "fragmentation", "least capacity", "retries")
-    rows = [
-        (
-            result.name,
-            known_by(result),
-            write_bytes(result.unlimited.reserved_peak),
-            f"{result.fragmentation(found.live_peak):.1%}",
-            f"{write_bytes(result.smallest.capacity or 0)}",
-            f"{result.smallest.retries:,}",
-        )
-        for result in found.results
-    ]
-    lines = [_row("th", head), *(_row("td", row) for row in rows)]
+    lines = [_row("th", COLUMNS), *(_row("td", row) for row in memory_rows(found))]
     return (
         f"<h2>{escape(found.trace or 'trace')}</h2>\n<table>{''.join(lines)}</table>\n"
         f"<p>{escape(remark(found))}</p>"

@@ -19,7 +19,7 @@ no entry may stand twice.
 
 import pickle
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -349,17 +349,14 @@ def _snapshot(
     segments, traces = [], []
     for number, device in enumerate(devices):
         found = place([PlacementRequest(b.size, b.born, b.dies) for b in device.rest])
-        rest = [_at(b, REST + a) for b, a in zip(device.rest, found.addresses, strict=True)]
+        blocks = zip(device.rest, found.addresses, strict=True)
+        rest = [replace(block, address=REST + address) for block, address in blocks]
         own = [(ARENA, device.height, device.placed), (REST, found.height, rest)]
         own = [one for one in own if one[1]]
         segments += [_segment(number, *one) for one in own]
         opened = [_entry("segment_alloc", address, size, [], 0) for address, size, _ in own]
         traces.append([*opened, *_entries([b for *_, of in own for b in of], times)])
     return {"segments": segments, "device_traces": traces, "farspan": dict(about)}
-
-
-def _at(block: MemoryBlock, address: int) -> MemoryBlock:
-    return MemoryBlock(block.size, block.born, block.dies, block.cause, block.frames, address)
 
 
 def _entry(action: str, address: int, size: int, frames: Frames, time: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ number. Masks are built only where a document begins within a chosen page or beh
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,25 +32,6 @@ from farspan.sparse.sizes import PART_BYTES, FarRow
 from farspan.spec import Sparse
 
 aten = torch.ops.aten
-
-
-class PageKernel(Protocol):
-    """Dense attention of rows x, each with its own keys; `mask` is bool [x, 1, Q, S], true where a
-    query sees a key. A query that sees none gives lse -inf, out zero and gradients zero."""
-
-    @property
-    def softcap(self) -> float | None:
-        """The cap that the kernel puts on scores."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """out and lse of these keys alone."""
-
-    def backward(
-        self, queries: BackwardQueries, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +104,12 @@ class PlainPages:
             bounded = torch.tanh(scores / self.softcap)
             scores, slope = bounded * self.softcap, 1 - bounded.square()
         return scores if mask is None else scores.masked_fill(~mask, -torch.inf), slope
+
+
+# Dense attention of rows x, each with its own keys: out and lse of these keys alone, or dq, dk, dv.
+# `mask` is bool [x, 1, Q, S], true where a query sees a key. A query that sees none gives lse -inf,
+# out zero and gradients zero.
+PageKernel = FlashPages | PlainPages
 
 
 @dataclass(frozen=True, slots=True)

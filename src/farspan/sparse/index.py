@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from farspan.attention.backends import reference
 from farspan.durable import read_json, write_bytes, writing
 from farspan.engine.loss import make_inputs
-from farspan.hf.attention_interface import answering, routed
+from farspan.hf.attention_interface import answering, attended, routed
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import refuse_context
 from farspan.sparse.attend import SparseCall
@@ -325,16 +325,13 @@ def principal_index(
     def attention(
         module: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
     ) -> Tensor:
-        window = keywords.get("sliding_window")
-        if window is None:
+        if keywords.get("sliding_window") is None:
             moments = _Moments.of(q, k)
             if module.layer_idx in read:
                 read[module.layer_idx].add(moments)
             else:
                 read[module.layer_idx] = moments
-        softcap, sinks = keywords.get("softcap"), keywords.get("s_aux")
-        out = reference(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        return out.transpose(1, 2)
+        return attended(reference, q, k, v, scale, keywords)
 
     stages = CausalLMStages(model)
     make_inputs(input_ids, input_ids, None, stages.vocab)  # refuses what are no tokens of it

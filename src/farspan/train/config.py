@@ -148,6 +148,11 @@ class ModelConfig:
                 f"quantize: {self.quantize} has no {wrong}; give path, in bfloat16 or float32"
             )
 
+    def origin(self) -> dict[str, Any]:
+        """Where the model is and what of it differs, as functions of `hf.load` ask."""
+        names = "path", "config", "overrides", "trust_remote_code", "revision"
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:

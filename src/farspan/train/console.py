@@ -10,12 +10,13 @@ from types import FrameType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bars
 
 from farspan.distributed.run_context import DistributedContext, StopPoint
 from farspan.durable import shown
+from farspan.engine.runner import Progress
 from farspan.formatting import write_number
-from farspan.train.context import CellsDone
 
 Clock = Callable[[], float]  # seconds, from any origin
 
@@ -100,7 +101,7 @@ class Reporter:
     def measuring(self, what: str) -> None:
         """`what` of the machine is being measured, for the planner."""
 
-    def rehearsing(self, done: float, progress: CellsDone) -> None:
+    def rehearsing(self, done: float, progress: Progress) -> None:
         """The dry run is done to the fraction `done`."""
 
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
@@ -109,7 +110,7 @@ class Reporter:
     def begin(self, step: int) -> None:
         """Step `step`, from 1, begins."""
 
-    def cells(self, step: int, done: float, progress: CellsDone, part: str = "") -> None:
+    def cells(self, step: int, done: float, progress: Progress, part: str = "") -> None:
         """Step `step` is done to the fraction `done`; `progress` is that of its present batch, and
         `part` says which of how many that is, where there are several."""
 
@@ -119,7 +120,7 @@ class Reporter:
     def over(self) -> None:
         """No step follows, be there some left or not."""
 
-    def evaluating(self, done: float, progress: CellsDone, part: str = "") -> None:
+    def evaluating(self, done: float, progress: Progress, part: str = "") -> None:
         """The evaluation is done to the fraction `done`; `progress` is that of its present
         sequence, and `part` says which of how many that is."""
 
@@ -223,18 +224,18 @@ class Observer:
         self.interrupt.check()
         self.reporter.measuring(what)
 
-    def rehearsing(self, progress: CellsDone) -> None:
+    def rehearsing(self, progress: Progress) -> None:
         self.interrupt.passed(StopPoint.CELL)
         self.reporter.rehearsing(progress.work_done / progress.work, progress)
 
-    def training(self, step: int, batch: int, batches: int, progress: CellsDone) -> None:
+    def training(self, step: int, batch: int, batches: int, progress: Progress) -> None:
         """Within batch `batch`, from 0, of step `step`, from 1."""
         self.interrupt.passed(StopPoint.CELL)
         done = (batch + progress.work_done / progress.work) / batches
         part = f"batch {batch + 1}/{batches}" if batches > 1 else ""
         self.reporter.cells(step, done, progress, part)
 
-    def evaluating(self, batch: int, batches: int, progress: CellsDone) -> None:
+    def evaluating(self, batch: int, batches: int, progress: Progress) -> None:
         """Within batch `batch`, from 0."""
         self.interrupt.passed(StopPoint.HELD_OUT_CELL)
         done = (batch + progress.work_done / progress.work) / batches
@@ -270,7 +271,7 @@ class LineReporter(Reporter):
             self.note(f"this machine: {what}")
         self._measures = True
 
-    def rehearsing(self, done: float, progress: CellsDone) -> None:
+    def rehearsing(self, done: float, progress: Progress) -> None:
         left = self._countdown.left(done)
         if self._silent():
             self.note(f"dry run: {done:.0%}  {_cells(progress)}  {_eta(left)}")
@@ -289,7 +290,7 @@ class LineReporter(Reporter):
         self._pace.begin()
         self._spoke = self._clock()
 
-    def cells(self, step: int, done: float, progress: CellsDone, part: str = "") -> None:
+    def cells(self, step: int, done: float, progress: Progress, part: str = "") -> None:
         if self._silent():
             rate = self._pace.tokens_per_second(done)
             self.note(
@@ -303,7 +304,7 @@ class LineReporter(Reporter):
         left = _eta(self._pace.remaining(int(values["step"]), 0.0))
         self.note(f"step {values['step']}/{self._steps}  {describe_step(values)}  {left}")
 
-    def evaluating(self, done: float, progress: CellsDone, part: str = "") -> None:
+    def evaluating(self, done: float, progress: Progress, part: str = "") -> None:
         left = self._countdown.left(done)
         if self._silent():
             self.note(f"evaluating: {done:.0%}  {_cells(progress, part)}  {_eta(left)}")
@@ -319,7 +320,7 @@ class BarReporter(Reporter):
     """A bar for the run and a bar for the cells of the present step."""
 
     def __init__(self, console: Console) -> None:
-        self._bars = Progress(
+        self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(bar_width=16),
             TextColumn("{task.fields[text]}"),
@@ -349,7 +350,7 @@ class BarReporter(Reporter):
     def measuring(self, what: str) -> None:
         self._bars.update(self._step, description="measuring", text=what, visible=True)
 
-    def rehearsing(self, done: float, progress: CellsDone) -> None:
+    def rehearsing(self, done: float, progress: Progress) -> None:
         text = f"{_cells(progress)}  {_eta(self._countdown.left(done))}"
         self._bars.update(
             self._step, description="dry run", completed=done, text=text, visible=True
@@ -367,7 +368,7 @@ class BarReporter(Reporter):
         name = f"step {step}/{self._steps}"
         self._bars.update(self._step, description=name, completed=0.0, text="", visible=True)
 
-    def cells(self, step: int, done: float, progress: CellsDone, part: str = "") -> None:
+    def cells(self, step: int, done: float, progress: Progress, part: str = "") -> None:
         text = f"{_cells(progress, part)}  {_eta(self._pace.left_of_step(done))}"
         self._bars.update(self._step, completed=done, text=text)
         left = _eta(self._pace.remaining(step - 1, done))
@@ -384,7 +385,7 @@ class BarReporter(Reporter):
         text = f"{step}/{self._steps}  {self._last}  {_eta(self._pace.remaining(step, 0.0))}"
         self._bars.update(self._run, completed=step, text=text)
 
-    def evaluating(self, done: float, progress: CellsDone, part: str = "") -> None:
+    def evaluating(self, done: float, progress: Progress, part: str = "") -> None:
         text = f"{_cells(progress, part)}  {_eta(self._countdown.left(done))}"
         self._bars.update(
             self._step, description="evaluating", completed=done, text=text, visible=True
@@ -435,7 +436,7 @@ def _attention(values: Mapping[str, Any]) -> str:
     return f" ({values['attention']} attention{seen})"
 
 
-def _cells(progress: CellsDone, part: str = "") -> str:
+def _cells(progress: Progress, part: str = "") -> str:
     """Which of how many, the larger part first."""
     text = f"cell {progress.cells_done}/{progress.cells}"
     return f"{part}  {text}" if part else text

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from farspan.checkpoint.saver import Saver, buffers_of, entries_of, gather_model, model_tensors
 from farspan.data.corpus import Corpus
@@ -33,7 +33,6 @@ from farspan.profile.model import ModelProfile, Variant
 from farspan.profile.store import Profiles, profiles_of
 from farspan.program import strategies
 from farspan.program.strategies import AUTO
-from farspan.sparse.engine import Seen
 from farspan.sparse.index import Index
 from farspan.sparse.train import selector_for
 from farspan.spec import Kernels, MachineSpec, ModelSpec, Schedule, Tier, UnsupportedError
@@ -42,57 +41,6 @@ from farspan.train.config import RunConfig
 from farspan.train.memory import DeviceMemory, Placed
 from farspan.train.optimizer import TrainingOptimizer
 from farspan.train.staged_states import StateBytes
-
-
-class CellsDone(Protocol):
-    """How far a step has come. `work` is proportional to expected time."""
-
-    @property
-    def cells_done(self) -> int: ...
-    @property
-    def cells(self) -> int: ...
-    @property
-    def work_done(self) -> float: ...
-    @property
-    def work(self) -> float: ...
-
-
-class StepLike(Protocol):
-    """Forward and backward over a batch; gradients are added to `.grad`."""
-
-    progress: Callable[[Any], None] | None
-    host_room: int | None  # bytes of main memory that it may take; None: as many as there are
-    watch: Any  # of each program with a backward, engine.runner.ProgramRunner
-    copies: Any  # engine.tiers.CopyEngine
-    drawn: int  # the number of the next call, by which it drops and adds noise
-
-    @property
-    def seen(self) -> Seen | None: ...  # by the latest step's watched cell; None: all is dense
-
-    def __call__(
-        self,
-        input_ids: Tensor,
-        labels: Tensor,
-        document_ids: Tensor | None = None,
-        *,
-        trained_tokens: int | None = None,
-    ) -> Tensor: ...
-
-    def evaluate(
-        self,
-        input_ids: Tensor,
-        labels: Tensor,
-        document_ids: Tensor | None = None,
-        *,
-        trained_tokens: int | None = None,
-    ) -> Tensor: ...
-
-    def logprobs(
-        self, input_ids: Tensor, labels: Tensor | None = None, document_ids: Tensor | None = None
-    ) -> Tensor: ...
-
-    def release(self) -> None:
-        """Gives back the memory that is kept between steps."""
 
 
 def torch_dtype(run: RunConfig) -> torch.dtype:
@@ -113,7 +61,7 @@ class Components:
     instance may give otherwise."""
 
     load_model = staticmethod(load.load_model)
-    make_step: Callable[..., StepLike] = Step  # named are only what differs from its defaults
+    make_step: Callable[..., Step] = Step  # named are only what differs from its defaults
     strategy = staticmethod(strategies.strategy)
     count_trained = staticmethod(trained_token_count)
     expect_memory = staticmethod(memory.expect_memory)
@@ -293,13 +241,13 @@ class RunContext:
         """The sharded model; None if every rank has it whole."""
         return None if self.pieces is None else self.pieces.sharded_model
 
-    def make_step(self, schedule: Schedule) -> StepLike:
+    def make_step(self, schedule: Schedule) -> Step:
         """The engine for this schedule, on this rank."""
         step = self._make_step(self.model, schedule, self.sharded_model, self.weights)
         step.host_room = self.host_room()
         return step
 
-    def make_reference(self, step: StepLike) -> Any:
+    def make_reference(self, step: Step) -> Any:
         """The engine of the reference, by the schedule of a step, in whose memory it computes."""
         of, beside = self.reference, cast(Any, step)
         assert of is not None, "the loss has a reference"
@@ -315,7 +263,7 @@ class RunContext:
         schedule: Schedule,
         sharded_model: ShardedModel | None,
         weights: StreamedWeights | None,
-    ) -> StepLike:
+    ) -> Step:
         # Named only if they differ from the defaults: other engines need not know of these.
         how: dict[str, Any] = {}
         if self.run.kernels != Kernels():

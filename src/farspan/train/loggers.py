@@ -16,12 +16,12 @@ import yaml
 from farspan.distributed.failure import RankFailed
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import read_json, write_whole
+from farspan.engine.runner import Progress
 from farspan.lazy import load
 from farspan.sparse.train import marks
 from farspan.spec import UnsupportedError
 from farspan.train.config import ReportTo, RunConfig
 from farspan.train.console import Reporter
-from farspan.train.context import CellsDone
 from farspan.train.run_folder import RunFolder, identity
 from farspan.train.step_runner import TrainingResult
 from farspan.train.yaml_config import to_mapping
@@ -355,7 +355,7 @@ class LoggingReporter(Reporter):
     def measuring(self, what: str) -> None:
         self._person.measuring(what)
 
-    def rehearsing(self, done: float, progress: CellsDone) -> None:
+    def rehearsing(self, done: float, progress: Progress) -> None:
         self._person.rehearsing(done, progress)
 
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
@@ -368,7 +368,7 @@ class LoggingReporter(Reporter):
     def begin(self, step: int) -> None:
         self._person.begin(step)
 
-    def cells(self, step: int, done: float, progress: CellsDone, part: str = "") -> None:
+    def cells(self, step: int, done: float, progress: Progress, part: str = "") -> None:
         self._pass_on()
         self._person.cells(step, done, progress, part)
 
@@ -381,7 +381,7 @@ class LoggingReporter(Reporter):
         self._left = 0
         self._person.over()
 
-    def evaluating(self, done: float, progress: CellsDone, part: str = "") -> None:
+    def evaluating(self, done: float, progress: Progress, part: str = "") -> None:
         self._pass_on()
         self._person.evaluating(done, progress, part)
 

@@ -22,9 +22,9 @@ from farspan.data.formats import UNTRAINED
 from farspan.data.packing import Sequences
 from farspan.distributed.run_context import StopPoint
 from farspan.durable import write_whole
+from farspan.engine.step import Step
 from farspan.spec import LossKind, Reference, UnsupportedError
 from farspan.train.console import Observer
-from farspan.train.context import StepLike
 from farspan.train.run_folder import STORED, RunFolder
 from farspan.train.step_runner import Batches, Micro
 
@@ -44,16 +44,16 @@ class _OfLogProbs:
         self.batches, self.observer = batches, observer
         self.ctx, self.loss = batches.ctx, batches.ctx.run.objective
         self._reference: Any = None  # the engine of the second model
-        self._beside: StepLike | None = None  # the one that it shares memory with
+        self._beside: Step | None = None  # the one that it shares memory with
 
     def total(self, micros: list[Micro]) -> int:
         """What the loss of these and of the other replicas' is a mean of, at least 1."""
         return max(1, self.batches.trained(micros))
 
-    def prepare(self, step: StepLike, at: int) -> None:
+    def prepare(self, step: Step, at: int) -> None:
         """What is computed once, before the first update; `at` updates are done."""
 
-    def train(self, step: StepLike, micro: Micro, total: int) -> Sums:
+    def train(self, step: Step, micro: Micro, total: int) -> Sums:
         """Adds the gradient of this batch's part of a mean over `total`; that part."""
         with torch.enable_grad():
             found = self._parts(step, micro, total, "train")
@@ -61,7 +61,7 @@ class _OfLogProbs:
         return {name: value.detach() for name, value in found.items()}
 
     @torch.no_grad()
-    def evaluate(self, step: StepLike, micro: Micro, total: int) -> Sums:
+    def evaluate(self, step: Step, micro: Micro, total: int) -> Sums:
         """The same without gradients."""
         return {n: float(v) for n, v in self._parts(step, micro, total, "held_out").items()}
 
@@ -71,12 +71,12 @@ class _OfLogProbs:
         found = self.ctx.world.gather_replicas([own])
         return {name: sum(one[name] for one in found) for name in own}
 
-    def _parts(self, step: StepLike, micro: Micro, total: int, part: str) -> dict[str, Tensor]:
+    def _parts(self, step: Step, micro: Micro, total: int, part: str) -> dict[str, Tensor]:
         """Of a batch of the data to train on or of those held out, as tensors; `loss` with a
         graph."""
         raise NotImplementedError
 
-    def reference_beside(self, step: StepLike) -> Any:
+    def reference_beside(self, step: Step) -> Any:
         """The engine of the second model."""
         if self._beside is not step:
             self._reference, self._beside = self.ctx.make_reference(step), step
@@ -111,7 +111,7 @@ class OfPairs(_OfLogProbs):
     def total(self, micros: list[Micro]) -> int:
         return max(1, self.batches.over_replicas(sum(len(_numbers(m)) for m in micros)))
 
-    def _parts(self, step: StepLike, micro: Micro, total: int, part: str) -> dict[str, Tensor]:
+    def _parts(self, step: Step, micro: Micro, total: int, part: str) -> dict[str, Tensor]:
         reference = self._references(step, micro, part)
         policy, loss = self._answers(step, micro), self.loss
         both = policy[:, 0], policy[:, 1]
@@ -152,7 +152,7 @@ class OfPairs(_OfLogProbs):
 
     # -- what the policy is compared with ----------------------------------------------------------
 
-    def _references(self, step: StepLike, micro: Micro, part: str) -> Tensor:
+    def _references(self, step: Step, micro: Micro, part: str) -> Tensor:
         """The same of the reference; zeros of a loss that has none."""
         match self.loss.compared():
             case Reference.STORED:
@@ -185,7 +185,7 @@ class OfPairs(_OfLogProbs):
             )
         return found.to(micro.input_ids.device, torch.promote_types(self.ctx.model.dtype, F32))
 
-    def prepare(self, step: StepLike, at: int) -> None:
+    def prepare(self, step: Step, at: int) -> None:
         if self.loss.compared() is not Reference.STORED:
             return
         self._stored = self.ctx.world.run_on_rank0(self._read)
@@ -193,7 +193,7 @@ class OfPairs(_OfLogProbs):
             self._stored = self._compute(step)
             self.ctx.world.run_on_rank0(self._write)
 
-    def _compute(self, step: StepLike) -> dict[str, Tensor]:
+    def _compute(self, step: Step) -> dict[str, Tensor]:
         """Of every pair that the run reads or is evaluated on."""
         corpus, batches = self.ctx.corpus, self.batches
         numbers = range(batches.needed())
@@ -206,9 +206,7 @@ class OfPairs(_OfLogProbs):
             found["held_out"] = self._table(step, corpus.held_out, micros, len(micros))
         return found
 
-    def _table(
-        self, step: StepLike, packing: Sequences, micros: Iterable[Micro], count: int
-    ) -> Tensor:
+    def _table(self, step: Step, packing: Sequences, micros: Iterable[Micro], count: int) -> Tensor:
         own: list[tuple[int, list[float]]] = []
         for place, micro in enumerate(micros):
             self.observer.interrupt.passed(StopPoint.BATCH)
@@ -244,7 +242,7 @@ class Distilled(_OfLogProbs):
 
     def _parts(
         self,
-        step: StepLike,
+        step: Step,
         micro: Micro,
         total: int,
         part: str,  # noqa: ARG002

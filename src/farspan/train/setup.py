@@ -382,14 +382,10 @@ def _load_model(
 
 def _load(run: RunConfig, components: Components, device: torch.device, weights: Weights) -> Any:
     model = components.load_model(
-        path=run.model.path,
-        config=run.model.config,
+        **run.model.origin(),
         dtype=torch_dtype(run),
-        overrides=run.model.overrides,
         seed=run.seed,
         device=device,
-        trust_remote_code=run.model.trust_remote_code,
-        revision=run.model.revision,
         weights=weights,
         nf4=run.model.quantize is not None,
     )
@@ -576,14 +572,7 @@ def show_data(
             f"sequence: expected a number below {count}, as many as are held out, got {sequence}"
         )
     yield from corpus.describe(run.context)
-    model = run.model
-    config = load_config(
-        path=model.path,
-        config=model.config,
-        overrides=model.overrides,
-        trust_remote_code=model.trust_remote_code,
-        revision=model.revision,
-    )
+    config = load_config(**run.model.origin())
     yield from describe_positions(config)
     try:
         refuse_context(config, min(run.context, corpus.longest))

@@ -20,11 +20,13 @@ from farspan.data.packing import PackedBatch
 from farspan.distributed.failure import activity
 from farspan.durable import WriteFailed, read_json, write_whole
 from farspan.engine.memory import PeakMemory
+from farspan.engine.runner import Progress
+from farspan.engine.step import Step
 from farspan.program.layout import group_ranges
 from farspan.sparse.train import HIDING_NOTHING, SPARSELY, hides, marks, other_chunk
 from farspan.spec import LossKind, Tier, UnsupportedError
 from farspan.train.console import Observer
-from farspan.train.context import CellsDone, RunContext, StepLike
+from farspan.train.context import RunContext
 from farspan.train.memory import (
     Expected,
     describe_expected,
@@ -165,7 +167,7 @@ class StepRunner:
         self._observer = observer
         self._choice: Choice | None = None
         self._expected: Expected | None = None
-        self._step: StepLike | None = None
+        self._step: Step | None = None
         self._process_peak = 0  # bytes, before it was forgotten
         self._resident = 0  # the most of the first two steps, on a CPU
         self._planned = 0  # of the process, as it was planned
@@ -182,7 +184,7 @@ class StepRunner:
         self.attempt(_nothing)
 
     def attempt(
-        self, work: Callable[Concatenate[StepLike, P], T], *given: P.args, **named: P.kwargs
+        self, work: Callable[Concatenate[Step, P], T], *given: P.args, **named: P.kwargs
     ) -> T:
         """What `work(step, ...)` returns, with as many schedules as it takes. Raises
         NoScheduleFits."""
@@ -339,7 +341,7 @@ class StepRunner:
             measured_seconds=median(self._seconds) if self._seconds else None,
         )
 
-    def _ready(self) -> StepLike:
+    def _ready(self) -> Step:
         """The engine, rehearsed."""
         ctx, run = self._ctx, self._ctx.run
         if self._choice is None:
@@ -369,12 +371,12 @@ class StepRunner:
             self._write_about(self._choice, self._expected)
         return self._step
 
-    def _rehearse_apart(self, step: StepLike) -> None:
+    def _rehearse_apart(self, step: Step) -> None:
         """Each rank by itself, before all rehearse together: within a collective nobody hears of
         one that ran out. Raises RankReportedShortage on all if one did."""
         world, run, shortage = self._ctx.world, self._ctx.run, None
 
-        def watch(_: CellsDone) -> None:
+        def watch(_: Progress) -> None:
             if world.stop_requested():
                 raise _Enough
 
@@ -509,7 +511,7 @@ def _values_of(loss: LossConfig) -> dict[str, Any]:
     return {"values": loss.top_k if loss.kind is LossKind.DISTILL else 1}
 
 
-def _nothing(step: StepLike) -> None:
+def _nothing(step: Step) -> None:
     """The work of one who only wants the engine ready."""
 
 

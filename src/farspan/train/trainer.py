@@ -32,6 +32,7 @@ from farspan.distributed.run_context import (
     launch_env,
 )
 from farspan.durable import read_json, shown
+from farspan.engine.step import Step
 from farspan.hf.merge import SOURCE
 from farspan.lazy import load
 from farspan.sparse.engine import Seen
@@ -45,7 +46,7 @@ from farspan.sparse.train import (
 from farspan.spec import LossKind, UnsupportedError
 from farspan.train.config import OnNonfinite, RunConfig, load_run
 from farspan.train.console import Interrupt, Interrupted, Observer, Reporter, make_reporter
-from farspan.train.context import Components, RunContext, StepLike
+from farspan.train.context import Components, RunContext
 from farspan.train.hub import card_of, pushed, refuse_login
 from farspan.train.loggers import (
     Answer,
@@ -203,9 +204,7 @@ class TrainingLoop:
             self._save()
             raise
 
-    def _gradients(
-        self, step: StepLike, batches: list[Micro]
-    ) -> tuple[dict[str, float], list[Seen]]:
+    def _gradients(self, step: Step, batches: list[Micro]) -> tuple[dict[str, float], list[Seen]]:
         """Adds the gradient of the mean loss over all of the batches. That loss with its metrics,
         and what sparse attention saw."""
         total, objective = self._total(batches), self._objective
@@ -277,7 +276,7 @@ class TrainingLoop:
         self._reporter.evaluated(values)
         self._tell(lambda one: one.on_evaluation(dict(values)))
 
-    def _heldout(self, step: StepLike, batches: list[Micro]) -> dict[str, float]:
+    def _heldout(self, step: Step, batches: list[Micro]) -> dict[str, float]:
         total, sums = self._total(batches), []
         for place, micro in enumerate(batches):
             self._interrupt.passed(StopPoint.BATCH)
