@@ -31,7 +31,7 @@ from farspan.train.config import (
 )
 from farspan.train.context import Components
 from farspan.train.oom import lighter_schedule
-from farspan.train.planning import RETRY_SHARE, Choice, describe_schedule, plan_json, recall_plan
+from farspan.train.planning import Choice, choice_json, describe_schedule, recall_plan
 from farspan.train.trainer import train
 from tests.numerics import assert_exact
 from tests.ranks import run_ranks
@@ -224,32 +224,31 @@ class TestRun:
         train(run, components=planned_components((other,)), reporter=quiet)
         assert any("chunk 8;" in note and "(as planned before)" in note for note in quiet.notes)
 
-    def test_a_plan_of_other_attention_is_not_kept(self, tmp_path: Path) -> None:
+    def test_a_plan_of_other_attention_is_not_kept(self) -> None:
         sparse = Sparse(4, 4, 4, 4)
         question = Question(
             describe_tiny(), RunSpec(1, 48), one_memory(), dtype="float32", sparse=sparse
         )
         for kept in (sparse, Sparse(4, 8, 4, 4), None):
             plan = plan_for(question, "mine", Schedule(chunk=8, sparse=kept))
-            path = tmp_path / "plan.json"
-            path.write_text(json.dumps(plan_json(Choice("mine", plan.schedule, plan=plan))))
-            found = recall_plan(path, question, plan_for)
+            known = choice_json(Choice("mine", plan.schedule, plan=plan), Schedule(), Layout())
+            found = recall_plan(json.loads(json.dumps(known)), question, plan_for)
             assert (found is not None) == (kept == sparse)
 
     @pytest.mark.parametrize("sparse", [None, Sparse(4, 4, 4, 4)])
     def test_in_another_layout_only_a_sparse_plan_that_runs_there_is_kept(
-        self, tmp_path: Path, sparse: Sparse | None
+        self, sparse: Sparse | None
     ) -> None:
-        path = tmp_path / "plan.json"
         question = Question(
             describe_tiny(), RunSpec(1, 48), one_memory(), dtype="float32", sparse=sparse
         )
         groups = len(question.model.layers)
         plan = plan_for(question, "mine", Schedule(chunk=8, groups=(1,) * groups, sparse=sparse))
-        path.write_text(json.dumps(plan_json(Choice("mine", plan.schedule, plan=plan))))
+        known = choice_json(Choice("mine", plan.schedule, plan=plan), Schedule(), Layout())
+        known = json.loads(json.dumps(known))
         layouts = Layout(), Layout(data=2), Layout(pipeline=2), Layout(pipeline=1, shards=2)
         kept = [
-            recall_plan(path, replace(question, layout=layout), plan_for) is not None
+            recall_plan(known, replace(question, layout=layout), plan_for) is not None
             for layout in layouts
         ]
         runs = groups == 2
@@ -454,21 +453,20 @@ class TestAnotherChunk:
 
 class TestSchedules:
     def test_a_lighter_one_still_begins_on_pages(self) -> None:
-        model, run = describe_tiny(), RunSpec(1, 200)
-        schedule: Schedule | None = Schedule(chunk=200, groups=2, sparse=Sparse(8, 16, 8, 8))
+        question = lighter_question(Sparse(8, 16, 8, 8))
+        schedule: Schedule | None = Schedule(chunk=200, groups=2, sparse=question.sparse)
         chunks = []
         while schedule is not None:
             chunks.append(schedule.chunk)
-            schedule = lighter_schedule(model, run, schedule, (Tier.DEVICE,), RETRY_SHARE)
+            schedule = lighter_schedule(question, schedule, (Tier.DEVICE,))
         assert all(chunk % 8 == 0 for chunk in chunks)
         assert chunks[-1] == 8
 
     def test_one_longer_than_the_sequence(self) -> None:
         """200 tokens in a chunk of 16,384: what is cut is a chunk of whole pages."""
-        schedule = Schedule(groups=2, sparse=Sparse(128, 128, 0))
-        found = lighter_schedule(
-            describe_tiny(), RunSpec(1, 200), schedule, (Tier.DEVICE,), RETRY_SHARE
-        )
+        question = lighter_question(Sparse(128, 128, 0))
+        schedule = Schedule(groups=2, sparse=question.sparse)
+        found = lighter_schedule(question, schedule, (Tier.DEVICE,))
         assert found is not None
         assert found.chunk % 128 == 0
 
@@ -482,6 +480,10 @@ class TestSchedules:
         words = describe_schedule(Choice("mine", Schedule().with_sparse(Sparse())))
         assert words.endswith("4K recent, 128 first")
         assert "sparse" not in describe_schedule(Choice("mine", Schedule()))
+
+
+def lighter_question(sparse: Sparse) -> Question:
+    return Question(describe_tiny(), RunSpec(1, 200), one_memory(), dtype="float32", sparse=sparse)
 
 
 def describe_tiny() -> ModelSpec:

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import torch
 
+from farspan.engine.memory import least_transient
 from farspan.planner.machines import machine
 from farspan.planner.request import Budget, Plan, Question, Remedy, Seconds
 from farspan.program.builder import build_program
 from farspan.spec import MachineSpec, Schedule, Tier
 from farspan.train.context import Components
-from farspan.train.oom import needed
 from tests.train.tiny import replaced
 
 GIB = 2**30
@@ -27,7 +27,7 @@ def one_memory(size: int = GIB) -> MachineSpec:
 def plan_for(question: Question, name: str, schedule: Schedule) -> Plan:
     """What a schedule takes; its time is its number of instructions in milliseconds."""
     program = build_program(question.model, question.run, schedule)
-    device = needed(question.model, question.run, schedule, (Tier.DEVICE,))
+    device = program.arena_bytes[Tier.DEVICE] + least_transient(program)
     parts = {
         "weights": STATES * question.model.parameters,
         "arena": device,

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,28 +17,36 @@ from farspan.hf.load import add_adapters
 from farspan.hf.stages import CausalLMStages
 from farspan.planner.machines import machine
 from farspan.planner.request import Budget, Plan, Question, Remedy
-from farspan.program.layout import Layout, refuse_together
+from farspan.program.layout import ALONE, Layout, refuse_together
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import MachineSpec, RunSpec, Schedule, Tier, UnsupportedError
-from farspan.train.config import StatesPlace
+from farspan.train.config import ScheduleConfig, StatesPlace
 from farspan.train.context import InspectedModel, inspect_model
-from farspan.train.oom import USUAL, Shortage, advice, explain_none_fits, lighter_schedule, needed
-from farspan.train.planning import (
+from farspan.train.memory import Placed
+from farspan.train.oom import (
     RETRY_SHARE,
+    USUAL,
+    Shortage,
+    advice,
+    explain_none_fits,
+    lighter_schedule,
+    needed,
+)
+from farspan.train.planning import (
+    OWN,
     Choice,
-    LeastFreeMemory,
-    NamedPolicy,
-    PlannedPolicy,
+    FreeMemory,
+    SchedulePolicy,
+    choice_json,
     describe_schedule,
     free_now,
-    named_json,
     question_of,
-    recall_named_shortage,
 )
+from farspan.train.run_folder import RunState
 from farspan.train.staged_states import StateBytes
 from farspan.train.step_runner import shortage_json
 from tests.train.planner import one_memory, plan_for
-from tests.train.tiny import tiny_run
+from tests.train.tiny import replaced, tiny_run
 from tests.zoo import LAYERS, make_model
 
 CPU = torch.device("cpu")
@@ -50,20 +59,54 @@ def spec() -> Any:
     return describe(CausalLMStages(make_model("llama")))
 
 
-def chooser(spec_: MachineSpec, schedule: Schedule) -> PlannedPolicy:
-    def best_plan(question: Question) -> Plan:
-        return plan_for(question, "grouped", schedule)
+Chooser = Callable[[MachineSpec], SchedulePolicy]
+NOTHING = StateBytes(0, 0, 0)
+SMALLEST = ScheduleConfig(
+    None, chunk=1, groups=1, kv=Tier.HOST, kv_block=1, loss_chunk_size=1, layer_checkpoint=True
+)
+SMALL = Schedule(chunk=50)
+PLENTY = FreeMemory(2**60, 2**60)
 
-    question = Question(spec(), RunSpec(1, TOKENS), spec_, dtype="float64")
-    return PlannedPolicy(
-        ask=lambda: question, best_plan=best_plan, free=lambda q: q.machine, recall=lambda _: None
+
+def a_policy(
+    root: Path,
+    schedule: ScheduleConfig,
+    best: Schedule = SMALL,
+    layout: Layout = ALONE,
+    device: torch.device = CPU,
+) -> SchedulePolicy:
+    """Of a run that gives a schedule, or whose planner always finds the one that is the best."""
+    run = tiny_run(root, schedule=schedule, context=TOKENS)
+    ctx: Any = SimpleNamespace(
+        run=run,
+        model=make_model("llama"),
+        device=device,
+        world=DistributedContext(device, layout=layout),
+        placed=Placed(StatesPlace.DEVICE, ""),
+        inspected=None,
+        describe=spec,
+        touched_bytes=lambda: NOTHING,
+        components=replaced(best_plan=lambda question: plan_for(question, "grouped", best)),
     )
+    folder: Any = SimpleNamespace(path=root, shortage=root / "shortage.json")
+    return SchedulePolicy(ctx, folder, RunState(), print)
+
+
+@pytest.fixture
+def chooser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chooser:
+    def made(spec_: MachineSpec) -> SchedulePolicy:
+        question = Question(spec(), RunSpec(1, TOKENS), spec_, dtype="float64")
+        monkeypatch.setattr("farspan.train.planning.ask", lambda *_: question)
+        monkeypatch.setattr("farspan.train.planning.free_now", lambda *_: PLENTY)
+        return a_policy(tmp_path, ScheduleConfig("auto"))
+
+    return made
 
 
 @pytest.mark.parametrize("tier", list(Tier))
-def test_the_tier_that_ran_out_shrinks_and_the_other_stays(tier: Tier) -> None:
+def test_the_tier_that_ran_out_shrinks_and_the_other_stays(chooser: Chooser, tier: Tier) -> None:
     gpu = machine("h200")
-    made = chooser(gpu, Schedule(chunk=50))
+    made = chooser(gpu)
     first = made.first()
     assert first.plan is not None
     with pytest.raises(
@@ -71,8 +114,8 @@ def test_the_tier_that_ran_out_shrinks_and_the_other_stays(tier: Tier) -> None:
         match=r"schedule: none fits .* on the device and .* on the host: grouped misses",
     ):
         made.again(first, SHORT[tier])
-    assert made.question is not None
-    after, budget = made.question.machine, {"device": first.plan.device, "host": first.plan.host}
+    assert made._question is not None
+    after, budget = made._question.machine, {"device": first.plan.device, "host": first.plan.host}
     sizes = {Tier.DEVICE: after.device_bytes, Tier.HOST: after.host_bytes}
     before = {Tier.DEVICE: gpu.device_bytes, Tier.HOST: gpu.host_bytes}
     other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
@@ -92,7 +135,7 @@ def a_miss(layout: Layout, devices: int, unified: bool, remedy: str) -> Plan:
         one_memory(size), devices=devices, unified=unified, device_bytes=size, reserve=0
     )
     question = Question(spec(), RunSpec(1, TOKENS), machine_, layout, dtype="float64")
-    plan = plan_for(question, "fpdt", Schedule(chunk=50))
+    plan = plan_for(question, "fpdt", SMALL)
     parts = {"weights": 6 * MIB, "optimizer": 2 * MIB}
     remedies = (Remedy(remedy, same=True),) if remedy else ()
     # The device tier of one memory has what the host tier leaves of it, here less than nothing.
@@ -163,17 +206,19 @@ def test_remedies_are_of_a_run_file(remedy: str, devices: int, unified: bool, wo
     assert advice(a_miss(Layout(), devices, unified, remedy)).startswith(words)
 
 
-def test_one_memory_shrinks_by_what_both_tiers_took() -> None:
-    made = chooser(one_memory(GIB), Schedule(chunk=50))
+def test_one_memory_shrinks_by_what_both_tiers_took(
+    chooser: Chooser,
+) -> None:
+    made = chooser(one_memory(GIB))
     first = made.first()
     assert first.plan is not None
     with pytest.raises(UnsupportedError, match=r"none fits \d.* of main memory: grouped misses"):
         made.again(first, SHORT[Tier.HOST])
-    assert made.question is not None
+    assert made._question is not None
     arenas = first.plan.device.parts["arena"], first.plan.host.parts["arena"]
     fixed = first.plan.device.total - arenas[0]
     expected = fixed + sum(int(RETRY_SHARE * arena) for arena in arenas)
-    assert made.question.machine.host_bytes == expected
+    assert made._question.machine.host_bytes == expected
 
 
 def test_no_more_is_asked_for_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,16 +245,13 @@ def test_gradients_of_earlier_batches_are_the_planners_to_place(
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 0)
     monkeypatch.setattr("farspan.train.planning.available_host_bytes", lambda: GIB)
     device = replace(one_memory(GIB), unified=False, device_bytes=140 * GIB, reserve=GIB)
-    world = DistributedContext(torch.device("cuda"))
-    looked, nothing = InspectedModel(spec()), StateBytes(0, 0, 0)
+    world, looked = DistributedContext(torch.device("cuda")), InspectedModel(spec())
     for accumulate in (1, 2):
         run = tiny_run(tmp_path, accumulate=accumulate)
         question = question_of(run, looked, device, StatesPlace.DEVICE, world)
         assert question.accumulates == (accumulate > 1)
-        ctx: Any = SimpleNamespace(
-            run=run, device=world.device, world=world, touched_bytes=lambda: nothing
-        )
-        found = LeastFreeMemory(ctx).limit(question)
+        policy = a_policy(tmp_path, ScheduleConfig("auto"), device=world.device)
+        found = policy._limit(question).machine
         assert (found.device_bytes, found.reserve) == (61 * GIB, GIB)
 
 
@@ -221,20 +263,23 @@ def test_a_run_on_a_gpu_is_planned_with_copies_beside_the_computation(tmp_path: 
         assert question.overlap is not machine_.unified
 
 
+def a_question(tokens: int = TOKENS, layout: Layout = ALONE) -> Question:
+    return Question(spec(), RunSpec(1, tokens), one_memory(), layout, dtype="float64")
+
+
 @pytest.mark.parametrize("tiers", [(Tier.DEVICE,), (Tier.HOST,), tuple(Tier)])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_lighter_schedule_needs_less_where_it_is_short(
     name: str, tiers: tuple[Tier, ...]
 ) -> None:
-    model, run = spec(), RunSpec(1, TOKENS)
-    schedule = strategy(name, LAYERS, TOKENS)
-    before = needed(model, run, schedule, tiers)
-    found = lighter_schedule(model, run, schedule, tiers, RETRY_SHARE)
+    question, schedule = a_question(), strategy(name, LAYERS, TOKENS)
+    before = needed(question, schedule, tiers)
+    found = lighter_schedule(question, schedule, tiers)
     if found is None:  # nothing on that tier is the schedule's to give up
         assert tiers == (Tier.HOST,)
         assert name in ("plain", "recompute", "offload", "fpdt", "oomb", "memo", "grouped")
     else:
-        assert needed(model, run, found, tiers) < before
+        assert needed(question, found, tiers) < before
         assert found.group_sizes(LAYERS)
 
 
@@ -243,30 +288,30 @@ def test_a_lighter_schedule_needs_less_where_it_is_short(
 )
 def test_a_lighter_schedule_is_one_that_the_ranks_can_run(layout: Layout) -> None:
     """Down to the last: stages keep their layers, a ring its keys on the device."""
-    model, run = spec(), RunSpec(1, TOKENS)
+    question = a_question(layout=layout)
     schedule: Schedule | None = Schedule(
         chunk=100, groups=(1, LAYERS - 1), attention_save_fraction=1.0
     )
     sizes = []
     while schedule is not None:
-        sizes.append(needed(model, run, schedule, tuple(Tier), layout))
+        sizes.append(needed(question, schedule, tuple(Tier)))
         refuse_together(schedule, layout)
         if layout.pipeline > 1:
             assert schedule.groups == (1, LAYERS - 1)
-        schedule = lighter_schedule(model, run, schedule, tuple(Tier), RETRY_SHARE, layout)
+        schedule = lighter_schedule(question, schedule, tuple(Tier))
     assert len(sizes) > 3
     assert sizes == sorted(set(sizes), reverse=True)
 
 
 def test_a_shortage_on_the_device_ends_with_the_smallest_pieces() -> None:
     """Again and again, until there is nothing left to give."""
-    model, run = spec(), RunSpec(1, 64)
+    question = a_question(64)
     schedule: Schedule | None = strategy("plain", LAYERS, 64)
     sizes = []
     while schedule is not None:
         last = schedule
-        sizes.append(needed(model, run, schedule, (Tier.DEVICE,)))
-        schedule = lighter_schedule(model, run, schedule, (Tier.DEVICE,), RETRY_SHARE)
+        sizes.append(needed(question, schedule, (Tier.DEVICE,)))
+        schedule = lighter_schedule(question, schedule, (Tier.DEVICE,))
     assert sizes == sorted(set(sizes), reverse=True)
     assert sizes[-1] < sizes[0] / 4
     assert last.kv is Tier.HOST
@@ -274,24 +319,22 @@ def test_a_shortage_on_the_device_ends_with_the_smallest_pieces() -> None:
 
 
 def test_a_chunk_is_cut_before_anything_else_while_it_stays_efficient() -> None:
-    model, run = spec(), RunSpec(1, 2**14)
+    question = a_question(2**14)
     chunks = []
-    schedule: Schedule | None = strategy("recompute", LAYERS, run.tokens)
+    schedule: Schedule | None = strategy("recompute", LAYERS, 2**14)
     while schedule is not None and schedule.boundary_inputs is Tier.DEVICE:
         chunks.append(schedule.chunk)
-        schedule = lighter_schedule(model, run, schedule, (Tier.DEVICE,), RETRY_SHARE)
-    assert chunks == [16384, 8192, 4096, 1024]
+        schedule = lighter_schedule(question, schedule, (Tier.DEVICE,))
+    assert chunks == [16384, 8192, 4096, 2048]
     assert schedule is not None
     assert (schedule.chunk, schedule.boundary_inputs) == (1024, Tier.HOST)
 
 
-def test_a_named_strategy_says_when_it_has_nothing_left() -> None:
-    smallest = Schedule(
-        chunk=1, groups=1, kv=Tier.HOST, kv_block=1, loss_chunk_size=1, layer_checkpoint=True
-    )
-    made = NamedPolicy("mine", smallest, RunSpec(1, 8), spec, unified=False)
+def test_a_named_strategy_says_when_it_has_nothing_left(tmp_path: Path) -> None:
+    made = a_policy(tmp_path, SMALLEST, device=torch.device("meta"))
     with pytest.raises(
-        UnsupportedError, match=r"nothing in mine: chunk 1; .* can be made smaller; shorten"
+        UnsupportedError,
+        match=r"nothing in the run's own: chunk 1; .* can be made smaller; shorten",
     ):
         made.again(made.first(), SHORT[Tier.DEVICE])
 
@@ -340,37 +383,37 @@ def test_adapters_everywhere_are_planned_as_the_family_has_them(rank: int, known
 
 def test_a_named_schedule_that_ran_out_is_found_again(tmp_path: Path) -> None:
     """What it had become by then is what is made lighter, for the same schedule and layout."""
-    path, asked, now = tmp_path / "shortage.json", Schedule(chunk=64), Schedule(chunk=32)
-    layout = Layout(ulysses=2)
+    asked, now = Schedule(chunk=64), Schedule(chunk=32)
+    layout, both = Layout(ulysses=2), tuple(Tier)
 
-    run, device = RunSpec(1, TOKENS), (Tier.DEVICE,)
+    def first(layout: Layout = layout, chunk: int = 64) -> Choice:
+        return a_policy(tmp_path, ScheduleConfig(None, chunk=chunk), layout=layout).first()
 
-    def made(before: tuple[Choice, Shortage] | None) -> Choice:
-        return NamedPolicy("mine", asked, run, spec, False, layout, lambda _: before).first()
-
-    assert recall_named_shortage(path, asked, layout) is None
-    known = named_json(Choice("mine", now), asked, layout)
-    path.write_text(json.dumps(known | shortage_json(SHORT[Tier.DEVICE], Choice("mine", now))))
-    found = recall_named_shortage(path, asked, layout)
-    assert found == (Choice("mine", now), SHORT[Tier.DEVICE])
-    assert made(None) == Choice("mine", asked)
-    less, before = (needed(spec(), run, s, device) for s in (made(found).schedule, now))
-    assert less < before < needed(spec(), run, asked, device)
-    assert made(found).reason == "memory ran out before: no memory"
-    for other in ((replace(asked, chunk=16), layout), (asked, Layout())):
-        assert recall_named_shortage(path, *other) is None
-    of_what = shortage_json(SHORT[Tier.DEVICE], Choice("mine", now))
+    assert first() == Choice(OWN, asked)
+    known = choice_json(Choice(OWN, now), asked, layout)
+    of_what = shortage_json(SHORT[Tier.DEVICE], Choice(OWN, now))
+    path = tmp_path / "shortage.json"
+    path.write_text(json.dumps(known | of_what))
+    less, before = (needed(a_question(layout=layout), s, both) for s in (first().schedule, now))
+    assert less < before < needed(a_question(layout=layout), asked, both)
+    assert first().reason == "memory ran out before: no memory; less on the device than before"
+    assert first(ALONE).schedule == asked
+    assert first(chunk=16).schedule == replace(asked, chunk=16)
     for torn in (known, known | of_what | {"fields": []}, known | of_what | {"fields": None}):
         path.write_text(json.dumps(torn))
-        assert recall_named_shortage(path, asked, layout) is None
+        assert first().schedule == asked
 
 
-def test_a_named_schedule_that_cannot_be_made_lighter_says_how_to_take_it_again() -> None:
+def test_a_named_schedule_that_cannot_be_made_lighter_says_how_to_take_it_again(
+    tmp_path: Path,
+) -> None:
     """What ran out may have been another program's doing, and the file would refuse for ever."""
-    before = Choice("mine", Schedule(chunk=1, kv_block=1, loss_chunk_size=1, layer_checkpoint=True))
-    found = (before, SHORT[Tier.DEVICE])
-    shape = RunSpec(1, TOKENS)
-    chooser = NamedPolicy("mine", Schedule(), shape, spec, True, short=lambda _: found)
-    words = "nothing in mine: .*; memory ran out before: no memory; .*, delete shortage.json"
+    policy = a_policy(tmp_path, SMALLEST)
+    first = policy.first()
+    known = choice_json(first, first.schedule, ALONE) | shortage_json(SHORT[Tier.DEVICE], first)
+    (tmp_path / "shortage.json").write_text(json.dumps(known))
+    words = (
+        "nothing in the run's own: .*; memory ran out before: no memory; .*, delete shortage.json"
+    )
     with pytest.raises(UnsupportedError, match=words):
-        chooser.first()
+        policy.first()

@@ -13,15 +13,30 @@ import torch
 from torch import nn
 
 from farspan.engine.tiers import DeviceTooSmall
+from farspan.hf.describe import describe
+from farspan.hf.stages import CausalLMStages
 from farspan.memory.host import TooLarge, refuse_beyond
-from farspan.spec import Schedule, Tier, UnsupportedError
+from farspan.planner.request import Question
+from farspan.spec import RunSpec, Schedule, Tier, UnsupportedError
 from farspan.train.config import RunConfig
-from farspan.train.oom import NoScheduleFits, find_shortage
+from farspan.train.oom import NoScheduleFits, find_shortage, needed
 from farspan.train.step_runner import RETRIES, TrainingResult
 from farspan.train.trainer import train
+from farspan.train.yaml_config import to_mapping
 from tests.grids import part_of
+from tests.train.planner import one_memory
 from tests.train.test_interrupt import same_metrics, same_weights
-from tests.train.tiny import STEPS, Quiet, TinyStep, fit, replaced, tiny_components, tiny_run
+from tests.train.tiny import (
+    MODEL,
+    STEPS,
+    Quiet,
+    TinyStep,
+    fit,
+    load_tiny,
+    replaced,
+    tiny_components,
+    tiny_run,
+)
 
 
 def main_memory_error() -> RuntimeError:
@@ -134,14 +149,15 @@ def test_a_step_is_taken_again_on_the_same_data(tmp_path: Path, cell: int) -> No
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(kept) + "\n")
     same_metrics(tmp_path / "whole", tmp_path / "run")
     first, second = watched.schedules
-    assert first.chunk > 48 > second.chunk  # a chunk of the whole sequence is cut
-    assert line["schedule"]["chunk"] == second.chunk
+    assert first != second
+    assert line["schedule"] == to_mapping(second)
     assert line["out_of_memory"] == "device"
     assert any(
-        re.search(r"out of memory .*2 GiB\nretry 1 of 4 with .*chunk", note) for note in quiet.notes
+        re.search(r"out of memory .*2 GiB\nretry 1 of 4 with .*; logits of 24 tokens", note)
+        for note in quiet.notes
     )
     about = json.loads((tmp_path / "run" / "about.json").read_text())
-    assert about["schedule"]["chunk"] == second.chunk
+    assert about["schedule"] == to_mapping(second)
 
 
 def test_random_numbers_of_a_failed_step_are_drawn_again(
@@ -182,8 +198,12 @@ def test_tries_are_bounded_and_the_last_step_is_saved(tmp_path: Path) -> None:
     assert f"Step {done} is saved: the same command resumes" in message
     assert len(watched.schedules) == RETRIES + 1 == len(shortages(run)) + 1
     assert message.count("CUDA out of memory") == RETRIES + 1
-    chunks = [schedule.chunk for schedule in watched.schedules]
-    assert chunks == sorted(set(chunks), reverse=True)
+    model = describe(CausalLMStages(load_tiny(config=MODEL, dtype=torch.float32, seed=0)))
+    question = Question(model, RunSpec(1, 48), one_memory(), dtype="float32")
+    sizes = [needed(question, schedule, tuple(Tier)) for schedule in watched.schedules]
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert sizes[-1] < sizes[0] / 2
+    assert len({text.partition(" ")[2].partition(": CUDA")[0] for text in attempts}) == 5
     assert fit(run).step == STEPS
     same_weights(tmp_path / "whole", tmp_path / "run")
 

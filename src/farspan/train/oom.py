@@ -1,21 +1,21 @@
 """Out of memory: recognized in an exception, cleared away, and a lighter schedule found."""
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from farspan.engine.memory import least_transient
 from farspan.engine.tiers import DeviceTooSmall
 from farspan.formatting import write_bytes, write_seconds
 from farspan.memory.host import TooLarge
+from farspan.planner.evaluate import size
 from farspan.planner.remedies import part_words, place_words
 from farspan.planner.request import Budget, Plan, Question
 from farspan.planner.space import SMALLEST_CHUNK
-from farspan.program.builder import build_program
-from farspan.program.layout import ALONE, COMMAND, Layout, Rank, group_ranges, refuse_together
-from farspan.spec import ModelSpec, RunSpec, Schedule, Tier, UnsupportedError
+from farspan.program.layout import COMMAND, group_ranges, refuse_together
+from farspan.spec import Schedule, Tier, UnsupportedError
 
 # How torch's allocator of main memory says that it got none.
 NO_MAIN_MEMORY = ("DefaultCPUAllocator", "not enough memory", "an't allocate memory")
@@ -97,152 +97,84 @@ def clear_up(device: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
-Change = Callable[[Schedule, int], Schedule]  # of a schedule for so many layers
-
+# Of what a failed schedule decides of a tier its successor may take so much: 41% after four tries.
+RETRY_SHARE = 0.8
+# What no schedule decides. Taken off before the share: weights may be nearly all there is.
+FIXED = (
+    *("weights", "reference", "index", "gathered", "gradients"),
+    *("accumulators", "optimizer", "inputs", "reserve", "pages"),
+)
 LEAST_FRACTION = 0.125  # half of it is too little to be worth its buffers
 
 
+def fixed_bytes(budget: Budget) -> int:
+    """Bytes of a tier that no schedule decides."""
+    return sum(found for part, found in budget.parts.items() if part in FIXED)
+
+
 def lighter_schedule(
-    model: ModelSpec,
-    run: RunSpec,
-    schedule: Schedule,
-    tiers: Iterable[Tier],
-    share: float,
-    layout: Layout = ALONE,
+    question: Question, schedule: Schedule, tiers: Sequence[Tier]
 ) -> Schedule | None:
-    """Takes one step after the other until the tiers need at most `share` of what they did, the
-    cheapest in time first; None when no step takes anything away. What it finds the ranks of a
-    layout can run as they are: stages keep their layers."""
-    tiers = tuple(tiers)
-    # The same program, in numbers that can be halved.
-    schedule = replace(
-        schedule,
-        chunk=_whole_pages(schedule, min(schedule.chunk, run.tokens)),
-        kv_block=min(schedule.kv_block, run.tokens),
-        loss_chunk_size=min(schedule.loss_chunk_size, run.tokens),
-    )
-    layers = len(model.layers)
-    stages = group_ranges(schedule, layers, layout.pipeline)
-    before = now = needed(model, run, schedule, tiers, layout)
-    for change in _changes(tiers):
-        candidate = change(schedule, layers)
-        if candidate == schedule:
-            continue
-        try:
-            refuse_together(candidate, layout)
-            if layout.pipeline > 1 and group_ranges(candidate, layers, layout.pipeline) != stages:
-                continue
-            size = needed(model, run, candidate, tiers, layout)
-        except UnsupportedError:  # such as groups that the model does not have
-            continue
-        if size < now:
-            schedule, now = candidate, size
-        if now <= share * before:
-            break
+    """Changes one thing after the other until the planner finds that the tiers need at most
+    RETRY_SHARE of what they did, the cheapest in time first; None when no change takes anything
+    away. The ranks of the question's layout can run what is found: stages keep their layers."""
+    layers = len(question.model.layers)
+    before = now = needed(question, schedule, tiers)
+    stages = group_ranges(schedule, layers, question.layout.pipeline)
+    for name in _changes(question, schedule):
+        while now > RETRY_SHARE * before:
+            candidate = replace(schedule, **_changes(question, schedule)[name])
+            try:
+                refuse_together(candidate, question.layout)
+                ranges = group_ranges(candidate, layers, question.layout.pipeline)
+                if question.layout.pipeline > 1 and ranges != stages:
+                    break
+                less = now if candidate == schedule else needed(question, candidate, tiers)
+            except UnsupportedError:  # such as groups that the model does not have
+                break
+            if less >= now:
+                break
+            schedule, now = candidate, less
     return schedule if now < before else None
 
 
-def needed(
-    model: ModelSpec,
-    run: RunSpec,
-    schedule: Schedule,
-    tiers: Iterable[Tier],
-    layout: Layout = ALONE,
-) -> int:
-    """Bytes of the tiers that a schedule decides: arenas, and on the device what a cell holds. Of
-    a layout's ranks the most of a stage's first, from which its others differ by rows."""
-    firsts = Rank(layout).peers("pipeline")
-    return max(_needed(model, run, schedule, tiers, Rank(layout, first)) for first in firsts)
+def needed(question: Question, schedule: Schedule, tiers: Sequence[Tier]) -> int:
+    """Bytes of the tiers that a schedule decides, of the rank that has the most."""
+    sized = size(question, schedule)
+    budgets = {Tier.DEVICE: sized.device, Tier.HOST: sized.host}
+    return sum(budgets[tier].total - fixed_bytes(budgets[tier]) for tier in tiers)
 
 
-def _needed(
-    model: ModelSpec, run: RunSpec, schedule: Schedule, tiers: Iterable[Tier], rank: Rank
-) -> int:
-    program = build_program(model, run, schedule, rank)
-    size = sum(program.arena_bytes[tier] for tier in tiers)
-    if Tier.DEVICE in tiers:
-        rows = run.batch * min(schedule.loss_chunk_size, program.share.tokens.most)
-        logits = rows * model.vocab * model.accumulate_bytes()
-        size += max(least_transient(program), logits)
-    return size
-
-
-def _changes(tiers: tuple[Tier, ...]) -> list[Change]:
-    found: list[Change] = []
-    if Tier.DEVICE in tiers:
-        found += [_efficient_chunk, _efficient_chunk, _fewer_logits]
-    if Tier.HOST not in tiers:
-        found += [_on_host, _smaller_groups, _streamed, _smaller_blocks]
-    else:
-        found += [_fewer_activations, _no_keys_kept, _less_attention]
-        found += [_smaller_groups, _larger_groups]
-    if Tier.DEVICE in tiers:
-        found += [_layer_by_layer, _smaller_chunk, _smaller_chunk]
-    return found
-
-
-def _efficient_chunk(schedule: Schedule, layers: int) -> Schedule:
-    """Half, unless cells become so short that everything else is tried first."""
-    halved = _smaller_chunk(schedule, layers)
-    return halved if halved.chunk >= SMALLEST_CHUNK else schedule
-
-
-def _smaller_chunk(schedule: Schedule, _: int) -> Schedule:
-    half = max(1, schedule.chunk // 2)
+def _changes(question: Question, schedule: Schedule) -> dict[str, dict[str, Any]]:
+    """Fields that may be given up, the cheapest in time first. Chunks that would become so short
+    that cells take longer are the last."""
+    layers, tokens, host = len(question.model.layers), question.run.tokens, Tier.HOST
+    largest, chunk = max(schedule.group_sizes(layers)), _half(min(schedule.chunk, tokens))
     if schedule.sparse is not None:
         page = schedule.sparse.page
-        half = max(page, half // page * page)
-    return replace(schedule, chunk=half)
+        chunk = max(page, chunk // page * page)
+    on_host = {"boundary_inputs": host, "attention": host, "activations": host, "kv_home": host}
+    return {
+        "efficient chunk": {"chunk": chunk if chunk >= SMALLEST_CHUNK else schedule.chunk},
+        "logits": {"loss_chunk_size": _half(min(schedule.loss_chunk_size, tokens))},
+        "tiers": on_host,
+        "activations": {"activation_save_fraction": _less_kept(schedule.activation_save_fraction)},
+        "keys kept": {"kv_kept": False},
+        "attention": {"attention_save_fraction": _less_kept(schedule.attention_save_fraction)},
+        "smaller groups": {"groups": _half(largest)},
+        "larger groups": {"groups": min(layers, 2 * largest)},
+        "streamed keys": {"kv": host, "kv_block": min(schedule.kv_block, schedule.chunk)},
+        "blocks of keys": {"kv_block": _half(min(schedule.kv_block, tokens))},
+        "backward": {"layer_checkpoint": True},
+        "chunk": {"chunk": chunk},
+    }
 
 
-def _smaller_blocks(schedule: Schedule, _: int) -> Schedule:
-    return replace(schedule, kv_block=max(1, schedule.kv_block // 2))
+def _half(size: int) -> int:
+    return max(1, size // 2)
 
 
-def _fewer_logits(schedule: Schedule, _: int) -> Schedule:
-    return replace(schedule, loss_chunk_size=max(1, schedule.loss_chunk_size // 2))
-
-
-def _on_host(schedule: Schedule, _: int) -> Schedule:
-    host = Tier.HOST
-    return replace(schedule, boundary_inputs=host, attention=host, activations=host, kv_home=host)
-
-
-def _streamed(schedule: Schedule, _: int) -> Schedule:
-    return replace(schedule, kv=Tier.HOST, kv_block=min(schedule.kv_block, schedule.chunk))
-
-
-def _fewer_activations(schedule: Schedule, _: int) -> Schedule:
-    return replace(schedule, activation_save_fraction=_half(schedule.activation_save_fraction))
-
-
-def _no_keys_kept(schedule: Schedule, _: int) -> Schedule:
-    return replace(schedule, kv_kept=False)
-
-
-def _less_attention(schedule: Schedule, _: int) -> Schedule:
-    return replace(schedule, attention_save_fraction=_half(schedule.attention_save_fraction))
-
-
-def _smaller_groups(schedule: Schedule, layers: int) -> Schedule:
-    sizes = schedule.group_sizes(layers)
-    return replace(schedule, groups=max(1, max(sizes) // 2))
-
-
-def _larger_groups(schedule: Schedule, layers: int) -> Schedule:
-    return replace(schedule, groups=min(layers, 2 * max(schedule.group_sizes(layers))))
-
-
-def _layer_by_layer(schedule: Schedule, _: int) -> Schedule:
-    return replace(schedule, layer_checkpoint=True)
-
-
-def _whole_pages(schedule: Schedule, tokens: int) -> int:
-    """So many tokens, or as many more as sparse attention needs of a chunk."""
-    return tokens if schedule.sparse is None else schedule.sparse.whole_pages(tokens)
-
-
-def _half(fraction: float) -> float:
+def _less_kept(fraction: float) -> float:
     return fraction / 2 if fraction / 2 >= LEAST_FRACTION else 0.0
 
 

@@ -4,8 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -35,14 +34,13 @@ from farspan.planner.request import (
 )
 from farspan.planner.states import input_bytes
 from farspan.planner.walk import workspace_bytes
-from farspan.program.layout import ALONE, Layout, group_ranges, refuse_together
+from farspan.program.layout import Layout, group_ranges, refuse_together
 from farspan.program.program import Program
 from farspan.program.strategies import AUTO
 from farspan.sparse.train import marks
 from farspan.spec import (
     Kernels,
     MachineSpec,
-    ModelSpec,
     Objective,
     RunSpec,
     Schedule,
@@ -68,18 +66,18 @@ from farspan.train.memory import (
     open_of,
     with_weights_there,
 )
-from farspan.train.oom import Shortage, explain_moved, explain_none_fits, lighter_schedule
+from farspan.train.oom import (
+    RETRY_SHARE,
+    Shortage,
+    explain_moved,
+    explain_none_fits,
+    fixed_bytes,
+    lighter_schedule,
+)
 from farspan.train.run_folder import RunFolder, RunState
 from farspan.train.yaml_config import convert, to_mapping
 
 LOG = logging.getLogger(__name__)
-# Of what a failed schedule decides of a tier its successor may take so much: 41% after four tries.
-RETRY_SHARE = 0.8
-# What no schedule decides. Taken off before the share: weights may be nearly all there is.
-FIXED = (
-    *("weights", "reference", "index", "gathered", "gradients"),
-    *("accumulators", "optimizer", "inputs", "reserve"),
-)
 PLANNED = {
     StatesPlace.DEVICE: Optimizer.ADAMW,
     StatesPlace.HOST: Optimizer.HOST,
@@ -100,157 +98,6 @@ class Choice:
     schedule: Schedule
     reason: str = ""
     plan: Plan | None = None  # where the planner chose
-
-
-class SchedulePolicy(Protocol):
-    """Chooses for one model on one machine."""
-
-    def first(self) -> Choice:
-        """What to begin with. Raises UnsupportedError."""
-
-    def again(self, before: Choice, shortage: Shortage) -> Choice:
-        """What needs less than `before` of what ran out. Raises UnsupportedError when nothing
-        does."""
-
-
-@dataclass(slots=True)
-class NamedPolicy:
-    """A schedule that the run gives, by name or in full. The model is only looked at when memory
-    runs out: the same strategy then goes on with smaller pieces and more of it on the host."""
-
-    strategy: str
-    schedule: Schedule
-    run: RunSpec
-    model: Callable[[], ModelSpec]
-    unified: bool  # both tiers lie in main memory
-    layout: Layout = ALONE
-    # What was, and ran out of memory where no other could be chosen.
-    short: Callable[[Schedule], tuple[Choice, Shortage] | None] = lambda _: None
-
-    def first(self) -> Choice:
-        before = self.short(self.schedule)
-        if before is None:
-            return Choice(self.strategy, self.schedule)
-        said = f"memory ran out before: {before[1].message}"
-        try:
-            return replace(self.again(*before), reason=said)
-        except UnsupportedError as error:
-            raise UnsupportedError(
-                f"{error}; {said}; to retry the run file's schedule, delete "
-                "shortage.json in the run folder"
-            ) from error
-
-    def again(self, before: Choice, shortage: Shortage) -> Choice:
-        tiers = tuple(Tier) if self.unified else (shortage.tier,)
-        found = lighter_schedule(
-            self.model(), self.run, before.schedule, tiers, RETRY_SHARE, self.layout
-        )
-        if found is None:
-            raise UnsupportedError(
-                f"schedule: nothing in {describe_schedule(before)} can be made smaller; shorten "
-                "the context, use a smaller batch, or let strategy: auto choose"
-            )
-        return Choice(self.strategy, found, f"less on the {shortage.tier} than before")
-
-
-@dataclass(slots=True)
-class PlannedPolicy:
-    """The planner's schedule for the machine at hand.
-
-    Budgets only ever shrink: after a shortage to less than the plan wanted of that tier, or to
-    what is free now, if that is less still.
-    """
-
-    ask: Callable[[], Question]
-    best_plan: Callable[[Question], Plan]
-    free: Callable[[Question], MachineSpec]  # as much of its machine as can be had now
-    recall: Callable[[Question], Choice | None]  # what was chosen before
-    # What was, and ran out of memory where no other could be chosen.
-    short: Callable[[Question], tuple[Choice, Shortage] | None] = lambda _: None
-    question: Question | None = None
-
-    def first(self) -> Choice:
-        question = self._limited(self.ask())
-        before = self.short(question)
-        if before is not None:
-            found = self.again(*before)
-            why = f"with the plan before memory ran out: {before[1].message}"
-            return replace(found, reason="; ".join(filter(None, (why, found.reason))))
-        return self.recall(question) or self._choose(question)
-
-    def again(self, before: Choice, shortage: Shortage) -> Choice:
-        assert before.plan is not None, "a planned run has a plan"
-        assert self.question is not None, "there was a first choice"
-        machine = self.question.machine
-        near = self.question.near()
-        device, host = _less(before.plan.device), near * _less(before.plan.host)
-        if machine.unified:
-            machine = replace(machine, host_bytes=min(machine.host_bytes, near * device + host))
-        elif shortage.tier is Tier.DEVICE:
-            machine = replace(machine, device_bytes=min(machine.device_bytes, device))
-        else:
-            machine = replace(machine, host_bytes=min(machine.host_bytes, host))
-        return self._choose(self._limited(replace(self.question, machine=machine)))
-
-    def _limited(self, question: Question) -> Question:
-        self.question = replace(question, machine=self.free(question))
-        return self.question
-
-    def _choose(self, question: Question) -> Choice:
-        plan = self.best_plan(question)
-        if not plan.fits:
-            raise UnsupportedError(explain_none_fits(plan))
-        return Choice(plan.strategy, plan.schedule, plan.reason, plan)
-
-
-@dataclass(frozen=True, slots=True)
-class EarlierPart:
-    """What the run folder says of an earlier part of the run."""
-
-    ctx: RunContext
-    folder: RunFolder
-    state: RunState
-
-    def plan(self, question: Question) -> Choice | None:
-        """A run that goes on keeps its plan; one that begins has none."""
-        if self.state.at.step == 0:
-            return None
-        return recall_plan(self.folder.path / PLAN, question, self.ctx.components.evaluate)
-
-    def planned_shortage(self, question: Question) -> tuple[Choice, Shortage] | None:
-        """As `recall_shortage`."""
-        return recall_shortage(self.folder.shortage, question, self.ctx.components.evaluate)
-
-    def named_shortage(self, asked: Schedule) -> tuple[Choice, Shortage] | None:
-        """As `recall_named_shortage`."""
-        return recall_named_shortage(self.folder.shortage, asked, self.ctx.world.layout)
-
-
-def make_policy(
-    ctx: RunContext, earlier: EarlierPart, progress: Callable[[str], None]
-) -> SchedulePolicy:
-    """Chooses the run's schedules. Nothing is inspected or measured before the first choice;
-    `progress` is then told what is measured, and may raise to abandon it."""
-    run, named = ctx.run, ctx.run.schedule.strategy
-    policy: SchedulePolicy = NamedPolicy(
-        strategy=named or OWN,
-        schedule=ctx.components.schedule_of(run, ctx.model),
-        run=RunSpec(run.batch, run.context),
-        model=ctx.describe,
-        unified=ctx.device.type == "cpu",
-        layout=ctx.world.layout,
-        short=earlier.named_shortage,
-    )
-    least = LeastFreeMemory(ctx)
-    if named == AUTO:
-        policy = PlannedPolicy(
-            ask=partial(ask, ctx, progress),
-            best_plan=ctx.components.best_plan,
-            free=least.limit,
-            recall=earlier.plan,
-            short=earlier.planned_shortage,
-        )
-    return policy if ctx.world.size == 1 else Rank0Policy(policy, ctx.world, least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,42 +128,135 @@ def free_now(device: torch.device, held: int, on_host: int = 0, ranks: int = 1) 
     return FreeMemory(free + torch.cuda.memory_reserved(device), host + ranks * on_host)
 
 
-@dataclass(slots=True)
-class LeastFreeMemory:
-    """What the rank has that can have the least: on its part of a step all of them must agree."""
-
-    ctx: RunContext
-    free: FreeMemory | None = None
-
-    def look(self) -> None:
-        """All ranks call it."""
-        held, world = self.ctx.touched_bytes(), self.ctx.world
-        mine = free_now(self.ctx.device, held.device, held.host, world.local_size)
-        self.free = FreeMemory(world.minimum(mine.device), world.minimum(mine.host))
-
-    def limit(self, question: Question) -> MachineSpec:
-        """The machine of a question with no more memory than can be had now."""
-        if self.ctx.world.size == 1:
-            self.look()
-        assert self.free is not None, "ranks have looked together"
-        return allowed(self.ctx.run, self.free.limit(question.machine))
+def least_free(world: DistributedContext, held: int, on_host: int) -> FreeMemory:
+    """What the rank has that can have the least: on its part of a step all of them must agree. All
+    ranks call it; the bytes are as in `free_now`."""
+    mine = free_now(world.device, held, on_host, world.local_size)
+    return FreeMemory(world.minimum(mine.device), world.minimum(mine.host))
 
 
-@dataclass(frozen=True, slots=True)
-class Rank0Policy:
-    """Every rank has the schedule that rank 0 chooses, for what the shortest of them has."""
+class SchedulePolicy:
+    """Chooses the run's schedules: its own, by name or in full, or with `strategy: auto` the
+    planner's for the machine at hand. Of several ranks rank 0 does, for what the shortest has free.
 
-    policy: SchedulePolicy
-    world: DistributedContext
-    least: LeastFreeMemory
+    Nothing is inspected or measured before a choice needs it; `progress` is then told what is
+    measured, and may raise to abandon it. After a shortage the planner is asked for less than what
+    ran out: for any schedule of a machine with less memory, whose budgets only ever shrink, or for
+    smaller pieces of the run's own and more of it on the host.
+    """
+
+    def __init__(
+        self, ctx: RunContext, folder: RunFolder, state: RunState, progress: Callable[[str], None]
+    ) -> None:
+        self._ctx, self._folder, self._state, self._progress = ctx, folder, state, progress
+        self._is_planned = ctx.run.schedule.strategy == AUTO
+        self._question: Question | None = None  # that the planner was asked last
+        self._free: FreeMemory | None = None  # that ranks have found together
 
     def first(self) -> Choice:
-        self.least.look()
-        return self.world.run_on_rank0(self.policy.first, PLANNING)
+        """What to begin with. Raises UnsupportedError."""
+        return self._on_rank0(self._first)
 
     def again(self, before: Choice, shortage: Shortage) -> Choice:
-        self.least.look()
-        return self.world.run_on_rank0(lambda: self.policy.again(before, shortage), PLANNING)
+        """What needs less than `before` of what ran out. Raises UnsupportedError when nothing
+        does."""
+        return self._on_rank0(partial(self._again, before, shortage))
+
+    def lighter(self, before: Choice, shortage: Shortage) -> Choice:
+        """The same of a schedule that the run gives, without asking other ranks."""
+        ctx = self._ctx
+        found = ctx.inspected or InspectedModel(ctx.describe())
+        machine = bare_machine(ctx.device)
+        question = question_of(ctx.run, found, machine, ctx.placed.states, ctx.world)
+        tiers = tuple(Tier) if is_unified(ctx.device) else (shortage.tier,)
+        schedule = lighter_schedule(question, before.schedule, tiers)
+        if schedule is None:
+            raise UnsupportedError(
+                f"schedule: nothing in {describe_schedule(before)} can be made smaller; shorten "
+                "the context, use a smaller batch, or let strategy: auto choose"
+            )
+        return Choice(before.strategy, schedule, f"less on the {shortage.tier} than before")
+
+    def _on_rank0(self, choose: Callable[[], Choice]) -> Choice:
+        world = self._ctx.world
+        self._free = self._look() if world.size > 1 else None
+        return world.run_on_rank0(choose, PLANNING)
+
+    def _look(self) -> FreeMemory:
+        held = self._ctx.touched_bytes()
+        return least_free(self._ctx.world, held.device, held.host)
+
+    def _first(self) -> Choice:
+        ctx = self._ctx
+        if self._is_planned:
+            self._limit(ask(ctx, self._progress))
+        ran_out = self._ran_out()
+        if ran_out is not None:
+            said = f"memory ran out before: {ran_out[1].message}"
+            try:
+                found = self._again(*ran_out)
+            except UnsupportedError as error:
+                raise UnsupportedError(
+                    f"{error}; {said}; to retry the schedule, delete shortage.json in the run "
+                    "folder"
+                ) from error
+            return replace(found, reason="; ".join(filter(None, (said, found.reason))))
+        if self._question is None:
+            schedule = ctx.components.schedule_of(ctx.run, ctx.model)
+            return Choice(ctx.run.schedule.strategy or OWN, schedule)
+        if self._state.at.step:  # a run that goes on keeps its plan
+            known = read_json(self._folder.path / PLAN)
+            before = recall_plan(known, self._question, ctx.components.evaluate)
+            if before is not None and before.plan is not None and before.plan.fits:
+                return before
+        return self._choose(self._question)
+
+    def _ran_out(self) -> tuple[Choice, Shortage] | None:
+        """With which schedule one of several ranks ran out of memory when the others could not know
+        of it, and of what; None where none did, or it was for another machine, layout or schedule
+        of the run file."""
+        ctx, known = self._ctx, read_json(self._folder.shortage)
+        if known is None or known.get("layout") != asdict(ctx.world.layout):
+            return None
+        try:
+            shortage = Shortage(Tier(known["out_of_memory"]), str(known["message"]))
+            if self._question is not None:
+                choice = recall_plan(known, self._question, ctx.components.evaluate)
+            else:
+                asked = to_mapping(ctx.components.schedule_of(ctx.run, ctx.model))
+                schedule = convert(Schedule, known["fields"], "fields")
+                same = known.get("asked") == asked
+                choice = Choice(str(known["strategy"]), schedule) if same else None
+        except (UnsupportedError, KeyError, ValueError):
+            return None
+        return None if choice is None else (choice, shortage)
+
+    def _again(self, before: Choice, shortage: Shortage) -> Choice:
+        if before.plan is None:
+            return self.lighter(before, shortage)
+        assert self._question is not None, "there was a first choice"
+        machine, near = self._question.machine, self._question.near()
+        device, host = _less(before.plan.device), near * _less(before.plan.host)
+        if machine.unified:
+            machine = replace(machine, host_bytes=min(machine.host_bytes, near * device + host))
+        elif shortage.tier is Tier.DEVICE:
+            machine = replace(machine, device_bytes=min(machine.device_bytes, device))
+        else:
+            machine = replace(machine, host_bytes=min(machine.host_bytes, host))
+        return self._choose(self._limit(replace(self._question, machine=machine)))
+
+    def _limit(self, question: Question) -> Question:
+        """The question with no more memory than can be had now."""
+        free = self._free or self._look()
+        machine = allowed(self._ctx.run, free.limit(question.machine))
+        self._question = replace(question, machine=machine)
+        return self._question
+
+    def _choose(self, question: Question) -> Choice:
+        plan = self._ctx.components.best_plan(question)
+        if not plan.fits:
+            raise UnsupportedError(explain_none_fits(plan))
+        return Choice(plan.strategy, plan.schedule, plan.reason, plan)
 
 
 def describe_schedule(choice: Choice, *, hides: bool = True) -> str:
@@ -335,6 +275,8 @@ def describe_schedule(choice: Choice, *, hides: bool = True) -> str:
     ]
     if schedule.layer_checkpoint:
         parts.append("backward layer by layer")
+    if schedule.loss_chunk_size < Schedule().loss_chunk_size:
+        parts.append(f"logits of {schedule.loss_chunk_size:,} tokens at once")
     if schedule.weights is Tier.HOST:
         parts.append("weights and their gradients on host")
     if schedule.sparse is not None:
@@ -348,19 +290,8 @@ def _share(what: str, fraction: float, tier: Tier) -> str:
 
 def _less(budget: Budget) -> int:
     """What the next plan may take of a tier that ran out."""
-    fixed = sum(size for part, size in budget.parts.items() if part in FIXED)
+    fixed = fixed_bytes(budget)
     return fixed + int(RETRY_SHARE * (budget.total - fixed))
-
-
-def less_for_ranks(
-    run: RunConfig, sharded_model: ShardedModel, schedule: Schedule, shortage: Shortage
-) -> Schedule | None:
-    """What needs less than a schedule of several ranks, found without asking any of them; None
-    where nothing does."""
-    ranks = sharded_model.ranks
-    tiers = tuple(Tier) if ranks.device.type == "cpu" else (shortage.tier,)
-    shape = RunSpec(run.batch, run.context)
-    return lighter_schedule(sharded_model.spec, shape, schedule, tiers, RETRY_SHARE, ranks.layout)
 
 
 def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
@@ -442,8 +373,7 @@ class StepPlanner:
         gradients = (p.grad for p in parameters if p.grad is not None)
         size = held_bytes if sharded is None else _bytes_here
         held = sum(size(p) for p in (*parameters, *gradients))
-        free = free_now(device, held * (not on_host), held * on_host, world.local_size)
-        free = FreeMemory(world.minimum(free.device), world.minimum(free.host))
+        free = least_free(world, held * (not on_host), held * on_host)
 
         def planned() -> Plan:
             machine = self.components.machine_once(device, model.dtype, LOG.info)
@@ -669,77 +599,23 @@ def about_json(ctx: RunContext, choice: Choice, expected: Expected) -> dict[str,
     }
 
 
-def named_json(choice: Choice, asked: Schedule, layout: Layout) -> dict[str, Any]:
-    """What finds again which schedule a named one had become when memory ran out."""
-    return {
-        "strategy": choice.strategy,
-        "asked": to_mapping(asked),
-        "fields": to_mapping(choice.schedule),
-        "layout": asdict(layout),
-    }
-
-
-def plan_json(choice: Choice) -> dict[str, Any]:
-    """The content of plan.json: the plan, and what finds it again."""
-    assert choice.plan is not None, "a planned run has a plan"
-    return {
-        "machine": choice.plan.question.machine.name,
-        "fields": to_mapping(choice.schedule),
-        **choice.plan.to_json(),
-    }
+def choice_json(choice: Choice, asked: Schedule, layout: Layout) -> dict[str, Any]:
+    """What finds a choice again, with its plan where the planner made it; `asked` is the schedule
+    of the run file, where that gives one."""
+    found: dict[str, Any] = {"asked": to_mapping(asked), "layout": asdict(layout)}
+    if choice.plan is not None:
+        found = choice.plan.to_json()
+    return found | {"strategy": choice.strategy, "fields": to_mapping(choice.schedule)}
 
 
 def recall_plan(
-    path: Path, question: Question, evaluate: Callable[[Question, str, Schedule], Plan]
-) -> Choice | None:
-    """The schedule of an earlier part of this run, so that it goes on to the same bits; None when
-    it was for another machine or does not fit any more. In another layout, where the bits are
-    others anyway, only a sparse one is kept that can run there: the chunk is part of what sparse
-    attention computes."""
-    found = _of_file(read_json(path), question, evaluate)
-    return found if found is not None and found.plan is not None and found.plan.fits else None
-
-
-def recall_named_shortage(
-    path: Path, asked: Schedule, layout: Layout
-) -> tuple[Choice, Shortage] | None:
-    """As `recall_shortage`, of a schedule that the run file gives; None also where it gives
-    another now."""
-    known = read_json(path)
-    same = {"asked": to_mapping(asked), "layout": asdict(layout)}
-    if known is None or any(known.get(name) != value for name, value in same.items()):
-        return None
-    try:
-        schedule = convert(Schedule, known["fields"], "fields")
-        return Choice(str(known["strategy"]), schedule), _shortage_of(known)
-    except (UnsupportedError, KeyError, ValueError):
-        return None
-
-
-def recall_shortage(
-    path: Path, question: Question, evaluate: Callable[[Question, str, Schedule], Plan]
-) -> tuple[Choice, Shortage] | None:
-    """The plan with which one of several ranks ran out of memory when the others could not know of
-    it, and of what; None where there is no such, or it was for another machine or layout."""
-    known = read_json(path)
-    found = _of_file(known, question, evaluate)
-    if found is None or known is None or known.get("layout") != asdict(question.layout):
-        return None
-    try:
-        return found, _shortage_of(known)
-    except (KeyError, ValueError):
-        return None
-
-
-def _shortage_of(known: dict[str, Any]) -> Shortage:
-    return Shortage(Tier(known["out_of_memory"]), str(known["message"]))
-
-
-def _of_file(
     known: dict[str, Any] | None,
     question: Question,
     evaluate: Callable[[Question, str, Schedule], Plan],
 ) -> Choice | None:
+    """The planner's schedule of an earlier part of this run, so that it goes on to the same bits;
+    None when it was for another machine. In another layout, where the bits are others anyway, only
+    a sparse one is kept that can run there: the chunk is part of what sparse attention computes."""
     layout = question.layout
     if known is None or known.get("machine") != question.machine.name:
         return None

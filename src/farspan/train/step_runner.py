@@ -48,10 +48,8 @@ from farspan.train.planning import (
     SchedulePolicy,
     about_json,
     cells_of,
+    choice_json,
     describe_schedule,
-    less_for_ranks,
-    named_json,
-    plan_json,
 )
 from farspan.train.record import (
     STEP,
@@ -412,7 +410,7 @@ class StepRunner:
             self._observer.note(f"schedule: {words}")
         self._folder.write_json(ABOUT, about_json(self._ctx, choice, expected))
         if choice.plan is not None:
-            self._folder.write_json(PLAN, plan_json(choice))
+            self._folder.write_json(PLAN, self._found_again(choice))
             self._folder.forget_shortage()
 
     def _described(self, choice: Choice) -> str:
@@ -426,19 +424,29 @@ class StepRunner:
             choice = replace(choice, schedule=replace(schedule, groups=sizes))
         return describe_schedule(choice, hides=hides(self._ctx.run))
 
+    def _found_again(self, choice: Choice) -> dict[str, Any]:
+        asked = self._ctx.components.schedule_of(self._ctx.run, self._ctx.model)
+        return choice_json(choice, asked, self._ctx.world.layout)
+
     def _leave(self, shortage: Shortage) -> OneRankOutOfMemory:
         """What this rank raises when it leaves a step that the others are within. The step cannot
         be retried: a process group in which ranks wait for this one is of no more use."""
         ctx, choice = self._ctx, self._choice
         advice = "with a smaller schedule, if there is one"
         if choice is not None:
-            self._write_shortage(shortage, choice)
+            # The next start takes less. The disk may be full as well: the error to report is the
+            # first one.
+            with suppress(WriteFailed):
+                known = self._found_again(choice) | shortage_json(shortage, choice)
+                self._folder.write_shortage(known)
         if choice is not None and choice.plan is not None:
             advice = "with a smaller plan"
         elif choice is not None and ctx.sharded_model is not None:
-            found = less_for_ranks(ctx.run, ctx.sharded_model, choice.schedule, shortage)
-            advice = "on more ranks: no schedule needs less"
-            if found is not None:
+            try:
+                found = self._policy.lighter(choice, shortage).schedule
+            except UnsupportedError:
+                advice = "on more ranks: no schedule needs less"
+            else:
                 layers = len(ctx.sharded_model.spec.layers)
                 advice = f"with {as_yaml(found, layers, ctx.run.context)}"
         return OneRankOutOfMemory(
@@ -446,17 +454,6 @@ class StepRunner:
             "are still within the step, so it cannot be retried here. Run the same command "
             f"again: it resumes from the latest checkpoint {advice}"
         )
-
-    def _write_shortage(self, shortage: Shortage, choice: Choice) -> None:
-        """Says in the run folder what was too much for this rank: the next start takes less."""
-        if choice.plan is None:
-            asked = self._ctx.components.schedule_of(self._ctx.run, self._ctx.model)
-            found = named_json(choice, asked, self._ctx.world.layout)
-        else:
-            found = plan_json(choice)
-        # The disk may be full as well: the error to report is the first one.
-        with suppress(WriteFailed):
-            self._folder.write_shortage(found | shortage_json(shortage, choice))
 
     def _give_up(self, shortage: Shortage, tried: list[str]) -> None:
         """Clears away what failed and chooses what comes next. Raises NoScheduleFits."""

@@ -60,7 +60,7 @@ from farspan.train.memory import STATES_KEY, return_freed, returning_freed
 from farspan.train.oom import NoScheduleFits, OneRankOutOfMemory
 from farspan.train.optimizer import learning_rate
 from farspan.train.origin import as_begun, checkpoints_of, latest
-from farspan.train.planning import EarlierPart, make_policy
+from farspan.train.planning import SchedulePolicy
 from farspan.train.run_folder import (
     WINDOWS,
     OthersFolder,
@@ -129,7 +129,7 @@ class TrainingLoop:
         self._marks = marks(ctx.run)
         self._watch = None if ctx.run.sparse is None else MassWatch(ctx.run.sparse.warn_below)
         self._state = RunState()
-        policy = make_policy(ctx, EarlierPart(ctx, folder, self._state), observer.measuring)
+        policy = SchedulePolicy(ctx, folder, self._state, observer.measuring)
         self._runner = StepRunner(ctx, policy, self._state, folder, observer)
         self._saver = ctx.saver()
         self._rate = learning_rate(ctx.run.optimizer, ctx.run.steps)
