@@ -28,7 +28,8 @@ ORDER = (
     {"program"},
     {"formatting"},
     {"memory"},
-    {"durable", "spec", "lazy"},
+    {"durable"},
+    {"spec", "lazy"},
 )
 # Sparse attention is one package, whose upper parts are the engine's and the run's: the longest
 # name that a module begins with says where it stands.
@@ -42,7 +43,7 @@ INSIDE = {
 }
 HEIGHT = {layer: -row for row, layers in enumerate(ORDER) for layer in layers}
 TORCH_FREE = (
-    *("__init__", "formatting", "lazy", "memory", "planner", "profile", "program"),
+    *("__init__", "durable", "formatting", "lazy", "memory", "planner", "profile", "program"),
     *("report", "spec"),
 )
 TORCH = ("torch", "transformers")

@@ -505,7 +505,8 @@ def test_data_that_are_missing_are_noted_by_a_plan(file: Path) -> None:
 def test_the_answer_names_the_file_that_is_written(file: Path) -> None:
     model = ("plan", "--model", "Qwen2.5-0.5B", "--context", "16K", "--machine", "2xh100")
     options = ("--strategy", "oomb", "--write", str(file))
-    said = " ".join(CliRunner().invoke(cli.app, [*model, *options]).stdout.split())
+    shown = CliRunner().invoke(cli.app, [*model, *options]).stdout.replace(" \\\n", " ")
+    said = " ".join(shown.split())
     assert f"farspan train {file}, with parallel: auto in the file" in said
     assert "RUN.yaml" not in said
     assert "parallel: auto\n" in file.read_text()

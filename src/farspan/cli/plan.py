@@ -620,7 +620,7 @@ def _of_run(
         plans = question.longest(max_step)
         longest = longest_of(question.question, question.strategies(), plans, max_step)
         notes += [*without_fields(run), *longest.words()]
-    words = (*notes, *found.words(), *tell.words, *missing_data(run))
+    words = (*notes, *missing_data(run), *found.words(), *tell.words)
     return PlanAnswer(found.plan.question, found.plan, longest, words, found.to_json(), found.run)
 
 
@@ -771,12 +771,12 @@ def init_command(
     quantize: Quantize = None,
 ) -> None:
     """Write a run file for a model and its data, planned for this machine; it asks nothing."""
+    check_place(output, "output", new=True)
     count = devices_of(gpus, machine)
     load("farspan.data.corpus", "settle")(DataConfig(path=data))
     options: dict[str, Any] = {"model": model, "context": context, "machine": machine}
     options |= {"gpus": count, "lora": lora, "quantize": quantize, "data": data}
     given = {name: value for name, value in options.items() if value is not None}
-    check_place(output, "output", new=True)
     answer = _of_model({name: value for name, value in given.items() if name != "data"}, None)
     chosen = answer.chosen()
     assert chosen is not None, "a context was asked for"

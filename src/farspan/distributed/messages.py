@@ -6,7 +6,6 @@ dataclasses, enumerations and errors, which are filled field by field without ca
 """
 
 import base64
-import importlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from farspan.distributed.failure import RankFailed, record_sync
 from farspan.durable import WriteFailed, shown
+from farspan.lazy import load
 from farspan.spec import UnsupportedError
 
 _OWN = re.compile(r"farspan(\.[a-z0-9_]+)*")
@@ -237,8 +237,9 @@ def _class(name: str) -> Any:
     module, _, path = name.partition(":")
     if not _OWN.fullmatch(module):
         raise TypeError(f"{name} is no class of farspan's")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
+    first, *inner = path.split(".")
+    found: Any = load(module, first)
+    for part in inner:
         found = vars(found)[part]
     data = is_dataclass(found) or (isinstance(found, type) and issubclass(found, (Enum, tuple)))
     if not isinstance(found, type) or not (data or issubclass(found, _ERRORS)):
