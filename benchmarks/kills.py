@@ -32,13 +32,13 @@ import torch
 from farspan.data.config import DataConfig, LossConfig, RecordFormat
 from farspan.durable import WriteFailed
 from farspan.engine.microbench import describe_machine
-from farspan.spec import UnsupportedError
+from farspan.program.layout import Parallel
+from farspan.spec import LossKind, Reference, Tier, UnsupportedError
 from farspan.train.config import (
     DType,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
-    Parallel,
     RunConfig,
     StatesPlace,
 )
@@ -63,7 +63,7 @@ def _disk(run: RunConfig) -> RunConfig:
 
 
 def _host(run: RunConfig) -> RunConfig:
-    schedule = replace(run.schedule, strategy="grouped", weights="host")
+    schedule = replace(run.schedule, strategy="grouped", weights=Tier.HOST)
     return replace(run, schedule=schedule)
 
 
@@ -79,7 +79,7 @@ def _pairs(run: RunConfig) -> RunConfig:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataConfig(path=str(path), format=RecordFormat.PREFERENCE, cache=run.data.cache)
-    return replace(run, data=data, loss=LossConfig(kind="dpo", reference="stored"))
+    return replace(run, data=data, loss=LossConfig(LossKind.DPO, reference=Reference.STORED))
 
 
 def _stream(run: RunConfig) -> RunConfig:
