@@ -1,5 +1,6 @@
 """The command line from end to end, in this process: what it prints and how it ends."""
 
+import errno
 import io
 import json
 import os
@@ -146,6 +147,17 @@ def test_what_is_refused_is_one_line_and_exit_code_two(
     assert len(lines) == 1
     assert lines[0].startswith("farspan: ")
     assert message in lines[0]
+
+
+def test_a_file_that_may_not_be_read_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/other/model")
+
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(refuse)
+    assert capsys.readouterr().err.startswith("farspan: /other/model: Permission denied; fix")
 
 
 def test_train_from_a_run_file_to_a_model_that_loads(

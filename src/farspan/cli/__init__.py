@@ -246,6 +246,12 @@ def main(called: Callable[[], Any] = app) -> None:
     except UnsupportedError as error:
         print(f"farspan: {error}", file=sys.stderr)
         sys.exit(USAGE)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        words = f"farspan: {error.filename}: {error.strerror}; fix its permissions, or name another"
+        print(words, file=sys.stderr)
+        sys.exit(USAGE)
     except SystemExit as done:
         sys.stdout.flush()
         if not done.code and 1 in Lasting.lost:

@@ -597,6 +597,8 @@ def _describe_files(part: Part) -> Iterator[str]:
     train, config = part.opened.train, part.opened.config
     if not isinstance(train, DataFiles) or config.source is not SourceKind.AUTO:
         return
+    if config.path is None:  # Python's own sources
+        return
     counts = train.suffixes()
     if len(counts) > 1:
         yield f"files: {_counts(counts)}"
