@@ -50,23 +50,6 @@ class PackingStats:
     left_out: int  # tokens in pieces of which none is trained
 
 
-class SequenceLayout(Protocol):
-    """Which pieces make sequence i of endless epochs: a pure function of (seed, i)."""
-
-    @property
-    def sequences(self) -> int:
-        """Of an epoch; the last may be short."""
-
-    @property
-    def kept(self) -> PackingStats: ...
-
-    def pieces(self, index: int) -> list[DocumentPiece]:
-        """Of sequence `index`, counted through all epochs."""
-
-    def once(self, index: int) -> list[DocumentPiece]:
-        """Of sequence `index` of the first epoch, which no other epoch reaches into."""
-
-
 # Padding is documents of so many tokens: attention over it costs next to nothing.
 _PADDED = 1024
 
@@ -88,7 +71,7 @@ class PackedBatch:
 class Packing:
     """Sequences of `context` tokens from the documents that a layout places."""
 
-    def __init__(self, store: TokenStore, layout: SequenceLayout, context: int) -> None:
+    def __init__(self, store: TokenStore, layout: "SequenceLayout", context: int) -> None:
         self._store = store
         self._layout = layout
         self._context = context
@@ -323,9 +306,11 @@ class BestFitLayout:
 
     @property
     def sequences(self) -> int:
+        """Of an epoch."""
         return len(self._bounds) - 1
 
     def pieces(self, index: int) -> list[DocumentPiece]:
+        """Of sequence `index`, counted through all epochs."""
         epoch, place = divmod(index, self.sequences)
         order = self._order(epoch)
         sequence = int(order.sequences[place])
@@ -334,6 +319,7 @@ class BestFitLayout:
         return [self._piece(part) for part in draw.permutation(order.parts[places])]
 
     def once(self, index: int) -> list[DocumentPiece]:
+        """Of sequence `index` of the first epoch, which no other epoch reaches into."""
         assert index < self.sequences, index
         return self.pieces(index)
 
@@ -482,3 +468,7 @@ class ConcatLayout:
             end = min(stop, begin + length)
             yield DocumentPiece(document, start - begin, end - begin)
             start, place = end, place + 1
+
+
+# Which pieces make sequence i of endless epochs: a pure function of (seed, i).
+SequenceLayout = BestFitLayout | ConcatLayout
