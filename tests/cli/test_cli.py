@@ -149,9 +149,7 @@ def test_what_is_refused_is_one_line_and_exit_code_two(
     assert message in lines[0]
 
 
-def test_a_file_that_may_not_be_read_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_may_not_be_read_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def refuse() -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/other/model")
 
