@@ -22,8 +22,7 @@ from typer.testing import CliRunner
 
 from farspan.cli import app
 from farspan.data.config import DataConfig, SourceKind
-from farspan.data.corpus import Corpus, open_corpus
-from farspan.data.sources import open_form
+from farspan.data.corpus import Corpus, open_corpus, open_form
 from farspan.data.tokenizers import Document, HubTokenizer, Written, stop_ids
 from farspan.spec import UnsupportedError
 from farspan.train import origin

@@ -496,12 +496,14 @@ def plan_command(
         **{"lora": lora, "quantize": quantize, "dtype": dtype, "sparse": sparse, "disk": disk},
         **{"loss": loss, "reference": reference},
     }
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in WORDS & given.keys():
-        given[name] = as_meant(str(given[name]))
-    places = {"timeline": timeline, "snapshot": snapshot, "html": html, "write": write}
-    for option, path in places.items():
-        check_place(path, option, new=option == "write")
+    given = {
+        name: as_meant(str(value)) if name in WORDS else value
+        for name, value in options.items()
+        if value is not None
+    }
+    check_place(write, "write", new=True)
+    for option, path in {"timeline": timeline, "snapshot": snapshot, "html": html}.items():
+        check_place(path, option)
     answer = _answered(run, settings or (), given, _longest_step(max_step, max_context))
     write_files(answer, timeline, snapshot, html, command_line(call))
     after = [] if html is None else [f"page: {html}"]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from datetime import date
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -19,13 +20,22 @@ from farspan.data.chat import ChatForm, PreferenceForm, PromptForm
 from farspan.data.config import (
     SUFFIXES,
     DataConfig,
+    Loss,
     PackingKind,
     RecordFormat,
     SourceConfig,
     SourceKind,
     suffix_of,
 )
-from farspan.data.formats import UNTRAINED, recognise, refuse_unused
+from farspan.data.formats import (
+    MARKS,
+    UNTRAINED,
+    AlpacaForm,
+    TextForm,
+    TokensForm,
+    recognise,
+    refuse_unused,
+)
 from farspan.data.packing import (
     BestFitLayout,
     ConcatLayout,
@@ -42,19 +52,22 @@ from farspan.data.sources import (
     DataFiles,
     DatasetRows,
     StreamedRows,
+    decode,
     find_files,
     open_dataset,
-    open_form,
+    read_bytes,
     separator_of,
     stdlib_files,
 )
 from farspan.data.streaming import DocumentReader, Stream
+from farspan.data.templates import Templates, find_template
 from farspan.data.token_cache import TokenStore, Turns, Useless, Watch, open_store, store_key
-from farspan.data.tokenizers import Form, Source, Tokenizer
+from farspan.data.tokenizers import TEXT, Form, HubTokenizer, Source, Tokenizer
 from farspan.formatting import write_bytes, write_number
 from farspan.spec import UnsupportedError
 
 TRAINED = "data.path"
+MOST_TEMPLATE = 1 << 20  # bytes of a chat template
 _MOST_KINDS = 5  # of files, in a line
 _MUCH = 0.1  # of a sequence, as padding: worth a word
 # Names of files to train on, and of others, as the library tells them apart.
@@ -112,6 +125,62 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
         held_out.refuse_missing(form)
     refuse_shared(train, held_out)
     return OpenedSource(config, form, train, held_out)
+
+
+def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
+    """How records are read. Raises UnsupportedError where the tokenizer cannot do that."""
+    everything = config.loss is Loss.ALL
+    has_template = config.chat_template is not None or (
+        isinstance(tokenizer, HubTokenizer) and bool(tokenizer.inner.chat_template)
+    )
+    match config.format:
+        case RecordFormat.CHAT | RecordFormat.SHAREGPT:
+            return _chat(config, tokenizer, everything)
+        case RecordFormat.ALPACA:
+            form: Form = AlpacaForm(everything)
+        case RecordFormat.PROMPT:
+            chat = _chat(config, tokenizer, everything) if has_template else None
+            form = PromptForm(config.prompt, config.completion, everything, chat)
+        case RecordFormat.TOKENS:
+            form = TokensForm()
+        case RecordFormat.PREFERENCE:
+            form = PreferenceForm(_chat(config, tokenizer, False) if has_template else None)
+        case RecordFormat.TEXT:
+            form = TextForm(config.field or TEXT)
+    if not isinstance(form, TokensForm) and form.masked:
+        _refuse_slow(tokenizer)
+    return form
+
+
+def _chat(config: DataConfig, tokenizer: Tokenizer, everything: bool) -> ChatForm:
+    if not isinstance(tokenizer, HubTokenizer):
+        raise UnsupportedError(
+            f"data.format: {config.format} needs a tokenizer with a chat template, "
+            f"{config.tokenizer!r} has none; give the folder or hub name of one"
+        )
+    inner, name = tokenizer.inner, str(config.tokenizer)
+    own, tool_use = find_template(inner, config.chat_template, name, _read_template)
+    day = date.today() if config.day is None else date.fromisoformat(config.day)
+    templates = Templates(inner, own, tool_use, day)
+    if not everything:
+        _refuse_slow(tokenizer)
+    sharegpt = config.format is RecordFormat.SHAREGPT
+    field = config.field or MARKS[config.format][0]  # of prompts, set by their form
+    stops, marks = tokenizer.stops(), tokenizer.marks()
+    return ChatForm(field, everything, templates, stops, marks, sharegpt)
+
+
+def _read_template(path: Path) -> str:
+    return decode(read_bytes(path, MOST_TEMPLATE), path, line=1)
+
+
+def _refuse_slow(tokenizer: Tokenizer) -> None:
+    if isinstance(tokenizer, HubTokenizer) and not tokenizer.inner.is_fast:
+        raise UnsupportedError(
+            f"data.tokenizer: {type(tokenizer.inner).__name__} does not map tokens to "
+            "characters, so the trained ones cannot be found; use a fast tokenizer, or set "
+            "data.loss to all"
+        )
 
 
 def refuse_shared(train: Source, held_out: Source) -> None:

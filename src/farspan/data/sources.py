@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from datetime import date
 from difflib import get_close_matches
 from functools import partial
 from itertools import islice
@@ -24,33 +23,22 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from farspan.data.chat import ChatForm, PreferenceForm, PromptForm
 from farspan.data.config import (
     MOST_QUOTED,
     SUFFIXES,
-    DataConfig,
-    Loss,
-    RecordFormat,
     SourceKind,
     suffix_of,
 )
 from farspan.data.formats import (
-    MARKS,
-    AlpacaForm,
-    TextForm,
-    TokensForm,
     is_media,
 )
-from farspan.data.templates import Templates, find_template
 from farspan.data.tokenizers import (
     PART,
     TEXT,
     Document,
     Form,
     HowFar,
-    HubTokenizer,
     LongText,
-    Tokenizer,
 )
 from farspan.formatting import shortened
 from farspan.lazy import load
@@ -60,7 +48,6 @@ from farspan.spec import UnsupportedError
 MOST_TEXT = 256 << 20  # bytes of a document: of a text file, of a line
 MOST_VALUES = 1 << 24  # of a record, which take 40 to 64 bytes of memory each
 MOST_BLANK = 1 << 20  # lines one after the other
-MOST_TEMPLATE = 1 << 20  # bytes of a chat template
 _UNMARKED = bytes(set(range(256)) - set(b'",[{'))  # in JSON: begins no value and ends no string
 _AT_ONCE = 1 << 24  # bytes of which values are counted together
 _BLOCK = 1 << 20  # bytes of an array that are looked at together
@@ -763,59 +750,3 @@ def _saved(found: Any, path: str, name: str | None, split: str) -> Any:
             f"split to it, got {split!r}"
         )
     return found
-
-
-def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
-    """How records are read. Raises UnsupportedError where the tokenizer cannot do that."""
-    everything = config.loss is Loss.ALL
-    has_template = config.chat_template is not None or (
-        isinstance(tokenizer, HubTokenizer) and bool(tokenizer.inner.chat_template)
-    )
-    match config.format:
-        case RecordFormat.CHAT | RecordFormat.SHAREGPT:
-            return _chat(config, tokenizer, everything)
-        case RecordFormat.ALPACA:
-            form: Form = AlpacaForm(everything)
-        case RecordFormat.PROMPT:
-            chat = _chat(config, tokenizer, everything) if has_template else None
-            form = PromptForm(config.prompt, config.completion, everything, chat)
-        case RecordFormat.TOKENS:
-            form = TokensForm()
-        case RecordFormat.PREFERENCE:
-            form = PreferenceForm(_chat(config, tokenizer, False) if has_template else None)
-        case RecordFormat.TEXT:
-            form = TextForm(config.field or TEXT)
-    if not isinstance(form, TokensForm) and form.masked:
-        _refuse_slow(tokenizer)
-    return form
-
-
-def _chat(config: DataConfig, tokenizer: Tokenizer, everything: bool) -> ChatForm:
-    if not isinstance(tokenizer, HubTokenizer):
-        raise UnsupportedError(
-            f"data.format: {config.format} needs a tokenizer with a chat template, "
-            f"{config.tokenizer!r} has none; give the folder or hub name of one"
-        )
-    inner, name = tokenizer.inner, str(config.tokenizer)
-    own, tool_use = find_template(inner, config.chat_template, name, _read_template)
-    day = date.today() if config.day is None else date.fromisoformat(config.day)
-    templates = Templates(inner, own, tool_use, day)
-    if not everything:
-        _refuse_slow(tokenizer)
-    sharegpt = config.format is RecordFormat.SHAREGPT
-    field = config.field or MARKS[config.format][0]  # of prompts, set by their form
-    stops, marks = tokenizer.stops(), tokenizer.marks()
-    return ChatForm(field, everything, templates, stops, marks, sharegpt)
-
-
-def _read_template(path: Path) -> str:
-    return decode(read_bytes(path, MOST_TEMPLATE), path, line=1)
-
-
-def _refuse_slow(tokenizer: Tokenizer) -> None:
-    if isinstance(tokenizer, HubTokenizer) and not tokenizer.inner.is_fast:
-        raise UnsupportedError(
-            f"data.tokenizer: {type(tokenizer.inner).__name__} does not map tokens to "
-            "characters, so the trained ones cannot be found; use a fast tokenizer, or set "
-            "data.loss to all"
-        )
