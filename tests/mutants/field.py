@@ -7,6 +7,7 @@ TRAINERS = "tests/field/test_trainer.py::"
 FORECAST = "tests/train/test_rehearsal.py::"
 ONE_AUTO = "tests/train/test_one_auto.py::"
 LOOP = "tests/train/test_loop.py::"
+CHOICE = "tests/train/test_choice.py::"
 EXPORT = "tests/checkpoint/test_export.py::"
 STREAMS = "tests/data/test_streaming.py::"
 
@@ -16,6 +17,18 @@ FIELD = (
         "if ctx.world.size > 1 or (run.kernels.compile",
         "if ctx.world.size >= 1 or (run.kernels.compile",
         (FORECAST + "test_where_a_profile_knows_the_model_no_step_is_rehearsed",),
+    ),
+    Fault(
+        "runs: a schedule that ran out of memory is begun with again",
+        "found = self._again(*ran_out)",
+        "found = ran_out[0]",
+        (CHOICE + "test_a_named_schedule_that_ran_out_is_found_again",),
+    ),
+    Fault(
+        "runs: a chunk is halved for next to nothing",
+        "if less > now - WORTH * before:",
+        "if less >= now:",
+        (CHOICE + "test_what_takes_next_to_nothing_away_is_not_given_up",),
     ),
     Fault(
         "steps: ranks keep whole weights on a device that has no room for them",

@@ -104,6 +104,7 @@ FIXED = (
     *("weights", "reference", "index", "gathered", "gradients"),
     *("accumulators", "optimizer", "inputs", "reserve", "pages"),
 )
+WORTH = 0.02  # a change that takes away less of what a schedule decides costs time for nothing
 LEAST_FRACTION = 0.125  # half of it is too little to be worth its buffers
 
 
@@ -115,9 +116,9 @@ def fixed_bytes(budget: Budget) -> int:
 def lighter_schedule(
     question: Question, schedule: Schedule, tiers: Sequence[Tier]
 ) -> Schedule | None:
-    """Changes one thing after the other until the planner finds that the tiers need at most
-    RETRY_SHARE of what they did, the cheapest in time first; None when no change takes anything
-    away. The ranks of the question's layout can run what is found: stages keep their layers."""
+    """Changes one thing after the other, the cheapest in time first, until the planner finds that
+    the tiers need at most RETRY_SHARE of what they did; None when no change takes away what is
+    WORTH it. The ranks of the question's layout can run what is found: stages keep their layers."""
     layers = len(question.model.layers)
     before = now = needed(question, schedule, tiers)
     stages = group_ranges(schedule, layers, question.layout.pipeline)
@@ -132,7 +133,7 @@ def lighter_schedule(
                 less = now if candidate == schedule else needed(question, candidate, tiers)
             except UnsupportedError:  # such as groups that the model does not have
                 break
-            if less >= now:
+            if less > now - WORTH * before:
                 break
             schedule, now = candidate, less
     return schedule if now < before else None
