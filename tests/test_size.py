@@ -23,8 +23,8 @@ COLUMNS = 100
 
 # Of `src`: what one person can still read.
 SOURCE = "src/farspan/"
-SOURCE_FILES = 174
-SOURCE_LINES = 65_300  # decision 050; budgets by package are to lower it
+SOURCE_FILES = 176
+SOURCE_LINES = 66_300  # decision 053; budgets by package are to lower it
 SMALL = 80  # lines; a module that has fewer and one importer belongs in it
 # Small modules with one importer that stand alone all the same, and why.
 ALONE = {

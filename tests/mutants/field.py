@@ -68,8 +68,8 @@ FIELD = (
     ),
     Fault(
         "plan: a file that is there is refused after planning",
-        'check_place(path, option, new=option == "write")',
-        "check_place(path, option)",
+        'check_place(write, "write", new=True)',
+        'check_place(write, "write")',
         ("tests/cli/test_plan_run.py::test_a_place_is_looked_at_before_anything_is_planned",),
     ),
     Fault(

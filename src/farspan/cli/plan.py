@@ -496,25 +496,20 @@ def plan_command(
         **{"lora": lora, "quantize": quantize, "dtype": dtype, "sparse": sparse, "disk": disk},
         **{"loss": loss, "reference": reference},
     }
-    given = {
-        name: as_meant(str(value)) if name in WORDS else value
-        for name, value in options.items()
-        if value is not None
-    }
-    check_place(write, "write", new=True)
-    for option, path in {"timeline": timeline, "snapshot": snapshot, "html": html}.items():
+    given = {name: value for name, value in options.items() if value is not None}
+    given |= {name: as_meant(str(given[name])) for name in WORDS & given.keys()}
+    for option, path in (("timeline", timeline), ("snapshot", snapshot), ("html", html)):
         check_place(path, option)
+    check_place(write, "write", new=True)
     answer = _answered(run, settings or (), given, _longest_step(max_step, max_context))
     write_files(answer, timeline, snapshot, html, command_line(call))
     after = [] if html is None else [f"page: {html}"]
-    if write is not None:
-        after += write_run(write, answer, given, command_line(call))
+    after += [] if write is None else write_run(write, answer, given, command_line(call))
     if as_json:
         print(json.dumps(answer.to_json()))
     else:
         answer.show(everything=everything, after=len(after), run_file=write or run)
-    for line in after:
-        print(line, file=sys.stderr if as_json else sys.stdout)
+    print("\n".join(after), end="\n" * bool(after), file=sys.stderr if as_json else sys.stdout)
     raise typer.Exit(_status(answer))
 
 
