@@ -19,8 +19,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -145,6 +147,9 @@ def _train(run: RunConfig, rank: int, ranks: int, port: int) -> None:
     except NAMED as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         status = FULL
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(status)
 

@@ -444,6 +444,9 @@ def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedConte
             if (parts := list(_overlaps(box, place)))
         ]
         wanted.sort(key=lambda one: (one.box.file, one.box.start))
+        # A forked process makes torch's pool of threads anew at the first parallel operation, and
+        # does so unguarded: begun by several threads at once, 1 of 60 resumes failed in it.
+        torch.set_num_threads(torch.get_num_threads())
         with ExitStack() as opened, ThreadPoolExecutor(THREADS, "farspan-read") as pool:
             files: dict[str, Any] = {}
             for name in dict.fromkeys(one.box.file for one in wanted):
