@@ -11,7 +11,7 @@ import pwd
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
@@ -152,16 +152,16 @@ def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
         raise UnsupportedError(f"{option}: {path} {wrong}, or name another file")
 
 
-def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Raises UnsupportedError where one of these in a folder is a link that leads out of it: a
+def refuse_links(folder: Path) -> None:
+    """Raises UnsupportedError where anything under a folder is a link that leads out of it: a
     folder that somebody else made may point at any file of the user's."""
-    root = folder.resolve()
-    for name in names:
-        place = folder / name
-        if place.is_symlink() and not place.resolve().is_relative_to(root):
+    root = Path(os.path.realpath(folder))
+    for place in (Path(at) / name for at, *lists in os.walk(root) for one in lists for name in one):
+        if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(root):
             raise UnsupportedError(
-                f"{shown(place)} is a link to {os.readlink(place)}, outside of its folder, which "
-                "is neither read nor written; put the file itself there, or remove the link"
+                f"{folder / place.relative_to(root)} is a link to {os.readlink(place)}, outside of "
+                "its folder, which is neither read nor written; put the file itself there, or "
+                "remove the link"
             )
 
 

@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
 
 from farspan.data.config import DataConfig, SourceKind
 from farspan.distributed import messages
 from farspan.distributed.context import run_on_rank0
-from farspan.distributed.failure import RankFailed
+from farspan.distributed.failure import FailureDetector, RankFailed
 from farspan.distributed.run_context import launch_env, process_group
 from farspan.durable import WriteFailed
 from farspan.spec import UnsupportedError
@@ -254,3 +255,30 @@ def _speak(port: int, until: float) -> None:
                 time.sleep(0.005)
         except OSError:
             time.sleep(0.01)
+
+
+def test_an_announced_size_that_cannot_be_is_named() -> None:
+    assert all("rank 1 announced a message of" in said for said in run_ranks(2, _announces))
+
+
+def _announces() -> str:
+    if dist.get_rank() == 1:
+        size = torch.tensor([1 << 40])
+        dist.all_gather([torch.zeros(1, dtype=torch.int64) for _ in range(2)], size)
+        return "rank 1 announced a message of its own"
+    try:
+        messages.gather("a")
+    except RankFailed as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("text", ["garbage", "[1]", '{"a": 1}', "[" * 5000])
+def test_a_foreign_fault_in_the_store_is_named(text: str) -> None:
+    """It ended the thread that watches the ranks, and the run went on unwatched."""
+    store = HashStore()
+    detector = FailureDetector(store, 0, 1, None, None)
+    store.set("fault", text)
+    found = detector._fault(store)
+    assert found is not None
+    assert "holds what farspan did not write" in str(found.error())

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 from typer.core import TyperGroup
 
+from farspan.durable import WriteFailed
 from farspan.formatting import fold
 from farspan.lazy import load
 from farspan.spec import VERSION, UnsupportedError
@@ -246,6 +247,9 @@ def main(called: Callable[[], Any] = app) -> None:
     except UnsupportedError as error:
         print(f"farspan: {error}", file=sys.stderr)
         sys.exit(USAGE)
+    except WriteFailed as error:
+        print(f"farspan: {error}", file=sys.stderr)
+        sys.exit(FAILED)
     except OSError as error:
         if error.filename is None:
             raise

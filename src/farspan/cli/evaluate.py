@@ -25,7 +25,7 @@ from farspan.data.packing import BestFitLayout, PackedBatch, Packing
 from farspan.data.sources import decode, find_files, read_bytes
 from farspan.data.token_cache import TokenStore
 from farspan.data.tokenizers import HubTokenizer, Tokenizer, load_tokenizer
-from farspan.durable import read_json, refuse_links, write_whole
+from farspan.durable import check_place, read_json, refuse_links, write_output
 from farspan.engine.runner import Progress
 from farspan.engine.step import Step
 from farspan.formatting import read_tokens, write_number, write_tokens
@@ -178,6 +178,7 @@ def evaluate_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
     """Loss by position, perplexity by document, and sentences found in a long context."""
+    check_place(picture, "picture")
     files = dict.fromkeys(path for text in texts for path in find_files(text, "--text"))
     subject = subject_of(model, dtype, tokenizer, trusted=trusted)
     context = subject.context if context_text is None else read_tokens(context_text, "context")
@@ -195,7 +196,7 @@ def evaluate_command(
         words = load_tokenizer(subject.tokenizer)
         found = replace(evaluate_text(step, words, named, context, needles, tell), model=model)
     if picture is not None:
-        write_whole(picture, draw(found.ranges).encode())
+        write_output(picture, draw(found.ranges), "picture")
     if as_json:
         print(json.dumps(found.to_json()))
     else:
@@ -262,7 +263,7 @@ def subject_of(
     folder, schedule, run = Path(path).expanduser(), None, None
     source = ModelConfig(path=path, revision=revision)
     if (folder / "config.yaml").is_file():
-        refuse_links(folder, ("config.yaml", "about.json", "model"))
+        refuse_links(folder)
         run = load_run(folder / "config.yaml")
         if run.model.trust_remote_code and not trusted:
             raise UnsupportedError(

@@ -9,6 +9,7 @@ says how much a source has, and the latest two are kept. What is known of the ot
 run that resumes finds its sequence without reading again what lies before it.
 """
 
+import hashlib
 import json
 import shutil
 import threading
@@ -294,7 +295,8 @@ class Stream:
             self._refuse_changed()
             there = _read_facts(self.folder)
             if len(there) < len(self._facts):
-                text = json.dumps({"windows": [asdict(own) for own in self._facts]})
+                known = [asdict(own) for own in self._facts]
+                text = json.dumps({"windows": known, "seal": _seal(known)})
                 write_whole(self.folder / FACTS, text.encode())
 
     def _load(self) -> None:
@@ -330,8 +332,11 @@ class Stream:
 
 def _read_facts(folder: Path) -> list[WindowFacts]:
     """Empty where the file is missing or damaged: windows are read from the beginning then."""
-    known = (read_json(folder / FACTS) or {}).get("windows")
-    try:
-        return [WindowFacts(**own) for own in known or ()]
-    except TypeError:
-        return []
+    found = read_json(folder / FACTS) or {}
+    known = found.get("windows", [])
+    return [WindowFacts(**own) for own in known] if found.get("seal") == _seal(known) else []
+
+
+def _seal(known: object) -> str:
+    """Digest of facts: a count that was damaged would train other sequences."""
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()

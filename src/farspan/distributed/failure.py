@@ -105,6 +105,11 @@ class RankFailed(RuntimeError):
     """Another rank failed; the message names it and its cause."""
 
 
+_FOREIGN = (
+    "the store of all ranks holds what farspan did not write (another program reaches its port)"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """The first rank that failed."""
@@ -180,7 +185,10 @@ class FailureDetector:
             for absent in (rank for rank, key in enumerate(keys) if not self._store.check([key])):
                 raise Fault(absent, why).error() from error
             raise
-        return [_Home(*json.loads(home)) for home in homes]
+        try:
+            return [_Home(*json.loads(home)) for home in homes]
+        except (ValueError, TypeError, RecursionError) as error:
+            raise Fault(self.rank, f"{_FOREIGN}: {error}").error() from error
 
     def __enter__(self) -> "FailureDetector":
         self._thread.start()
@@ -314,7 +322,8 @@ class FailureDetector:
         at: dict[int, str] = {}
         for rank in self._others():
             if self._store.check([f"at/{rank}"]):
-                met[rank], at[rank] = json.loads(self._store.get(f"at/{rank}"))
+                with suppress(ValueError, TypeError, RecursionError):  # it is for words alone
+                    met[rank], at[rank] = json.loads(self._store.get(f"at/{rank}"))
         return {r: at[r] for r in sorted(met, key=met.__getitem__) if met[r] < sync_record.syncs}
 
     def _is_said(self, words: str) -> bool:
@@ -404,12 +413,21 @@ class FailureDetector:
         """The first fault of all: `fault`, if no rank claimed one before."""
         if store.add("faults", 1) == 1:
             store.set("fault", json.dumps([fault.rank, fault.cause]))
-        return Fault(*json.loads(store.get("fault")))
+        return self._read_fault(store)
 
     def _fault(self, store: Store) -> Fault | None:
         if not store.check(["fault"]):
             return None
-        return Fault(*json.loads(store.get("fault")))
+        return self._read_fault(store)
+
+    def _read_fault(self, store: Store) -> Fault:
+        """The fault that is claimed, once it is there; a rank's own where it is nothing of ours."""
+        text = store.get("fault").decode(errors="replace")
+        try:
+            rank, cause = json.loads(text)
+            return Fault(int(rank), str(cause))
+        except (ValueError, TypeError, RecursionError):
+            return Fault(self.rank, f"{_FOREIGN}: fault is {text[:40]!r}")
 
     def _has_left(self, rank: int, store: Store) -> bool:
         return bool(store.check([f"left/{rank}"]))

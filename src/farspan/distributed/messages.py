@@ -27,6 +27,7 @@ from farspan.spec import UnsupportedError
 
 _OWN = re.compile(r"farspan(\.[a-z0-9_]+)*")
 _ERRORS = (UnsupportedError, WriteFailed)
+MOST_BYTES = 2**31  # of a message: plans of 70B models take 2 MB
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -43,7 +44,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     ranks = dist.get_world_size(group)
     sizes = list(torch.zeros(ranks, 1, dtype=torch.int64, device=device))
     dist.all_gather(sizes, torch.tensor([len(mine)], device=device), group=group)
-    longest = max(map(int, sizes))
+    longest = max(_checked(int(size), rank) for rank, size in enumerate(sizes))
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: len(mine)] = torch.from_numpy(mine)
     everyone = list(torch.empty(ranks, longest, dtype=torch.uint8, device=device))
@@ -87,9 +88,19 @@ def _give(value: Any, move: Callable[[Tensor], Any]) -> None:
 def _take(source: int, move: Callable[[Tensor], Any]) -> Any:
     size = torch.zeros(1, dtype=torch.int64, device=_device(None))
     move(size)
-    sent = torch.empty(int(size), dtype=torch.uint8, device=size.device)
+    sent = torch.empty(_checked(int(size), source), dtype=torch.uint8, device=size.device)
     move(sent)
     return decode(sent.cpu().numpy().tobytes(), source)
+
+
+def _checked(size: int, sender: int) -> int:
+    """Return the bytes of a message. Raises RankFailed for what no message of farspan's has."""
+    if not 0 <= size <= MOST_BYTES:
+        raise RankFailed(
+            f"rank {sender} announced a message of {size:,} bytes, and farspan's have at most "
+            f"{MOST_BYTES:,}; another program has joined the process group of this run"
+        )
+    return size
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

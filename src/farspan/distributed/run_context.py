@@ -151,19 +151,22 @@ def _store(place: LaunchEnv, timeout: timedelta) -> PrefixStore:
         is_master=is_master,
         timeout=timeout,
         multi_tenant=True,
-        master_listen_fd=_listen(host, port) if is_master else None,
+        master_listen_fd=_listen(host, port, place.near < place.ranks) if is_master else None,
     )
     return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def _listen(host: str, port: int) -> int | None:
+def _listen(host: str, port: int, is_far: bool) -> int | None:
     """Return a socket that listens at MASTER_ADDR's own address alone, where TCPStore would listen
-    on every interface; None where this machine has no such address (a service's name, say), or the
-    port is this process's already."""
+    on every interface. None where this machine has no such address (a service's name, say), where
+    ranks are far and only this machine reaches it, or where the port is this process's already."""
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:  # TCPStore names the host that is unknown
         return None
+    loopback = all(str(place[4][0]).startswith(("127.", "::1")) for place in places)
+    if loopback and is_far and host not in ("localhost", "127.0.0.1", "::1"):
+        return None  # a host's own name, which Debian's /etc/hosts maps to 127.0.1.1
     for family, kind, protocol, _, address in places:
         own = socket.socket(family, kind, protocol)
         try:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from farspan.durable import refuse_links, write_output
+from farspan.durable import WriteFailed, refuse_links, write_whole
 from farspan.formatting import without_home, write_bytes, write_tokens
 from farspan.planner.remedies import part_words
 from farspan.report.page import html_page
@@ -80,7 +80,7 @@ def read_run(folder: Path) -> RunRecord:
             f"{folder} is no run folder: it has no config.yaml; give the one that a run file names "
             "as its folder"
         )
-    refuse_links(path, ("config.yaml", "metrics.jsonl", *(f"{name}.json" for name in OBJECTS)))
+    refuse_links(path)
     metrics = tuple(_lines(path / "metrics.jsonl"))
     if not metrics:
         raise UnsupportedError(
@@ -142,7 +142,10 @@ def write_report(folder: Path) -> Path:
     """Writes the page of a run folder into it. Raises UnsupportedError as `read_run` does, and
     where it cannot be written."""
     path = folder / REPORT
-    write_output(path, run_page([read_run(folder)]), REPORT)
+    try:
+        write_whole(path, run_page([read_run(folder)]).encode("utf-8", "replace"))
+    except WriteFailed as error:
+        raise UnsupportedError(f"{REPORT}: {error}") from error
     return path
 
 

@@ -15,7 +15,7 @@ import huggingface_hub
 from farspan.checkpoint.saver import CARD
 from farspan.data.config import RecordFormat, SourceConfig, SourceKind
 from farspan.distributed.run_context import DistributedContext
-from farspan.durable import read_json, write_whole
+from farspan.durable import read_json, refuse_links, write_whole
 from farspan.formatting import sparse_words, write_tokens
 from farspan.hf.merge import ADAPTER_CONFIG, SOURCE
 from farspan.profile.catalog import is_on_hub
@@ -60,6 +60,7 @@ def push(folder: Path, hub: HubConfig) -> str:
     """Uploads the `model/` of a run folder, with its card, to a repository that is made if it is
     not there; the commit's address. Raises UnsupportedError where there is no such model, and
     PushFailed."""
+    refuse_links(folder)
     model = folder / "model"
     source = read_json(model / SOURCE)
     if source is None:

@@ -73,7 +73,6 @@ FILES = (
     WINDOWS,
     *(STEP, HISTORY, REPORT),
 )
-OWN_NAMES = (*FILES, "checkpoints", "model", "tensorboard", "wandb", ".lock")  # no links elsewhere
 # What a killed process leaves of these behind `PARTIAL`; whatever else has such a name stays.
 LEFTOVER = re.compile(rf"(old-)?model|([0-9]+-)?({'|'.join(map(re.escape, FILES))})")
 # Keys that may change between an interruption and its resumption: where things are, how often one
@@ -176,7 +175,8 @@ class RunFolder:
             self.hold()
             _refuse_other(self.checkpoints, "folder")
             _refuse_other(self.path / ".lock", "file")
-            refuse_links(self.path, ("checkpoints", ".lock"))
+            if self.checkpoints.is_symlink() or (self.path / ".lock").is_symlink():
+                refuse_links(self.path)
             self.checkpoints.mkdir(exist_ok=True)
             lock = self._open.enter_context((self.path / ".lock").open("a"))
             # The kernel lets go of it however the process ends.
@@ -267,7 +267,7 @@ class RunFolder:
         for name in FILES:
             _refuse_other(self.path / name, "file")
         _refuse_other(self.model, "folder")
-        refuse_links(self.path, OWN_NAMES)
+        refuse_links(self.path)
         with readable(self.model):
             inside = os.listdir(self.model) if os.path.lexists(self.model) else []
         if inside and SOURCE not in inside:
