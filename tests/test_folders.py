@@ -18,7 +18,7 @@ import pytest
 
 from farspan.cli.evaluate import subject_of
 from farspan.durable import PARTIAL, refuse_links, shown, write_output, write_whole
-from farspan.report.run import OBJECTS, read_run, write_report
+from farspan.report.run import OBJECTS, read_run
 from farspan.spec import UnsupportedError
 from farspan.train.config import HubConfig, LoraConfig, ModelConfig, RunConfig
 from farspan.train.console import Reporter
@@ -262,11 +262,18 @@ def test_links_deep_in_a_run_folder_are_refused(tmp_path: Path, victim: Path) ->
                 work()
         (folder / name).unlink()
     (folder / "tensorboard").symlink_to("tensorboard")  # to itself
-    read_run(folder)
+    with pytest.raises(UnsupportedError, match="tensorboard is damaged"):
+        read_run(folder)
 
 
-def test_a_report_replaces_a_pipe(tmp_path: Path) -> None:
+def test_a_report_waits_for_no_pipe_and_follows_no_alias(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, steps=3)
     fit(run)
-    os.mkfifo(Path(run.folder) / "report.html")
-    assert write_report(Path(run.folder)).is_file()
+    folder = Path(run.folder)
+    os.mkfifo(folder / "hub.json")
+    with pytest.raises(UnsupportedError, match=r"hub\.json is damaged: it is neither a file nor"):
+        read_run(folder)
+    (folder / "hub.json").unlink()
+    (folder / "config.yaml").write_text("a: &a {b: *a}")
+    with pytest.raises(UnsupportedError, match=r"config\.yaml is damaged: it has aliases"):
+        read_run(folder)

@@ -81,6 +81,9 @@ def read_run(folder: Path) -> RunRecord:
             "as its folder"
         )
     refuse_links(path)
+    for file in path.iterdir():
+        if not (file.is_file() or file.is_dir()):
+            raise _damaged(file, "it is neither a file nor a folder")
     metrics = tuple(_lines(path / "metrics.jsonl"))
     if not metrics:
         raise UnsupportedError(
@@ -103,7 +106,10 @@ def _read(path: Path) -> Values:
 
 def _config(path: Path) -> Values:
     try:
-        value = yaml.safe_load(path.read_bytes())
+        data = path.read_bytes()
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(data)):
+            raise _damaged(path, "it has aliases, which farspan does not write")
+        value = yaml.safe_load(data)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise _damaged(path, error) from error
     if not isinstance(value, dict):
