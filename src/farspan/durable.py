@@ -17,8 +17,6 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, BinaryIO
 
-from safetensors import SafetensorError
-
 from farspan.spec import UnsupportedError
 
 # A name that starts so is not finished, or is being deleted; a killed process leaves it behind.
@@ -93,18 +91,6 @@ def write_bytes(path: Path, data: bytes) -> None:
         raise write_failure(path, error.strerror or str(error)) from error
 
 
-def append(path: Path, data: bytes) -> None:
-    """Append to a file in a single write, so that a killed process loses nothing earlier. Raises
-    WriteFailed, also where the file is a link."""
-    try:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-        with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
-            if file.write(data) < len(data):
-                raise OSError(None, "the disk took only a part of the line")
-    except OSError as error:
-        raise write_failure(path, error.strerror or str(error)) from error
-
-
 def write_whole(path: Path, data: bytes) -> None:
     """Replace a file: a reader sees the old bytes or the new ones. Raises WriteFailed."""
     partial = path.with_name(PARTIAL + path.name)
@@ -154,9 +140,13 @@ def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
 
 def refuse_links(folder: Path) -> None:
     """Raises UnsupportedError where anything under a folder is a link that leads out of it: a
-    folder that somebody else made may point at any file of the user's."""
+    folder that somebody else made may point at any file of the user's. What is in `wandb` is left
+    to that library, whose logs are links to its cache."""
     root = Path(os.path.realpath(folder))
-    for place in (Path(at) / name for at, *lists in os.walk(root) for one in lists for name in one):
+    for place in root.rglob("*"):
+        inside = place.relative_to(root).parts
+        if inside[0] == "wandb" and len(inside) > 1:
+            continue
         if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(root):
             raise UnsupportedError(
                 f"{folder / place.relative_to(root)} is a link to {os.readlink(place)}, outside of "
@@ -166,22 +156,27 @@ def refuse_links(folder: Path) -> None:
 
 
 _HELD = re.compile(r"/proc/self/fd/(\d+)")
+# Folders that are held open: by their place there, the name that the user gave and its real path.
+HELD: dict[str, tuple[str, str]] = {}
 
 
 def shown(text: object) -> str:
-    """Return a text with the folders in it that are held open by the names that they have now."""
+    """Return a text with the folders in it that are held open by the names that they have now: the
+    user's, or another where they were renamed."""
 
     def name(found: re.Match[str]) -> str:
         try:
-            return os.readlink(found[0])
+            now = os.readlink(found[0])
         except OSError:
             return found[0]
+        given, was = HELD.get(found[0], (now, now))
+        return given if now == was else now
 
     return _HELD.sub(name, str(text))
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path, *others: type[Exception]) -> Iterator[None]:
     """Makes a folder, whose files get the umask's modes whoever writes them. What fails inside
     removes it: the disk may be full. Raises WriteFailed."""
     try:
@@ -196,7 +191,7 @@ def writing(folder: Path) -> Iterator[None]:
                 path.chmod(mode)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, (SafetensorError, OSError)) and not isinstance(error, WriteFailed):
+        if isinstance(error, (*others, OSError)) and not isinstance(error, WriteFailed):
             raise write_failure(folder, str(error)) from error
         raise
 

@@ -542,8 +542,8 @@ RESUMES = (
     ),
     Fault(
         "records: a torn line passes",
-        "if file.write(data) < len(data):",
-        "if file.write(data) < 0:",
+        "if file.write(line) < len(line):",
+        "if file.write(line) < 0:",
         ("tests/train/test_folder.py",),
     ),
 )

@@ -116,7 +116,8 @@ def test_the_first_step_is_measured(tmp_path: Path) -> None:
 PIECES = """
 import ctypes
 from types import SimpleNamespace
-from farspan.train.memory import TRIM_EVERY, resident_bytes, return_freed, returning_freed
+from farspan.train.memory import TRIM_EVERY, resident_bytes, return_freed, trimming
+from farspan.train.trainer import returning_freed
 assert return_freed()
 take = ctypes.CDLL(None).aligned_alloc
 give, fill = ctypes.CDLL(None).free, ctypes.CDLL(None).memset
@@ -128,7 +129,7 @@ for block in blocks[::2]:
     give(ctypes.c_void_p(block))
 told, held = [], [resident_bytes()]
 for cell in (TRIM_EVERY - 1, TRIM_EVERY):
-    returning_freed(told.append)(SimpleNamespace(cells_done=cell))
+    returning_freed(told.append, trimming())(SimpleNamespace(cells_done=cell))
     held.append(resident_bytes())
 print(len(told), *(held[0] - now >> 20 for now in held[1:]))
 """

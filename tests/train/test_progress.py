@@ -115,7 +115,7 @@ def test_a_slow_tokenizer_is_heard_of() -> None:
             documents, 1000 * documents, HowFar(documents, 4, rows=True, seconds=6.0)
         )
     assert out.getvalue().splitlines() == [
-        "tokenizing: 1 of 4 rows, 18 s left: 1 documents, 1,000 tokens",
+        "tokenizing: 1 of 4 rows, 18 s left: 1 document, 1,000 tokens",
         "tokenizing: 3 of 4 rows, 2 s left: 3 documents, 3,000 tokens",
     ]
 

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.utils import logging
 
@@ -500,7 +501,7 @@ def export(
     WriteFailed."""
     source = source_of(checkpoint, marks)
     unfinished = folder.with_name(f"{PARTIAL}{folder.name}")
-    with writing(unfinished), _without_bars():
+    with writing(unfinished, SafetensorError), _without_bars():
         save_model(model, unfinished, weights)
         tokenizer.save(unfinished)
         source[FILES] = _digests(unfinished)

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -684,6 +685,8 @@ def open_dataset(
     its own words."""
     place = Path(path).expanduser()
     if not place.exists() and is_on_hub(path):  # before the library, which then knows the answer
+        if find_spec("datasets") is None:
+            raise UnsupportedError(MISSING.format(error="No module named 'datasets'"))
         refuse_unreachable("data.path", path)
     load_from_disk, load_dataset = _loaders()
     try:

@@ -86,7 +86,7 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
         _refuse_damaged(adapters, config, tensors)
         files = _weight_files(model)
         plain = _is_plain(config) and _fit(names, files)
-        with writing(partial):
+        with writing(partial, SafetensorError):
             _copy_others(model, partial)
             if plain:
                 _add(tensors, config["lora_alpha"] / config["r"], model, files, partial)

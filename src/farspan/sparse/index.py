@@ -165,7 +165,7 @@ class Index:
         WriteFailed."""
         about = {"format": FORMAT, "kind": "farspan index", "dim": self.dim}
         folder = Path(folder)
-        with writing(folder):
+        with writing(folder, SafetensorError):
             save_file(self._tensors(), folder / TENSORS)
             write_bytes(folder / CONFIG, (json.dumps(about) + "\n").encode())
 

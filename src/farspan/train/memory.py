@@ -144,19 +144,9 @@ def return_freed() -> bool:
     return all(mallopt(*one) for one in given)
 
 
-def returning_freed(told: Callable[[Any], None]) -> Callable[[Any], None]:
-    """What a step calls between cells: `told`, and every 16 cells the free pages within glibc's
-    heap go back: small blocks that stay, such as those of graphs, lie between freed ones. LoRA of a
-    135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without, and 2,349 with
-    it, for 0.1 of 19 seconds of CPU."""
-    trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
-
-    def tell(progress: Any) -> None:
-        told(progress)
-        if progress.cells_done % TRIM_EVERY == 0:
-            trim(0)
-
-    return told if trim is None or _GIVEN in os.environ else tell
+def trimming() -> Any:
+    """glibc's malloc_trim; None without it, or where the user's environment sets malloc."""
+    return None if _GIVEN in os.environ else getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def resident_bytes() -> int:

@@ -45,15 +45,16 @@ from farspan.checkpoint.saver import (
 )
 from farspan.distributed.run_context import launch_env
 from farspan.durable import (
+    HELD,
     PARTIAL,
     WriteFailed,
-    append,
     publish,
     read_json,
     refuse_links,
     remove_leftovers,
     shown,
     write_bytes,
+    write_failure,
     write_whole,
 )
 from farspan.hf.merge import SOURCE
@@ -193,7 +194,7 @@ class RunFolder:
                 f"folder: cannot write in {self.name}: {error.strerror}; give another folder"
             ) from error
         except UnsupportedError as error:
-            words = self._named(error)
+            words = shown(error)
             self._open.close()
             raise UnsupportedError(words) from error
         return self
@@ -202,9 +203,10 @@ class RunFolder:
         """Keep the folder open, whatever its name is from now on."""
         held = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
         self._open.callback(os.close, held)
-        self._was = os.path.realpath(self.name)
         place = Path(f"/proc/self/fd/{held}")
         if place.is_dir():  # Linux
+            HELD[str(place)] = str(self.name), os.path.realpath(self.name)
+            self._open.callback(HELD.pop, str(place), None)
             self.path = place
 
     def __exit__(
@@ -216,17 +218,14 @@ class RunFolder:
             with suppress(WriteFailed):  # the error to report is the one that led here
                 self.write_json(HISTORY, {"parts": parts})
         if isinstance(error, Exception):
-            error.args = tuple(
-                self._named(one) if isinstance(one, str) else one for one in error.args
-            )
-        self.name = self.path = Path(self._named(self.path))
+            error.args = tuple(shown(one) if isinstance(one, str) else one for one in error.args)
+        self.name = self.path = self.called
         self._open.close()
 
-    def _named(self, text: object) -> str:
-        """Return a text with the folder in it by its name: the user's, unless it was renamed."""
-        now_called = shown(self.path)
-        name = str(self.name) if now_called == self._was else now_called
-        return str(text).replace(str(self.path), name)
+    @property
+    def called(self) -> Path:
+        """The folder by the name that it has now: the user's, unless it was renamed."""
+        return Path(shown(self.path))
 
     def prepare(self) -> list[str]:
         """Cleans up after a killed process and writes config.yaml. What has changed since the
@@ -283,9 +282,16 @@ class RunFolder:
             )
 
     def record(self, values: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl. Raises WriteFailed."""
+        """Append one line to metrics.jsonl in a single write, so that a killed process loses no
+        earlier one. Raises WriteFailed."""
         line = json.dumps(values, allow_nan=False).encode("utf-8") + b"\n"
-        append(self.metrics, line)
+        try:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+            with open(os.open(self.metrics, flags, 0o666), "ab", buffering=0) as file:
+                if file.write(line) < len(line):
+                    raise OSError(None, "the disk took only a part of the line")
+        except OSError as error:
+            raise write_failure(self.metrics, error.strerror or str(error)) from error
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Drops the metrics of steps after `step`, and a last line that was cut off; the rest."""

@@ -203,7 +203,7 @@ class StepRunner:
     def metering(self) -> Iterator[None]:
         """Measures the peak bytes of the first step with a schedule, and the seconds of the second
         at each instruction; later ones run as they are."""
-        if self._ctx.device.type == "cpu" and not self._seconds:
+        if not self._seconds and self._ctx.device.type == "cpu":
             self._process_peak = max(self._process_peak, forget_peak())
         if self._peak is not None:
             with nullcontext() if self._is_timed else self._recording(None):
@@ -249,7 +249,7 @@ class StepRunner:
         metrics.jsonl."""
         found, self._measured = self._measured, {}
         metered = bool(found)
-        if self._ctx.device.type == "cpu" and not self._seconds:
+        if not self._seconds and self._ctx.device.type == "cpu":
             found |= self._look_at_process(found.get("memory_predicted_bytes"))
         if not metered:
             self._seconds.append(seconds)
