@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -100,6 +101,21 @@ def test_log_probabilities_cost_what_the_page_says() -> None:
     assert ratio <= 1.05
     assert memory <= 1.02
     assert f"took {ratio:.2f} times the processor seconds of one pass, and {memory:.3f}" in page
+
+
+def test_kills_are_as_many_as_their_page_says() -> None:
+    record = json.loads((checkpoints.RESULTS.parent / "kills.json").read_text(encoding="utf-8"))
+    found = Counter[str]()
+    for mode in (*record["modes"], {"trials": record["disks"]["trials"]}):
+        found.update(mode["trials"])
+    assert not [name for name in found if "lost" in name.lower()]
+    killed, before = found["the same bits, killed"], found["the same bits, ended before"]
+    disks = found["a named error, then the same bits"]
+    row = (
+        f"| lost: of {killed + before} runs in {len(record['modes'])} modes ({killed} killed "
+        f"before they ended); of {disks} on a full disk | 0; 0 | `kills.json` |"
+    )
+    assert row in checkpoints.PAGE.read_text(encoding="utf-8").splitlines()
 
 
 def test_checkpoints_are_as_fast_as_their_page_says(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """How a process learns of the others that were started with it, and `python -m farspan`."""
 
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farspan.distributed.run_context import LaunchEnv, launch_env, process_group
+from farspan.distributed.run_context import LaunchEnv, _listen, launch_env, process_group
 from farspan.spec import VERSION
 from tests.distributed.launched import launch
 from tests.ranks import run_ranks
@@ -69,3 +70,24 @@ def test_the_package_runs_as_a_module() -> None:
         env={"PYTHONPATH": ":".join(sys.path)},
     )
     assert (done.returncode, done.stdout) == (0, f"farspan {VERSION}\n")
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "is_far", "listens"),
+    [
+        ("localhost", "127.0.0.1", True, True),
+        ("node1", "127.0.1.1", True, False),  # as Debian's /etc/hosts has a machine's own name
+        ("node1", "127.0.1.1", False, True),
+        ("service", "203.0.113.7", True, False),  # no address of this machine
+    ],
+)
+def test_the_store_listens_alone_where_others_reach_it(
+    monkeypatch: pytest.MonkeyPatch, host: str, address: str, is_far: bool, listens: bool
+) -> None:
+    place = (socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [place])
+    found = _listen(host, 0, is_far)
+    assert (found is not None) is listens
+    if found is not None:
+        with socket.socket(fileno=found) as own:
+            assert own.getsockname()[0] == address
