@@ -10,7 +10,7 @@ A rank may be `apart` for a while: it takes as much memory as among its peers an
 It receives zeros then, or its own rows in a gather, so that no page or expert is missing.
 
 Pipeline stages are groups of layers: chunks go up, their gradients down. A stage waits for a send
-only when it is `AHEAD` chunks further, so that what it holds of what it sent does not grow with the
+only when it is `CHUNKS_UNDER_WAY` further, so that what it holds of what it sent does not grow with the
 sequence. It receives in the order in which its neighbour sends: inputs in the order of chunks,
 gradients in the reverse one.
 """
@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from farspan.program.layout import CHUNKS_UNDER_WAY
 
 # Since torch 2.13 under another name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -158,9 +160,6 @@ class Communicator:
         self.sent += rows * like.shape[1:].numel() * like.element_size()
 
 
-AHEAD = 2  # chunks on their way
-
-
 @dataclass(slots=True)
 class Pipeline:
     """This stage among the others, for one step."""
@@ -172,7 +171,7 @@ class Pipeline:
         """Send to the stage after this one (`up`), or before it."""
         tensor = tensor.contiguous()
         self.sending.append((self.peers.send(tensor, self._other(up)), tensor))
-        while len(self.sending) > AHEAD:
+        while len(self.sending) > CHUNKS_UNDER_WAY:
             self._wait()
 
     def receive(self, place: Tensor, *, up: bool) -> Tensor:

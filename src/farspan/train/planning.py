@@ -18,7 +18,7 @@ from farspan.engine.parallelize import ShardedModel
 from farspan.formatting import sparse_words
 from farspan.hf.quantized import held_bytes
 from farspan.memory.host import available_host_bytes
-from farspan.planner.evaluate import RankWalk, size
+from farspan.planner.evaluate import momentary, size
 from farspan.planner.machines import with_kernels
 from farspan.planner.plans import best_placed
 from farspan.planner.remedies import WEIGHTS
@@ -33,7 +33,6 @@ from farspan.planner.request import (
     margin_of,
 )
 from farspan.planner.states import input_bytes
-from farspan.planner.walk import workspace_bytes
 from farspan.program.layout import Layout, group_ranges, refuse_together
 from farspan.program.program import Program
 from farspan.program.strategies import AUTO
@@ -304,14 +303,11 @@ def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
 def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int] | None:
     """What tells the bytes that cells of a step hold for a moment beside its program's buffers.
 
-    None where nothing but a dry run does: the model cannot be profiled, its modules are compiled
-    for a GPU (on a CPU a metered step runs them as they are), or ranks share a step. There one that
-    runs out leaves the others waiting, and what a plan says of messages and gathered weights is the
-    most that they take, not what is measured.
+    None for a model that cannot be profiled: a dry run tells it. Of ranks that share a step, and of
+    modules compiled for a GPU, it is the most that they hold: messages and gathered weights are
+    counted where they are largest, and what a compiler fuses is not taken off.
     """
     run = ctx.run
-    if ctx.world.size > 1 or (run.kernels.compile and ctx.device.type != "cpu"):
-        return None
     if choice.plan is not None:
         question = choice.plan.question
     else:
@@ -328,8 +324,7 @@ def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int] | None
         # What values of tokens take beside a batch is in no program.
         values = input_bytes(question, run.context)
         values -= input_bytes(replace(question, loss=Objective()), run.context)
-        workspace = workspace_bytes(question, choice.schedule)
-        return RankWalk(question, program).run().transient + workspace + values
+        return momentary(question, program) + values
 
     return cells
 
