@@ -300,33 +300,24 @@ def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
     return question_of(ctx.run, ctx.inspected, machine, ctx.placed.states, ctx.world)
 
 
-def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int] | None:
-    """What tells the bytes that cells of a step hold for a moment beside its program's buffers.
+def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
+    """Return the function that tells the bytes of a step beside its program's buffers.
 
-    None for a model that cannot be profiled: a dry run tells it. Of ranks that share a step, and of
-    modules compiled for a GPU, it is the most that they hold: messages and gathered weights are
-    counted where they are largest, and what a compiler fuses is not taken off.
+    They are forecast by the model's profile, and the first step measures them. Of ranks that share
+    a step, and of modules compiled for a GPU, they are the most that cells hold: messages and
+    gathered weights are counted where they are largest, and what a compiler fuses is not taken off.
     """
     run = ctx.run
     if choice.plan is not None:
         question = choice.plan.question
     else:
-        try:
-            found = ctx.inspected or inspect_for(run, ctx.model, ctx.device)
-        except UnsupportedError:
-            return None
+        found = ctx.inspected or inspect_for(run, ctx.model, ctx.device)
         machine = bare_machine(ctx.device)
         question = question_of(run, found, machine, ctx.placed.states, ctx.world)
-    if question.profile is None:
-        return None
-
-    def cells(program: Program) -> int:
-        # What values of tokens take beside a batch is in no program.
-        values = input_bytes(question, run.context)
-        values -= input_bytes(replace(question, loss=Objective()), run.context)
-        return momentary(question, program) + values
-
-    return cells
+    # What values of tokens take beside a batch is in no program.
+    values = input_bytes(question, run.context)
+    values -= input_bytes(replace(question, loss=Objective()), run.context)
+    return lambda program: momentary(question, program) + values
 
 
 @dataclass(frozen=True, slots=True)
