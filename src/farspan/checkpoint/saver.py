@@ -33,12 +33,10 @@ from farspan.checkpoint.earlier import MANIFEST, TENSORS, read_earlier
 from farspan.checkpoint.format import (
     LIST,
     Entries,
-    NotDamaged,
     SavedCheckpoint,
     copy_saved,
     form_words,
     read_list,
-    readable,
     refuse_other_model,
     save_entries,
     together,
@@ -50,11 +48,13 @@ from farspan.distributed.fsdp import ShardPlacement, whole_placement
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import (
     PARTIAL,
+    NotDamaged,
     digest,
     discard,
     move,
     publish,
     read_json,
+    readable,
     remove_leftovers,
     write_bytes,
     writing,

@@ -402,7 +402,7 @@ def stop_ids(model: str, revision: str | None = None) -> frozenset[int]:
             path = cached_file(folder, name, revision=revision)
         except OSError:
             continue  # not there, or no network
-        config = (read_json(Path(path)) if path else None) or {}
+        config = (read_json(Path(path), finite=False) if path else None) or {}
         for part in (config, config.get("text_config")):
             found = part.get("eos_token_id") if isinstance(part, dict) else None
             if found is not None:

@@ -408,7 +408,7 @@ def refuse_unpinned(
     if not trust_remote_code or _COMMIT.fullmatch(revision or ""):
         return
     files = [Path(path).expanduser() / f"{kind}config.json" for kind in ("", "tokenizer_")]
-    maps = [str((read_json(file) or {}).get("auto_map")) for file in files]
+    maps = [str((read_json(file, finite=False) or {}).get("auto_map")) for file in files]
     if is_on_hub(path) or any("--" in text for text in maps):
         given = "missing" if revision is None else f"{revision!r} is a branch or a tag"
         own = field == "model.revision"

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from farspan.checkpoint.format import (
     copy_saved,
-    expect_json,
     open_tensors,
-    readable,
     refuse_other_model,
 )
 from farspan.checkpoint.saver import (
@@ -27,7 +25,7 @@ from farspan.checkpoint.saver import (
     open_checkpoint,
 )
 from farspan.distributed.run_context import DistributedContext
-from farspan.durable import read_json
+from farspan.durable import expect_json, read_json, readable
 from farspan.hf.merge import ADAPTER_CONFIG, ADAPTER_TENSORS
 from farspan.hf.quantized import WHOLE, frozen_digest
 from farspan.spec import UnsupportedError

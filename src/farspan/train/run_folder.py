@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.checkpoint.format import readable
 from farspan.checkpoint.saver import (
     CHECKPOINT_LEFTOVER,
     TrainState,
@@ -50,6 +49,7 @@ from farspan.durable import (
     WriteFailed,
     publish,
     read_json,
+    readable,
     refuse_links,
     remove_leftovers,
     shown,
