@@ -6,7 +6,6 @@ name. Torch is not needed for that.
 
 import hashlib
 import json
-import math
 import os
 import pwd
 import re
@@ -143,21 +142,32 @@ def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
         raise UnsupportedError(f"{option}: {path} {wrong}, or name another file")
 
 
-def refuse_links(folder: Path) -> None:
-    """Raises UnsupportedError where anything under a folder is a link that leads out of it: a
-    folder that somebody else made may point at any file of the user's. What is in `wandb` is left
-    to that library, whose logs are links to its cache."""
+def refuse_links(folder: Path, *others: Path) -> None:
+    """Raises UnsupportedError where anything under a folder is a link that leads out of it and the
+    `others`: a folder that somebody else made may point at any file of the user's; or is neither a
+    file nor a folder, such as a pipe, which has no end. What is in `wandb` is left to that library,
+    whose logs are links to its cache."""
     root = Path(os.path.realpath(folder))
     for place in root.rglob("*"):
         inside = place.relative_to(root).parts
         if inside[0] == "wandb" and len(inside) > 1:
             continue
-        if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(root):
+        real = Path(os.path.realpath(place))
+        if place.is_symlink() and not any(map(real.is_relative_to, (root, *others))):
             raise UnsupportedError(
                 f"{folder / place.relative_to(root)} is a link to {os.readlink(place)}, outside of "
                 "its folder, which is neither read nor written; put the file itself there, or "
                 "remove the link"
             )
+        refuse_pipes(folder / place.relative_to(root))
+
+
+def refuse_pipes(*places: Path) -> None:
+    """Raises NotDamaged where one of these is a pipe, say, which has no end."""
+    for place in places:
+        if place.exists():
+            with readable(place):
+                pass
 
 
 _HELD = re.compile(r"/proc/self/fd/(\d+)")
@@ -279,15 +289,16 @@ def readable(path: Path) -> Iterator[None]:
 
 
 DEEPEST = 64  # levels of lists and objects within each other; farspan writes fewer than ten
+LARGEST = 1e300  # of a number: a float has little more, and JSON more than that
 # What code meets in a file whose values are of other kinds than it reads.
 WRONG = AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError
-KINDS = {dict: "an object", list: "a list", str: "text"}
+KINDS = {dict: "an object", list: "a list", str: "text", int: "a whole number"}
 
 
-def parse_object(data: bytes, *, finite: bool = True, **kinds: type) -> dict[str, Any]:
+def parse_object(data: bytes, finite: bool = True, /, **kinds: type) -> dict[str, Any]:
     """Return the object of a JSON text; fields that it has are of these `kinds`. Raises ValueError,
-    naming the field, for what no farspan wrote: also numbers that are not `finite`, and deep
-    nesting, which later work would not end."""
+    naming the field, for others, numbers that are not `finite`, and deep nesting, in which later
+    work would fail."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:  # the latter by what is nested too deeply
@@ -306,17 +317,23 @@ def refuse_odd(value: Any, field: str = "", depth: int = 0, *, finite: bool = Tr
     Overrides of a model may be infinite."""
     if depth > DEEPEST:
         raise ValueError(f"{field}: nested more than {DEEPEST} levels deep")
-    if isinstance(value, float) and finite and not math.isfinite(value):
-        raise ValueError(f"{field}: expected a finite number, got {value}")
-    for key, inner in (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    ):
+    if isinstance(value, int | float) and finite and not abs(value) < LARGEST:
+        raise ValueError(f"{field}: expected a finite number, got {value!r:.80}")
+    items = enumerate(value) if isinstance(value, list) else getattr(value, "items", tuple)()
+    for key, inner in items:
         name = field if depth > 3 else f"{field}.{key}".removeprefix(".")
         refuse_odd(inner, name, depth + 1, finite=finite and key != "overrides")
+
+
+@contextmanager
+def parsing(path: Path) -> Iterator[None]:
+    """Raises UnsupportedError, naming the file, where what it says is not what is expected."""
+    try:
+        yield
+    except UnsupportedError:
+        raise
+    except (*WRONG, RecursionError) as error:
+        raise UnsupportedError(f"{path}: damaged or changed: {error}") from error
 
 
 def expect_json(path: Path, **kinds: type) -> dict[str, Any]:
@@ -327,7 +344,7 @@ def expect_json(path: Path, **kinds: type) -> dict[str, Any]:
     try:
         return parse_object(data, **kinds)
     except ValueError as error:
-        raise UnsupportedError(f"{path}: {error}") from error
+        raise UnsupportedError(f"{path}: {' '.join(str(error).split())}") from error
 
 
 def given_json(path: Path, **kinds: type) -> dict[str, Any]:
@@ -338,7 +355,7 @@ def given_json(path: Path, **kinds: type) -> dict[str, Any]:
 def read_json(path: Path, *, finite: bool = True, **kinds: type) -> dict[str, Any] | None:
     """The object in a JSON file; None when there is no such thing, whatever is in its place."""
     try:
-        return parse_object(path.read_bytes(), finite=finite, **kinds) if path.is_file() else None
+        return parse_object(path.read_bytes(), finite, **kinds) if path.is_file() else None
     except (OSError, ValueError):
         return None
 

@@ -113,7 +113,11 @@ NOT_SENT = [
     *(_Foreign("a"), Fraction(1, 2), print, object(), RunConfig),
     *(_Pair((1, 2)), _Row([1]), torch.max(torch.eye(2), 0), _Bits.A | _Bits.B, _endless()),
     *(np.zeros(2, FIELDS), np.zeros(2, FIELDS)[0], np.zeros(2, "V3"), np.array([None])),
-    *(np.ma.masked_array([1, 2], [0, 1]), np.longdouble(1), np.datetime64("2026-01-01", "ns")),
+    *(
+        np.ma.masked_array([1, 2], [False, True]),
+        np.longdouble(1),
+        np.datetime64("2026-01-01", "ns"),
+    ),
     *(torch.empty(2, device="meta"), torch.eye(2).to_sparse(), torch.eye(2).to_mkldnn()),
     np.complex64(1 + 2j),
 ]

@@ -20,12 +20,11 @@ from farspan.checkpoint.format import (
     SavedCheckpoint,
     SavedTensor,
     is_name,
-    parsing,
     refuse_gaps,
     refuse_short,
     type_of,
 )
-from farspan.durable import NotDamaged, digest, expect_json, readable
+from farspan.durable import NotDamaged, digest, expect_json, parsing, readable
 from farspan.spec import UnsupportedError
 
 MANIFEST, TENSORS, _STATE = "manifest.json", "tensors.json", "state.json"

@@ -18,7 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice, pairwise
@@ -28,7 +28,6 @@ from threading import local
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
@@ -36,11 +35,11 @@ from farspan.distributed.fsdp import ShardPlacement, ShardRegion
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import (
     PARTIAL,
-    WRONG,
     NotDamaged,
     WriteFailed,
     clear,
     expect_json,
+    parsing,
     publish,
     readable,
     write_bytes,
@@ -106,16 +105,6 @@ class SavedCheckpoint:
     list: str  # name of its file
     state: dict[str, Any]
     tensors: dict[str, SavedTensor]
-
-
-@contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """A safetensors file. Raises UnsupportedError where it is none, or cannot be read."""
-    try:
-        with readable(path), safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise UnsupportedError(f"{path}: not a safetensors file: {error}") from error
 
 
 def together(world: DistributedContext, work: Callable[[], T]) -> T:
@@ -314,15 +303,6 @@ def read_list(path: Path) -> SavedCheckpoint:
     return found
 
 
-@contextmanager
-def parsing(path: Path) -> Iterator[None]:
-    """Raises UnsupportedError, naming the file, where its JSON is not what is expected."""
-    try:
-        yield
-    except (*WRONG, RecursionError) as error:
-        raise UnsupportedError(f"{path}: damaged or changed: {error}") from error
-
-
 def _tensor(entry: Mapping[str, Any]) -> SavedTensor:
     dtype, shape = type_of(entry)
     boxes = tuple(
@@ -330,14 +310,9 @@ def _tensor(entry: Mapping[str, Any]) -> SavedTensor:
         for b in entry["boxes"]
     )
     for box in boxes:
-        if not isinstance(box.xxh3, str):
-            raise ValueError(f"no XXH3 of box {box.offset}: {box.xxh3!r}")
-        if (
-            not is_name(box.file)
-            or type(box.start) is not int
-            or not 0 <= box.start < MOST_ELEMENTS
-        ):
-            raise ValueError(f"no place in a file of a checkpoint: {box.file!r}, {box.start!r}")
+        known = is_name(box.file) and type(box.start) is int and isinstance(box.xxh3, str)
+        if not known or not 0 <= box.start < MOST_ELEMENTS:
+            raise ValueError(f"no place in a file of a checkpoint, or no XXH3: {box}")
     refuse_gaps(shape, boxes)
     return SavedTensor(dtype, shape, boxes)
 

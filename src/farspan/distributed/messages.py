@@ -145,8 +145,7 @@ def _plain(value: Any) -> Any:
 
 
 def _no_data(value: Any) -> TypeError:
-    kind = " ".join(str(of) for of in (type(value).__qualname__, getattr(value, "dtype", "")) if of)
-    return TypeError(f"ranks exchange data, and {kind} is none: {value!r:.80}")
+    return TypeError(f"ranks exchange data, and {type(value).__name__} is none: {value!r:.80}")
 
 
 @_plain.register(bool | int | float | str | None)
@@ -168,11 +167,12 @@ def _enum(value: Enum) -> Any:
     return {"enum": [_name_of(type(value)), value.name]}
 
 
-@_plain.register
-def _(value: list) -> Any:
-    if type(value) is not list:
+@_plain.register(list | set | frozenset)
+def _(value: Any) -> Any:
+    if type(value) not in (list, set, frozenset):
         raise _no_data(value)
-    return [_plain(item) for item in value]
+    items = [_plain(item) for item in value]
+    return items if type(value) is list else {type(value).__name__: items}
 
 
 @_plain.register(tuple)
@@ -190,13 +190,6 @@ def _(value: tuple[Any, ...]) -> Any:
 @_plain.register(Mapping)
 def _(value: Mapping[Any, Any]) -> Any:
     return {"map": [[_plain(key), _plain(item)] for key, item in value.items()]}
-
-
-@_plain.register(set | frozenset)
-def _(value: Any) -> Any:
-    if type(value) not in (set, frozenset):
-        raise _no_data(value)
-    return {type(value).__name__: [_plain(item) for item in value]}
 
 
 @_plain.register

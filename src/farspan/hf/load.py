@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
-from farspan.durable import read_json
+from farspan.durable import read_json, refuse_pipes
 from farspan.hf import quantized
 from farspan.hf.overrides import SPELLINGS, changed, refuse_idle, refuse_unknown, resolve
 from farspan.hf.stages import CausalLMStages
@@ -356,6 +356,7 @@ def _with_saved_weights(
     trust_remote_code: bool,
     given: dict[str, Any],
 ) -> PreTrainedModel:
+    refuse_pipes(*Path(path).glob("*"))
     try:
         loaded: Any = _auto(config).from_pretrained(
             path,
