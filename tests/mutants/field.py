@@ -104,8 +104,8 @@ FIELD = (
     ),
     Fault(
         "merge: links of an adapters' folder are followed",
-        "if path.is_symlink() and not any(path.resolve()",
-        "if path.is_symlink() and any(path.resolve()",
+        'refuse_links(adapters, *[adapters.resolve().parents[1] / "blobs"] * cached)',
+        "assert cached in (True, False)",
         (MERGING + "test_links_are_not_followed",),
     ),
     Fault(
