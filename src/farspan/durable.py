@@ -319,7 +319,8 @@ def refuse_odd(value: Any, field: str = "", depth: int = 0, *, finite: bool = Tr
         raise ValueError(f"{field}: nested more than {DEEPEST} levels deep")
     if isinstance(value, int | float) and finite and not abs(value) < LARGEST:
         raise ValueError(f"{field}: expected a finite number, got {value!r:.80}")
-    items = enumerate(value) if isinstance(value, list) else getattr(value, "items", tuple)()
+    pairs = value.items() if isinstance(value, dict) else ()
+    items: Any = enumerate(value) if isinstance(value, list) else pairs
     for key, inner in items:
         name = field if depth > 3 else f"{field}.{key}".removeprefix(".")
         refuse_odd(inner, name, depth + 1, finite=finite and key != "overrides")
