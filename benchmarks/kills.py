@@ -2,6 +2,8 @@
 
     python -m benchmarks.kills [--trials 12] [--only NAME ...] [--disks 20] [--out FILE]
 
+With `--only`, the record in FILE keeps its other modes.
+
 Every mode trains a tiny model by the engine for five steps, once undisturbed. A trial starts the
 same run in a folder of its own and kills its processes by SIGKILL after a random part of the time
 that a whole run takes, loading and exporting included; of several ranks one, or all. The same
@@ -109,6 +111,11 @@ MODES: dict[str, tuple[int, Callable[[RunConfig], RunConfig]]] = {
     "2 ranks, data": (2, lambda run: _ranks(run, data=2, fsdp=False)),
     "2 ranks, FSDP": (2, lambda run: _ranks(run, data=2)),
     "4 ranks, shards and data": (4, lambda run: _ranks(run, data=2, shards=2)),
+    "2 ranks, a stream": (2, lambda run: _ranks(_stream(run), data=2)),
+    "2 ranks, LoRA": (2, lambda run: _ranks(_lora(run), data=2)),
+    "2 ranks, DPO": (2, lambda run: _ranks(_pairs(run), data=2)),
+    "2 ranks, weights on the host": (2, lambda run: _ranks(_host(run), data=2)),
+    "4 ranks, weights on the host": (4, lambda run: _ranks(_host(run), data=2, shards=2)),
 }
 
 
@@ -251,7 +258,7 @@ def disks(root: Path, count: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trials", type=int, default=12)
-    parser.add_argument("--only", nargs="*", default=list(MODES))
+    parser.add_argument("--only", nargs="*", choices=list(MODES), default=list(MODES))
     parser.add_argument("--disks", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -262,7 +269,9 @@ def main() -> None:
     model: Any = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
     TrainingOptimizer(model, OptimizerConfig()).step(0.0, torch.zeros(()))
     root = Path(tempfile.mkdtemp(prefix="farspan-kills-"))
-    record: dict[str, Any] = {"machine": describe_machine(), "modes": []}
+    before = json.loads(asked.out.read_text()) if asked.out.exists() else {"modes": []}
+    kept = [mode for mode in before["modes"] if mode["mode"] not in asked.only]
+    record: dict[str, Any] = {**before, "machine": describe_machine(), "modes": kept}
     record["date"] = time.strftime("%Y-%m-%d")
     try:
         for mode in asked.only:
