@@ -15,7 +15,7 @@ from farspan.engine import allocator
 from farspan.engine.memory import dry_run_apart as apart
 from farspan.engine.memory import estimate_memory, refuse_known, refuse_too_large
 from farspan.memory.host import GIB, MIB, available_host_bytes
-from farspan.planner.request import Open
+from farspan.planner.request import Open, Plan
 from farspan.program.program import Program
 from farspan.program.strategies import AUTO
 from farspan.spec import MachineSpec, Tier, UnsupportedError
@@ -177,6 +177,7 @@ class Placed:
 
     states: StatesPlace
     reason: str
+    plan: Plan | None = None  # that chose it
 
     def describe(self) -> str:
         """For the opening lines."""
