@@ -336,7 +336,7 @@ def two_memories(
     return replaced(components, machine=machine)
 
 
-@pytest.mark.parametrize(("lost", "searches"), [(1000, 1), (GIB - 180_000, 2)])
+@pytest.mark.parametrize(("lost", "searches"), [(2000, 1), (GIB - 180_000, 2)])
 def test_the_plan_of_a_start_is_what_a_search_for_the_memory_of_now_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int, searches: int
 ) -> None:
