@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 VALIDATE = struct.pack("<BI", 0, 0x3C85F7CE)  # a client's greeting
 WAYS = ("noise", "keys")

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from farspan.data.config import DataConfig, SourceKind
-from farspan.distributed import messages, run_context
+from farspan.distributed import messages
 from farspan.distributed.context import run_on_rank0
 from farspan.distributed.failure import CooperativeStop, FailureDetector, RankFailed
 from farspan.distributed.run_context import launch_env, process_group
@@ -262,7 +262,7 @@ FOREIGN = ["garbage", "[1]", '{"a": 1}', "[" * 5000, "[Infinity, 1]", '["a", "b"
 @pytest.mark.parametrize("text", FOREIGN)
 def test_a_foreign_fault_in_the_store_is_named(text: str | bytes) -> None:
     """It ended the thread that watches the ranks, and the run went on unwatched."""
-    store = HashStore()
+    store: Any = HashStore()
     detector = FailureDetector(store, 0, 1, None, None)
     store.set("fault", text)
     found = detector._fault(store)
@@ -273,7 +273,7 @@ def test_a_foreign_fault_in_the_store_is_named(text: str | bytes) -> None:
 @pytest.mark.parametrize("text", FOREIGN)
 def test_foreign_words_of_other_ranks_are_passed_over(text: str | bytes) -> None:
     """They say what a rank was doing, and whether it raised the same error."""
-    store = HashStore()
+    store: Any = HashStore()
     detector = FailureDetector(store, 0, 1, None, None)
     detector.ranks = 2
     for key in ("at/1", "word/0"):
@@ -284,7 +284,7 @@ def test_foreign_words_of_other_ranks_are_passed_over(text: str | bytes) -> None
 
 @pytest.mark.parametrize("text", FOREIGN)
 def test_a_foreign_home_of_a_rank_is_named(text: str | bytes) -> None:
-    store = HashStore()
+    store: Any = HashStore()
     store.set("where/1", text)
     with pytest.raises(RankFailed, match="holds what farspan did not write"):
         FailureDetector(store, 0, 2, None, None)
@@ -293,7 +293,7 @@ def test_a_foreign_home_of_a_rank_is_named(text: str | bytes) -> None:
 @pytest.mark.parametrize("text", ["", "1", "1 2 3", "a b", b"\xff"])
 def test_a_foreign_request_to_stop_is_named(text: str | bytes) -> None:
     """It ended the thread that watches the ranks."""
-    store = HashStore()
+    store: Any = HashStore()
     store.set("halt", "")
     detector = FailureDetector(store, 0, 1, None, CooperativeStop(0, 2, 5.0))
     store.set("halt/1", text)
@@ -312,7 +312,7 @@ def test_an_address_that_gloo_cannot_take_is_named(tmp_path: Path) -> None:
 def _joins_a_stranger() -> str:
     place = launch_env()
     assert place is not None
-    run_context.dist.init_process_group = _exhausted
+    vars(dist)["init_process_group"] = _exhausted
     try:
         with process_group(place, torch.device("cpu"), 5.0):
             return "joined"

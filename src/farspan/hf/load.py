@@ -193,17 +193,15 @@ def load_model(
     UnsupportedError when the folder holds no weights, or not all that the model has; warns of
     weights that the model has no place for.
     """
-    made = copy.deepcopy(known)  # which making a model of it changes
-    if made is None:
-        made = load_config(
-            path=path,
-            config=config,
-            overrides=overrides or {},
-            trust_remote_code=trust_remote_code,
-            revision=revision,
-            drawn=weights is Weights.RANDOM,
-            dtype=dtype,
-        )
+    made = copy.deepcopy(known) or load_config(  # a model changes its own
+        path=path,
+        config=config,
+        overrides=overrides or {},
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+        drawn=weights is Weights.RANDOM,
+        dtype=dtype,
+    )
     with _naming(overrides or {}):
         if weights is Weights.NONE:
             return blank_model(made, dtype, trust_remote_code, revision)

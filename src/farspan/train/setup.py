@@ -402,8 +402,7 @@ def _load(
     config: PretrainedConfig | None = None,
     rows: int = 0,
 ) -> Any:
-    """A model with adapters, which embeds that many rows at least; `config` is its configuration,
-    if that was read already."""
+    """The model, which embeds that many rows at least, with its adapters."""
     model = components.load_model(
         **run.model.origin(),
         dtype=torch_dtype(run),
