@@ -2,12 +2,20 @@
 
     python -m benchmarks.kills [--trials 12] [--only NAME ...] [--disks 20] [--out FILE]
 
+With `--only`, the record in FILE keeps its other modes.
+
 Every mode trains a tiny model by the engine for five steps, once undisturbed. A trial starts the
 same run in a folder of its own and kills its processes by SIGKILL after a random part of the time
 that a whole run takes, loading and exporting included; of several ranks one, or all. The same
 command then goes on. Nothing is lost if the model has the bits of the undisturbed run, and if the
 metrics are the same but for the clock. For a full disk the run folder is on a tmpfs too small for
 it; the run must end by a named error, and go on once there is room. That needs root.
+
+    python -m benchmarks.kills --network 60 [--out FILE]
+
+Strangers speak to the store of ranks instead, for so many seconds in all: what no client would
+send, or as a client that sets the run's keys. A run must end as if nothing had been said or by a
+named error, and go on once they are silent.
 """
 
 import argparse
@@ -27,11 +35,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from farspan.data.config import DataConfig, LossConfig, RecordFormat
+from farspan.distributed.failure import FAILED, RankFailed
 from farspan.durable import WriteFailed
 from farspan.engine.microbench import describe_machine
 from farspan.program.layout import Parallel
@@ -46,13 +55,17 @@ from farspan.train.config import (
 )
 from farspan.train.optimizer import TrainingOptimizer
 from farspan.train.trainer import train
+from tests.distributed.strangers import WAYS, speak
 from tests.train.tiny import MODEL, Quiet, load_tiny, tiny_run
 
 RESULTS = Path(__file__).parent / "results" / "kills.json"
+NETWORK = RESULTS.with_name("network.json")
 KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "heldout_loss")
-NAMED = (UnsupportedError, WriteFailed)
+NAMED = (UnsupportedError, WriteFailed, RankFailed)
 FULL = 3  # exit status of a run that ended by a named error
 SECONDS = 120.0  # that a start may take
+# While strangers speak: steps of a run, and seconds that ranks wait for each other.
+SPOKEN_STEPS, PATIENCE = 25, 10.0
 
 
 def _plain(run: RunConfig) -> RunConfig:
@@ -109,6 +122,11 @@ MODES: dict[str, tuple[int, Callable[[RunConfig], RunConfig]]] = {
     "2 ranks, data": (2, lambda run: _ranks(run, data=2, fsdp=False)),
     "2 ranks, FSDP": (2, lambda run: _ranks(run, data=2)),
     "4 ranks, shards and data": (4, lambda run: _ranks(run, data=2, shards=2)),
+    "2 ranks, a stream": (2, lambda run: _ranks(_stream(run), data=2)),
+    "2 ranks, LoRA": (2, lambda run: _ranks(_lora(run), data=2)),
+    "2 ranks, DPO": (2, lambda run: _ranks(_pairs(run), data=2)),
+    "2 ranks, weights on the host": (2, lambda run: _ranks(_host(run), data=2)),
+    "4 ranks, weights on the host": (4, lambda run: _ranks(_host(run), data=2, shards=2)),
 }
 
 
@@ -118,12 +136,17 @@ def run_of(mode: str, where: Path) -> RunConfig:
     return MODES[mode][1](tiny_run(where))
 
 
-def started(run: RunConfig, ranks: int) -> list[int]:
-    """Fork the processes of a run; their numbers."""
+def free_port() -> int:
+    """A port of this machine that is free now."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    children = []
+        found: int = free.getsockname()[1]
+        return found
+
+
+def started(run: RunConfig, ranks: int, port: int | None = None) -> list[int]:
+    """Fork the processes of a run, whose store has the port; their numbers."""
+    children, port = list[int](), port or free_port()
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
@@ -248,21 +271,100 @@ def disks(root: Path, count: int) -> dict[str, Any]:
     return {"sizes": count, "bytes": size, "trials": dict(found)}
 
 
+def network(root: Path, seconds: float, seed: int) -> dict[str, Any]:
+    """Have strangers speak to runs of two ranks for so many seconds, to each run in one way."""
+    modes = ("2 ranks, data", "2 ranks, FSDP")
+    whole = {}
+    for mode in modes:
+        run = _besieged(mode, root / f"{mode} whole")
+        assert not any(ended(started(run, 2)))
+        whole[mode] = outcome(run)
+    found = {way: Counter[str]() for way in WAYS}
+    spoken, number = 0.0, 0
+    while spoken < seconds:
+        mode, way = modes[number // 2 % 2], WAYS[number % 2]
+        run = _besieged(mode, root / f"network-{number}")
+        began = time.monotonic()
+        codes = besieged(run, way, seed + number)
+        spoken += time.monotonic() - began
+        result = "as if nothing had been said"
+        if any(codes):
+            errors = [error_of(run, rank, code) for rank, code in enumerate(codes)]
+            unnamed = [error for error in errors if error is None]
+            result = f"LOST: ended with {codes}" if unnamed else "a named error"
+            codes = ended(started(run, 2))
+        same = not any(codes) and outcome(run) == whole[mode]
+        found[way][result + (", the same bits" if same else f", LOST: {codes}")] += 1
+        if same and "LOST" not in result:
+            shutil.rmtree(root / f"network-{number}")
+        number += 1
+    return {
+        "seconds": round(spoken),
+        "runs": number,
+        "ways": {k: dict(v) for k, v in found.items()},
+    }
+
+
+def _besieged(mode: str, where: Path) -> RunConfig:
+    """Of ranks that step for seconds, and do not wait for each other for long."""
+    run = run_of(mode, where)
+    parallel = replace(cast(Parallel, run.parallel), timeout=PATIENCE)
+    return replace(run, steps=SPOKEN_STEPS, parallel=parallel)
+
+
+def besieged(run: RunConfig, way: str, seed: int) -> list[int]:
+    """Train on two ranks while two strangers speak; exit codes of the ranks."""
+    port, strangers = free_port(), []
+    for number in range(2):
+        child = os.fork()
+        if child == 0:
+            try:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's client logs every refusal
+                speak(port, time.monotonic() + SECONDS, 2 * seed + number, (way,))
+            finally:
+                os._exit(0)
+        strangers.append(child)
+    try:
+        return ended(started(run, 2, port))
+    finally:
+        for child in strangers:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def error_of(run: RunConfig, rank: int, code: int) -> str | None:
+    """What a rank said that ended with a code; None where it is no named error."""
+    if code == 0:
+        return ""
+    last = Path(f"{run.folder}.log-{rank}").read_text(errors="replace").strip().split("\n")[-1]
+    named = code == FULL or (code == FAILED and last.startswith("farspan: "))
+    return last if named else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trials", type=int, default=12)
-    parser.add_argument("--only", nargs="*", default=list(MODES))
+    parser.add_argument("--only", nargs="*", choices=list(MODES), default=list(MODES))
     parser.add_argument("--disks", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--network", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    asked.out = asked.out or (NETWORK if asked.network else RESULTS)
     torch.set_num_threads(1)
     # What is imported at its first use is imported here, once. No backward: its threads and forks
     # do not go together.
     model: Any = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
     TrainingOptimizer(model, OptimizerConfig()).step(0.0, torch.zeros(()))
     root = Path(tempfile.mkdtemp(prefix="farspan-kills-"))
-    record: dict[str, Any] = {"machine": describe_machine(), "modes": []}
+    if asked.network:
+        told = {"machine": describe_machine(), **network(root, asked.network, asked.seed)}
+        asked.out.write_text(json.dumps(told, indent=1) + "\n")
+        print(told["ways"])
+        raise SystemExit("LOST" in str(told))
+    before = json.loads(asked.out.read_text()) if asked.out.exists() else {"modes": []}
+    kept = [mode for mode in before["modes"] if mode["mode"] not in asked.only]
+    record: dict[str, Any] = {**before, "machine": describe_machine(), "modes": kept}
     record["date"] = time.strftime("%Y-%m-%d")
     try:
         for mode in asked.only:

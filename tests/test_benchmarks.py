@@ -118,6 +118,25 @@ def test_kills_are_as_many_as_their_page_says() -> None:
     assert row in checkpoints.PAGE.read_text(encoding="utf-8").splitlines()
 
 
+def test_strangers_at_a_store_do_what_their_page_says() -> None:
+    record = json.loads((checkpoints.RESULTS.parent / "network.json").read_text(encoding="utf-8"))
+    found = Counter[str]()
+    for results in record["ways"].values():
+        assert results
+        found.update(results)
+    assert record["seconds"] >= 60
+    silent, named = (
+        found.pop(f"{how}, the same bits")
+        for how in ("as if nothing had been said", "a named error")
+    )
+    assert not found
+    row = (
+        f"to whose store strangers spoke for {record['seconds']} s in all: ended as if nothing had "
+        f"been said; by a named error; otherwise | {silent}; {named}; 0 | `network.json` |"
+    )
+    assert row in checkpoints.PAGE.read_text(encoding="utf-8")
+
+
 def test_checkpoints_are_as_fast_as_their_page_says(tmp_path: Path) -> None:
     """By the record, which the command writes."""
     record = json.loads(checkpoints.RESULTS.read_text(encoding="utf-8"))

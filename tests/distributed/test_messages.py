@@ -5,8 +5,6 @@ import math
 import os
 import pickle
 import random
-import socket
-import struct
 import threading
 import time
 from contextlib import suppress
@@ -28,12 +26,13 @@ from torch._C._distributed_c10d import HashStore
 from farspan.data.config import DataConfig, SourceKind
 from farspan.distributed import messages
 from farspan.distributed.context import run_on_rank0
-from farspan.distributed.failure import FailureDetector, RankFailed
+from farspan.distributed.failure import CooperativeStop, FailureDetector, RankFailed
 from farspan.distributed.run_context import launch_env, process_group
 from farspan.durable import WriteFailed
 from farspan.spec import UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig
 from tests.distributed.launched import launch
+from tests.distributed.strangers import WAYS, speak
 from tests.ranks import run_ranks
 
 
@@ -267,22 +266,24 @@ def _listening() -> str:
     return "none" if not own else "127.0.0.1 or ::1" if own <= {"127.0.0.1", "::1"} else str(own)
 
 
-SECONDS = 4.0
+SECONDS, SEED = 2.0, 0
 
 
-def test_garbage_at_the_store_changes_nothing(tmp_path: Path) -> None:
-    """A stranger who reaches the port sends bytes, half messages and the keys of other ranks."""
-    for end in launch(tmp_path, 2, _fuzzed):
-        assert end.said in ("stepped", "named"), end
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stranger_at_the_store_changes_nothing_or_is_named(tmp_path: Path, way: str) -> None:
+    """It sends bytes and half messages, or sets keys; benchmarks/kills.py lets it for a minute."""
+    for end in launch(tmp_path, 2, _fuzzed, way):
+        assert end.said in ("stepped", "named") or "farspan: rank" in end.errors, end
 
 
-def _fuzzed() -> str:
+def _fuzzed(way: str) -> str:
     place = launch_env()
     assert place is not None
     until = time.monotonic() + SECONDS
     port = int(os.environ["MASTER_PORT"])
     if place.rank == 0:
-        threading.Thread(target=_speak, args=(port, until), daemon=True).start()
+        told = (port, until, SEED, (way,))
+        threading.Thread(target=speak, args=told, daemon=True).start()
     try:
         with process_group(place, torch.device("cpu"), 20.0):
             stop = False
@@ -297,24 +298,6 @@ def _fuzzed() -> str:
     except RankFailed:
         return "named"
     return "stepped"
-
-
-def _speak(port: int, until: float) -> None:
-    draw = random.Random(0)
-    kinds = [
-        lambda: draw.randbytes(draw.randrange(1, 200)),
-        lambda: b"\x00" + struct.pack("<q", draw.choice([3, 1 << 62, -1])) + b"abc",  # a key
-        lambda: struct.pack("<I", 0x3C85F7CE) + draw.randbytes(30),  # libuv's greeting, then noise
-        lambda: b"GET / HTTP/1.1\r\n\r\n",
-        lambda: pickle.dumps(_Opens()),
-    ]
-    while time.monotonic() < until:
-        try:
-            with socket.create_connection(("localhost", port), timeout=0.5) as own:
-                own.sendall(draw.choice(kinds)())
-                time.sleep(0.005)
-        except OSError:
-            time.sleep(0.01)
 
 
 def test_an_announced_size_that_cannot_be_is_named() -> None:
@@ -333,12 +316,69 @@ def _announces() -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("text", ["garbage", "[1]", '{"a": 1}', "[" * 5000])
-def test_a_foreign_fault_in_the_store_is_named(text: str) -> None:
+FOREIGN = ["garbage", "[1]", '{"a": 1}', "[" * 5000, "[Infinity, 1]", '["a", "b"]', b"\xff"]
+
+
+@pytest.mark.parametrize("text", FOREIGN)
+def test_a_foreign_fault_in_the_store_is_named(text: str | bytes) -> None:
     """It ended the thread that watches the ranks, and the run went on unwatched."""
-    store = HashStore()
+    store: Any = HashStore()
     detector = FailureDetector(store, 0, 1, None, None)
     store.set("fault", text)
     found = detector._fault(store)
     assert found is not None
     assert "holds what farspan did not write" in str(found.error())
+
+
+@pytest.mark.parametrize("text", FOREIGN)
+def test_foreign_words_of_other_ranks_are_passed_over(text: str | bytes) -> None:
+    """They say what a rank was doing, and whether it raised the same error."""
+    store: Any = HashStore()
+    detector = FailureDetector(store, 0, 1, None, None)
+    detector.ranks = 2
+    for key in ("at/1", "word/0"):
+        store.set(key, text)
+    assert detector._behind() == {}
+    assert not detector._is_said("words")
+
+
+@pytest.mark.parametrize("text", FOREIGN)
+def test_a_foreign_home_of_a_rank_is_named(text: str | bytes) -> None:
+    store: Any = HashStore()
+    store.set("where/1", text)
+    with pytest.raises(RankFailed, match="holds what farspan did not write"):
+        FailureDetector(store, 0, 2, None, None)
+
+
+@pytest.mark.parametrize("text", ["", "1", "1 2 3", "a b", b"\xff"])
+def test_a_foreign_request_to_stop_is_named(text: str | bytes) -> None:
+    """It ended the thread that watches the ranks."""
+    store: Any = HashStore()
+    store.set("halt", "")
+    detector = FailureDetector(store, 0, 1, None, CooperativeStop(0, 2, 5.0))
+    store.set("halt/1", text)
+    with detector:
+        for _ in range(200):
+            time.sleep(0.01 * (detector._known is None))
+    assert "holds what farspan did not write" in str(detector._known)
+
+
+def test_an_address_that_gloo_cannot_take_is_named(tmp_path: Path) -> None:
+    """It reserved as many bytes as a stranger had announced, and raised MemoryError."""
+    for end in launch(tmp_path, 1, _joins_a_stranger):
+        assert end.said.startswith("rank 0: "), end
+
+
+def _joins_a_stranger() -> str:
+    place = launch_env()
+    assert place is not None
+    vars(dist)["init_process_group"] = _exhausted
+    try:
+        with process_group(place, torch.device("cpu"), 5.0):
+            return "joined"
+    except RankFailed as error:
+        return str(error)
+
+
+def _exhausted(*_: Any, **__: Any) -> None:
+    raise MemoryError("std::bad_alloc")

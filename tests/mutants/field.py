@@ -11,7 +11,27 @@ CHOICE = "tests/train/test_choice.py::"
 EXPORT = "tests/checkpoint/test_export.py::"
 STREAMS = "tests/data/test_streaming.py::"
 
+PLANNED = "tests/train/test_planned.py::"
+
 FIELD = (
+    Fault(
+        "runs: a start searches again for the plan that placed everything",
+        "if plan is None or replace(plan.question, machine=question.machine) != question:",
+        "if plan is None or plan.question != question:",
+        (PLANNED + "test_the_plan_of_a_start_is_what_a_search_for_the_memory_of_now_finds",),
+    ),
+    Fault(
+        "ranks: what a stranger wrote ends the thread that watches them",
+        "except _MALFORMED as error:  # in what the task read",
+        "except ZeroDivisionError as error:",
+        ("tests/distributed/test_messages.py::test_a_foreign_request_to_stop_is_named",),
+    ),
+    Fault(
+        "runs: a plan is kept though its memory is gone",
+        "return found if found.fits and found.fit >= plan.fit else None",
+        "return found",
+        (PLANNED + "test_the_plan_of_a_start_is_what_a_search_for_the_memory_of_now_finds",),
+    ),
     Fault(
         "runs: the forecast of a step leaves out what its cells hold",
         "return lambda program: momentary(question, program) + values",

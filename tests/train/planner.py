@@ -7,6 +7,7 @@ import torch
 
 from farspan.engine.memory import least_transient
 from farspan.planner.machines import machine
+from farspan.planner.plans import placements
 from farspan.planner.request import Budget, Plan, Question, Remedy, Seconds
 from farspan.program.builder import build_program
 from farspan.spec import MachineSpec, Schedule, Tier
@@ -55,12 +56,13 @@ def plan_for(question: Question, name: str, schedule: Schedule) -> Plan:
 def first_of(
     schedules: Sequence[Schedule], asked: list[Question] | None = None
 ) -> Callable[[Question], Plan]:
-    """Plans with one of these; writes down what it was asked."""
+    """Plans with one of these, everything where it is; writes down what it was asked."""
 
     def best_plan(question: Question) -> Plan:
         if asked is not None:
             asked.append(question)
-        plans = [plan_for(question, "grouped", schedule) for schedule in schedules]
+        here = placements(question)[0][0]
+        plans = [plan_for(here, "grouped", schedule) for schedule in schedules]
         return next((plan for plan in plans if plan.fits), plans[-1])
 
     return best_plan

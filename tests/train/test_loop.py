@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -365,3 +366,39 @@ def test_a_full_disk_ends_the_run_and_the_same_command_goes_on(tmp_path: Path) -
     quiet = Quiet()
     assert fit(run, reporter=quiet).step == STEPS
     assert "resuming after step 2 of 5" in quiet.notes
+
+
+DEEP = """
+import mmap, re, resource, sys
+from pathlib import Path
+from farspan.train.memory import grow_stack
+
+def deeper(calls):
+    return sorted([1], key=lambda _: deeper(calls - 1)) if calls else 0
+
+if sys.argv[1] == "grown":
+    grow_stack()
+size = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**20,) * 2)
+sys.setrecursionlimit(3000)
+held = []
+try:
+    while True:
+        held.append(mmap.mmap(-1, mmap.PAGESIZE))
+except OSError:
+    del held[-8:]
+try:
+    deeper(800)
+except MemoryError:
+    pass
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit of the address space that is kept")
+def test_a_full_address_space_is_an_error_and_no_segmentation_fault() -> None:
+    """Of `ulimit -v`: a stack that has grown needs no more of it."""
+    codes = {
+        how: subprocess.run([sys.executable, "-c", DEEP, how], check=False).returncode
+        for how in ("grown", "as it was")
+    }
+    assert codes == {"grown": 0, "as it was": -signal.SIGSEGV}

@@ -22,15 +22,16 @@ from farspan.hf.load import load_model
 from farspan.memory.host import TooLarge
 from farspan.planner.evaluate import evaluate
 from farspan.planner.request import Optimizer, Question
-from farspan.spec import RunSpec, Schedule, Tier, UnsupportedError
-from farspan.train import planning
+from farspan.spec import MachineSpec, RunSpec, Schedule, Tier, UnsupportedError
+from farspan.train import planning, setup
 from farspan.train.config import DType, ModelConfig, RunConfig, ScheduleConfig
 from farspan.train.context import Components
 from farspan.train.oom import NoScheduleFits
+from farspan.train.planning import FreeMemory
 from farspan.train.trainer import train
 from tests.grids import part_of
 from tests.numerics import assert_exact
-from tests.train.planner import one_memory, planned_components
+from tests.train.planner import GIB, first_of, one_memory, planned_components
 from tests.train.test_interrupt import same_weights
 from tests.train.tiny import (
     MODEL,
@@ -288,32 +289,65 @@ def test_a_run_that_goes_on_keeps_its_plan(tmp_path: Path) -> None:
     same_weights(tmp_path / "whole", tmp_path / "run")
 
 
+@pytest.mark.parametrize("is_gpu", [False, True])
 def test_a_start_plans_once_and_loads_a_model_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_gpu: bool
 ) -> None:
-    """A run that goes on does not search again; its configuration is read once for the model
-    without weights, in which all is checked, and once for the model."""
+    """A GPU's plan is where states go, too. The configuration is read once, for the model without
+    weights, in which all is checked. On a CPU a run that goes on does not search at all."""
     load_model(config=MODEL, dtype=torch.float32, seed=1).save_pretrained(tmp_path / "base")
-    model = ModelConfig(path=str(tmp_path / "base"))
+    model = ModelConfig(path=str(tmp_path / "base"), resize_embeddings=True)
     run = tiny_run(tmp_path, schedule=AUTO, model=model)
     run = replace(run, data=replace(run.data, tokenizer=BYTES))
     asked: list[Question] = []
     read: list[str] = []
-    monkeypatch.setattr(
-        load_module, "_config_at", noted(read, "configuration", load_module._config_at)
-    )
+    for module, name in ((load_module, "_config_at"), (setup, "load_tokenizer")):
+        monkeypatch.setattr(module, name, noted(read, name, getattr(module, name)))
     loaded = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr(
         PreTrainedModel, "from_pretrained", classmethod(noted(read, "weights", loaded))
     )
     components = planned_components(SCHEDULES, asked=asked)
-    expected = ["configuration", "configuration", "weights"]
+    if is_gpu:
+        components = two_memories(monkeypatch, components)
+    expected = ["_config_at", "load_tokenizer", "weights"]
     with pytest.raises(Stopped):
         train(run, components=components, reporter=Stopping(3))
     assert (len(asked), sorted(read)) == (1, expected)
     read.clear()
     train(run, components=components, reporter=Quiet())
-    assert (len(asked), sorted(read)) == (1, expected)
+    assert (len(asked), sorted(read)) == (1 + is_gpu, expected)
+
+
+def two_memories(
+    monkeypatch: pytest.MonkeyPatch, components: Components, *later: FreeMemory
+) -> Components:
+    """Have a CPU planned for as a GPU, whose two tiers have 1 GiB free at first, and `later` so
+    much."""
+
+    def machine(*_: Any) -> MachineSpec:
+        return replace(one_memory(), unified=False, device_bytes=GIB, host_bytes=GIB)
+
+    free = [FreeMemory(GIB, GIB), *later]
+    monkeypatch.setattr(planning, "is_unified", lambda _: False)
+    monkeypatch.setattr(planning, "free_now", lambda *_: free.pop(0) if free[1:] else free[0])
+    return replaced(components, machine=machine)
+
+
+@pytest.mark.parametrize(("lost", "searches"), [(2000, 1), (GIB - 180_000, 2)])
+def test_the_plan_of_a_start_is_what_a_search_for_the_memory_of_now_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int, searches: int
+) -> None:
+    """Memory that is free changes while the weights are read."""
+    now, asked = FreeMemory(GIB - lost, GIB), list[Question]()
+    components = two_memories(monkeypatch, planned_components(SCHEDULES, asked=asked), now)
+    run = tiny_run(tmp_path, schedule=AUTO)
+    train(run, components=components, reporter=Quiet())
+    assert len(asked) == searches
+    searched = first_of(SCHEDULES)(replace(asked[-1], machine=now.limit(asked[0].machine)))
+    assert read(run, "plan.json")["device_bytes"] == searched.to_json()["device_bytes"]
+    assert read(run, "plan.json")["schedule"] == searched.to_json()["schedule"]
+    assert searched.schedule.chunk == (48 if searches == 1 else 16)
 
 
 def noted(seen: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:

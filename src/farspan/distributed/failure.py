@@ -110,6 +110,9 @@ _FOREIGN = (
 )
 
 
+_MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)  # what reading that raises
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """The first rank that failed."""
@@ -133,7 +136,8 @@ class BackgroundTask(Protocol):
     """What else the thread of a FailureDetector does."""
 
     def look(self, store: Store) -> None:
-        """Called at every heartbeat while no fault is known. May raise the store's RuntimeError."""
+        """Called at every heartbeat while no fault is known. May raise the store's RuntimeError,
+        and ValueError for what farspan did not write."""
 
     def give_up(self) -> None:
         """No heartbeat follows, or a fault is known. May be called again."""
@@ -186,8 +190,9 @@ class FailureDetector:
                 raise Fault(absent, why).error() from error
             raise
         try:
-            return [_Home(*json.loads(home)) for home in homes]
-        except (ValueError, TypeError, RecursionError) as error:
+            said = [json.loads(home) for home in homes]
+            return [_Home(str(machine), int(process), str(node)) for machine, process, node in said]
+        except _MALFORMED as error:
             raise Fault(self.rank, f"{_FOREIGN}: {error}").error() from error
 
     def __enter__(self) -> "FailureDetector":
@@ -322,8 +327,9 @@ class FailureDetector:
         at: dict[int, str] = {}
         for rank in self._others():
             if self._store.check([f"at/{rank}"]):
-                with suppress(ValueError, TypeError, RecursionError):  # it is for words alone
-                    met[rank], at[rank] = json.loads(self._store.get(f"at/{rank}"))
+                with suppress(*_MALFORMED):  # it is for words alone
+                    count, what = json.loads(self._store.get(f"at/{rank}"))
+                    met[rank], at[rank] = int(count), str(what)
         return {r: at[r] for r in sorted(met, key=met.__getitem__) if met[r] < sync_record.syncs}
 
     def _is_said(self, words: str) -> bool:
@@ -331,7 +337,7 @@ class FailureDetector:
         deadline = time.monotonic() + 2 * HEARTBEAT
         while not self._store.check(["word/0"]) and time.monotonic() < deadline:
             time.sleep(HEARTBEAT / 10)
-        return self._store.check(["word/0"]) and self._store.get("word/0").decode() == words
+        return self._store.check(["word/0"]) and self._store.get("word/0") == words.encode()
 
     def _stay(self) -> None:
         """Wait for the others: rank 0 may own the store, which ends with it."""
@@ -378,6 +384,8 @@ class FailureDetector:
             except RuntimeError:
                 if self._known is None:
                     return  # with the store: the collectives will tell
+            except _MALFORMED as error:  # in what the task read
+                self._known = Fault(self.rank, f"{_FOREIGN}: {error}")
             known_for += HEARTBEAT if self._known else 0.0
             if self._known is not None and self._leave is not None and known_for >= GRACE:
                 self._leave(self._known.error())
@@ -426,7 +434,7 @@ class FailureDetector:
         try:
             rank, cause = json.loads(text)
             return Fault(int(rank), str(cause))
-        except (ValueError, TypeError, RecursionError):
+        except _MALFORMED:
             return Fault(self.rank, f"{_FOREIGN}: fault is {text[:40]!r}")
 
     def _has_left(self, rank: int, store: Store) -> bool:
@@ -536,7 +544,8 @@ class CooperativeStop:
             return number if place == self._passed else 0
 
     def look(self, store: Store) -> None:
-        """Exchange requests at every heartbeat. Raises RuntimeError if the store is gone."""
+        """Exchange requests at every heartbeat. Raises RuntimeError if the store is gone, and
+        ValueError for what no rank wrote."""
         if self._place is not None:
             return
         if self._said is None:

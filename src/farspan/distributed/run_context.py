@@ -129,7 +129,8 @@ def _joining(place: LaunchEnv, seconds: float) -> Iterator[None]:
         yield
     except RankFailed:
         raise
-    except RuntimeError as error:  # of torch.distributed
+    # Of torch.distributed; gloo reserves the bytes that a foreign address announces.
+    except (RuntimeError, MemoryError) as error:
         words = str(error).strip().split("\n", 1)[0]
         why = f"{words}; {host} or another rank has not started, has ended or is frozen"
         if isinstance(error, dist.DistNetworkError):

@@ -183,15 +183,17 @@ def load_model(
     weights: Weights = Weights.SAVED,
     revision: str | None = None,
     nf4: bool = False,
+    known: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
     """A model in training mode on `device`. Random weights are drawn from `seed`.
 
     What text does not meet, such as an encoder of images, is frozen. Only safetensors weights are
     read. With `nf4` saved weights of linear modules become four bits an element as they are read.
-    Raises UnsupportedError when the folder holds none, or not all that
-    the model has; warns of weights that the model has no place for.
+    `known` is what `load_config` made of the rest, if that was read already. Raises
+    UnsupportedError when the folder holds no weights, or not all that the model has; warns of
+    weights that the model has no place for.
     """
-    made = load_config(
+    made = copy.deepcopy(known) or load_config(  # a model changes its own
         path=path,
         config=config,
         overrides=overrides or {},

@@ -14,7 +14,7 @@ import torch
 from farspan.engine import allocator
 from farspan.engine.memory import estimate_memory, refuse_too_large
 from farspan.memory.host import GIB, MIB, available_host_bytes
-from farspan.planner.request import Open
+from farspan.planner.request import Open, Plan
 from farspan.program.program import Program
 from farspan.program.strategies import AUTO
 from farspan.spec import MachineSpec, Tier, UnsupportedError
@@ -123,6 +123,16 @@ def return_freed() -> bool:
     return all(mallopt(*one) for one in given)
 
 
+class _OnStack(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * MIB),)
+
+
+def grow_stack() -> None:
+    """Have the main thread's stack take 1 MiB now: where all of a limited address space is in use
+    (`ulimit -v`), the system ends a process whose stack grows by SIGSEGV."""
+    ctypes.CDLL(None).getpid(_OnStack())  # an argument, which is copied there
+
+
 def trimming() -> Any:
     """glibc's malloc_trim; None without it, or where the user's environment sets malloc."""
     return None if _GIVEN in os.environ else getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -156,6 +166,7 @@ class Placed:
 
     states: StatesPlace
     reason: str
+    plan: Plan | None = None  # that chose it
 
     def describe(self) -> str:
         """For the opening lines."""

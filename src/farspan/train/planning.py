@@ -31,6 +31,7 @@ from farspan.planner.request import (
     Question,
     Seconds,
     margin_of,
+    of_whole,
 )
 from farspan.planner.states import input_bytes
 from farspan.program.layout import Layout, group_ranges, refuse_together
@@ -252,10 +253,18 @@ class SchedulePolicy:
         return self._question
 
     def _choose(self, question: Question) -> Choice:
-        plan = self._ctx.components.best_plan(question)
+        plan = _renewed(self._ctx.placed.plan, question) or self._ctx.components.best_plan(question)
         if not plan.fits:
             raise UnsupportedError(explain_none_fits(plan))
         return Choice(plan.strategy, plan.schedule, plan.reason, plan)
+
+
+def _renewed(plan: Plan | None, question: Question) -> Plan | None:
+    """Return a plan as one of `question`, where that is about the same step with as much room."""
+    if plan is None or replace(plan.question, machine=question.machine) != question:
+        return None
+    found = replace(of_whole(question, plan), unmoved=None)
+    return found if found.fits and found.fit >= plan.fit else None
 
 
 def describe_schedule(choice: Choice, *, hides: bool = True) -> str:
@@ -498,9 +507,9 @@ def _place(
     machine = bare_machine(device)
     if run.schedule.strategy == AUTO:
         machine = components.machine_once(device, torch_dtype(run), observer.measuring)
-    machine = allowed(run, free_now(device, 0).limit(machine))
     question = question_of(run, inspect(), machine, placed.states, world)
-    plan = _planned(run, components, replace(question, open=given), before)
+    room = allowed(run, free_now(device, 0).limit(question.machine))
+    plan = _planned(run, components, replace(question, machine=room, open=given), before)
     if not plan.fits and not about and run.schedule.strategy == AUTO:
         raise UnsupportedError(explain_none_fits(plan))
     if given.weights and plan.question.weights is Tier.HOST:
@@ -509,7 +518,7 @@ def _place(
     if placed.states is StatesPlace.AUTO:
         places = {optimizer: states for states, optimizer in PLANNED.items()}
         placed = Placed(places[plan.question.optimizer], why_there(plan))
-    return run, placed
+    return run, replace(placed, plan=plan)
 
 
 def _planned(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig
 
 from farspan.data.config import PAIRED, UNPAIRED
 from farspan.data.corpus import Corpus, OpenedSource, open_corpus, show_sequence
@@ -129,17 +130,18 @@ def make_context(
     if run.optimizer.states is StatesPlace.EIGHT_BIT:
         load_adamw()  # now, rather than when the model is there
     memory = components.choose_allocator(run.allocator, world.device)
-    blank = _blank_model(run, components, world)
+    tokenizer = cache(partial(load_run_tokenizer, run))
+    blank, config = _blank_model(run, components, world, tokenizer)
     _tell_reach(blank, run.context, observer)
     index = world.run_on_rank0(partial(index_of, run.sparse, blank), "reading the index")
-    corpus, tokenizer = _open_data(run, observer.preparing)
-    _check_data(run, corpus, tokenizer, blank, observer)
+    corpus = _open_data(run, tokenizer(), observer.preparing)
+    _check_data(run, corpus, tokenizer(), blank, observer)
     look = cache(partial(_inspected, run, world.device, blank))
     describe_it = partial(world.run_on_rank0, lambda: look().model)
     world.set_layout(layout_of(run.parallel, world.size, describe_it))
     world.refuse_unlike("data", corpus.identity)
     loaded = partial(_load_placed, components=components, world=world, about=about)
-    run, placed, model, outside = loaded(run, blank, look, observer)
+    run, placed, model, outside = loaded(run, blank, config, look, observer)
     other = _load_reference(run, components, world, model, corpus)
     corpus.read_ahead(partial(_check_window, run, blank, other))
     counts = [(elements(p), p.requires_grad) for p in model.parameters()]  # while they are whole
@@ -163,7 +165,7 @@ def make_context(
         model=model,
         optimizer=TrainingOptimizer(model, states, pieces, world.ranks, room, weights),
         corpus=corpus,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer(),
         memory=memory,
         placed=placed,
         pieces=pieces,
@@ -181,6 +183,7 @@ def make_context(
 def _load_placed(
     run: RunConfig,
     blank: Any,
+    config: PretrainedConfig | None,
     look: Callable[[], InspectedModel],
     observer: Observer,
     *,
@@ -197,7 +200,7 @@ def _load_placed(
     if not is_packed:
         run, placed = place(run, components, world, look, about, observer)
     outside = resident_bytes()
-    model = _load_model(run, components, world, blank, observer)
+    model = _load_model(run, components, world, blank, config, observer)
     if is_packed:  # how many bytes its weights take is known when they are there
         packed, loaded = partial(inspect_for, run, model, world.device), resident_bytes()
         run, placed = place(run, components, world, packed, about, observer)
@@ -305,12 +308,10 @@ def _lay_out(
     return ReferenceModel(model, sharded_model, weights, run.objective.teacher is not None)
 
 
-def _open_data(run: RunConfig, watch: Watch) -> tuple[Corpus, Tokenizer]:
-    """The run's sequences, and the tokenizer that they are made with."""
-    tokenizer = load_run_tokenizer(run)
+def _open_data(run: RunConfig, tokenizer: Tokenizer, watch: Watch) -> Corpus:
+    """The run's sequences."""
     with activity("reading the data"):
-        corpus = open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
-    return corpus, tokenizer
+        return open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
 
 
 def load_run_tokenizer(run: RunConfig) -> Tokenizer:
@@ -332,12 +333,23 @@ def embedded_rows(run: RunConfig) -> int:
     return load_run_tokenizer(run).size() if run.model.resize_embeddings else 0
 
 
-def _blank_model(run: RunConfig, components: Components, world: DistributedContext) -> Any:
+def _blank_model(
+    run: RunConfig,
+    components: Components,
+    world: DistributedContext,
+    tokenizer: Callable[[], Tokenizer],
+) -> tuple[Any, PretrainedConfig | None]:
     """The model without weights, in which what needs none of them is checked before any text is
-    read. Raises UnsupportedError on all ranks."""
+    read, and on rank 0, which loads the weights, its configuration. Raises UnsupportedError on all
+    ranks."""
+
+    def blank_of(config: PretrainedConfig | None = None) -> Any:
+        rows = tokenizer().size() if run.model.resize_embeddings else 0
+        return _load(run, components, torch.device("cpu"), Weights.NONE, config, rows)
 
     def look_at() -> None:
-        blank = _load(run, components, torch.device("cpu"), Weights.NONE)
+        config = load_config(**run.model.origin(), dtype=torch_dtype(run))
+        blank = blank_of(config)
         refuse_model(blank)
         refuse_dropout(blank)
         if world.size > 1 and (run.model.quantize or format_of(blank.config)):
@@ -348,12 +360,12 @@ def _blank_model(run: RunConfig, components: Components, world: DistributedConte
         refuse_groups(schedule, layers, stages)
         if isinstance(run.parallel, Parallel):
             refuse_weights(schedule.weights, run.parallel.layout(world.size))
-        found.append(blank)
+        found.append((blank, config))
 
-    found: list[Any] = []
+    found: list[tuple[Any, PretrainedConfig]] = []
     # What is wrong with it is refused everywhere; the others then find files that it downloaded.
     world.run_on_rank0(look_at, "reading the model's configuration")
-    return found[0] if found else _load(run, components, torch.device("cpu"), Weights.NONE)
+    return found[0] if found else (blank_of(), None)
 
 
 def _load_model(
@@ -361,6 +373,7 @@ def _load_model(
     components: Components,
     world: DistributedContext,
     blank: Any,
+    config: PretrainedConfig | None,
     observer: Observer,
 ) -> Any:
     """Of several ranks the first loads it, into main memory: weights go to devices when it is known
@@ -368,10 +381,11 @@ def _load_model(
     torch.manual_seed(run.seed)
     stays = world.size == 1 and run.schedule.weights is not Tier.HOST
     device = world.device if stays else torch.device("cpu")
+    rows = blank.get_input_embeddings().num_embeddings
     found: list[Any] = []
 
     def read() -> None:
-        model = _load(run, components, device, Weights.SAVED)
+        model = _load(run, components, device, Weights.SAVED, config, rows)
         begin(model, run, observer.note)
         found.append(model)
 
@@ -380,7 +394,15 @@ def _load_model(
     return found[0] if found else blank
 
 
-def _load(run: RunConfig, components: Components, device: torch.device, weights: Weights) -> Any:
+def _load(
+    run: RunConfig,
+    components: Components,
+    device: torch.device,
+    weights: Weights,
+    config: PretrainedConfig | None = None,
+    rows: int = 0,
+) -> Any:
+    """The model, which embeds that many rows at least, with its adapters."""
     model = components.load_model(
         **run.model.origin(),
         dtype=torch_dtype(run),
@@ -388,8 +410,9 @@ def _load(run: RunConfig, components: Components, device: torch.device, weights:
         device=device,
         weights=weights,
         nf4=run.model.quantize is not None,
+        known=config,
     )
-    resize_embeddings(model, embedded_rows(run), run.seed)
+    resize_embeddings(model, rows, run.seed)
     adapt(model, run)
     # Dropout, where a model has any, is then seen and refused rather than silently left out.
     model.train()
@@ -560,7 +583,8 @@ def show_data(
     """Lines about the data and one sequence of them, counted from 0 as it is trained, or of those
     that are held out. Raises UnsupportedError."""
     run = as_begun(resolve(replace(run, parallel=None)))
-    corpus, tokenizer = _open_data(run, watch)
+    tokenizer = load_run_tokenizer(run)
+    corpus = _open_data(run, tokenizer, watch)
     packing = corpus.held_out if held_out else corpus.train
     if packing is None:
         raise UnsupportedError(

@@ -59,7 +59,7 @@ from farspan.train.loggers import (
     LoggingReporter,
     make_loggers,
 )
-from farspan.train.memory import STATES_KEY, TRIM_EVERY, return_freed, trimming
+from farspan.train.memory import STATES_KEY, TRIM_EVERY, grow_stack, return_freed, trimming
 from farspan.train.oom import NoScheduleFits, OneRankOutOfMemory
 from farspan.train.optimizer import learning_rate
 from farspan.train.origin import as_begun, checkpoints_of, latest
@@ -505,6 +505,7 @@ def train(
     launch = launch_env()
     run = resolve(run, None if launch is None else launch.ranks)
     device, values = choose_device(run.device), flatten(to_mapping(run))
+    grow_stack()
     if device.type == "cpu":
         return_freed()
     with join_run(launch, device, values, run.timeout()) as world:
