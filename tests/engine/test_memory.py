@@ -210,9 +210,9 @@ def test_what_the_host_cannot_hold_is_refused_before_the_first_step(
     step = Step(make_model("qwen2"), BASE)
     expected = estimate_memory(step, 1, 100)
     needed = expected.new_device + expected.host_arena + 1000
-    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: needed)
+    monkeypatch.setattr("farspan.host.available_host_bytes", lambda: needed)
     refuse_too_large(step, expected, optimizer=1000)
-    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: needed - 1)
+    monkeypatch.setattr("farspan.host.available_host_bytes", lambda: needed - 1)
     with pytest.raises(
         UnsupportedError, match=r"host memory: a step .* needs .* available .*shorten"
     ):
@@ -224,7 +224,7 @@ def test_a_step_that_cannot_be_held_is_refused_and_leaves_no_gradient(
 ) -> None:
     model = make_model("qwen2")
     step = Step(model, BASE)
-    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: 1000)
+    monkeypatch.setattr("farspan.host.available_host_bytes", lambda: 1000)
     ids = torch.zeros(1, 100, dtype=torch.long)
     with pytest.raises(UnsupportedError, match="a step of 100 tokens needs"):
         step(ids, ids)
@@ -260,7 +260,7 @@ def test_a_rehearsal_that_would_not_fit_is_not_begun(monkeypatch: pytest.MonkeyP
     step = Step(model, strategy("recompute", 4, 2000))
     arenas = sum(step.program(1, 2000).arena_bytes.values())
     room = arenas + sum(p.nbytes for p in model.parameters()) + 2000 * 100
-    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: room)
+    monkeypatch.setattr("farspan.host.available_host_bytes", lambda: room)
     monkeypatch.setattr(Step, "__call__", lambda *_: pytest.fail("the rehearsal began"))
     with pytest.raises(UnsupportedError, match="host memory: a step"):
         estimate_memory(step, 1, 2000)

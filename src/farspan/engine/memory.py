@@ -19,7 +19,7 @@ from farspan.engine.tiers import DeviceTooSmall, refuse_beyond_together
 from farspan.hf.quantized import state_bytes
 from farspan.hf.stages import UncompiledMode, uncompiled
 from farspan.hf.unsupported import context_limit
-from farspan.memory.host import GIB, UNLIMITED
+from farspan.host import GIB, UNLIMITED
 from farspan.program.program import Program, made_bytes
 from farspan.sparse.index import Index
 from farspan.sparse.sizes import grown_bytes
