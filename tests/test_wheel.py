@@ -166,6 +166,17 @@ def test_the_allocator_is_a_wheel_of_its_own(tmp_path: Path, sdist: Path) -> Non
     )
 
 
+@pytest.mark.slow
+def test_without_cmake_the_allocator_lacks_its_library(tmp_path: Path, sdist: Path) -> None:
+    """What needs no more than a trace works there, and `make train` goes on."""
+    source = unpacked(sdist, tmp_path) / ALLOCATOR
+    wheel = build("build_wheel", source, tmp_path / "allocator", PATH=str(tmp_path))
+    shutil.rmtree(source)
+    put(wheel, tmp_path / "site")
+    with pytest.raises(AssertionError, match=r"is missing; install g\+\+ and CMake"):
+        output(sys.executable, "-c", WHERE, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+
+
 @pytest.mark.exhaustive
 def test_wheels_beside_each_other_have_the_allocator(
     tmp_path: Path, pure: Path, sdist: Path

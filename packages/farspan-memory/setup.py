@@ -9,6 +9,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 LIBRARY = "farspan_memory.libfarspan_memory"
 
@@ -23,15 +24,15 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """One target into the place where setuptools expects it."""
         if shutil.which("cmake") is None:
-            raise RuntimeError("the native allocator needs CMake 3.20 or newer and g++")
+            raise CompileError("the native allocator needs CMake 3.20 or newer and g++")
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         build = Path(self.build_temp).resolve() / "native"
         source = Path(__file__).resolve().parent / "native"
         configure = ["cmake", "-S", str(source), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release"]
-        subprocess.run(
-            [*configure, f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target.parent}"], check=True
-        )
-        subprocess.run(["cmake", "--build", str(build), "--parallel", "2"], check=True)
+        configure.append(f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target.parent}")
+        for command in (configure, ["cmake", "--build", str(build), "--parallel", "2"]):
+            if subprocess.run(command).returncode:
+                raise CompileError(f"{' '.join(command)} failed")
 
 
 class Wheel(bdist_wheel):
