@@ -25,10 +25,11 @@ COLUMNS = 100
 SOURCE = "src/farspan/"
 SOURCE_FILES = 166
 SOURCE_LINES = 62_080  # decision 053; budgets by package are to lower it
-# And of a package of its own, its C++ and its models of other allocators apart.
+# And of a package of its own, without its C++ and what it is compared with: models of other
+# allocators, and MEMO's program.
 ALLOCATOR = "packages/farspan-memory/"
 ALLOCATOR_SOURCE, MODELS = f"{ALLOCATOR}src/", "/compare/"
-ALLOCATOR_LINES = 4_200
+ALLOCATOR_LINES = 3_600  # those of `compare` are 1,191 more
 SMALL = 80  # lines; a module that has fewer and one importer belongs in it
 # Small modules with one importer that stand alone all the same, and why.
 ALONE = {

@@ -27,10 +27,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from farspan_memory.compare.mip import place_by_mip
 from farspan_memory.exact import (
     Solution,
     place_bilevel,
-    place_by_mip,
     place_exactly,
     place_flat,
     segments,

@@ -23,11 +23,11 @@ from farspan_memory.compare.compare import (
     compare,
     contenders,
 )
+from farspan_memory.compare.mip import place_by_mip
 from farspan_memory.errors import UnsupportedError
 from farspan_memory.exact import (
     Solution,
     place_bilevel,
-    place_by_mip,
     place_exactly,
     place_flat,
     segments,

@@ -7,15 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan_memory import exact as mip
+from farspan_memory.compare import mip
+from farspan_memory.compare.mip import count_overlapping, overlapping, place_by_mip, write_program
 from farspan_memory.errors import UnsupportedError
-from farspan_memory.exact import (
-    count_overlapping,
-    overlapping,
-    place_by_mip,
-    place_exactly,
-    write_program,
-)
+from farspan_memory.exact import place_exactly
 from farspan_memory.placement import Placement, PlacementRequest, live_peak
 from tests.grids import examples
 from tests.memory.check_placement import check_placement
