@@ -4,7 +4,7 @@ from tests.mutants.faults import Fault
 
 MERGING = "tests/field/test_merging.py::"
 TRAINERS = "tests/field/test_trainer.py::"
-FORECAST = "tests/train/test_rehearsal.py::"
+FORECAST = "tests/train/test_forecast.py::"
 ONE_AUTO = "tests/train/test_one_auto.py::"
 LOOP = "tests/train/test_loop.py::"
 CHOICE = "tests/train/test_choice.py::"
@@ -13,10 +13,10 @@ STREAMS = "tests/data/test_streaming.py::"
 
 FIELD = (
     Fault(
-        "runs: a step is rehearsed though a profile knows the model",
-        "if ctx.world.size > 1 or (run.kernels.compile",
-        "if ctx.world.size >= 1 or (run.kernels.compile",
-        (FORECAST + "test_where_a_profile_knows_the_model_no_step_is_rehearsed",),
+        "runs: the forecast of a step leaves out what its cells hold",
+        "return lambda program: momentary(question, program) + values",
+        "return lambda _: values",
+        (FORECAST + "test_the_first_step_is_forecast_and_not_rehearsed",),
     ),
     Fault(
         "runs: a schedule that ran out of memory is begun with again",

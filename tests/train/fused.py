@@ -18,7 +18,7 @@ class Moment:
     """A cell of a step, behind which something may happen."""
 
     rank: int
-    step: int  # from 1; 0 in the rehearsal
+    step: int  # from 1
     cell: int  # from 1, in the step
     cells: int  # of a batch
     batches: int  # of the step
@@ -38,20 +38,18 @@ def components_with(
     of its step. Steps are counted from where this process begins."""
 
     class Fused(Step):
-        calls = -1  # the rehearsal of all ranks is the first
+        calls = 0
 
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-            if self.sharded_model is not None and self.sharded_model.ranks.is_apart:
-                return super().__call__(*args, **kwargs)
             self.calls += 1
             rank = dist.get_rank() if dist.is_initialized() else 0
             step = -(-self.calls // accumulate)
             told = self.progress
-            batches, batch = (accumulate, (self.calls - 1) % accumulate) if step else (1, 0)
+            batch = (self.calls - 1) % accumulate
 
             def progress(done: Progress) -> None:
                 cell = batch * done.cells + done.cells_done
-                happen(Moment(rank, step, cell, done.cells, batches))
+                happen(Moment(rank, step, cell, done.cells, accumulate))
                 if told is not None:
                     told(done)
 

@@ -9,16 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from farspan.distributed import failure as faults
 from farspan.distributed import run_context as launch
 from farspan.distributed.failure import CooperativeStop
-from farspan.engine.runner import Progress
-from farspan.engine.step import Step
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.layout import Layout, Parallel
 from farspan.program.program import Backward, Forward, Head
@@ -30,7 +26,7 @@ from tests.program.test_share import MODEL, layouts, ranks_of, schedules
 from tests.ranks import run_ranks
 from tests.train.fused import Moment, components_with
 from tests.train.test_ranks import a_run, model_of, same_run
-from tests.train.tiny import Quiet, replaced
+from tests.train.tiny import Quiet
 
 SLOW = 0.1  # seconds a cell, once a signal is on its way: five pulses of PULSE
 PULSE = 0.02
@@ -114,47 +110,6 @@ def test_all_ranks_abandon_a_step_behind_one_cell(tmp_path: Path, names: tuple[s
         same_run(run, whole)
     found, wanted = model_of(runs["ulysses"]), model_of(whole)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-class Rehearsing(Step):
-    """Rank 1 is signalled behind the second cell that it rehearses apart from the others, once rank
-    0 has come as far."""
-
-    cells = 0  # that a rank rehearsed apart
-    reached: Path  # is there when rank 0 has
-
-    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
-        assert self.sharded_model is not None
-        if self.sharded_model.ranks.is_apart:
-            self.progress = partial(self._slowly, self.progress)
-        return super().__call__(*arguments, **named)
-
-    def _slowly(self, told: Any, done: Progress) -> None:
-        Rehearsing.cells += 1
-        if (dist.get_rank(), done.cells_done) == (0, 2):
-            self.reached.touch()
-        if (dist.get_rank(), done.cells_done) == (1, 2):
-            while not self.reached.exists():
-                time.sleep(PULSE)
-            os.kill(os.getpid(), signal.SIGTERM)
-        if done.cells_done >= 2:
-            time.sleep(SLOW)
-        assert done.cells_done < done.cells, "it is abandoned"
-        told(done)
-
-
-def abandon_rehearsal(run: RunConfig) -> int:
-    faults.HEARTBEAT, Rehearsing.reached = PULSE, Path(f"{run.folder}-reached")
-    result = loop.train(run, components=replaced(make_step=Rehearsing), reporter=Quiet())
-    assert result.exit_code == 128 + signal.SIGTERM
-    assert Rehearsing.cells >= 2
-    return result.step
-
-
-def test_ranks_that_rehearse_apart_end_together(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "run", LAYOUTS["ulysses"])
-    assert run_ranks(2, abandon_rehearsal, run) == [0, 0]
-    assert saved(run) == ["step-00000000"]
 
 
 def noted(halts: list[CooperativeStop], *arguments: Any) -> CooperativeStop:

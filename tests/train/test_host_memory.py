@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from farspan.distributed.context import ParallelContext
-from farspan.engine.memory import estimate_memory, refuse_too_large
+from farspan.engine.memory import estimate_memory, least_transient, refuse_too_large
 from farspan.engine.step import Step
 from farspan.engine.tiers import refuse_beyond_together
 from farspan.host import GIB, TooLarge
@@ -92,7 +92,7 @@ def test_a_named_schedule_beyond_it_is_not_begun(tmp_path: Path) -> None:
 
 def test_the_guard_counts_what_is_new_to_the_byte() -> None:
     step = Step(make_model("qwen2"), Schedule(chunk=8, groups=2))
-    expected = estimate_memory(step, 1, 40)
+    expected = estimate_memory(step, 1, 40, cells=least_transient)
     step.host_room = expected.new_device + expected.host_arena + 1000
     refuse_too_large(step, expected, optimizer=1000)
     with pytest.raises(TooLarge, match="host_memory leaves"):

@@ -127,14 +127,9 @@ def test_what_comes_before_the_first_step_is_heard_of() -> None:
         clock.now += 20.0
         reporter.measuring(what)
     reporter.note("measured")
-    for cell in range(1, 5):
-        clock.now += 6.0
-        reporter.rehearsing(cell / 4, cells_done(cell, 4))
     assert out.getvalue().splitlines() == [
         "this machine: measuring quickly",
         "measured",
-        "dry run: 50%  cell 2/4  eta 0:12",
-        "dry run: 100%  cell 4/4  eta 0:00",
     ]
 
 
@@ -160,22 +155,19 @@ def test_a_line_says_which_of_how_many_and_the_time_left() -> None:
     ]
 
 
-@pytest.mark.parametrize("at", ["dry run", "step 1/4", "evaluating"])
+@pytest.mark.parametrize("at", ["step 1/4", "evaluating"])
 def test_a_bar_says_which_of_how_many_and_the_time_left(at: str) -> None:
     made, out = console(True)
     observer = Observer(make_reporter(made), Interrupt())
     with observer.reporter as reporter:
-        observer.rehearsing(cells_done(1, 4))
-        observer.rehearsing(cells_done(2, 4))
-        if at != "dry run":
-            reporter.start(steps=4, tokens_per_step=1000, step=0)
-            reporter.begin(1)
-            observer.training(1, 0, 2, cells_done(1, 2))
+        reporter.start(steps=4, tokens_per_step=1000, step=0)
+        reporter.begin(1)
+        observer.training(1, 0, 2, cells_done(1, 2))
         if at == "evaluating":
             reporter.end(VALUES)
             observer.evaluating(0, 3, cells_done(1, 2))
             observer.evaluating(1, 3, cells_done(1, 2))
-    parts = {"dry run": "cell 2/4", "step 1/4": "batch 1/2  cell 1/2"}
+    parts = {"step 1/4": "batch 1/2  cell 1/2"}
     text = out.getvalue().splitlines()[-2]  # as the bars stood in the end
     assert "…" not in text
     assert at in text
@@ -188,7 +180,6 @@ def test_bars_on_a_terminal() -> None:
         assert isinstance(reporter, BarReporter)
         reporter.preparing(5, 100)
         reporter.measuring("matrix products")
-        reporter.rehearsing(0.5, cells_done(1, 2))
         reporter.start(steps=4, tokens_per_step=1000, step=0)
         reporter.begin(1)
         reporter.cells(1, 0.5, cells_done(4, 8))

@@ -114,7 +114,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="batch of all replicas was 2, is now 1"):
         train(replace(run, parallel=None), reporter=Quiet())
     alone = replace(run, batch=2, parallel=None)
-    assert interrupted(alone, 1, 0) == 3
+    assert interrupted(alone, 2, 0) == 3
     run_ranks(2, fit_all, [replace(alone, parallel=Parallel(pipeline=2))])
     same_run(alone, whole)
 

@@ -431,7 +431,7 @@ def test_a_device_apart_is_given_nothing_but_steps(tmp_path: Path) -> None:
     assert ctx.held_bytes() == ctx.touched_bytes().device == held.device == 0
     assert ctx.touched_bytes().host == held.host + sum(p.nbytes for p in ctx.model.parameters())
     assert 12 * 8976 <= held.host < 12 * 8976 + 4 * 30
-    found = _static(step, step.program(1, 48), documents=True)
+    found = _static(step, step.program(1, 48))
     assert (found.weights, found.gradients, found.host_weights) == (0, 0, weights)
     assert found.host == found.host_arena + weights + found.host_gradients
 

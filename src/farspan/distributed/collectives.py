@@ -6,11 +6,8 @@ numbers of rows, or none. `scatter_sum` adds parts in the order of ranks, so tha
 bits every time and on any number of nodes; `sum` leaves the order to the backend. `sent` counts the
 bytes that this rank gives to others.
 
-A rank may be `apart` for a while: it takes as much memory as among its peers and waits for none.
-It receives zeros then, or its own rows in a gather, so that no page or expert is missing.
-
 Pipeline stages are groups of layers: chunks go up, their gradients down. A stage waits for a send
-only when it is `AHEAD` chunks further, so that what it holds of what it sent does not grow with the
+only when it is `CHUNKS_UNDER_WAY` further: what it holds of what it sent does not grow with the
 sequence. It receives in the order in which its neighbour sends: inputs in the order of chunks,
 gradients in the reverse one.
 """
@@ -22,6 +19,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from farspan.program.layout import CHUNKS_UNDER_WAY
 
 # Since torch 2.13 under another name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,7 +48,6 @@ class Communicator:
 
     group: dist.ProcessGroup | None
     sent: int = 0  # bytes, since the start
-    apart: bool = False
 
     @property
     def size(self) -> int:
@@ -74,8 +72,6 @@ class Communicator:
         """The same, started when this returns."""
         if self.size == 1:
             return PendingExchange(rows, None, rows)
-        if self.apart:
-            return PendingExchange(rows.new_zeros(sum(back), *rows.shape[1:]), None, rows)
         received = rows.new_empty(sum(back), *rows.shape[1:])
         work = dist.all_to_all_single(
             received, rows, list(back), list(out), group=self.group, async_op=True
@@ -100,34 +96,22 @@ class Communicator:
 
     def gather_into(self, whole: Tensor, rows: Tensor) -> None:
         """All-gather of as many rows from each, into a tensor that is there."""
-        if self.apart:
-            whole.view(self.size, *rows.shape).copy_(rows.expand(self.size, *rows.shape))
-            return
         all_gather(whole, rows, group=self.group)
         self._count(rows, rows.shape[0] * (self.size - 1))
 
     def send(self, tensor: Tensor, number: int) -> dist.Work | None:
         """Send to a peer by its number among all ranks. The tensor must live until the work is
         done; None: it is."""
-        if self.apart:
-            return None
         self.sent += tensor.nbytes
         return dist.isend(tensor, number, group=self.group)
 
     def receive(self, place: Tensor, number: int) -> None:
         """Wait for a tensor from a peer, by its number among all ranks."""
-        if self.apart:
-            place.zero_()
-        else:
-            dist.recv(place, number, group=self.group)
+        dist.recv(place, number, group=self.group)
 
     def pass_round(self, sent: Sequence[Tensor], places: Sequence[Tensor]) -> list[dist.Work]:
         """Start to send these to the next peer, and to fill `places` with what the one before
         sends. Neither side posts tensors without rows; both know the counts."""
-        if self.apart:
-            for place in places:
-                place.zero_()
-            return []
         ahead = self.number((self.index + 1) % self.size)
         behind = self.number((self.index - 1) % self.size)
         gone = [dist.P2POp(dist.isend, x, ahead, self.group) for x in sent if x.numel()]
@@ -148,7 +132,7 @@ class Communicator:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """All-reduce, in place."""
-        if self.size == 1 or self.apart:
+        if self.size == 1:
             return tensor
         dist.all_reduce(tensor, group=self.group)
         self.sent += 2 * tensor.nbytes * (self.size - 1) // self.size
@@ -156,9 +140,6 @@ class Communicator:
 
     def _count(self, like: Tensor, rows: int) -> None:
         self.sent += rows * like.shape[1:].numel() * like.element_size()
-
-
-AHEAD = 2  # chunks on their way
 
 
 @dataclass(slots=True)
@@ -172,7 +153,7 @@ class Pipeline:
         """Send to the stage after this one (`up`), or before it."""
         tensor = tensor.contiguous()
         self.sending.append((self.peers.send(tensor, self._other(up)), tensor))
-        while len(self.sending) > AHEAD:
+        while len(self.sending) > CHUNKS_UNDER_WAY:
             self._wait()
 
     def receive(self, place: Tensor, *, up: bool) -> Tensor:

@@ -36,7 +36,6 @@ class ParallelContext:
     rank: Rank = field(init=False)
     groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
     made: dict[tuple[str, ...], Any] = field(default_factory=dict)  # by axes of several ranks
-    is_apart: bool = False
     agreed: int = 0  # exchanges so far, the same on every rank
     scopes: dict[tuple[str, ...], list[tuple[int, ...]]] = field(default_factory=dict)
 
@@ -64,7 +63,6 @@ class ParallelContext:
         this rank is the only one."""
         axes = tuple(axis for axis in AXES if axis in axes)
         if axes not in self.groups:
-            assert not self.is_apart, f"a group of {axes} is made by all ranks"
             self.groups[axes] = Communicator(None)
         peers = self.groups[axes]
         if peers.group is None:
@@ -87,27 +85,9 @@ class ParallelContext:
                 self.made[several] = groups[self.rank.peers(*several)]
         return self.made[several]
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Inside the block this rank runs its part of a step without the other ranks, which need
-        not run theirs: its memory is that of a step, its results mean nothing."""
-        self.is_apart = True
-        try:
-            for peers in self.groups.values():
-                peers.apart = True
-            yield
-        finally:
-            for peers in self.groups.values():
-                peers.apart = False
-            self.is_apart = False
-
-    def _record_sync(self) -> None:
-        if not self.is_apart:
-            record_sync()
-
     def figures(self, mine: Sequence[int]) -> list[list[int]]:
         """The numbers that each rank gives, as many each, in the order of ranks."""
-        self._record_sync()
+        record_sync()
         peers = self.among(*AXES)
         rows = torch.tensor([mine], dtype=torch.int64, device=self.device)
         found: list[list[int]] = peers.gather(rows, [1] * peers.size).tolist()
@@ -125,20 +105,15 @@ class ParallelContext:
         mine, digests, turn = Agreement(call), [0] * len(SCOPES), self.agreed
         try:
             yield mine
-            if not self.is_apart:
-                digests = [mine.digest(scope, turn) for scope in SCOPES]
+            digests = [mine.digest(scope, turn) for scope in SCOPES]
         except Exception as error:
-            if not self.is_apart:
-                self._exchange(mine, digests, _words_of(error))
+            self._exchange(mine, digests, _words_of(error))
             raise
-        if self.is_apart:
-            mine.table = [mine.figures]
-        else:
-            self._exchange(mine, digests, None)
+        self._exchange(mine, digests, None)
 
     def _exchange(self, mine: "Agreement", digests: list[int], refusal: str | None) -> None:
         turn, self.agreed = self.agreed, self.agreed + 1
-        self._record_sync()
+        record_sync()
         rows = torch.tensor([[refusal is not None, *digests, *mine.figures]], device=self.device)
         peers = self.among(*AXES)
         table = peers.gather(rows, [1] * peers.size).tolist()

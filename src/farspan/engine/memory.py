@@ -1,4 +1,4 @@
-"""Estimate a step's memory by a dry run of a short one, and measure its peak."""
+"""Estimate a step's memory from its program and its model's profile, and measure its peak."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -12,17 +12,14 @@ from torch import Tensor, nn
 from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import gradient_dtype, local
-from farspan.engine.gradients import own_gradients
-from farspan.engine.runner import ADVICE, Progress
+from farspan.engine.runner import ADVICE
 from farspan.engine.step import Step
 from farspan.engine.tiers import DeviceTooSmall, refuse_beyond_together
 from farspan.hf.quantized import state_bytes
 from farspan.hf.stages import UncompiledMode, uncompiled
-from farspan.hf.unsupported import context_limit
 from farspan.host import GIB, UNLIMITED
 from farspan.program.program import Program, made_bytes
 from farspan.sparse.index import Index
-from farspan.sparse.sizes import grown_bytes
 from farspan.spec import Tier
 
 
@@ -117,8 +114,7 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one step. What the program sizes is exact; `transient` was measured on a shorter
-    sequence, and does not grow with it."""
+    """Bytes of one step: `transient` by the model's profile, all else by the program."""
 
     device_arena: int
     host_arena: int
@@ -161,66 +157,33 @@ def estimate_memory(
     step: Step,
     batch: int,
     tokens: int,
-    progress: Callable[[Progress], None] | None = None,
     *,
-    accumulate: bool = False,
     values: int = 0,
-    cells: Callable[[Program], int] | None = None,
+    cells: Callable[[Program], int],
 ) -> MemoryEstimate:
     """The memory of a step of this shape: sizes of its program, and what its cells hold for a
     moment, which programs do not size.
 
-    `cells` tells that of a program, by the profile of the model; without it, a dry run of a short
-    step does, which may take as long as a step: `progress` is called after each of its cells and
-    may raise to abandon it. With `accumulate` the step adds to gradients that are there before it,
-    as all but the first batch of an update do. `values` are the log-probabilities of a token that
-    the loss is computed from; 0: a step of one pass. Raises TooLarge when main memory could not
-    hold it.
+    Args:
+        values: Log-probabilities of a token that the loss is computed from; 0: a step of one pass.
+        cells: Bytes that the cells of a program hold, by the profile of the model.
+
+    Raises:
+        TooLarge: Main memory cannot hold the step.
     """
     refuse_known(step, batch, tokens)
-    is_cut = values > 0
-    whole = step.prepared(batch, tokens, is_cut=is_cut).program
-    static = _static(step, whole, documents=True)
-    if cells is not None:
-        found = cells(whole)
-        # Cells may be fullest while some gradients do not exist yet.
-        sums = max(0, static.accumulators + min(0, found))
-        return replace(static, transient=max(0, found), accumulators=sums)
-    schedule = step.schedule
-    short, limit = _dry_run_shape(step, tokens)
-    program = step.prepared(batch, short, is_cut=is_cut).program
-    dry = _static(step, program, documents=limit < short)
-    peak = _dry_run(step, batch, short, limit, progress, accumulate, values)
-    on_cpu = step.boundary.device.type == "cpu"
-    known = dry.new_device + (dry.new_host if on_cpu else 0)
-    # Of a longer prefix more pages are chosen, until gathers are as large as they come.
-    grown = grown_bytes(step.model_spec, schedule, batch, (short, tokens))
-    return MemoryEstimate(**{**asdict(static), "transient": max(0, peak - known) + grown})
+    whole = step.prepared(batch, tokens, is_cut=values > 0).program
+    static, found = _static(step, whole), cells(whole)
+    # Cells may be fullest while some gradients do not exist yet.
+    sums = max(0, static.accumulators + min(0, found))
+    return replace(static, transient=max(0, found), accumulators=sums)
 
 
 def refuse_known(step: Step, batch: int, tokens: int) -> None:
-    """As `refuse_too_large`, of what is known without a dry run, which may take as long as the
-    step: do not start what cannot fit."""
+    """As `refuse_too_large`, of what is known without a profile."""
     program = step.program(batch, tokens)
-    static = _static(step, program, documents=True)
+    static = _static(step, program)
     refuse_too_large(step, replace(static, transient=least_transient(program)), optimizer=0)
-
-
-def dry_run_apart(
-    step: Step,
-    batch: int,
-    tokens: int,
-    progress: Callable[[Progress], None] | None = None,
-    *,
-    accumulate: bool = False,
-    values: int = 0,
-) -> int:
-    """Peak bytes of the dry run that `estimate_memory` makes, by this rank apart from the others:
-    a rank that runs out of memory leaves nobody waiting."""
-    assert step.sharded_model is not None, "a step of several ranks"
-    with step.sharded_model.ranks.apart():
-        short, limit = _dry_run_shape(step, tokens)
-        return _dry_run(step, batch, short, limit, progress, accumulate, values)
 
 
 def refuse_too_large(step: Step, expected: MemoryEstimate, optimizer: int) -> None:
@@ -284,14 +247,14 @@ def least_transient(program: Program) -> int:
     return tokens * max(saved)
 
 
-def _static(step: Step, program: Program, *, documents: bool) -> MemoryEstimate:
+def _static(step: Step, program: Program) -> MemoryEstimate:
     # Of a sharded model, this rank's parts; layers of other stages have no memory.
     parameters = {id(p): p for p in step.boundary.model.parameters() if not p.is_meta}.values()
     trained = [p for p in parameters if p.requires_grad]
     found = MemoryEstimate(
         device_arena=program.arena_bytes[Tier.DEVICE],
         host_arena=program.arena_bytes[Tier.HOST],
-        inputs=made_bytes(program.run.batch, program.run.tokens, documents=documents),
+        inputs=made_bytes(program.run.batch, program.run.tokens, documents=True),
         weights=0,
         gradients=0,
         accumulators=0,
@@ -299,7 +262,7 @@ def _static(step: Step, program: Program, *, documents: bool) -> MemoryEstimate:
     )
     if isinstance(step.selector, Index):
         device, dtype = step.boundary.device, step.boundary.dtype
-        step.selector.at(device, dtype)  # a dry run finds them there, as the step will
+        step.selector.at(device, dtype)  # now, as the step will find them
         found = replace(found, index=step.selector.nbytes(dtype))
     if step.weights is not None:
         return replace(
@@ -343,48 +306,3 @@ def _accumulators(step: Step, program: Program) -> int:
         else sharded_model.outer_parameters()
     )
     return size(outer) + widest
-
-
-def _dry_run_shape(step: Step, tokens: int) -> tuple[int, int]:
-    """Tokens of the dry run of a step of so many tokens, and of its longest document."""
-    schedule = step.schedule
-    # One whole block of earlier keys, so that attention's own temporaries are seen in full; and a
-    # chunk behind, so that they are seen beside the gradients that it left.
-    short = min(tokens, 2 * schedule.chunk + max(schedule.chunk, schedule.kv_block))
-    return short, context_limit(step.boundary.model) or short
-
-
-def _dry_run(
-    step: Step,
-    batch: int,
-    tokens: int,
-    limit: int,
-    progress: Callable[[Progress], None] | None,
-    accumulate: bool,
-    values: int,
-) -> int:
-    """Peak bytes of a step on [batch, tokens], in documents of at most `limit` tokens; gradients
-    are not kept."""
-    boundary = step.boundary
-    ids = torch.zeros(batch, tokens, dtype=torch.long, device=boundary.device)
-    ids += torch.arange(tokens, device=boundary.device) % step.model_spec.vocab
-    own, step.progress = step.progress, progress
-    documents = torch.arange(tokens, device=boundary.device).repeat(batch, 1) // limit
-    step.release()
-    try:
-        with own_gradients(boundary.model), PeakMemory(boundary.device) as meter:
-            if accumulate and step.weights is not None:
-                step.weights.zero_gradients()
-            for parameter in boundary.model.parameters() if accumulate else ():
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
-            marks = documents if limit < tokens else None
-            if values:
-                labels = ids if values == 1 else ids[..., None].expand(-1, -1, values)
-                step.logprobs(ids, labels, marks).sum().backward()
-            else:
-                step(ids, ids, marks)
-    finally:
-        step.progress = own
-        step.release()
-    return meter.peak

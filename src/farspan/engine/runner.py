@@ -348,8 +348,7 @@ class ProgramRunner:
 
     def _watched(self, program: Program) -> tuple[int, int] | None:
         """The cell whose seen mass this step measures; an evaluation measures none."""
-        apart = self.sharded_model is not None and self.sharded_model.ranks.is_apart
-        if not self.watches or not program.trains() or apart:
+        if not self.watches or not program.trains():
             return None
         self._steps += 1
         return watched_cell(program, self._steps - 1)

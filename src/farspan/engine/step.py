@@ -575,7 +575,7 @@ class Step(ProgramRunner):
         if trained_tokens is not None and trained_tokens < 1:
             raise UnsupportedError(f"trained_tokens: expected at least 1, got {trained_tokens}")
         sharded = self.sharded_model
-        if sharded is None or sharded.ranks.is_apart:
+        if sharded is None:
             return
         same.add({"trained_tokens": repr(trained_tokens), "schedule": repr(self._schedule)})
         same.add({"kernels": repr(self._wanted), **facts_of("selector", self.selector)})
@@ -628,7 +628,7 @@ class Step(ProgramRunner):
         if inputs.weights is not None:
             return 1
         replicas = [0]
-        if self.sharded_model is not None and not self.sharded_model.ranks.is_apart:
+        if self.sharded_model is not None:
             replicas = list(self.sharded_model.ranks.rank.peers("data"))
         return max(1, sum(same.table[number][1] for number in replicas))
 

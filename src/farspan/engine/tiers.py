@@ -455,7 +455,7 @@ def reserve_together(
     """Holds so many bytes of each tier. A machine may refuse one rank what forecasts allow, such as
     pages to lock: then TooLarge or DeviceTooSmall is raised on all, which have computed nothing
     yet. A rank by itself raises what it was told."""
-    alone = ranks is None or ranks.is_apart or ranks.layout.devices() == 1
+    alone = ranks is None or ranks.layout.devices() == 1
     tiers, refused, size, cause = list(Tier), -1, 0, None
     for number, tier in enumerate(tiers):
         try:
@@ -484,10 +484,7 @@ def refuse_beyond_together(
 ) -> None:
     """Raises TooLarge, on all ranks, when those of one machine are about to take more of its main
     memory than it has, or than each is `allowed` together. All ranks call it with what each needs,
-    and all or none with a limit; None of `ranks`: this process is alone. One that is apart takes
-    what they have looked at together."""
-    if ranks is not None and ranks.is_apart:
-        return
+    and all or none with a limit; None of `ranks`: this process is alone."""
     if ranks is None or ranks.layout.devices() == 1:
         if needed > 0:
             refuse_beyond(needed, what, advice, allowed=allowed)

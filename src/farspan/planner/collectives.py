@@ -18,6 +18,7 @@ Korthikanti et al. 2022, 4.2.2). What a device holds for messages under way is `
 from dataclasses import dataclass
 
 from farspan.planner.request import Question
+from farspan.program.layout import CHUNKS_UNDER_WAY
 from farspan.program.program import AttentionMode
 from farspan.program.work import exposed
 from farspan.spec import LayerSpec
@@ -183,6 +184,7 @@ def exchange_bytes(question: Question, chunk: int) -> int:
       in the accumulate dtype;
     - ring: K, V of two other devices, in use and arriving, and dK, dV that travel with them;
     - tensor: the chunk's tokens gathered, the input of a product and the sum after the next;
+    - pipeline: hidden states of chunks that a stage has sent ahead of the next;
     - FSDP: weights of one layer more than are open, gathered ahead.
     """
     layout, model = question.layout, question.model
@@ -200,6 +202,7 @@ def exchange_bytes(question: Question, chunk: int) -> int:
         row += 2 * own * kv * (width + wide) * (layout.ring > 1)
         rows = max(rows, row)
     rows += 2 * tokens * layout.tensor * model.hidden * width * (layout.tensor > 1)
+    rows += CHUNKS_UNDER_WAY * tokens * model.hidden * width * (layout.pipeline > 1)
     ahead = max(layer.work.parameters for layer in model.layers) * width // layout.tensor
     return question.run.batch * rows + ahead * (fsdp_ranks(question) > 1)
 

@@ -241,7 +241,7 @@ class RankWalk(Walk):
         for name, size in self.outer_weights.items():
             if name not in self.outer:
                 self._take(self.wide * size)
-            self._settle(size)
+            self._settle(0, size)
 
 
 PAGE = 4096  # pinned memory is locked by whole pages
@@ -448,6 +448,21 @@ def rank_parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict
     )
     host["pages"] = -sum(host.values()) % PAGE
     return device, host
+
+
+def momentary(question: Question, program: Program) -> int:
+    """Return the device bytes that a rank holds for a moment beside its program's buffers.
+
+    Cells and their workspace, messages, and weights that are gathered for an open group; less than
+    0 where cells are fullest before all gradients exist.
+    """
+    stage = program.share.rank.along["pipeline"]
+    kinds = kinds_of(question, program.schedule)
+    kind = next(kind for kind in kinds if stage in kind.stages)
+    part, own = part_of(question, kind), own_schedule(program.schedule, question.layout)
+    gathered = 0 if program.streams() else states(part, own_ranges(program)).gathered
+    transient = RankWalk(question, program).run().transient
+    return transient + workspace_bytes(part, own) + exchange_bytes(part, own.chunk) + gathered
 
 
 def _joined(*parts: dict[str, int]) -> dict[str, int]:

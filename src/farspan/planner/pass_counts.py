@@ -304,8 +304,7 @@ class Cuts:
         sizes = [[float(held.gradients)] for held in self.held]
         if self.kind.is_stage:
             model, width = self.question.model, gradient_bytes(self.question)
-            ranks = sharing_of(self.question).ranks
-            outer = -(-model.outer_trainable() // ranks) * width
+            outer = sharing_of(self.question).own(0, model.outer_trainable()) * width
             sizes = [[max(0.0, size - outer)] for (size,) in sizes]
         return np.array(sizes)
 

@@ -33,6 +33,11 @@ class Sharing:
     ranks: int = 1  # that share what is in `.grad`, by rows
     tensor: int = 1  # that share the weights of layers, by heads and features
     apart: bool = False  # sums are added over devices, so they are not `.grad`, however wide it is
+    stages: int = 1  # of a pipeline, which share what lies outside the layers as well
+
+    def own(self, layers: int, outer: int) -> int:
+        """A device's part of so many elements or bytes of layers, and of what lies outside them."""
+        return -(-(layers * self.stages + outer) // (self.ranks * self.stages))
 
     def slice(self, size: int) -> int:
         """Of a layer's weights."""
@@ -97,14 +102,16 @@ def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -
     layers = [model.layers[slice(*group)] for group in group_layers]
     group = max(sum(layer.work.parameters for layer in of) for of in layers)
     trained = max(sum(layer.work.trainable for layer in of) for of in layers)
-    whole = sharing.slice(group) + outer
+    whole = sharing.slice(group) * (sharing.ranks > 1 or away)
+    if question.layout.cuts_weights():  # ranks of all stages share what lies outside the layers
+        whole += outer
     needs_sum = sharing.apart or final < wide
     own = _own(sharing, model.trainable, outer_trained)
     on_device, on_host = _optimizer_bytes(question, own)
     weights = _own(sharing, model.parameters, outer) * model.element_bytes - _packed(model)
     return States(
         weights=weights * (not away),
-        gathered=whole * model.element_bytes if sharing.ranks > 1 or away else 0,
+        gathered=whole * model.element_bytes,
         gradients=own * final * (not away),
         accumulators=(sharing.slice(trained) + outer_trained) * wide if needs_sum else 0,
         optimizer=on_device,
@@ -156,13 +163,14 @@ def index_bytes(model: ModelSpec, sparse: Sparse | None) -> int:
 def sharing_of(question: Question) -> Sharing:
     """Who has what of the weights."""
     layout = question.layout
-    return Sharing(fsdp_ranks(question), layout.tensor, layout.devices() > 1)
+    stages = layout.pipeline if layout.fsdp else 1
+    return Sharing(fsdp_ranks(question), layout.tensor, layout.devices() > 1, stages)
 
 
 def _own(sharing: Sharing, elements: int, outer: int) -> int:
     """A device's part of so many elements, of which `outer` lie outside the layers: those are not
     cut by heads and features."""
-    return -(-(sharing.slice(elements - outer) + outer) // sharing.ranks)
+    return sharing.own(sharing.slice(elements - outer), outer)
 
 
 WIDE = (Optimizer.ADAMW, Optimizer.HOST, Optimizer.DISK)

@@ -140,7 +140,8 @@ class Walk:
     def _begin_with_gradients(self) -> None:
         """Of all weights. Where `.grad` is the sum itself, nothing comes to it any more."""
         if not self.streams:
-            self._take(self._final(sum(self.outer_weights.values()) + sum(map(sum, self.weights))))
+            outer = sum(self.outer_weights.values())
+            self._take(self._final(sum(map(sum, self.weights)), outer))
         if not self.sums_apart:
             self.begun.update(range(len(self.classes)))
             self.outer = frozenset(self.outer_weights)
@@ -168,20 +169,21 @@ class Walk:
             return Peak(self.peak, 0, 0)
         layers = [sum(map(sum, self.weights[slice(*group)])) for group in self.program.groups]
         outer = sum(self.outer_weights.values())
-        gradients = self._final(outer + sum(layers))
+        gradients = self._final(sum(layers), outer)
         sums = self.wide * (outer + max(layers)) if self.sums_apart else 0
         return Peak(self.peak, gradients, sums)
 
-    def _final(self, elements: int) -> int:
-        """Bytes of these elements in `.grad`."""
-        return 0 if self.leaves else -(-self.final * elements // self.sharing.ranks)
+    def _final(self, layers: int, outer: int = 0) -> int:
+        """Bytes in `.grad` of these elements of layers, and of what lies outside them."""
+        return 0 if self.leaves else self.sharing.own(self.final * layers, self.final * outer)
 
-    def _settle(self, size: int) -> None:
+    def _settle(self, layers: int, outer: int = 0) -> None:
         """A sum of so many elements becomes `.grad`, or leaves for it."""
+        size, final = self.wide * (layers + outer), self._final(layers, outer)
         if self.leaves:
-            self._rise(-(-self.wide * size // self.sharing.ranks))
-        self._take(self._final(size))
-        self.live -= self.wide * size + self._final(size) * self.replaces
+            self._rise(self.sharing.own(self.wide * layers, self.wide * outer))
+        self._take(final)
+        self.live -= size + final * self.replaces
 
     def _rise(self, size: int) -> None:
         if self.live + size > self.peak:
@@ -257,11 +259,10 @@ class Walk:
         if not self.sums_apart:
             return
         layers = range(*self.program.groups[i.group])
-        sizes = [size for layer in layers if layer in self.begun for size in self.weights[layer]]
-        if i.group == 0:
-            sizes += self.outer_weights.values()
-        for size in sizes:
+        for size in (s for layer in layers if layer in self.begun for s in self.weights[layer]):
             self._settle(size)
+        for size in self.outer_weights.values() if i.group == 0 else ():
+            self._settle(0, size)
 
     # -- cells ---
 

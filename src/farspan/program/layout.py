@@ -32,6 +32,8 @@ from farspan.spec import LayerSpec, ModelSpec, Schedule, Tier, UnsupportedError
 AXES = ("tensor", "ulysses", "shards", "ring", "data", "pipeline")  # the innermost first
 SEQUENCE = AXES[:4]  # those that share the tokens of a sequence
 
+CHUNKS_UNDER_WAY = 2  # that a stage of a pipeline sends ahead of the next
+
 Range = tuple[int, int]
 
 
@@ -40,7 +42,8 @@ class Layout:
     """How the devices share one step; each field is a number of devices.
 
     Their product is the number of devices. With `fsdp`, weights, gradients and optimizer states
-    are cut over all devices but those of `tensor` and `pipeline`, which hold their own part anyway.
+    are cut over all devices but those of `tensor` and `pipeline`, which hold their own part anyway;
+    what lies outside the layers is cut over the stages of `pipeline`, too.
     """
 
     ulysses: int = 1  # tokens outside attention, heads inside (FPDT 4.1)

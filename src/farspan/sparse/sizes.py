@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from farspan.program.program import aligned
-from farspan.spec import SUPERPAGE, LayerSpec, ModelSpec, Schedule, Sparse
+from farspan.spec import SUPERPAGE, LayerSpec, Sparse
 
 # K, V gathered at one time; a backward holds their sums of gradients too, twice to thrice as much,
 # and from host one slab comes while another is attended to. 64K tokens of a 7B model fill one, so
@@ -364,28 +364,6 @@ def lesson_bytes(far: Far) -> int:
     index = 4 * group * queries + 2 * far.index_dim
     each = far.head_dim * far.width + copied + far.row.wide * max(masses, index)
     return keys * (each + 3 * INDEX + 2 * queries)
-
-
-def grown_bytes(model: ModelSpec, schedule: Schedule, batch: int, lengths: tuple[int, int]) -> int:
-    """Bytes by which a last chunk's far part, in its backward, or its choice may take more at the
-    second of two lengths than at the first."""
-    found = [0]
-    for layer in set(model.layers):
-        sizes: list[tuple[int, int]] = []
-        for tokens in lengths:
-            start = (tokens - 1) // schedule.chunk * schedule.chunk
-            # A last chunk that is ragged takes less than those before it.
-            full, run = min(schedule.chunk, tokens), (batch, model.element_bytes)
-            far = None
-            if schedule.sparse is not None:
-                far = far_of(layer, schedule.sparse, run, start, full)
-            if far is None:
-                sizes.append((0, 0))
-                continue
-            attended = far_bytes(far, most_units_of(far), backward=True)
-            sizes.append((attended, fullest_choice_bytes(far)))
-        found += [long - short for short, long in zip(*sizes, strict=True)]
-    return max(found)
 
 
 # -- tiles --------------------------------------------------------------------------------------

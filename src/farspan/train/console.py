@@ -65,7 +65,7 @@ class Pace:
 
 
 class Countdown:
-    """How long a dry run, or an evaluation, still takes."""
+    """How long an evaluation still takes."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -100,9 +100,6 @@ class Reporter:
 
     def measuring(self, what: str) -> None:
         """`what` of the machine is being measured, for the planner."""
-
-    def rehearsing(self, done: float, progress: Progress) -> None:
-        """The dry run is done to the fraction `done`."""
 
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
         """Training begins after `step` of `steps`; `how` stands beside progress."""
@@ -224,10 +221,6 @@ class Observer:
         self.interrupt.check()
         self.reporter.measuring(what)
 
-    def rehearsing(self, progress: Progress) -> None:
-        self.interrupt.passed(StopPoint.CELL)
-        self.reporter.rehearsing(progress.work_done / progress.work, progress)
-
     def training(self, step: int, batch: int, batches: int, progress: Progress) -> None:
         """Within batch `batch`, from 0, of step `step`, from 1."""
         self.interrupt.passed(StopPoint.CELL)
@@ -270,11 +263,6 @@ class LineReporter(Reporter):
         if not self._measures:
             self.note(f"this machine: {what}")
         self._measures = True
-
-    def rehearsing(self, done: float, progress: Progress) -> None:
-        left = self._countdown.left(done)
-        if self._silent():
-            self.note(f"dry run: {done:.0%}  {_cells(progress)}  {_eta(left)}")
 
     def start(
         self,
@@ -349,12 +337,6 @@ class BarReporter(Reporter):
 
     def measuring(self, what: str) -> None:
         self._bars.update(self._step, description="measuring", text=what, visible=True)
-
-    def rehearsing(self, done: float, progress: Progress) -> None:
-        text = f"{_cells(progress)}  {_eta(self._countdown.left(done))}"
-        self._bars.update(
-            self._step, description="dry run", completed=done, text=text, visible=True
-        )
 
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
         self._steps = steps

@@ -65,7 +65,6 @@ class Components:
     strategy = staticmethod(strategies.strategy)
     count_trained = staticmethod(trained_token_count)
     expect_memory = staticmethod(memory.expect_memory)
-    rehearse_apart = staticmethod(memory.rehearse_apart)
     choose_allocator = staticmethod(memory.choose_allocator)
     machine = staticmethod(machine_of)
     best_plan = staticmethod(plans.best_plan)

@@ -355,9 +355,6 @@ class LoggingReporter(Reporter):
     def measuring(self, what: str) -> None:
         self._person.measuring(what)
 
-    def rehearsing(self, done: float, progress: Progress) -> None:
-        self._person.rehearsing(done, progress)
-
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
         self._left = steps - step
         if self._left:  # a finished run that is asked for again has nothing to tell

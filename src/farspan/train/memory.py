@@ -12,8 +12,7 @@ import psutil
 import torch
 
 from farspan.allocator import allocator_package
-from farspan.engine.memory import dry_run_apart as apart
-from farspan.engine.memory import estimate_memory, refuse_known, refuse_too_large
+from farspan.engine.memory import estimate_memory, refuse_too_large
 from farspan.host import GIB, MIB, available_host_bytes
 from farspan.planner.request import Open
 from farspan.program.program import Program
@@ -38,18 +37,12 @@ def expect_memory(
     batch: int,
     tokens: int,
     optimizer: StateBytes,
-    watch: Callable[[Any], None],
-    accumulate: bool,
+    cells: Callable[[Program], int],
     values: int = 0,
-    cells: Callable[[Program], int] | None = None,
 ) -> Expected:
-    """Sizes a step of `[batch, tokens]`, one of several of an update with `accumulate`, whose loss
-    is of so many `values` a token, 0 where it has one pass. `cells` tells what its cells hold;
-    without it a dry run does, and `watch` is called after each cell of that. Raises TooLarge when
-    main memory cannot hold it and the optimizer's states."""
-    found = estimate_memory(
-        step, batch, tokens, watch, accumulate=accumulate, values=values, cells=cells
-    )
+    """Size a step of `[batch, tokens]`, as `estimate_memory` does. Raises TooLarge when main memory
+    cannot hold it and the optimizer's states."""
+    found = estimate_memory(step, batch, tokens, values=values, cells=cells)
     # Counted although they exist: memory of zeros is taken from the machine when first written.
     refuse_too_large(step, found, optimizer.untouched)
     on_cpu = step.boundary.device.type == "cpu"
@@ -60,20 +53,6 @@ def expect_memory(
         parts=found.to_json()
         | {"optimizer": optimizer.device, "optimizer_on_host": optimizer.host},
     )
-
-
-def rehearse_apart(
-    step: Any,
-    batch: int,
-    tokens: int,
-    watch: Callable[[Any], None],
-    accumulate: bool,
-    values: int = 0,
-) -> None:
-    """What `expect_memory` rehearses, by each rank apart from the others. Raises TooLarge and
-    DeviceTooSmall on all ranks, and what an allocator raises on one."""
-    refuse_known(step, batch, tokens)
-    apart(step, batch, tokens, watch, accumulate=accumulate, values=values)
 
 
 def describe_expected(expected: Expected) -> str:

@@ -36,14 +36,6 @@ class OneRankOutOfMemory(NoScheduleFits):
 _TOGETHER = (TooLarge, DeviceTooSmall)
 
 
-class RankReportedShortage(UnsupportedError):
-    """A rank ran out apart from the others, and has told them."""
-
-    def __init__(self, shortage: "Shortage") -> None:
-        super().__init__(shortage.message)
-        self.shortage = shortage
-
-
 @dataclass(frozen=True, slots=True)
 class Shortage:
     """A tier that ran out. On a CPU both are main memory: it is then the host."""
@@ -57,8 +49,6 @@ def find_shortage(error: BaseException) -> Shortage | None:
     """What ran out, if that is why `error`, or what it was raised from, was raised."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, RankReportedShortage):
-            return cause.shortage
         tier = _tier(cause)
         if tier is not None:
             text = str(cause).strip().splitlines()[0] if str(cause) else "no memory"

@@ -18,7 +18,7 @@ from farspan.engine.parallelize import ShardedModel
 from farspan.formatting import sparse_words
 from farspan.hf.quantized import held_bytes
 from farspan.host import available_host_bytes
-from farspan.planner.evaluate import RankWalk, size
+from farspan.planner.evaluate import momentary, size
 from farspan.planner.machines import with_kernels
 from farspan.planner.plans import best_placed
 from farspan.planner.remedies import WEIGHTS
@@ -33,7 +33,6 @@ from farspan.planner.request import (
     margin_of,
 )
 from farspan.planner.states import input_bytes
-from farspan.planner.walk import workspace_bytes
 from farspan.program.layout import Layout, group_ranges, refuse_together
 from farspan.program.program import Program
 from farspan.program.strategies import AUTO
@@ -301,37 +300,24 @@ def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
     return question_of(ctx.run, ctx.inspected, machine, ctx.placed.states, ctx.world)
 
 
-def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int] | None:
-    """What tells the bytes that cells of a step hold for a moment beside its program's buffers.
+def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
+    """Return the function that tells the bytes of a step beside its program's buffers.
 
-    None where nothing but a dry run does: the model cannot be profiled, its modules are compiled
-    for a GPU (on a CPU a metered step runs them as they are), or ranks share a step. There one that
-    runs out leaves the others waiting, and what a plan says of messages and gathered weights is the
-    most that they take, not what is measured.
+    They are forecast by the model's profile, and the first step measures them. Of ranks that share
+    a step, and of modules compiled for a GPU, they are the most that cells hold: messages and
+    gathered weights are counted where they are largest, and what a compiler fuses is not taken off.
     """
     run = ctx.run
-    if ctx.world.size > 1 or (run.kernels.compile and ctx.device.type != "cpu"):
-        return None
     if choice.plan is not None:
         question = choice.plan.question
     else:
-        try:
-            found = ctx.inspected or inspect_for(run, ctx.model, ctx.device)
-        except UnsupportedError:
-            return None
+        found = ctx.inspected or inspect_for(run, ctx.model, ctx.device)
         machine = bare_machine(ctx.device)
         question = question_of(run, found, machine, ctx.placed.states, ctx.world)
-    if question.profile is None:
-        return None
-
-    def cells(program: Program) -> int:
-        # What values of tokens take beside a batch is in no program.
-        values = input_bytes(question, run.context)
-        values -= input_bytes(replace(question, loss=Objective()), run.context)
-        workspace = workspace_bytes(question, choice.schedule)
-        return RankWalk(question, program).run().transient + workspace + values
-
-    return cells
+    # What values of tokens take beside a batch is in no program.
+    values = input_bytes(question, run.context)
+    values -= input_bytes(replace(question, loss=Objective()), run.context)
+    return lambda program: momentary(question, program) + values
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ def make_context(
     counts = [(elements(p), p.requires_grad) for p in model.parameters()]  # while they are whole
     frozen = world.run_on_rank0(lambda: frozen_digest(model), "reading the frozen weights")
     inspected = None
-    if run.schedule.strategy == AUTO:
+    if run.schedule.strategy == AUTO or world.size > 1:
         inspected = world.run_on_rank0(lambda: inspect_for(run, model, world.device))
     reference = None if other is None else _lay_out(run, components, world, other)
     sharded_model = shard_model(run, components, model, world)

@@ -1,4 +1,4 @@
-"""Runs the engine on batches: chooses a schedule, rehearses it, and retries after out-of-memory."""
+"""Runs the engine on batches: chooses a schedule, sizes it, and retries after out-of-memory."""
 
 import json
 import resource
@@ -17,10 +17,8 @@ from torch import Tensor
 from farspan.data.config import LossConfig
 from farspan.data.formats import UNTRAINED
 from farspan.data.packing import PackedBatch
-from farspan.distributed.failure import activity
 from farspan.durable import WriteFailed, read_json, write_whole
 from farspan.engine.memory import PeakMemory
-from farspan.engine.runner import Progress
 from farspan.engine.step import Step
 from farspan.program.layout import group_ranges
 from farspan.sparse.train import HIDING_NOTHING, SPARSELY, hides, marks, other_chunk
@@ -37,7 +35,6 @@ from farspan.train.memory import (
 from farspan.train.oom import (
     NoScheduleFits,
     OneRankOutOfMemory,
-    RankReportedShortage,
     Shortage,
     clear_up,
     find_shortage,
@@ -67,10 +64,6 @@ P = ParamSpec("P")
 
 ABOUT = "about.json"  # in the run folder
 RETRIES = 4  # of the same work
-
-
-class _Enough(Exception):
-    """A rehearsal is not needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +171,7 @@ class StepRunner:
         self._is_timed = False  # a step that was not metered
 
     def make_ready(self) -> None:
-        """Chooses and rehearses now. Raises UnsupportedError, Interrupted."""
+        """Choose a schedule and its step now. Raises UnsupportedError, Interrupted."""
         self.attempt(_nothing)
 
     def attempt(
@@ -211,7 +204,7 @@ class StepRunner:
             return
         with PeakMemory(self._ctx.device) as meter, self._recording(meter):
             yield
-        assert self._expected is not None, "work is done with what was rehearsed"
+        assert self._expected is not None, "work is done with what was sized"
         self._peak = meter.peak
         self._measured = {
             "memory_predicted_bytes": self._expected.new,
@@ -278,7 +271,7 @@ class StepRunner:
         """Says in the run folder what the step did when."""
         ctx, choice, expected = self._ctx, self._choice, self._expected
         assert choice is not None, "a step was done"
-        assert expected is not None, "it was rehearsed"
+        assert expected is not None, "it was sized"
         if recorder.meter is not None and self._peak is not None:
             self._place = recorder.highest()
         walk, known = recorder.walks[min(self._place, len(recorder.walks) - 1)], self._known
@@ -340,7 +333,7 @@ class StepRunner:
         )
 
     def _ready(self) -> Step:
-        """The engine, rehearsed."""
+        """The engine, whose memory was refused or found enough."""
         ctx, run = self._ctx, self._ctx.run
         if self._choice is None:
             self._choice = self._policy.first()
@@ -350,58 +343,17 @@ class StepRunner:
             self._step = ctx.make_step(self._choice.schedule)
             self._expected = None
         if self._expected is None:
-            cells = cells_of(ctx, self._choice)
-            if cells is None:
-                self._observer.note("dry run: a short step shows how much memory a cell needs")
-            if ctx.world.ranks is not None and ctx.world.size > 1:
-                self._rehearse_apart(self._step)
             self._expected = ctx.components.expect_memory(
                 self._step,
                 run.batch,
                 run.context,
                 ctx.optimizer.held(),
-                self._observer.rehearsing,
-                run.accumulate > 1,
+                cells_of(ctx, self._choice),
                 **_values_of(run.objective),
-                cells=cells,
             )
             self._observer.note(describe_expected(self._expected))
             self._write_about(self._choice, self._expected)
         return self._step
-
-    def _rehearse_apart(self, step: Step) -> None:
-        """Each rank by itself, before all rehearse together: within a collective nobody hears of
-        one that ran out. Raises RankReportedShortage on all if one did."""
-        world, run, shortage = self._ctx.world, self._ctx.run, None
-
-        def watch(_: Progress) -> None:
-            if world.stop_requested():
-                raise _Enough
-
-        try:
-            with activity("rehearsing a step apart"):
-                self._ctx.components.rehearse_apart(
-                    step,
-                    run.batch,
-                    run.context,
-                    watch,
-                    run.accumulate > 1,
-                    **_values_of(run.objective),
-                )
-        except _Enough:
-            pass  # all stop behind the first cell that they rehearse together
-        except (RuntimeError, MemoryError, UnsupportedError) as error:
-            shortage = find_shortage(error)
-            if shortage is None or shortage.of_all:
-                raise
-        if shortage is not None:
-            step.release()
-            clear_up(self._ctx.device)  # what the ranks say to each other takes some
-        heard = world.first_given(shortage)
-        if heard is not None:
-            number, found = heard
-            message = f"rank {number}: {found.message}"
-            raise RankReportedShortage(replace(found, message=message, of_all=True))
 
     def _write_about(self, choice: Choice, expected: Expected) -> None:
         """Says in the run folder with which schedule it goes on."""
