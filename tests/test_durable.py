@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from farspan.durable import publish, write_bytes, writing
+from farspan.durable import PARTIAL, discard, publish, write_bytes, writing
 
 
 def test_a_folder_is_on_the_disk_before_it_has_its_name(
@@ -46,3 +46,28 @@ def test_tensors_have_the_modes_of_other_files(tmp_path: Path) -> None:
     with writing(tmp_path / "made"):
         save_file({"a": torch.zeros(2)}, tmp_path / "made" / "tensors")
     assert (tmp_path / "made" / "tensors").stat().st_mode == (tmp_path / "bytes").stat().st_mode
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "folder"])
+def test_what_lies_in_the_way_of_a_removal_goes(tmp_path: Path, kind: str) -> None:
+    """And nothing behind a link does."""
+    theirs, doomed = tmp_path / "theirs", tmp_path / "step"
+    for folder in (theirs, doomed):
+        folder.mkdir()
+        (folder / "file").write_text("text")
+    before = {p.name: p.read_text() for p in theirs.iterdir()}
+    for name in (f"{PARTIAL}old-step", "made"):
+        place = tmp_path / name
+        if kind == "link":
+            place.symlink_to(theirs)
+        elif kind == "file":
+            place.write_text("text")
+        else:
+            place.mkdir()
+            (place / "inside").write_text("text")
+    discard(doomed)
+    with writing(tmp_path / "made"):
+        (tmp_path / "made" / "file").write_text("text")
+    assert {p.name: p.read_text() for p in theirs.iterdir()} == before
+    assert sorted(os.listdir(tmp_path)) == ["made", "theirs"]
+    assert os.listdir(tmp_path / "made") == ["file"]

@@ -27,6 +27,10 @@ class WriteFailed(OSError):
     """A file could not be written; the message names it and says what to do."""
 
 
+class NotDamaged(UnsupportedError):
+    """Why a checkpoint cannot be used here and now, although it may well be whole."""
+
+
 class NotPrivate(OSError):
     """Another user owns a file or folder, or may write it; the message names it and both."""
 
@@ -138,21 +142,32 @@ def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
         raise UnsupportedError(f"{option}: {path} {wrong}, or name another file")
 
 
-def refuse_links(folder: Path) -> None:
-    """Raises UnsupportedError where anything under a folder is a link that leads out of it: a
-    folder that somebody else made may point at any file of the user's. What is in `wandb` is left
-    to that library, whose logs are links to its cache."""
+def refuse_links(folder: Path, *others: Path) -> None:
+    """Raises UnsupportedError where anything under a folder is a link that leads out of it and the
+    `others`: a folder that somebody else made may point at any file of the user's; or is neither a
+    file nor a folder, such as a pipe, which has no end. What is in `wandb` is left to that library,
+    whose logs are links to its cache."""
     root = Path(os.path.realpath(folder))
     for place in root.rglob("*"):
         inside = place.relative_to(root).parts
         if inside[0] == "wandb" and len(inside) > 1:
             continue
-        if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(root):
+        real = Path(os.path.realpath(place))
+        if place.is_symlink() and not any(map(real.is_relative_to, (root, *others))):
             raise UnsupportedError(
                 f"{folder / place.relative_to(root)} is a link to {os.readlink(place)}, outside of "
                 "its folder, which is neither read nor written; put the file itself there, or "
                 "remove the link"
             )
+        refuse_pipes(folder / place.relative_to(root))
+
+
+def refuse_pipes(*places: Path) -> None:
+    """Raises NotDamaged where one of these is a pipe, say, which has no end."""
+    for place in places:
+        if place.exists():
+            with readable(place):
+                pass
 
 
 _HELD = re.compile(r"/proc/self/fd/(\d+)")
@@ -180,9 +195,7 @@ def writing(folder: Path, *others: type[Exception]) -> Iterator[None]:
     """Makes a folder, whose files get the umask's modes whoever writes them. What fails inside
     removes it: the disk may be full. Raises WriteFailed."""
     try:
-        if folder.is_symlink():
-            folder.unlink()
-        shutil.rmtree(folder, ignore_errors=True)
+        clear(folder)
         folder.mkdir(parents=True)
         yield
         mode = folder.stat().st_mode & 0o666
@@ -210,6 +223,14 @@ def publish(partial: Path, path: Path) -> None:
         raise write_failure(path, error.strerror or str(error)) from error
 
 
+def clear(path: Path) -> None:
+    """Remove a folder as far as that can be, a file, or a link itself."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def discard(folder: Path) -> None:
     """Removes a folder; one that is half removed no longer has its name. Of a link to a folder,
     the link. Raises WriteFailed."""
@@ -218,9 +239,9 @@ def discard(folder: Path) -> None:
             folder.unlink()
         elif folder.is_dir():
             doomed = folder.with_name(f"{PARTIAL}old-{folder.name}")
-            shutil.rmtree(doomed, ignore_errors=True)
+            clear(doomed)
             os.replace(folder, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            clear(doomed)
     except OSError as error:
         raise WriteFailed(
             f"cannot remove {shown(folder)}: {error.strerror or error}; fix its permissions, or "
@@ -247,19 +268,97 @@ def remove_leftovers(folder: Path, ours: re.Pattern[str]) -> None:
     for path in folder.glob(f"{PARTIAL}*"):
         if not ours.fullmatch(path.name.removeprefix(PARTIAL)):
             continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        clear(path)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raises UnsupportedError, naming the file, where it, or what is under it, is missing, and
+    NotDamaged where the system does not let it be read, or it is a pipe, say, which has no end."""
+    try:
+        mode = path.stat().st_mode if os.path.lexists(path) else stat.S_IFREG
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise NotDamaged(f"{path}: cannot be read: neither a file nor a folder")
+        yield
+    except FileNotFoundError as error:
+        raise UnsupportedError(f"{error.filename or path}: missing") from error
+    except OSError as error:
+        raise NotDamaged(
+            f"{error.filename or path}: cannot be read: {error.strerror or error}"
+        ) from error
+
+
+DEEPEST = 64  # levels of lists and objects within each other; farspan writes fewer than ten
+LARGEST = 1e300  # of a number: a float has little more, and JSON more than that
+# What code meets in a file whose values are of other kinds than it reads.
+WRONG = AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError
+KINDS = {dict: "an object", list: "a list", str: "text", int: "a whole number"}
+
+
+def parse_object(data: bytes, finite: bool = True, /, **kinds: type) -> dict[str, Any]:
+    """Return the object of a JSON text; fields that it has are of these `kinds`. Raises ValueError,
+    naming the field, for others, numbers that are not `finite`, and deep nesting, in which later
+    work would fail."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:  # the latter by what is nested too deeply
+        raise ValueError(f"cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError("expected a JSON object")
+    refuse_odd(found, finite=finite)
+    for name, kind in kinds.items():
+        if not isinstance(found.get(name, kind()), kind):
+            raise ValueError(f"{name}: expected {KINDS[kind]}, got {found[name]!r:.80}")
+    return found
+
+
+def refuse_odd(value: Any, field: str = "", depth: int = 0, *, finite: bool = True) -> None:
+    """Raises ValueError, naming the field, for numbers that are not `finite`, and deep nesting.
+    Overrides of a model may be infinite."""
+    if depth > DEEPEST:
+        raise ValueError(f"{field}: nested more than {DEEPEST} levels deep")
+    if isinstance(value, int | float) and finite and not abs(value) < LARGEST:
+        raise ValueError(f"{field}: expected a finite number, got {value!r:.80}")
+    pairs = value.items() if isinstance(value, dict) else ()
+    items: Any = enumerate(value) if isinstance(value, list) else pairs
+    for key, inner in items:
+        name = field if depth > 3 else f"{field}.{key}".removeprefix(".")
+        refuse_odd(inner, name, depth + 1, finite=finite and key != "overrides")
+
+
+@contextmanager
+def parsing(path: Path) -> Iterator[None]:
+    """Raises UnsupportedError, naming the file, where what it says is not what is expected."""
+    try:
+        yield
+    except UnsupportedError:
+        raise
+    except (*WRONG, RecursionError) as error:
+        raise UnsupportedError(f"{path}: damaged or changed: {error}") from error
+
+
+def expect_json(path: Path, **kinds: type) -> dict[str, Any]:
+    """Return the object in a JSON file, whoever wrote it. Raises UnsupportedError, naming the file
+    and the field, when there is no such thing."""
+    with readable(path):
+        data = path.read_bytes()
+    try:
+        return parse_object(data, **kinds)
+    except ValueError as error:
+        raise UnsupportedError(f"{path}: {' '.join(str(error).split())}") from error
+
+
+def given_json(path: Path, **kinds: type) -> dict[str, Any]:
+    """As `expect_json`; empty where there is no such file."""
+    return expect_json(path, **kinds) if os.path.lexists(path) else {}
+
+
+def read_json(path: Path, *, finite: bool = True, **kinds: type) -> dict[str, Any] | None:
     """The object in a JSON file; None when there is no such thing, whatever is in its place."""
     try:
-        value = json.loads(path.read_bytes()) if path.is_file() else None
-    except (OSError, ValueError, RecursionError):
+        return parse_object(path.read_bytes(), finite, **kinds) if path.is_file() else None
+    except (OSError, ValueError):
         return None
-    return value if isinstance(value, dict) else None
 
 
 def digest(path: Path) -> str:

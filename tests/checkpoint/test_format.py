@@ -239,12 +239,33 @@ def refused(path: Path, entries: Entries, unread: tuple[str, ...] = ()) -> str:
     return str(error.value)
 
 
+def overlapping(listed: dict[str, Any]) -> None:
+    """Rows 0, 1 and 1 again in place of three: as many elements as there must be."""
+    own = listed["tensors"]["a"]
+    box = own["boxes"][0]
+    own["boxes"] = [box | {"shape": [2, 2]}, box | {"offset": [1, 0], "shape": [1, 2]}]
+
+
+def same_bytes(listed: dict[str, Any]) -> None:
+    """The end of one tensor is another, too."""
+    (first,), (last,) = (listed["tensors"][name]["boxes"] for name in "ab")
+    assert first["start"] < last["start"]
+    first["start"] = last["start"] - 8
+
+
+def nested(depth: int) -> Any:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
 def test_a_list_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     """Whoever wrote it: its own sum is right."""
     path = tmp_path / "step"
     entries = a_checkpoint(path)
     before = (path / LIST).read_text()
-    file = "no place in a file of a checkpoint"
+    file = "no place in a file of a checkpoint, or no XXH3"
     gaps, outside = "boxes do not cover a tensor", "is not within"
 
     def of_b(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
@@ -260,6 +281,7 @@ def test_a_list_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         (of_b(lambda b: b.update(boxes=[])), gaps),
         (of_b(lambda b: b.update(boxes=b["boxes"] * 2)), gaps),
         (of_b(lambda b: b.update(boxes=None)), "damaged or changed"),
+        (overlapping, "overlaps another"),
         (of_b(lambda b: b.update(dtype="save")), "no dtype of a tensor"),
         (of_b(lambda b: b.update(shape=[2**70])), "no shape of a tensor"),
         (of_b(lambda b: b.update(shape=[-1])), "no shape of a tensor"),
@@ -271,9 +293,21 @@ def test_a_list_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         (of_box(offset=[]), "damaged or changed"),
         (of_box(file="../step/rank-00000.safetensors"), file),
         (of_box(file="nowhere"), "truncated or changed"),
-        (of_box(file=5), "damaged or changed"),
+        (of_box(file=5), file),
         (of_box(start=-8), file),
-        (of_box(start="8"), "damaged or changed"),
+        (of_box(start="8"), file),
+        (of_box(start=8.0), file),
+        (of_box(start=True), file),
+        (of_box(start=None), file),
+        (of_box(file="a\0b"), file),
+        (of_box(file=".."), file),
+        (of_box(xxh3=None), file),
+        (of_box(xxh3=5), file),
+        (of_box(shape=[4.0]), "no place in a tensor"),
+        (of_box(offset=[0.0]), "no place in a tensor"),
+        (of_box(offset=[False]), "no place in a tensor"),
+        (same_bytes, "share bytes"),
+        (lambda listed: listed.update(tensors={"b": nested(900)}), "nested"),
         (of_box(start=10**6), "truncated or changed"),
     ):
         relist(path, change)

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from contextlib import suppress
+from enum import Flag
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from farspan.data.config import DataConfig, SourceKind
@@ -88,10 +90,68 @@ class _Foreign(NamedTuple):
     name: str
 
 
-@pytest.mark.parametrize("value", [_Foreign("a"), Fraction(1, 2), print, object(), RunConfig])
+class _Pair(tuple[int, ...]):
+    """A tuple of another type."""
+
+
+class _Row(list[int]):
+    """A list of another type."""
+
+
+class _Bits(Flag):
+    A, B = 1, 2
+
+
+def _endless() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+FIELDS = np.dtype([("a", "i4"), ("b", "f8")])
+NOT_SENT = [
+    *(_Foreign("a"), Fraction(1, 2), print, object(), RunConfig),
+    *(_Pair((1, 2)), _Row([1]), torch.max(torch.eye(2), 0), _Bits.A | _Bits.B, _endless()),
+    *(np.zeros(2, FIELDS), np.zeros(2, FIELDS)[0], np.zeros(2, "V3"), np.array([None])),
+    *(
+        np.ma.masked_array([1, 2], [False, True]),
+        np.longdouble(1),
+        np.datetime64("2026-01-01", "ns"),
+    ),
+    *(torch.empty(2, device="meta"), torch.eye(2).to_sparse(), torch.eye(2).to_mkldnn()),
+    np.complex64(1 + 2j),
+]
+
+
+@pytest.mark.parametrize("value", NOT_SENT, ids=lambda value: type(value).__name__)
 def test_what_is_no_data_is_not_sent(value: Any) -> None:
     with pytest.raises(TypeError, match=r"ranks exchange|no class of farspan"):
         messages.encode([value])
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["2026-01-01"], "M8[ns]"),
+        np.array(["a", "bcd"]),
+        np.asfortranarray(np.arange(6, dtype=">i2").reshape(2, 3)),
+        np.array([1 + 2j]),
+    ],
+)
+def test_arrays_of_plain_types_come_back(array: np.ndarray) -> None:
+    found = _again(array)
+    assert found.dtype == array.dtype
+    assert np.array_equal(found, array)
+
+
+def test_views_of_tensors_come_back_as_what_they_show() -> None:
+    for tensor in (
+        torch.tensor([1 + 2j, 3j]).conj(),
+        torch.eye(3)[:, 1],
+        nn.Parameter(torch.eye(2)),
+    ):
+        assert torch.equal(_again(tensor), tensor.detach())
+    assert _again(np.bytes_(b"a")) == b"a"
 
 
 class _Opens:

@@ -59,8 +59,8 @@ def edit(adapters: Path, **fields: Any) -> None:
         ({"r": True}, "adapter_config.json: r: expected .* got True"),
         ({"lora_alpha": "much"}, "adapter_config.json: lora_alpha: expected a number, got 'much'"),
         ({"lora_alpha": ...}, "adapter_config.json: lora_alpha: expected a number, got None"),
-        ({"lora_alpha": float("nan")}, "adapter_config.json: lora_alpha: expected a number"),
-        ({"lora_alpha": 10**400}, "adapter_config.json: lora_alpha: expected a number"),
+        ({"lora_alpha": float("nan")}, "adapter_config.json: lora_alpha: expected a finite number"),
+        ({"lora_alpha": 10**400}, "adapter_config.json: lora_alpha: expected a finite number"),
         ({"peft_type": 3}, "adapter_config.json: peft_type: expected a name such as LORA, got 3"),
         ({"peft_type": "LARO"}, "peft cannot merge them"),
         ({"r": 8}, r"lora_A.weight is \[4, 48\], which is not of rank 8; set r and lora_alpha in"),
@@ -123,7 +123,7 @@ def test_damaged_tensors_are_named(tmp_path: Path, change: Any, message: str) ->
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     adapters = adapted(tmp_path)
     (adapters / "farspan.json").write_text("[]")
-    with pytest.raises(UnsupportedError, match=r"farspan.json: cannot be read as JSON"):
+    with pytest.raises(UnsupportedError, match=r"farspan.json: expected a JSON object"):
         merge(adapters, tmp_path / "out")
     (adapters / "farspan.json").unlink()
     (adapters / "adapter_model.safetensors").unlink()
@@ -170,12 +170,12 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("a")
     (adapters / "notes.txt").symlink_to(secret)
-    with pytest.raises(UnsupportedError, match=r"notes.txt: a link, which is not followed"):
+    with pytest.raises(UnsupportedError, match=r"notes.txt is a link to"):
         merge(adapters, tmp_path / "out")
     run = tmp_path / "run"
     run.mkdir()
     (run / "model").symlink_to(adapters)
-    with pytest.raises(UnsupportedError, match=r"run/model: a link, which is not followed"):
+    with pytest.raises(UnsupportedError, match=r"run/model is a link to"):
         merge(run, tmp_path / "out")
     (adapters / "notes.txt").unlink()
     snapshot = tmp_path / "models--x" / "snapshots" / "1234"

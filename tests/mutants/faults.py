@@ -422,8 +422,8 @@ OPTIMIZER = (
 RESUMES = (
     Fault(
         "start: adapters that count otherwise are taken",
-        "if here.rank != there.rank or here.scale() / here.rank != there.scale() / there.rank:",
-        "if here.rank != there.rank:",
+        "if here.rank != rank or here.scale() / here.rank != alpha / rank:",
+        "if here.rank != rank:",
         (BEGUN + "test_adapters_of_another_kind_are_refused",),
     ),
     Fault(

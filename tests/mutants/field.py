@@ -104,8 +104,8 @@ FIELD = (
     ),
     Fault(
         "merge: links of an adapters' folder are followed",
-        "if path.is_symlink() and not any(path.resolve()",
-        "if path.is_symlink() and any(path.resolve()",
+        'refuse_links(adapters, *[adapters.resolve().parents[1] / "blobs"] * cached)',
+        "assert cached in (True, False)",
         (MERGING + "test_links_are_not_followed",),
     ),
     Fault(
@@ -167,5 +167,29 @@ FIELD = (
         "if own != expected:",
         "if window and not expected:",
         ("tests/train/test_streams.py::test_data_that_changed_since_a_checkpoint_are_named",),
+    ),
+    Fault(
+        "folders: a profile is kept by following what has its name",
+        'write_bytes(apart, json.dumps(to_json([found])[0]).encode("utf-8"))',
+        "apart.write_text(json.dumps(to_json([found])[0]))",
+        ("tests/test_folders.py::test_no_command_writes_elsewhere_or_through_a_link",),
+    ),
+    Fault(
+        "folders: what is nested deeply is read",
+        "if depth > DEEPEST:",
+        "if depth < 0:",
+        ("tests/test_odd_files.py::test_files_of_a_run_that_say_odd_things",),
+    ),
+    Fault(
+        "folders: the file of a run folder trusts code",
+        'if run.model.trust_remote_code and path.name == "config.yaml" and not said:',
+        "if False:",
+        ("tests/test_folders.py::test_the_file_of_a_run_folder_trusts_no_code",),
+    ),
+    Fault(
+        "checkpoints: boxes that overlap are taken",
+        "if all(a < b + m and b < a + n for a, n, b, m in sides):",
+        "if not sides:",
+        ("tests/checkpoint/test_format.py::test_a_list_that_does_not_fit_is_refused",),
     ),
 )

@@ -361,7 +361,7 @@ def test_files_that_hold_no_configuration(tmp_path: Path) -> None:
     for content, message in (
         (b"{", "is not a JSON file that can be read"),
         (b"\xff", "is not a JSON file that can be read"),
-        (b"[1]", "holds list, expected a model's config"),
+        (b"[1]", "expected a JSON object"),
     ):
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(UnsupportedError, match=f"^model: .*{message}"):

@@ -247,12 +247,32 @@ def test_metrics_end_at_the_resumed_step(tmp_path: Path) -> None:
         for step in range(6):
             folder.record({"step": step, "loss": step / 3})
         with folder.metrics.open("a") as file:
-            file.write('{"step": ' + "[" * 100_000 + '\n{"step": 2, "lo')
+            file.write('{"step": ' + "[" * 100_000)
         kept = folder.rewind(3)
         assert kept == [{"step": s, "loss": s / 3} for s in range(4)]
         folder.record({"step": 4})
         lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
         assert lines == [*kept, {"step": 4}]
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ('{"step": 2, "heldout_loss": "abc"}', "heldout_loss: expected a number, got 'abc'"),
+        ('{"step": 2, "loss": NaN}', "loss: expected a finite number, got nan"),
+        ('{"step": 2, "loss": null}', "loss: expected a number, got None"),
+        ('{"step": true}', "step: expected a whole number from 0, got True"),
+        ('{"step": 2', "cannot be read as JSON"),
+        (f'{{"step": 2, "message": {"[" * 90}{"]" * 90}}}', "nested more than 64 levels deep"),
+    ],
+)
+def test_a_damaged_line_of_metrics_is_named(tmp_path: Path, line: str, field: str) -> None:
+    with RunFolder(tiny_run(tmp_path)) as folder:
+        folder.metrics.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3, "loss": "nan"}}\n')
+        with pytest.raises(
+            UnsupportedError, match=rf"metrics\.jsonl is damaged: line 2: .*{field}"
+        ):
+            folder.rewind(3)
 
 
 def test_metrics_that_cannot_be_written_are_named(tmp_path: Path) -> None:

@@ -16,18 +16,15 @@ from typing import Any
 
 from farspan.checkpoint.format import (
     DTYPES,
-    NotDamaged,
     SavedBox,
     SavedCheckpoint,
     SavedTensor,
-    expect_json,
-    parsing,
-    readable,
+    is_name,
     refuse_gaps,
     refuse_short,
     type_of,
 )
-from farspan.durable import digest
+from farspan.durable import NotDamaged, digest, expect_json, parsing, readable
 from farspan.spec import UnsupportedError
 
 MANIFEST, TENSORS, _STATE = "manifest.json", "tensors.json", "state.json"
@@ -44,7 +41,7 @@ def read_earlier(path: Path, name: str, verify: bool) -> SavedCheckpoint:
     with parsing(where):
         files = {file: (of["bytes"], of["sha256"]) for file, of in listed["files"].items()}
         named = set(files) if name == MANIFEST else _files_of(listed["tensors"])
-        if not {_STATE} | named <= files.keys() or any(Path(f).name != f for f in files):
+        if not {_STATE} | named <= files.keys() or not all(map(is_name, files)):
             raise ValueError("not every file has its size and sum")
     for file, (size, sha256) in files.items():
         with readable(path / file):
@@ -83,6 +80,9 @@ def _boxes_in(path: Path) -> dict[str, SavedTensor]:
             shape, start = tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
             box = SavedBox((0,) * len(shape), shape, path.name, start, None)
             boxes = () if 0 in shape else (box,)
+            if type(start) is not int or start < 8 + size:
+                raise ValueError(f"no place in {path.name}: {entry['data_offsets']!r}")
+            refuse_gaps(shape, boxes)
             found[key] = SavedTensor(DTYPES[entry["dtype"]], shape, boxes)
     return found
 

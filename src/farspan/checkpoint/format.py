@@ -14,27 +14,37 @@ the disk: a rank that dies before leaves what was there.
 
 import json
 import os
+import re
 import shutil
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice, pairwise
 from math import prod
 from pathlib import Path
 from threading import local
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from farspan.distributed.fsdp import ShardPlacement, ShardRegion
 from farspan.distributed.run_context import DistributedContext
-from farspan.durable import PARTIAL, WriteFailed, publish, write_bytes, write_failure
+from farspan.durable import (
+    PARTIAL,
+    NotDamaged,
+    WriteFailed,
+    clear,
+    expect_json,
+    parsing,
+    publish,
+    readable,
+    write_bytes,
+    write_failure,
+)
 from farspan.spec import UnsupportedError
 
 T = TypeVar("T")
@@ -67,10 +77,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Entries = Mapping[str, tuple[Tensor, ShardPlacement]]
 
 
-class NotDamaged(UnsupportedError):
-    """Why a checkpoint cannot be used here and now, although it may well be whole."""
-
-
 @dataclass(frozen=True, slots=True)
 class SavedBox:
     """A part of a tensor, and where its bytes are. `xxh3` is None where its file was verified."""
@@ -99,46 +105,6 @@ class SavedCheckpoint:
     list: str  # name of its file
     state: dict[str, Any]
     tensors: dict[str, SavedTensor]
-
-
-def expect_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises UnsupportedError when there is no such thing."""
-    with readable(path):
-        content = path.read_bytes()
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:  # the latter by what is nested too deeply
-        raise UnsupportedError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UnsupportedError(f"{path}: expected a JSON object")
-    return value
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Raises UnsupportedError, naming the file, where it, or what is under it, is missing, and
-    NotDamaged where the system does not let it be read, or it is a pipe, say, which has no end."""
-    try:
-        mode = path.stat().st_mode if os.path.lexists(path) else stat.S_IFREG
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise NotDamaged(f"{path}: cannot be read: neither a file nor a folder")
-        yield
-    except FileNotFoundError as error:
-        raise UnsupportedError(f"{error.filename or path}: missing") from error
-    except OSError as error:
-        raise NotDamaged(
-            f"{error.filename or path}: cannot be read: {error.strerror or error}"
-        ) from error
-
-
-@contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """A safetensors file. Raises UnsupportedError where it is none, or cannot be read."""
-    try:
-        with readable(path), safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise UnsupportedError(f"{path}: not a safetensors file: {error}") from error
 
 
 def together(world: DistributedContext, work: Callable[[], T]) -> T:
@@ -188,8 +154,8 @@ def save_entries(
 
 
 def _make(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
     try:
+        clear(folder)
         folder.mkdir(parents=True)
     except OSError as error:
         raise write_failure(folder, error.strerror or str(error)) from error
@@ -337,15 +303,6 @@ def read_list(path: Path) -> SavedCheckpoint:
     return found
 
 
-@contextmanager
-def parsing(path: Path) -> Iterator[None]:
-    """Raises UnsupportedError, naming the file, where its JSON is not what is expected."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UnsupportedError(f"{path}: damaged or changed: {error}") from error
-
-
 def _tensor(entry: Mapping[str, Any]) -> SavedTensor:
     dtype, shape = type_of(entry)
     boxes = tuple(
@@ -353,10 +310,16 @@ def _tensor(entry: Mapping[str, Any]) -> SavedTensor:
         for b in entry["boxes"]
     )
     for box in boxes:
-        if Path(box.file).name != box.file or not 0 <= box.start < MOST_ELEMENTS:
-            raise ValueError(f"no place in a file of a checkpoint: {box.file!r}, {box.start!r}")
+        known = is_name(box.file) and type(box.start) is int and isinstance(box.xxh3, str)
+        if not known or not 0 <= box.start < MOST_ELEMENTS:
+            raise ValueError(f"no place in a file of a checkpoint, or no XXH3: {box}")
     refuse_gaps(shape, boxes)
     return SavedTensor(dtype, shape, boxes)
+
+
+def is_name(file: object) -> bool:
+    """Whether it is the name of a file in a checkpoint, and no path."""
+    return isinstance(file, str) and re.fullmatch(r"[A-Za-z0-9_-]+(\.[a-z]+)?", file) is not None
 
 
 def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -371,23 +334,38 @@ def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def refuse_gaps(shape: tuple[int, ...], boxes: tuple[SavedBox, ...]) -> None:
-    """Raises ValueError unless boxes lie within a tensor and have as many elements as it."""
+    """Raises ValueError unless boxes lie within a tensor, each element of it in one of them."""
     for box in boxes:
+        if any(type(number) is not int for number in (*box.offset, *box.shape)):
+            raise ValueError(f"no place in a tensor: {box.offset}, {box.shape}")
         ends = zip(box.offset, box.shape, shape, strict=True)
         if any(start < 0 or size < 1 or start + size > whole for start, size, whole in ends):
             raise ValueError(f"box {box.offset} of {box.shape} is not within {list(shape)}")
     if sum(prod(box.shape) for box in boxes) != prod(shape):
         raise ValueError(f"boxes do not cover a tensor of {list(shape)}")
+    rows = sorted(boxes, key=lambda box: box.offset)
+    for place, one in enumerate(rows):
+        for other in islice(rows, place + 1, None):
+            if shape and other.offset[0] >= one.offset[0] + one.shape[0]:
+                break  # nor do those behind it begin sooner
+            sides = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in sides):
+                raise ValueError(f"box {other.offset} of {other.shape} overlaps another")
 
 
 def refuse_short(saved: SavedCheckpoint) -> None:
-    """Raises UnsupportedError where a file is missing, or ends before a box does."""
-    ends: dict[str, int] = {}
+    """Raises UnsupportedError where a file is missing, is not as long as its boxes, or has two in
+    one place."""
+    spans: dict[str, list[tuple[int, int]]] = {}
     for tensor in saved.tensors.values():
         for box in tensor.boxes:
             end = box.start + prod(box.shape) * tensor.dtype.itemsize
-            ends[box.file] = max(end, ends.get(box.file, 0))
-    for name, end in ends.items():
+            spans.setdefault(box.file, []).append((box.start, end))
+    for name, taken in spans.items():
+        taken.sort()
+        if any(end > start for (_, end), (start, _) in pairwise(taken)):
+            raise UnsupportedError(f"{saved.path / saved.list}: boxes of {name} share bytes")
+        end = taken[-1][1]
         with readable(saved.path / name):
             size = (saved.path / name).stat().st_size
         if size != end:

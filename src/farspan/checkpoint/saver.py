@@ -33,12 +33,10 @@ from farspan.checkpoint.earlier import MANIFEST, TENSORS, read_earlier
 from farspan.checkpoint.format import (
     LIST,
     Entries,
-    NotDamaged,
     SavedCheckpoint,
     copy_saved,
     form_words,
     read_list,
-    readable,
     refuse_other_model,
     save_entries,
     together,
@@ -50,11 +48,13 @@ from farspan.distributed.fsdp import ShardPlacement, whole_placement
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import (
     PARTIAL,
+    NotDamaged,
     digest,
     discard,
     move,
     publish,
     read_json,
+    readable,
     remove_leftovers,
     write_bytes,
     writing,
@@ -460,7 +460,7 @@ def is_exported(
 ) -> bool:
     """Whether `folder` was made of this very checkpoint and is whole; one that has changed since is
     renamed, and `note` is told."""
-    said = read_json(folder / SOURCE) or {}
+    said = read_json(folder / SOURCE, files=dict) or {}
     files = said.pop(FILES, {})  # earlier versions wrote none
     if said != source_of(checkpoint, marks):
         return False
@@ -530,7 +530,7 @@ def _spare_what_is_theirs(folder: Path, new: Path, note: Callable[[str], None]) 
         theirs = [folder.name]
     else:
         there = set(os.listdir(folder)) if folder.is_dir() else set()
-        said = (read_json(folder / SOURCE) or {}).get(FILES, {})
+        said = (read_json(folder / SOURCE, files=dict) or {}).get(FILES, {})
         ours = {*os.listdir(new), *said, CARD, INDEX_FOLDER} if SOURCE in there else set()
         theirs = sorted(there - ours)
     if theirs:

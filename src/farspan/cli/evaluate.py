@@ -25,7 +25,7 @@ from farspan.data.packing import BestFitLayout, PackedBatch, Packing
 from farspan.data.sources import decode, find_files, read_bytes
 from farspan.data.token_cache import TokenStore
 from farspan.data.tokenizers import HubTokenizer, Tokenizer, load_tokenizer
-from farspan.durable import check_place, read_json, refuse_links, write_output
+from farspan.durable import check_place, refuse_links, write_output
 from farspan.engine.runner import Progress
 from farspan.engine.step import Step
 from farspan.formatting import read_tokens, write_number, write_tokens
@@ -34,6 +34,7 @@ from farspan.hf.merge import INDEX_FOLDER
 from farspan.hf.quantized import is_quantized_folder
 from farspan.profile.catalog import refuse_absent, split_revision
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
+from farspan.report.run import ABOUT, read_about
 from farspan.report.tables import lines_table, show
 from farspan.sparse.train import selector_for
 from farspan.spec import Schedule, UnsupportedError
@@ -264,12 +265,7 @@ def subject_of(
     source = ModelConfig(path=path, revision=revision)
     if (folder / "config.yaml").is_file():
         refuse_links(folder)
-        run = load_run(folder / "config.yaml")
-        if run.model.trust_remote_code and not trusted:
-            raise UnsupportedError(
-                f"{folder}: its model.trust_remote_code runs Python code that comes with the "
-                "model; read that code, and give --trust-remote-code to run it"
-            )
+        run = load_run(folder / "config.yaml", trusted=trusted)
         if not (folder / "model").is_dir():
             raise UnsupportedError(
                 f"{folder}: this run has no model yet; let it end, or give another folder"
@@ -277,9 +273,9 @@ def subject_of(
         source = replace(run.model, path=str(folder / "model"), config=None, lora=None)
         if run.model.lora is None:  # its config has them
             source = replace(source, overrides={})
-        about = read_json(folder / "about.json") or {}
+        about = read_about(folder)
         if "schedule" in about:
-            schedule = convert(Schedule, about["schedule"], "schedule")
+            schedule = convert(Schedule, about["schedule"], f"{folder / ABOUT}: schedule")
     else:
         refuse_absent("model", path)
     source, adapters = with_base(source)

@@ -77,7 +77,7 @@ def suffix_of(path: str | Path) -> str:
 def _is_day(text: str) -> bool:
     try:
         return date.fromisoformat(text).isoformat() == text
-    except ValueError:
+    except (TypeError, ValueError):
         return False
 
 

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
-from farspan.durable import read_json
+from farspan.durable import read_json, refuse_pipes
 from farspan.formatting import write_bytes, write_seconds
 from farspan.profile.catalog import pinned, read_config, refuse_absent
 from farspan.spec import UnsupportedError
@@ -402,7 +402,7 @@ def stop_ids(model: str, revision: str | None = None) -> frozenset[int]:
             path = cached_file(folder, name, revision=revision)
         except OSError:
             continue  # not there, or no network
-        config = (read_json(Path(path)) if path else None) or {}
+        config = (read_json(Path(path), finite=False) if path else None) or {}
         for part in (config, config.get("text_config")):
             found = part.get("eos_token_id") if isinstance(part, dict) else None
             if found is not None:
@@ -455,6 +455,7 @@ def load_tokenizer(
         return ByteTokenizer()
     place = Path(name).expanduser()
     refuse_absent("data.tokenizer", name)
+    refuse_pipes(*place.glob("*"))
     _refuse_huge_files(place)
     try:
         inner = AutoTokenizer.from_pretrained(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from farspan.distributed.failure import RankFailed, record_sync
 from farspan.durable import WriteFailed, shown
@@ -112,7 +112,12 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 def encode(value: Any) -> bytes:
     """Return `value` as a message. Raises TypeError where it holds something other than data."""
-    return json.dumps(_plain(value)).encode()
+    try:
+        return json.dumps(_plain(value)).encode()
+    except RecursionError as error:
+        raise TypeError(
+            "ranks exchange data, and this is nested too deeply, or in itself"
+        ) from error
 
 
 def decode(data: bytes, sender: int) -> Any:
@@ -136,29 +141,38 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         content = {own.name: _plain(getattr(value, own.name)) for own in fields(value)}
         return {"data": [_name_of(type(value)), content]}
-    raise TypeError(f"ranks exchange data, and {type(value).__qualname__} is none: {value!r:.80}")
+    raise _no_data(value)
+
+
+def _no_data(value: Any) -> TypeError:
+    return TypeError(f"ranks exchange data, and {type(value).__name__} is none: {value!r:.80}")
 
 
 @_plain.register(bool | int | float | str | None)
 def _(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return {"enum": [_name_of(type(value)), value.name]}
-    return value
+    return _enum(value) if isinstance(value, Enum) else value
 
 
 @_plain.register
 def _(value: np.generic) -> Any:
-    return value.item()
+    if value.dtype.kind not in "biufSU" or isinstance(value, np.longdouble):
+        raise _no_data(value)  # `item` is another time, or drops names of fields
+    return _plain(value.item())
 
 
-@_plain.register
-def _(value: Enum) -> Any:
+@_plain.register(Enum)
+def _enum(value: Enum) -> Any:
+    if value.name not in type(value).__members__:  # several flags at once
+        raise _no_data(value)
     return {"enum": [_name_of(type(value)), value.name]}
 
 
-@_plain.register
-def _(value: list) -> Any:
-    return [_plain(item) for item in value]
+@_plain.register(list | set | frozenset)
+def _(value: Any) -> Any:
+    if type(value) not in (list, set, frozenset):
+        raise _no_data(value)
+    items = [_plain(item) for item in value]
+    return items if type(value) is list else {type(value).__name__: items}
 
 
 @_plain.register(tuple)
@@ -168,17 +182,14 @@ def _(value: tuple[Any, ...]) -> Any:
         return {"size": items}
     if hasattr(value, "_fields"):
         return {"data": [_name_of(type(value)), dict(zip(value._fields, items, strict=True))]}
+    if type(value) is not tuple:
+        raise _no_data(value)
     return {"tuple": items}
 
 
 @_plain.register(Mapping)
 def _(value: Mapping[Any, Any]) -> Any:
     return {"map": [[_plain(key), _plain(item)] for key, item in value.items()]}
-
-
-@_plain.register(set | frozenset)
-def _(value: Any) -> Any:
-    return {type(value).__name__: [_plain(item) for item in value]}
 
 
 @_plain.register
@@ -203,15 +214,19 @@ def _(value: torch.device) -> Any:
 
 @_plain.register
 def _(value: np.ndarray) -> Any:
-    if value.dtype.hasobject:
-        raise TypeError(f"ranks exchange data, and an array of {value.dtype} is none")
+    if type(value) not in (np.ndarray, np.memmap) or value.dtype.kind in "OV":
+        raise _no_data(value)  # a mask, or names of fields, would not be sent
     content = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
     return {"array": [value.dtype.str, list(value.shape), content]}
 
 
 @_plain.register
 def _(value: Tensor) -> Any:
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    plain = value.layout is torch.strided and not (value.is_meta or value.is_quantized)
+    if type(value) not in (Tensor, nn.Parameter) or not plain:
+        raise _no_data(value)
+    own = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    flat = own.reshape(-1).view(torch.uint8).numpy().tobytes()
     content = base64.b64encode(flat).decode()
     return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), content]}
 

@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.hub import cached_file
 
-from farspan.durable import read_json
+from farspan.durable import read_json, refuse_pipes
 from farspan.hf import quantized
 from farspan.hf.overrides import SPELLINGS, changed, refuse_idle, refuse_unknown, resolve
 from farspan.hf.stages import CausalLMStages
@@ -356,6 +356,7 @@ def _with_saved_weights(
     trust_remote_code: bool,
     given: dict[str, Any],
 ) -> PreTrainedModel:
+    refuse_pipes(*Path(path).glob("*"))
     try:
         loaded: Any = _auto(config).from_pretrained(
             path,
@@ -408,7 +409,7 @@ def refuse_unpinned(
     if not trust_remote_code or _COMMIT.fullmatch(revision or ""):
         return
     files = [Path(path).expanduser() / f"{kind}config.json" for kind in ("", "tokenizer_")]
-    maps = [str((read_json(file) or {}).get("auto_map")) for file in files]
+    maps = [str((read_json(file, finite=False) or {}).get("auto_map")) for file in files]
     if is_on_hub(path) or any("--" in text for text in maps):
         given = "missing" if revision is None else f"{revision!r} is a branch or a tag"
         own = field == "model.revision"

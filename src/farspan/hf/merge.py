@@ -20,13 +20,24 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from farspan.durable import PARTIAL, publish, read_json, write_bytes, writing
+from farspan.durable import (
+    PARTIAL,
+    expect_json,
+    given_json,
+    publish,
+    read_json,
+    refuse_links,
+    refuse_pipes,
+    write_bytes,
+    writing,
+)
 from farspan.hf.load import MISSING, load_config, load_model
 from farspan.lazy import load
 from farspan.profile.catalog import is_on_hub, refuse_absent
 from farspan.spec import UnsupportedError
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+BASE = "base_model_name_or_path"  # in the former: the model that adapters are for
 SOURCE = "farspan.json"  # of a run: how its model was trained, its overrides ...
 LARGEST = 1e30  # of lora_alpha: beyond it no fp32 weight is finite
 FILES = "files"  # ... and the digests of its files
@@ -68,20 +79,15 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
     adapters = _adapters_in(source)
     if os.path.lexists(folder):
         raise UnsupportedError(f"output: {folder} is there already; name a folder that is not")
-    _refuse_links(adapters)
-    config = read_json(adapters / ADAPTER_CONFIG)
-    if config is None:
-        raise UnsupportedError(f"{adapters / ADAPTER_CONFIG}: cannot be read as JSON")
-    told = read_json(adapters / SOURCE) if (adapters / SOURCE).exists() else {}
-    if told is None:
-        raise UnsupportedError(f"{adapters / SOURCE}: cannot be read as JSON")
+    cached = adapters.parent.name == "snapshots"  # in the hub's cache, with links to its own blobs
+    refuse_links(adapters, *[adapters.resolve().parents[1] / "blobs"] * cached)
+    config = expect_json(adapters / ADAPTER_CONFIG)
+    told = given_json(adapters / SOURCE, overrides=dict)
     overrides = told.pop("overrides", {})
     told.pop(FILES, None)
-    if not isinstance(overrides, dict):
-        raise UnsupportedError(f"{adapters / SOURCE}: overrides: expected an object")
     model = _base_folder(config, base, adapters)
     partial = folder.with_name(f"{PARTIAL}{folder.name}")
-    with _opened(adapters / ADAPTER_TENSORS) as tensors:
+    with open_tensors(adapters / ADAPTER_TENSORS) as tensors:
         names = list(tensors.keys())
         _refuse_damaged(adapters, config, tensors)
         files = _weight_files(model)
@@ -107,7 +113,7 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
 def _adapters_in(source: Path) -> Path:
     """The folder that has a run's adapters, or those of `source` itself."""
     if (source / "model").is_symlink():
-        raise UnsupportedError(_LINK.format(path=source / "model"))
+        refuse_links(source)
     for folder in (source / "model", source):
         if (folder / ADAPTER_CONFIG).is_file():
             return folder
@@ -123,31 +129,13 @@ def _adapters_in(source: Path) -> Path:
     )
 
 
-_LINK = "{path}: a link, which is not followed; put the file itself there (cp -L)"
-
-
-def _refuse_links(folder: Path) -> None:
-    """Refuse links in a folder of adapters, except those of the hub's cache to its own blobs."""
-    own = [folder.resolve()]
-    if folder.parent.name == "snapshots":
-        own.append(folder.parent.parent.resolve() / "blobs")
-    for path in folder.rglob("*"):
-        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in own):
-            raise UnsupportedError(_LINK.format(path=path))
-
-
 def _refuse_damaged(adapters: Path, config: Mapping[str, Any], tensors: Any) -> None:
     """Refuse tensors that are not finite and, of LoRA, a rank or alpha that they cannot have."""
     file, where = adapters / ADAPTER_TENSORS, adapters / ADAPTER_CONFIG
     kind = config.get("peft_type")
     if not isinstance(kind, str):
         raise UnsupportedError(f"{where}: peft_type: expected a name such as LORA, got {kind!r}")
-    if kind == "LORA":
-        rank, alpha = config.get("r"), config.get("lora_alpha")
-        if type(rank) is not int or rank < 1:
-            raise UnsupportedError(f"{where}: r: expected a whole number above 0, got {rank!r}")
-        if type(alpha) not in (int, float) or not abs(alpha) < LARGEST:  # type: ignore[arg-type]
-            raise UnsupportedError(f"{where}: lora_alpha: expected a number, got {alpha!r}")
+    rank, _ = rank_and_alpha(where, config) if kind == "LORA" else (0, 0)
     names = list(tensors.keys())
     if not names:
         raise UnsupportedError(
@@ -173,9 +161,19 @@ def _refuse_damaged(adapters: Path, config: Mapping[str, Any], tensors: Any) -> 
             )
 
 
+def rank_and_alpha(where: Path, config: Mapping[str, Any]) -> tuple[int, float]:
+    """The rank and alpha of LoRA adapters. Raises UnsupportedError, naming the field."""
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise UnsupportedError(f"{where}: r: expected a whole number above 0, got {rank!r:.80}")
+    if type(alpha) not in (int, float) or not abs(alpha) < LARGEST:  # type: ignore[arg-type]
+        raise UnsupportedError(f"{where}: lora_alpha: expected a number, got {alpha!r:.80}")
+    return rank, float(alpha)  # type: ignore[arg-type]
+
+
 def _base_folder(config: Mapping[str, Any], base: str | None, adapters: Path) -> Path:
     """Where the files of the model lie that adapters are for."""
-    name = base or config.get("base_model_name_or_path")
+    name = base or config.get(BASE)
     if not isinstance(name, str) or not name:
         raise UnsupportedError(
             f"{adapters / ADAPTER_CONFIG}: names no model that they are for; give it as --base"
@@ -194,8 +192,10 @@ def _base_folder(config: Mapping[str, Any], base: str | None, adapters: Path) ->
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path) -> Iterator[Any]:
+    """A safetensors file. Raises UnsupportedError where it is none, or cannot be read."""
     try:
+        refuse_pipes(path)
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
@@ -207,7 +207,7 @@ def _weight_files(model: Path) -> dict[str, Path]:
     if (model / WEIGHTS).is_file():
         files = {WEIGHTS}
     else:
-        listed = (read_json(model / INDEX) or {}).get("weight_map", {})
+        listed = (read_json(model / INDEX, finite=False) or {}).get("weight_map", {})
         files = {*listed.values()} if isinstance(listed, dict) else {""}
         if any(not isinstance(n, str) or not n or {"..", "/"} & {*Path(n).parts} for n in files):
             raise UnsupportedError(
@@ -215,7 +215,7 @@ def _weight_files(model: Path) -> dict[str, Path]:
             )
     found: dict[str, Path] = {}
     for name in sorted(files):
-        with _opened(model / name) as file:
+        with open_tensors(model / name) as file:
             found |= dict.fromkeys(file.keys(), model / name)
     return found
 
@@ -260,7 +260,7 @@ def _add(tensors: Any, scale: float, model: Path, files: Mapping[str, Path], tar
         with path.open("rb") as file:
             start = 8 + int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(start - 8))
-        with _opened(path) as old, copy.open("r+b") as new:
+        with open_tensors(path) as old, copy.open("r+b") as new:
             for name in tensors.keys():  # noqa: SIM118
                 module, _, kind = name.rpartition(".lora_")
                 if kind == "A.weight" and _weight_of(module) in header:
@@ -331,7 +331,7 @@ def _merge_in_memory(model: Path, adapters: Path, overrides: dict[str, Any], tar
 def _refuse_other_tensors(peft_model: Any, adapters: Path) -> None:
     """Refuse a file that lacks what its configuration asks for, or has what peft would not load."""
     wanted = load("peft", "get_peft_model_state_dict")(peft_model, save_embedding_layers=False)
-    with _opened(adapters / ADAPTER_TENSORS) as tensors:
+    with open_tensors(adapters / ADAPTER_TENSORS) as tensors:
         names = {name for name in tensors.keys() if ".base_layer." not in name}  # noqa: SIM118
     lost = names - wanted.keys() - peft_model.state_dict().keys()
     for name in sorted(wanted.keys() - names | lost):

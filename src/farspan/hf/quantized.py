@@ -267,7 +267,9 @@ def frozen_digest(model: nn.Module) -> str | None:
 
 def is_quantized_folder(path: str | None) -> bool:
     """Whether a local folder says that its weights are quantised."""
-    config = None if path is None else read_json(Path(path).expanduser() / "config.json")
+    config = (
+        None if path is None else read_json(Path(path).expanduser() / "config.json", finite=False)
+    )
     return bool(config and config.get("quantization_config"))
 
 

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from farspan.durable import write_output
+from farspan.durable import expect_json, write_output
 from farspan.formatting import shortened, some
 from farspan.spec import (
     BACKWARD_PRODUCTS,
@@ -495,14 +495,9 @@ def _got(value: object) -> str:
 
 def _read_file(path: Path) -> MachineFile:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        words = getattr(error, "strerror", None) or error
-        raise UnsupportedError(f"machine: cannot read {path}: {words}") from error
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UnsupportedError(f"machine: {path} is not JSON: {error}") from error
+        values = expect_json(path)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"machine: {error}") from error
     return from_json(values, f"machine file {path}")
 
 

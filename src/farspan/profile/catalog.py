@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from farspan.durable import parse_object
 from farspan.formatting import some
 from farspan.lazy import load
 from farspan.spec import UnsupportedError
@@ -240,8 +241,8 @@ def read_config(path: Path, field: str = "model") -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST_CONFIG + 1)
-        config = None if len(data) > LARGEST_CONFIG else json.loads(data)
-    except (OSError, ValueError, RecursionError) as error:  # the last where it is nested too deep
+        config = {} if len(data) > LARGEST_CONFIG else parse_object(data, False)
+    except (OSError, ValueError) as error:
         words = getattr(error, "strerror", None) or error
         raise UnsupportedError(
             f"{field}: {path} is not a JSON file that can be read: {words}; give a "
@@ -251,10 +252,6 @@ def read_config(path: Path, field: str = "model") -> dict[str, Any]:
         raise UnsupportedError(
             f"{field}: {path} has more than {LARGEST_CONFIG >> 20} MiB, which no model's "
             "config.json has; give a model's folder, or its config.json"
-        )
-    if not isinstance(config, dict):
-        raise UnsupportedError(
-            f"{field}: {path} holds {type(config).__name__}, expected a model's config"
         )
     refuse_huge(config, f"{field}: {path}: ")
     return config

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from farspan.durable import PARTIAL, write_bytes, write_whole
 from farspan.lazy import load
 from farspan.profile.catalog import find_config, find_preset
 from farspan.profile.estimate import adapted, packed
@@ -106,9 +107,9 @@ class Profiles:
         found = measure(self.config, variant, self.name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            apart = path.with_suffix(f".{os.getpid()}")
+            apart = path.with_name(f"{PARTIAL}{os.getpid()}-{path.name}")
             try:
-                apart.write_text(json.dumps(to_json([found])[0]), encoding="utf-8")
+                write_bytes(apart, json.dumps(to_json([found])[0]).encode("utf-8"))
                 apart.replace(path)
             finally:
                 apart.unlink(missing_ok=True)  # of a disk that is full
@@ -163,7 +164,7 @@ def write(preset: str, made: Mapping[str, Any]) -> Path:
     rows = (f"{json.dumps(key)}:{_text(value)}" for key, value in made.items())
     path = PRESETS / f"{preset}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+    write_whole(path, ("{\n" + ",\n".join(rows) + "\n}\n").encode("utf-8"))
     return path
 
 

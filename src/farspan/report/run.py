@@ -4,6 +4,7 @@ of which the page says so."""
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -14,7 +15,15 @@ from typing import Any
 
 import yaml
 
-from farspan.durable import WriteFailed, refuse_links, write_whole
+from farspan.durable import (
+    WRONG,
+    WriteFailed,
+    given_json,
+    parse_object,
+    refuse_links,
+    refuse_odd,
+    write_whole,
+)
 from farspan.formatting import without_home, write_bytes, write_tokens
 from farspan.planner.remedies import part_words
 from farspan.report.page import html_page
@@ -33,8 +42,9 @@ NO_CURVE = {
     *("memory_predicted_bytes", "memory_measured_bytes"),
     *("memory_planned_bytes", "memory_resident_bytes"),
 }
+ABOUT, METRICS = "about.json", "metrics.jsonl"
 OBJECTS = ("about", "plan", "comparison", "step", "history")  # each a file of JSON
-WRONG = AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError
+NOT_FINITE = ("nan", "inf", "-inf")  # JSON knows no such numbers: they are text
 OLDER = "this run was made by a version of farspan that did not write it down"
 REST = "everything else"
 
@@ -81,10 +91,7 @@ def read_run(folder: Path) -> RunRecord:
             "as its folder"
         )
     refuse_links(path)
-    for file in path.iterdir():
-        if not (file.is_file() or file.is_dir()):
-            raise _damaged(file, "it is neither a file nor a folder")
-    metrics = tuple(_lines(path / "metrics.jsonl"))
+    metrics = tuple(read_metrics(path / METRICS))
     if not metrics:
         raise UnsupportedError(
             f"{folder} has no metrics: no step of its run is done; ask again after the first one"
@@ -96,12 +103,9 @@ def read_run(folder: Path) -> RunRecord:
 def _read(path: Path) -> Values:
     """An object in JSON; empty where there is no such file."""
     try:
-        value = json.loads(path.read_bytes()) if path.exists() else {}
-    except (OSError, ValueError, RecursionError) as error:
+        return parse_object(path.read_bytes()) if os.path.lexists(path) else {}
+    except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
-    if not isinstance(value, dict):
-        raise _damaged(path, "expected an object")
-    return value
 
 
 def _config(path: Path) -> Values:
@@ -110,6 +114,7 @@ def _config(path: Path) -> Values:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(data)):
             raise _damaged(path, "it has aliases, which farspan does not write")
         value = yaml.safe_load(data)
+        refuse_odd(value, finite=False)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise _damaged(path, error) from error
     if not isinstance(value, dict):
@@ -117,27 +122,42 @@ def _config(path: Path) -> Values:
     return value
 
 
-def _lines(path: Path) -> Iterator[Values]:
-    """Of metrics.jsonl; the last one may be half written."""
+def read_about(folder: Path) -> Values:
+    """What about.json says; empty where there is none. Raises UnsupportedError naming the field."""
+    kinds = {"device": str, "strategy": str, "parameters": int, "trainable": int}
+    return given_json(folder / ABOUT, **kinds, layout=dict, machine=dict, schedule=dict)
+
+
+def read_metrics(path: Path) -> Iterator[Values]:
+    """The lines of metrics.jsonl; the last one may be half written. Raises UnsupportedError, naming
+    the line and the field, for what farspan does not write."""
     try:
         lines = path.read_bytes().splitlines() if path.exists() else []
     except OSError as error:
         raise _damaged(path, error) from error
     for number, line in enumerate(lines, start=1):
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
+            yield _line(line)
+        except ValueError as error:
+            if number == len(lines) and not line.endswith(b"}"):
                 return
             raise _damaged(path, f"line {number}: {error}") from error
-        if not isinstance(value, dict) or not isinstance(value.get("step"), int):
-            raise _damaged(path, f"line {number}: expected an object with a step")
-        yield value
+
+
+def _line(text: bytes) -> Values:
+    found = parse_object(text)
+    if type(found.get("step")) is not int or found["step"] < 0:
+        raise ValueError(f"step: expected a whole number from 0, got {found.get('step')!r:.80}")
+    for name in found.keys() & {*CURVES, *NO_CURVE}:
+        value = found[name]
+        if type(value) not in (int, float) and value not in NOT_FINITE:
+            raise ValueError(f"{name}: expected a number, got {value!r:.80}")
+    return found
 
 
 def _damaged(path: Path, why: object) -> UnsupportedError:
     first = str(why).partition("\n")[0]
-    without = ", or move it away to see the page without it" if path.suffix == ".json" else ""
+    without = ", or move it away to go on without it" if path.suffix == ".json" else ""
     return UnsupportedError(f"{path} is damaged: {first}; restore it{without}")
 
 
@@ -194,7 +214,7 @@ def _culprit(run: RunRecord) -> Path:
         with suppress(*WRONG):
             _shown(replace(run, **without), "")
             return run.path / file
-    return run.path / "metrics.jsonl"
+    return run.path / METRICS
 
 
 def _shown(run: RunRecord, name: str) -> Values:

@@ -590,16 +590,29 @@ class RunConfig:
             raise UnsupportedError(f"schedule.{error} (sparse.page)") from error
 
 
-def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:
+TRUST = "model.trust_remote_code"
+
+
+def load_run(path: Path, settings: Sequence[str] = (), *, trusted: bool = False) -> RunConfig:
     """The run that a YAML file describes, with settings such as optimizer.lr=1e-5 in place of its
     own; its folder is `runs/<name of the file>` unless given.
 
-    Raises UnsupportedError naming the file, the setting and the key.
+    Raises UnsupportedError naming the file, the setting and the key; also where a config.yaml, as a
+    run folder has it that somebody else may have made, has a model's code run, and the user has
+    neither said so by a setting nor `trusted` it.
     """
     given = read_file(path)
     if not given:
         raise UnsupportedError(f"{path}: is empty; a run file names at least `model` and `data`")
-    return built({"folder": f"runs/{path.stem}"} | given, settings, str(path))
+    run = built({"folder": f"runs/{path.stem}"} | given, settings, str(path))
+    said = trusted or any(one.partition("=")[0].strip() in (TRUST, "model") for one in settings)
+    if run.model.trust_remote_code and path.name == "config.yaml" and not said:
+        raise UnsupportedError(
+            f"{path}: {TRUST} runs Python code that comes with the model, which the file of a run "
+            f"folder does not decide; read that code, and give --set {TRUST}=true "
+            "(--trust-remote-code of farspan evaluate) to run it"
+        )
+    return run
 
 
 def built(values: dict[str, Any], settings: Sequence[str], name: str) -> RunConfig:

@@ -15,16 +15,17 @@ import huggingface_hub
 from farspan.checkpoint.saver import CARD
 from farspan.data.config import RecordFormat, SourceConfig, SourceKind
 from farspan.distributed.run_context import DistributedContext
-from farspan.durable import read_json, refuse_links, write_whole
+from farspan.durable import expect_json, given_json, parsing, read_json, refuse_links, write_whole
 from farspan.formatting import sparse_words, write_tokens
-from farspan.hf.merge import ADAPTER_CONFIG, SOURCE
+from farspan.hf.merge import ADAPTER_CONFIG, BASE, SOURCE
 from farspan.profile.catalog import is_on_hub
+from farspan.report.run import ABOUT, METRICS, read_about, read_metrics
 from farspan.sparse.train import NOT_DENSE, hides, sparsity_words
 from farspan.spec import VERSION, UnsupportedError
 from farspan.train.config import HubConfig, RunConfig, StatesPlace, load_run
 from farspan.train.memory import WHERE
 from farspan.train.run_folder import as_json
-from farspan.train.step_runner import ABOUT, TrainingResult
+from farspan.train.step_runner import TrainingResult
 from farspan.train.yaml_config import write_mapping
 
 PUSHED = "hub.json"  # in the run folder: which model went where
@@ -35,7 +36,6 @@ EXACT = (
 
 
 WEIGHTS = ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
-BASE = "base_model_name_or_path"
 
 
 class RepositoryTaken(Exception):
@@ -62,15 +62,20 @@ def push(folder: Path, hub: HubConfig) -> str:
     PushFailed."""
     refuse_links(folder)
     model = folder / "model"
-    source = read_json(model / SOURCE)
-    if source is None:
+    source = given_json(model / SOURCE)
+    if not source:
         raise UnsupportedError(
             f"{folder}: has no model/ of a run that ended; give a run folder, or run farspan train "
             "to its end first"
         )
+    named = re.fullmatch(r"step-([0-9]{1,18})", str(source.get("checkpoint")))
+    if named is None:
+        raise UnsupportedError(
+            f"{model / SOURCE}: checkpoint: expected a name such as step-00000120, got "
+            f"{source.get('checkpoint')!r:.80}"
+        )
     if not (model / CARD).exists():
-        step = int(str(source["checkpoint"]).rpartition("-")[2])
-        write_whole(model / CARD, card_of(folder, step).encode("utf-8"))
+        write_whole(model / CARD, card_of(folder, int(named[1])).encode("utf-8"))
     api = huggingface_hub.HfApi(library_name="farspan", library_version=VERSION)
     try:
         gone = _leftovers(api, model, hub)
@@ -133,8 +138,8 @@ def _files(model: Path) -> Iterator[huggingface_hub.CommitOperationAdd]:
             continue
         content: Path | bytes = path
         if name == Path(ADAPTER_CONFIG):
-            values = json.loads(path.read_bytes())
-            values[BASE] = local_name(values.get(BASE) or "")
+            values = expect_json(path, **{BASE: str})
+            values[BASE] = local_name(values.get(BASE, ""))
             content = json.dumps(values, indent=2).encode("utf-8")
         yield huggingface_hub.CommitOperationAdd(name.as_posix(), content)
 
@@ -176,7 +181,7 @@ def pushed(
     def there() -> str | None:
         known = read_json(result.folder / PUSHED) or {}
         same = known.get(SOURCE) == read_json(result.folder / "model" / SOURCE)
-        return str(known["commit"]) if same and known.get("repo") == hub.repo else None
+        return str(known.get("commit")) if same and known.get("repo") == hub.repo else None
 
     address = world.run_on_rank0(there)
     if address is not None:
@@ -200,9 +205,11 @@ def card_of(folder: Path, step: int) -> str:
     before = path.read_text("utf-8", errors="replace") if path.is_file() else None
     if before is not None and not _is_own(before):
         return before
-    run, about = load_run(folder / "config.yaml"), read_json(folder / ABOUT) or {}
+    run, about = load_run(folder / "config.yaml", trusted=True), read_about(folder)
     values = {k: v for k, v in _metadata(run).items() if v}
-    rows = [f"| {name} | {_cell(text)} |" for name, text in _rows(run, about, folder, step) if text]
+    with parsing(folder / ABOUT):
+        said = list(_rows(run, about, folder, step))
+    rows = [f"| {name} | {_cell(text)} |" for name, text in said if text]
     base, adapters = base_words(run), run.model.lora is not None
     how = (
         "Load the model that they are for, then these with `peft.PeftModel.from_pretrained`."
@@ -277,7 +284,8 @@ def _rows(
     yield "precision", f"{run.model.dtype} weights and activations"
     yield "attention", attention_words(run)
     yield "schedule", f"{about.get('strategy') or 'as written'}, seed {run.seed}"
-    yield from _measured(folder, step)
+    with parsing(folder / METRICS):
+        yield from list(_measured(folder, step))
     machine = about.get("machine", {})
     layout = {axis: n for axis, n in about.get("layout", {}).items() if axis != "fsdp" and n > 1}
     ranks = ", ".join(f"{axis} {n}" for axis, n in layout.items())
@@ -289,9 +297,7 @@ def _rows(
 
 def _measured(folder: Path, step: int) -> Iterator[tuple[str, str]]:
     """Of the steps until this one."""
-    metrics = folder / "metrics.jsonl"
-    text = metrics.read_text("utf-8") if metrics.exists() else ""  # a run without a step has none
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = list(read_metrics(folder / METRICS))  # a run without a step has none
     steps = [line for line in lines if "seconds" in line and line["step"] <= step]
     if steps:
         trained = sum(line["trained_tokens"] for line in steps)

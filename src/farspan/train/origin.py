@@ -12,9 +12,6 @@ from torch import Tensor
 
 from farspan.checkpoint.format import (
     copy_saved,
-    expect_json,
-    open_tensors,
-    readable,
     refuse_other_model,
 )
 from farspan.checkpoint.saver import (
@@ -27,12 +24,19 @@ from farspan.checkpoint.saver import (
     open_checkpoint,
 )
 from farspan.distributed.run_context import DistributedContext
-from farspan.durable import read_json
-from farspan.hf.merge import ADAPTER_CONFIG, ADAPTER_TENSORS
+from farspan.durable import expect_json, given_json
+from farspan.hf.merge import (
+    ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
+    BASE,
+    SOURCE,
+    open_tensors,
+    rank_and_alpha,
+)
 from farspan.hf.quantized import WHOLE, frozen_digest
 from farspan.spec import UnsupportedError
 from farspan.train.config import LoraConfig, ModelConfig, RunConfig, StartConfig
-from farspan.train.yaml_config import build, read_mapping
+from farspan.train.yaml_config import build, read_file
 
 T = TypeVar("T")
 
@@ -62,18 +66,19 @@ def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
             raise UnsupportedError(WHOLE.format(instead="leave model.quantize out"))
         return model, None
     config = expect_json(path / ADAPTER_CONFIG)
-    base = config.get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
+    base, revision = config.get(BASE), config.get("revision")
+    named = isinstance(base, str) and base and "\0" not in base
+    if not named or not isinstance(revision, str | None):
         raise UnsupportedError(
-            f"model.path: {path} holds adapters and does not say of which model; give that model "
-            f"as model.path, and start: {{path: {path}}}"
+            f"model.path: {path} holds adapters and does not say of which model ({BASE}, revision "
+            f"in {ADAPTER_CONFIG}); give that model as model.path, and start: {{path: {path}}}"
         )
     lora = model.lora or lora_of(path, config)
-    overrides = (read_json(path / "farspan.json") or {}).get("overrides", {})
+    overrides = given_json(path / SOURCE, overrides=dict).get("overrides", {})
     found = replace(
         model,
         path=base,
-        revision=model.revision or config.get("revision"),
+        revision=model.revision or revision,
         overrides={**overrides, **model.overrides},
         lora=lora,
     )
@@ -142,13 +147,12 @@ def as_begun(run: RunConfig) -> RunConfig:
     config, known = Path(run.folder).expanduser() / "config.yaml", dict[str, Any]()
     if config.is_file():
         try:
-            with readable(config):
-                known = read_mapping(config.read_text("utf-8"), str(config))
-        except (UnsupportedError, UnicodeDecodeError):
+            known = read_file(config)
+        except UnsupportedError:
             return run  # whoever takes the folder says so, where it matters
     start, data = known.get("start"), known.get("data")
     if run.start is None and start is not None:
-        run = replace(run, start=build(StartConfig, start, "start"))
+        run = replace(run, start=build(StartConfig, start, f"{config}: start"))
     if run.data.day is not None or not run.data.has_records():
         return run
     day = data.get("day") if isinstance(data, dict) else None
@@ -223,8 +227,7 @@ def refuse_other_adapters(run: RunConfig, checkpoint: Path) -> None:
     config = checkpoint.parent.parent / "config.yaml"
     if not config.is_file():
         return
-    with readable(config):
-        model = read_mapping(config.read_text("utf-8"), str(config)).get("model")
+    model = read_file(config).get("model")
     there = model.get("lora") if isinstance(model, Mapping) else None
     here = run.model.lora
     if here is None and there is not None:
@@ -238,15 +241,15 @@ def refuse_other_adapters(run: RunConfig, checkpoint: Path) -> None:
             f"for adapters on it give its folder as model.path ({config.parent / 'model'})"
         )
     if here is not None:
-        _refuse_scale(here, build(LoraConfig, there or {}, str(config)), checkpoint)
+        known = build(LoraConfig, there or {}, str(config))
+        _refuse_scale(here, known.rank, known.scale(), checkpoint)
 
 
-def _refuse_scale(here: LoraConfig, there: LoraConfig, where: Path) -> None:
-    if here.rank != there.rank or here.scale() / here.rank != there.scale() / there.rank:
+def _refuse_scale(here: LoraConfig, rank: int, alpha: float, where: Path) -> None:
+    if here.rank != rank or here.scale() / here.rank != alpha / rank:
         raise UnsupportedError(
-            f"the adapters of {where} have rank {there.rank} and count alpha "
-            f"{there.scale():g}, here {here.rank} and {here.scale():g}; give model.lora as there: "
-            f"rank: {there.rank}, alpha: {there.scale():g}"
+            f"the adapters of {where} have rank {rank} and count alpha {alpha:g}, here {here.rank} "
+            f"and {here.scale():g}; give model.lora as there: rank: {rank}, alpha: {alpha:g}"
         )
 
 
@@ -259,8 +262,7 @@ def copy_adapters(path: Path, model: Any, run: RunConfig) -> None:
         )
     config = expect_json(path / ADAPTER_CONFIG)
     refuse_other_kinds(path, config)
-    there = replace(run.model.lora, rank=config["r"], alpha=float(config["lora_alpha"]))
-    _refuse_scale(run.model.lora, there, path)
+    _refuse_scale(run.model.lora, *rank_and_alpha(path / ADAPTER_CONFIG, config), path)
     live = {
         f"base_model.model.{name.replace('.default.', '.')}": p.detach()
         for name, p in model.named_parameters()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from farspan.data.config import DataConfig
 from farspan.distributed.fsdp import local
 from farspan.distributed.run_context import DistributedContext, launch_env
-from farspan.durable import read_json
+from farspan.durable import WRONG, read_json
 from farspan.engine.microbench import describe_machine
 from farspan.engine.parallelize import ShardedModel
 from farspan.formatting import sparse_words
@@ -226,7 +226,7 @@ class SchedulePolicy:
                 schedule = convert(Schedule, known["fields"], "fields")
                 same = known.get("asked") == asked
                 choice = Choice(str(known["strategy"]), schedule) if same else None
-        except (UnsupportedError, KeyError, ValueError):
+        except WRONG:
             return None
         return None if choice is None else (choice, shortage)
 
@@ -616,6 +616,6 @@ def recall_plan(
         refuse_together(schedule, layout)
         group_ranges(schedule, len(question.model.layers), layout.pipeline)
         plan = evaluate(question, str(known["strategy"]), schedule)
-    except (UnsupportedError, KeyError, TypeError):
+    except WRONG:
         return None
     return Choice(plan.strategy, schedule, "as planned before", plan)

@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farspan.checkpoint.format import readable
 from farspan.checkpoint.saver import (
     CHECKPOINT_LEFTOVER,
     TrainState,
@@ -50,6 +49,7 @@ from farspan.durable import (
     WriteFailed,
     publish,
     read_json,
+    readable,
     refuse_links,
     remove_leftovers,
     shown,
@@ -59,7 +59,7 @@ from farspan.durable import (
 )
 from farspan.hf.merge import SOURCE
 from farspan.program.layout import replicas
-from farspan.report.run import REPORT
+from farspan.report.run import REPORT, read_metrics
 from farspan.spec import UnsupportedError
 from farspan.train.config import Decay, RunConfig, StatesPlace
 from farspan.train.record import HISTORY, STEP, now, part_json
@@ -179,7 +179,8 @@ class RunFolder:
             if self.checkpoints.is_symlink() or (self.path / ".lock").is_symlink():
                 refuse_links(self.path)
             self.checkpoints.mkdir(exist_ok=True)
-            lock = self._open.enter_context((self.path / ".lock").open("a"))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+            lock = self._open.enter_context(open(os.open(self.path / ".lock", flags, 0o666), "w"))
             # The kernel lets go of it however the process ends.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -252,10 +253,10 @@ class RunFolder:
             )
         write_whole(config, write_mapping(values).encode("utf-8"))
         begun = list_checkpoints(self.checkpoints)
-        known = (read_json(self.path / HISTORY) or {}).get("parts") if begun else None
+        known = (read_json(self.path / HISTORY, parts=list) or {}).get("parts") if begun else None
         launch = launch_env()
         part = part_json(1 if launch is None else launch.ranks)
-        self._parts = [*(known if isinstance(known, list) else []), part]
+        self._parts = [*(known or []), part]
         self.write_json(HISTORY, {"parts": self._parts})
         rounding = [text for text in changed if text.startswith(ROUNDING)]
         return [text for text in rounding if not text.startswith(TIMEOUT)]
@@ -297,10 +298,7 @@ class RunFolder:
         """Drops the metrics of steps after `step`, and a last line that was cut off; the rest."""
         if not self.metrics.exists():
             return []
-        with readable(self.metrics):
-            lines = self.metrics.read_bytes().splitlines()
-        kept = [line for line in map(_parse, lines) if line]
-        kept = [line for line in kept if line["step"] <= step]
+        kept = [line for line in read_metrics(self.metrics) if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
         write_whole(self.metrics, text.encode("utf-8"))
         return kept
@@ -389,14 +387,6 @@ def _whole_batch(leaves: dict[str, Any]) -> dict[str, Any]:
 
 def _without(key: str, leaves: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in leaves.items() if k != key}
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from farspan.durable import WriteFailed, read_json, write_whole
 from farspan.engine.memory import PeakMemory
 from farspan.engine.step import Step
 from farspan.program.layout import group_ranges
+from farspan.report.run import ABOUT
 from farspan.sparse.train import HIDING_NOTHING, SPARSELY, hides, marks, other_chunk
 from farspan.spec import LossKind, Tier, UnsupportedError
 from farspan.train.console import Observer
@@ -62,7 +63,6 @@ from farspan.train.yaml_config import as_yaml, to_mapping
 T = TypeVar("T")
 P = ParamSpec("P")
 
-ABOUT = "about.json"  # in the run folder
 RETRIES = 4  # of the same work
 
 
@@ -357,7 +357,8 @@ class StepRunner:
 
     def _write_about(self, choice: Choice, expected: Expected) -> None:
         """Says in the run folder with which schedule it goes on."""
-        known = (read_json(self._folder.path / ABOUT) or {}) if self._state.at.step else {}
+        path = self._folder.path / ABOUT
+        known = (read_json(path, schedule=dict) or {}) if self._state.at.step else {}
         if words := other_chunk(known.get("schedule", {}).get("chunk"), choice.schedule):
             self._observer.note(f"schedule: {words}")
         self._folder.write_json(ABOUT, about_json(self._ctx, choice, expected))

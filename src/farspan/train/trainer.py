@@ -37,6 +37,7 @@ from farspan.engine.runner import Progress
 from farspan.engine.step import Step
 from farspan.hf.merge import SOURCE
 from farspan.lazy import load
+from farspan.report.run import ABOUT
 from farspan.sparse.engine import Seen
 from farspan.sparse.train import (
     MassWatch,
@@ -77,7 +78,6 @@ from farspan.train.run_folder import (
 )
 from farspan.train.setup import choose_device, introduce, make_context, resolve
 from farspan.train.step_runner import (
-    ABOUT,
     Batches,
     Micro,
     PlanComparison,
@@ -574,7 +574,7 @@ def _make_loop(
     callbacks: Sequence[Callback],
 ) -> TrainingLoop:
     """The loop, where the latest checkpoint stands."""
-    about = world.run_on_rank0(lambda: read_json(folder.path / ABOUT) or {})
+    about = world.run_on_rank0(lambda: read_json(folder.path / ABOUT, schedule=dict) or {})
     ctx, before = make_context(run, components, world, observer, about), about.get(STATES_KEY)
     observer.note(introduce(ctx))
     loop = TrainingLoop(ctx, folder, observer, callbacks)
