@@ -1,4 +1,4 @@
-# farspan with the versions that constraints.txt pins, and its native allocator.
+# farspan with the versions that constraints.txt pins, and its allocator.
 #
 #   docker build --tag farspan:cpu --target cpu .
 #   docker build --tag farspan:cuda --target cuda .
@@ -12,7 +12,8 @@ FROM python:3.12-slim-bookworm AS wheel
 RUN apt-get update && apt-get install --yes --no-install-recommends cmake g++ make \
     && rm -rf /var/lib/apt/lists/*
 COPY . /farspan
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /farspan
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels \
+    /farspan /farspan/packages/farspan-memory
 
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04 AS cuda
 # Triton compiles its launchers, and farspan what turns the allocator's errors into PyTorch's.
@@ -25,7 +26,8 @@ COPY constraints.txt /
 RUN pip install --no-cache-dir --constraint /constraints.txt ${TORCH}
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir --constraint /constraints.txt \
-    "farspan[quantize,tensorboard] @ file://$(echo /wheels/farspan-*.whl)"
+    /wheels/farspan_memory-*.whl \
+    "farspan[allocator,quantize,tensorboard] @ file://$(echo /wheels/farspan-*.whl)"
 WORKDIR /work
 ENTRYPOINT ["farspan"]
 
@@ -35,6 +37,7 @@ COPY constraints.txt /
 RUN pip install --no-cache-dir --constraint /constraints.txt ${TORCH}
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir --constraint /constraints.txt \
-    "farspan[lora,tensorboard] @ file://$(echo /wheels/farspan-*.whl)"
+    /wheels/farspan_memory-*.whl \
+    "farspan[allocator,lora,tensorboard] @ file://$(echo /wheels/farspan-*.whl)"
 WORKDIR /work
 ENTRYPOINT ["farspan"]

@@ -8,7 +8,7 @@
 #   make PYTHON=python3.12 ...   another interpreter for .venv
 #   make check                   style, types and gates only
 #   make native-test             the native allocator's own tests, plain and with sanitizers
-#   make wheels                  the wheels of farspan and farspan-plan, and the sdist, in dist/
+#   make wheels                  wheels of farspan, farspan-memory and farspan-plan, sdists; in dist/
 #   make site                    the documentation as a site, in build/site; no network
 #   make format                  rewrite the sources in the project's style
 
@@ -20,7 +20,10 @@ BIN     := .venv/bin
 # farspan, which `make train` needs no more than; and what tests and the site are made by.
 STAMP   := .venv/.installed
 DEV     := .venv/.dev
-NATIVE  := setup.py native/CMakeLists.txt $(wildcard native/include/*.h native/src/*)
+# The allocator, a package of its own.
+MEMORY  := packages/farspan-memory
+NATIVE  := $(addprefix $(MEMORY)/,setup.py pyproject.toml native/CMakeLists.txt) \
+           $(wildcard $(MEMORY)/native/include/*.h $(MEMORY)/native/src/*)
 SMALL   := packaging/farspan-plan
 GATES   := tests/test_layering.py tests/test_size.py
 
@@ -67,7 +70,7 @@ test-versions: test-oldest test-newest
 test-oldest: CONSTRAINTS := --constraint constraints-oldest.txt
 test-oldest test-newest: test-%:
 	$(PYTHON) -m venv --clear build/versions/$*
-	build/versions/$*/bin/python -m pip install $(CONSTRAINTS) --editable '.[dev]'
+	build/versions/$*/bin/python -m pip install $(CONSTRAINTS) --editable $(MEMORY) --editable '.[dev]'
 	build/versions/$*/bin/python -m tests.versions $*
 	build/versions/$*/bin/python -m tests.versions page
 
@@ -83,7 +86,7 @@ check: $(DEV)
 native-test: $(NATIVE_TESTS:%=native-test-%)
 
 $(NATIVE_TESTS:%=native-test-%): native-test-%:
-	cmake -S native -B build/native-$* -DTESTS=ON -DSANITIZE=$(SANITIZE_$*)
+	cmake -S $(MEMORY)/native -B build/native-$* -DTESTS=ON -DSANITIZE=$(SANITIZE_$*)
 	cmake --build build/native-$* --parallel $(WORKERS) $(addprefix --target ,$(ONLY_$*))
 	ctest --test-dir build/native-$* --output-on-failure --parallel $(WORKERS) $(addprefix -R ,$(ONLY_$*))
 
@@ -97,11 +100,12 @@ format: $(DEV)
 # The wheel of farspan is made of the sdist, which shows that nothing is missing there.
 wheels: $(DEV)
 	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m build --no-isolation --outdir dist $(MEMORY)
 	$(BIN)/python -m build --no-isolation --outdir dist --wheel $(SMALL)
 
 clean:
 	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
-	rm -rf $(SMALL)/build $(SMALL)/*.egg-info
+	rm -rf $(SMALL)/build $(SMALL)/*.egg-info $(MEMORY)/build $(MEMORY)/src/*.egg-info
 
 # The stamp is written last: an interrupted installation starts anew, since an environment made by
 # two interpreters is broken; a finished one is brought up to date.
@@ -113,9 +117,12 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	    echo "farspan needs Python 3.11 or newer, but $(PYTHON) is" \
 	        "$$($(PYTHON) -V 2>&1); name a newer one: make PYTHON=python3.12" >&2; exit 1; }
 	test -e $@ || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --constraint constraints.txt --editable $(MEMORY) --editable .
+	@test -e $(MEMORY)/src/farspan_memory/libfarspan_memory.so || \
+	    echo "without g++ and CMake 3.20 or newer the allocator was not built:" \
+	        "runs have PyTorch's own" >&2
 	@touch $@
 
 $(DEV): $(STAMP)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,docs]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable $(MEMORY) --editable '.[dev,docs]'
 	@touch $@

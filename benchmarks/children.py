@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "src", ROOT / "packages" / "farspan-memory" / "src"
 # torch reads the older name first, so both are taken out before one is set.
 CONFIGURATION, OLDER = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 EXPANDABLE = "expandable_segments:True"
@@ -69,7 +70,7 @@ class Clock:
 def environment(configuration: str) -> dict[str, str]:
     """This process's own, with `configuration` for PyTorch's allocator; "" for its defaults."""
     kept = {k: v for k, v in os.environ.items() if k not in (CONFIGURATION, OLDER)}
-    places = [str(ROOT), str(ROOT / "src"), *filter(None, [kept.get("PYTHONPATH")])]
+    places = [*map(str, (ROOT, *SOURCES)), *filter(None, [kept.get("PYTHONPATH")])]
     kept |= FIXED | {"PYTHONPATH": os.pathsep.join(places)}
     return kept | ({CONFIGURATION: configuration} if configuration else {})
 

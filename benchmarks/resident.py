@@ -24,7 +24,7 @@ from benchmarks.children import Row, add_row, run_child, settings_of
 from farspan.data.config import DataConfig
 from farspan.engine.microbench import describe_machine
 from farspan.hf.load import load_model
-from farspan.memory.host import MIB
+from farspan.host import MIB
 from farspan.spec import Quantization, Tier
 from farspan.train.config import (
     LoraConfig,

@@ -66,7 +66,7 @@ ELSEWHERE = {
     "make check": "every submission",
     "make format": "it rewrites the sources",
     "make mutants": "tests/mutants: minutes",
-    "make native-test": "tests/native: minutes",
+    "make native-test": "packages/farspan-memory/tests/native: minutes",
     "make test": "every submission",
     "make test-all": "before a release",
     "make test-versions": "makes environments, with a network",
@@ -85,7 +85,9 @@ ELSEWHERE = {
     "python -m benchmarks.gpu.pack build/gpu": "tests/test_gpu_hour.py",
     "python -m benchmarks.performance records/gpu.json": "tests/test_gpu_hour.py",
     "python -m benchmarks.gpu.probe --out probe.json": "tests/test_gpu_probe.py",
-    "python -m benchmarks.gpu_allocator --out FILE": "tests/test_gpu_allocator.py",
+    "python -m benchmarks.gpu_allocator --out FILE": (
+        "packages/farspan-memory/tests/test_gpu_allocator.py"
+    ),
     "python -m tests.standin farspan train run.yaml": "tests/test_standin.py",
     "python -m tests.standin python -m pytest -m gpu -W default": "tests/test_standin.py",
     "torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --master-addr 10.0.0.1 "
@@ -95,9 +97,9 @@ ELSEWHERE = {
 }
 # Snippets by a line of theirs, for the same.
 SNIPPETS_ELSEWHERE = {
-    'farspan.memory.install("stitch")': "tests/memory: before CUDA starts",
-    "farspan.memory.recorded(iteration=-1)": "tests/memory: of an allocator that is installed",
-    'farspan.memory.install("replay"': "tests/memory: before CUDA starts",
+    'farspan_memory.install("stitch")': "packages/farspan-memory/tests: before CUDA starts",
+    "farspan_memory.recorded(iteration=-1)": "packages/farspan-memory/tests: of an installed one",
+    'farspan_memory.install("replay"': "packages/farspan-memory/tests: before CUDA starts",
     "farspan.ParallelContext(farspan.Layout(ulysses=4)": "tests/engine/test_ranks.py: four ranks",
     "layout=farspan.Layout(ulysses=4),": "tests/train/test_trainer_ranks.py: four ranks",
     "weights, states = get_state_dict(": "below: two ranks save, one process loads",

@@ -67,18 +67,16 @@ def test_importing_farspan_imports_nothing_heavy() -> None:
 
 
 def test_what_needs_torch_comes_when_it_is_read() -> None:
-    """As README.md has it: `import farspan`, then `farspan.memory.install("stitch")`. Names of the
-    face, and of the packages that it has, need no other import; what lies deeper is imported by
-    its reader."""
+    """As README.md has it: `import farspan`, then `farspan.Step(model)`. Names of the face, and of
+    the packages that it has, need no other import; what lies deeper is imported by its reader."""
     parts = (name.split(".") for name in names_in_pages())
     names = sorted(".".join(n) for n in parts if n[1] in farspan.__all__ and len(n) <= 3)
-    assert "farspan.memory.statistics" in names
+    assert "farspan.Step" in names
     script = (
-        "import farspan\nprint(farspan.memory.__name__, 'torch' in sys.modules)\n"
-        "print(farspan.memory.install.__name__, 'torch' in sys.modules)\n"
+        "import farspan\nprint(farspan.train.__name__, 'torch' in sys.modules)\n"
         "print(farspan.Step.__module__, farspan.losses.dpo.__module__)\n"
     )
-    expected = ["farspan.memory False", "install True", "farspan.engine.step farspan.losses"]
+    expected = ["farspan.train False", "farspan.engine.step farspan.losses"]
     assert run(script + "\n".join(names)).splitlines() == expected
 
 
@@ -92,7 +90,7 @@ def names_in_pages() -> set[str]:
 
 def test_names_in_pages_are_there() -> None:
     names = names_in_pages()
-    assert {"farspan.Step", "farspan.memory.install", "farspan.hf.load"} <= names
+    assert {"farspan.Step", "farspan.hf.load"} <= names
     for name in names:
         assert pkgutil.resolve_name(name) is not None
 

@@ -12,6 +12,9 @@ from farspan.spec import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+ALLOCATOR = tomllib.loads((ROOT / "packages/farspan-memory/pyproject.toml").read_text("utf-8"))[
+    "project"
+]
 FORMS = sorted((ROOT / ".github").rglob("*.yml"))  # an sdist has none
 
 
@@ -21,6 +24,7 @@ def read(name: str) -> str:
 
 def test_the_version_is_one() -> None:
     assert PROJECT["version"] == VERSION
+    assert ALLOCATOR["version"] == VERSION
     assert yaml.safe_load(read("CITATION.cff"))["version"] == VERSION
     assert re.search(rf"^#+ \[?{re.escape(VERSION)}\b", read("CHANGELOG.md"), re.MULTILINE)
 

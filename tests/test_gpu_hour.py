@@ -23,10 +23,10 @@ from benchmarks.gpu.hour import Asked, Part, calls_of, in_groups, left_over, par
 from benchmarks.gpu.power import PowerLog
 from benchmarks.gpu.rows import as_row
 from benchmarks.gpu.work import LOGPROBS, QLORA, STREAMED, Place, full, named, quarter, tiny
-from farspan.memory.native import LIBRARY
 from farspan.planner.machines import machine
 from farspan.program.strategies import strategy
 from farspan.spec import UnsupportedError
+from farspan_memory.native import LIBRARY
 from tests.test_gpu_benchmark import Left, Simulated, h200, names_of, simulate
 
 __all__ = ["h200"]

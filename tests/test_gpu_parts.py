@@ -15,7 +15,7 @@ from benchmarks.gpu.split import COPIES, HOST, Busy, attributed, kind_of, read
 from benchmarks.gpu.steps import reserve
 from benchmarks.gpu.work import Place, Work, full, items, tiny
 from farspan import Step
-from farspan.memory.host import TooLarge
+from farspan.host import TooLarge
 from farspan.planner.machines import from_json, machine
 from farspan.spec import Schedule, Tier
 

@@ -1,6 +1,7 @@
 """Gate: imports run one way, in the open, and planning needs no torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ ORDER = (
     {"planner"},
     {"program"},
     {"formatting"},
-    {"memory"},
+    {"host", "allocator"},
     {"durable"},
     {"spec", "lazy"},
 )
@@ -43,32 +44,40 @@ INSIDE = {
 }
 HEIGHT = {layer: -row for row, layers in enumerate(ORDER) for layer in layers}
 TORCH_FREE = (
-    *("__init__", "durable", "formatting", "lazy", "memory", "planner", "profile", "program"),
-    *("report", "spec"),
+    *("__init__", "allocator", "durable", "formatting", "host", "lazy", "planner", "profile"),
+    *("program", "report", "spec"),
 )
 TORCH = ("torch", "transformers")
 SEAM = "farspan.lazy"  # the only module that may import by name
 # A user of the seam, and what stands above it and is loaded all the same: whoever plans for `here`
 # has the machine measured, whoever asks for a profile that does not ship has it measured, whoever
-# prints a plan sees its tables, whoever installs the allocator installs it in torch. A step that is
-# to choose its schedule asks who chooses a run's.
+# prints a plan sees its tables. A step that is to choose its schedule asks who chooses a run's.
 UPWARD = {
     ("farspan.planner.api", "farspan.engine.calibrate"),
     ("farspan.planner.request", "farspan.report.plan"),
-    ("farspan.memory", "farspan.engine.allocator"),
     ("farspan.engine.step", "farspan.train.planning"),
     ("farspan.profile.store", "farspan.engine.profile"),
 }
+
+# A package of its own, which knows nothing of farspan. Of farspan, its command line and its runs
+# name it, when they are used, by way of one module.
+ALLOCATOR = ROOT / "packages" / "farspan-memory" / "src" / "farspan_memory"
+NAMES_ALLOCATOR = {"farspan.allocator", "farspan.cli.memory", "farspan.cli.with_torch"}
+BY_WAY_OF, ITS_USERS = "farspan.allocator", ("cli", "train")
 
 Sources = dict[str, str]  # module name, dotted, to its text
 Import = tuple[str, int]  # module name, line
 
 
 def read_sources() -> Sources:
-    """Every module of the package; `farspan/memory/__init__.py` is `farspan.memory`."""
+    """Every module of the package; `farspan/report/__init__.py` is `farspan.report`."""
+    return sources_of(PACKAGE)
+
+
+def sources_of(package: Path) -> Sources:
     sources = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         sources[name] = path.read_text(encoding="utf-8")
     return sources
@@ -177,6 +186,43 @@ def hidden_imports(sources: Sources) -> list[str]:
     return found
 
 
+def names_of_the_allocator(sources: Sources) -> list[str]:
+    """Imports of farspan-memory, and who names it or asks for it that may not."""
+    found = []
+    for module, text in sources.items():
+        for target, line in imports(text, sources):
+            if target.split(".")[0] == ALLOCATOR.name:
+                found.append(f"{module}:{line}: imports {target}; load it where it is used")
+            if target.startswith(BY_WAY_OF) and layer(module) not in ITS_USERS:
+                found.append(f"{module}:{line}: only {' and '.join(ITS_USERS)} may use it")
+        if module not in NAMES_ALLOCATOR:
+            found += [
+                f"{module}:{node.lineno}: names {node.value}"
+                for node in ast.walk(ast.parse(text))
+                if isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and node.value.split(".")[0] == ALLOCATOR.name
+            ]
+    return found
+
+
+def names_of_farspan(sources: Sources) -> list[str]:
+    """Imports of farspan, by statement or by name, in a package that knows nothing of it."""
+    found = [
+        f"{module}:{line}: imports {target}"
+        for module, text in sources.items()
+        for target, line in own_imports(text, sources)
+    ]
+    return found + [
+        f"{module}:{node.lineno}: names {node.value}"
+        for module, text in sources.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"farspan(\.\w+)+", node.value)
+    ]
+
+
 def names_in(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Every name that is read, looked up as an attribute or imported."""
     for node in ast.walk(tree):
@@ -222,13 +268,43 @@ def import_without_torch(package: Path, modules: list[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    "gate", [wrong_direction, private_exports, cycles, hidden_imports, torch_imports]
+    "gate",
+    [
+        *(wrong_direction, private_exports, cycles, hidden_imports, torch_imports),
+        names_of_the_allocator,
+    ],
 )
 def test_the_package_passes(gate: Callable[[Sources], list[str]]) -> None:
     sources = read_sources()
     assert "farspan.spec" in sources
     offences = gate(sources)
     assert not offences, "\n".join(offences)
+
+
+def test_the_allocator_knows_nothing_of_farspan() -> None:
+    sources = sources_of(ALLOCATOR)
+    assert "farspan_memory.native" in sources
+    tests = ALLOCATOR.parents[1] / "tests"
+    sources |= {str(p.relative_to(tests)): p.read_text("utf-8") for p in tests.rglob("*.py")}
+    # Its benchmarks measure traces of models, which farspan makes.
+    sources = {name: text for name, text in sources.items() if "test_gpu_" not in name}
+    offences = names_of_farspan(sources)
+    assert not offences, "\n".join(offences)
+    assert len(names_of_farspan({"farspan_memory.trace": "from farspan.spec import Tier"})) == 1
+    assert len(names_of_farspan({"farspan_memory.trace": "load('farspan.spec', 'Tier')"})) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("farspan.train.memory", "import farspan_memory"),
+        ("farspan.allocator", "from farspan_memory.trace import Trace"),
+        ("farspan.train.memory", "load('farspan_memory', 'install')"),
+        ("farspan.engine.step", "from farspan.allocator import allocator_package"),
+    ],
+)
+def test_a_name_of_the_allocator_is_found(module: str, text: str) -> None:
+    assert len(names_of_the_allocator({module: text})) == 1
 
 
 def test_torch_free_layers_import_without_torch() -> None:
@@ -249,7 +325,7 @@ def test_blocking_torch_catches_an_indirect_import(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        ("farspan.spec", "from farspan.memory import buffer"),
+        ("farspan.spec", "from farspan.host import GIB"),
         ("farspan.program.layout", "import farspan.engine.interpreter"),
         ("farspan.attention.backends", "from farspan.engine.tiers import Arena"),
         ("farspan.data.packing", "from farspan.report import tables"),
@@ -280,7 +356,7 @@ def test_imports_that_go_down_pass() -> None:
         "farspan.engine.step": "from farspan.engine.attention_op import forward\nimport torch",
         "farspan.engine.attention_op": "from farspan.spec import Schedule",
         "farspan.planner": "",
-        "farspan.program.layout": "from farspan.memory.buffer import Buffer",
+        "farspan.program.layout": "from farspan.host import GIB",
     }
     gates = (wrong_direction, private_exports, cycles, hidden_imports, torch_imports)
     assert [offence for gate in gates for offence in gate(sources)] == []

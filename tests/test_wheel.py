@@ -1,5 +1,6 @@
-"""What is built works where the sources are not: the wheel for any Python 3 and every glibc that it
-names, the small wheel that only plans, and the sdist, of which both are made here."""
+"""What is built works where the sources are not: the wheel, which is Python alone, that of the
+allocator for every glibc that it names, the small wheel that only plans, and the sdist, of which
+all are made here."""
 
 import json
 import os
@@ -17,15 +18,16 @@ import pytest
 from typer.testing import CliRunner
 
 from farspan import cli
-from farspan.memory.native import LIBRARY
 from farspan.spec import VERSION
+from farspan_memory.native import LIBRARY
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = Path("packaging") / "farspan-plan"
+ALLOCATOR = Path("packages") / "farspan-memory"
 MADE = shutil.ignore_patterns(".*", "*.so", "*.egg-info", "__pycache__", "build", "dist", "runs")
 NOT_IN_SDIST = "."  # what only git and its hosts read
 # Where it is imported from, and that the allocator is loaded there.
-WHERE = "from farspan.memory.native import LIBRARY, library; library(); print(LIBRARY.parents[2])"
+WHERE = "from farspan_memory.native import LIBRARY, library; library(); print(LIBRARY.parents[1])"
 BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
 # Compiling takes half a minute: this has setup.py find what was compiled before.
 CMAKE = """#!/bin/sh
@@ -40,6 +42,19 @@ context: 64
 steps: 2
 folder: run
 schedule: {strategy: grouped, chunk: 16}
+"""
+
+ASKED = ("--model", "Qwen2.5-0.5B", "--context", "8K", "--machine", "h100")
+# Nothing but what the wheel asks for, and what that needs.
+ALONE = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}")
+
+sys.meta_path.insert(0, Blocked())
 """
 
 Command = Callable[..., str]
@@ -80,48 +95,98 @@ def unpacked(sdist: Path, root: Path) -> Path:
     return root / f"farspan-{VERSION}"
 
 
-def install(root: Path, sdist: Path, cmake: str | None) -> Command:
-    """The command of a wheel that was built of the sdist and lies alone in `root`/site; `cmake`
-    stands in for the real one."""
+def command_of(site: Path, name: str, *without: str) -> Command:
+    """A command of the wheels in `site`, in whose interpreter packages are not installed."""
+    (site / "sitecustomize.py").write_text(ALONE.format(blocked=without))
+
+    def run(*arguments: str | Path) -> str:
+        script = site / "bin" / name
+        return output(sys.executable, script, *arguments, cwd=site.parent, PYTHONPATH=str(site))
+
+    return run
+
+
+def allocator_wheel(root: Path, sdist: Path, cmake: str | None) -> Path:
+    """The allocator's wheel, built of the sdist; `cmake` stands in for the real one."""
     if not LIBRARY.exists():
         pytest.skip("the native allocator was not built here")
-    site, tools = root / "site", root / "tools"
+    tools = root / "tools"
     tools.mkdir()
     if cmake is not None:
         (tools / "cmake").write_text(cmake)
         (tools / "cmake").chmod(0o755)
-    source = unpacked(sdist, root)
     path = f"{tools}:{os.environ['PATH']}"
-    wheel = build("build_wheel", source, root / "dist", PATH=path)
-    shutil.rmtree(source)
-    assert re.fullmatch(r"farspan-[\d.]+-py3-none-manylinux_2_\d+_\w+\.whl", wheel.name)
-    put(wheel, site)
+    wheel = build("build_wheel", unpacked(sdist, root) / ALLOCATOR, root / "allocator", PATH=path)
+    shutil.rmtree(root / f"farspan-{VERSION}")
+    assert re.fullmatch(r"farspan_memory-[\d.]+-py3-none-manylinux_2_\d+_\w+\.whl", wheel.name)
+    return wheel
 
-    def run(*arguments: str | Path) -> str:
-        script = site / "bin" / "farspan"
-        return output(sys.executable, script, *arguments, cwd=root, PYTHONPATH=str(site))
 
-    assert site == Path(output(sys.executable, "-c", WHERE, cwd=root, PYTHONPATH=str(site)).strip())
-    return run
+@pytest.fixture(scope="module")
+def pure(tmp_path_factory: pytest.TempPathFactory, sdist: Path) -> Path:
+    """The wheel of farspan."""
+    root = tmp_path_factory.mktemp("pure")
+    return build("build_wheel", unpacked(sdist, root), root / "dist")
 
 
 @pytest.mark.slow
-def test_a_wheel_works_without_the_sources(tmp_path: Path, sdist: Path) -> None:
-    farspan = install(tmp_path, sdist, CMAKE.replace("@BUILT@", str(LIBRARY)))
+def test_the_wheel_is_python_alone_and_needs_no_allocator(tmp_path: Path, pure: Path) -> None:
+    assert pure.name == f"farspan-{VERSION}-py3-none-any.whl"
+    with zipfile.ZipFile(pure) as wheel:
+        assert not [name for name in wheel.namelist() if name.endswith(".so")]
+    put(pure, tmp_path / "site")
+    farspan = command_of(tmp_path / "site", "farspan", "farspan_memory")
     assert farspan("--version").startswith("farspan 0.")
-    asked = ("--model", "Qwen2.5-0.5B", "--context", "8K", "--machine", "h100")
-    assert "fits" in farspan("plan", *asked, "--strategy", "grouped")
-
-
-@pytest.mark.exhaustive
-def test_a_wheel_trains_and_has_the_allocator(tmp_path: Path, sdist: Path) -> None:
-    farspan = install(tmp_path, sdist, None)
-    farspan("memory", "trace", "--model", "Qwen2.5-0.5B", "--context", "2K", "-o", "step.trace")
-    assert "real code" in farspan("memory", "compare", "step.trace")
+    assert "fits" in farspan("plan", *ASKED, "--strategy", "grouped")
     (tmp_path / "text.txt").write_text("Whoever builds a wheel should drive it once.\n" * 40)
     (tmp_path / "run.yaml").write_text(RUN)
     assert "2 steps done" in farspan("train", "run.yaml")
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    for arguments in ((), ("--help",), ("place", "step.trace"), ("trace", "-o", "step.trace")):
+        with pytest.raises(AssertionError) as refused:
+            farspan("memory", *arguments)
+        lines = str(refused.value).splitlines()
+        assert lines[0] == (
+            "farspan: memory: farspan-memory is not installed; pip install 'farspan[allocator]'"
+        )
+
+
+@pytest.mark.slow
+def test_the_allocator_is_a_wheel_of_its_own(tmp_path: Path, sdist: Path) -> None:
+    """It works where neither farspan nor torch is."""
+    wheel = allocator_wheel(tmp_path, sdist, CMAKE.replace("@BUILT@", str(LIBRARY)))
+    site = tmp_path / "site"
+    put(wheel, site)
+    memory = command_of(site, "farspan-memory", "farspan", "torch")
+    (tmp_path / "step.trace").write_text("malloc 0 4096\nmalloc 1 512\nfree 0\nfree 1\n")
+    assert "optimal, proved" in memory("place", "step.trace")
+    assert "real code" in memory("compare", "step.trace")
+    assert site == Path(
+        output(sys.executable, "-c", WHERE, cwd=tmp_path, PYTHONPATH=str(site)).strip()
+    )
+
+
+@pytest.mark.slow
+def test_without_cmake_the_allocator_lacks_its_library(tmp_path: Path, sdist: Path) -> None:
+    """What needs no more than a trace works there, and `make train` goes on."""
+    source = unpacked(sdist, tmp_path) / ALLOCATOR
+    wheel = build("build_wheel", source, tmp_path / "allocator", PATH=str(tmp_path))
+    shutil.rmtree(source)
+    put(wheel, tmp_path / "site")
+    with pytest.raises(AssertionError, match=r"is missing; install g\+\+ and CMake"):
+        output(sys.executable, "-c", WHERE, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+
+
+@pytest.mark.exhaustive
+def test_wheels_beside_each_other_have_the_allocator(
+    tmp_path: Path, pure: Path, sdist: Path
+) -> None:
+    site = tmp_path / "site"
+    put(pure, site)
+    put(allocator_wheel(tmp_path, sdist, None), site)
+    farspan = command_of(site, "farspan")
+    farspan("memory", "trace", "--model", "Qwen2.5-0.5B", "--context", "2K", "-o", "step.trace")
+    assert "real code" in farspan("memory", "compare", "step.trace")
 
 
 @pytest.mark.slow
@@ -139,20 +204,8 @@ def test_the_sdist_is_what_git_has(sdist: Path) -> None:
 
 # -- farspan-plan -------------------------------------------------------------------------------
 
-ASKED = ("--model", "Qwen2.5-0.5B", "--context", "8K", "--machine", "h100")
 DATA = ".css", ".html", ".js", ".json", ".yaml"
 MOST_BYTES = 600_000  # 385,000 when it was made, most of it the profiles
-# Nothing but what the wheel asks for, and what that needs.
-ALONE = """
-import sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}")
-
-sys.meta_path.insert(0, Blocked())
-"""
 HEAVY = "accelerate", "datasets", "huggingface_hub", "peft", "safetensors", "torch", "transformers"
 EACH = """
 import importlib, pathlib, sys

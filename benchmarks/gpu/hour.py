@@ -42,8 +42,8 @@ from benchmarks.gpu.session import CEILING_SECONDS, Session
 from benchmarks.gpu.show import table
 from benchmarks.gpu.work import Work, full, named, quarter, tiny
 from farspan.formatting import read_bytes
-from farspan.memory.native import LIBRARY
 from farspan.spec import UnsupportedError
+from farspan_memory.native import LIBRARY
 
 MINUTES = 9.4  # of a call that may take ten
 LEAST_SECONDS = 40.0  # measurements that have less are left to the next call

@@ -28,7 +28,7 @@ from benchmarks.gpu.device import Peaks, draw, dtype_of, give_back, make_model, 
 from benchmarks.gpu.kept import Kept
 from benchmarks.gpu.steps import ADVICE, WARM_LAYERS, time_steps
 from benchmarks.gpu.work import Place
-from farspan.memory.host import TooLarge, available_host_bytes, refuse_beyond
+from farspan.host import TooLarge, available_host_bytes, refuse_beyond
 
 PIECE = 1024  # tokens whose logits exist at a time
 IGNORED = -100

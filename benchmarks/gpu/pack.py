@@ -18,8 +18,8 @@ from zipfile import ZipFile
 
 from benchmarks.children import ROOT
 from farspan.formatting import read_bytes
-from farspan.memory.host import MIB
-from farspan.memory.native import LIBRARY
+from farspan.host import MIB
+from farspan_memory.native import LIBRARY
 
 PACKAGES = ("liger-kernel==0.8.5", "bitsandbytes==0.50.2")
 GLIBC = ("2_28", "2_27", "2_24", "2_17")

@@ -27,7 +27,7 @@ from benchmarks.gpu.rows import (
 )
 from benchmarks.gpu.steps import WARM_LAYERS
 from benchmarks.gpu.work import QLORA, SPARSE, Item, Work, items, named
-from farspan.memory.host import available_host_bytes, describe_host
+from farspan.host import available_host_bytes, describe_host
 from farspan.planner.machines import from_json
 from farspan.planner.request import Plan
 from farspan.spec import Schedule, UnsupportedError

@@ -17,7 +17,7 @@ from benchmarks.gpu.work import LOGPROBS, QLORA, RANK
 from farspan import Schedule, Sparse, Step
 from farspan.hf.load import add_adapters
 from farspan.hf.quantized import settle
-from farspan.memory.host import refuse_beyond
+from farspan.host import refuse_beyond
 from farspan.spec import Tier
 from farspan.train.staged_states import widen_gradient
 

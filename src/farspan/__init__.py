@@ -2,7 +2,7 @@
 
 import logging
 
-from farspan import memory, train
+from farspan import train
 from farspan.lazy import attributes
 from farspan.program.layout import Layout
 from farspan.program.strategies import strategy
@@ -54,7 +54,6 @@ __all__ = [
     "VerificationRun",
     "__version__",
     "losses",
-    "memory",
     "parallelize",
     "plan",
     "strategy",

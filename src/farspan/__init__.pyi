@@ -1,5 +1,4 @@
 from farspan import losses as losses
-from farspan import memory as memory
 from farspan.distributed.context import ParallelContext
 from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.engine.runner import Progress
@@ -34,7 +33,6 @@ __all__ = [
     "VerificationRun",
     "__version__",
     "losses",
-    "memory",
     "parallelize",
     "plan",
     "strategy",

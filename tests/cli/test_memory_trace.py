@@ -8,8 +8,8 @@ import pytest
 
 from farspan.cli.with_torch import read_contexts, read_temporaries, trace_app
 from farspan.engine.trace import ALL_TEMPORARIES, NO_TEMPORARIES, Temporaries, Temporary
-from farspan.memory.trace import Mark, read_trace
 from farspan.spec import UnsupportedError
+from farspan_memory.trace import Mark, read_trace
 
 SMALL = ("--model", "Qwen2.5-0.5B", "--layers", "2")
 

@@ -69,9 +69,9 @@ def test_what_the_host_cannot_hold_is_refused_before_the_first_step(
     step = Step(make_model("qwen2"), BASE)
     expected = estimate_memory(step, 1, 100, cells=least_transient)
     needed = expected.new_device + expected.host_arena + 1000
-    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: needed)
+    monkeypatch.setattr("farspan.host.available_host_bytes", lambda: needed)
     refuse_too_large(step, expected, optimizer=1000)
-    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: needed - 1)
+    monkeypatch.setattr("farspan.host.available_host_bytes", lambda: needed - 1)
     with pytest.raises(
         UnsupportedError, match=r"host memory: a step .* needs .* available .*shorten"
     ):
@@ -83,7 +83,7 @@ def test_a_step_that_cannot_be_held_is_refused_and_leaves_no_gradient(
 ) -> None:
     model = make_model("qwen2")
     step = Step(model, BASE)
-    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: 1000)
+    monkeypatch.setattr("farspan.host.available_host_bytes", lambda: 1000)
     ids = torch.zeros(1, 100, dtype=torch.long)
     with pytest.raises(UnsupportedError, match="a step of 100 tokens needs"):
         step(ids, ids)

@@ -14,7 +14,7 @@ from farspan.engine.parallelize import parallelize, sharded_parameters
 from farspan.engine.step import Step
 from farspan.engine.streamed_weights import StreamedWeights
 from farspan.hf.stages import CausalLMStages
-from farspan.memory.host import TooLarge
+from farspan.host import TooLarge
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.dependencies import Order, waits
 from farspan.program.layout import Layout, Rank

@@ -23,7 +23,7 @@ from farspan.engine.streamed_weights import _Streamed, _StreamedUnit, computing_
 from farspan.engine.tiers import CopyEngine
 from farspan.engine.trace_steps import META, MetaKernels
 from farspan.hf.load import add_adapters
-from farspan.memory.host import TooLarge
+from farspan.host import TooLarge
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.dependencies import Order, waits
 from farspan.program.layout import Layout, refuse_together
@@ -329,12 +329,12 @@ def test_too_little_main_memory_is_refused_before_it_is_taken(
     sizes = step.program(2, TOKENS).arena_bytes.values()
     assert step.weights is not None
     room = sum(sizes) + step.weights.gradient_bytes() - 1
-    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: room)
+    monkeypatch.setattr("farspan.host.available_host_bytes", lambda: room)
     step.evaluate(*DATA)
     step.release()
     with pytest.raises(TooLarge, match=r"^host memory: a step of 42 tokens needs"):
         step(*DATA)
-    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: 1000)
+    monkeypatch.setattr("farspan.host.available_host_bytes", lambda: 1000)
     with pytest.raises(TooLarge, match=r"^host memory: the model's weights in main memory needs"):
         Step(other, streamed(GROUPED), device="meta")
 

@@ -7,7 +7,7 @@ from farspan.distributed.context import ParallelContext
 from farspan.engine.parallelize import parallelize, sharded_parameters
 from farspan.engine.step import Step
 from farspan.engine.tiers import refuse_beyond_together
-from farspan.memory.host import GIB, TooLarge
+from farspan.host import GIB, TooLarge
 from farspan.program.layout import Layout
 from farspan.spec import Schedule
 from farspan.train.config import OptimizerConfig, StatesPlace

@@ -30,8 +30,8 @@ from farspan.engine.trace import (
     shortened,
 )
 from farspan.engine.trace_steps import Checkpointing, Recording, adamw, run_training, trace_training
-from farspan.memory.trace import FreeEvent, Malloc, Mark, Trace
 from farspan.spec import UnsupportedError
+from farspan_memory.trace import FreeEvent, Malloc, Mark, Trace, from_events
 
 # torch 2.11 says it of every profile.
 pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
@@ -163,7 +163,8 @@ def test_the_trace_is_what_torch_asks_for(
     config: dict[str, Any], kept: Checkpointing, rank: int, contexts: tuple[int, ...]
 ) -> None:
     model = meta_model(config, torch.float32, rank)
-    found = trace_training(model, contexts, kept, attention=cpu_attention, recording=BARE)
+    made = trace_training(model, contexts, kept, attention=cpu_attention, recording=BARE)
+    found = from_events(made.events, made.name)
     expected = real_sizes(config, contexts, kept, rank)
     assert len(expected) > 200
     assert traced_sizes(found) == expected
@@ -174,7 +175,9 @@ def llama(
     contexts: tuple[int, ...] = (4096,), kept: Checkpointing = Checkpointing.PLAIN, **options: Any
 ) -> Trace:
     recording = Recording(**{"temporaries": NO_TEMPORARIES, **options})
-    return trace_training(meta_model(LLAMA, torch.bfloat16), contexts, kept, recording=recording)
+    model = meta_model(LLAMA, torch.bfloat16)
+    found = trace_training(model, contexts, kept, recording=recording)
+    return from_events(found.events, found.name)
 
 
 def test_additions_out_of_place_would_be_events_that_are_not() -> None:
@@ -293,7 +296,8 @@ def test_lengths_are_rounded_up_where_the_kernel_does() -> None:
 
 def test_all_temporaries_are_on_by_default() -> None:
     model = meta_model(LLAMA, torch.bfloat16)
-    assert trace_training(model, (64,)) == llama((64,), temporaries=ALL_TEMPORARIES)
+    found = llama((64,), temporaries=ALL_TEMPORARIES)
+    assert from_events(trace_training(model, (64,)).events, found.name) == found
 
 
 # -- the recorder ------------------------------------------------------------------------------
@@ -320,7 +324,7 @@ def test_an_addition_in_somebodys_backward_stays_out_of_place() -> None:
         with recorder:
             (gradient,) = torch.autograd.grad(_Adds.apply(x), x, torch.empty_like(x))
             del gradient
-        found[in_place] = recorder.events
+        found[in_place] = from_events(recorder.events, "").events
     assert found[True] == found[False]
     # The output, its gradient, own, own * 3, three sums.
     assert sum(isinstance(event, Malloc) for event in found[True]) == 7
@@ -336,7 +340,8 @@ def test_views_of_what_was_there_before_are_no_memory() -> None:
         del z, w
         torch.empty(0, device="meta")
         torch.empty(5)
-    assert recorder.events == [Malloc(0, 61 * 64 * 4), FreeEvent(0)]
+    events = from_events(recorder.events, "").events
+    assert events == (Malloc(0, 61 * 64 * 4), FreeEvent(0))
 
 
 META = {"device": "meta"}

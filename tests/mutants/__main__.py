@@ -5,7 +5,7 @@
     python -m tests.mutants --texts              # only whether every text is there once
 
 A fault is caught when one of its tests fails with it, and passes without. Where its text is not
-once in `src/farspan` and `tests/oracles`, or its tests are not found, the list is wrong and not the
+once in the sources and `tests/oracles`, or its tests are not found, the list is wrong and not the
 code.
 """
 
@@ -31,8 +31,8 @@ from tests.mutants.templates import TEMPLATES
 from tests.mutants.trust import TRUST
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("src/farspan", "tests/oracles")
-FOLDERS = ("src", "tests", "benchmarks", "docs", "native")
+SOURCES = ("src/farspan", "packages/farspan-memory/src", "tests/oracles")
+FOLDERS = ("src", "packages", "tests", "benchmarks", "docs")
 FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile")
 # Imported once, which takes 5 s: tests run in processes that are forked from this one.
 PRELOADED = ("torch.distributed.checkpoint", "torch.distributed.tensor", "transformers")
@@ -94,8 +94,9 @@ class Tree:
         os.dup2(out, 1)
         os.dup2(out, 2)
         os.chdir(self.folder)
-        sys.path[:0] = [str(self.folder / "src"), str(self.folder)]
-        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+        memory = self.folder / "packages" / "farspan-memory" / "src"
+        sys.path[:0] = [str(self.folder / "src"), str(memory), str(self.folder)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:3])
         for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
             del sys.modules[name]
         sys.dont_write_bytecode = False  # it is read by the next fault's tests

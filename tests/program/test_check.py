@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import event, given
 
-from farspan.memory.placement import Placement, PlacementRequest
 from farspan.program import buffer_names as names
 from farspan.program.builder import build_evaluation, build_program
+from farspan.program.placement import Placement, PlacementRequest
 from farspan.program.program import (
     Allocate,
     AttentionMode,
@@ -39,8 +39,8 @@ from farspan.program.program import (
 from farspan.program.residency import Kind
 from farspan.spec import ModelSpec, RunSpec, Schedule, Sparse, Tier
 from tests.grids import part_of
+from tests.memory.check_placement import check_placement
 from tests.oracles.check import check_program
-from tests.oracles.check_placement import check_placement
 from tests.oracles.contents import ProgramError
 from tests.program import cases, mutate
 

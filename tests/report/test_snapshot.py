@@ -12,8 +12,6 @@ from torch.cuda import _memory_viz
 from typer.testing import CliRunner
 
 from farspan import cli
-from farspan.memory.placement import Placement, PlacementRequest, live_peak, sweep_placement
-from farspan.memory.trace import Malloc, from_snapshot, read_snapshot, write_trace
 from farspan.planner.evaluate import evaluate
 from farspan.planner.request import Optimizer, Plan
 from farspan.program.layout import Layout
@@ -21,6 +19,8 @@ from farspan.program.strategies import STRATEGIES
 from farspan.report import snapshot as made
 from farspan.report.snapshot import plan_snapshot
 from farspan.spec import Tier
+from farspan_memory.placement import Placement, PlacementRequest, live_peak, sweep_placement
+from farspan_memory.trace import Malloc, from_snapshot, read_snapshot, write_trace
 from tests.memory.layers import step
 from tests.report.test_timeline import planned
 

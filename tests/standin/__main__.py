@@ -72,7 +72,8 @@ def _places(package: str) -> list[Path]:
 
 
 def _environment() -> dict[str, str]:
-    paths = [HERE / "site", ROOT / "src", ROOT, os.environ.get("PYTHONPATH", "")]
+    sources = ROOT / "src", ROOT / "packages" / "farspan-memory" / "src"
+    paths = [HERE / "site", *sources, ROOT, os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "LD_LIBRARY_PATH": os.pathsep.join([str(BUILT), os.environ.get("LD_LIBRARY_PATH", "")]),
         "LD_PRELOAD": " ".join(str(BUILT / name) for name in PRELOADED),

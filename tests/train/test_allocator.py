@@ -1,18 +1,19 @@
 """A run's device allocator: installed once before CUDA starts, told of steps, refused on a CPU."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from farspan.engine import allocator
-from farspan.engine.allocator import Installed
-from farspan.memory.native import AllocatorOptions
+import farspan_memory
 from farspan.spec import UnsupportedError
 from farspan.train.config import DeviceAllocator, load_run
 from farspan.train.memory import DeviceMemory, choose_allocator
 from farspan.train.trainer import train
+from farspan_memory.allocator import Installed
+from farspan_memory.native import AllocatorOptions
 from tests.train.tiny import STEPS, Quiet, TinyStep, replaced, tiny_components, tiny_run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
@@ -20,16 +21,16 @@ STITCH, REPLAY = DeviceAllocator.STITCH, DeviceAllocator.REPLAY
 
 
 class Native:
-    """The functions of engine.allocator, and what they were called with."""
+    """The functions of farspan_memory, and what they were called with."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.now: Installed | None = None
-        monkeypatch.setattr(allocator, "install", self.install)
-        monkeypatch.setattr(allocator, "installed", lambda: self.now)
+        monkeypatch.setattr(farspan_memory, "install", self.install)
+        monkeypatch.setattr(farspan_memory, "installed", lambda: self.now)
         for name in ("begin_iteration", "forget"):
             call = lambda device, name=name: self.calls.append((name, device))  # noqa: E731
-            monkeypatch.setattr(allocator, name, call)
+            monkeypatch.setattr(farspan_memory, name, call)
 
     def install(self, mode: str) -> None:
         self.calls.append(("install", mode))
@@ -72,6 +73,33 @@ def test_a_second_run_of_a_process_finds_it_there(native: Native) -> None:
         UnsupportedError, match=r"this process already uses stitch, .* in a new process"
     ):
         choose_allocator(REPLAY, GPU)
+
+
+def test_where_it_is_not_installed_a_run_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "farspan_memory", None)
+    with pytest.raises(UnsupportedError) as refused:
+        choose_allocator(REPLAY, GPU)
+    assert str(refused.value) == (
+        "allocator: replay: farspan-memory is not installed; pip install 'farspan[allocator]'"
+    )
+
+
+@pytest.mark.usefixtures("native")
+def test_what_the_package_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is installed, and whatever it is told of later."""
+
+    def refuse(_: object) -> None:
+        raise farspan_memory.UnsupportedError("allocator: no driver")
+
+    for name in ("begin_iteration", "forget"):
+        monkeypatch.setattr(farspan_memory, name, refuse)
+    chosen = choose_allocator(REPLAY, GPU)
+    monkeypatch.setattr(farspan_memory, "install", refuse)
+    monkeypatch.setattr(farspan_memory, "installed", lambda: None)
+    for call in (chosen.begin_step, chosen.forget, lambda: choose_allocator(REPLAY, GPU)):
+        assert call is not None
+        with pytest.raises(UnsupportedError, match="allocator: no driver"):
+            call()
 
 
 def test_a_cpu_is_refused_before_anything_is_loaded(native: Native, tmp_path: Path) -> None:

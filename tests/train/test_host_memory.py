@@ -12,7 +12,7 @@ from farspan.distributed.context import ParallelContext
 from farspan.engine.memory import estimate_memory, least_transient, refuse_too_large
 from farspan.engine.step import Step
 from farspan.engine.tiers import refuse_beyond_together
-from farspan.memory.host import GIB, TooLarge
+from farspan.host import GIB, TooLarge
 from farspan.planner.machines import machine
 from farspan.planner.request import Question
 from farspan.program.layout import Layout

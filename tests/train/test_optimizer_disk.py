@@ -19,7 +19,7 @@ from farspan.durable import WriteFailed
 from farspan.engine.memory import PeakMemory
 from farspan.engine.streamed_weights import StreamedWeights
 from farspan.hf.stages import CausalLMStages
-from farspan.memory.host import TooLarge
+from farspan.host import TooLarge
 from farspan.planner.states import DISK_SLOTS, drive_bytes, states
 from farspan.spec import Tier, UnsupportedError
 from farspan.train.config import DType, ModelConfig, OptimizerConfig, StatesPlace
@@ -250,7 +250,7 @@ def test_a_slow_drive_is_refused_with_its_seconds(
 def test_too_little_main_memory_for_the_slots_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: 100_000)
+    monkeypatch.setattr("farspan.host.available_host_bytes", lambda: 100_000)
     with pytest.raises(TooLarge, match="states in main memory needs"):
         TrainingOptimizer(tiny(torch.bfloat16), on_disk(tmp_path))
 

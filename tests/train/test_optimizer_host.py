@@ -15,7 +15,7 @@ from torch import nn
 
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.memory import PeakMemory
-from farspan.memory.host import TooLarge
+from farspan.host import TooLarge
 from farspan.planner.evaluate import evaluate
 from farspan.planner.plans import best_plan
 from farspan.planner.states import SLOTS, states
@@ -199,7 +199,7 @@ def test_nothing_is_untouched_after_an_update() -> None:
 def test_too_little_main_memory_is_refused_before_it_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: 100_000)
+    monkeypatch.setattr("farspan.host.available_host_bytes", lambda: 100_000)
     model = load_tiny(config=MODEL, dtype=torch.bfloat16, seed=1)
     with pytest.raises(TooLarge, match=r"states in main memory needs .* set optimizer\.states to"):
         TrainingOptimizer(model, OptimizerConfig(states=HOST))

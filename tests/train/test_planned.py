@@ -19,7 +19,7 @@ from farspan.engine.step import Step
 from farspan.engine.tiers import Arena
 from farspan.hf import load as load_module
 from farspan.hf.load import load_model
-from farspan.memory.host import TooLarge
+from farspan.host import TooLarge
 from farspan.planner.evaluate import evaluate
 from farspan.planner.request import Optimizer, Question
 from farspan.spec import MachineSpec, RunSpec, Schedule, Tier, UnsupportedError

@@ -15,7 +15,7 @@ from torch import nn
 from farspan.engine.tiers import DeviceTooSmall
 from farspan.hf.describe import describe
 from farspan.hf.stages import CausalLMStages
-from farspan.memory.host import TooLarge, refuse_beyond
+from farspan.host import TooLarge, refuse_beyond
 from farspan.planner.request import Question
 from farspan.spec import RunSpec, Schedule, Tier, UnsupportedError
 from farspan.train.config import RunConfig

@@ -20,7 +20,7 @@ from farspan.engine.step import Step
 from farspan.engine.streamed_weights import StreamedWeights, _StreamedUnit
 from farspan.hf.load import add_adapters, load_model
 from farspan.hf.stages import CausalLMStages
-from farspan.memory.host import TooLarge
+from farspan.host import TooLarge
 from farspan.planner.evaluate import evaluate
 from farspan.planner.plans import best_plan
 from farspan.program.layout import Parallel
@@ -469,7 +469,7 @@ def test_states_are_made_beside_the_weights(
         0,
         TrainingOptimizer(model, OptimizerConfig()).held().device,
     )
-    monkeypatch.setattr("farspan.memory.host.available_host_bytes", lambda: 50_000)
+    monkeypatch.setattr("farspan.host.available_host_bytes", lambda: 50_000)
     with pytest.raises(
         TooLarge, match=r"optimizer's states in main memory needs .* \(model\.lora\)"
     ):

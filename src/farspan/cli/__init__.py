@@ -9,6 +9,7 @@ import os
 import sys
 import unicodedata
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -47,10 +48,23 @@ class LazyCommand:
     app: str = "app"  # its name there
 
 
-def lazy_group(commands: dict[str, LazyCommand], **options: Any) -> typer.Typer:
-    """An application that knows its commands by name and help only, until one is called."""
+def lazy_group(
+    commands: dict[str, LazyCommand],
+    within: Callable[[], AbstractContextManager[object]] = nullcontext,
+    **options: Any,
+) -> typer.Typer:
+    """An application that knows its commands by name and help only, until one is called, and calls
+    it `within` a context."""
 
     class LazyGroup(TyperGroup):
+        def parse_args(self, ctx: Any, args: list[str]) -> Any:
+            with within():
+                return super().parse_args(ctx, args)
+
+        def invoke(self, ctx: Any) -> Any:
+            with within():
+                return super().invoke(ctx)
+
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
             """The called command as its module declares it, and the remaining arguments."""
             name, _, rest = super().resolve_command(ctx, args)

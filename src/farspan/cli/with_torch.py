@@ -19,6 +19,7 @@ from rich.table import Column, Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from farspan.allocator import allocator_package
 from farspan.cli import FAILED, USAGE, typer_app
 from farspan.cli.evaluate import product_dtype, subject_of
 from farspan.cli.plan import MODELS
@@ -27,7 +28,6 @@ from farspan.data.tokenizers import Tokenizer, load_tokenizer
 from farspan.distributed.failure import RankFailed, is_shared
 from farspan.distributed.run_context import launch_env
 from farspan.durable import WriteFailed
-from farspan.engine.allocator import record_script
 from farspan.engine.reference import Approximation
 from farspan.engine.trace import Temporaries, Temporary
 from farspan.engine.trace_steps import OWN, Checkpointing, Recording, TraceRequest
@@ -36,8 +36,7 @@ from farspan.formatting import read_tokens, sparse_words, write_sparse, write_to
 from farspan.hf.load import Weights, add_adapters, load_model, resize_embeddings
 from farspan.hf.merge import merge
 from farspan.hf.quantized import refuse_whole
-from farspan.memory.host import GIB
-from farspan.memory.trace import Malloc, Trace, write_trace
+from farspan.lazy import load
 from farspan.program.strategies import STRATEGIES
 from farspan.report.run import write_report
 from farspan.report.tables import lines_table, show
@@ -530,19 +529,10 @@ def trace_command(
 ) -> None:
     """Write the allocations and releases of a training step; needs no GPU."""
     began = time.monotonic()
-    if record is not None:
-        if model is not None:
-            raise UnsupportedError("record: it records a program, not a model; leave out --model")
-        found = record_script(record, arguments or ())
-    else:
-        if model is None:
-            raise UnsupportedError("model: give --model MODEL, or --record PROGRAM")
-        if arguments:
-            raise UnsupportedError(
-                f"arguments: {arguments[0]!r} is for a program; add --record PROGRAM, "
-                "or leave it out"
-            )
-        found = TraceRequest(
+    refuse_two_subjects(model, record, arguments)
+    request = None
+    if model is not None:
+        request = TraceRequest(
             model=model,
             contexts=read_contexts(context, contexts, steps),
             layers=layers,
@@ -551,9 +541,28 @@ def trace_command(
             batch=batch,
             dtype=dtype,
             recording=Recording(read_temporaries(temporaries), lasting=weights),
-        ).trace()
-    write_trace(found, output)
-    show_trace(trace_summary(found, output, time.monotonic() - began), as_json)
+        )
+    with allocator_package() as package:
+        if request is None:
+            found = package.record_script(record, arguments or ())
+        else:
+            made = request.trace()
+            found = package.from_events(made.events, made.name)
+        load("farspan_memory.cli", "write_and_tell")(found, output, began, as_json)
+
+
+def refuse_two_subjects(
+    model: str | None, record: Path | None, arguments: list[str] | None
+) -> None:
+    """Raise UnsupportedError unless a model or a program is named, and arguments with a program."""
+    if record is not None and model is not None:
+        raise UnsupportedError("record: it records a program, not a model; leave out --model")
+    if record is None and model is None:
+        raise UnsupportedError("model: give --model MODEL, or --record PROGRAM")
+    if record is None and arguments:
+        raise UnsupportedError(
+            f"arguments: {arguments[0]!r} is for a program; add --record PROGRAM, or leave it out"
+        )
 
 
 def read_contexts(context: str | None, contexts: str | None, steps: int | None) -> tuple[int, ...]:
@@ -575,28 +584,3 @@ def read_temporaries(text: str) -> Temporaries:
             known = ", ".join((*Temporary, NOTHING))
             raise UnsupportedError(f"temporaries: {name!r} is not known; expected any of {known}")
     return Temporaries(frozenset(map(Temporary, names)))
-
-
-def trace_summary(trace: Trace, output: Path, seconds: float) -> dict[str, Any]:
-    """What a person wants to know of a trace."""
-    mallocs = [event for event in trace.events if isinstance(event, Malloc)]
-    return {
-        "trace": str(output),
-        "name": trace.name,
-        "events": len(trace.events),
-        "mallocs": len(mallocs),
-        "sizes": len({malloc.size for malloc in mallocs}),
-        "live_peak": trace.live_peak(),
-        "seconds": round(seconds, 3),
-    }
-
-
-def show_trace(found: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(found))
-        return
-    print(
-        f"{found['trace']}: {found['name']}: {found['events']:,} events, {found['mallocs']:,} "
-        f"mallocs of {found['sizes']:,} sizes, {found['live_peak'] / GIB:.2f} GiB alive at most "
-        f"({found['seconds']:.1f} s)"
-    )

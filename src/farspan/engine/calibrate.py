@@ -43,7 +43,7 @@ from farspan.engine.microbench import (
 from farspan.engine.microbench import describe_machine as versions
 from farspan.engine.step import Step
 from farspan.formatting import write_seconds
-from farspan.memory.host import available_host_bytes
+from farspan.host import available_host_bytes
 from farspan.planner.machines import (
     BUSY_RATES,
     MachineFile,

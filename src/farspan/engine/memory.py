@@ -17,7 +17,7 @@ from farspan.engine.step import Step
 from farspan.engine.tiers import DeviceTooSmall, refuse_beyond_together
 from farspan.hf.quantized import state_bytes
 from farspan.hf.stages import UncompiledMode, uncompiled
-from farspan.memory.host import GIB, UNLIMITED
+from farspan.host import GIB, UNLIMITED
 from farspan.program.program import Program, made_bytes
 from farspan.sparse.index import Index
 from farspan.spec import Tier

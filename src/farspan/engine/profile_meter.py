@@ -16,11 +16,10 @@ from farspan.engine.buffers import KVPrefix
 from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator
 from farspan.engine.interpreter import Layers
 from farspan.engine.kernels import AttentionKernels
-from farspan.engine.trace import Recorder
+from farspan.engine.trace import FreeEvent, Malloc, Mark, Recorder
 from farspan.engine.trace_steps import META
 from farspan.hf.stages import UncompiledMode
 from farspan.kernels.launch import Launch
-from farspan.memory.trace import FreeEvent, Malloc, Mark
 from farspan.profile.model import Line, Peak
 from farspan.program.attention_blocks import Block
 from farspan.program.program import Forward, Program

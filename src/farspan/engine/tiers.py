@@ -41,8 +41,8 @@ from torch import Tensor
 
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.failure import machine_name
+from farspan.host import TooLarge, available_host_bytes, refuse_beyond
 from farspan.lazy import load
-from farspan.memory.host import TooLarge, available_host_bytes, refuse_beyond
 from farspan.program.dependencies import Hazard, Lane, Order, Wait
 from farspan.spec import Tier, UnsupportedError
 

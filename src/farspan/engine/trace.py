@@ -34,11 +34,44 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from farspan.hf.stages import CausalLMStages, UncompiledMode
-from farspan.memory.host import MIB
-from farspan.memory.trace import Event, FreeEvent, Malloc, Mark, Trace
+from farspan.host import MIB
 from farspan.spec import UnsupportedError
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Malloc:
+    """Memory that was asked for, before any rounding."""
+
+    tensor: int
+    size: int  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FreeEvent:
+    """The tensor's memory given back."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A border between events: "layer 3 forward", "step 2"."""
+
+    name: str
+
+
+Event = Malloc | FreeEvent | Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a program asked of its allocator, in order."""
+
+    events: tuple[Event, ...]
+    name: str
+
 
 CUBLAS_WORKSPACE = 32 * MIB  # on Hopper and newer; 8.1 MiB before. One a thread and stream
 FLASH_ROWS = 128  # FlashAttention rounds lengths to these

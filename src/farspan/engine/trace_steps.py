@@ -29,6 +29,7 @@ from farspan.engine.trace import (
     ALL_TEMPORARIES,
     Recorder,
     Temporaries,
+    Trace,
     flash_attention,
     meta_model,
     refuse_value_dependence,
@@ -37,7 +38,6 @@ from farspan.engine.trace import (
 from farspan.hf.attention_interface import Attention, answering, routed
 from farspan.hf.stages import CausalLMStages
 from farspan.lazy import without_garbage_collection
-from farspan.memory.trace import Trace
 from farspan.profile.catalog import find_config
 from farspan.profile.model import Variant
 from farspan.profile.store import profiles_of

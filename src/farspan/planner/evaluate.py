@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import itemgetter
 
-from farspan.memory.placement import PlacementRequest, largest_first, lowest_of
 from farspan.planner.collectives import exchange_bytes
 from farspan.planner.prices import Prices, rates_of
 from farspan.planner.request import Budget, Plan, Question, Seconds
@@ -39,6 +38,7 @@ from farspan.program.layout import (
     kept_chunks,
     refuse_shared_states,
 )
+from farspan.program.placement import PlacementRequest, largest_first, lowest_of
 from farspan.program.program import (
     Allocate,
     Clear,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from farspan.formatting import write_bytes, write_most, write_tokens
-from farspan.memory.host import GIB, MIB
+from farspan.host import GIB, MIB
 from farspan.planner.evaluate import most_layers, stage_schedule
 from farspan.planner.machines import machine as find_machine
 from farspan.planner.machines import names, read, with_main_memory

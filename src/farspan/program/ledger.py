@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import get_args
 
-from farspan.memory.placement import PlacementRequest, place
 from farspan.program import buffer_names as names
 from farspan.program.layout import Range, Share, own_groups, streams
+from farspan.program.placement import PlacementRequest, place
 from farspan.program.program import (
     Allocate,
     Backward,

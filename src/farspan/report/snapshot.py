@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from farspan.durable import write_output
-from farspan.memory.placement import Placement, PlacementRequest, place
-from farspan.memory.trace import Malloc, Mark, Trace
 from farspan.planner import evaluate
 from farspan.planner.remedies import part_words
 from farspan.planner.request import Plan
 from farspan.planner.timeline import Span
+from farspan.program.placement import PlacementRequest, place
 from farspan.program.program import Allocate, Free, Instruction, Program
 from farspan.report.plan import ROWS, program_spans, span_words
 from farspan.spec import Tier
@@ -303,30 +302,6 @@ def _states(
         if count:
             words = part_words(name)
             yield MemoryBlock(count, 0, NEVER, words, [frame(words, 0, "all step long")])
-
-
-# -- a traced step --------------------------------------------------------------------------------
-
-
-def trace_snapshot(trace: Trace, placement: Placement) -> dict[str, Any]:
-    """The tensors of a trace at the addresses of a placement of its requests, in order. A tensor's
-    frames say after which mark it came."""
-    mark, blocks, frames = "", list[MemoryBlock](), list[Frames]()
-    for index, event in enumerate(trace.events):
-        if isinstance(event, Mark):
-            mark = event.name
-        elif isinstance(event, Malloc):
-            words = f"{mark}, stream {event.stream}" if mark else f"stream {event.stream}"
-            frames.append([frame("event", index, words)])
-    end = len(trace.events)
-    mallocs = (event for event in trace.events if isinstance(event, Malloc))
-    of = zip(mallocs, trace.requests(), placement.addresses, frames, strict=True)
-    for malloc, request, address, own in of:
-        dies = NEVER if request.dies == end else request.dies
-        if malloc.size:
-            blocks.append(MemoryBlock(malloc.size, request.born, dies, "", own, ARENA + address))
-    about = {"about": "addresses by farspan memory place", "trace": trace.name}
-    return _snapshot([_SnapshotDevice(blocks, [], placement.height)], range(end + 1), about)
 
 
 # -- PyTorch's dicts ------------------------------------------------------------------------------

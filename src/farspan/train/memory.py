@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import torch
 
-from farspan.engine import allocator
+from farspan.allocator import allocator_package
 from farspan.engine.memory import estimate_memory, refuse_too_large
-from farspan.memory.host import GIB, MIB, available_host_bytes
+from farspan.host import GIB, MIB, available_host_bytes
 from farspan.planner.request import Open, Plan
 from farspan.program.program import Program
 from farspan.program.strategies import AUTO
@@ -239,14 +239,20 @@ def choose_allocator(name: DeviceAllocator, device: torch.device) -> DeviceMemor
             f"allocator: {name} is for the memory of a GPU, and this run computes on a "
             f"{device.type}; leave it out, or set device: cuda"
         )
-    before = allocator.installed()
-    if before is None:
-        allocator.install(name.value)
-    elif before.mode != name.value:
-        raise UnsupportedError(
-            f"allocator: this process already uses {before.mode}, which PyTorch cannot change; "
-            "train "
-            f"with {name} in a new process"
-        )
-    begin = partial(allocator.begin_iteration, device.index)
-    return DeviceMemory(begin, partial(allocator.forget, device.index))
+    with allocator_package(f"allocator: {name}") as native:
+        before = native.installed()
+        if before is None:
+            native.install(name.value)
+        elif before.mode != name.value:
+            raise UnsupportedError(
+                f"allocator: this process already uses {before.mode}, which PyTorch cannot change; "
+                f"train with {name} in a new process"
+            )
+    tell = partial(_tell, device.index)
+    return DeviceMemory(partial(tell, native.begin_iteration), partial(tell, native.forget))
+
+
+def _tell(index: int | None, call: Callable[[int | None], None]) -> None:
+    """What the allocator refuses in the course of a run is refused as well."""
+    with allocator_package():
+        call(index)

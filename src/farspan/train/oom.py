@@ -9,7 +9,7 @@ import torch
 
 from farspan.engine.tiers import DeviceTooSmall
 from farspan.formatting import write_bytes, write_seconds
-from farspan.memory.host import TooLarge
+from farspan.host import TooLarge
 from farspan.planner.evaluate import size
 from farspan.planner.remedies import part_words, place_words
 from farspan.planner.request import Budget, Plan, Question

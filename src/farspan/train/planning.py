@@ -17,7 +17,7 @@ from farspan.engine.microbench import describe_machine
 from farspan.engine.parallelize import ShardedModel
 from farspan.formatting import sparse_words
 from farspan.hf.quantized import held_bytes
-from farspan.memory.host import available_host_bytes
+from farspan.host import available_host_bytes
 from farspan.planner.evaluate import momentary, size
 from farspan.planner.machines import with_kernels
 from farspan.planner.plans import best_placed

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from farspan.engine.memory import PeakMemory
 from farspan.engine.tiers import CopyEngine
 from farspan.formatting import without_home
-from farspan.memory.host import describe_host
+from farspan.host import describe_host
 from farspan.planner.prices import Prices
 from farspan.planner.request import Plan
 from farspan.planner.timeline import Span

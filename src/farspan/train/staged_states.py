@@ -47,7 +47,7 @@ from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.context import ParallelContext
 from farspan.durable import WriteFailed, write_failure
 from farspan.engine.tiers import Arena, CopyEngine, pages, refuse_beyond_together
-from farspan.memory.host import GIB
+from farspan.host import GIB
 from farspan.planner.states import DISK_SLOTS, MOMENTS, SECTOR, SLOTS, sectors, staged_elements
 from farspan.program.dependencies import Lane
 from farspan.spec import Tier, UnsupportedError

@@ -1,0 +1,547 @@
+"""Models of PyTorch's allocators: where their blocks lie, and when they call the driver.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp in PyTorch 2.11 to 2.13. Not modelled:
+graph capture, private pools, peers. Addresses are never given twice, which the driver may do; they
+decide between equals alone.
+
+    segment, from one cudaMalloc          free lists, one a stream and kind of pool
+    +-----------+------+-----------+      small: requests to 1 MiB, segments of 2 MiB
+    | in use    | free | in use    |      large: segments of 20 MiB for requests below 10 MiB,
+    +-----------+------+-----------+             else the request rounded up to 2 MiB
+
+The caching allocator gives a request the smallest free block that holds it, of equals the one at
+the lowest address; a free block joins its free neighbours. A segment goes back only as one whole
+free block, and only when cudaMalloc failed.
+
+    expandable segment, one a stream and kind of pool: addresses for 9/8 of the device
+    +------------------+-------------+------------------------------------------+
+    | mapped, in use   | mapped free | addresses without memory                 |
+    +------------------+-------------+------------------------------------------+
+    pages: 2 MiB for requests to 1 MiB, 20 MiB for all others
+
+With expandable segments a request that no free block holds has pages mapped at the lowest address
+where free and unmapped blocks make room for it. A max_split_size limits which free block serves a
+request, but neither the splitting nor what pages are mapped behind. When the device is full, every
+page that is free as a whole is unmapped, and the request tried once more. The capacity is what the
+driver has, not a memory fraction, which PyTorch compares in steps of 2 MiB before it maps pages.
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+
+from farspan_memory.errors import UnsupportedError
+from farspan_memory.formatting import MIB, UNLIMITED
+
+MALLOC, FREE = "cudaMalloc", "cudaFree"
+RESERVE, CREATE, MAP, ACCESS = "cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"
+UNMAP, RELEASE, VACATE = "cuMemUnmap", "cuMemRelease", "cuMemAddressFree"
+
+
+# -- settings -----------------------------------------------------------------------------------
+
+
+MIN_BLOCK = 512
+LARGE_SEGMENT = 20 * MIB
+LEAST_SEGMENT = 10 * MIB  # such a segment serves requests up to here
+LEAST_LIMIT = 20 * MIB
+
+# Name in PYTORCH_CUDA_ALLOC_CONF: field, and bytes of its unit.
+NAMES = {
+    "max_split_size_mb": ("max_split", MIB),
+    "max_non_split_rounding_mb": ("max_rounding", MIB),
+    "large_segment_size_mb": ("large_segment", MIB),
+    "roundup_power2_divisions": ("divisions", 1),
+    "garbage_collection_threshold": ("collect_at", 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Bytes unless a name says otherwise; the defaults are PyTorch's."""
+
+    max_split: int = UNLIMITED  # blocks from here are neither split nor given to smaller requests
+    max_rounding: int = LARGE_SEGMENT  # what a request from there may leave unused of its block
+    large_segment: int = LARGE_SEGMENT
+    divisions: int = 0  # sizes between two powers of two; 0 to round up to 512 bytes instead
+    collect_at: float = 0.0  # share of the capacity from which old segments are given back; 0 never
+    event_delay: int = 16  # mallocs until the work of a recorded stream is taken to be over
+
+    def __post_init__(self) -> None:
+        split, rounding = self.max_split, self.max_rounding
+        _expect("max_split_size_mb", split >= LEAST_LIMIT, "at least 20", split // MIB)
+        _expect(
+            "max_non_split_rounding_mb", rounding >= LEAST_LIMIT, "at least 20", rounding // MIB
+        )
+        segment, divisions, share = self.large_segment, self.divisions, self.collect_at
+        _expect("large_segment_size_mb", segment > LEAST_SEGMENT, "more than 10", segment // MIB)
+        power = divisions >= 0 and not divisions & (divisions - 1)
+        _expect("roundup_power2_divisions", power, "a power of two", divisions)
+        _expect("garbage_collection_threshold", 0 <= share < 1, "0 up to 1", share)
+
+    def rounded(self, size: int) -> int:
+        """Bytes of the block for a request of `size` > 0 bytes."""
+        if self.divisions > 1 and size > MIN_BLOCK * self.divisions:
+            power = 1 << (size.bit_length() - 1)
+            part = power // self.divisions
+            return -(-size // part) * part
+        return -(-size // MIN_BLOCK) * MIN_BLOCK
+
+
+def _expect(name: str, valid: bool, expected: str, value: float) -> None:
+    if not valid:
+        raise UnsupportedError(f"{name}: expected {expected}, got {value}")
+
+
+def read_settings(text: str) -> Settings:
+    """From `max_split_size_mb:512,garbage_collection_threshold:0.8`. Raises UnsupportedError naming
+    the part that is not understood."""
+    given: dict[str, int | float] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, _, value = part.partition(":")
+        if name not in NAMES:
+            raise UnsupportedError(f"alloc-conf: expected {', '.join(NAMES)}, got {name!r}")
+        field, unit = NAMES[name]
+        try:
+            given[field] = float(value) if field == "collect_at" else int(value) * unit
+        except ValueError:
+            raise UnsupportedError(
+                f"alloc-conf: {name}: expected a number, got {value!r}"
+            ) from None
+    assert given.keys() <= {field.name for field in fields(Settings)}
+    return Settings(**given)  # type: ignore[arg-type]
+
+
+# -- the caching allocator ----------------------------------------------------------------------
+
+
+SMALL_REQUEST = MIB  # the largest that the small pools serve
+SMALL_SEGMENT = 2 * MIB
+OWN_SEGMENT = 10 * MIB  # from here a request has a segment of its own size
+ROUND = 2 * MIB
+
+
+class SimulatedOutOfMemory(Exception):
+    """The device is full, also after everything unused was given back."""
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """Free blocks of one stream and one kind of request, ordered by size and then address."""
+
+    small: bool
+    stream: int
+    free: list[tuple[int, int]] = field(default_factory=list)
+    unmapped: list[int] = field(default_factory=list)  # addresses
+
+
+@dataclass(slots=True, eq=False)
+class CachedBlock:
+    """A range of a segment. `before` and `after` are its neighbours there."""
+
+    address: int
+    size: int
+    pool: Pool
+    segment: int
+    before: "CachedBlock | None" = None
+    after: "CachedBlock | None" = None
+    free: bool = False
+    mapped: bool = True  # expandable segments alone have others
+    asked: int = 0  # bytes before rounding
+    streams: set[int] = field(default_factory=set)  # that also use it
+    age: int = 0  # searches so far when it came into its free list
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRow:
+    """A block as the checker reads it."""
+
+    segment: int  # its address
+    segment_size: int
+    address: int
+    size: int
+    state: str  # free, held, waiting or unmapped
+    listed: bool  # in the free list, or in that of unmapped blocks
+
+
+class CachingAllocator:
+    """malloc and free by the number of a tensor.
+
+    Invariant: the blocks of a segment tile it, no two free neighbours stay apart, the mapped ones
+    add up to `reserved`, and `reserved <= capacity`. `check` asserts it.
+    """
+
+    def __init__(self, capacity: int = UNLIMITED, settings: Settings | None = None) -> None:
+        self.capacity, self.settings = capacity, settings or Settings()
+        self.live = self.reserved = self.reserved_peak = 0  # bytes; live ones as asked for
+        self.retries = 0  # times everything unused was given back to serve a request
+        self.calls: Counter[tuple[str, int]] = Counter()  # of the driver, with the bytes of each
+        self.segments: dict[int, int] = {}  # address to bytes
+        self.blocks: dict[int, CachedBlock] = {}  # by address
+        self._held: dict[int, CachedBlock | None] = {}  # by tensor; nothing for 0 bytes
+        self._pools: dict[tuple[int, bool], Pool] = {}
+        self._waiting: deque[tuple[int, CachedBlock]] = (
+            deque()
+        )  # freed, other streams still at work
+        self._mallocs = self._searches = 0
+        self._top = 0  # the lowest address never given
+
+    def malloc(self, tensor: int, size: int, stream: int = 0) -> None:
+        """Raises OutOfMemory; everything unused has been given back by then."""
+        self._mallocs += 1
+        while self._waiting and self._waiting[0][0] <= self._mallocs:
+            self._recycle(self._waiting.popleft()[1])
+        if size == 0:
+            self._held[tensor] = None
+            return
+        rounded = self.settings.rounded(size)
+        small = rounded <= SMALL_REQUEST
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = Pool(small, stream)
+        block = self._find(pool, rounded) or self._grow(pool, rounded)
+        if self._splits(pool, rounded, block.size - rounded):
+            self._cut(block, rounded)
+        block.asked = size
+        self.live += size
+        self._held[tensor] = block
+
+    def free(self, tensor: int) -> None:
+        """The tensor's block goes to its free list once the recorded streams are done."""
+        block = self._held.pop(tensor)
+        if block is None:
+            return
+        self.live -= block.asked
+        if block.streams:
+            self._waiting.append((self._mallocs + self.settings.event_delay, block))
+        else:
+            self._recycle(block)
+
+    def record_stream(self, tensor: int, stream: int) -> None:
+        """Another stream uses the tensor: its memory is reused only when that work is over."""
+        block = self._held[tensor]
+        if block is not None and stream != block.pool.stream:
+            block.streams.add(stream)
+
+    def empty_cache(self) -> None:
+        """Give back everything unused; waits for the streams."""
+        while self._waiting:
+            self._recycle(self._waiting.popleft()[1])
+        for pool in self._pools.values():
+            self._release(pool)
+
+    def rows(self) -> Iterator[BlockRow]:
+        """Every block of every segment, for the checker."""
+        held = {id(block) for block in self._held.values()}
+        for block in self.blocks.values():
+            pool = block.pool
+            if not block.mapped:
+                state, listed = "unmapped", block.address in pool.unmapped
+            elif block.free:
+                state, listed = "free", (block.size, block.address) in pool.free
+            else:
+                state, listed = "held" if id(block) in held else "waiting", False
+            size = self.segments[block.segment]
+            yield BlockRow(block.segment, size, block.address, block.size, state, listed)
+
+    def listed(self) -> int:
+        """How many blocks the free lists name."""
+        return sum(len(pool.free) + len(pool.unmapped) for pool in self._pools.values())
+
+    def _find(self, pool: Pool, size: int) -> CachedBlock | None:
+        """Best fit, unless that block is refused."""
+        self._searches += not pool.small
+        index = bisect_left(pool.free, (size, 0))
+        if index == len(pool.free) or self._refused(size, pool.free[index][0]):
+            return None
+        return self._take(pool, index)
+
+    def _refused(self, size: int, fits: int) -> bool:
+        """With a max_split_size, a block from there on serves no smaller request and no larger one
+        that would leave too much of it unused."""
+        limit = self.settings.max_split
+        return size < limit <= fits or limit <= size <= fits - self.settings.max_rounding
+
+    def _grow(self, pool: Pool, size: int) -> CachedBlock:
+        """A new segment; where the device is full, after giving back what is unused."""
+        if self.settings.collect_at > 0 and self.capacity < UNLIMITED:
+            self._collect()
+        block = self._new_block(pool, size)
+        if block is None and self._release_oversize(pool, size):
+            block = self._new_block(pool, size)
+        if block is None:
+            self.retries += 1
+            self.empty_cache()
+            block = self._new_block(pool, size)
+        if block is None:
+            raise SimulatedOutOfMemory
+        return block
+
+    def _new_block(self, pool: Pool, size: int) -> CachedBlock | None:
+        if pool.small:
+            size = SMALL_SEGMENT
+        elif size < OWN_SEGMENT:
+            size = self.settings.large_segment
+        else:
+            size = -(-size // ROUND) * ROUND
+        if self.reserved + size > self.capacity:
+            return None
+        self.calls[MALLOC, 0] += 1
+        self._reserve(size)
+        return self._new_segment(pool, size)
+
+    def _new_segment(self, pool: Pool, size: int) -> CachedBlock:
+        """A block that is all of a new segment, in no list."""
+        block = CachedBlock(self._top, size, pool, self._top)
+        self.segments[self._top] = size
+        self.blocks[self._top] = block
+        self._top += -(-size // ROUND) * ROUND
+        return block
+
+    def _splits(self, pool: Pool, size: int, rest: int) -> bool:
+        if pool.small:
+            return rest >= MIN_BLOCK
+        return size < self.settings.max_split and rest > SMALL_REQUEST
+
+    def _release(self, pool: Pool) -> None:
+        """cudaFree each segment that is one free block."""
+        for _, address in tuple(pool.free):
+            block = self.blocks[address]
+            if block.before is None and block.after is None:
+                self._free_segment(block)
+
+    def _free_segment(self, block: CachedBlock) -> None:
+        block.pool.free.remove((block.size, block.address))
+        del self.blocks[block.address], self.segments[block.segment]
+        self.calls[FREE, 0] += 1
+        self._reserve(-block.size)
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """With a max_split_size, first give back blocks beyond it: one that is large enough, else
+        the largest ones until they are together; whether that can be enough."""
+        limit = self.settings.max_split
+        if limit == UNLIMITED:
+            return False
+        wanted = max(size, limit)
+        index = bisect_left(pool.free, (wanted, 0))
+        if index < len(pool.free):
+            self._free_segment(self.blocks[pool.free[index][1]])
+            return True
+        found = 0
+        while found < wanted and pool.free and pool.free[-1][0] >= limit:
+            found += pool.free[-1][0]
+            self._free_segment(self.blocks[pool.free[-1][1]])
+        return found >= wanted
+
+    def _collect(self) -> None:
+        """garbage_collection_threshold: above it, free whole segments of at least average age,
+        which is the searches since they became free, until enough or nothing is freed."""
+        target = self.reserved - int(self.settings.collect_at * self.capacity)
+        whole = [
+            block
+            for block in self.blocks.values()
+            if block.free and not (block.pool.small or block.before or block.after)
+        ]
+        freed = True
+        while target > 0 and freed and whole:
+            average = sum(self._searches - block.age for block in whole) / len(whole)
+            old = [block for block in whole if self._searches - block.age >= average]
+            freed = bool(old)
+            for block in old:
+                target -= block.size
+                self._free_segment(block)
+            whole = [block for block in whole if self._searches - block.age < average]
+
+    def _reserve(self, size: int) -> None:
+        self.reserved += size
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
+
+    def _take(self, pool: Pool, index: int) -> CachedBlock:
+        """Out of the free list."""
+        block = self.blocks[pool.free.pop(index)[1]]
+        block.free = False
+        return block
+
+    def _cut(self, block: CachedBlock, size: int) -> None:
+        """The rest behind the first `size` bytes becomes a free block."""
+        rest = self._cut_off(block, size)
+        self._list(rest)
+
+    def _cut_off(self, block: CachedBlock, size: int) -> CachedBlock:
+        """The rest behind the first `size` bytes as a block of its own, in no list."""
+        rest = CachedBlock(block.address + size, block.size - size, block.pool, block.segment)
+        rest.mapped = block.mapped
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        self.blocks[rest.address] = rest
+        return rest
+
+    def _recycle(self, block: CachedBlock) -> None:
+        """A block nobody uses joins its free neighbours and the free list."""
+        if block.streams:
+            block.streams.clear()
+        self._join(block)
+        self._list(block)
+
+    def _list(self, block: CachedBlock) -> None:
+        block.free, block.age = True, self._searches
+        insort(block.pool.free, (block.size, block.address))
+
+    def _join(self, block: CachedBlock) -> None:
+        """Swallow the neighbours that are free and mapped, or unmapped, as the block is."""
+        before, after = block.before, block.after
+        if before is not None and before.free and before.mapped is block.mapped:
+            self._unlist(before)
+            del self.blocks[block.address]
+            block.address, block.before = before.address, before.before
+            block.size += before.size
+            self.blocks[block.address] = block
+            if block.before is not None:
+                block.before.after = block
+        if after is not None and after.free and after.mapped is block.mapped:
+            self._unlist(after)
+            del self.blocks[after.address]
+            block.size += after.size
+            block.after = after.after
+            if block.after is not None:
+                block.after.before = block
+
+    def _unlist(self, block: CachedBlock) -> None:
+        if block.mapped:
+            free = block.pool.free
+            del free[bisect_left(free, (block.size, block.address))]
+        else:
+            unmapped = block.pool.unmapped
+            del unmapped[bisect_left(unmapped, block.address)]
+
+
+# -- expandable segments ------------------------------------------------------------------------
+
+
+class ExpandableAllocator(CachingAllocator):
+    """Invariant: as the caching allocator's; unmapped blocks begin and end at borders of pages,
+    and no two of them stay apart."""
+
+    def __init__(self, capacity: int = UNLIMITED, settings: Settings | None = None) -> None:
+        # Expandable blocks are never collected for their age.
+        given = replace(settings or Settings(), collect_at=0.0)
+        super().__init__(capacity, given)
+
+    def page(self, pool: Pool) -> int:
+        """Bytes that are mapped at a time."""
+        return SMALL_SEGMENT if pool.small else self.settings.large_segment
+
+    def _find(self, pool: Pool, size: int) -> CachedBlock | None:
+        """Best fit, where a block before unmapped addresses counts as large as it can grow; nothing
+        where the one found is refused."""
+        free = pool.free
+        index = bisect_left(free, (size, 0))
+        if index == len(free):
+            return None
+        while index + 1 < len(free) and self._room(free[index + 1]) < self._room(free[index]):
+            index += 1
+        return None if self._refused(size, free[index][0]) else self._take(pool, index)
+
+    def _room(self, entry: tuple[int, int]) -> int:
+        after = self.blocks[entry[1]].after
+        return entry[0] + (after.size if after is not None and not after.mapped else 0)
+
+    def _splits(self, pool: Pool, size: int, rest: int) -> bool:
+        del pool, size
+        return rest >= MIN_BLOCK
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Blocks of expandable segments are passed over."""
+        del pool, size
+        return False
+
+    def _new_block(self, pool: Pool, size: int) -> CachedBlock | None:
+        """Free and unmapped blocks that are together large enough, mapped and made one; what was
+        mapped before the device was full stays, as free blocks."""
+        block = self._lowest(pool, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            ahead = block.after
+            assert ahead is not None
+            if not self._map(ahead, min(ahead.size, size - block.size)):
+                return None
+            block = ahead
+        self._unlist(block)
+        block.free = False
+        return block
+
+    def _lowest(self, pool: Pool, size: int) -> CachedBlock:
+        """Where to map: the first of a row of free and unmapped blocks with room for `size`."""
+        for address in pool.unmapped:
+            block = self.blocks[address]
+            if block.before is not None and block.before.free:
+                block = block.before
+            if self._has_room(block, size):
+                return block
+        page = self.page(pool)
+        self.calls[RESERVE, 0] += 1
+        block = self._new_segment(pool, -(-(self.capacity + self.capacity // 8) // page) * page)
+        block.mapped, block.free = False, True
+        insort(pool.unmapped, block.address)
+        return block
+
+    def _has_room(self, block: CachedBlock | None, size: int) -> bool:
+        room = 0
+        while room < size and block is not None and block.free:
+            room += block.size
+            block = block.after
+        return room >= size
+
+    def _map(self, block: CachedBlock, size: int) -> bool:
+        """Pages for the first `size` bytes of an unmapped block, or none if the device is full. The
+        block becomes the mapped one, free, with its free neighbours in it."""
+        page = self.page(block.pool)
+        pages = -(-size // page)
+        fit = min(pages, (self.capacity - self.reserved) // page)
+        self.calls[CREATE, page] += fit
+        if fit < pages:
+            self.calls[RELEASE, page] += fit
+            return False
+        self.calls[MAP, page] += pages
+        self.calls[ACCESS, page] += pages
+        self._unlist(block)
+        if pages * page < block.size:
+            rest = self._cut_off(block, pages * page)
+            rest.free = True
+            insort(block.pool.unmapped, rest.address)
+        block.mapped = True
+        self._reserve(pages * page)
+        self._join(block)
+        self._list(block)
+        return True
+
+    def _release(self, pool: Pool) -> None:
+        """Unmap every page that is free as a whole."""
+        for _, address in tuple(pool.free):
+            self._unmap(self.blocks[address])
+
+    def _unmap(self, block: CachedBlock) -> None:
+        page = self.page(block.pool)
+        low = -(-(block.address - block.segment) // page) * page + block.segment
+        high = (block.address + block.size - block.segment) // page * page + block.segment
+        if low >= high:
+            return
+        self._unlist(block)
+        if low > block.address:
+            front, block = block, self._cut_off(block, low - block.address)
+            self._list(front)
+        if high < block.address + block.size:
+            self._list(self._cut_off(block, high - block.address))
+        block.mapped, block.free = False, True
+        self._reserve(low - high)
+        self.calls[UNMAP, page] += (high - low) // page
+        self.calls[RELEASE, page] += (high - low) // page
+        self._join(block)
+        insort(block.pool.unmapped, block.address)
+        if block.before is None and block.after is None:
+            block.pool.unmapped.remove(block.address)
+            del self.blocks[block.address], self.segments[block.segment]

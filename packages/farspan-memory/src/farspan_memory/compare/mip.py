@@ -1,0 +1,180 @@
+"""Placement by a mixed-integer program, beside which the search is measured.
+
+The program of MEMO 4.2 as it is written, by an open solver (HiGHS in scipy).
+
+    min M   with   A_i + S_i <= M                                   for each i
+                   A_i + S_i <= A_j + z_ij M_cap                    for each pair (i, j) in E
+                   A_j + S_j <= A_i + (1 - z_ij) M_cap              for each pair (i, j) in E
+                   0 <= M <= M_cap,  A_i >= 0,  z_ij in {0, 1}
+
+E are the pairs that live at one time. (The paper prints A_j in the first line; nothing else there
+has a j, so A_i is meant.) M_cap switches a row off, and what it leaves of the bound is nothing
+until z is decided: the program certifies small cases, some 40 requests, and is there for that.
+Sizes are whole numbers, in units of their greatest common divisor, so that heights differ by a unit
+at least. The solver's numbers are right up to a tolerance; what it says of the optimum counts where
+the tolerance is below a unit, which is for arenas of less than a million units.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
+from time import perf_counter
+from typing import Any
+
+from farspan_memory.errors import UnsupportedError
+from farspan_memory.exact import GREEDY_SHARE, Solution, least_height
+from farspan_memory.placement import (
+    Placement,
+    PlacementRequest,
+    live_peak,
+    place_greedily,
+    placed_at,
+)
+
+Pairs = list[tuple[int, int]]
+# More makes rows by the million, of which no solver makes anything in a useful time.
+MOST_PAIRS = 50_000
+# HiGHS takes a z for whole and a row for kept that are off by so much, and stops that close to the
+# optimum (primal_feasibility_tolerance, mip_feasibility_tolerance, mip_abs_gap).
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class MixedIntegerProgram:
+    """min cost x subject to rows x <= limits; x is A_1 ... A_n, M, then z in the order of pairs."""
+
+    pairs: Pairs
+    rows: list[tuple[int, int, float]]  # row, column, coefficient
+    limits: list[float]
+    variables: int
+    cap: int  # M_cap
+
+
+def overlapping(requests: Sequence[PlacementRequest]) -> Pairs:
+    """E: the pairs that live at one time."""
+    return [
+        (i, j)
+        for j, b in enumerate(requests)
+        for i, a in enumerate(requests[:j])
+        if max(a.born, b.born) < min(a.dies, b.dies)
+    ]
+
+
+def count_overlapping(requests: Sequence[PlacementRequest]) -> int:
+    """How many pairs E has, in n log n: all but those where one dies before the other is born."""
+    alive = [r for r in requests if r.born < r.dies]
+    deaths = sorted(r.dies for r in alive)
+    apart = sum(bisect_right(deaths, r.born) for r in alive)
+    return len(alive) * (len(alive) - 1) // 2 - apart
+
+
+def write_program(
+    requests: Sequence[PlacementRequest], unit: int, capacity: int
+) -> MixedIntegerProgram:
+    """The rows of the program; sizes and M_cap in units of `unit` bytes, of which every size is a
+    multiple."""
+    count, pairs = len(requests), overlapping(requests)
+    sizes = [r.size // unit for r in requests]
+    cap = capacity // unit
+    rows: list[tuple[int, int, float]] = []
+    limits: list[float] = []
+    for i, size in enumerate(sizes):
+        rows += [(len(limits), i, 1.0), (len(limits), count, -1.0)]
+        limits.append(-size)
+    for z, (i, j) in enumerate(pairs, count + 1):
+        rows += [(len(limits), i, 1.0), (len(limits), j, -1.0), (len(limits), z, -cap)]
+        limits.append(-sizes[i])
+        rows += [(len(limits), j, 1.0), (len(limits), i, -1.0), (len(limits), z, cap)]
+        limits.append(cap - sizes[j])
+    return MixedIntegerProgram(pairs, rows, limits, count + 1 + len(pairs), cap)
+
+
+def place_by_mip(
+    requests: Sequence[PlacementRequest], seconds: float = 60.0, capacity: int | None = None
+) -> Solution:
+    """The program's solution, or the greedy one where that is lower or the only one in time; it is
+    proved only where the solver's bound reaches it beyond its tolerance, or the most bytes alive
+    do. M_cap is what greedy placement needs, which is tighter than any device, or the capacity.
+
+    Raises UnsupportedError without scipy, for too many pairs, and when no placement within the
+    capacity was found, which does not say that there is none."""
+    begin = perf_counter()
+    pairs = count_overlapping(requests)
+    if pairs > MOST_PAIRS:
+        raise UnsupportedError(
+            f"mip: {pairs} pairs of tensors live together, but the solver takes at most "
+            f"{MOST_PAIRS}; use another method"
+        )
+    greedy = place_greedily(requests, seconds * GREEDY_SHARE)
+    if not requests or greedy.height == 0:
+        return Solution(greedy, greedy.height, perf_counter() - begin)
+    unit = math.gcd(*(r.size for r in requests))
+    cap = greedy.height if capacity is None else min(capacity, greedy.height)
+    program = write_program(requests, unit, cap)
+    left = max(0.0, seconds - (perf_counter() - begin))
+    answer = _solve_mip(program, len(requests), left)
+    found = None if answer.x is None else _exact_addresses(requests, program, answer.x)
+    kept = [p for p in (greedy, found) if p and (capacity is None or p.height <= capacity)]
+    if not kept:
+        raise UnsupportedError(
+            f"mip: the solver found no placement within {cap:,} bytes in {seconds:g} s, which "
+            f"does not prove that there is none: {answer.message}"
+        )
+    best = min(kept, key=lambda placement: placement.height)
+    bound = _proved(answer.mip_dual_bound, program.cap) * unit
+    least = least_height(requests, greedy)
+    proved = best.height if bound == best.height else least
+    return Solution(best, proved, perf_counter() - begin)
+
+
+def _proved(bound: float | None, cap: int) -> int:
+    """Units that every placement needs after the solver's bound: no less of it than its rows and
+    its z, which count M_cap times, may be off."""
+    if bound is None or not math.isfinite(bound):
+        return 0
+    return math.ceil(bound - TOLERANCE * (2 + cap))
+
+
+def _solve_mip(program: MixedIntegerProgram, count: int, seconds: float) -> Any:
+    """Runs HiGHS. x is continuous for A and M, binary for z."""
+    try:
+        optimize, matrix = import_module("scipy.optimize"), import_module("scipy.sparse").csr_array
+    except ImportError as error:
+        raise UnsupportedError(
+            "mip: needs scipy; install it with `pip install 'farspan-memory[mip]'`"
+        ) from error
+    rows, columns, values = zip(*program.rows, strict=True)
+    whole = [0] * (count + 1) + [1] * len(program.pairs)
+    upper = [float("inf")] * count + [float(program.cap)] + [1.0] * len(program.pairs)
+    shape = (len(program.limits), program.variables)
+    return optimize.milp(
+        [0.0] * count + [1.0] + [0.0] * len(program.pairs),
+        integrality=whole,
+        bounds=optimize.Bounds([0.0] * program.variables, upper),
+        constraints=optimize.LinearConstraint(
+            matrix((values, (rows, columns)), shape=shape), ub=program.limits
+        ),
+        options={"time_limit": seconds, "mip_rel_gap": 0.0},
+    )
+
+
+def _exact_addresses(
+    requests: Sequence[PlacementRequest], program: MixedIntegerProgram, x: Sequence[float]
+) -> Placement | None:
+    """Whole bytes: the order that z decides, each buffer as low as what lies below it allows;
+    nothing where that is no order, since sizes below the tolerance decide none. The solver's own
+    addresses are right up to a millionth of M_cap only."""
+    below: dict[int, list[int]] = {i: [] for i in range(len(requests))}
+    for z, (i, j) in enumerate(program.pairs, len(requests) + 1):
+        low, high = (i, j) if x[z] < 0.5 else (j, i)
+        below[high].append(low)
+    addresses = [0] * len(requests)
+    try:
+        for i in TopologicalSorter(below).static_order():
+            addresses[i] = max((addresses[j] + requests[j].size for j in below[i]), default=0)
+    except CycleError:
+        return None
+    return placed_at(requests, addresses, live_peak(requests))

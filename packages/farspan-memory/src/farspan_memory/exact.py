@@ -1,0 +1,241 @@
+"""Placement by search: to a proved optimum, or over two levels.
+
+`place_exactly`: the least height, and whether it is proved.
+
+    lower bound |-----?-----|------?-------| greedy      "does it fit?" is asked at the bound first,
+                 no          asked  yes                  then halfway between what does not fit and
+                                                         the lowest that was found
+
+Minimising from above wastes the time: of MiniMalloc's eleven hard instances, asked at the bound,
+all are solved in seconds where a search that lowers a first solution step by step proved none.
+
+`place_bilevel` (MEMO 4.2): a layer's tensors once, then layers as single requests.
+
+    memory                            First level: what lives and dies within one pass of a layer
+      |   +------+  +------+          (a segment) is placed by itself, once for all segments with
+      |   | F0   |  | F1   |          the same requests. Second level: each segment is one pseudo
+      |   +------+--+------+--        request as high as its plan, beside everything that crosses
+      |   | x0      |  x1             a border: the residual stream, its gradient, what backward
+      +---+---------+----------> time reads, gathered parameters.
+
+Nothing that crosses a border may share addresses with the pseudo request while it lives, even
+where the segment would have room: that is what the flat plan wins.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from farspan_memory.placement import (
+    Columns,
+    Feasibility,
+    Placement,
+    PlacementRequest,
+    fit,
+    live_peak,
+    place_greedily,
+    placed_at,
+    to_columns,
+)
+from farspan_memory.trace import Malloc, Mark, Trace
+
+# Of the time, what greedy orders may take before the search: 20,000 requests need a few seconds.
+GREEDY_SHARE = 0.5
+# Of the time left, what one height between the bound and the lowest found may take.
+SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A placement, and what is known of it."""
+
+    placement: Placement
+    proved_bound: int  # no placement is lower than this
+    seconds: float
+    nodes: int = 0  # of the search
+
+    @property
+    def optimal(self) -> bool:
+        """Is it proved that no placement is lower?"""
+        return self.placement.height == self.proved_bound
+
+
+def place_flat(requests: Sequence[PlacementRequest], seconds: float = math.inf) -> Solution:
+    """All requests at once, greedily."""
+    begin = perf_counter()
+    found = place_greedily(requests, seconds)
+    return Solution(found, least_height(requests, found), perf_counter() - begin)
+
+
+def least_height(requests: Sequence[PlacementRequest], found: Placement) -> int:
+    """What no placement is below: the most bytes alive, and any request by itself, since one that
+    lives for no time has an address too."""
+    return max([found.lower_bound, *(r.size for r in requests)])
+
+
+def place_exactly(
+    requests: Sequence[PlacementRequest], seconds: float = 60.0, capacity: int | None = None
+) -> Solution:
+    """The lowest placement found in `seconds`. With a capacity, the first that fits into it: asked
+    before anything else, so that all the time is for this question.
+
+    Raises NativeError where the native library is absent."""
+    begin = perf_counter()
+    flat = place_flat(requests, seconds * GREEDY_SHARE)
+    search = _Search(requests, flat, begin + seconds)
+    if capacity is None:
+        search.ask(flat.proved_bound, 0.5)
+        search.halve()
+    elif flat.placement.height > capacity >= flat.proved_bound:
+        search.ask(capacity, 1.0)
+    best, bound = search.best, search.bound
+    return Solution(best, bound, perf_counter() - begin, search.nodes)
+
+
+class _Search:
+    """Heights tried so far.
+
+    Invariant: `best` is the lowest placement found, nothing is lower than `bound`, and heights
+    below `given_up` were asked for and are not tried again.
+    """
+
+    def __init__(self, requests: Sequence[PlacementRequest], flat: Solution, end: float) -> None:
+        self.requests = requests
+        self.columns: Columns = to_columns(requests)
+        self.best = flat.placement
+        self.bound = self.given_up = flat.proved_bound
+        self.end = end
+        self.nodes = 0
+        # Every height that a placement can have is a sum of sizes.
+        self.step = math.gcd(*(r.size for r in requests)) or 1
+
+    def ask(self, height: int, share: float) -> None:
+        """Search at this height for a share of the time that is left."""
+        left = self.end - perf_counter()
+        if self.best.height <= height or left <= 0:
+            return
+        found = fit(self.columns, height, left * share)
+        self.nodes += found.nodes
+        if found.answer is Feasibility.FITS:
+            self.best = placed_at(self.requests, found.addresses, self.best.lower_bound)
+            return
+        self.given_up = max(self.given_up, height + self.step)
+        if found.answer is Feasibility.NO_FIT:
+            self.bound = max(self.bound, height + 1)
+            self.bound += -self.bound % self.step
+
+    def halve(self) -> None:
+        """Ask halfway, until nothing is left between or time is up."""
+        while self.given_up < self.best.height and perf_counter() < self.end:
+            steps = (self.best.height - self.given_up) // self.step
+            self.ask(self.given_up + (steps - 1) // 2 * self.step, SHARE)
+
+
+# -- two levels ---------------------------------------------------------------------------------
+
+
+LAYER = re.compile(r"layer \d+ (forward|backward)\b")
+Solve = Callable[[Sequence[PlacementRequest], float], Solution]
+Signature = tuple[tuple[int, int, int], ...]  # of the local requests: size, birth, death in order
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One pass of a layer, and the requests that live wholly within it, by position."""
+
+    name: str
+    start: int
+    stop: int  # events [start, stop)
+    local: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bilevel:
+    """What the decomposition did."""
+
+    solution: Solution
+    segments: int
+    distinct: int  # plans of the first level
+    second_level: int  # requests of the second level
+
+
+def segments(trace: Trace) -> tuple[Segment, ...]:
+    """Stretches between marks that are named after a layer's forward or backward pass."""
+    marks = [(at, e.name) for at, e in enumerate(trace.events) if isinstance(e, Mark)]
+    stops = [*(at for at, _ in marks), len(trace.events)][1:]
+    requests = trace.requests()
+    births = [at for at, event in enumerate(trace.events) if isinstance(event, Malloc)]
+    position = {at: index for index, at in enumerate(births)}
+    found = []
+    for (start, name), stop in zip(marks, stops, strict=True):
+        if LAYER.match(name):
+            inside = (position[at] for at in range(start, stop) if at in position)
+            # A tensor that is never freed has its death at the end of the trace, where the last
+            # segment stops: it lives on.
+            local = tuple(i for i in inside if requests[i].dies < stop)
+            found.append(Segment(name, start, stop, local))
+    return tuple(found)
+
+
+def signature(requests: Sequence[PlacementRequest], local: Sequence[int]) -> Signature:
+    """Sizes and the order of births and deaths: equal for segments that one plan serves."""
+    times = sorted({t for i in local for t in (requests[i].born, requests[i].dies)})
+    rank = {time: index for index, time in enumerate(times)}
+    return tuple((requests[i].size, rank[requests[i].born], rank[requests[i].dies]) for i in local)
+
+
+def place_bilevel(
+    requests: Sequence[PlacementRequest],
+    found: Sequence[Segment],
+    seconds: float = 60.0,
+    solve: Solve = place_exactly,
+) -> Bilevel:
+    """The requests placed over two levels; each level is solved by `solve`, which gets half of the
+    time for all distinct segments and half for the second level."""
+    begin = perf_counter()
+    named = [(s, signature(requests, s.local)) for s in found if s.local]
+    distinct = dict.fromkeys(sign for _, sign in named)
+    share = seconds / 2 / max(1, len(distinct))
+    plans = {
+        sign: solve([PlacementRequest(*request) for request in sign], share).placement
+        for sign in distinct
+    }
+    inside = {i for segment, _ in named for i in segment.local}
+    crossing = [i for i in range(len(requests)) if i not in inside]
+    upper = [requests[i] for i in crossing]
+    upper += [_pseudo(requests, segment, plans[sign]) for segment, sign in named]
+    left = max(0.1, seconds - (perf_counter() - begin))
+    second = solve(upper, left)
+    addresses = [0] * len(requests)
+    bases = iter(second.placement.addresses)
+    for i in crossing:
+        addresses[i] = next(bases)
+    for (segment, sign), base in zip(named, bases, strict=True):
+        for i, address in zip(segment.local, plans[sign].addresses, strict=True):
+            addresses[i] = base + address
+    return Bilevel(
+        _solution(requests, addresses, perf_counter() - begin),
+        len(named),
+        len(distinct),
+        len(upper),
+    )
+
+
+def _pseudo(
+    requests: Sequence[PlacementRequest], segment: Segment, plan: Placement
+) -> PlacementRequest:
+    """The segment as one request, alive while any of its tensors is."""
+    lives = [requests[i] for i in segment.local]
+    return PlacementRequest(plan.height, min(r.born for r in lives), max(r.dies for r in lives))
+
+
+def _solution(
+    requests: Sequence[PlacementRequest], addresses: list[int], seconds: float
+) -> Solution:
+    """Optimal only where it reaches the bound of all requests: the levels' own optima prove
+    nothing about the whole."""
+    alive = live_peak(requests)
+    placement = placed_at(requests, addresses, alive)
+    return Solution(placement, least_height(requests, placement), seconds)

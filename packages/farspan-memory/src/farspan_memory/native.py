@@ -1,0 +1,423 @@
+"""The native allocator by ctypes: GMLake's stitching, a recorder, and replay of a static plan.
+
+The library is plain C (native/include/farspan_memory.h) and knows nothing of Python. It is built
+with the package; where that had no compiler, library() says what is missing.
+"""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum, IntFlag
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from farspan_memory.errors import UnsupportedError
+
+LIBRARY = Path(__file__).with_name("libfarspan_memory.so")
+ABI = 4
+UNPLANNED = 2**64 - 1
+
+
+class NativeError(UnsupportedError):
+    """The native allocator is not there, was given something it refuses, or its backend failed."""
+
+
+class NativeOutOfMemory(NativeError):
+    """No chunk is left within the capacity, after every retry: state S5 of GMLake."""
+
+
+class UnknownPointer(NativeError):
+    """A pointer that is not live: never given out by this allocator, or freed before."""
+
+
+class Broken(NativeError):
+    """An invariant of the allocator does not hold."""
+
+
+class Backend(IntEnum):
+    """Where chunks come from."""
+
+    NULL = 0  # nowhere: bookkeeping only, addresses that must not be touched
+    POSIX = 1  # one memfd, mapped at several addresses
+    CUDA = 2  # virtual memory management of the driver
+
+
+class Policy(IntFlag):
+    """Switches of the stitching allocator; see the header."""
+
+    PAPER = 0
+    LAZY = 1
+    HALF_STITCH = 2
+    STEAL = 4
+    MERGE = 8
+    SHUFFLE = 16
+    QUARANTINE = 32
+    DEFAULT = LAZY | STEAL | MERGE
+
+
+class BackendCall(IntEnum):
+    """Calls of a backend that a test can let fail."""
+
+    RESERVE = 0
+    CREATE = 1
+    MAP = 2
+    ACCESS = 3
+    EVENT = 4
+
+
+class EventKind(IntEnum):
+    """What an Event is."""
+
+    MALLOC = 1
+    FREE = 2
+    MARK = 3
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorOptions:
+    """How an allocator is made. Sizes in bytes; 0 is the default named in the header."""
+
+    backend: Backend = Backend.NULL
+    device: int = 0
+    capacity: int = 0
+    chunk: int = 2 << 20
+    tail: int = 0
+    small: int = 0
+    fragment_limit: int = 0
+    virtual_limit: int = 0
+    mapping_limit: int = 0
+    policy: Policy = Policy.DEFAULT
+    peers: int = 0
+    replay_window: int = 0
+    replay_misses: int = 0
+    seed: int = 0
+    library: str | None = None
+
+    def struct(self) -> "COptions":
+        """For a call of the library."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "library"}
+        for name, value in values.items():
+            whole(name, value, bits=31 if name in ("backend", "device") else 64)
+        return COptions(**values, library=self.library.encode() if self.library else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Bytes are now, peaks since reset_peaks(), all others are counts since the beginning."""
+
+    requested: int
+    allocated: int
+    reserved: int
+    requested_peak: int
+    allocated_peak: int
+    reserved_peak: int
+    held: int
+    pinned: int
+    mallocs: int
+    frees: int
+    small_mallocs: int
+    s1_primitive: int
+    s1_stitched: int
+    s2: int
+    s3: int
+    s4: int
+    s5: int
+    allocs: int
+    splits: int
+    stitches: int
+    stitch_frees: int
+    merges: int
+    steals: int
+    retries: int
+    out_of_memory: int
+    pblocks: int
+    sblocks: int
+    virtual_bytes: int
+    mappings: int
+    reserves: int
+    range_frees: int
+    creates: int
+    destroys: int
+    maps: int
+    unmaps: int
+    accesses: int
+    tail_creates: int
+    tail_destroys: int
+    tail_maps: int
+    event_records: int
+    event_queries: int
+    event_waits: int
+    event_syncs: int
+    iterations: int
+    replay_hits: int
+    replay_misses: int
+    replay_overlaps: int
+    replay_resyncs: int
+    replay_give_ups: int
+
+
+class NativeEvent(NamedTuple):
+    """A malloc, the free of the same id, or a mark (its number is the size)."""
+
+    kind: EventKind
+    id: int
+    size: int
+    stream: int
+
+
+class PlanRow(NamedTuple):
+    """One malloc of a plan: the request, and its place in the arena or UNPLANNED."""
+
+    size: int
+    stream: int
+    address: int
+
+
+class COptions(ctypes.Structure):
+    """farspan_options."""
+
+    _fields_ = (
+        ("backend", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+        *(
+            (f.name, ctypes.c_uint64)
+            for f in fields(AllocatorOptions)
+            if f.name not in ("backend", "device", "library")
+        ),
+        ("library", ctypes.c_char_p),
+    )
+
+
+class CStatistics(ctypes.Structure):
+    """farspan_statistics."""
+
+    _fields_ = tuple((f.name, ctypes.c_uint64) for f in fields(Statistics))
+
+
+class CEvent(ctypes.Structure):
+    """farspan_event."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int64),
+        ("id", ctypes.c_uint64),
+        ("size", ctypes.c_uint64),
+        ("stream", ctypes.c_uint64),
+    )
+
+
+class CRow(ctypes.Structure):
+    """farspan_row."""
+
+    _fields_ = tuple((name, ctypes.c_uint64) for name in PlanRow._fields)
+
+
+ERRORS: dict[int, type[NativeError]] = {
+    1: NativeOutOfMemory,
+    3: UnknownPointer,
+    6: Broken,
+}
+
+
+def _signatures() -> dict[str, tuple[object, ...]]:
+    """Arguments by name; what is not here takes none. All of those listed return a status."""
+    a, u64, i32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
+    out, rows = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(CRow)
+    return {
+        "create": (ctypes.POINTER(COptions), out),
+        "malloc": (a, u64, u64, out),
+        "free": (a, ctypes.c_void_p),
+        "record_stream": (a, ctypes.c_void_p, u64),
+        "release": (a, u64),
+        "set_capacity": (a, u64),
+        "check": (a,),
+        "set_plan": (a, rows, u64, u64),
+        "fail_at": (a, i32, u64, u64),
+        "hold_events": (a, i32),
+        "set_capturing": (a, u64, i32),
+        "torch_configure": (ctypes.POINTER(COptions), i32),
+        "torch_set_plan": (i32, rows, u64, u64),
+        "torch_allocator": (i32, out),
+    }
+
+
+@cache
+def library(path: Path = LIBRARY) -> ctypes.CDLL:
+    """The library, its functions declared. Raises NativeError when it is absent or of another
+    version of the package."""
+    build = "install g++ and CMake 3.20 or newer, then farspan-memory anew"
+    if not path.exists():
+        raise NativeError(f"the native allocator is not built: {path} is missing; {build}")
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeError(f"the native allocator does not load: {error}; {build}") from error
+    found.farspan_abi.restype = ctypes.c_uint32
+    if found.farspan_abi() != ABI:
+        raise NativeError(
+            f"the native allocator has version {found.farspan_abi()}, expected {ABI}; {build}"
+        )
+    for name, arguments in _signatures().items():
+        getattr(found, f"farspan_{name}").argtypes = arguments
+    a, u64 = ctypes.c_void_p, ctypes.c_uint64
+    found.farspan_error.restype = ctypes.c_char_p
+    found.farspan_destroy.argtypes = (a,)
+    found.farspan_get_statistics.argtypes = (a, ctypes.POINTER(CStatistics))
+    found.farspan_reset_peaks.argtypes = (a,)
+    found.farspan_record.argtypes = (a, ctypes.c_int)
+    found.farspan_mark.argtypes = (a, u64)
+    found.farspan_read_events.argtypes = (a, u64, ctypes.POINTER(CEvent), u64)
+    found.farspan_read_events.restype = u64
+    found.farspan_begin_iteration.argtypes = (a,)
+    for name in ("destroy", "get_statistics", "reset_peaks", "record", "mark", "begin_iteration"):
+        getattr(found, f"farspan_{name}").restype = None
+    return found
+
+
+def verify(found: ctypes.CDLL, status: int) -> None:
+    """Raises the error of a call that failed."""
+    if status:
+        raise ERRORS.get(status, NativeError)(found.farspan_error().decode())
+
+
+def rows(plan: Sequence[PlanRow]) -> ctypes.Array[CRow]:
+    """A plan as the library takes it."""
+    return (CRow * len(plan))(*(CRow(*row) for row in plan))
+
+
+def whole(name: str, value: int, bits: int = 64) -> int:
+    """The value, when the library's bits hold it; ctypes would take its low bits."""
+    if not 0 <= value < 2**bits:
+        raise NativeError(f"{name}: expected 0 to 2**{bits} - 1, got {value}")
+    return value
+
+
+# -- the allocator ------------------------------------------------------------------------------
+
+
+# Events copied at a time: 8 MiB of them.
+EVENTS = 1 << 18
+
+
+class Allocator:
+    """One device's allocator. Calls may come from any thread.
+
+    Invariant: `_handle` is a live farspan_allocator until close(), and None after it.
+    """
+
+    def __init__(self, options: AllocatorOptions, path: Path = LIBRARY) -> None:
+        """Raises NativeError when the library or the backend is absent."""
+        self._library = library(path)
+        made = ctypes.c_void_p()
+        self.options = options
+        self._handle: int | None = None
+        self._owned = True
+        verify(self._library, self._library.farspan_create(options.struct(), ctypes.byref(made)))
+        self._handle = made.value
+
+    @classmethod
+    def borrowed(cls, handle: int, options: AllocatorOptions, path: Path = LIBRARY) -> Self:
+        """An allocator that somebody else destroys, such as that of farspan_torch_allocator."""
+        self = cls.__new__(cls)
+        self._library, self._handle, self.options = library(path), handle, options
+        self._owned = False
+        return self
+
+    def malloc(self, size: int, stream: int = 0) -> int:
+        """The address of `size` bytes for work on the stream; 0 for size 0. Raises OutOfMemory."""
+        made = ctypes.c_void_p()
+        size, stream = whole("size", size), whole("stream", stream)
+        self._call("malloc", size, stream, ctypes.byref(made))
+        return made.value or 0
+
+    def free(self, pointer: int) -> None:
+        """Raises UnknownPointer for what is not live here."""
+        self._call("free", pointer)
+
+    def record_stream(self, pointer: int, stream: int) -> None:
+        """The memory is not reused before the stream's work at the time of its free is done."""
+        self._call("record_stream", pointer, whole("stream", stream))
+
+    def release(self, keep: int = 0) -> None:
+        """Idle chunks go back to the backend until `keep` bytes are reserved."""
+        self._call("release", whole("keep", keep))
+
+    def set_capacity(self, capacity: int) -> None:
+        """Physical bytes at most; what is reserved beyond stays until released."""
+        self._call("set_capacity", whole("capacity", capacity))
+
+    def statistics(self) -> Statistics:
+        found = CStatistics()
+        self._library.farspan_get_statistics(self._live(), ctypes.byref(found))
+        return Statistics(**{f.name: getattr(found, f.name) for f in fields(Statistics)})
+
+    def reset_peaks(self) -> None:
+        self._library.farspan_reset_peaks(self._live())
+
+    def check(self) -> None:
+        """Raises Broken, naming the invariant that does not hold. Slow."""
+        self._call("check")
+
+    def record(self, on: bool = True) -> None:
+        """Starts a recording, forgetting the one before, or stops it."""
+        self._library.farspan_record(self._live(), on)
+
+    def mark(self, number: int) -> None:
+        """Puts a mark into the recording."""
+        self._library.farspan_mark(self._live(), whole("number", number))
+
+    def events(self) -> Iterator[NativeEvent]:
+        """The recording so far."""
+        block = (CEvent * EVENTS)()
+        start = 0
+        while n := self._library.farspan_read_events(self._live(), start, block, EVENTS):
+            yield from (NativeEvent(EventKind(e.kind), e.id, e.size, e.stream) for e in block[:n])
+            start += n
+
+    def plan(self, plan: Sequence[PlanRow], arena: int) -> None:
+        """Follows the rows from the next iteration on; () for none. Raises NativeError for a row
+        beyond the arena, OutOfMemory when the capacity has no room for it."""
+        self._call("set_plan", rows(plan), len(plan), whole("arena", arena))
+
+    def begin_iteration(self) -> None:
+        """The plan starts over."""
+        self._library.farspan_begin_iteration(self._live())
+
+    def fail_at(self, call: BackendCall, nth: int, times: int = 1) -> None:
+        """For tests: the nth next call of that kind fails, and `times - 1` after it."""
+        self._call("fail_at", call, whole("nth", nth), whole("times", times))
+
+    def hold_events(self, on: bool = True) -> None:
+        """For tests without CUDA: no event completes by itself."""
+        self._call("hold_events", on)
+
+    def set_capturing(self, stream: int, on: bool = True) -> None:
+        """For tests without CUDA: the stream captures a graph."""
+        self._call("set_capturing", whole("stream", stream), on)
+
+    def close(self) -> None:
+        """Everything goes back, live pointers too."""
+        if self._handle is not None and self._owned:
+            self._library.farspan_destroy(self._handle)
+        self._handle = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _live(self) -> int:
+        if self._handle is None:
+            raise NativeError("the allocator is closed")
+        return self._handle
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._library, f"farspan_{name}")(self._live(), *arguments)
+        verify(self._library, status)

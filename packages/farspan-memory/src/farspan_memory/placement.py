@@ -1,0 +1,313 @@
+"""Static placement: an address in one arena for each buffer with a known lifetime (MEMO 4.2).
+
+    address
+      ^   +--------+      +-----+        Two buffers whose lifetimes meet must not overlap in
+      |   |   b    |      |  d  |        address. First fit, largest first: each buffer goes to the
+      |   +---+----+------+-+---+        lowest gap that is free for the whole of its lifetime.
+      |   | a |      c      |
+      +---+---+-------------+----> time
+
+`place_greedily` tries seven orders: none wins everywhere, and what is left above the lower bound is
+for `exact`. First fit and the search run in the native library.
+`sweep_placement` checks a placement and shares nothing with what places.
+"""
+
+import ctypes
+from array import array
+from bisect import bisect, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from math import inf
+from time import perf_counter
+
+from farspan_memory.errors import UnsupportedError
+from farspan_memory.native import library
+
+# Beyond it sums of sizes could pass 64 bits.
+MOST_BYTES = 2**62
+
+
+class Feasibility(IntEnum):
+    """What became of the question whether requests fit under a height."""
+
+    FITS = 0
+    NO_FIT = 1  # proved
+    UNKNOWN = 2  # the limit was reached first
+
+
+BAD_INPUT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Requests as the library reads them: int64, alive in [born, dies)."""
+
+    size: Sequence[int]
+    born: Sequence[int]
+    dies: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class FitResult:
+    """The answer, addresses where it is FITS, and the nodes of the search."""
+
+    answer: Feasibility
+    addresses: tuple[int, ...]
+    nodes: int
+
+
+def greedy(columns: Columns, order: Sequence[int], best: bool = False) -> list[int]:
+    """Addresses when each request, in this order, goes to the lowest gap that is free for its
+    whole lifetime; or to the smallest one (best fit), the lowest of equals. Raises NativeError
+    without the library, and UnsupportedError for sizes that add up to more than it counts."""
+    if sum(columns.size) >= MOST_BYTES:
+        raise UnsupportedError(
+            f"placement: expected sizes of less than {MOST_BYTES:,} bytes in all, got "
+            f"{sum(columns.size):,}"
+        )
+    native = _native()
+    count = len(columns.size)
+    found = (ctypes.c_int64 * count)()
+    arguments = map(_column, (columns.size, columns.born, columns.dies, order))
+    _verify(native.farspan_greedy(count, *arguments, int(best), found))
+    return list(found)
+
+
+def fit(columns: Columns, height: int, seconds: float) -> FitResult:
+    """Is there a placement of at most `height` bytes? Raises NativeError without the library."""
+    native = _native()
+    if sum(columns.size) >= MOST_BYTES:
+        return FitResult(Feasibility.UNKNOWN, (), 0)
+    count = len(columns.size)
+    found, nodes = (ctypes.c_int64 * count)(), ctypes.c_int64()
+    arguments = map(_column, (columns.size, columns.born, columns.dies))
+    limit = min(height, MOST_BYTES)
+    status = native.farspan_fit(count, *arguments, limit, seconds, found, ctypes.byref(nodes))
+    _verify(status if status == BAD_INPUT else 0)
+    answer = Feasibility(status)
+    return FitResult(answer, tuple(found) if answer is Feasibility.FITS else (), nodes.value)
+
+
+def _column(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    column = array("q", values)
+    return (ctypes.c_int64 * len(column)).from_buffer(column)
+
+
+def _verify(status: int) -> None:
+    if status:
+        raise ValueError(
+            "placement: expected sizes of at least 0, births before deaths, and an order that is "
+            "a permutation"
+        )
+
+
+@cache
+def _native() -> ctypes.CDLL:
+    """The library with the solver's functions declared. Raises NativeError where it is absent."""
+    native = library()
+    column = ctypes.POINTER(ctypes.c_int64)
+    count = ctypes.c_int64
+    native.farspan_greedy.argtypes = (count, *[column] * 4, ctypes.c_int32, column)
+    height, seconds, nodes = ctypes.c_int64, ctypes.c_double, ctypes.POINTER(ctypes.c_int64)
+    native.farspan_fit.argtypes = (count, *[column] * 3, height, seconds, column, nodes)
+    native.farspan_greedy.restype = native.farspan_fit.restype = ctypes.c_int32
+    return native
+
+
+# -- placements ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """Memory wanted for a while."""
+
+    size: int  # bytes
+    born: int
+    dies: int  # alive in [born, dies)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    addresses: tuple[int, ...]  # in the order of the requests
+    height: int  # bytes of the arena
+    lower_bound: int  # most bytes alive at one time: no placement is lower
+
+
+def live_peak(requests: Sequence[PlacementRequest]) -> int:
+    """The most bytes alive at one time."""
+    changes: dict[int, int] = {}
+    for request in requests:
+        changes[request.born] = changes.get(request.born, 0) + request.size
+        changes[request.dies] = changes.get(request.dies, 0) - request.size
+    peak = live = 0
+    for time in sorted(changes):
+        live += changes[time]
+        peak = max(peak, live)
+    return peak
+
+
+Order = Callable[[PlacementRequest], tuple[int, ...]]  # a key: what sorts first is placed first
+
+
+def largest_first(request: PlacementRequest) -> tuple[int, ...]:
+    return -request.size, request.born
+
+
+def longest_first(request: PlacementRequest) -> tuple[int, ...]:
+    return request.born - request.dies, -request.size
+
+
+def lowest_of(
+    requests: Sequence[PlacementRequest],
+    orders: Sequence[Order],
+    best_fit: bool = False,
+    end: float = inf,
+) -> Placement:
+    """The lowest greedy placement over the orders, the first of equals; no order is tried after
+    one that reaches the lower bound, nor, but the first, when the next one would pass `end` of
+    perf_counter if it took as long as the one before. 50,000 requests take 5 s an order."""
+    bound = live_peak(requests)
+    best: Placement | None = None
+    columns = to_columns(requests)
+    for key in orders:
+        begin = perf_counter()
+        keys = list(map(key, requests))
+        order = sorted(range(len(requests)), key=keys.__getitem__)
+        found = placed_at(requests, greedy(columns, order, best_fit), bound)
+        if best is None or found.height < best.height:
+            best = found
+        now = perf_counter()
+        if best.height == bound or now + (now - begin) > end:
+            break
+    assert best is not None
+    return best
+
+
+def placed_at(
+    requests: Sequence[PlacementRequest], addresses: Sequence[int], bound: int
+) -> Placement:
+    """The placement with these addresses."""
+    tops = (a + r.size for a, r in zip(addresses, requests, strict=True))
+    return Placement(tuple(addresses), max(tops, default=0), bound)
+
+
+def to_columns(requests: Sequence[PlacementRequest]) -> Columns:
+    """The requests as the solver reads them."""
+    return Columns(
+        [r.size for r in requests], [r.born for r in requests], [r.dies for r in requests]
+    )
+
+
+# Best fit looks at every buffer that stands; beyond this it costs seconds and seldom wins.
+BEST_FIT_REQUESTS = 2000
+
+
+def _area(request: PlacementRequest) -> tuple[int, ...]:
+    return -request.size * (request.dies - request.born), request.born
+
+
+def _born(request: PlacementRequest) -> tuple[int, ...]:
+    return request.born, -request.size
+
+
+def _dies(request: PlacementRequest) -> tuple[int, ...]:
+    return -request.dies, -request.size
+
+
+def _born_longest(request: PlacementRequest) -> tuple[int, ...]:
+    return request.born, request.born - request.dies
+
+
+def _largest_longest(request: PlacementRequest) -> tuple[int, ...]:
+    return -request.size, request.born - request.dies
+
+
+ORDERS: tuple[Order, ...] = (
+    largest_first,
+    longest_first,
+    _area,
+    _largest_longest,
+    _born,
+    _born_longest,
+    _dies,
+)
+
+
+def place_greedily(requests: Sequence[PlacementRequest], seconds: float = inf) -> Placement:
+    """The lowest of first fit over all orders and, for small problems, of best fit. At least one
+    order is tried, the others while there is time."""
+    begin = perf_counter()
+    end = begin + seconds
+    found = lowest_of(requests, ORDERS, end=end)
+    now = perf_counter()
+    late = now + (now - begin) > end
+    if found.height == found.lower_bound or len(requests) > BEST_FIT_REQUESTS or late:
+        return found
+    best = lowest_of(requests, ORDERS, best_fit=True, end=end)
+    return min(found, best, key=lambda placement: placement.height)
+
+
+# -- the checker --------------------------------------------------------------------------------
+
+
+class PlacementError(ValueError):
+    """A placement that must not be used; the message names the requests by their position."""
+
+
+def sweep_placement(requests: Sequence[PlacementRequest], placement: Placement) -> None:
+    """Raise PlacementError unless no two buffers that live at one time share an address, the height
+    is what the addresses reach and the lower bound is the most bytes alive.
+
+    In n log n: a buffer that is born is compared with its two neighbours among those alive, which
+    do not overlap. 20,000 requests take 0.1 s."""
+    addresses = placement.addresses
+    if len(addresses) != len(requests):
+        raise PlacementError(f"{len(addresses)} addresses for {len(requests)} requests")
+    moments: list[tuple[int, bool, int]] = []  # time, is it a birth, who; deaths come first
+    reached = 0
+    for index, (request, address) in enumerate(zip(requests, addresses, strict=True)):
+        if request.size < 0 or request.dies < request.born or address < 0:
+            raise PlacementError(f"{index}: {request} at {address} is not a range")
+        reached = max(reached, address + request.size)
+        if request.size and request.born < request.dies:
+            moments += [(request.born, True, index), (request.dies, False, index)]
+    bound = _sweep(sorted(moments), requests, addresses)
+    if placement.height != reached:
+        raise PlacementError(f"height {placement.height}, but addresses reach {reached}")
+    if placement.lower_bound != bound:
+        raise PlacementError(f"lower bound {placement.lower_bound}, but {bound} bytes are alive")
+
+
+def _sweep(
+    moments: list[tuple[int, bool, int]],
+    requests: Sequence[PlacementRequest],
+    addresses: Sequence[int],
+) -> int:
+    """The most bytes alive. Raises PlacementError for two that share addresses."""
+    standing: list[tuple[int, int, int]] = []  # low, high, who; disjoint, so sorted by both
+    alive = most = 0
+    for _, birth, index in moments:
+        low, size = addresses[index], requests[index].size
+        entry = (low, low + size, index)
+        at = bisect(standing, entry)
+        if not birth:
+            del standing[at - 1]
+            alive -= size
+            continue
+        for _, high, other in standing[max(0, at - 1) : at]:
+            if high > low:
+                raise _shared(other, index)
+        for above, _, other in standing[at : at + 1]:
+            if above < low + size:
+                raise _shared(other, index)
+        insort(standing, entry)
+        alive += size
+        most = max(most, alive)
+    return most
+
+
+def _shared(one: int, other: int) -> PlacementError:
+    first, second = sorted((one, other))
+    return PlacementError(f"{first} and {second} live together and share addresses")

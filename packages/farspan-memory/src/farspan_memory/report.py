@@ -1,0 +1,311 @@
+"""Allocators compared on a trace: tables for a terminal, and a picture in SVG."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from farspan_memory.compare.allocators import CREATE, FREE, MALLOC, MAP, RELEASE, UNMAP
+from farspan_memory.compare.compare import (
+    AS_GOOD,
+    ASSUMED,
+    EXPANDABLE,
+    PLAN,
+    PUBLISHED,
+    STITCHING,
+    AllocatorComparison,
+    AllocatorResult,
+    AllocatorRun,
+)
+from farspan_memory.formatting import lines_table, write_bytes, write_seconds
+
+MODELLED, REAL, PLANNED, PROVED = "modelled", "real code", "a plan", "proved"
+POLICY = (
+    "Stitching is run as it is installed: it takes new memory while there is room, and stitches "
+    "when there is none, so that what it reserves without a limit is no measure of what it needs. "
+)
+# An allocator calls one of a pair: that of segments, or that of chunks.
+CALLS = {
+    "creates": (MALLOC, CREATE),
+    "maps": (MAP,),
+    "unmaps": (UNMAP,),
+    "releases": (FREE, RELEASE),
+}
+
+
+def compare_view(comparisons: Sequence[AllocatorComparison]) -> RenderableType:
+    """Each trace: memory, calls, and what to make of it; how calls are priced, once."""
+    parts: list[RenderableType] = []
+    for found in comparisons:
+        parts += [subject(found), memory_table(found), Text()]
+        unlimited = [(result.name, result.unlimited) for result in found.results]
+        parts += [calls_table("calls of the driver, without a limit", unlimited), Text()]
+        smallest = [(result.name, result.smallest) for result in found.results]
+        parts += [calls_table("calls with the least capacity of each", smallest), Text()]
+        if given_runs(found):
+            parts += [given_table(found), Text(), calls_table("its calls", given_runs(found))]
+            parts.append(Text())
+        if found.expandable_as_good() is not None:
+            parts.append(Text(f"{remark(found)}\n", "bold"))
+    return Group(*parts, Text(POLICY + pricing()))
+
+
+def subject(found: AllocatorComparison) -> Text:
+    """What was compared."""
+    text = Text(found.trace or "trace", "bold")
+    text.append(f": {found.events:,} mallocs and frees, at most ", "not bold")
+    text.append(f"{write_bytes(found.live_peak)} alive\n", "not bold")
+    return text
+
+
+def memory_table(found: AllocatorComparison) -> Table:
+    """What each reserves without a limit, and the least capacity it completes with."""
+    title = f"memory; the least capacity is found to {write_bytes(found.step)}"
+    table = lines_table(title, *COLUMNS)
+    table.collapse_padding = True  # a terabyte of it fits 80 columns
+    for row in memory_rows(found):
+        table.add_row(*row)
+    return table
+
+
+COLUMNS = ("allocator", "known by", "reserved", "unused", "least", "x live", "retries")
+
+
+def memory_rows(found: AllocatorComparison) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each allocator under `COLUMNS`."""
+    for result in found.results:
+        yield (
+            result.name,
+            known_by(result),
+            write_bytes(result.unlimited.reserved_peak),
+            f"{result.fragmentation(found.live_peak):.1%}",
+            write_bytes(result.smallest.capacity or 0),
+            over(result.smallest.capacity or 0, found.live_peak),
+            f"{result.smallest.retries:,}",
+        )
+
+
+def calls_table(title: str, runs: Sequence[tuple[str, AllocatorRun]]) -> Table:
+    """Calls of the driver over the whole trace, and what they cost."""
+    table = lines_table(title, "allocator", *CALLS, "cost")
+    for name, run in runs:
+        counts = [sum(run.calls.get(call, 0) for call in calls) for calls in CALLS.values()]
+        shown = [f"{count:,}" if count else "" for count in counts]
+        table.add_row(name, *shown, write_seconds(run.seconds))
+    return table
+
+
+def given_table(found: AllocatorComparison) -> Table:
+    """How each fares with the capacity that was asked about."""
+    runs = given_runs(found)
+    title = f"with {write_bytes(runs[0][1].capacity or 0)}"
+    table = lines_table(title, "allocator", "completes", "retries", "reserved")
+    for name, run in runs:
+        answer = "yes" if run.completed else "no"
+        table.add_row(name, answer, f"{run.retries:,}", write_bytes(run.reserved_peak))
+    return table
+
+
+def given_runs(found: AllocatorComparison) -> list[tuple[str, AllocatorRun]]:
+    """Those with the capacity that was asked about, if any was."""
+    return [(result.name, result.given) for result in found.results if result.given]
+
+
+def known_by(result: AllocatorResult) -> str:
+    """Whether the numbers are a model's or those of the code that runs on a GPU."""
+    if result.name == PLAN:
+        return PROVED if result.proved else PLANNED
+    return MODELLED if result.modelled else REAL
+
+
+def over(capacity: int, live: int) -> str:
+    """A capacity as a multiple of the live peak."""
+    return f"{capacity / live:.3f}x" if live else "1.000x"
+
+
+def remark(found: AllocatorComparison) -> str:
+    """Whether stitching gains anything over expandable segments; nothing where one is missing."""
+    expandable, stitching = found.least_of(EXPANDABLE), found.least_of(STITCHING)
+    if expandable is None or stitching is None:
+        return ""
+    needs = [f"{r.name}: {_needs(r)}" for r in (expandable, stitching)]
+    if found.expandable_as_good():
+        verdict = (
+            f"Expandable segments are as good as stitching in the memory they need, within "
+            f"{AS_GOOD:.0%} of the live peak"
+        )
+    else:
+        verdict = "Stitching needs less memory than expandable segments"
+    return f"{verdict}. {'; '.join(needs)}."
+
+
+def _needs(result: AllocatorResult) -> str:
+    run = result.smallest
+    retries = "1 retry" if run.retries == 1 else f"{run.retries:,} retries"
+    return f"{write_bytes(run.capacity or 0)}, {retries}, calls for {write_seconds(run.seconds)}"
+
+
+def pricing() -> str:
+    """Where the unit costs come from."""
+    assumed = ", ".join(call for call, cost in PUBLISHED.items() if cost.source.startswith(ASSUMED))
+    known = "; ".join(
+        f"{call}: {cost.source}"
+        for call, cost in PUBLISHED.items()
+        if not cost.source.startswith(ASSUMED)
+    )
+    return (
+        f"Creates are calls of {MALLOC} or {CREATE}, releases of {FREE} or {RELEASE}. Costs are "
+        "modelled: calls counted, times published ones. Waiting for the device is not in them. "
+        f"{known}. Assumed as costly as what they undo: {assumed}.\n"
+    )
+
+
+WIDTH, PANEL, GAP = 960, 96, 34  # of the picture, of an allocator's panel and below it
+LEFT, RIGHT, HEAD = 84, 16, 40
+MARKS = 16  # the most that are drawn; more would be a grey field
+INK, GRID, LIVE, RESERVED, LOST = "#1f2933", "#d5dbe1", "#8fb8de", "#b3261e", "#f3d9d7"
+
+
+def picture(comparisons: Sequence[AllocatorComparison]) -> str:
+    """All traces below each other, as one SVG document."""
+    parts, top = [], 0
+    for number, found in enumerate(comparisons):
+        parts.append(f'<g transform="translate(0 {top})">{_trace(found, f"live{number}")}</g>')
+        top += HEAD + len(found.results) * (PANEL + GAP)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" '
+        f'height="{top}" font-family="sans-serif" font-size="12" fill="{INK}">\n'
+        f'<rect width="{WIDTH}" height="{top}" fill="#ffffff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def page(comparisons: Sequence[AllocatorComparison]) -> str:
+    """The picture and its numbers as an HTML document."""
+    tables = "\n".join(_table(found) for found in comparisons)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        "<title>Memory over time</title>\n<style>body{font-family:sans-serif;margin:2em auto;"
+        f"max-width:{WIDTH}px;color:{INK}}}td,th{{padding:.2em .8em;text-align:right}}"
+        "td:first-child,th:first-child{text-align:left}</style></head><body>\n"
+        f"{picture(comparisons)}{tables}\n</body></html>\n"
+    )
+
+
+def _trace(found: AllocatorComparison, live: str) -> str:
+    """The panels of a trace; its live bytes are drawn once, by the name `live`."""
+    most = max([found.live_peak, *(max(shown(r), default=0) for r in found.results)]) or 1
+    title = f"{found.trace or 'trace'}: {found.events:,} mallocs and frees"
+    parts = [
+        f'<text x="{LEFT}" y="18" font-size="15" font-weight="bold">{escape(title)}</text>',
+        _legend(),
+        f'<defs><g id="{live}">{_area(found.live, len(found.live), most, LIVE)}</g></defs>',
+    ]
+    for index, result in enumerate(found.results):
+        top = HEAD + index * (PANEL + GAP)
+        parts.append(f'<g transform="translate(0 {top})">{_panel(found, result, most, live)}</g>')
+    return "\n".join(parts)
+
+
+def _legend() -> str:
+    parts = []
+    for index, (color, words) in enumerate(((LIVE, "live"), (LOST, "reserved, not live"))):
+        x = WIDTH - RIGHT - 220 + 70 * index
+        parts.append(f'<rect x="{x}" y="8" width="12" height="12" fill="{color}"/>')
+        parts.append(f'<text x="{x + 17}" y="18">{words}</text>')
+    return "".join(parts)
+
+
+def _panel(found: AllocatorComparison, result: AllocatorResult, most: int, live: str) -> str:
+    capacity = result.smallest.capacity or 0
+    words = (
+        f"{result.name} ({known_by(result)}): reserves "
+        f"{write_bytes(result.unlimited.reserved_peak)}, completes with {write_bytes(capacity)} "
+        f"({over(capacity, found.live_peak)} live)"
+    )
+    reserved = shown(result)
+    samples = len(found.live)
+    parts = [
+        f'<text x="{LEFT}" y="10">{escape(words)}</text>',
+        _area(reserved, samples, most, LOST),
+        f'<use href="#{live}"/>',
+        *(_tick(share, most) for share in (0.0, 0.5, 1.0)),
+        *_marks(found),
+        _line(reserved, samples, most),
+    ]
+    if result.given is not None and not result.given.completed:
+        x = _x(len(reserved), samples)
+        parts.append(f'<text x="{x + 4:.1f}" y="{16 + PANEL / 2}" fill="{RESERVED}">full</text>')
+    return "".join(parts)
+
+
+def shown(result: AllocatorResult) -> tuple[int, ...]:
+    """The curve under the capacity asked about, or else without a limit."""
+    return (result.given or result.unlimited).curve
+
+
+def _x(sample: float, samples: int) -> float:
+    return LEFT + (WIDTH - LEFT - RIGHT) * sample / max(samples, 1)
+
+
+def _y(size: float, most: int) -> float:
+    return 16 + (PANEL - 16) * (1 - size / most)
+
+
+def _steps(values: Sequence[int], samples: int, most: int) -> list[str]:
+    """Corners of a staircase: each value holds for its sample."""
+    corners, start = [], 0
+    for value, same in groupby(values):
+        end, y = start + len(list(same)), _y(value, most)
+        corners += [f"{_x(start, samples):.1f},{y:.1f}", f"{_x(end, samples):.1f},{y:.1f}"]
+        start = end
+    return corners
+
+
+def _area(values: Sequence[int], samples: int, most: int, color: str) -> str:
+    base = _y(0, most)
+    ends = [f"{_x(len(values), samples):.1f},{base:.1f}", f"{_x(0, samples):.1f},{base:.1f}"]
+    corners = " ".join([*_steps(values, samples, most), *ends])
+    return f'<polygon points="{corners}" fill="{color}"/>'
+
+
+def _line(values: Sequence[int], samples: int, most: int) -> str:
+    corners = " ".join(_steps(values, samples, most))
+    return f'<polyline points="{corners}" fill="none" stroke="{RESERVED}" stroke-width="1.2"/>'
+
+
+def _tick(share: float, most: int) -> str:
+    y = _y(share * most, most)
+    return (
+        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GRID}"/>'
+        f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{write_bytes(share * most)}</text>'
+    )
+
+
+def _marks(found: AllocatorComparison) -> list[str]:
+    """Borders of the trace, where they are few: else those of its steps."""
+    marks = found.marks
+    if len(marks) > MARKS:
+        marks = tuple(mark for mark in marks if mark[1].startswith("step"))
+    if len(marks) > MARKS:
+        return []
+    return [
+        f'<line x1="{_x(share, 1):.1f}" x2="{_x(share, 1):.1f}" y1="16" y2="{PANEL}" '
+        f'stroke="{INK}" stroke-opacity="0.4" stroke-dasharray="3 3">'
+        f"<title>{escape(name)}</title></line>"
+        for share, name in marks
+    ]
+
+
+def _table(found: AllocatorComparison) -> str:
+    lines = [_row("th", COLUMNS), *(_row("td", row) for row in memory_rows(found))]
+    return (
+        f"<h2>{escape(found.trace or 'trace')}</h2>\n<table>{''.join(lines)}</table>\n"
+        f"<p>{escape(remark(found))}</p>"
+    )
+
+
+def _row(tag: str, cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>\n"

@@ -1,0 +1,84 @@
+"""Greedy placements are placements, and more orders never make them higher."""
+
+import time
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from hypothesis import given
+
+from farspan_memory import placement
+from farspan_memory.placement import (
+    ORDERS,
+    Columns,
+    PlacementRequest,
+    lowest_of,
+    place_greedily,
+    sweep_placement,
+)
+from tests.memory.check_placement import check_placement
+from tests.memory.instances import hard, requests
+
+
+@given(requests())
+def test_every_placement_passes(problem: list[PlacementRequest]) -> None:
+    found = place_greedily(problem)
+    check_placement(problem, found)
+    assert found.height <= lowest_of(problem, ORDERS[:2]).height
+
+
+def test_best_fit_is_lower_where_first_fit_splits_the_larger_gap() -> None:
+    """A gap of 3 at 0 and one of 2 above it: a 2 in the first leaves the 3 nowhere to go."""
+    # Walls at [3, 4) and [6, 7); at time 1 the gaps open, and 2 comes before 3.
+    problem = [
+        PlacementRequest(3, 0, 1),
+        PlacementRequest(1, 0, 9),
+        PlacementRequest(2, 0, 1),
+        PlacementRequest(1, 0, 8),
+        PlacementRequest(2, 1, 9),
+        PlacementRequest(3, 1, 9),
+    ]
+    order = (lambda request: (problem.index(request),),)
+    first, best = lowest_of(problem, order), lowest_of(problem, order, best_fit=True)
+    check_placement(problem, best)
+    assert (first.height, best.height) == (10, 7)
+
+
+def test_several_orders_are_worth_their_time() -> None:
+    assert place_greedily(hard("K")).height < lowest_of(hard("K"), ORDERS[:2]).height
+
+
+def test_time_ends_the_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each order takes 4 s of a clock: of 10 s two are taken, of none one all the same."""
+    now = [0.0]
+    tried: list[bool] = []
+    first_fit = placement.greedy
+
+    def slow(columns: Columns, order: Sequence[int], best: bool = False) -> list[int]:
+        now[0] += 4.0
+        tried.append(best)
+        return first_fit(columns, order, best)
+
+    monkeypatch.setattr(placement, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(placement, "greedy", slow)
+    for seconds, orders in ((10.0, 2), (0.0, 1), (1e9, 2 * len(ORDERS))):
+        tried.clear()
+        found = place_greedily(hard("K"), seconds)
+        check_placement(hard("K"), found)
+        assert len(tried) == orders
+    assert found == place_greedily(hard("K"))
+
+
+def test_a_step_of_thousands_of_requests_takes_no_time() -> None:
+    """5,000 requests whose lifetimes nest and overlap: all orders well under 2 s of processor."""
+    random = Random(0)
+    problem = [
+        PlacementRequest(
+            random.choice([1, 3, 8, 64]) << 20, born, born + random.choice([3, 40, 5000])
+        )
+        for born in range(5000)
+    ]
+    begin = time.process_time()
+    found = place_greedily(problem)
+    assert time.process_time() - begin < 0.3 * len(ORDERS)
+    sweep_placement(problem, found)

@@ -1,0 +1,251 @@
+"""The benchmark of a GPU's allocators runs to its end without one, and what fails stays alone."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import children
+from benchmarks.children import Clock, Outcome, read_rows, run_child
+from benchmarks.gpu_allocator import __main__ as program
+from benchmarks.gpu_allocator import parts
+from benchmarks.gpu_allocator.mapping import CHUNKS
+from benchmarks.gpu_allocator.prepared import Prepared, mallocs
+from benchmarks.gpu_allocator.replayed import COMPLETED, OUT_OF_MEMORY, Pass, serve, smallest
+from benchmarks.gpu_allocator.served import CONTENDERS, Contender, Modelled, limit_pytorch
+from benchmarks.gpu_allocator.traces import divided
+from farspan_memory.compare.allocators import CachingAllocator
+from farspan_memory.compare.compare import FREED
+from farspan_memory.formatting import MIB
+from farspan_memory.trace import FreeEvent, Malloc, Trace
+from tests.pytorch.cpu_allocator import build_driver, once
+
+COMMAND = [sys.executable, "-m", "benchmarks.gpu_allocator"]
+
+
+def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        cwd=children.ROOT,
+        env=children.environment(""),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_tiny_run_goes_through_all_of_it(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    done = run_benchmark("--tiny", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    record = json.loads(out.read_text())
+    assert (record["device"], record["tiny"]) == ("cpu", True)
+    assert record["machine"]["versions"]["torch"] == torch.__version__
+    check_replay(record["replay"])
+    assert [row["chunk"] for row in record["mapping"]["rows"]] == list(CHUNKS)
+    for row in record["mapping"]["rows"]:
+        assert {"fresh", "stitched", "given back"} == row["allocator"].keys(), row
+        assert ("driver" in row) == (record["driver"] == "fake")
+    check_finetune(record["finetune"])
+
+
+def check_replay(found: dict[str, Any]) -> None:
+    assert [row["name"] for row in found["contenders"]] == [c.name for c in CONTENDERS]
+    for contender in found["contenders"]:
+        assert contender["ended"] == COMPLETED, contender["words"]
+        assert len(contender["traces"]) == len(found["prepared"]["traces"]) == 2
+        for trace in contender["traces"]:
+            assert trace["ended"] == COMPLETED, trace
+            # What the allocator says it reserved was within the limit it was given.
+            ends = [p for p in trace["probes"] if p["capacity"] == trace["completes_with"]]
+            assert ends[0]["reserved_peak"] <= trace["completes_with"]
+            assert trace["completes_with"] >= trace["live_peak"] > 0
+            assert trace["modelled"] == (contender["mode"] == "")
+            if contender["mode"] == "replay":
+                assert trace["again"]["replay_hits"] * 2 >= trace["events"]
+                assert trace["first"]["replay_misses"] == trace["again"]["replay_misses"] == 0
+
+
+def check_finetune(found: dict[str, Any]) -> None:
+    runs = {run["contender"]: run for run in found["runs"]}
+    assert runs["caching allocator"]["steps"] == found["work"]["steps"]
+    assert (found["completed"], found["losses_equal"]) == (1, True)
+    # A contender that cannot be is recorded as failed, with the reason.
+    assert runs["stitching, 2 MiB"]["ended"] == "failed"
+    why = "libcuda.so.1" if torch.version.cuda else "built without CUDA"
+    assert why in runs["stitching, 2 MiB"]["words"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_refused() -> None:
+    done = run_benchmark()
+    assert done.returncode == 1
+    assert "finds no CUDA device" in done.stderr
+    assert "--tiny" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_installed_allocators_are_measured(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """As on a GPU: installed in PyTorch, over a driver that is a fake."""
+    driver = once(tmp_path_factory, build_driver)
+    # The last request, number 4, lies where the first and the third were.
+    sizes = (40, 70, 30, 90)
+    steps = [(i, size * MIB) for i, size in enumerate(sizes)] + [(0, FREED), (2, FREED)]
+    steps += [(4, 64 * MIB), (1, FREED), (3, FREED), (4, FREED)]
+    places = [place * MIB for place in (0, 70, 40, 140, 0)]
+    prepared = Prepared("five", 1, 230 * MIB, steps, places, 230 * MIB, True)
+    file = tmp_path / "trace.json"
+    prepared.write(file)
+    installed = [contender for contender in CONTENDERS if contender.mode]
+    given = []
+    for n, contender in enumerate(installed):
+        settings = {
+            "contender": asdict(contender),
+            "device": "cuda",
+            "driver": None,
+            "capacity": 0,
+            "traces": [str(file)],
+            "start_seconds": 0.0,
+            "seconds": 60.0,
+            "rows": str(tmp_path / f"rows {n}"),
+        }
+        given.append(tmp_path / f"settings {n}.json")
+        given[-1].write_text(json.dumps(settings))
+    environment = children.environment("") | {"LD_LIBRARY_PATH": str(driver.parent)}
+    command = [sys.executable, "-m", "tests.gpu_allocator_program", *map(str, given)]
+    done = subprocess.run(
+        command, cwd=children.ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    for n, contender in enumerate(installed):
+        (row,) = read_rows(tmp_path / f"rows {n}")
+        check_installed(row, contender, len(mallocs(prepared)))
+
+
+def check_installed(row: dict[str, Any], contender: Contender, requests: int) -> None:
+    assert row["ended"] == COMPLETED, (contender, row)
+    assert row["first"]["creates"] > 0
+    assert row["again"]["creates"] == 0
+    least = -(-230 * MIB // contender.chunk) * contender.chunk
+    assert 230 * MIB <= row["completes_with"] <= least + 32 * MIB
+    if contender.mode == "replay":
+        assert row["again"]["replay_hits"] == requests
+    elif contender.chunk == 2 * MIB:
+        assert any(probe["stitches"] for probe in row["probes"])
+
+
+def test_a_child_that_fails_leaves_its_words() -> None:
+    made = run_child("benchmarks.gpu_allocator.mapping", {"nothing": 0}, 60)
+    assert made.ended == "failed"
+    assert "KeyError: 'total'" in made.words
+    assert made.rows == []
+
+
+def test_a_child_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "LEAST_SECONDS", 0.0)
+    made = run_child("benchmarks.gpu_allocator.traces", {}, 0.05)
+    assert made.ended == "timed out"
+    assert run_child("no.module", {}, -1.0).ended == "not run"
+
+
+def test_rows_before_a_stop_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "rows"
+    file.write_text('{"a": 1}\n{"a": 2}\n{"a"')
+    assert read_rows(file) == [{"a": 1}, {"a": 2}]
+
+
+def test_a_part_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise ValueError("broken")
+
+    kept = {"one": broken, "two": lambda *_: "done"}
+    monkeypatch.setattr(program, "PARTS", kept)
+    saved: list[Any] = []
+    record = program.measured(parts.Place(True, "cpu", 0), 1.0, lambda r: saved.append(dict(r)))
+    assert record["one"] == {"ended": "failed", "words": "ValueError: broken"}
+    assert record["two"] == "done"
+    assert "two" not in saved[0]
+
+
+@pytest.mark.parametrize("needed", [1000, 1003, 1075, 1180, 1500, 2000])
+def test_the_least_capacity_is_found(needed: int) -> None:
+    needed *= MIB
+    asked = []
+
+    def probe(capacity: int) -> Pass:
+        asked.append(capacity)
+        return Pass(COMPLETED if capacity >= needed else OUT_OF_MEMORY, 1, 1.0, {})
+
+    found = smallest(probe, 1000 * MIB, 2000 * MIB, 4000 * MIB)
+    assert found["completes_with"] >= needed
+    assert found["completes_with"] in asked
+    assert (found["fails_with"] or 0) < needed
+    assert found["completes_with"] - needed <= 26 * MIB  # 2.6% of the peak, with all probes spent
+    assert len(asked) == len(found["probes"]) <= 12
+
+
+def test_a_trace_is_cut_to_a_device() -> None:
+    events = (
+        Malloc(0, 1000),
+        Malloc(1, 0),
+        Malloc(2, 3001),
+        FreeEvent(1),
+        FreeEvent(0),
+        FreeEvent(2),
+    )
+    by, cut = divided(Trace(events), 1001)
+    assert by == 4
+    assert cut.events == (Malloc(0, 250), Malloc(2, 751), FreeEvent(0), FreeEvent(2))
+    assert divided(Trace(events), 4001)[0] == 1
+
+
+def test_what_is_alive_when_memory_is_out_is_freed() -> None:
+    served = Modelled(CachingAllocator, 100 * MIB)
+    served.limit(64 * MIB)
+    steps = [(0, 40 * MIB), (1, 40 * MIB)]
+    for _ in range(2):
+        assert serve(served, steps, Clock.of(60)) == (OUT_OF_MEMORY, 1)
+    assert serve(served, steps[:1], Clock.of(60)) == (COMPLETED, 1)
+
+
+def test_a_limit_is_a_share_that_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = 150_109_880_320
+    shares: list[float] = []
+    properties = SimpleNamespace(total_memory=total)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    wanted = [chunks * 2 * MIB for chunks in range(1, 70_000, 37)]
+    for capacity in (*wanted, 2 * total):
+        limit_pytorch(capacity)
+    # What PyTorch makes of a share, in whole segments of 2 MiB.
+    assert [int(share * total) // (2 * MIB) * (2 * MIB) for share in shares[:-1]] == wanted
+    assert shares[-1] == 1.0
+
+
+def test_losses_that_differ_are_told() -> None:
+    def ended(losses: list[float], how: str = COMPLETED) -> dict[str, Any]:
+        rows = [
+            {"step": i, "tokens": 10, "loss": loss, "seconds": 0.5} for i, loss in enumerate(losses)
+        ]
+        return parts.summary(Outcome("completed", "", 1.0, [*rows, {"ended": how, "retries": 2}]))
+
+    runs = [ended([3.0, 2.0, 1.0]), ended([3.0], OUT_OF_MEMORY), ended([3.0, 2.0, 1.5])]
+    assert (runs[1]["steps"], runs[1]["retries"], runs[1]["tokens_a_second"]) == (1, 2, None)
+    assert runs[0]["tokens_a_second"] == 20.0
+    assert parts.agreement(runs) == {
+        "completed": 2,
+        "losses_equal": False,
+        "losses_apart_at_most": 0.5,
+    }
+    assert parts.agreement(runs[:2])["losses_equal"] is True
