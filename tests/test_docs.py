@@ -99,7 +99,7 @@ SNIPPETS_ELSEWHERE = {
     "farspan.memory.recorded(iteration=-1)": "tests/memory: of an allocator that is installed",
     'farspan.memory.install("replay"': "tests/memory: before CUDA starts",
     "farspan.ParallelContext(farspan.Layout(ulysses=4)": "tests/engine/test_ranks.py: four ranks",
-    "layout=farspan.Layout(ulysses=4),": "tests/train/test_trainer_ranks.py: four ranks",
+    "layout=farspan.Layout(ulysses=4),": "tests/posttrain/test_trainer_ranks.py: four ranks",
     "weights, states = get_state_dict(": "below: two ranks save, one process loads",
     "matrices = [p for p in": "below, on two ranks and on one",
     "class LongDPOTrainer(farspan.LongContext, DPOTrainer)": "below, with shorter arguments",

@@ -16,7 +16,7 @@ ORDER = (
     {"__init__"},
     {"__main__"},
     {"cli"},
-    {"train"},
+    {"train", "posttrain"},
     {"checkpoint"},
     {"engine"},
     {"hf", "data", "report"},
