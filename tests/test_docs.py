@@ -101,7 +101,7 @@ SNIPPETS_ELSEWHERE = {
     "farspan_memory.recorded(iteration=-1)": "packages/farspan-memory/tests: of an installed one",
     'farspan_memory.install("replay"': "packages/farspan-memory/tests: before CUDA starts",
     "farspan.ParallelContext(farspan.Layout(ulysses=4)": "tests/engine/test_ranks.py: four ranks",
-    "layout=farspan.Layout(ulysses=4),": "tests/train/test_trainer_ranks.py: four ranks",
+    "layout=farspan.Layout(ulysses=4),": "tests/posttrain/test_trainer_ranks.py: four ranks",
     "weights, states = get_state_dict(": "below: two ranks save, one process loads",
     "matrices = [p for p in": "below, on two ranks and on one",
     "class LongDPOTrainer(farspan.LongContext, DPOTrainer)": "below, with shorter arguments",

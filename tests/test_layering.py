@@ -17,7 +17,7 @@ ORDER = (
     {"__init__"},
     {"__main__"},
     {"cli"},
-    {"train"},
+    {"train", "posttrain"},
     {"checkpoint"},
     {"engine"},
     {"hf", "data", "report"},

@@ -5,11 +5,11 @@ from farspan.engine.runner import Progress
 from farspan.engine.step import Step
 from farspan.engine.verify import Verification, VerificationRun, verify
 from farspan.planner.api import plan
+from farspan.posttrain.trainer import LongContext, Trainer
 from farspan.program.layout import Layout
 from farspan.program.strategies import strategy
 from farspan.spec import VERSION as __version__
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
-from farspan.train.hf_trainer import LongContext, Trainer
 from farspan.train.loggers import Callback
 from farspan.train.trainer import train
 

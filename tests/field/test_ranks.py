@@ -487,8 +487,8 @@ def test_what_one_rank_has_otherwise_is_named_on_both(layout: Layout, stage: Sta
 def trainer_of_unlike_models(folder: str) -> str:
     from transformers import TrainingArguments
 
-    from tests.train.test_hugging_face import padded, rows
-    from tests.train.test_trainer_ranks import start
+    from tests.posttrain.test_hugging_face import padded, rows
+    from tests.posttrain.test_trainer_ranks import start
     from tests.train.tiny import MODEL, load_tiny
 
     start(folder)

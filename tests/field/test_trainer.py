@@ -15,7 +15,7 @@ from farspan.spec import UnsupportedError
 from farspan.train.config import EvaluationConfig
 from farspan.train.trainer import train
 from tests.numerics import assert_exact
-from tests.train.test_hugging_face import Batch, Make, logs, make, padded, rows
+from tests.posttrain.test_hugging_face import Batch, Make, logs, make, padded, rows
 from tests.train.tiny import MODEL, Quiet, load_tiny, tiny_run
 
 pytest.importorskip("accelerate")

@@ -35,11 +35,11 @@ from farspan.train.context import Components, inspect_model
 from farspan.train.planning import StepPlanner, place, question_of
 from farspan.train.trainer import train
 from farspan.train.yaml_config import convert
+from tests.posttrain.test_hugging_face import logs, padded, rows
+from tests.posttrain.test_trainer_ranks import start
 from tests.ranks import run_ranks
 from tests.train.planner import GIB
-from tests.train.test_hugging_face import logs, padded, rows
 from tests.train.test_ranks import metrics
-from tests.train.test_trainer_ranks import start
 from tests.train.test_weights_place import DEEP, SHORT, Parts, apart, parts, planned, run_of
 from tests.train.tiny import Quiet, load_tiny
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import farspan
+from farspan.posttrain.ranks import context_of
 from farspan.program.layout import Layout
 from farspan.spec import Schedule, UnsupportedError
-from farspan.train.hf_ranks import context_of
 from tests.grids import part_of
 from tests.numerics import assert_exact
 from tests.ranks import RankError, run_ranks
@@ -30,8 +30,8 @@ def trained(folder: str, layout: Layout | None, changes: dict[str, Any]) -> tupl
     """Logs and the whole weights of a run of `farspan.Trainer`, or of what `kind` names."""
     from transformers import TrainingArguments
 
-    from tests.train.test_hugging_face import padded, rows
-    from tests.train.test_trl import logs
+    from tests.posttrain.test_hugging_face import padded, rows
+    from tests.posttrain.test_trl import logs
     from tests.train.tiny import MODEL, load_tiny
 
     start(folder)
@@ -75,7 +75,7 @@ def of_trl(folder: str, layout: Layout | None, name: str, steps: int) -> Logs:
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
     from tests.data.characters import character_tokenizer
-    from tests.train.test_trl import TEMPLATE, WORDS, logs
+    from tests.posttrain.test_trl import TEMPLATE, WORDS, logs
     from tests.train.tiny import MODEL, load_tiny
 
     start(folder)

@@ -39,12 +39,7 @@ from farspan.engine.loss import (
 from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.engine.step import Step
 from farspan.hf.unsupported import refuse_adapters, rope_types
-from farspan.program.layout import Layout
-from farspan.program.strategies import AUTO
-from farspan.sparse.engine import PageFunction
-from farspan.sparse.pages import Selector
-from farspan.spec import Kernels, Schedule, Tier, UnsupportedError
-from farspan.train.hf_ranks import (
+from farspan.posttrain.ranks import (
     complete_gradients,
     context_of,
     cut_what_is_loaded,
@@ -53,6 +48,11 @@ from farspan.train.hf_ranks import (
     trained_as,
     whole_state,
 )
+from farspan.program.layout import Layout
+from farspan.program.strategies import AUTO
+from farspan.sparse.engine import PageFunction
+from farspan.sparse.pages import Selector
+from farspan.spec import Kernels, Schedule, Tier, UnsupportedError
 
 LOG = logging.getLogger(__name__)
 _READ = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})

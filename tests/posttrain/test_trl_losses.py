@@ -29,12 +29,12 @@ from trl import (
 )
 
 import farspan
+from farspan.posttrain import trainer as hf_trainer
 from farspan.spec import Schedule, Tier, UnsupportedError
-from farspan.train import hf_trainer
 from tests.data.characters import character_tokenizer
 from tests.grids import exhaustive, part_of
 from tests.numerics import assert_exact
-from tests.train.test_trl import TEMPLATE, WORDS, assert_same_logs
+from tests.posttrain.test_trl import TEMPLATE, WORDS, assert_same_logs
 from tests.train.tiny import MODEL, load_tiny
 
 pytestmark = [
