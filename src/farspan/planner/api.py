@@ -213,8 +213,7 @@ class Request:
 
 
 def as_run(question: Question, lora: int = 0) -> Question:
-    """Return the question with its model as the machine runs it; `lora` is the rank of its
-    adapters."""
+    """Return the question with its model as the machine runs it, with adapters of rank `lora`."""
     if question.profiles is None:
         return question
     profile = question.profile
@@ -225,8 +224,8 @@ def as_run(question: Question, lora: int = 0) -> Question:
 
 
 def _signed(function: Callable[P, Plan]) -> Callable[P, Plan]:
-    """Return the function with the fields of `Request` as its signature, all but the first by name.
-    It raises UnsupportedError for an option that is no field."""
+    """Give the function the fields of `Request` as its signature, all but the first by name only.
+    It raises UnsupportedError for other options."""
     first, *others = signature(Request).parameters.values()
     named = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in others]
     known = [first.name, *(option.name for option in named)]

@@ -5,7 +5,7 @@ groups. F choices of how many chunks keep O, LSE and activations stay open, and 
 tiers for x, attention and activations; every result is [K, F, T]. The time (lanes) is that of the
 program when nothing overlaps, or the busiest lane's when everything does; both are sums over cells,
 so nothing is simulated. Memory (peaks) is the fullest of a few phases of the program, without
-padding. The P phases of all K cuts' groups are computed together.
+padding. The P groups of all K cuts are computed together.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class Frames:
 
     @cached_property
     def last_graphs(self) -> NDArray[np.int64]:
-        """[K, F]: chunks whose activations the rank's last group keeps."""
+        """Chunks whose activations the rank's last group keeps, [K, F]."""
         return np.where(self.cuts.alone, 0, self.kept.graphs)
 
     @cached_property
@@ -65,7 +65,7 @@ class Frames:
 
     @property
     def unseen(self) -> NDArray[np.bool_]:
-        """[K, F]: true where the last chunk's first pass ends below the rank's last group."""
+        """True where the last chunk's first pass ends below the rank's last group, [K, F]."""
         return np.asarray((self.last_graphs == 0) & self.cuts.has_head & (not self.is_cut))
 
     @property
@@ -75,7 +75,7 @@ class Frames:
 
     @cached_property
     def gathers(self) -> Array:
-        """[K, 1]: seconds of FSDP's collectives, including those of a reference."""
+        """Seconds of FSDP's collectives, including those of a reference, [K, 1]."""
         found, prices = self.cuts.gathers(self.cell_prices.prices), self.cell_prices.prices
         if self.evaluates and not self.streams:
             found = found + prices.gathered_once([self.cuts.kind.layers])
@@ -88,8 +88,7 @@ class Frames:
 
     @cached_property
     def cell_inputs(self) -> Array:
-        """[K, L]: bytes of the layer's input in a kept cell, where autograd saves it and no
-        boundary does."""
+        """Bytes of the layer's input in a kept cell if no boundary has it, [K, L]."""
         saves = np.array(
             [spec.saves_input for spec in self.cell_prices.model.layers], dtype=np.float64
         )
@@ -97,16 +96,14 @@ class Frames:
         return np.asarray(saves * self.cuts.inner * row)
 
     def kv_goes_home(self, role: Role) -> bool:
-        """Return whether the kept K, V of a layer in this role wait on the host, across the
-        link."""
+        """Return whether kept K, V of a layer in this role wait on the host, across the link."""
         schedule = self.schedule
         waits = schedule.kv_kept and role in (Role.INNER, Role.TOP)
         waits = waits and not self.cuts.kind.is_stage
         return waits and schedule.kv is Tier.DEVICE and schedule.kv_home is Tier.HOST
 
     def covered(self, spec: LayerSpec, role: Role) -> Array:
-        """Return the bytes of a kept cell, [F]. O and LSE count unless their own buffer holds them
-        for all the cell's chunks."""
+        """Bytes of a kept cell, [F], with O and LSE unless their own buffer has them all."""
         outside = (self.kept.attention >= self.kept.graphs) & (role is not Role.LAST_TOP)
         wide = self.cell_prices.cell_bytes(spec, with_attention=True)
         narrow = self.cell_prices.cell_bytes(spec, with_attention=False)
@@ -196,8 +193,7 @@ def _lanes(frames: Frames) -> tuple[Array, Array]:
 
 
 def _part(frames: Frames, part: Part) -> tuple[Array, Array]:
-    """Return the lanes [5, F] and bytes [2, 3, F] of one layer in this part, cached for all
-    cuts."""
+    """Lanes [5, F] and bytes [2, 3, F] of one layer in this part, cached for all cuts."""
     role, spec, alone = part
     key = part, switches(role, frames.schedule), frames.kv_goes_home(role)
     known = frames.cell_prices.known
@@ -265,8 +261,7 @@ def _reference(frames: Frames) -> Array:
 
 
 def _handed_on(frames: Frames) -> Array:
-    """Return the bytes of x that groups or a stage hand on in the reference's forward,
-    [K, 2, 3]."""
+    """Bytes of x that groups or a stage hand on in the reference's forward, [K, 2, 3]."""
     cell_prices, kind, counts = frames.cell_prices, frames.cuts.kind, frames.cuts.counts[:, 0]
     moved = np.zeros((len(counts), LINK, len(Tier) + 1))
     moved[:, :, 0] = (cell_prices.x_row() * cell_prices.tokens * (counts - 1))[:, None]
@@ -380,8 +375,7 @@ def _first(frames: Frames) -> tuple[Array, Array]:
 
 
 def _backward(frames: Frames) -> tuple[Array, Array]:
-    """Return the bytes of K, V, dK, dV on device and host in the groups' backward, [P, 1, 1]
-    each."""
+    """Bytes of K, V, dK, dV on device and host in the groups' backward, [P, 1, 1] each."""
     own, gradients, waiting = _kv(frames)
     device, host = _tiers(frames, own + gradients, waiting)
     return device[..., None], host[..., None]
@@ -446,8 +440,7 @@ def _open(frames: Frames) -> Array:
 
 def differing(frames: Frames) -> NDArray[np.bool_]:
     """Return which choices differ from all earlier ones, [K, F, T]. A choice repeats another if
-    only the tier of a tensor that it never keeps differs. Stages of a pipeline have all tensors
-    that they hand on."""
+    only the tier of a tensor differs that it never keeps. Pipeline stages hand on all tensors."""
     kept, several = frames.kept, frames.cuts.counts > 1
     has_x = several | (frames.last_graphs > 0) | frames.cuts.kind.is_stage
     has_attention = (kept.attention > 0) | frames.schedule.attention_open
@@ -489,8 +482,7 @@ def _momentary(frames: Frames) -> Array:
 
 
 def device_slots(frames: Frames) -> Array:
-    """Return the bytes of the device buffers that serve any layer, for tensors on the host,
-    [K, F, T]."""
+    """Bytes of the device buffers that serve any layer, for tensors on the host, [K, F, T]."""
     cell_prices, chunk, kind = frames.cell_prices, frames.cell_prices.keys[0], frames.cuts.kind
     layers, many = cell_prices.model.layers, frames.cuts.counts > 1
     pair = min(2, len(cell_prices.chunks))

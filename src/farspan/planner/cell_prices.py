@@ -172,8 +172,7 @@ class CellPrices:
         kind: RankKind | None = None,
         like: "CellPrices | None" = None,
     ) -> None:
-        """Price the cells; `like` has another kind of rank of the same schedule, whose seconds it
-        shares."""
+        """Price the cells; `like`, of another kind of rank of the same schedule, shares seconds."""
         kind = kinds_of(question, schedule)[-1] if kind is None else kind
         layout = question.layout
         chunks = chunks_of(question.model, question.run.tokens, schedule, layout)
@@ -284,8 +283,7 @@ class CellPrices:
 
     @cached_property
     def clear(self) -> float:
-        """Seconds of zeroing dK, dV of every layer, or the slot that the host's zeros are copied
-        from."""
+        """Seconds of zeroing dK, dV of every layer, or the slot that supplies zeros to the host."""
         on_host, keys = self.schedule.kv is Tier.HOST, self.share.keys
         rows = keys.most if on_host else keys.total
         sizes = [self._sums_bytes(spec, rows) for spec in self.model.layers]

@@ -33,8 +33,8 @@ class Collectives:
         self, spec: LayerSpec, tokens: int, mode: AttentionMode, pieces: int = 1, work: float = 0.0
     ) -> float:
         """Return the seconds of a forward cell's collectives, without the ring's. `tokens` is the
-        device's share of the chunk. In `pieces` the exchange of heads overlaps with attention,
-        which takes `work` seconds."""
+        device's share of the chunk. In `pieces` the exchange of heads overlaps with `work` seconds
+        of attention."""
         query, kv, out = _elements(spec)
         if mode is AttentionMode.NONE:
             # Only K, V are computed, from gathered tokens, and become heads.
@@ -54,9 +54,8 @@ class Collectives:
         return heads + self._tensor(tokens, passes=4) + self._shards_backward(spec, tokens)
 
     def ring(self, spec: LayerSpec, stop: int, *, backward: bool) -> float:
-        """Return the seconds of passing K, V of the tokens before `stop` around the ring. The
-        device's own part stays; in the backward dK, dV travel along. The device attends to the keys
-        that it has meanwhile."""
+        """Return the seconds of passing K, V of the tokens before `stop` around the ring, without
+        the device's own part; the backward adds dK, dV. Attention to earlier parts overlaps."""
         layout = self.question.layout
         if layout.ring == 1:
             return 0.0
@@ -79,8 +78,8 @@ class Collectives:
 
     def boundary(self, tokens: int) -> float:
         """Return the seconds of sending x of a chunk to the next pipeline stage, or its gradient
-        back. `tokens` is the device's share. A stage that fills a node has the next stage on
-        another node."""
+        back. `tokens` is the device's share. If a stage fills a node, the next is on another
+        node."""
         layout, machine = self.question.layout, self.question.machine
         if layout.pipeline == 1:
             return 0.0
@@ -117,8 +116,7 @@ class Collectives:
         return sum(self._over(ranks, row * count, stride) for count in elements)
 
     def _shards_forward(self, spec: LayerSpec, tokens: int) -> float:
-        """Return the seconds of gathering queries and returning partial results in the accumulate
-        dtype."""
+        """Seconds of gathering queries and returning partial results in the accumulate dtype."""
         query, _, out = _elements(spec)
         return self._shards(tokens, query * self._width(), out * self._wide())
 
@@ -128,8 +126,7 @@ class Collectives:
         return self._shards(tokens, (query + 2 * out) * self._width(), query * self._wide())
 
     def _shards(self, tokens: int, *rows: int) -> float:
-        """Return the seconds of all-gathers or reduce-scatters among a chunk's shards; `rows` are
-        bytes."""
+        """Seconds of all-gathers or reduce-scatters among a chunk's shards; `rows` are bytes."""
         layout = self.question.layout
         size = self._batch() * tokens * layout.shards
         stride = layout.tensor * layout.ulysses
@@ -152,9 +149,8 @@ class Collectives:
         return self._over(fsdp_ranks(self.question), size / layout.tensor, layout.tensor, same=True)
 
     def _over(self, ranks: int, size: float, stride: int, *, same: bool = False) -> float:
-        """Return the seconds of moving `size` bytes, of which each device keeps 1 / ranks. The
-        ranks lie `stride` apart. If all of a node get the `same` bytes, each brings a part into the
-        node."""
+        """Seconds of moving `size` bytes, of which each device keeps 1 / ranks. The ranks lie
+        `stride` apart. If all of a node get the `same` bytes, each brings a part into the node."""
         if ranks == 1:
             return 0.0
         machine = self.question.machine

@@ -80,8 +80,7 @@ class RankKind:
 
 
 def kinds_of(question: Question, schedule: Schedule) -> tuple[RankKind, ...]:
-    """Return the kinds of rank, by their first stage. Raises UnsupportedError for groups that do
-    not fit."""
+    """Return the kinds of rank, by first stage. Raises UnsupportedError for impossible groups."""
     layout, layers = question.layout, question.model.layers
     groups = group_ranges(schedule, len(layers), layout.pipeline)
     widest = max(stop - start for start, stop in groups)
@@ -100,8 +99,7 @@ def kinds_of(question: Question, schedule: Schedule) -> tuple[RankKind, ...]:
 
 
 def part_of(question: Question, kind: RankKind) -> Question:
-    """Return the question about the layers of one kind of rank and the modules outside the
-    layers."""
+    """Return the question about one kind of rank: its layers, and modules outside the layers."""
     return replace(question, model=stage_model(question.model, kind.layers))
 
 
@@ -161,8 +159,7 @@ def own_schedule(schedule: Schedule, layout: Layout) -> Schedule:
 
 
 def refuse_layout(question: Question) -> None:
-    """Raise UnsupportedError when the model's layers or heads cannot be shared as the layout
-    says."""
+    """Raise UnsupportedError if the model's layers or heads cannot be shared by the layout."""
     layout = question.layout
     refuse_shared_states(question.model, layout)
     group_ranges(Schedule(), len(question.model.layers), layout.pipeline)
@@ -179,8 +176,7 @@ def refuse_layout(question: Question) -> None:
 
 
 def on_machines(question: Question, kinds: Sequence[RankKind]) -> list[tuple[int, ...]]:
-    """Return how many ranks of each kind a machine has, once for all machines with the same
-    counts."""
+    """Return how many ranks of each kind a machine has, for each different set of counts."""
     layout, near = question.layout, question.near()
     of_stage = {stage: at for at, kind in enumerate(kinds) for stage in kind.stages}
     stride, found = layout.sequence() * layout.data, dict[tuple[int, ...], None]()
@@ -333,8 +329,7 @@ def surely_sized(question: Question, schedule: Schedule) -> Sized:
 
 
 def _is_packed(program: Program) -> bool:
-    """Return whether the arenas have no gap when the largest buffers are placed first, whatever
-    their lifetimes."""
+    """Return whether the arenas have no gap if the largest buffers are placed first."""
     for tier in Tier:
         held = (buffer for buffer in program.buffers.values() if buffer.tier is tier)
         requests = [PlacementRequest(b.bytes, b.born, b.dies) for b in held]
@@ -381,10 +376,9 @@ def evaluate(
 def composed_seconds(
     question: Question, schedule: Schedule
 ) -> tuple[float, float, tuple[Program, ...]]:
-    """Return the seconds of a step with overlapping lanes and no update, the seconds that it waits
-    for an overlapping update, and the programs that were priced: the step's and that of a
-    reference. The programs have fewer layers (`timeline.Fold`). Works for a single pipeline stage
-    only."""
+    """Seconds of a step with overlapping lanes and no update, the seconds that it waits for an
+    overlapping update, and the programs that were priced: the step's and that of a reference. The
+    programs have fewer layers (`timeline.Fold`). Works for a single pipeline stage only."""
     layers = question.model.layers
     ranges, inside = group_ranges(schedule, len(layers)), schedule.weights is Tier.DEVICE
     few, counts, sizes = fold(layers, ranges, inside=inside)
@@ -400,8 +394,7 @@ def composed_seconds(
 
 
 def _reference(question: Question, program: Program) -> Program:
-    """Return the program of the reference's forward, which runs before the step in the same
-    memory."""
+    """Program of the reference's forward, which runs before the step in the same memory."""
     of = question.model, question.run, program.schedule, program.share.rank
     return build_evaluation(*of)
 
@@ -416,8 +409,7 @@ def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:
 
 
 def rank_parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes by part on device and host at their fullest moments, for one kind of
-    rank."""
+    """Bytes by part on device and host at their fullest moments, for one kind of rank."""
     program, part = walked.program, part_of(question, walked.kind)
     held = states(part, own_ranges(program))
     own = own_schedule(program.schedule, question.layout)
@@ -552,8 +544,7 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
 def _line(
     question: Question, program: Program, *, beside: bool, simulated: bool
 ) -> tuple[Timeline, float]:
-    """Return a program's timeline, stretched by stages that wait for each other, and the seconds
-    that stages send."""
+    """A program's timeline, stretched by waits between stages, and the seconds that stages send."""
     prices = Prices(question, program, together=question.overlap)
     line = run_time(prices, overlap=question.overlap, simulated=simulated, beside=beside)
     tokens = (stop - start for start, stop in program.share.tokens.rows)

@@ -97,9 +97,8 @@ def _kept_pairs(space: Space, chunks: int) -> Kept:
 
 
 def taken(family: Family, of: Callable[[Frames], Peaks] = peaks) -> tuple[Peaks, Array]:
-    """Return the bytes of a family, including messages in flight and kernels' workspaces: those of
-    the fullest device and a rank's share of main memory; and those of every kind of rank's
-    device."""
+    """Bytes of a family, including messages in flight and kernels' workspaces: those of the fullest
+    device and a rank's share of main memory; and those of every kind of rank's device."""
     each = [of(frames) for frames in family]
     for found, frames in zip(each, family, strict=True):
         found.device += frames.cell_prices.passing
@@ -203,8 +202,7 @@ Chunks = tuple[tuple[int, int], ...]
 
 
 def left(question: Question, schedule: Schedule) -> tuple[int, int]:
-    """Return the bytes to spare on the device and on its share of the host, negative if it does not
-    fit."""
+    """Bytes to spare on the device and on its share of the host, negative if it does not fit."""
     sized = outlined(question, schedule)
     return sized.device.left, sized.host.left
 
@@ -277,9 +275,8 @@ def plan_of(question: Question, strategy: str, schedule: Schedule) -> Plan:
 
 
 def loss_seconds(plan: Plan) -> tuple[float, float, float]:
-    """Return the seconds, with the plan's schedule, of one pass over a mean of token losses, of a
-    step of the plan's loss whose reference was evaluated before, and of a step with its
-    reference."""
+    """Seconds, with the plan's schedule, of one pass over a mean of token losses, of a step of the
+    plan's loss whose reference was evaluated before, and of a step with its reference."""
     question = plan.question
     alone = replace(question.loss, reference=Reference.STORED)
     losses = Objective(), alone if question.loss.evaluates else question.loss, question.loss
@@ -294,9 +291,8 @@ def composed(
     question: Question, strategy: str, schedule: Schedule, sized: Sized
 ) -> tuple[Plan, tuple[Program, ...]]:
     """Return the plan of an outline, as `evaluate` does, and the programs that were built for its
-    time. The seconds of lanes are counted; where they overlap and the plan fits, a program of fewer
-    layers gives the step's time. Programs of a pipeline or with sparse attention are walked
-    whole."""
+    time. Lanes' seconds are counted; if they overlap and the plan fits, a program of fewer layers
+    gives the step's time. Programs of a pipeline or with sparse attention are walked whole."""
     if question.layout.pipeline > 1 or schedule.sparse is not None:
         whole = size(question, schedule) if schedule.sparse is None else sized
         return evaluate(question, strategy, schedule, whole), whole.programs
@@ -320,8 +316,7 @@ def composed(
 
 
 def _counted_seconds(question: Question, schedule: Schedule) -> Seconds:
-    """Return the seconds of one pipeline stage: the busiest lane's, or all lanes' if nothing
-    overlaps."""
+    """Seconds of one pipeline stage: the busiest lane's, or all lanes' if nothing overlaps."""
     frames, tiers = frames_of(question, schedule), tiers_of(schedule)
     work, copies = frames.lanes
     on_host = [tier is Tier.HOST for tier in TIERS[tiers]]

@@ -280,7 +280,6 @@ def write(file: MachineFile, path: Path) -> None:
 
 
 def to_json(file: MachineFile) -> dict[str, Any]:
-    """Return plain values, for JSON."""
     spec = file.spec
     values = {f.name: getattr(spec, f.name) for f in fields(MachineSpec)}
     values["rates"] = {dtype: _rates_to_json(rates) for dtype, rates in spec.rates.items()}
@@ -353,8 +352,7 @@ def _curve_contradictions(path: str, name: str, curve: Curve, peak: float) -> It
 
 
 def _softmax_contradictions(path: str, rates: Rates) -> Iterator[str]:
-    """Yield messages for a softmax slower than its call; a call with wide heads would take no
-    time."""
+    """Yield messages for a softmax slower than its call, whose products would take no time."""
     forward = rates.softmax_forward, pair_seconds(rates.attention_forward, rates.head_dim)
     curve = rates.attention_backward
     backward = rates.softmax_backward, pair_seconds(curve, rates.head_dim, backward=True)
@@ -367,8 +365,7 @@ def _softmax_contradictions(path: str, rates: Rates) -> Iterator[str]:
 
 
 def pair_seconds(curve: Curve, head_dim: int, *, backward: bool = False) -> float:
-    """Return the seconds per query, key and head in the fastest attention call, softmax
-    included."""
+    """Seconds per query, key and head in the fastest attention call, softmax included."""
     flop = 4.0 * head_dim * (BACKWARD_PRODUCTS if backward else 1.0)
     return flop / max(rate for _, rate in curve.points)
 

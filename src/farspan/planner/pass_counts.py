@@ -66,9 +66,8 @@ class Kept:
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
-        """Equal numbers for choices with the same kinds of chunks, [F]. Two choices have these if
-        both keep nothing, something or everything of each tensor, and keep more chunks of the same
-        one."""
+        """Equal numbers, [F], for choices with the same kinds of chunks: both keep nothing,
+        something or everything of each tensor, and keep more chunks of the same tensor."""
 
         def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
             return np.asarray((count > 0) + (count == self.chunks).astype(np.int64))
@@ -132,8 +131,7 @@ def cells(role: Role, schedule: Schedule, choices: Kept, *, is_cut: bool = False
 
 
 def _earlier(top: bool, schedule: Schedule, kept: Mask, graph: Mask, skipped: Mask) -> CellCounts:
-    """Return the counts in a group that is not the last: first pass, rebuild unless K, V are kept,
-    backward."""
+    """Counts in a group that is not the last: first pass, rebuild unless K, V stay, backward."""
     rebuilt = ~skipped & (not schedule.kv_kept)
     again = ~graph
     opened = rebuilt & schedule.attention_open & (not top)
@@ -232,8 +230,7 @@ class Cuts:
 
     @cached_property
     def alone(self) -> NDArray[np.bool_]:
-        """True where the model's last group is a single layer, which keeps no activations,
-        [K, 1]."""
+        """True where the model's last group is one layer, which keeps no activations, [K, 1]."""
         return np.array([[sizes[-1] == 1 and self.has_head] for sizes in self.sizes])
 
     @cached_property
@@ -277,8 +274,7 @@ class Cuts:
 
     @cached_property
     def groups(self) -> Groups:
-        """Groups whose memory is computed: of many groups only those where even and tapered cuts
-        peak."""
+        """Groups whose memory is computed: if many, those where even and tapered cuts peak."""
         rows: list[tuple[int, int, int, int, bool]] = []
         at: list[int] = []
         for k, groups in enumerate(self.bounds):
@@ -336,8 +332,7 @@ class Cuts:
         return np.asarray(self.__dict__["_gathers"])
 
     def streamed(self, prices: Prices) -> Array:
-        """Return the seconds of fetching weights from main memory and evicting their gradients,
-        [K, 2]."""
+        """Seconds of fetching weights from main memory and evicting their gradients, [K, 2]."""
         return np.array([prices.streamed(cut) for cut in self.own])
 
     def weight_slots(self, prices: Prices, *, gradients: bool) -> Array:
@@ -350,9 +345,8 @@ class Cuts:
         return [np.array([first for first, _ in groups]) for groups in self.bounds]
 
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:
-        """Return the bytes per token that the layers of a group save, [K, 1] each: in the group
-        that saves the most and in the first. `one_layer` counts one layer at a time; `saved` is
-        [L]."""
+        """Bytes per token that the layers of a group save, [K, 1] each: in the group that saves the
+        most and in the first. `one_layer` counts one layer at a time; `saved` is [L]."""
         gather = np.maximum if one_layer else np.add
         each = [gather.reduceat(saved, firsts) for firsts in self.firsts]
         return np.array([[found.max()] for found in each]), np.array([[found[0]] for found in each])

@@ -151,8 +151,7 @@ def best_placed(
 ) -> Plan:
     """Return the plan of the fastest placement that fits, and among equally fast ones within
     `search.TOLERANCE` the one that moves least; if none fits, the one that misses by the least.
-    `plan_at` plans a placement; `may_be_faster` says whether it is worth planning after a roomy
-    plan."""
+    `plan_at` plans a placement; `may_be_faster` says if that is worthwhile after a roomy plan."""
     best: Plan | None = None
     for group in placements(question):
         for placed in group:
@@ -235,8 +234,7 @@ def plan_as_written(
 
 
 def _is_same(question: Question, one: Schedule, other: Schedule) -> bool:
-    """Return whether two schedules are equal, where groups are given by one size or by all
-    sizes."""
+    """Return whether two schedules are equal, with groups given by one size or by all sizes."""
     layers, stages = len(question.model.layers), question.layout.pipeline
     ranges = [group_ranges(schedule, layers, stages) for schedule in (one, other)]
     return ranges[0] == ranges[1] and replace(one, groups=other.groups) == other
@@ -311,8 +309,7 @@ def _longest_plans(
 
 
 def _longest_in_time(plan: Plan, name: str, seconds: float, most: float) -> Plan | None:
-    """Return a strategy's plan at the longest context, up to that of `plan`, whose step takes at
-    most `most` seconds."""
+    """Plan of a strategy at the longest context up to `plan`'s with steps of `most` seconds."""
     question = plan.question
     if name != GROUPED:
         return _in_time(plan, most, lambda tokens: _named_at(question, name, tokens), TRIES)
@@ -390,8 +387,7 @@ def _tokens_in(question: Question, share: float, most: int, schedule: Schedule =
 
 
 def _remedies(question: Question, strategies: Sequence[str] | None) -> tuple[Remedy, ...]:
-    """Return changes with which something fits; any other strategy comes first if some were
-    named."""
+    """Return changes with which something fits; any other strategy comes before named ones."""
     if strategies is not None and fits(question):
         return (ANY_STRATEGY,)
 

@@ -74,10 +74,9 @@ class TiledPrices:
         return seconds if self.cells.skips(i) else seconds + self._feed_forward(i)
 
     def again(self, i: Backward) -> float:
-        """Return the seconds that tiles add to a backward: the token-wise modules' forward, and
-        another pass over the sums of their weights' gradients for each tile but one. All traffic of
-        the layer counts as theirs: rotations and residual sums are a sixth and are not
-        recomputed."""
+        """Seconds that tiles add to a backward: the token-wise modules' forward, and another pass
+        over the sums of their weights' gradients for each tile but one. All traffic of the layer
+        counts as theirs: rotations and residual sums are a sixth and are not recomputed."""
         if not self.cells.has_tiles(i):
             return 0.0
         work, rows = self.program.model.layers[i.layer].work, self.program.run.batch
@@ -106,8 +105,7 @@ FUSED_VOTES = 2.9  # seconds of fused votes over a product: 690 TFLOP/s over 239
 
 @dataclass(frozen=True, slots=True)
 class SparsePrices:
-    """Prices of one device's program. `moved` returns the seconds of bytes that the device
-    moves."""
+    """Prices of one device's program. `moved` returns the seconds of moving bytes on the device."""
 
     program: Program
     rates: Rates
@@ -115,8 +113,7 @@ class SparsePrices:
     fused: bool = False  # a GPU's kernel counts votes and writes no scores
 
     def votes(self, spec: LayerSpec, chunk: int) -> float:
-        """Return the seconds of choosing pages: a score per query, voting head and key; half a
-        score where keys only rank."""
+        """Seconds of choosing pages: a score per query, voting head and key; half for ranking."""
         program, known = self.program, self.rates.votes
         (start, stop), sparse = program.chunks[chunk], sparse_of(program.schedule, spec)
         assert sparse is not None
@@ -134,8 +131,7 @@ class SparsePrices:
         return ready + max(fused, self.moved(read))
 
     def chosen(self, spec: LayerSpec, chunk: int, *, backward: bool) -> float:
-        """Return the seconds of attention to chosen pages, which are gathered; a backward scatters
-        dK, dV."""
+        """Seconds of attention to chosen pages, which are gathered; a backward scatters dK, dV."""
         start, stop = self.program.chunks[chunk]
         sparse, run = sparse_of(self.program.schedule, spec), self.program.run
         assert sparse is not None
@@ -168,8 +164,7 @@ NOTHING = Cost()
 
 
 def rates_of(question: Question) -> Rates:
-    """Return the machine's rates in the question's dtype. Raises UnsupportedError when it has
-    none."""
+    """Return the machine's rates in the question's dtype, or raise UnsupportedError."""
     found = question.machine.rates.get(question.dtype)
     if found is None:
         raise UnsupportedError(
@@ -263,7 +258,6 @@ class Prices:
         }
 
     def of(self, instruction: Instruction) -> Cost:
-        """Return the cost of the instruction."""
         tariff = self._tariffs.get(type(instruction))
         if tariff is None:
             return NOTHING
@@ -337,8 +331,7 @@ class Prices:
         )
 
     def _put_away(self, i: Forward) -> float:
-        """Return the seconds of copies on the device into the program's buffers, each read and
-        written."""
+        """Seconds of copies on the device into the program's buffers, each read and written."""
         spec, tokens = self.program.model.layers[i.layer], self._tokens(i.chunk)
         start, stop = self.program.share.keys.rows[i.chunk]
         size = tokens * self.saved_row(spec) if i.kept else 0
@@ -453,8 +446,7 @@ class Prices:
         return self.collectives.gather(elements) + fetched
 
     def _own_bytes(self, elements: int, width: int) -> float:
-        """Return the bytes of a rank's shard in main memory, which crosses the link; 0 without such
-        a shard."""
+        """Bytes of a rank's shard in main memory, which crosses the link; 0 without one."""
         away = self.question.weights is HOST and not self.program.streams()
         return elements * width * away / (fsdp_ranks(self.question) * self.question.layout.tensor)
 
@@ -465,8 +457,7 @@ class Prices:
         return self._reduce(self.program.groups[group], is_first=group == first)
 
     def _times(self, layers: Range) -> Iterator[tuple[int, int]]:
-        """Return the group's layers, each with the number of the group's layers that it stands
-        for."""
+        """Return the group's layers, each with the number of its layers that it stands for."""
         counts = self.counts or (1,) * len(self.question.model.layers)
         return ((layer, counts[layer] // counts[layers[0]]) for layer in range(*layers))
 
@@ -483,16 +474,14 @@ class Prices:
         return sent + part * self.question.accumulates / self.fetch_rate()
 
     def gathers(self) -> float:
-        """Return the seconds of all gathers and reductions of a step that overlap with its
-        instructions."""
+        """Seconds of all gathers and reductions of a step that overlap with its instructions."""
         beside = () if self.program.streams() else self.program.own_groups()
         groups = [self.program.groups[group] for group in beside]
         return self.gathers_of(groups) if self.program.trains() else self.gathered_once(groups)
 
     def gathers_of(self, groups: Sequence[Range]) -> float:
-        """Return the seconds of the gathers and reductions of a step for a cut of its layers into
-        groups. Each group but the last is passed twice, and so is the last if the step is cut
-        behind the head."""
+        """Seconds of a step's gathers and reductions for a cut of its layers into groups. All
+        groups but the last are passed twice; the last too, if the step is cut behind the head."""
         last = len(groups) - (not self.question.loss.is_cut)
         seconds = 0.0
         for group, layers in enumerate(groups):
@@ -523,8 +512,7 @@ class Prices:
         return Cost(fetch=self._begin(size) if i.gradients else size / self.fetch_rate())
 
     def _begin(self, size: int) -> float:
-        """Return the seconds until sums begin: with those of earlier batches, which ranks add last,
-        or zeros."""
+        """Seconds until sums begin: from earlier batches, which ranks add last, or from zeros."""
         fetched = self.question.accumulates and self.question.layout.devices() == 1
         return size / (self.fetch_rate() if fetched else self.question.machine.memory)
 
@@ -578,8 +566,7 @@ class Prices:
     # -- rates -----------------------------------------------------------------------------------
 
     def fetch_rate(self) -> float:
-        """Return the bytes a second from host to device, of one device among all that share main
-        memory."""
+        """Bytes a second from host to device, of one device among all that share main memory."""
         machine = self.question.machine
         return self._shared(machine.fetch_together if self.together else machine.fetch)
 

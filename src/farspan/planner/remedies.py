@@ -205,8 +205,7 @@ def _memory(question: Question) -> Changes:
 
 
 def _at_least(size: int) -> tuple[str, int]:
-    """Return the bytes as an option takes them, rounded up, and their number, so the remedy names
-    the size that was tried."""
+    """Return the bytes rounded up as an option takes them: text, and the number that is tried."""
     unit, name = (MIB, "MiB") if size < SMALL else (GIB, "GiB")
     count = -(-size // unit)
     return f"{count}{name}", count * unit
@@ -298,8 +297,7 @@ PARTS = {
 
 
 def place_words(question: Question) -> str:
-    """Return where optimizer states, weights and gradients live; parts on the device are not
-    named."""
+    """Return words for where states, weights and gradients live; the device is implied."""
     on_host, states = question.weights is Tier.HOST, STATES[question.optimizer]
     if question.machine.unified:
         return "all in main memory"
@@ -318,7 +316,6 @@ STATES = {
 
 
 def part_words(part: str) -> str:
-    """Return the words for a part of a budget."""
     return PARTS.get(part, part)
 
 

@@ -33,7 +33,7 @@ from farspan.spec import (
 
 
 class Optimizer(StrEnum):
-    """Where the states of the update live, and how wide they are."""
+    """Placement and width of the optimizer's states."""
 
     ADAMW = "adamw"  # fp32 moments, and an fp32 master where weights are narrower, on the device
     ADAMW8BIT = "adamw8bit"  # one-byte moments, no master copy: results differ from AdamW
@@ -97,9 +97,9 @@ class Question:
         return None if self.profile is None else self.profile.variant.rank
 
     def variant(self, rank: int | None) -> Variant:
-        """Return how the machine runs the model with adapters of this rank: on a GPU with farspan's
-        own kernels, in 16 or 32 bits, unless the question says otherwise. Slices of weights run as
-        the model defines them."""
+        """Variant of the model on this machine, with adapters of this rank: on a GPU with farspan's
+        own kernels, in 16 or 32 bits, unless the question disagrees; slices of weights as the model
+        has them."""
         whole = not self.machine.on_cpu and self.layout.tensor == 1
         fused = whole and self.kernels.fused and self.dtype != "float64"
         adds = whole and self.kernels.accumulate
@@ -121,8 +121,7 @@ class Question:
 
     @property
     def fused(self) -> bool:
-        """Return whether the loss runs on farspan's own kernel; false if the model is not
-        profiled."""
+        """Return whether the loss runs on farspan's own kernel; false without a profile."""
         known = self.profile is not None and self.profile.variant.fused
         return known and self.loss.ids == 1
 
@@ -132,8 +131,7 @@ class Question:
         return self.profile is not None and self.profile.variant.adds
 
     def longest(self) -> int | None:
-        """Return the tokens that the model's positions reach, or None if that is unknown or
-        unbounded."""
+        """Tokens that the model's positions reach, or None if that is unknown or unbounded."""
         return None if self.profile is None else self.profile.longest
 
     def learned_positions(self) -> bool:
@@ -169,7 +167,7 @@ class Budget:
 
 
 class Fit(IntEnum):
-    """How well a plan fits, the best last."""
+    """Grade of a plan's fit, the best last."""
 
     NOT = 0
     TIGHT = 1  # without the question's margin
@@ -245,9 +243,9 @@ class Seconds:
     beside: float = 0.0  # the part of the update that overlaps with the next step
 
     def exposed(self, *, overlap: bool) -> float:
-        """Return the time in which nothing is computed because something else is awaited; where
-        lanes overlap (`Question.overlap`) this includes the process that issues. 0 if it is no more
-        than rounding."""
+        """Seconds in which nothing is computed because something else is awaited, including the
+        process that issues if lanes overlap (`Question.overlap`). 0 if it is no more than
+        rounding."""
         found = self.total - self.compute - self.optimizer - (0.0 if overlap else self.host)
         return found if found > ROUNDING * self.total else 0.0
 
@@ -407,8 +405,7 @@ _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
 def read_margin(given: str | int) -> float | int:
-    """Return bytes, or as a float a share of each memory, from text such as 3GiB, 5% or 0. Raises
-    UnsupportedError."""
+    """Bytes, or a float share of each memory, from 3GiB, 5% or 0. Raises UnsupportedError."""
     match = _PERCENT.fullmatch(given.strip()) if isinstance(given, str) else None
     if match is not None and float(match[1]) < 100:
         return float(match[1]) / 100
@@ -426,7 +423,7 @@ def read_margin(given: str | int) -> float | int:
 def margin_of(given: str | int | None, machine: MachineSpec) -> Margin:
     """Return the margin of a device and of a node's main memory: bytes, or a share that includes
     the machine's reserve. None means `SHARE` of a device, and no margin of main memory, whose
-    reserve is enough. Where both tiers are one memory, its margin is the host's. Raises
+    reserve is enough. Where both tiers are one memory, it is the host's. Raises
     UnsupportedError."""
     size = SHARE if given is None else read_margin(given)
     host = 0 if given is None else _beside(size, machine.host_bytes, machine.host_reserve)
@@ -441,8 +438,7 @@ def _beside(size: float | int, free: int, reserve: int) -> int:
 
 
 def with_room(question: Question) -> Question:
-    """Return the question on a machine without its margin: a plan that fits there leaves the
-    margin."""
+    """Return the question on a machine without its margin: a plan that fits leaves the margin."""
     margin, machine = question.margin, question.machine
     if margin == Margin():
         return question

@@ -62,7 +62,6 @@ class Choices:
     devices: Array  # [S, N]: bytes on the device of each kind of rank
 
     def only(self, which: Index | NDArray[np.bool_] | slice) -> "Choices":
-        """Return the choices at these indices."""
         return Choices(
             self.index[which],
             self.seconds[which],
@@ -155,8 +154,7 @@ class Frontier:
         self._keep(every.only(np.lexsort((every.device + every.host, every.seconds))))
 
     def within(self, limit: float, cells: "CellMoments") -> Choices:
-        """Return all choices, unordered, that may fit and may be faster than `limit` seconds. Cells
-        of no kind are counted."""
+        """Return unordered choices that may fit in under `limit` seconds, before counting cells."""
         times = slowest(self.family, in_line=self.is_in_line)
         found, devices = taken(self.family)
         devices += np.stack([cells.least(frames) for frames in self.family])[..., None]
@@ -211,7 +209,6 @@ class Frontier:
         return np.array(held)
 
     def schedule_at(self, index: int) -> Schedule:
-        """Return the schedule of a choice's index."""
         chosen, tiers = divmod(index, len(TIERS))
         cut, choice = divmod(chosen, len(self.kept.graphs))
         x, attention, activations = TIERS[tiers]
@@ -273,8 +270,7 @@ class CellMoments:
         self._outside: dict[int, int] = {}  # by chunk
 
     def least(self, frames: Frames) -> Array:
-        """Return the least bytes that every choice takes beyond its bounds, [K, F]: those of the
-        modules outside the layers."""
+        """Least bytes of every choice beyond its bounds, [K, F], by modules outside the layers."""
         chunk = frames.schedule.chunk
         if chunk not in self._outside:
             given = frames.schedule
@@ -341,8 +337,7 @@ class _Candidate:
 
 
 class Thrift:
-    """Search for the least footprint among the schedules that the search for the least time
-    bounded."""
+    """Search for the least footprint among the schedules that the search for time bounded."""
 
     def __init__(
         self, question: Question, frontiers: Sequence[Frontier], cells: CellMoments
@@ -435,8 +430,7 @@ class Outcome:
 
 
 def gap(plan: Plan, lowest: float) -> float:
-    """Return the largest fraction by which a plan can be slower than the optimum, if no plan takes
-    less than `lowest` seconds."""
+    """Largest fraction by which a plan is slower than the optimum, which takes `lowest` or more."""
     if lowest >= plan.seconds.total * (1 - SLACK):
         return 0.0
     return plan.seconds.total / lowest - 1
@@ -492,9 +486,8 @@ def search(
 def _first_in_line(
     question: Question, frontiers: Sequence[Frontier], cells: CellMoments, effort: SearchEffort
 ) -> Plan | None:
-    """Return the fitting plan that is fastest if nothing overlaps. Where copies overlap with
-    computation many schedules have nearly the same bound; this plan is close to the fastest, and
-    soon found."""
+    """Return the fitting plan that is fastest if nothing overlaps. Where copies overlap many
+    schedules have nearly the same bound; this plan is close to the fastest, and soon found."""
     effort.bound(frontiers)
     queue = _Queue([frontier.in_line() for frontier in frontiers])
     while queue.lowest < INFINITE and not effort.is_spent:
@@ -545,8 +538,7 @@ def _improved(plan: Plan, field: str, sizes: Sequence[int], effort: SearchEffort
 
 
 def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
-    """Return the sizes that by their prices save enough over the size before; others are
-    skipped."""
+    """Sizes that by their prices save enough over the size before; others are skipped."""
     found, known = list[int](), _work(plan, plan.schedule)
     for tokens in sizes:
         work = _work(plan, _with(plan.schedule, field, tokens))
@@ -557,9 +549,9 @@ def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
 
 
 def _work(plan: Plan, schedule: Schedule) -> float:
-    """Return the seconds of the head and of one forward and backward of every cell, whose number
-    does not depend on the size. With sparse attention only the head counts, whose size is then the
-    only choice."""
+    """Return the seconds of the head and of one forward and backward of every cell, whose number is
+    the same for any size. With sparse attention only the head counts, and only its size is
+    chosen."""
     cell_prices = CellPrices(plan.question, schedule)
     lanes, loss = cell_prices.lanes, plan.question.loss
     seconds = float(lanes.head.sum())
@@ -592,8 +584,7 @@ def _with(schedule: Schedule, field: str, size: int) -> Schedule:
 
 
 def _blocks(plan: Plan) -> Iterator[int]:
-    """Yield the block sizes to try: only if K, V lie on the device, and where calls on earlier keys
-    could use them."""
+    """Yield block sizes to try: if K, V lie on the device and calls on earlier keys get longer."""
     question, schedule = plan.question, plan.schedule
     batch, tokens = question.run.batch, question.run.tokens
     if schedule.kv is Tier.HOST or schedule.sparse is not None or question.layout.ring > 1:

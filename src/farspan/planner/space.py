@@ -48,8 +48,7 @@ PARTS_OF_ACTIVATIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The choices of a search. Tiers of x, attention and activations and the fractions stay open
-    for `bounds`."""
+    """Choices of a search. Fractions and the tiers of x, attention and activations stay open."""
 
     chunks: tuple[int, ...]
     cuts: tuple[Cut, ...]
@@ -152,16 +151,15 @@ def cuts(model: ModelSpec) -> tuple[Cut, ...]:
 
 
 def even(layers: int, groups: int) -> tuple[int, ...]:
-    """Return sizes that differ by at most one, the larger ones last, which recompute a layer
-    less."""
+    """Return sizes that differ by at most one, larger ones last, which recompute a layer less."""
     size, more = divmod(layers, groups)
     return (size,) * (groups - more) + (size + 1,) * more
 
 
 def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     """Return the cut into `groups` whose fullest backward holds the fewest bytes a token:
-    boundaries below, the gradient of the group's output unless the head makes it, and the group's
-    own K, V, dK, dV."""
+    boundaries below, the output's gradient unless the head makes it, and the group's K, V, dK,
+    dV."""
     layers, sizes = len(model.layers), [layer.kv_elements() for layer in model.layers]
     boundary = model.hidden * model.element_bytes
     # Recurrent layers have no K, V; those that attend are dealt evenly among them.

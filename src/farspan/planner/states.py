@@ -77,8 +77,7 @@ class States:
 
 
 def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> States:
-    """Return the bytes of states on one device; a frozen reference has its weights on the same
-    tier."""
+    """Bytes of states on one device; a frozen reference has its weights on the same tier."""
     found = _own_states(question, group_layers)
     if question.loss.reference is not Reference.FROZEN:
         return found
@@ -86,9 +85,8 @@ def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> Sta
 
 
 def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> States:
-    """Return the bytes of the trained model's states. `group_layers` are the layer ranges of the
-    schedule's groups. Whole weights on the host pass through the program's own buffers, and so do
-    their gradients."""
+    """Bytes of the trained model's states. `group_layers` are the layer ranges of the schedule's
+    groups. Whole weights on the host, and their gradients, pass through the program's buffers."""
     away = question.weights is Tier.HOST
     if away and not question.layout.cuts_weights():
         return _states_on_host(question)
@@ -121,8 +119,7 @@ def _packed(model: ModelSpec) -> int:
 
 
 def _states_on_host(question: Question) -> States:
-    """Return the states with whole weights on the host. `.grad` is the sum unless it is
-    narrower."""
+    """States with whole weights on the host. `.grad` is the sum unless it is narrower."""
     model = question.model
     wide, final = model.accumulate_bytes(), gradient_bytes(question)
     on_device, on_host = _optimizer_bytes(question, model.trainable)
@@ -189,9 +186,8 @@ def update_overlaps(question: Question) -> bool:
 
 
 def update_seconds(question: Question) -> float:
-    """Return the seconds of one update: every byte of gradients and states is read, and written,
-    once. If only the states are on the host, gradients go there and weights come back during the
-    update."""
+    """Seconds of one update: every byte of gradients and states is read, and written, once. If only
+    the states are on the host, gradients go there and weights come back during the update."""
     model, machine = question.model, question.machine
     if question.optimizer is Optimizer.NONE or not model.trainable:
         return 0.0

@@ -63,8 +63,7 @@ IDLE = -1.0  # ready time of a lane that has no part in the instruction
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Seconds of one step without the optimizer's update; `waited` is the time that it waits for
-    one."""
+    """Seconds of one step without the optimizer's update; `waited` are those of waiting for one."""
 
     total: float
     compute: float
@@ -91,8 +90,7 @@ class Span:
 
 @dataclass(slots=True)
 class _Use:
-    """End of the last write of a place, after which it may be read, and of its last use, after
-    which it may be written."""
+    """Times from which a place may be read (after its last write) and written (its last use)."""
 
     written: float
     used: float
@@ -273,10 +271,9 @@ class _Clock:
 def fold(
     layers: Sequence[Hashable], groups: Sequence[tuple[int, int]], *, inside: bool = True
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return fewer layers that stand for all layers of the groups, the number that each stands
-    for, and the sizes of the remaining groups. Equal entries of `layers` are equal layers. Not
-    `inside` groups if something overlaps with a whole group, whose layers then have to take their
-    full time."""
+    """Return fewer layers that stand for all layers of the groups, the number that each stands for,
+    and the sizes of the remaining groups. Equal entries of `layers` are equal layers. Not `inside`
+    groups if something overlaps with a whole group, whose layers then take their full time."""
     kinds = [tuple(layers[first:stop]) for first, stop in groups]
     found, sizes = list[tuple[int, int]](), list[int]()
     for group, count in _folded(kinds, once=BETWEEN):
@@ -291,8 +288,7 @@ def fold(
 
 def _folded(kinds: Sequence[Hashable], once: int) -> list[tuple[int, int]]:
     """Return the remaining indices of a row, each with the number that it stands for: both ends,
-    and in between one of each repeating period, with `once` periods on either side that stand for
-    themselves."""
+    and one of each repeating period between, with `once` separate periods on either side."""
     found, place, end = [(0, 1)], 1, len(kinds) - 1
     while place < end:
         period, repeats = max(

@@ -138,8 +138,7 @@ class Walk:
             self._begin_with_gradients()
 
     def _begin_with_gradients(self) -> None:
-        """Allocate the gradients of all weights. Where `.grad` is the sum itself, it grows no
-        further."""
+        """Allocate the gradients of all weights. If `.grad` is the sum, it grows no further."""
         if not self.streams:
             self._take(self._final(sum(self.outer_weights.values()) + sum(map(sum, self.weights))))
         if not self.sums_apart:
