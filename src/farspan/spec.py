@@ -369,7 +369,7 @@ class Sparse:
     recent: int = 4096  # tokens before the chunk that its queries see, rounded up to a page border
     sinks: int = 128  # first tokens of the sequence, seen by all, rounded up to a page border
     query_page: int = 16  # tokens that choose together, cut to a divisor of `page`
-    selector: str = SUBMEANS  # comparison of pages: `submeans`, `mean` or `index`
+    selector: str = SUBMEANS  # how pages are compared: `submeans`, `mean` or `index`
     index_dim: int = 32  # dims of a key of `index`, at most those of the model's keys
 
     def __post_init__(self) -> None:
@@ -493,22 +493,22 @@ class Schedule:
 
     chunk: int = 16384  # tokens per chunk; the last one may be shorter (OOMB 4.1, FPDT 4.1)
     groups: int | tuple[int, ...] = 1  # layers per group, or the size of each group in order
-    boundary_inputs: Tier = Tier.HOST  # tier of layer inputs at the borders of groups
-    kv: Tier = Tier.DEVICE  # tier of K, V, dK, dV of the open group; host streams blocks
-    kv_kept: bool = False  # keep K, V of closed groups for their backward, which rebuilds none
-    kv_home: Tier = Tier.HOST  # tier of kept K, V if `kv` is device
+    boundary_inputs: Tier = Tier.HOST  # where layer inputs at the borders of groups wait
+    kv: Tier = Tier.DEVICE  # where K, V, dK, dV of the open group live; host streams blocks
+    kv_kept: bool = False  # keep K, V of closed groups for their backward, which then rebuilds none
+    kv_home: Tier = Tier.HOST  # where kept K, V wait if `kv` is device
     attention_save_fraction: float = 0.0  # share of the tokens, latest first, that keep O and LSE
     attention_open: bool = False  # keep O and LSE of the open group while it is rebuilt
-    attention: Tier = Tier.HOST  # tier of kept O and LSE
+    attention: Tier = Tier.HOST  # where kept O and LSE live
     activation_save_fraction: float = 0.0  # share of the tokens that keep other activations
-    activations: Tier = Tier.HOST  # tier of kept activations (MEMO 4.1)
+    activations: Tier = Tier.HOST  # where kept activations live (MEMO 4.1)
     layer_checkpoint: bool = False  # the backward holds one layer's activations, not one group's
     kv_block: int = 16384  # most keys that one attention call sees, on a fixed grid
-    loss_chunk_size: int = 1024  # tokens whose logits exist at the same time
+    loss_chunk_size: int = 1024  # tokens whose logits exist at one time
     mlp_chunk_size: int | None = None  # tokens whose MLP activations exist at once; null: a chunk
-    alltoall_splits: int = 2  # pieces in which ranks exchange heads, overlapping with attention
+    alltoall_splits: int = 2  # pieces in which ranks exchange heads; one travels while one is used
     sparse: Sparse | None = None  # approximate attention in layers without a window; None: exact
-    weights: Tier = Tier.DEVICE  # tier of weights and gradients; host: two groups on the device
+    weights: Tier = Tier.DEVICE  # where weights and gradients live; host: two groups on the device
 
     def __post_init__(self) -> None:
         for field in ("chunk", "kv_block", "loss_chunk_size", "mlp_chunk_size"):
