@@ -345,7 +345,7 @@ def test_longest_contexts_fit_a_screen(
         (["--context", "1M", "--strategy", "magic"], "strategy: 'magic' is not known"),
         (["--context", "1M", "--dtype", "int8"], "dtype: expected one of"),
         (["--context", "1M", "--loss", "ppo"], "loss: expected one of sft, dpo"),
-        (["--context", "1M", "--reference", "frozen"], "reference: of loss sft expected none"),
+        (["--context", "1M", "--reference", "frozen"], "reference: loss sft expects none"),
         (["--context", "1M", "--machine", "h2000"], "machine: 'h2000' is neither a preset nor"),
         (["--context", "1M", "--model", "Qwen9-7X"], "model: 'Qwen9-7X' is no preset"),
         (["--context", "1M", "--sparse", "maybe"], "sparse: expected on, off or fields such as"),

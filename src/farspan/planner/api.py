@@ -47,7 +47,7 @@ class Configuration(Protocol):
 Config = str | Path | Mapping[str, Any] | Configuration | ModelSpec | Profiles
 
 
-def _in_silence(_: str) -> None:
+def _discard(_: str) -> None:
     """Discard a message."""
 
 
@@ -102,7 +102,7 @@ class Request:
     # none, frozen, adapters-off or stored; None: the default of `request.loss_of`.
     reference: str | None = None
     kernels: Kernels = field(default_factory=Kernels)  # implementations of each operation
-    progress: Callable[[str], None] = _in_silence  # receives messages while measuring
+    progress: Callable[[str], None] = _discard  # receives messages while measuring
 
     def __post_init__(self) -> None:
         """Read words in the spellings that other tools and people use."""

@@ -162,7 +162,8 @@ def seconds(frames: Frames, *, in_line: bool = False, update: bool = True) -> Ar
     stages, count = question.layout.pipeline, len(cell_prices.chunks)
     total = total * ((count + stages - 1) / count)
     if update_overlaps(question):  # the backward waits for the update
-        after = sum(cell_prices.lanes.backward[of].compute.sum() for of in cell_prices.model.layers)
+        backward = cell_prices.lanes.backward
+        after = sum(backward[spec].compute.sum() for spec in cell_prices.model.layers)
         after += cell_prices.lanes.head.sum()
         return np.asarray(np.maximum(total, (cell_prices.update + after) * update))
     return np.asarray(total + cell_prices.update * update)
@@ -251,8 +252,8 @@ def _reference(frames: Frames) -> Array:
     work = np.zeros(LANES)
     for spec in cell_prices.model.layers:
         cell, kv = lanes.forward[spec], cell_prices.kv_row(spec) * cell_prices.share.keys.total
-        of = cell.compute, cell.fetch * on_host, cell.evict, cell.collective, cell.host
-        work += [lane.sum() for lane in of]
+        busy = cell.compute, cell.fetch * on_host, cell.evict, cell.collective, cell.host
+        work += [lane.sum() for lane in busy]
         work[COMPUTE] += 2 * kv / cell_prices.question.machine.memory
         work[EVICT] += kv * on_host / prices.evict_rate()
     work[COMPUTE] += lanes.embed.sum() * kind.is_first + lanes.values.sum() * kind.is_last
@@ -360,7 +361,7 @@ def _fullest(frames: Frames) -> Array:
     else:
         device = device + np.maximum(first[0], backward[0])
         host = host + np.maximum(first[1], backward[1])
-    return np.stack([_of_cuts(frames, of) for of in (device, host)])
+    return np.stack([_of_cuts(frames, sizes) for sizes in (device, host)])
 
 
 # -- phases ------------------------------------------------------------------------------------

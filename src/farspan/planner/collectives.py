@@ -43,14 +43,14 @@ class Collectives:
         if mode is not AttentionMode.COMPUTE:
             # O comes back as tokens; K, V of a rebuild or q of a backward become heads.
             return self._ulysses(tokens, max(query, kv), out) + tensor
-        heads = self._beside(tokens, query + kv, out, pieces, work)
+        heads = self._exchange(tokens, query + kv, out, pieces, work)
         return heads + self._shards_forward(spec, tokens) + tensor
 
     def backward(self, spec: LayerSpec, tokens: int, pieces: int = 1, work: float = 0.0) -> float:
         """Return the seconds of a backward cell's collectives, without the ring's."""
         query, kv, out = _elements(spec)
         # The two inputs gathered again for weight gradients travel while a product runs.
-        heads = self._beside(tokens, out, query + kv, pieces, work)
+        heads = self._exchange(tokens, out, query + kv, pieces, work)
         return heads + self._tensor(tokens, passes=4) + self._shards_backward(spec, tokens)
 
     def ring(self, spec: LayerSpec, stop: int, *, backward: bool) -> float:
@@ -99,7 +99,7 @@ class Collectives:
 
     # -- one kind each ---------------------------------------------------------------------------
 
-    def _beside(self, tokens: int, into: int, out: int, pieces: int, work: float) -> float:
+    def _exchange(self, tokens: int, into: int, out: int, pieces: int, work: float) -> float:
         """Return the seconds that attention does not hide of the all-to-alls before and after it;
         `into` and `out` are elements a token."""
         if self.question.layout.ulysses == 1:

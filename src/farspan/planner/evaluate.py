@@ -93,8 +93,8 @@ def kinds_of(question: Question, schedule: Schedule) -> tuple[RankKind, ...]:
         ends = stage == 0, stage == layout.pipeline - 1
         alike.setdefault((*ends, layers[slice(*group)]), []).append(stage)
     return tuple(
-        RankKind(Rank(layout, last + of[0] * stride), groups[of[0]], tuple(of), widest)
-        for of in alike.values()
+        RankKind(Rank(layout, last + stages[0] * stride), groups[stages[0]], tuple(stages), widest)
+        for stages in alike.values()
     )
 
 
@@ -213,7 +213,7 @@ class RankWalk(Walk):
         self.steps |= {Receive: self._receive, Send: self._send}
         groups = (range(*program.groups[group]) for group in program.own_groups())
         here = {layer for group in groups for layer in group}
-        self.weights = [of if layer in here else [] for layer, of in enumerate(self.weights)]
+        self.weights = [sizes if layer in here else [] for layer, sizes in enumerate(self.weights)]
         if question.accumulates and not self.streams:
             self.replaces = self.sums_apart
             self._begin_with_gradients()
@@ -286,7 +286,7 @@ def telling_chunks(question: Question, schedule: Schedule) -> list[int] | None:
     chunks = chunks_of(question.model, question.run.tokens, schedule, question.layout)
     fractions = schedule.attention_save_fraction, schedule.activation_save_fraction
     count = len(chunks)
-    borders = {0, count, *(count - len(kept_chunks(of, chunks)) for of in fractions)}
+    borders = {0, count, *(count - len(kept_chunks(fraction, chunks)) for fraction in fractions)}
     found: set[int] = set()
     for start, stop in pairwise(sorted(borders)):
         found.update(range(start, min(stop, start + ENDS)), range(max(start, stop - ENDS), stop))
@@ -395,8 +395,8 @@ def composed_seconds(
 
 def _reference(question: Question, program: Program) -> Program:
     """Program of the reference's forward, which runs before the step in the same memory."""
-    of = question.model, question.run, program.schedule, program.share.rank
-    return build_evaluation(*of)
+    arguments = question.model, question.run, program.schedule, program.share.rank
+    return build_evaluation(*arguments)
 
 
 def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:
@@ -450,9 +450,9 @@ def rank_parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict
 def _joined(*parts: dict[str, int]) -> dict[str, int]:
     """Return one budget from parts with distinct names."""
     found: dict[str, int] = {}
-    for of in parts:
-        assert not found.keys() & of.keys(), found.keys() & of.keys()
-        found |= of
+    for part in parts:
+        assert not found.keys() & part.keys(), found.keys() & part.keys()
+        found |= part
     return found
 
 
@@ -474,8 +474,8 @@ def _together(
 
     def shares(counts: tuple[int, ...]) -> dict[str, int]:
         sums = Counter[str]()
-        for count, of in zip(counts, parts, strict=True):
-            sums.update({name: count * size for name, size in of.items()})
+        for count, part in zip(counts, parts, strict=True):
+            sums.update({name: count * size for name, size in part.items()})
         return {name: -(-size // near) for name, size in sums.items()}
 
     return max(map(shares, on_machines(question, kinds)), key=_total)
@@ -524,8 +524,8 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
     layers = groups[0][0], groups[-1][1]
     update = update_seconds(replace(question, model=stage_model(question.model, layers)))
     if question.loss.evaluates:
-        of = _reference(question, program)
-        forward, more = _line(question, of, beside=False, simulated=simulated)
+        reference = _reference(question, program)
+        forward, more = _line(question, reference, beside=False, simulated=simulated)
         line, sent = line.before(forward), sent + more
     exposed = min(line.waited, update) if beside else update
     return Seconds(

@@ -79,12 +79,12 @@ def families(
                 known_prices[key] = CellPrices(question, schedule, kind, like)
             like = known_prices[key]
             own = ((len(like.model.layers),),) if kind.is_stage else sizes
-            of = cuts.get((own, kind)) or Cuts(like.question, own, kind)
+            own_cuts = cuts.get((own, kind)) or Cuts(like.question, own, kind)
             count = len(like.chunks)
             pairs = kept.get(count) or _kept_pairs(space, count)
-            cuts[own, kind], kept[count] = of, pairs
+            cuts[own, kind], kept[count] = own_cuts, pairs
             own_groups = replace(schedule, groups=sizes[0]) if kind.is_stage else schedule
-            found.append(Frames(like, own_groups, of, pairs))
+            found.append(Frames(like, own_groups, own_cuts, pairs))
         yield tuple(found), schedule, sizes
 
 
@@ -257,8 +257,8 @@ def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
 def _walk(cell_prices: CellPrices, schedule: Schedule, walked: Sequence[int]) -> RankWalk:
     """Return a walk through the program's outline with the `walked` chunks."""
     whole, rank = cell_prices.whole, cell_prices.kind.rank
-    of, is_cut = (whole.model, whole.run, schedule, rank), whole.loss.is_cut
-    program = build_program(*of, walked=walked, is_cut=is_cut)
+    arguments, is_cut = (whole.model, whole.run, schedule, rank), whole.loss.is_cut
+    program = build_program(*arguments, walked=walked, is_cut=is_cut)
     return RankWalk(whole, program)
 
 
@@ -332,7 +332,7 @@ def _counted_seconds(question: Question, schedule: Schedule) -> Seconds:
     bounds = {name: busy[lane] for lane, name in names.items()}
     bounds["link"] = max(busy["fetch"], busy["evict"])
     total, alone = (
-        float(of(frames)[0, 0, tiers]) for of in (seconds, partial(seconds, update=False))
+        float(price(frames)[0, 0, tiers]) for price in (seconds, partial(seconds, update=False))
     )
     beside, update = update_overlaps(question), frames.cell_prices.update
     return Seconds(

@@ -160,8 +160,8 @@ def _counted(name: str) -> tuple[int | None, str]:
     match = _COUNTED.fullmatch(text)
     if match is None:
         return None, _singular(name) if re.search(r"[a-z]\d+s$", text) else name
-    before, card, other, behind, first, of = match.groups()
-    return int(before or behind or first), _singular(card or other or of)
+    before, card, other, behind, first, counted = match.groups()
+    return int(before or behind or first), _singular(card or other or counted)
 
 
 def _singular(name: str) -> str:
@@ -228,21 +228,21 @@ def _preset_called(name: str) -> str:
 def _hint(name: str, words: tuple[str, ...], memory: int | None, found: list[str]) -> str:
     other = _called(words, None) if memory is not None and words else []
     if other:
-        has = " or ".join(f"{_size(of)} GB" for of in other)
+        has = " or ".join(f"{_size(preset)} GB" for preset in other)
         return f"{other[0]} has {has}; give --machine {other[0]} --device-memory {memory}GB"
     for without, said in _WITHOUT.items():
         if (match := without.fullmatch(name.lower())) is not None:
             return said.format(match[1].upper())
     within = [name for name, known in _known().items() if any(_is_within(w, words) for w in known)]
     if not within and (series := _SERIES.fullmatch(name.lower())) is not None:
-        like = min(of for of in names() if of.startswith(f"rtx{series[1]}"))
+        like = min(preset for preset in names() if preset.startswith(f"rtx{series[1]}"))
         return f"for a card like {like} give --gpu {like} --device-memory SIZE, such as 12GB"
     if name.isdecimal():
         return f"for a number of devices give --gpus {name}, and the card with --machine"
     numbers = {word for word in words if word.isdecimal() and len(word) > 1}
-    sized = [of for of in names() if memory is not None and not words and _size(of) == memory]
-    close = found or within or [of for of in names() if of.startswith(name.lower())] or sized
-    close = close or [of for of, known in _known().items() if numbers & set().union(*known)][:3]
+    sized = [n for n in names() if memory is not None and not words and _size(n) == memory]
+    close = found or within or [n for n in names() if n.startswith(name.lower())] or sized
+    close = close or [n for n, known in _known().items() if numbers & set().union(*known)][:3]
     plain = "".join(_WORD.findall(name.lower()))
     close = close or difflib.get_close_matches(plain, names(), n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close[:3])}?" if close else f"some are {some(names())}"

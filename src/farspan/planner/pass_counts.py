@@ -323,7 +323,7 @@ class Cuts:
     def own(self) -> list[list[tuple[int, int]]]:
         """The groups of each cut as layer ranges of the whole model."""
         first = self.kind.layers[0]
-        return [[(start + first, stop + first) for start, stop in of] for of in self.bounds]
+        return [[(start + first, stop + first) for start, stop in groups] for groups in self.bounds]
 
     def gathers(self, prices: Prices) -> Array:
         """Return the seconds of FSDP's collectives, [K, 1]."""

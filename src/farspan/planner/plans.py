@@ -226,9 +226,9 @@ def plan_as_written(
     is_other = not _is_same(question, best.schedule, schedule)
     others = (replace(best, strategy=AUTO, alternatives=()),) if is_other else ()
     if plan.fits:
-        return replace(plan, reason=_beside(plan, best), alternatives=others)
+        return replace(plan, reason=_compared(plan, best), alternatives=others)
     # The remedies were tried with any strategy.
-    any_too = (replace(of, options=f"{of.options} {ANY_STRATEGY.options}") for of in best.remedies)
+    any_too = (replace(r, options=f"{r.options} {ANY_STRATEGY.options}") for r in best.remedies)
     remedies = (ANY_STRATEGY,) if best.fits else tuple(any_too)
     return replace(plan, reason=breaks_first(plan), remedies=remedies, alternatives=others)
 
@@ -240,7 +240,7 @@ def _is_same(question: Question, one: Schedule, other: Schedule) -> bool:
     return ranges[0] == ranges[1] and replace(one, groups=other.groups) == other
 
 
-def _beside(plan: Plan, best: Plan) -> str:
+def _compared(plan: Plan, best: Plan) -> str:
     """Return the reason of a written plan that fits, compared with the best plan."""
     share = best.seconds.total / plan.seconds.total
     if not best.fits or share > 1 - TOLERANCE:

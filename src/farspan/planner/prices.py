@@ -175,7 +175,7 @@ def rates_of(question: Question) -> Rates:
 
 
 @dataclass(slots=True)
-class _Tariff:
+class _PriceRule:
     """Prices of one kind of instruction."""
 
     decides: Callable[[Any], Hashable]  # instructions with equal keys cost the same
@@ -202,7 +202,7 @@ class Prices:
     _sizes: list[int] = field(init=False)
     _pieces: list[int] = field(init=False)  # by layer: pieces in which a cell's heads are exchanged
     _tiled: TiledPrices = field(init=False)
-    _tariffs: dict[type[Instruction], _Tariff] = field(init=False)
+    _rules: dict[type[Instruction], _PriceRule] = field(init=False)
     _known: dict[Hashable, float] = field(init=False, default_factory=dict)  # seconds of products
     _sums: dict[tuple[Range | None, bool], int] = field(init=False, default_factory=dict)  # bytes
 
@@ -214,13 +214,14 @@ class Prices:
         seen: dict[LayerSpec, int] = {}
         self._classes = [seen.setdefault(spec, len(seen)) for spec in self.program.model.layers]
         self._sizes = [stop - start for start, stop in self.program.share.tokens.rows]
-        pieces = [len(pieces_of(self.program.schedule, self.question.layout, of)) for of in seen]
-        self._pieces = [pieces[of] for of in self._classes]
+        schedule, layout = self.program.schedule, self.question.layout
+        pieces = [len(pieces_of(schedule, layout, spec)) for spec in seen]
+        self._pieces = [pieces[kind] for kind in self._classes]
         traffic = self._gradient_traffic(product=True)
         self._tiled = TiledPrices(self.program, self._products, self._moved, traffic)
-        self._tariffs = self._all_tariffs()
+        self._rules = self._all_rules()
 
-    def _all_tariffs(self) -> dict[type[Instruction], _Tariff]:
+    def _all_rules(self) -> dict[type[Instruction], _PriceRule]:
         classes, sizes, buffers = self._classes, self._sizes, self.program.buffers
         keys = [stop - start for start, stop in self.program.share.keys.rows]
         layers = self.program.model.layers
@@ -228,8 +229,8 @@ class Prices:
         def forward(i: Forward) -> Hashable:
             put_away = i.kept, i.write_kv is not None, i.attention is not None, i.chooses
             reads = i.mode is MODE_COMPUTE or layers[i.layer].state
-            of = i.chunk if reads else (sizes[i.chunk], keys[i.chunk])
-            return classes[i.layer], of, i.mode, put_away, self._tiled.cells.skips(i)
+            size = i.chunk if reads else (sizes[i.chunk], keys[i.chunk])
+            return classes[i.layer], size, i.mode, put_away, self._tiled.cells.skips(i)
 
         def backward(i: Backward) -> Hashable:
             return classes[i.layer], i.chunk, self._tiled.cells.has_tiles(i)
@@ -242,29 +243,29 @@ class Prices:
             return buffers[i.buffer].bytes, buffers[i.buffer].tier
 
         streamed = {
-            Gather: _Tariff(lambda i: i, self._gather),
-            Reduce: _Tariff(lambda i: i, lambda i: Cost(collective=self.reduce(i.group))),
-            Close: _Tariff(lambda i: i, self._close),
+            Gather: _PriceRule(lambda i: i, self._gather),
+            Reduce: _PriceRule(lambda i: i, lambda i: Cost(collective=self.reduce(i.group))),
+            Close: _PriceRule(lambda i: i, self._close),
         }
         return (streamed if self.program.streams() else {}) | {
-            Forward: _Tariff(forward, self._forward),
-            Backward: _Tariff(backward, self._backward),
-            Fetch: _Tariff(copy, self._fetch),
-            Evict: _Tariff(copy, self._evict),
-            Head: _Tariff(lambda i: (sizes[i.chunk], i.gradient), self._head),
-            Embed: _Tariff(lambda i: sizes[i.chunk], self._embed),
-            EmbedBackward: _Tariff(lambda i: sizes[i.chunk], self._embed_backward),
-            Clear: _Tariff(clear, self._clear),
+            Forward: _PriceRule(forward, self._forward),
+            Backward: _PriceRule(backward, self._backward),
+            Fetch: _PriceRule(copy, self._fetch),
+            Evict: _PriceRule(copy, self._evict),
+            Head: _PriceRule(lambda i: (sizes[i.chunk], i.gradient), self._head),
+            Embed: _PriceRule(lambda i: sizes[i.chunk], self._embed),
+            EmbedBackward: _PriceRule(lambda i: sizes[i.chunk], self._embed_backward),
+            Clear: _PriceRule(clear, self._clear),
         }
 
     def of(self, instruction: Instruction) -> Cost:
-        tariff = self._tariffs.get(type(instruction))
-        if tariff is None:
+        rule = self._rules.get(type(instruction))
+        if rule is None:
             return NOTHING
-        key = tariff.decides(instruction)
-        cost = tariff.known.get(key)
+        key = rule.decides(instruction)
+        cost = rule.known.get(key)
         if cost is None:
-            cost = tariff.known[key] = tariff.price(instruction)
+            cost = rule.known[key] = rule.price(instruction)
         return cost
 
     # -- copies ----------------------------------------------------------------------------------
@@ -497,10 +498,10 @@ class Prices:
 
     def _group_bytes(self, layers: Range | None, *, gradients: bool) -> int:
         if (layers, gradients) not in self._sums:  # the cuts of a search share many groups
-            of = partial(group_bytes, self.question.model, gradients=gradients)
+            bytes_of = partial(group_bytes, self.question.model, gradients=gradients)
             each = () if layers is None else self._times(layers)
-            size = sum(of((i, i + 1)) * times for i, times in each)
-            self._sums[layers, gradients] = of(None) if layers is None else size
+            size = sum(bytes_of((i, i + 1)) * times for i, times in each)
+            self._sums[layers, gradients] = bytes_of(None) if layers is None else size
         return self._sums[layers, gradients]
 
     def _bytes_of(self, group: int, outer: bool, *, gradients: bool) -> int:
@@ -536,18 +537,20 @@ class Prices:
         """Return the seconds of fetch and evict of all groups of a cut in a step. The backward
         begins with the last two groups, which are still there."""
         fetched = self.streamed_once((*groups, *groups[:-2]))
-        sums = sum(self._group_bytes(of, gradients=True) for of in (*groups, None))
+        sums = sum(self._group_bytes(group, gradients=True) for group in (*groups, None))
         return fetched + self._begin(sums), sums / self.evict_rate()
 
     def streamed_once(self, groups: Sequence[Range]) -> float:
         """Return the seconds of fetching these groups and the modules outside the layers."""
-        size = sum(self._group_bytes(of, gradients=False) for of in (*groups, None))
+        size = sum(self._group_bytes(group, gradients=False) for group in (*groups, None))
         return size / self.fetch_rate()
 
     def weight_slots(self, groups: Sequence[Range], gradients: bool) -> int:
         """Return the bytes of two groups' slots and those of the modules outside the layers."""
         rings = [groups[0::2], groups[1::2], [None]]
-        found = [[self._group_bytes(of, gradients=gradients) for of in ring] for ring in rings]
+        found = [
+            [self._group_bytes(group, gradients=gradients) for group in ring] for ring in rings
+        ]
         return sum(aligned(max(sizes)) for sizes in found if sizes)
 
     # -- bytes a token, batch included -----------------------------------------------------------

@@ -185,8 +185,8 @@ def loss_of(
     UnsupportedError naming the field."""
     if kind not in tuple(LossKind):
         raise UnsupportedError(f"loss: expected one of {', '.join(LossKind)}, got {kind!r}")
-    of = LossKind(kind)
-    can = _references(of, adapters=adapters)
+    loss = LossKind(kind)
+    can = _references(loss, adapters=adapters)
     found = can[0] if reference is None else reference
     if found not in can:
         advice = f"; set it to {can[0]}"
@@ -195,14 +195,14 @@ def loss_of(
         elif found == Reference.ADAPTERS_OFF:
             advice = "; adapters-off needs adapters: give lora, their rank, such as 16"
         raise UnsupportedError(
-            f"reference: of loss {of} expected {' or '.join(can)}, got {found!r}{advice}"
+            f"reference: loss {loss} expects {' or '.join(can)}, got {found!r}{advice}"
         )
-    many = of is LossKind.DISTILL
+    many = loss is LossKind.DISTILL
     if ids is not None and not (many and ids > 0):
         raise UnsupportedError(
-            f"ids: expected a whole number above 0, of loss {LossKind.DISTILL} alone, got {ids!r}"
+            f"ids: expected a whole number above 0, only with loss {LossKind.DISTILL}, got {ids!r}"
         )
-    return Objective(of, Reference(found), ids or (DISTILLED if many else 1))
+    return Objective(loss, Reference(found), ids or (DISTILLED if many else 1))
 
 
 def _references(kind: LossKind, *, adapters: bool) -> tuple[Reference, ...]:
@@ -426,14 +426,14 @@ def margin_of(given: str | int | None, machine: MachineSpec) -> Margin:
     reserve is enough. Where both tiers are one memory, it is the host's. Raises
     UnsupportedError."""
     size = SHARE if given is None else read_margin(given)
-    host = 0 if given is None else _beside(size, machine.host_bytes, machine.host_reserve)
+    host = 0 if given is None else _share_bytes(size, machine.host_bytes, machine.host_reserve)
     if machine.unified:
         return Margin(0, host)
     # `device_bytes` includes the reserve, `host_bytes` does not.
-    return Margin(_beside(size, machine.device_bytes - machine.reserve, machine.reserve), host)
+    return Margin(_share_bytes(size, machine.device_bytes - machine.reserve, machine.reserve), host)
 
 
-def _beside(size: float | int, free: int, reserve: int) -> int:
+def _share_bytes(size: float | int, free: int, reserve: int) -> int:
     return size if isinstance(size, int) else max(0, int(size * (free + reserve)) - reserve)
 
 

@@ -193,9 +193,9 @@ class Frontier:
         assert choices is not None
         self.known.add(kind)
         self.effort.walk()
-        of = choices.kind == kind
-        choices.devices[:, of] += self.held(kind, cells)
-        choices.device[of] = fullest(self.family, choices.devices[:, of])
+        members = choices.kind == kind
+        choices.devices[:, members] += self.held(kind, cells)
+        choices.device[members] = fullest(self.family, choices.devices[:, members])
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
     def held(self, kind: int, cells: "CellMoments") -> Array:
@@ -281,9 +281,9 @@ class CellMoments:
     def beyond(self, frames: Frames, cut: int, alike: int) -> float:
         """Return the least bytes that the choices of a kind take beyond their bounds."""
         kept, s, sizes = frames.kept, frames.schedule, frames.cuts.sizes[cut]
-        of = kept.alike == alike
+        members = kept.alike == alike
         # The chunks with the fewest keys before them, over all choices of the kind.
-        most = int(kept.attention[of].max()), int(kept.graphs[of].max())
+        most = int(kept.attention[members].max()), int(kept.graphs[members].max())
         walked = quick.latest(kept.chunks, *most, first=not frames.cell_prices.are_equal)
         rank = frames.cuts.kind.rank
         key = s.chunk, sizes, rank, s.kv_kept, s.attention_open, s.layer_checkpoint, *most
@@ -292,7 +292,7 @@ class CellMoments:
             self._known[key] = quick.transient(frames.cell_prices, own, *most, walked)
         held = frames.cuts.held[cut]
         gradients = held.gradients + max(0, held.accumulators + self._known[key])
-        return float(gradients - momentary(frames)[cut, np.flatnonzero(of)[0]])
+        return float(gradients - momentary(frames)[cut, np.flatnonzero(members)[0]])
 
 
 Footprint = tuple[float, float]  # bytes of the host; ties are broken by bytes of the device

@@ -73,8 +73,8 @@ class Space:
             assert isinstance(schedule.groups, tuple)
             found.setdefault(replace(schedule, groups=1), []).append(schedule.groups)
         for chunk in self.chunks:
-            for base, of in found.items():
-                yield replace(base, chunk=chunk), tuple(of)
+            for base, cuts in found.items():
+                yield replace(base, chunk=chunk), tuple(cuts)
 
     def _switches(self, cut: Cut) -> Iterator[Schedule]:
         is_deep = max(cut) > 1

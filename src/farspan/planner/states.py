@@ -196,7 +196,7 @@ def update_seconds(question: Question) -> float:
     on_host = question.weights is Tier.HOST
     if question.optimizer in (Optimizer.HOST, Optimizer.DISK) and not on_host:
         # The gradient is read on the device for its norm, and scaled.
-        away = trained * _away(question, final, element)
+        away = trained * _host_update(question, final, element)
         return trained * 3 * final / machine.memory + max(away, drive_seconds(question))
     # The gradient is read for its norm, or scaled if that was known before it left the device, and
     # read again for the update; states are read and written.
@@ -221,7 +221,7 @@ def drive_seconds(question: Question) -> float:
     return 2 * drive_bytes(question) * question.near() / question.machine.disk
 
 
-def _away(question: Question, final: int, element: int) -> float:
+def _host_update(question: Question, final: int, element: int) -> float:
     """Return the seconds per element of an update on the host."""
     machine, wide = question.machine, question.model.accumulate_bytes()
     shared = machine.host_memory / question.near()

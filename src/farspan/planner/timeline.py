@@ -171,8 +171,8 @@ class _Clock:
         ready, held = self.ready, self.held
         ready[:] = IDLE, IDLE, IDLE
         for lane, name, place, writes in accesses:
-            of = held[name]
-            for use in (of.every,) if place < 0 else (of.places[place], of.whole):
+            known = held[name]
+            for use in (known.every,) if place < 0 else (known.places[place], known.whole):
                 end = use.used if writes else use.written
                 if end > ready[lane]:
                     ready[lane] = end
@@ -181,9 +181,9 @@ class _Clock:
         """Record the end of the instruction as a use of its places."""
         held, ends = self.held, self.ends
         for lane, name, place, writes in accesses:
-            of, end = held[name], ends[lane]
-            own = of.whole if place < 0 else of.places[place]
-            for use in (of.every,) if place == SLOT else (own, of.every):
+            known, end = held[name], ends[lane]
+            own = known.whole if place < 0 else known.places[place]
+            for use in (known.every,) if place == SLOT else (own, known.every):
                 if end > use.used:
                     use.used = end
                 if writes and end > use.written:
@@ -282,8 +282,8 @@ def fold(
         few = _folded(layers[first:stop], once=WITHIN) if inside else every
         found += [(first + layer, times * count) for layer, times in few]
         sizes.append(len(few))
-    of, counts = zip(*found, strict=True)
-    return of, counts, tuple(sizes)
+    kept, counts = zip(*found, strict=True)
+    return kept, counts, tuple(sizes)
 
 
 def _folded(kinds: Sequence[Hashable], once: int) -> list[tuple[int, int]]:

@@ -370,7 +370,7 @@ def _bytes(question: Question, schedule: Schedule, spec: LayerSpec) -> int:
     layout = question.layout
     heads = batch * ceil(spec.query_heads / (layout.ulysses * layout.tensor))  # of this device
     sums = ceil(processors / heads) - (measured > 0)  # one sum is in the measurement
-    of_one = _up(queries, ROWS) * batch * spec.query_heads * _up(width, COLUMNS) * 4
+    of_one = _round_up(queries, ROWS) * batch * spec.query_heads * _round_up(width, COLUMNS) * 4
     return found + sums * of_one
 
 
@@ -390,5 +390,5 @@ def _rows(question: Question, schedule: Schedule) -> tuple[int, int]:
     return min(own, schedule.chunk) * layout.shards, min(own, schedule.kv_block)
 
 
-def _up(count: int, unit: int) -> int:
+def _round_up(count: int, unit: int) -> int:
     return -(-count // unit) * unit
