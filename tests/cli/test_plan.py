@@ -329,7 +329,7 @@ def test_longest_contexts_fit_a_screen(
         (["--context", "1M", "--device-memory", "-1GiB"], "device_memory: expected bytes"),
         (["--context", "1M", "--optimizer", "sgd"], "optimizer: expected one of auto, adamw"),
         (["--context", "1M", "--lora", "-1"], "lora: expected the rank of adapters, such as 16"),
-        (["--context", "1M", "--quantize", "nf4"], "quantize: quantised weights stay as they are"),
+        (["--context", "1M", "--quantize", "nf4"], "quantize: quantised weights are not trained"),
         (
             ["--context", "1M", "--lora", "8", "--quantize", "int2"],
             "quantize: expected nf4 (four bits), got 'int2', which farspan does not have",

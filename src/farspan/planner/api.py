@@ -171,9 +171,7 @@ class Request:
         elif isinstance(self.config, ModelSpec):
             wrong = "a ModelSpec cannot be quantised; give a model that can be profiled"
         elif not self.lora and not isinstance(self.config, Profiles):
-            wrong = (
-                "quantised weights stay as they are; give lora, the rank of adapters, such as 16"
-            )
+            wrong = "quantised weights are not trained; give lora, the rank of adapters, such as 16"
         elif dtype_name(self.dtype) == "float64":
             wrong = "quantised weights have no products in float64; give dtype bf16 or fp32"
         elif self._count() != 1:

@@ -40,7 +40,7 @@ from farspan.planner.search import (
     search,
     with_pieces,
 )
-from farspan.planner.space import MOST_CELLS, chunk_sizes, thriftiest, whole_space, with_alpha
+from farspan.planner.space import MOST_CELLS, chunk_sizes, leanest, whole_space, with_alpha
 from farspan.planner.states import update_seconds
 from farspan.program.layout import Layout, group_ranges, refuse_together
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
@@ -295,7 +295,7 @@ def _longest_plans(
             continue
         while tokens >= LEAST:
             asked = _at(question, tokens)
-            schedule = _thrifty(asked, name)
+            schedule = _leanest_of(asked, name)
             # Of `grouped` it may be another strategy's, whose program was built already.
             same = (p for p in found.values() if (p.question, p.schedule) == (asked, schedule))
             plan = next(same, None) or evaluate(asked, name, schedule)
@@ -332,7 +332,7 @@ def _faster(known: Plan, longest: int, seconds: float, most: float) -> Plan:
         like = _like(first, tokens)
         if not like.fits:
             asked = like.question
-            like = evaluate(asked, GROUPED, _thrifty(asked, GROUPED))
+            like = evaluate(asked, GROUPED, _leanest_of(asked, GROUPED))
         return searched(like, 4)
 
     return _in_time(first, most, again, SEARCHES, longest) or known
@@ -401,7 +401,7 @@ def _remedies(question: Question, strategies: Sequence[str] | None) -> tuple[Rem
 
 def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
     """Return whether any schedule of the strategies fits and leaves the question's margin in any
-    of its placements, by a close look at the thriftiest of each."""
+    of its placements, by a close look at the leanest of each."""
     names = [GROUPED] if strategies is None else strategies
     placed = (with_room(one) for group in placements(question) for one in group)
     return any(_fitting(one, name) is not None for one in placed for name in names)
@@ -450,7 +450,7 @@ def _searched(
 ) -> list[Plan]:
     """Return the best plan of the whole space, which has to beat the fastest of the others, and the
     faster plan that it replaced to save bytes. Plans have to leave the margin, unless none can. If
-    nothing is found, return the thriftiest schedule, which fits if any does."""
+    nothing is found, return the leanest schedule, which fits if any does."""
     roomy = with_room(question)
     found = _found(roomy, [p for p in others if p.fit is Fit.ROOMY], seconds, tolerance)
     if roomy is not question and not any(plan.fits for plan in found):
@@ -464,7 +464,7 @@ def _found(question: Question, fitting: list[Plan], seconds: float, tolerance: f
     known = min(fitting, key=Plan.rank, default=None)
     outcome = search(question, whole_space(question), seconds, known, tolerance, NEAR)
     if outcome.best is None or outcome.fastest is None:
-        found = [plan_of(question, GROUPED, _thrifty(question, GROUPED))]
+        found = [plan_of(question, GROUPED, _leanest_of(question, GROUPED))]
     else:
         found = [lightest([outcome.best, outcome.fastest, *fitting], tolerance)]
         if not any(plan is outcome.fastest for plan in (*found, *others)):
@@ -513,7 +513,7 @@ def _longest(question: Question, name: str) -> int:
 
 
 def _fitting(question: Question, name: str) -> Schedule | None:
-    """Return a schedule of a strategy that fits by a close look at its thriftiest ones. With sparse
+    """Return a schedule of a strategy that fits by a close look at its leanest ones. With sparse
     attention, for which no bounds exist, its program is built."""
     if states_do_not_fit(question):
         return None
@@ -525,7 +525,7 @@ def _fitting(question: Question, name: str) -> Schedule | None:
     return next(found, None)
 
 
-def _thrifty(question: Question, name: str) -> Schedule:
+def _leanest_of(question: Question, name: str) -> Schedule:
     """Return the schedule of a strategy that takes the least memory by a close look."""
     candidates = _candidates(question, name)
     if len(candidates) == 1:
@@ -534,10 +534,10 @@ def _thrifty(question: Question, name: str) -> Schedule:
 
 
 def _candidates(question: Question, name: str) -> list[Schedule]:
-    """Return the thriftiest schedules of a strategy; only `grouped` has more than one."""
+    """Return the leanest schedules of a strategy; only `grouped` has more than one."""
     if name != GROUPED:
         return [named_schedule(question, name, MOST_NAMED)]
-    candidates = roomiest(question, thriftiest(question), CANDIDATES)
+    candidates = roomiest(question, leanest(question), CANDIDATES)
     # Every strategy is a point of the space; some have finer chunks than the search.
     others = [other for other in STRATEGIES if other != GROUPED]
     named = [named_schedule(question, other, MOST_NAMED) for other in others]

@@ -8,14 +8,14 @@ bound left.
 
 Kinds. Bounds know a cell's graphs, but not its brief allocations. Those depend on the cut and on
 which chunks are kept, so choices that are alike in these share them: a kind. They are computed when
-the fastest choice of a kind has its turn, and then count for all (`CellMoments`). The modules
+the fastest choice of a kind has its turn, and then count for all (`TransientCache`). The modules
 outside the layers are the same for all kinds, and are counted when a family is opened.
 
-Thrift. Main memory that a GPU copies from is locked: its pages have to be taken first (2.3 GB/s on
-two cores), and no other program has it then. Many schedules are nearly as fast as the fastest, and
-some take tens of GiB less. Candidates that may be near enough by their bounds of time are simulated
-in the order of their bounds of bytes, so the first that proves near enough takes the least. The gap
-includes the time that this costs.
+Footprint. Main memory that a GPU copies from is locked: its pages have to be taken first (2.3 GB/s
+on two cores), and no other program has it then. Many schedules are nearly as fast as the fastest,
+and some take tens of GiB less. Candidates that may be near enough by their bounds of time are
+simulated in the order of their bounds of bytes, so the first that proves near enough takes the
+least. The gap includes the time that this costs.
 
 Sizes. `loss_chunk_size` and `kv_block` would each double the space, and both are nearly independent
 of the rest of a schedule: a larger piece of the head reads and writes the gradient of its weights
@@ -148,12 +148,12 @@ class Frontier:
         twin._bound(not self.is_settled)
         return twin
 
-    def open(self, best: float, cells: "CellMoments") -> None:
+    def open(self, best: float, cells: "TransientCache") -> None:
         """List all choices that may fit and may be faster than `best` seconds."""
         every = self.within(best, cells)
         self._keep(every.only(np.lexsort((every.device + every.host, every.seconds))))
 
-    def within(self, limit: float, cells: "CellMoments") -> Choices:
+    def within(self, limit: float, cells: "TransientCache") -> Choices:
         """Return unordered choices that may fit in under `limit` seconds, before counting cells."""
         times = slowest(self.family, in_line=self.is_in_line)
         found, devices = taken(self.family)
@@ -175,7 +175,7 @@ class Frontier:
         self.choices = choices
         self.lowest = float(choices.seconds[0]) if len(choices.index) else INFINITE
 
-    def step(self, cells: "CellMoments") -> Schedule | None:
+    def step(self, cells: "TransientCache") -> Schedule | None:
         """Return the fastest choice and close it; or count the cells of its kind and return None,
         if they were not counted before."""
         choices = self.choices
@@ -188,7 +188,7 @@ class Frontier:
         self._keep(choices.only(slice(1, None)))
         return self.schedule_at(index)
 
-    def _count(self, kind: int, cells: "CellMoments") -> None:
+    def _count(self, kind: int, cells: "TransientCache") -> None:
         choices = self.choices
         assert choices is not None
         self.known.add(kind)
@@ -198,7 +198,7 @@ class Frontier:
         choices.device[members] = fullest(self.family, choices.devices[:, members])
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
-    def held(self, kind: int, cells: "CellMoments") -> Array:
+    def held(self, kind: int, cells: "TransientCache") -> Array:
         """Return the bytes that the cells of a kind allocate briefly on each kind of rank, [S, 1],
         beyond those that `within` counts."""
         cut, alike = divmod(kind, KINDS)
@@ -248,7 +248,7 @@ class _Queue:
         """Lower bound of the seconds of every open choice."""
         return self._heap[0][0] if self._heap else INFINITE
 
-    def step(self, best: float, cells: "CellMoments") -> Schedule | None:
+    def step(self, best: float, cells: "TransientCache") -> Schedule | None:
         """Expand the lowest frontier and return the schedule that it yields, if any. Choices that
         cannot be faster than `best` seconds are left out."""
         _, at, frontier = heapq.heappop(self._heap)
@@ -262,7 +262,7 @@ class _Queue:
         return schedule
 
 
-class CellMoments:
+class TransientCache:
     """Bytes that cells allocate briefly, by kind; families share them."""
 
     def __init__(self) -> None:
@@ -336,11 +336,11 @@ class _Candidate:
     is_counted: bool = False  # the footprint includes the cells of its kind
 
 
-class Thrift:
+class FootprintSearch:
     """Search for the least footprint among the schedules that the search for time bounded."""
 
     def __init__(
-        self, question: Question, frontiers: Sequence[Frontier], cells: CellMoments
+        self, question: Question, frontiers: Sequence[Frontier], cells: TransientCache
     ) -> None:
         self.question = question
         self.frontiers = frontiers
@@ -410,8 +410,8 @@ def simulated(
     return plan
 
 
-THRIFT = 8  # the search for bytes may take 1 / THRIFT of the seconds of the search for time,
-LEAST_THRIFT = 0.4  # and at least this many seconds, since it saves tens of GiB
+FOOTPRINT_SHARE = 8  # the search for bytes may take 1 / 8 of the seconds of the search for time,
+LEAST_SECONDS = 0.4  # and at least this many seconds, since it saves tens of GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,13 +450,12 @@ def search(
 
     The search stops when nothing is left that may be faster by a fraction of `near`. `seconds` are
     those of `SearchEffort`, so any machine finds the same schedule; at most an eighth more, or
-    `LEAST_THRIFT`, go to the footprint. Raises UnsupportedError for a layout that the model cannot
-    take.
+    `LEAST_SECONDS`, go to the footprint. Raises UnsupportedError for an impossible layout.
     """
     refuse_layout(question)
     if states_do_not_fit(question):
         return Outcome(best, best, INFINITE, 0)
-    effort, cells, count = SearchEffort(seconds), CellMoments(), 0
+    effort, cells, count = SearchEffort(seconds), TransientCache(), 0
     frontiers = [Frontier(question, *family, effort) for family in families(question, space)]
     known = [] if best is None else [best]
     if question.overlap and (first := _first_in_line(question, frontiers, cells, effort)):
@@ -476,15 +475,17 @@ def search(
     lowest = min(queue.lowest, _seconds(best))
     if best is None or tolerance == 0.0:
         return Outcome(best, best, lowest, count)
-    thrift = Thrift(question, frontiers, cells)
+    footprints = FootprintSearch(question, frontiers, cells)
     limit = _seconds(best) * (1 + tolerance)
     light = lightest(known, tolerance)
-    least = thrift.search(light, limit, SearchEffort(max(LEAST_THRIFT, seconds / THRIFT)))
-    return Outcome(least, best, lowest, count + thrift.simulated)
+    least = footprints.search(
+        light, limit, SearchEffort(max(LEAST_SECONDS, seconds / FOOTPRINT_SHARE))
+    )
+    return Outcome(least, best, lowest, count + footprints.simulated)
 
 
 def _first_in_line(
-    question: Question, frontiers: Sequence[Frontier], cells: CellMoments, effort: SearchEffort
+    question: Question, frontiers: Sequence[Frontier], cells: TransientCache, effort: SearchEffort
 ) -> Plan | None:
     """Return the fitting plan that is fastest if nothing overlaps. Where copies overlap many
     schedules have nearly the same bound; this plan is close to the fastest, and soon found."""

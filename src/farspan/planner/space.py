@@ -118,7 +118,7 @@ def whole_space(question: Question) -> Space:
     )
 
 
-def thriftiest(question: Question) -> Space:
+def leanest(question: Question) -> Space:
     """Return the part of the space that takes the least memory: nothing recomputable is kept, and
     chunks are short, since a cell's memory grows with its chunk."""
     whole = whole_space(question)

@@ -131,8 +131,7 @@ def plan_blocks(
     window: int | None,
     document_starts: Sequence[tuple[Run, ...]] | None = None,
 ) -> tuple[Block, ...]:
-    """Return the blocks of the chunk [q_start, q_stop): every visible (row, query, key) in exactly
-    one.
+    """Return the blocks of the chunk [q_start, q_stop), with each visible (row, query, key) in one.
 
     `document_starts` holds, for every batch row, the runs that cover the chunk (`document_runs`);
     None means that each row is one document. Neighbouring rows with the same runs share blocks.
@@ -198,15 +197,14 @@ def refuse_wide_calls(model: ModelSpec, run: RunSpec) -> None:
         if spec.attends() and most < seen + LEAST_CALL:
             row = spec.query_heads * max(spec.head_dim, spec.value_dim)
             raise UnsupportedError(
-                f"batch: {run.batch:,} sequences of {row:,} elements a token are beyond what "
-                "CUDA's attention kernels index; use at most "
+                f"batch: CUDA's attention kernels cannot index {run.batch:,} sequences of {row:,} "
+                "elements a token; use at most "
                 f"{(INDEXED - 1) // row // (seen + 2 * EVEN):,}"
             )
 
 
 def cut_wide(block: Block, most: int) -> tuple[Block, ...]:
-    """Return the block as blocks of at most `most` queries and as many keys; it may be a single
-    one.
+    """Cut the block into blocks of at most `most` queries and as many keys.
 
     A square becomes squares on its diagonal and rectangles below them, squares first: they share no
     query, so each starts the sum of its queries.
@@ -306,8 +304,7 @@ def _earlier_keys(
 
 
 def cut_at_window(block: Block, window: int) -> Iterator[Block]:
-    """Yield the queries whose window holds all keys of the block, then those that see only the last
-    keys.
+    """Yield queries whose window holds all keys of the block, then those that see the last keys.
 
     In the second part there are at least as many keys as queries, which flash attention needs; a
     single query of the first part does not change that and is not worth a call.
@@ -399,8 +396,7 @@ def plan_held_blocks(
     document_starts: Sequence[tuple[Run, ...]] | None = None,
     held: Held | None = None,
 ) -> tuple[Block, ...]:
-    """Return the blocks of queries [q_start, q_stop) against the held keys, in coordinates
-    (`Block`).
+    """Return the blocks of queries [q_start, q_stop) with the held keys, in coordinates (`Block`).
 
     Every visible (row, query, held key) is in exactly one block; a query that sees no held key is
     in none. Rows before q_start's are cut on the grid of multiples of `kv_block`. There may be no

@@ -527,8 +527,7 @@ class TiledCells:
         return stop - start
 
     def skips(self, i: Forward) -> bool:
-        """Return whether the feed-forward is left out: only the backward, which repeats it, needs
-        it."""
+        """Return whether the feed-forward is left out, since only the backward needs its output."""
         if not self.has_tiles(i) or not i.graph or (i.layer, i.chunk) not in self.unread:
             return False
         return self.program.model.layers[i.layer].work.skippable

@@ -106,22 +106,22 @@ def refuse_together(schedule: Schedule, layout: Layout) -> None:
         )
     if streams(schedule, layout) and layout.tensor > 1:
         raise UnsupportedError(
-            "weights: host without fsdp is for whole weights, and tensor cuts them; set fsdp: "
-            "true, use ulysses or shards for tensor, or weights: device"
+            "weights: host without fsdp needs whole weights, but tensor cuts them; set fsdp: true, "
+            "use ulysses or shards instead of tensor, or set weights: device"
         )
     if layout.ring > 1 and schedule.kv is Tier.HOST:
         raise UnsupportedError(
-            "kv: a ring sends K, V from the device; use device, or shards for the ring"
+            "kv: a ring sends K, V from the device; use device, or shards instead of ring"
         )
     if layout.tensor > 1:
         if schedule.activation_save_fraction:
             raise UnsupportedError(
-                "activation_save_fraction: with tensor parallelism a layer saves gathered tokens, "
-                "which are not planned for; use 0, or ulysses for tensor"
+                "activation_save_fraction: saved activations are not supported with tensor; use "
+                "0, or ulysses instead of tensor"
             )
         if schedule.mlp_chunk_size is not None:
             raise UnsupportedError(
-                "mlp_chunk_size: blocks cut by tensor have no tiles; use null, or ulysses"
+                "mlp_chunk_size: not supported with tensor; use null, or ulysses instead of tensor"
             )
 
 
@@ -144,8 +144,7 @@ class Rank:
         return found
 
     def peers(self, *axes: str) -> tuple[int, ...]:
-        """Return the ranks, itself included, that differ from this one only in these axes,
-        ascending."""
+        """Return the ranks, itself included, that differ from it only in these axes, ascending."""
         numbers, stride, base = [0], 1, 0
         for axis in AXES:
             extent = getattr(self.layout, axis)
@@ -200,7 +199,7 @@ def _stage_sizes(schedule: Schedule, layers: int, stages: int) -> tuple[int, ...
     """Return the layers of each stage: from the schedule if it has a group for each, or equal."""
     if stages > layers:
         raise UnsupportedError(
-            f"pipeline: {stages} stages for {layers} layers; use at most one a layer"
+            f"pipeline: {stages} stages for {layers} layers; use at most {layers}"
         )
     if isinstance(schedule.groups, tuple):
         if len(schedule.groups) != stages:
@@ -238,8 +237,8 @@ def with_states(model: ModelSpec, chunks: tuple[Range, ...]) -> ModelSpec:
     shortest = min((stop - start for start, stop in chunks[:-1]), default=0)
     if shortest == 1:
         raise UnsupportedError(
-            "chunk: expected at least 2 tokens with recurrent layers, which take a single token "
-            "for one that is generated, got 1"
+            "chunk: expected at least 2 tokens with recurrent layers, which treat a single token "
+            "as generation, got 1"
         )
     return replace(model, layers=tuple(_with_rows(layer, shortest) for layer in model.layers))
 
@@ -411,8 +410,7 @@ class Parallel:
         return prod(self._extents().values()) * (self.data or 1)
 
     def layout(self, ranks: int) -> Layout:
-        """Return the layout of `ranks` ranks. Raises UnsupportedError if they are too many or
-        few."""
+        """Return the layout of `ranks` ranks. Raises UnsupportedError for another number."""
         asked = self.asked()
         if ranks % asked or (self.data is not None and ranks != asked):
             there = "there is 1" if ranks == 1 else f"there are {ranks}"
