@@ -1,7 +1,7 @@
-"""The nouns of farspan: what a model, a run and a schedule are.
+"""The nouns of farspan: models, runs, machines and schedules.
 
-Everything here is an immutable value and imports no torch. Token ranges are half open,
-sizes are bytes unless a name says otherwise, and `0 <= fraction <= 1`.
+Everything here is an immutable value and imports no torch. Token ranges are half open, sizes are
+bytes unless a name says otherwise, and `0 <= fraction <= 1`.
 """
 
 import math
@@ -18,43 +18,42 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def value(of: type[T]) -> type[T]:
-    """A dataclass that only type checkers hold to be frozen: one that sees to it itself takes four
-    times as long to make, and a plan makes 400,000."""
+    """Make a dataclass that only type checkers treat as frozen: a really frozen one takes four
+    times as long to create, and a plan creates 400,000."""
     return dataclass(slots=True, unsafe_hash=True)(of)
 
 
 class UnsupportedError(ValueError):
-    """The request cannot be met exactly; the message names the field, what was expected
-    and what to change."""
+    """A request that cannot be met exactly; names the field, the expected value and a remedy."""
 
 
 class Tier(StrEnum):
-    """Where a buffer lives. On a machine without a GPU the two tiers are two separate arenas
-    in main memory, so that every fetch and evict really happens."""
+    """The memory in which a buffer lives. On a machine without a GPU the two tiers are two separate
+    arenas in main memory, so every fetch and evict really happens."""
 
     DEVICE = "device"
     HOST = "host"
 
 
-# For loops: Python 3.11 takes ten times as long to find a member by its class.
+# For loops: Python 3.11 takes ten times as long to look up a member by its class.
 DEVICE, HOST = Tier
 
 
 class Quantization(StrEnum):
-    """How frozen weights of linear modules are kept while adapters are trained."""
+    """Format of frozen weights of linear modules while adapters are trained."""
 
     NF4 = "nf4"  # four bits, and eight for each block of 64 (bitsandbytes, double quantisation)
 
     @classmethod
     def _missing_(cls, value: object) -> "Quantization | None":
-        """By what other libraries call it."""
+        """Return the member that other libraries call by this name."""
         word = "".join(filter(str.isalnum, str(value).lower()))
         return cls.NF4 if word in ("nf4", "4", "4bit", "bnb4bit", "loadin4bit", "qlora") else None
 
 
 class LossKind(StrEnum):
-    """What a step trains. All but `sft` are computed from log-probabilities of the whole sequence,
-    whose gradient is then the rest of the step (`Step.logprobs`)."""
+    """The objective of a step. All but `sft` are computed from log-probabilities of the whole
+    sequence, whose gradient is then the rest of the step (`Step.logprobs`)."""
 
     SFT = "sft"  # a mean of token losses, in one pass
     DPO = "dpo"
@@ -66,12 +65,12 @@ class LossKind(StrEnum):
 
     @property
     def of_loops(self) -> bool:
-        """Is it for a loop of one's own, and in no run file?"""
+        """Return whether the loss is only for a user's own loop, not for a run file."""
         return self in (LossKind.KTO, LossKind.GRPO)
 
 
 class Reference(StrEnum):
-    """Where a loss has log-probabilities of another model from."""
+    """The source of another model's log-probabilities in a loss."""
 
     NONE = "none"
     FROZEN = "frozen"  # a second copy of the weights, evaluated each step
@@ -81,36 +80,36 @@ class Reference(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a step trains, and beside what."""
+    """The loss of a step, with its reference."""
 
     kind: LossKind = LossKind.SFT
     reference: Reference = Reference.NONE
-    ids: int = 1  # of a token that have log-probabilities; more than one only in distillation
+    ids: int = 1  # ids per token with log-probabilities; more than one only in distillation
 
     @property
     def is_cut(self) -> bool:
-        """Does the backward begin when all log-probabilities are there?"""
+        """Return whether the backward waits for all log-probabilities."""
         return self.kind is not LossKind.SFT
 
     @property
     def evaluates(self) -> bool:
-        """Does each step run its reference forward?"""
+        """Return whether each step runs the reference's forward."""
         return self.reference in (Reference.FROZEN, Reference.ADAPTERS_OFF)
 
 
 class AttentionKernel(StrEnum):
-    """Kernel of attention on a CUDA GPU. Named ones are for comparisons: `auto` is fastest."""
+    """Kernel of attention on a CUDA GPU. Named ones are for comparisons: `auto` is the fastest."""
 
-    AUTO = "auto"  # what `farspan calibrate` found fastest here, else by the card
-    CUDNN = "cudnn"  # where it is right and its plans are few, flash attention elsewhere
-    FLASH = "flash"  # flash attention 2, which PyTorch has
+    AUTO = "auto"  # the fastest that `farspan calibrate` found here, else by the card
+    CUDNN = "cudnn"  # if it is correct and its plans are few, flash attention otherwise
+    FLASH = "flash"  # flash attention 2, included in PyTorch
     FA3 = "fa3"  # flash attention 3 and 4, whose packages must be installed; Hopper
     FA4 = "fa4"  # also data-centre Blackwell
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Code that computes what the schedule orders; results differ in rounding alone."""
+    """Kernels that compute a schedule; results differ in rounding alone."""
 
     attention: AttentionKernel = AttentionKernel.AUTO
     # On CUDA, run norms, gates of MLPs, rotary embeddings and the loss on farspan's own kernels.
@@ -141,57 +140,57 @@ def _is_count(value: object, least: int = 1) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What a layer computes and holds for a moment, attention's own products aside; a token, in a
-    forward, unless a name says otherwise. Zero where nobody counted: then no time is known."""
+    """Work and brief memory of a layer without attention's own products, per token and forward
+    unless a name says otherwise. All zero means not counted: then no time is known."""
 
     parameters: int = 0  # elements of the layer's weights
     trainable: int = 0  # elements that receive a gradient
     products: tuple[tuple[int, int], ...] = ()  # (inner, outer) width of each matrix product
-    projections: int = 0  # how many of the products, the first ones, come before attention
+    projections: int = 0  # number of products, the first ones, before attention
     forward_traffic: int = 0  # bytes that operations other than products read and write
     backward_traffic: int = 0
-    feed_forward: int = 0  # how many of the products, the last ones, are of the feed-forward
+    feed_forward: int = 0  # number of products, the last ones, in the feed-forward
     skippable: bool = True  # no gradient depends on the value of the feed-forward's output
-    packed: int = 0  # bytes that quantised weights take less than in the model's dtype
+    packed: int = 0  # bytes that quantised weights save compared with the model's dtype
 
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """What a recurrent layer hands from one chunk to the next, in place of K and V."""
+    """A tensor that a recurrent layer hands from one chunk to the next, instead of K and V."""
 
     name: str
     shape: tuple[int, ...]  # of one sequence
     element_bytes: int
-    row: int = 0  # elements a token of a chunk's rows, in which it lies; 0: no chunks are known
+    row: int = 0  # elements per token of a chunk's rows, which hold it; 0: no chunks are known
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer, as far as memory and attention are concerned. One that does not attend
-    has no heads, and a window of the token itself."""
+    """One decoder layer, as far as memory and attention are concerned. A layer without attention
+    has no heads and a window of the token itself."""
 
     query_heads: int
     kv_heads: int
     head_dim: int  # of queries and keys
     value_dim: int  # of values; equal to head_dim for nearly every model
     window: int | None = None  # a query sees itself and the `window - 1` tokens before it
-    sinks: bool = False  # one learned logit a head joins the softmax (GPT-OSS)
+    sinks: bool = False  # one learned logit per head joins the softmax (GPT-OSS)
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap) (Gemma2)
-    activation_bytes: int = 0  # a token; what autograd saves besides x, K, V, O and LSE
-    activation_constant: int = 0  # a cell; the part of the above that does not grow with tokens
+    activation_bytes: int = 0  # per token; saved by autograd besides x, K, V, O and LSE
+    activation_constant: int = 0  # per cell; the part of the above that does not grow with tokens
     saves_input: bool = True  # autograd saves the layer's input itself, not only a cast of it
     work: LayerWork = LayerWork()
-    state: tuple[StateTensor, ...] = ()  # read by every cell, whatever becomes of attention
+    state: tuple[StateTensor, ...] = ()  # read by every cell, in every attention mode
 
     def attends(self) -> bool:
         return self.query_heads > 0
 
     def kv_elements(self) -> int:
-        """Elements of K and V together, a token."""
+        """Return the elements of K and V together, per token."""
         return self.kv_heads * (self.head_dim + self.value_dim)
 
     def output_elements(self) -> int:
-        """Elements of the attention output O, a token."""
+        """Return the elements of the attention output O, per token."""
         return self.query_heads * self.value_dim
 
 
@@ -204,18 +203,18 @@ class ModelSpec:
     vocab: int
     layers: tuple[LayerSpec, ...]
     element_bytes: int  # of a parameter and an activation: 2, 4 or 8
-    parameters: int = 0  # elements, all of them
+    parameters: int = 0  # elements of all weights
     trainable: int = 0  # elements that receive a gradient
 
     def is_recurrent(self) -> bool:
         return any(layer.state for layer in self.layers)
 
     def outer(self) -> int:
-        """Elements of the weights outside the layers: embedding, last norm, head."""
+        """Return the elements of the weights outside the layers: embedding, last norm, head."""
         return self.parameters - sum(layer.work.parameters for layer in self.layers)
 
     def outer_trainable(self) -> int:
-        """Elements outside the layers that receive a gradient."""
+        """Return the elements outside the layers that receive a gradient."""
         return self.trainable - sum(layer.work.trainable for layer in self.layers)
 
     def accumulate_bytes(self) -> int:
@@ -230,7 +229,7 @@ class Curve:
     points: tuple[tuple[float, float], ...]  # (size, rate a second), sizes ascending
 
     def at(self, size: float) -> float:
-        """The rate of a call of this size."""
+        """Return the rate of a call of this size."""
         index = bisect_right(self.points, size, key=itemgetter(0))
         if index == 0 or index == len(self.points):
             return self.points[max(0, index - 1)][1]
@@ -244,31 +243,32 @@ class Rates:
     """FLOP a second that one device reaches in one dtype.
 
     Attention's curves are for heads of `head_dim`. A softmax takes as long for narrow heads, so its
-    seconds are kept apart: on an H100 cuDNN's forward reaches 413 TFLOP/s with heads of 64 and 595
-    with 128, which 0.38 ps a query, key and head explain."""
+    seconds are separate: on an H100 cuDNN's forward reaches 413 TFLOP/s with heads of 64 and 595
+    with 128, which 0.38 ps a query, key and head explain.
+    """
 
     matmul: Curve  # against the FLOP of one product
     attention_forward: Curve  # without a mask; against the FLOP of one head of one sequence
     attention_backward: Curve
-    peak: float  # the datasheet's dense rate, which MFU is a share of
-    weights: Curve | None = None  # products that give dW, x transposed; None: as `matmul`
+    peak: float  # the datasheet's dense rate, the denominator of MFU
+    weights: Curve | None = None  # products for dW, with x transposed; None: as `matmul`
     causal_forward: Curve | None = None  # of a causal square, hidden pairs not counted
     causal_backward: Curve | None = None  # None: as without a mask
     head_dim: int = 128
-    softmax_forward: float = 0.0  # seconds of a query, key and head beside the products
+    softmax_forward: float = 0.0  # seconds per query, key and head, besides the products
     softmax_backward: float = 0.0
-    logit: float = 0.0  # seconds of a logit's cross-entropy and its gradient; 0: as its traffic
-    # Bytes a query or key, head and element that an attention backward takes beside its inputs and
+    logit: float = 0.0  # seconds of a logit's cross-entropy and its gradient; 0: from its traffic
+    # Bytes per query or key, head and element of an attention backward, besides its inputs and
     attention_workspace: float = 0.0  # results; 0: not known
-    kernel: AttentionKernel | None = None  # of attention's curves, the fastest; None: not compared
-    deterministic: float = 1.0  # times as long as they say takes attention that is deterministic
+    kernel: AttentionKernel | None = None  # the fastest, with these curves; None: not compared
+    deterministic: float = 1.0  # factor on attention's time if it is deterministic
     # Attention to chosen pages, by its own kernels; None: as attention without a mask.
     chosen_forward: Curve | None = None
     chosen_backward: Curve | None = None
     votes: Curve | None = None  # for pages, in one kernel; None: a product that is written out
 
     def product(self, flop: float, *, weights: bool = False) -> float:
-        """Seconds of one matrix product."""
+        """Return the seconds of one matrix product."""
         curve = self.weights if weights and self.weights is not None else self.matmul
         return flop / curve.at(flop)
 
@@ -282,15 +282,15 @@ class Rates:
         backward: bool = False,
         chosen: bool = False,
     ) -> float:
-        """Seconds of one call on `rows` sequences, in each of which so many (query, key) see each
-        other; `chosen`: keys of chosen pages, by sparse attention's kernels."""
+        """Return the seconds of one call on `rows` sequences, each with `pairs` visible (query,
+        key) pairs. `chosen` means keys of chosen pages, with sparse attention's kernels."""
         forwards = self.attention_forward, self.causal_forward, self.softmax_forward
         backwards = self.attention_backward, self.causal_backward, self.softmax_backward
         plain, square, softmax = backwards if backward else forwards
         pages = self.chosen_backward if backward else self.chosen_forward
         special = pages if chosen else square if causal else None
         curve = plain if special is None else special
-        width = 2 * max(layer.head_dim, layer.value_dim)  # the narrower ones are padded
+        width = 2 * max(layer.head_dim, layer.value_dim)  # the narrower of the two is padded
         flop = 2.0 * pairs * width * (BACKWARD_PRODUCTS if backward else 1.0)
         narrower = 1.0 - width / (2 * self.head_dim)
         one_head = flop / curve.at(flop) + pairs * softmax * narrower
@@ -304,7 +304,7 @@ class MachineSpec:
     name: str
     devices: int
     device_bytes: int  # of one device
-    host_bytes: int  # of the node, what the system needs left out
+    host_bytes: int  # of the node, without the system's share
     rates: dict[str, Rates]  # by dtype: bfloat16, float32, float64
     memory: float  # bytes a second that elementwise work reads and writes on the device
     fetch: float  # bytes a second host to device, of one device alone
@@ -314,18 +314,18 @@ class MachineSpec:
     host_memory: float  # bytes a second of all devices' fetches and evicts together
     peer: float  # bytes a second one device sends to others of its node
     network: float  # bytes a second one device sends to other nodes
-    latency: float  # seconds of a collective beside its bytes
-    overhead: float  # seconds until a cell is issued: beside earlier cells' work, on a CPU in line
-    reserve: int  # device bytes that nobody can use: context, libraries' workspaces
+    latency: float  # seconds of a collective in addition to its bytes
+    overhead: float  # seconds to issue a cell; overlaps with earlier cells, but not on a CPU
+    reserve: int  # device bytes that no plan can use: context, libraries' workspaces
     unified: bool = False  # both tiers lie in one memory: `device_bytes` is not used
     processors: int = 0  # streaming multiprocessors of one device; 0: not known
-    pinned: bool = True  # main memory can be locked for copies; else each holds up all that follows
-    host_reserve: int = 0  # bytes beside `host_bytes`: the system's, processes', loading's
-    disk: float = 5e9  # bytes a second that a node's drive reads and writes, together; assumed
+    pinned: bool = True  # main memory can be locked for copies; else each copy blocks
+    host_reserve: int = 0  # bytes besides `host_bytes`: for the system, processes, loading
+    disk: float = 5e9  # bytes a second of a node's drive, reads and writes together; assumed
 
     @property
     def on_cpu(self) -> bool:
-        """Does a CPU compute? A GPU may share its memory, too."""
+        """Return whether a CPU computes; a GPU may share main memory, too."""
         return self.unified and not self.processors
 
 
@@ -345,12 +345,12 @@ class RunSpec:
 
 
 MEAN, SUBMEANS, INDEX = "mean", "submeans", "index"
-SELECTORS = SUBMEANS, MEAN  # that need nothing but the model; `index` has an adapter
+SELECTORS = SUBMEANS, MEAN  # need only the model; `index` has an adapter
 SUBMEAN = 2  # tokens whose mean key `submeans` compares
-SUPERPAGE = 16  # pages that are ranked as one where there are many
-SUPERMEAN = 4  # tokens whose mean key ranks them: of 8, one key is lost among random ones
-# Times the pages of a budget are compared after that. The best k pages lie in k superpages at most,
-# but seldom in more than k / 2.
+SUPERPAGE = 16  # pages that are ranked as one if there are many
+SUPERMEAN = 4  # tokens whose mean key ranks them: with 8, one key is lost among random ones
+# Pages compared after that, in multiples of a budget's pages. The best k pages lie in k superpages
+# at most, but seldom in more than k / 2.
 REFINED = 8
 
 
@@ -359,18 +359,18 @@ class Sparse:
     """Attention that is sparse by page, an approximation of dense attention (OOMB 4.2).
 
     Page p is tokens [p * page, (p + 1) * page); a chunk begins on a page. Of the tokens that dense
-    attention would show it, a query sees its own chunk, `recent` tokens before the chunk, the first
-    `sinks` tokens, and pages that are chosen for its page of queries among all the others. A budget
-    no smaller than what lies between sinks and recent tokens gives dense attention.
+    attention shows it, a query sees its own chunk, `recent` tokens before the chunk, the first
+    `sinks` tokens, and pages that are chosen for its page of queries among all the others. If the
+    budget covers everything between sinks and recent tokens, attention is dense.
     """
 
     page: int = 128  # tokens per page; divides `chunk` and `budget`
     budget: int = 8192  # tokens of chosen pages that a query sees; 0: only sinks and recent tokens
     recent: int = 4096  # tokens before the chunk that its queries see, rounded up to a page border
     sinks: int = 128  # first tokens of the sequence, seen by all, rounded up to a page border
-    query_page: int = 16  # tokens that choose together, cut to what divides `page`
+    query_page: int = 16  # tokens that choose together, cut to a divisor of `page`
     selector: str = SUBMEANS  # how pages are compared: `submeans`, `mean` or `index`
-    index_dim: int = 32  # dims of a key of `index`, cut to those of the model's keys
+    index_dim: int = 32  # dims of a key of `index`, at most those of the model's keys
 
     def __post_init__(self) -> None:
         for field in ("page", "budget", "recent", "sinks", "query_page"):
@@ -396,41 +396,41 @@ class Sparse:
 
     @property
     def query_tokens(self) -> int:
-        """Tokens of a page of queries: `query_page`, cut to what divides a page of keys."""
+        """Tokens of a page of queries: `query_page`, cut to a divisor of a page of keys."""
         return math.gcd(self.query_page, self.page)
 
     @property
     def indexed(self) -> bool:
-        """Are pages compared by queries and keys of an index?"""
+        """Return whether pages are compared by queries and keys of an index."""
         return self.selector == INDEX
 
     @property
     def mean_tokens(self) -> int:
-        """Tokens whose mean key stands for them in votes; they divide a page. 1: each has a key of
-        its own."""
+        """Tokens that one mean key represents in votes; they divide a page. 1: each has its own."""
         if self.indexed:
             return 1
         return math.gcd(SUBMEAN, self.page) if self.selector == SUBMEANS else self.page
 
     def key_dim(self, layer: LayerSpec) -> int:
-        """Dims of the queries and keys by which pages are compared."""
+        """Return the dims of the queries and keys that pages are compared by."""
         return min(self.index_dim, layer.head_dim) if self.indexed else layer.head_dim
 
     @property
     def super_tokens(self) -> int:
-        """Tokens whose mean key stands for them where superpages are ranked."""
+        """Tokens that one mean key represents in the ranking of superpages."""
         return math.gcd(SUPERMEAN, self.page)
 
     def refined(self, candidates: int) -> int:
-        """How many superpages a page of queries ranks first, whose pages are compared by `selector`
-        then; 0: all of so many pages are. A ranking leaves out half of them or more."""
+        """Return the number of superpages that a page of queries keeps by ranking, whose pages
+        `selector` then compares; 0 if it compares all `candidates`. A ranking drops half of the
+        pages or more."""
         kept = -(-REFINED * (self.budget // self.page) // SUPERPAGE)
         pays = self.super_tokens > self.mean_tokens and self.selector != MEAN
         return kept if pays and candidates >= 2 * SUPERPAGE * kept else 0
 
     def compared(self, candidates: int) -> tuple[int, int]:
-        """Mean keys that a query is compared with to choose among so many pages, and of these
-        before, to rank superpages."""
+        """Return the number of mean keys that a query is compared with to choose among `candidates`
+        pages, and the number compared before that to rank superpages."""
         refined = SUPERPAGE * self.refined(candidates)
         means = (refined or candidates) * self.page // self.mean_tokens
         return means, bool(refined) * candidates * self.page // self.super_tokens
@@ -441,11 +441,11 @@ class Sparse:
         return -(-self.sinks // self.page)
 
     def whole_pages(self, tokens: int) -> int:
-        """So many tokens, rounded up to whole pages."""
+        """Return the tokens, rounded up to whole pages."""
         return -(-tokens // self.page) * self.page
 
     def check_chunk(self, chunk: int) -> None:
-        """Raise UnsupportedError unless chunks of so many tokens begin on pages."""
+        """Raise UnsupportedError unless chunks of this size begin on pages."""
         above = self.whole_pages(chunk)
         if chunk != above:
             raise UnsupportedError(
@@ -454,16 +454,16 @@ class Sparse:
             )
 
     def near_start(self, q_start: int) -> int:
-        """First of the recent tokens that the chunk at `q_start` sees; a page border."""
+        """Return the first of the recent tokens that the chunk at `q_start` sees; a page border."""
         return max(0, q_start - self.recent) // self.page * self.page
 
     def candidates(self, q_start: int) -> range:
-        """Pages that the chunk at `q_start` chooses from."""
+        """Return the pages that the chunk at `q_start` chooses from."""
         stop = self.near_start(q_start) // self.page
         return range(min(self.sink_pages, stop), stop)
 
     def width(self, q_start: int) -> int:
-        """The most pages that a page of queries of the chunk at `q_start` can have chosen."""
+        """Return the most pages that a page of queries of the chunk at `q_start` can choose."""
         return min(self.budget // self.page, len(self.candidates(q_start)))
 
     def near(self, q_start: int) -> int:
@@ -471,21 +471,20 @@ class Sparse:
         return q_start - len(self.candidates(q_start)) * self.page
 
     def reach(self, q_start: int) -> int:
-        """The most tokens before the chunk at `q_start` that one of its queries sees."""
+        """Return the most tokens before the chunk at `q_start` that one of its queries sees."""
         return self.near(q_start) + self.width(q_start) * self.page
 
     def hides(self, tokens: int, chunk: int) -> bool:
-        """Can any of so many tokens, in chunks of `chunk`, miss one that dense attention shows it?
-        False is certain where the pages with most votes are chosen, whatever the documents: other
-        selectors may choose fewer than the budget has room for.
-        """
+        """Return whether any of `tokens`, in chunks of `chunk`, can miss one that dense attention
+        shows it. False is certain if the pages with most votes are chosen, with any documents:
+        other selectors may choose fewer than the budget has room for."""
         last = (tokens - 1) // chunk * chunk  # no chunk has more candidates
         return self.reach(last) < last
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Every choice that a step leaves open: the order of the grid and what lives where.
+    """Every choice that a step leaves open: the order of the grid and the place of every tensor.
 
     All schedules give the same gradients; they differ in memory and time. The exception is
     `sparse`, which approximates: all schedules with the same chunk and `sparse` give the same
@@ -507,7 +506,7 @@ class Schedule:
     kv_block: int = 16384  # most keys that one attention call sees, on a fixed grid
     loss_chunk_size: int = 1024  # tokens whose logits exist at one time
     mlp_chunk_size: int | None = None  # tokens whose MLP activations exist at once; null: a chunk
-    alltoall_splits: int = 2  # pieces in which ranks exchange heads; one travels as one is used
+    alltoall_splits: int = 2  # pieces in which ranks exchange heads; one travels while one is used
     sparse: Sparse | None = None  # approximate attention in layers without a window; None: exact
     weights: Tier = Tier.DEVICE  # where weights and gradients live; host: two groups on the device
 
@@ -556,13 +555,12 @@ class Schedule:
             object.__setattr__(self, "groups", tuple(sizes))
 
     def with_sparse(self, sparse: Sparse | None) -> "Schedule":
-        """The schedule with this attention, its chunk rounded up to whole pages."""
+        """Return the schedule with this attention, its chunk rounded up to whole pages."""
         chunk = self.chunk if sparse is None else sparse.whole_pages(self.chunk)
         return replace(self, chunk=chunk, sparse=sparse)
 
     def group_sizes(self, layers: int) -> tuple[int, ...]:
-        """Layers in each group, first group first. Raises UnsupportedError when they do not add
-        up."""
+        """Layers of each group, the first first. Raises UnsupportedError if they do not add up."""
         if isinstance(self.groups, tuple):
             if sum(self.groups) != layers:
                 raise UnsupportedError(
@@ -580,8 +578,7 @@ SHORT_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
 def dtype_name(dtype: str) -> str:
-    """torch's name of a dtype that a model can be trained in. Raises UnsupportedError for any
-    other."""
+    """Return torch's name of a dtype for training. Raises UnsupportedError for other dtypes."""
     name = SHORT_NAMES.get(dtype.lower(), dtype.lower())
     if name not in ELEMENT_BYTES:
         raise UnsupportedError(

@@ -329,7 +329,7 @@ def test_longest_contexts_fit_a_screen(
         (["--context", "1M", "--device-memory", "-1GiB"], "device_memory: expected bytes"),
         (["--context", "1M", "--optimizer", "sgd"], "optimizer: expected one of auto, adamw"),
         (["--context", "1M", "--lora", "-1"], "lora: expected the rank of adapters, such as 16"),
-        (["--context", "1M", "--quantize", "nf4"], "quantize: quantised weights stay as they are"),
+        (["--context", "1M", "--quantize", "nf4"], "quantize: quantised weights are not trained"),
         (
             ["--context", "1M", "--lora", "8", "--quantize", "int2"],
             "quantize: expected nf4 (four bits), got 'int2', which farspan does not have",
@@ -345,7 +345,7 @@ def test_longest_contexts_fit_a_screen(
         (["--context", "1M", "--strategy", "magic"], "strategy: 'magic' is not known"),
         (["--context", "1M", "--dtype", "int8"], "dtype: expected one of"),
         (["--context", "1M", "--loss", "ppo"], "loss: expected one of sft, dpo"),
-        (["--context", "1M", "--reference", "frozen"], "reference: of loss sft expected none"),
+        (["--context", "1M", "--reference", "frozen"], "reference: loss sft expects none"),
         (["--context", "1M", "--machine", "h2000"], "machine: 'h2000' is neither a preset nor"),
         (["--context", "1M", "--model", "Qwen9-7X"], "model: 'Qwen9-7X' is no preset"),
         (["--context", "1M", "--sparse", "maybe"], "sparse: expected on, off or fields such as"),

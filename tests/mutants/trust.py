@@ -322,7 +322,7 @@ TRUST = (
     ),
     Fault(
         "values: shards stay whole between the halves",
-        "            self.release()  # what computes in between has its weights\n",
+        "            self.release()  # the code between the halves gathers its own\n",
         "",
         ("tests/engine/test_values.py::test_ranks",),
     ),

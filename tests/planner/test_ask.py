@@ -224,7 +224,7 @@ def test_the_function_has_a_signature_for_help() -> None:
     shown = pydoc.plain(pydoc.render_doc(farspan.plan))
     for words in ("plan(config: ", "*, context: ", "gpus: int = 1", "strategy: str = 'auto'"):
         assert words in shown, shown
-    assert "The best schedule for a model, a context and a machine" in shown
+    assert "Find the best schedule for a model, a context and a machine" in shown
     assert signature(farspan.plan) == signature(ask.plan)
 
 

@@ -16,7 +16,7 @@ from farspan.planner.evaluate import evaluate
 from farspan.planner.feasibility import latest_fraction
 from farspan.planner.request import Optimizer, Plan, Question
 from farspan.planner.search import TOLERANCE, search
-from farspan.planner.space import Space, even, tapered, thriftiest, whole_space
+from farspan.planner.space import Space, even, leanest, tapered, whole_space
 from farspan.program.layout import Layout, chunk_ranges
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule
 from tests.grids import part_of
@@ -167,7 +167,7 @@ def test_a_search_without_time_still_has_some_for_bytes() -> None:
 def test_a_search_without_time_for_bytes_returns_what_it_knows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(best_first, "LEAST_THRIFT", 0.0)
+    monkeypatch.setattr(best_first, "LEAST_SECONDS", 0.0)
     asked = question(2**40, 2**40, overlap=True)
     plans = sorted(all_plans(True), key=lambda plan: plan.seconds.total)
     known = replace(plans[0], question=asked)
@@ -316,7 +316,7 @@ def test_the_space_is_not_empty_for_odd_questions() -> None:
     for tokens in (1, 5, 1025):
         asked = question(2**40, 2**40, run=RunSpec(1, tokens))
         assert whole_space(asked).chunks[-1] == tokens
-        assert thriftiest(asked).attention == (0.0,)
+        assert leanest(asked).attention == (0.0,)
         assert search(asked, whole_space(asked), 20.0).best is not None
 
 

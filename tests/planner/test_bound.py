@@ -13,7 +13,7 @@ from farspan.planner.feasibility import latest_fraction
 from farspan.planner.pass_counts import Kept
 from farspan.planner.prices import Prices
 from farspan.planner.request import Optimizer, Question
-from farspan.planner.search import CellMoments
+from farspan.planner.search import TransientCache
 from farspan.planner.timeline import run_time
 from farspan.program.builder import build_evaluation, build_program
 from farspan.program.layout import Layout
@@ -167,8 +167,8 @@ def test_cells_of_a_kind_are_never_overestimated(
         kept = Kept(counts[[0, 0], 0], counts[[0, 0], 1], chunks)
     both = replace(frames, kept=kept)
     device = peaks(both).device[0, 0, tiers_of(schedule)]
-    beyond = CellMoments().beyond(both, 0, int(both.kept.alike[0]))
-    least = CellMoments().least(both)[0, 0]
+    beyond = TransientCache().beyond(both, 0, int(both.kept.alike[0]))
+    least = TransientCache().least(both)[0, 0]
     assert device + max(beyond, least) <= size(question, schedule).device.total
 
 

@@ -11,7 +11,7 @@ from farspan.planner.feasibility import slowest, taken
 from farspan.planner.machines import machine
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Plan, Question
-from farspan.planner.search import CellMoments
+from farspan.planner.search import TransientCache
 from farspan.program.builder import build_program
 from farspan.program.layout import Layout, Rank, refuse_together
 from farspan.spec import RunSpec, Schedule, Tier, UnsupportedError
@@ -72,7 +72,7 @@ def test_bounds_of_several_ranks_hold(layout: Layout) -> None:
     asked = odd_question(layout, devices=2)
     for schedule in (s for s in SCHEDULES if s.sparse is None and runs(asked, s)):
         sized, family = size(asked, schedule), all_frames(asked, schedule)
-        (found, devices), tiers, cells = taken(family), tiers_of(schedule), CellMoments()
+        (found, devices), tiers, cells = taken(family), tiers_of(schedule), TransientCache()
         held = [
             max(cells.beyond(frames, 0, int(frames.kept.alike[0])), cells.least(frames)[0, 0])
             for frames in family
@@ -110,7 +110,7 @@ def test_what_a_layout_cannot_run_is_refused_by_name() -> None:
     assert kinds(
         best_plan(question(Layout(tensor=2)), seconds=1.0), "activation_save_fraction"
     ) == {0.0}
-    with pytest.raises(UnsupportedError, match="activation_save_fraction: with tensor"):
+    with pytest.raises(UnsupportedError, match="activation_save_fraction: saved activations"):
         best_plan(question(Layout(tensor=2)), ["swap"])
 
 

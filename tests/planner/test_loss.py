@@ -278,21 +278,21 @@ def test_losses_by_name(options: dict[str, Any], loss: Objective) -> None:
         ({"loss": "ppo"}, "loss: expected one of sft, dpo, ipo, orpo, kto, grpo, distill, got "),
         (
             {"reference": "frozen"},
-            "reference: of loss sft expected none, got 'frozen'; leave it out",
+            "reference: loss sft expects none, got 'frozen'; leave it out",
         ),
         ({"loss": "orpo", "sparse": Sparse()}, "sparse: not with loss orpo; leave one of them out"),
         (
             {"loss": "dpo", "reference": "none"},
-            "reference: of loss dpo expected stored or frozen, got 'none'",
+            "reference: loss dpo expects stored or frozen, got 'none'",
         ),
         (
             {"loss": "dpo", "reference": "adapters-off"},
-            "reference: of loss dpo expected stored or frozen, got 'adapters-off'; adapters-off "
+            "reference: loss dpo expects stored or frozen, got 'adapters-off'; adapters-off "
             "needs adapters: give lora, their rank, such as 16",
         ),
         (
             {"loss": "dpo", "reference": "host", "lora": 8},
-            "reference: of loss dpo expected stored or frozen or adapters-off, got 'host'",
+            "reference: loss dpo expects stored or frozen or adapters-off, got 'host'",
         ),
     ],
 )
@@ -312,7 +312,9 @@ def test_a_reference_that_is_stored_is_offered_where_a_copy_does_not_fit() -> No
 
 @pytest.mark.parametrize(("kind", "ids"), [("dpo", 3), ("distill", 0)])
 def test_ids_are_of_distillation(kind: str, ids: int) -> None:
-    with pytest.raises(UnsupportedError, match=r"^ids: expected a whole number above 0, of loss"):
+    with pytest.raises(
+        UnsupportedError, match=r"^ids: expected a whole number above 0, only with loss"
+    ):
         loss_of(kind, None, adapters=False, ids=ids)
     assert loss_of("distill", None, adapters=False, ids=5).ids == 5
 

@@ -124,7 +124,7 @@ def test_the_planner_leaves_it_where_it_can() -> None:
 def test_where_none_leaves_it_the_best_is_tight(thrifty: Plan) -> None:
     plan = best_plan(of_bytes(thrifty, GIB // 64, GIB, question(32 * 1024)), None, SECONDS)
     assert plan.fit is Fit.TIGHT
-    assert "nothing leaves the margin free" in plan.reason
+    assert "no plan leaves the margin free" in plan.reason
     assert not plan.remedy
 
 

@@ -134,7 +134,7 @@ def test_one_module_at_a_time_is_unpacked(tmp_path: Path) -> None:
 
 def test_a_model_that_is_quantised_already_is_not_described_as_plain() -> None:
     spec = Request("Qwen2.5-0.5B", 64, "h200").question().model
-    with pytest.raises(UnsupportedError, match=r"^quantize: a described model"):
+    with pytest.raises(UnsupportedError, match=r"^quantize: a ModelSpec cannot be quantised"):
         Request(spec, 64, "h200", quantize="nf4").question()
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from farspan.planner import search as thrift
 from farspan.planner.evaluate import PAGE, evaluate
 from farspan.planner.request import Budget, Plan
-from farspan.planner.search import Choices, SearchEffort, Thrift
+from farspan.planner.search import Choices, FootprintSearch, SearchEffort
 from farspan.spec import Schedule
 from tests.planner.test_best_first import question
 
@@ -61,7 +61,7 @@ def search(monkeypatch: pytest.MonkeyPatch, *found: Found) -> tuple[Plan, Plan, 
 
     monkeypatch.setattr(thrift, "simulated", simulated)
     frontiers: Any = [Open(list(found))]
-    searched = Thrift(asked, frontiers, Any)  # type: ignore[arg-type]
+    searched = FootprintSearch(asked, frontiers, Any)  # type: ignore[arg-type]
     best = searched.search(known, LIMIT, SearchEffort(float("inf")))
     return known, best, searched.simulated
 

@@ -15,7 +15,7 @@ from farspan.planner.feasibility import taken
 from farspan.planner.machines import machine
 from farspan.planner.prices import Prices
 from farspan.planner.request import Question
-from farspan.planner.search import CellMoments
+from farspan.planner.search import TransientCache
 from farspan.planner.timeline import run_time
 from farspan.program.builder import (
     SHORTEST,
@@ -277,7 +277,9 @@ def test_the_search_bounds_stages(schedule: Schedule, tokens: int, layout: Layou
     for frames, program, device in zip(family, sized.programs, devices, strict=True):
         assert program.chunks == frames.cell_prices.chunks
         alike = int(frames.kept.alike[0])
-        beyond = max(CellMoments().beyond(frames, 0, alike), CellMoments().least(frames)[0, 0])
+        beyond = max(
+            TransientCache().beyond(frames, 0, alike), TransientCache().least(frames)[0, 0]
+        )
         assert device[0, 0, tiers] + beyond <= sized.device.total
     assert held.host[0, 0, tiers] <= sized.host.total
     total = evaluate(question, "grouped", schedule, sized).seconds.total

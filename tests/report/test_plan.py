@@ -127,8 +127,8 @@ def test_what_breaks_first_is_said_in_words() -> None:
     parts = {"dkv": 90 * GIB, "kv": 2**29, "slots": 2**20, "x": 0}
     plan = replace(fitting(), device=Budget(parts, 80 * GIB))
     assert breaks_first(plan) == (
-        "device memory breaks first: grouped needs 90.5 GiB and 80.0 GiB are there, 10.5 GiB too "
-        "few; most of it is 90.0 GiB of dK, dV and 512.0 MiB of K, V"
+        "device memory breaks first: grouped needs 90.5 GiB and has 80.0 GiB, 10.5 GiB too "
+        "little; most of it is 90.0 GiB of dK, dV and 512.0 MiB of K, V"
     )
     alone = replace(plan, device=Budget({"weights": 90 * GIB, "x": 0}, 80 * GIB))
     assert breaks_first(alone).endswith("most of it is 90.0 GiB of weights")

@@ -520,5 +520,5 @@ def test_whole_weights_that_tensor_cuts_are_refused_before_anything_is_loaded(
             return function()
 
     run = run_of(tmp_path, parallel=Parallel(tensor=2, fsdp=False))
-    with pytest.raises(UnsupportedError, match=r"^schedule\.weights: host without fsdp is for"):
+    with pytest.raises(UnsupportedError, match=r"^schedule\.weights: host without fsdp needs"):
         context(run, Two(torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""What a person asks, turned into a question for the planner: `farspan.plan(...)`."""
+"""Turn a user's request into a question for the planner: `farspan.plan(...)`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,14 +32,14 @@ from farspan.spec import (
 
 HERE = "here"
 
-# What `optimizer.states` of a run file calls an optimizer; `host` is called so in both.
+# Names of optimizers in `optimizer.states` of a run file; `host` has one name in both.
 AS_IN_RUN_FILES = {"device": Optimizer.ADAMW, "8bit": Optimizer.ADAMW8BIT}
 
 P = ParamSpec("P")
 
 
 class Configuration(Protocol):
-    """What a transformers configuration offers."""
+    """A transformers configuration, or any object with its `to_dict`."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -47,12 +47,12 @@ class Configuration(Protocol):
 Config = str | Path | Mapping[str, Any] | Configuration | ModelSpec | Profiles
 
 
-def _in_silence(_: str) -> None:
-    """Tells nobody."""
+def _discard(_: str) -> None:
+    """Discard a message."""
 
 
 class Options(TypedDict, total=False):
-    """What a question may leave open; `Request` has the defaults."""
+    """Options of a request; `Request` has the defaults."""
 
     gpus: int
     batch: int
@@ -75,43 +75,43 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A question as a person puts it. Sizes are numbers or text: see `farspan.formatting`."""
+    """A user's request. Sizes are numbers or text: see `farspan.formatting`."""
 
-    # Preset, folder, config.json, hub name; a configuration or its fields; or a model that is
-    # described already, in its dtype and with its adapters.
+    # A preset, folder, config.json or hub name; a configuration or its fields; or a ModelSpec, in
+    # its own dtype and with its own adapters.
     config: Config
     context: str | int  # tokens of a sequence
-    machine: str | Path | MachineSpec = HERE  # preset, file of `farspan calibrate`, or `here`
+    machine: str | Path | MachineSpec = HERE  # a preset, file of `farspan calibrate`, or `here`
     gpus: int = 1
-    batch: int = 1  # sequences a step, for each group of devices that shares one
-    # AdamW with its states where a step is the fastest that fits; or one of `request.Optimizer`.
+    batch: int = 1  # sequences a step, for each group of devices that shares a sequence
+    # `auto`: AdamW with its states where the fastest step that fits has them.
     optimizer: str = AUTO
-    weights: str = AUTO  # the same; or device, or host, with gradients and optimizer states
-    disk: str | None = None  # a folder on a drive: states may go there where they fit nowhere else
-    lora: int = 0  # rank of adapters on every linear module of the layers; 0: all is trained
-    quantize: str | None = None  # nf4, with lora: frozen weights of linear modules have four bits
-    strategy: str = AUTO  # the best of all of them
+    weights: str = AUTO  # `auto`, device, or host: weights with gradients and optimizer states
+    disk: str | None = None  # folder on a drive for states that fit nowhere else
+    lora: int = 0  # rank of adapters on every linear module of the layers; 0 trains all weights
+    quantize: str | None = None  # nf4, with lora: frozen weights of linear modules take four bits
+    strategy: str = AUTO  # `auto`: the best of all strategies
     dtype: str = "bfloat16"
-    device_memory: str | int | None = None  # in place of what the machine's device has
-    # In place of what the machine's node has in all, of which a tenth is left to the system,
-    host_memory: str | int | None = None  # processes and loading (`machines.HOST_RESERVE`)
-    # Of a device, and of main memory, that a plan leaves where any can: bytes, "5%", 0; None:
-    margin: str | int | None = None  # `request.SHARE` of a device
-    sparse: Sparse | None = None  # attention that approximates; None: exact
-    loss: str = LossKind.SFT  # or dpo, ipo, orpo, kto, grpo, distill: from log-probabilities
-    # Of these: none, frozen, adapters-off or stored; None: what `request.loss_of` says.
+    device_memory: str | int | None = None  # replaces the memory of the machine's device
+    # Replaces the main memory of the machine's node, a tenth of which is left to the system,
+    host_memory: str | int | None = None  # its processes and loading (`machines.HOST_RESERVE`)
+    # Memory of a device and of the node that a plan leaves free if any plan can: bytes, "5%" or 0;
+    margin: str | int | None = None  # None: `request.SHARE` of a device
+    sparse: Sparse | None = None  # approximate attention; None: exact
+    loss: str = LossKind.SFT  # sft, or one of log-probabilities: dpo, ipo, orpo, kto, grpo, distill
+    # none, frozen, adapters-off or stored; None: the default of `request.loss_of`.
     reference: str | None = None
-    kernels: Kernels = field(default_factory=Kernels)  # who computes
-    progress: Callable[[str], None] = _in_silence  # hears what of this machine is measured
+    kernels: Kernels = field(default_factory=Kernels)  # implementations of each operation
+    progress: Callable[[str], None] = _discard  # receives messages while measuring
 
     def __post_init__(self) -> None:
-        """Take words as other tools and people write them."""
+        """Read words in the spellings that other tools and people use."""
         for name in ("optimizer", "weights", "strategy", "loss", "reference"):
             if isinstance(word := getattr(self, name), str):
                 object.__setattr__(self, name, as_meant(word))
 
     def question(self) -> Question:
-        """The question for the planner. Raises UnsupportedError naming the field."""
+        """Return the question for the planner. Raises UnsupportedError naming the field."""
         model, profiles = self._model()
         adapters = bool(self.lora) or model.trainable < model.parameters
         loss = loss_of(self.loss, self.reference, adapters=adapters)
@@ -132,7 +132,7 @@ class Request:
             weights=weights,
             open=free,
             dtype=dtype_name(self.dtype),
-            overlap=machine.pinned and not machine.unified,  # as the engine's copies run
+            overlap=machine.pinned and not machine.unified,  # matches how the engine runs copies
             sparse=self.sparse,
             kernels=self.kernels,
             margin=margin_of(self.margin, machine),
@@ -143,7 +143,7 @@ class Request:
         return as_run(question, self.lora)
 
     def strategies(self) -> list[str] | None:
-        """The strategies to choose from; None stands for all. Raises UnsupportedError."""
+        """Return the strategies to choose from; None means all. Raises UnsupportedError."""
         if self.strategy == AUTO:
             return None
         check_name(self.strategy)
@@ -169,11 +169,9 @@ class Request:
                 "farspan does not have; give lora 16 and quantize nf4"
             )
         elif isinstance(self.config, ModelSpec):
-            wrong = "a described model has no such weights; give a model that can be profiled"
+            wrong = "a ModelSpec cannot be quantised; give a model that can be profiled"
         elif not self.lora and not isinstance(self.config, Profiles):
-            wrong = (
-                "quantised weights stay as they are; give lora, the rank of adapters, such as 16"
-            )
+            wrong = "quantised weights are not trained; give lora, the rank of adapters, such as 16"
         elif dtype_name(self.dtype) == "float64":
             wrong = "quantised weights have no products in float64; give dtype bf16 or fp32"
         elif self._count() != 1:
@@ -182,7 +180,7 @@ class Request:
             raise UnsupportedError(f"quantize: {wrong}")
 
     def _count(self) -> int:
-        """Devices: of `gpus`, or of a machine such as `8xh100`."""
+        """Return the number of devices, from `gpus` or from a machine such as `8xh100`."""
         counted = count_of(self.machine)
         if counted is None or self.gpus in (1, counted):
             return counted or self.gpus
@@ -213,7 +211,7 @@ class Request:
 
 
 def as_run(question: Question, lora: int = 0) -> Question:
-    """The question with its model as the machine runs it; `lora` is the rank of its adapters."""
+    """Return the question with its model as the machine runs it, with adapters of rank `lora`."""
     if question.profiles is None:
         return question
     profile = question.profile
@@ -224,8 +222,8 @@ def as_run(question: Question, lora: int = 0) -> Question:
 
 
 def _signed(function: Callable[P, Plan]) -> Callable[P, Plan]:
-    """The function as one that takes the fields of `Request`, all but the first by name: with a
-    signature that says so, and UnsupportedError for an option that is none of them."""
+    """Give the function the fields of `Request` as its signature, all but the first by name only.
+    It raises UnsupportedError for other options."""
     first, *others = signature(Request).parameters.values()
     named = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in others]
     known = [first.name, *(option.name for option in named)]
@@ -253,18 +251,26 @@ def plan(
     machine: str | Path | MachineSpec = HERE,
     **options: Unpack[Options],
 ) -> Plan:
-    """The best schedule for a model, a context and a machine, and what a step of it takes.
+    """Find the best schedule for a model, a context and a machine, and predict its step.
 
-    `config` is a preset such as "Qwen2.5-7B", a folder or file with a configuration, a name on the
-    hub, a transformers configuration or its fields; no weights are read. Of a model that is no
-    preset a cell is run on the meta device, which needs torch. `context` is in tokens of the
-    whole sequence ("1M" is 2**20). `machine` is a preset such as "h200", a file that
-    `farspan calibrate` wrote, or "here", which measures this machine where it was not yet. For the
-    options and their defaults see `Request`; bytes are numbers or text such as "128GiB".
+    No weights are read. A model that is no preset is run once on the meta device, which needs
+    torch.
 
-    If nothing fits, the plan that misses by the least comes back: its `fits` is false and its
-    `remedies` say what would help; `print` shows a plan as `farspan plan` does. Raises
-    UnsupportedError for what makes no sense.
+    Args:
+        config: A preset such as "Qwen2.5-7B", a folder or file with a configuration, a name on the
+            hub, a transformers configuration or its fields.
+        context: Tokens of the whole sequence; "1M" is 2**20.
+        machine: A preset such as "h200", a file that `farspan calibrate` wrote, or "here", which
+            measures this machine unless it was measured before.
+        options: Fields of `Request`, which has their defaults; bytes are numbers or text such as
+            "128GiB".
+
+    Returns:
+        The plan; `print` shows it as `farspan plan` does. If nothing fits, the plan that misses by
+        the least: its `fits` is false and its `remedies` name changes that would help.
+
+    Raises:
+        UnsupportedError: An option is unknown, or its value makes no sense.
     """
     request = Request(config, context, machine, **options)
     return best_plan(request.question(), request.strategies())
@@ -285,7 +291,7 @@ def _profiles(config: str | Path | Mapping[str, Any] | Configuration | Profiles)
 
 
 def _here(progress: Callable[[str], None]) -> MachineSpec:
-    """What measures needs torch, and stands above planning."""
+    """Measure this machine; loaded late, since it needs torch and is a layer above planning."""
     try:
         measure: Callable[[Callable[[str], None]], MachineSpec] = load(
             "farspan.engine.calibrate", "here"
@@ -339,11 +345,11 @@ def _weights(name: str, optimizer: str) -> Tier:
     return Tier.HOST
 
 
-MOST_DEVICES = 2**16  # that one sequence is shared by: no machine has as many
+MOST_DEVICES = 2**16  # per sequence; no machine has as many
 
 
 def _layout(gpus: int, model: ModelSpec) -> Layout:
-    """Every device works on the one sequence."""
+    """Return the layout in which every device works on one sequence."""
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise UnsupportedError(f"gpus: expected a whole number of devices >= 1, got {gpus!r}")
     if gpus > MOST_DEVICES:

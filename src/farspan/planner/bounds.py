@@ -1,11 +1,11 @@
-"""Lower bounds of time and memory of many schedules at once: what the search prunes with.
+"""Lower bounds of time and memory for many schedules at once: the search prunes with them.
 
-`Frames` fix the chunk and the switches of K schedules that differ in their cut into groups. Left
-open are F choices of how many chunks keep O, LSE and activations, and T = 8 choices of tiers for x,
-attention and activations; every result is [K, F, T]. The time (lanes) is that of the program when
-nothing overlaps, and the busiest lane's when everything does; both are sums over cells, so nothing
-is simulated. Memory (peaks) is the fullest of a few phases of the program, without padding.
-P phases' groups of all K cuts are looked at together.
+`Frames` fix the chunk size and the switches of K schedules that differ in how layers are cut into
+groups. F choices of how many chunks keep O, LSE and activations stay open, and T = 8 choices of
+tiers for x, attention and activations; every result is [K, F, T]. The time (lanes) is that of the
+program when nothing overlaps, or the busiest lane's when everything does; both are sums over cells,
+so nothing is simulated. Memory (peaks) is the fullest of a few phases of the program, without
+padding. The P groups of all K cuts are computed together.
 """
 
 from collections.abc import Callable
@@ -29,54 +29,53 @@ ON_HOST = np.array([[tier is Tier.HOST for tier in tiers] for tiers in TIERS], d
 
 
 def spread(free: Array, counted: Array) -> Array:
-    """[..., F, T] from [..., 3, F]: the sum over those of the three that T's tiers count."""
+    """Return [..., F, T] from [..., 3, F]: per T, the sum over the tensors that it counts."""
     return np.asarray(np.swapaxes(free, -1, -2) @ counted.T)
 
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    """Schedules that differ in their cut, fractions and three tiers, as one kind of rank runs
-    them."""
+    """Schedules of one kind of rank that differ in cut, kept fractions and three tiers."""
 
     cell_prices: CellPrices
-    schedule: Schedule  # in tokens of the sequence; what differs is left open
+    schedule: Schedule  # in tokens of the sequence; the open choices are not read
     cuts: Cuts
     kept: Kept
 
     @cached_property
     def last_graphs(self) -> NDArray[np.int64]:
-        """[K, F]: chunks whose activations the rank's last group keeps."""
+        """Chunks whose activations the rank's last group keeps, [K, F]."""
         return np.where(self.cuts.alone, 0, self.kept.graphs)
 
     @cached_property
     def lanes(self) -> tuple[Array, Array]:
-        """[K, 5, F]: seconds of every lane, without its update and without [K, 2, 3, F]: seconds
-        that fetch and evict take for x, attention and activations, where they are on host."""
+        """Seconds per lane without the update [K, 5, F], and copy seconds (fetch, evict) of x,
+        attention and activations if on the host [K, 2, 3, F]."""
         return _lanes(self)
 
     @cached_property
     def streams(self) -> bool:
-        """Do whole weights come from main memory?"""
+        """Return whether whole weights come from main memory."""
         return streams(self.schedule, self.cell_prices.question.layout)
 
     @property
     def is_cut(self) -> bool:
-        """Does the backward begin when the head was on every chunk?"""
+        """Return whether the backward starts only after the head ran on every chunk."""
         return self.cell_prices.question.loss.is_cut
 
     @property
     def unseen(self) -> NDArray[np.bool_]:
-        """[K, F]: does the last chunk's first pass end below the rank's last group?"""
+        """True where the last chunk's first pass ends below the rank's last group, [K, F]."""
         return np.asarray((self.last_graphs == 0) & self.cuts.has_head & (not self.is_cut))
 
     @property
     def evaluates(self) -> bool:
-        """Does each step run a reference forward?"""
+        """Return whether each step runs the forward of a reference model."""
         return self.cell_prices.question.loss.evaluates
 
     @cached_property
     def gathers(self) -> Array:
-        """[K, 1]: seconds of FSDP's collectives, those of a reference too."""
+        """Seconds of FSDP's collectives, including those of a reference, [K, 1]."""
         found, prices = self.cuts.gathers(self.cell_prices.prices), self.cell_prices.prices
         if self.evaluates and not self.streams:
             found = found + prices.gathered_once([self.cuts.kind.layers])
@@ -84,13 +83,12 @@ class Frames:
 
     @property
     def zero(self) -> Array:
-        """[F]"""
+        """Zeros, [F]."""
         return np.zeros(len(self.kept.graphs))
 
     @cached_property
     def cell_inputs(self) -> Array:
-        """[K, L]: bytes of the layer's input in a kept cell, where autograd saves it and no
-        boundary does."""
+        """Bytes of the layer's input in a kept cell if no boundary has it, [K, L]."""
         saves = np.array(
             [spec.saves_input for spec in self.cell_prices.model.layers], dtype=np.float64
         )
@@ -98,15 +96,14 @@ class Frames:
         return np.asarray(saves * self.cuts.inner * row)
 
     def kv_goes_home(self, role: Role) -> bool:
-        """Do kept K, V of a layer in this role cross the link to wait on host?"""
+        """Return whether kept K, V of a layer in this role wait on the host, across the link."""
         schedule = self.schedule
         waits = schedule.kv_kept and role in (Role.INNER, Role.TOP)
         waits = waits and not self.cuts.kind.is_stage
         return waits and schedule.kv is Tier.DEVICE and schedule.kv_home is Tier.HOST
 
     def covered(self, spec: LayerSpec, role: Role) -> Array:
-        """[F]: bytes of a kept cell: O and LSE are in it unless their own buffer holds them for
-        all its chunks."""
+        """Bytes of a kept cell, [F], with O and LSE unless their own buffer has them all."""
         outside = (self.kept.attention >= self.kept.graphs) & (role is not Role.LAST_TOP)
         wide = self.cell_prices.cell_bytes(spec, with_attention=True)
         narrow = self.cell_prices.cell_bytes(spec, with_attention=False)
@@ -117,12 +114,12 @@ Family = tuple[Frames, ...]  # the same schedules on every kind of rank
 
 
 def frames_of(question: Question, schedule: Schedule) -> Frames:
-    """Those of a single schedule, with all its tiers, on the rank that has the head."""
+    """Return the frames of a single schedule, with all its tiers, on the rank that has the head."""
     return all_frames(question, schedule)[-1]
 
 
 def all_frames(question: Question, schedule: Schedule) -> Family:
-    """Those of a single schedule on every kind of rank."""
+    """Return the frames of a single schedule on every kind of rank."""
     found, like = list[Frames](), None
     for kind in kinds_of(question, schedule):
         like = CellPrices(question, schedule, kind, like)
@@ -138,7 +135,7 @@ def all_frames(question: Question, schedule: Schedule) -> Family:
 
 
 def tiers_of(schedule: Schedule) -> int:
-    """The place of a schedule's tiers among T."""
+    """Return the index of a schedule's tiers in `TIERS`."""
     return TIERS.index((schedule.boundary_inputs, schedule.attention, schedule.activations))
 
 
@@ -148,13 +145,13 @@ LINK = 2  # fetch, evict
 
 
 def seconds(frames: Frames, *, in_line: bool = False, update: bool = True) -> Array:
-    """[K, F, T]: of a step, with or without its update; memory is not looked at. `in_line`: as if
-    nothing overlapped."""
+    """Return the seconds of a step, [K, F, T], whether or not it fits in memory. `in_line` assumes
+    that nothing overlaps; `update=False` leaves the update out."""
     cell_prices, question = frames.cell_prices, frames.cell_prices.question
     work, copies = frames.lanes
     working = work[:, COMPUTE] + work[:, COLLECTIVE]
     if question.overlap and not in_line:
-        # FSDP's gathers go on beside the cells, whose own collectives they wait for.
+        # FSDP's gathers overlap with the cells, but not with the cells' own collectives.
         gathers = frames.gathers
         busy = np.maximum(np.maximum(working - gathers, gathers), work[:, HOST])
         link = work[:, FETCH : EVICT + 1, :, None] + spread(copies, ON_HOST)
@@ -164,8 +161,9 @@ def seconds(frames: Frames, *, in_line: bool = False, update: bool = True) -> Ar
         total += (working + work[:, HOST] + work[:, FETCH] + work[:, EVICT])[..., None]
     stages, count = question.layout.pipeline, len(cell_prices.chunks)
     total = total * ((count + stages - 1) / count)
-    if update_overlaps(question):  # the backward comes after all of it
-        after = sum(cell_prices.lanes.backward[of].compute.sum() for of in cell_prices.model.layers)
+    if update_overlaps(question):  # the backward waits for the update
+        backward = cell_prices.lanes.backward
+        after = sum(backward[spec].compute.sum() for spec in cell_prices.model.layers)
         after += cell_prices.lanes.head.sum()
         return np.asarray(np.maximum(total, (cell_prices.update + after) * update))
     return np.asarray(total + cell_prices.update * update)
@@ -196,7 +194,7 @@ def _lanes(frames: Frames) -> tuple[Array, Array]:
 
 
 def _part(frames: Frames, part: Part) -> tuple[Array, Array]:
-    """Lanes [5, F] and bytes [2, 3, F] of one layer in this part, made once for all cuts."""
+    """Lanes [5, F] and bytes [2, 3, F] of one layer in this part, cached for all cuts."""
     role, spec, alone = part
     key = part, switches(role, frames.schedule), frames.kv_goes_home(role)
     known = frames.cell_prices.known
@@ -209,7 +207,7 @@ def _part(frames: Frames, part: Part) -> tuple[Array, Array]:
 
 
 def _cells(frames: Frames, part: Part, found: CellCounts) -> Array:
-    """[5, F]: one layer's cells, and the copies of its K, V."""
+    """Return the seconds of one layer's cells, and of copying its K, V, [5, F]."""
     cell_prices, (role, spec, alone) = frames.cell_prices, part
     choices = frames.kept.without_graphs if alone else frames.kept
     work = cell_prices.lanes.forward[spec].total(found.compute, choices)
@@ -235,7 +233,7 @@ def _cells(frames: Frames, part: Part, found: CellCounts) -> Array:
 
 
 def _moved(frames: Frames, part: Part, found: CellCounts) -> Array:
-    """[2, 3, F]: bytes of one layer's O, LSE and activations, where they are on host."""
+    """Return the bytes of one layer's O, LSE and activations on the host, [2, 3, F]."""
     role, spec, alone = part
     choices = frames.kept.without_graphs if alone else frames.kept
     row = frames.cell_prices.attention_row(spec) * choices.over(frames.cell_prices.keys)
@@ -247,15 +245,15 @@ def _moved(frames: Frames, part: Part, found: CellCounts) -> Array:
 
 
 def _reference(frames: Frames) -> Array:
-    """[5]: the reference's forward, whose K, V are those of the open group, without what FSDP
-    gathers and what groups hand on."""
+    """Return the seconds of the reference's forward, [5]. FSDP's gathers and the x that groups hand
+    on are left out; K, V lie where the open group's do."""
     cell_prices, kind, prices = frames.cell_prices, frames.cuts.kind, frames.cell_prices.prices
     lanes, on_host = cell_prices.lanes, frames.schedule.kv is Tier.HOST
     work = np.zeros(LANES)
     for spec in cell_prices.model.layers:
         cell, kv = lanes.forward[spec], cell_prices.kv_row(spec) * cell_prices.share.keys.total
-        of = cell.compute, cell.fetch * on_host, cell.evict, cell.collective, cell.host
-        work += [lane.sum() for lane in of]
+        busy = cell.compute, cell.fetch * on_host, cell.evict, cell.collective, cell.host
+        work += [lane.sum() for lane in busy]
         work[COMPUTE] += 2 * kv / cell_prices.question.machine.memory
         work[EVICT] += kv * on_host / prices.evict_rate()
     work[COMPUTE] += lanes.embed.sum() * kind.is_first + lanes.values.sum() * kind.is_last
@@ -264,7 +262,7 @@ def _reference(frames: Frames) -> Array:
 
 
 def _handed_on(frames: Frames) -> Array:
-    """[K, 2, 3]: bytes of x in the reference's forward, by group or to a stage."""
+    """Bytes of x that groups or a stage hand on in the reference's forward, [K, 2, 3]."""
     cell_prices, kind, counts = frames.cell_prices, frames.cuts.kind, frames.cuts.counts[:, 0]
     moved = np.zeros((len(counts), LINK, len(Tier) + 1))
     moved[:, :, 0] = (cell_prices.x_row() * cell_prices.tokens * (counts - 1))[:, None]
@@ -274,7 +272,7 @@ def _handed_on(frames: Frames) -> Array:
 
 
 def _boundaries(frames: Frames) -> Array:
-    """[K, 2, 3, F]: bytes of x, its gradient, and the inputs inside kept cells."""
+    """Return the bytes of x, its gradient, and the inputs inside kept cells, [K, 2, 3, F]."""
     cell_prices, groups, kind = frames.cell_prices, frames.cuts.counts, frames.cuts.kind
     row = cell_prices.x_row() * cell_prices.sizes
     graphs = cell_prices.latest(frames.last_graphs) * cell_prices.x_row() * kind.is_last
@@ -286,7 +284,7 @@ def _boundaries(frames: Frames) -> Array:
     fetched = graphs + 3 * (groups - 1) * whole - skipped * several
     fetched = fetched + rebuilt * (whole - row[-1] * (frames.kept.graphs == 0))
     evicted = graphs + 2 * (groups - 1) * whole
-    if kind.is_stage and not kind.is_first:  # what a stage received
+    if kind.is_stage and not kind.is_first:  # x that the stage received
         fetched, evicted = fetched + whole - skipped, evicted + whole
     cells = cell_prices.cells(frames.kept.graphs)
     inputs = cells * frames.cell_inputs.sum(axis=1, keepdims=True)
@@ -295,7 +293,7 @@ def _boundaries(frames: Frames) -> Array:
 
 
 def _outside(frames: Frames) -> Array:
-    """[K, F]: embedding and head, where the rank has them."""
+    """Return the seconds of embedding and head, where the rank has them, [K, F]."""
     lanes, several, kind = frames.cell_prices.lanes, frames.cuts.counts > 1, frames.cuts.kind
     once, last = lanes.embed.sum() * kind.is_first, lanes.embed[-1] * kind.is_first
     passes = 2 * once - last * frames.unseen * ~several
@@ -308,7 +306,7 @@ def _outside(frames: Frames) -> Array:
 
 
 ON_DEVICE = 1 - ON_HOST
-ATTENTION = 1  # its place among the three that tiers are free for
+ATTENTION = 1  # index of attention among the three tensors with open tiers
 
 
 @dataclass(slots=True)
@@ -320,7 +318,7 @@ class Peaks:
 
 
 def peaks(frames: Frames) -> Peaks:
-    """Everything but what cells hold for a moment beyond their graphs."""
+    """Return the peak bytes without what cells allocate briefly beyond their graphs."""
     s, once = frames.schedule, frames.cell_prices.once
     key = "peaks", frames.cuts, s.kv_kept, s.kv_home, s.attention_open
     device, host = once(key, lambda: _fullest(frames))
@@ -330,22 +328,22 @@ def peaks(frames: Frames) -> Peaks:
 
 
 def least(frames: Frames) -> Peaks:
-    """[K, F, 1] of the device and [K, 1, 1] of the host: what choices of any tiers take, without
-    slots and what is kept from first pass to backward."""
+    """Return the bytes that any choice of tiers takes: device [K, F, 1], host [K, 1, 1]. Slots and
+    the tensors kept from first pass to backward are left out."""
     phases = zip(_first(frames), _backward(frames), strict=True)
     device, host = (_of_cuts(frames, np.maximum(*pair)) for pair in phases)
     return Peaks(device + fixed(frames), host + frames.cuts.on_host)
 
 
 def _of_cuts(frames: Frames, sizes: Array) -> Array:
-    """[K, ...]: the largest of each cut's groups, of [P, ...]."""
+    """Return the largest of each cut's groups, [K, ...], from the sizes [P, ...]."""
     # Six times as fast as `np.maximum.reduceat`.
     ends = pairwise([*frames.cuts.groups.at, len(sizes)])
     return np.stack([sizes[slice(*pair)].max(axis=0) for pair in ends])
 
 
 def _fullest(frames: Frames) -> Array:
-    """[2, K, F, T]: what arenas take of device and host."""
+    """Return the peak bytes of the arenas on device and host, [2, K, F, T]."""
     groups = frames.cuts.groups
     once, cuts = frames.cell_prices.once, frames.cuts
     device = once(("on device", cuts), lambda: spread(_kept(frames), ON_DEVICE))
@@ -363,14 +361,14 @@ def _fullest(frames: Frames) -> Array:
     else:
         device = device + np.maximum(first[0], backward[0])
         host = host + np.maximum(first[1], backward[1])
-    return np.stack([_of_cuts(frames, of) for of in (device, host)])
+    return np.stack([_of_cuts(frames, sizes) for sizes in (device, host)])
 
 
 # -- phases ------------------------------------------------------------------------------------
 
 
 def _first(frames: Frames) -> tuple[Array, Array]:
-    """[P, 1, 1] each: K, V on device and host in the groups' first passes."""
+    """Return the bytes of K, V on device and host in the groups' first passes, [P, 1, 1] each."""
     own, _, waiting = _kv(frames)
     goes_home = frames.kv_goes_home(Role.TOP) & ~frames.cuts.groups.is_last
     device, host = _tiers(frames, own, waiting)
@@ -378,14 +376,14 @@ def _first(frames: Frames) -> tuple[Array, Array]:
 
 
 def _backward(frames: Frames) -> tuple[Array, Array]:
-    """[P, 1, 1] each: K, V, dK, dV on device and host in the groups' backward."""
+    """Bytes of K, V, dK, dV on device and host in the groups' backward, [P, 1, 1] each."""
     own, gradients, waiting = _kv(frames)
     device, host = _tiers(frames, own + gradients, waiting)
     return device[..., None], host[..., None]
 
 
 def _kv(frames: Frames) -> tuple[Array, Array, Array]:
-    """[P, 1] each: bytes of a group's K, V, of its dK, dV, of K, V that wait below it."""
+    """Return the bytes of a group's K, V, of its dK, dV, and of the K, V below it, [P, 1] each."""
     sums, groups = frames.cell_prices.sums, frames.cuts.groups
     own = sums.kv[groups.stop] - sums.kv[groups.first]
     gradients = sums.dkv[groups.stop] - sums.dkv[groups.first]
@@ -393,7 +391,7 @@ def _kv(frames: Frames) -> tuple[Array, Array, Array]:
 
 
 def _tiers(frames: Frames, size: Array, waiting: Array) -> tuple[Array, Array]:
-    """What the open group and what waits take of device and host."""
+    """Return the bytes on device and host of the open group and of the groups that wait."""
     on_host = frames.schedule.kv is Tier.HOST
     if on_host or frames.schedule.kv_home is Tier.HOST:
         return size * (not on_host), waiting + size * on_host
@@ -401,18 +399,18 @@ def _tiers(frames: Frames, size: Array, waiting: Array) -> tuple[Array, Array]:
 
 
 def _kept(frames: Frames) -> Array:
-    """[P, 3, F]: x, attention and activations that a group and those below it keep from first
-    pass to backward."""
+    """Return the bytes of x, attention and activations that a group and those below it keep from
+    first pass to backward, [P, 3, F]."""
     cell_prices, kept, groups = frames.cell_prices, frames.kept, frames.cuts.groups
     sums, layers, is_last = cell_prices.sums, len(cell_prices.model.layers), groups.is_last
     graphs = np.where(is_last, frames.last_graphs[groups.cut], kept.graphs)
     kind = frames.cuts.kind
-    # A stage hands on what it made, and keeps what it received.
+    # A stage hands on its output and keeps its input.
     left = 0 if kind.is_stage else cell_prices.tokens
     received = groups.index + (kind.is_stage and not kind.is_first)
     x = np.where(is_last, cell_prices.latest(graphs), left)
     x = cell_prices.x_row() * (x + cell_prices.tokens * received)
-    # The last group's only kept O would be the left out chunk's: then there is no buffer.
+    # The last group would keep only the O of the chunk that is left out: then there is no buffer.
     written = (kept.attention > 1) | (graphs > 0) | ~is_last | frames.is_cut
     end = np.where(is_last, layers - 1, groups.stop)
     begun = sums.attention[groups.first]
@@ -420,20 +418,20 @@ def _kept(frames: Frames) -> Array:
     attention = rows * cell_prices.latest_keys(kept.attention)
     covered = kept.attention >= kept.graphs
     cells = np.where(covered, sums.narrow[end], sums.wide[end]) * cell_prices.cells(kept.graphs)
-    # The top layer's cell holds its O; in a last group of one layer none is kept.
+    # The top layer's cell holds its O; a last group of one layer keeps no cell.
     cells = cells + (sums.wide[layers] - sums.wide[end]) * cell_prices.cells(graphs) * is_last
     inputs = np.cumsum(frames.cell_inputs, axis=1)[groups.cut[:, None], groups.stop - 1]
     return np.stack([x, attention, cells + inputs * cell_prices.cells(kept.graphs)], axis=1)
 
 
 def _open(frames: Frames) -> Array:
-    """[P, F]: O and LSE kept while the group is open."""
+    """Return the bytes of O and LSE that are kept while the group is open, [P, F]."""
     cell_prices, kept, groups = frames.cell_prices, frames.kept, frames.cuts.groups
     kind = frames.cuts.kind
     rebuilt = groups.is_last | (not frames.schedule.kv_kept) | kind.is_stage
     rows = cell_prices.sums.attention[groups.stop - 1] - cell_prices.sums.attention[groups.first]
     keys = cell_prices.share.keys.total - cell_prices.latest_keys(kept.attention)
-    # Of the last chunk alone nothing is written, but by a stage that hands it on.
+    # The last chunk's alone is not written, except by a stage that hands it on.
     fewest = 1 if kind.is_last and not frames.is_cut else 0
     return np.asarray(rows * keys * (kept.attention < len(cell_prices.chunks) - fewest) * rebuilt)
 
@@ -442,8 +440,8 @@ def _open(frames: Frames) -> Array:
 
 
 def differing(frames: Frames) -> NDArray[np.bool_]:
-    """[K, F, T]: choices of which none before is the same schedule but for the tier of something
-    that it does not have. Stages of a pipeline have all that they hand on."""
+    """Return which choices differ from all earlier ones, [K, F, T]. A choice repeats another if
+    only the tier of a tensor differs that it never keeps. Pipeline stages hand on all tensors."""
     kept, several = frames.kept, frames.cuts.counts > 1
     has_x = several | (frames.last_graphs > 0) | frames.cuts.kind.is_stage
     has_attention = (kept.attention > 0) | frames.schedule.attention_open
@@ -452,7 +450,7 @@ def differing(frames: Frames) -> NDArray[np.bool_]:
 
 
 def fixed(frames: Frames) -> Array:
-    """[K, F, 1] on the device: states, graphs of a chunk, inputs, reserve."""
+    """Return the device bytes of states, a chunk's graphs, inputs and reserve, [K, F, 1]."""
     cell_prices, cuts = frames.cell_prices, frames.cuts
     inputs = input_bytes(cell_prices.question, cell_prices.tokens)
     fixed = cuts.fixed + inputs + cell_prices.question.machine.reserve
@@ -460,23 +458,23 @@ def fixed(frames: Frames) -> Array:
 
 
 def momentary(frames: Frames) -> Array:
-    """[K, F]: what `_momentary` says, made once for all frames that are alike in it."""
+    """Return the cached result of `_momentary`, [K, F]."""
     key = "momentary", frames.cuts, frames.schedule.layer_checkpoint
     return frames.cell_prices.once(key, lambda: _momentary(frames))
 
 
 def _momentary(frames: Frames) -> Array:
-    """[K, F]: all that is counted beside arenas, weights and optimizer. Graphs of the first chunk
-    that runs backward, when no layer may have gradients yet, but of earlier batches; or those of
-    the last, in the first group, when all layers have some. Of a single chunk the second is only
-    the end of the step."""
+    """Return the bytes outside arenas, weights and optimizer states, [K, F]. The graphs are those
+    of the first chunk that runs backward, when no layer has gradients except from earlier batches;
+    or those of the last chunk in the first group, when all layers have them. With a single chunk
+    the second moment is just the end of the step."""
     cell_prices = frames.cell_prices
     gradients = np.array([[float(states.gradients)] for states in frames.cuts.held])
     there = frames.cuts.gradients
     saved = np.array([spec.activation_bytes for spec in cell_prices.model.layers], dtype=np.float64)
     saved *= cell_prices.run.batch * cell_prices.sizes[0]
     widest, first = frames.cuts.graphs(saved, one_layer=frames.schedule.layer_checkpoint)
-    # Where every chunk's graphs are kept there are none.
+    # Choices that keep every chunk's graphs rebuild none.
     some = frames.kept.graphs < len(cell_prices.chunks)
     several = len(cell_prices.chunks) > 1
     before = gradients * cell_prices.question.accumulates
@@ -485,7 +483,7 @@ def _momentary(frames: Frames) -> Array:
 
 
 def device_slots(frames: Frames) -> Array:
-    """[K, F, T]: device buffers that serve any layer, for what is on host."""
+    """Bytes of the device buffers that serve any layer, for tensors on the host, [K, F, T]."""
     cell_prices, chunk, kind = frames.cell_prices, frames.cell_prices.keys[0], frames.cuts.kind
     layers, many = cell_prices.model.layers, frames.cuts.counts > 1
     pair = min(2, len(cell_prices.chunks))
@@ -509,7 +507,8 @@ def device_slots(frames: Frames) -> Array:
 
 
 def _cell_slots(frames: Frames) -> Array:
-    """[K, F]: two, taken in turn by the layers that keep cells, each for the greediest of all."""
+    """Return the bytes of the two staging slots of saved activations, [K, F]. Layers that keep
+    cells use them in turn; each slot is as large as the largest cell."""
     kept, sums, layers = frames.kept, frames.cell_prices.sums, len(frames.cell_prices.model.layers)
     narrow, wide = np.diff(sums.narrow), np.diff(sums.wide)
     if frames.cuts.has_head:
@@ -521,7 +520,8 @@ def _cell_slots(frames: Frames) -> Array:
 
 
 def _attention_slots(frames: Frames) -> Array:
-    """[K, F]: one more than the layers of the widest group, unless O and LSE cross less often."""
+    """Return the number of slots for O and LSE, [K, F]. It is one more than the layers of the
+    widest group, or the number of copies if that is less."""
     widest = np.maximum(frames.cuts.last, frames.cuts.widest_earlier)
     if frames.cuts.kind.is_stage:
         widest = np.full_like(widest, frames.cuts.kind.widest)
@@ -530,7 +530,7 @@ def _attention_slots(frames: Frames) -> Array:
 
 
 def _crossings(frames: Frames, of: Callable[[CellCounts], Counts]) -> Array:
-    """[K, F]: how many of these copies a step makes."""
+    """Return the number of copies that `of` counts in a step, [K, F]."""
     parts, counts = frames.cuts.parts
     each = np.ones(len(frames.cell_prices.chunks))
     found = []

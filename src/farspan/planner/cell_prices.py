@@ -1,4 +1,4 @@
-"""What one chunk size costs: the price of every kind of cell in every chunk, and rows in bytes."""
+"""Prices of one chunk size: seconds of every kind of cell in every chunk, and bytes per token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -48,7 +48,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class LaneSeconds:
-    """Seconds of one cell in every chunk, [chunks] each."""
+    """Seconds per lane of one cell in every chunk, [chunks] each."""
 
     compute: Array
     fetch: Array
@@ -58,15 +58,15 @@ class LaneSeconds:
     known: dict[Kept, list[Array]] = field(default_factory=dict)  # sums over spans, lane by lane
 
     def total(self, counts: Array, choices: Kept) -> Array:
-        """[5, F]: each of cells that run `counts` [F, spans] times."""
+        """Return the seconds per lane, [5, F], of cells that run `counts` [F, spans] times."""
         if choices not in self.known:
             lanes = (self.compute, self.fetch, self.evict, self.collective, self.host)
             self.known[choices] = [choices.over(lane) for lane in lanes]
         return np.stack([counts @ lane for lane in self.known[choices]])
 
     def seconds(self, *, overlap: bool) -> float:
-        """Of the cells of all chunks, copies left out; issuing them goes on beside where lanes
-        overlap."""
+        """Return the seconds of all chunks' cells without copies. Issuing cells runs in parallel
+        with them where lanes overlap."""
         busy = self.compute + self.collective
         both = np.maximum(busy, self.host) if overlap else busy + self.host
         return float(both.sum())
@@ -74,8 +74,8 @@ class LaneSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Bytes of the layers before each, [L + 1]: of all keys for `kv` and `dkv`, a key
-    for `attention`, a kept cell for the others."""
+    """Bytes of all layers below each layer, [L + 1]: of all keys for `kv` and `dkv`, per key for
+    `attention`, per kept cell for the others."""
 
     kv: Array
     dkv: Array
@@ -85,7 +85,7 @@ class Sums:
 
 
 class CellSeconds:
-    """Seconds of the cells of one chunk size, K, V on host: all kinds of rank share them."""
+    """Seconds of the cells of one chunk size with K, V on the host, shared by all kinds of rank."""
 
     def __init__(
         self, question: Question, schedule: Schedule, model: ModelSpec, rank: Rank
@@ -104,7 +104,7 @@ class CellSeconds:
         self.prices = Prices(question, shell, together=question.overlap)
         self.places = {spec: place for place, spec in enumerate(model.layers)}
 
-    # Looked up when somebody asks for time: memory alone needs none.
+    # Computed on first use: questions about memory alone never need them.
 
     @cached_property
     def forward(self) -> dict[LayerSpec, LaneSeconds]:
@@ -128,7 +128,7 @@ class CellSeconds:
 
     @cached_property
     def values(self) -> Array:
-        """Of the head without a gradient."""
+        """Seconds of the head without a gradient."""
         return self._in_line(partial(Head, gradient=False))
 
     @cached_property
@@ -162,8 +162,8 @@ class CellSeconds:
 
 
 class CellPrices:
-    """Prices and bytes of one kind of rank at one chunk size and one tier of K, V; frames share
-    them. Without a kind it is that of the last stage, which has the head."""
+    """Prices and bytes of one kind of rank at one chunk size and one tier of K, V. Frames share
+    them. By default the rank is one of the last stage, which has the head."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class CellPrices:
         kind: RankKind | None = None,
         like: "CellPrices | None" = None,
     ) -> None:
-        """`like` is of another kind of rank of the same schedule."""
+        """Price the cells; `like`, of another kind of rank of the same schedule, shares seconds."""
         kind = kinds_of(question, schedule)[-1] if kind is None else kind
         layout = question.layout
         chunks = chunks_of(question.model, question.run.tokens, schedule, layout)
@@ -181,7 +181,7 @@ class CellPrices:
         self.share = share_of(chunks, kind.rank)
         self.model: ModelSpec = stage_model(whole, kind.layers)
         self.question = part_of(question, kind)
-        # A layer as this rank has it at this chunk size: its heads, and the rows of a state.
+        # The layers of this rank at this chunk size: its own heads, and the rows of a state.
         self.held = dict(zip(self.question.model.layers, self.model.layers, strict=True))
         self.run, self.schedule = question.run, schedule
         self.are_equal = are_equal(chunks)
@@ -199,18 +199,18 @@ class CellPrices:
 
     @property
     def tokens(self) -> int:
-        """That the rank has of the whole sequence."""
+        """Tokens of the whole sequence that the rank has."""
         return self.share.tokens.total
 
     @cached_property
     def passing(self) -> int:
-        """Bytes of messages under way, and what kernels take for themselves."""
+        """Bytes of messages in flight and of kernels' workspaces."""
         own = own_schedule(self.schedule, self.question.layout)
         return exchange_bytes(self.question, own.chunk) + workspace_bytes(self.question, own)
 
     @cached_property
     def zeros(self) -> float:
-        """Copying them to host, for every layer."""
+        """Seconds of copying the zeros of dK, dV to the host for every layer."""
         row = sum(self.dkv_row(spec) for spec in self.model.layers)
         return row * self.share.keys.total / self.prices.evict_rate()
 
@@ -221,22 +221,22 @@ class CellPrices:
     # -- what frames have in common -------------------------------------------------------------
 
     def once(self, key: tuple[object, ...], make: Callable[[], Array]) -> Array:
-        """What frames with this key have in common, made once."""
+        """Return the array that frames with this key share, computed once."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
 
     def latest(self, chunks: NDArray[np.int64]) -> Array:
-        """[F]: tokens of the latest `chunks` chunks."""
+        """Return the tokens of the latest `chunks` chunks, [F]."""
         return np.asarray(self._latest[chunks])
 
     def latest_keys(self, chunks: NDArray[np.int64]) -> Array:
-        """[F]: their keys."""
+        """Return the keys of the latest `chunks` chunks, [F]."""
         return np.asarray(self._latest_keys[chunks])
 
     def cells(self, chunks: NDArray[np.int64]) -> Array:
-        """How many of the first chunk's cells those of the latest `chunks` are, in bytes that grow
-        where chunks differ; of any shape."""
+        """Return the latest `chunks` chunks' cells in units of the first chunk's, of any shape. A
+        cell's bytes grow with its chunk, so unequal chunks count by their tokens."""
         if self.are_equal:
             return np.asarray(chunks, dtype=np.float64)
         return np.asarray(self._latest[chunks] / self.sizes[0])
@@ -269,7 +269,7 @@ class CellPrices:
         return row_bytes(Kind.ATTENTION, self.model, spec, self.run.batch)
 
     def cell_bytes(self, spec: LayerSpec, *, with_attention: bool) -> int:
-        """Of one kept cell of activations, the layer's input left out."""
+        """Return the bytes of one kept cell of activations without the layer's input."""
         start, stop = self.share.cells[0]
         layout = self.question.layout
         return activation_cell_bytes(
@@ -283,7 +283,7 @@ class CellPrices:
 
     @cached_property
     def clear(self) -> float:
-        """Zeroing dK, dV of every layer, or the slot that the zeros on host come from."""
+        """Seconds of zeroing dK, dV of every layer, or the slot that supplies zeros to the host."""
         on_host, keys = self.schedule.kv is Tier.HOST, self.share.keys
         rows = keys.most if on_host else keys.total
         sizes = [self._sums_bytes(spec, rows) for spec in self.model.layers]

@@ -1,19 +1,19 @@
-"""What devices of a layout send each other, and how long it takes.
+"""Messages between the devices of a layout: their bytes and their seconds.
 
 The communication model. A device sends `peer` bytes a second to devices of its own node and
-`network` bytes a second to others; what crosses nodes and what does not go on at the same time, so
-the slower of the two counts. Ranks lie in the order tensor, ulysses, shards, ring, data, pipeline:
-neighbours in the first are neighbours in a node. Every collective costs `latency` on top. A device
-of an all-to-all or all-gather over P keeps 1 / P of the bytes and moves (P - 1) / P. Collectives
-inside a cell stand in the way of its attention, but for the ring's, which goes on beside it, and
-for heads that are exchanged in pieces (program/work.py); FSDP's are issued one layer
-ahead. A latency does not grow with P.
+`network` bytes a second to others; traffic inside and between nodes overlaps, so the slower of the
+two counts. Ranks lie in the order tensor, ulysses, shards, ring, data, pipeline: neighbours in the
+first are neighbours in a node. Every collective costs `latency` on top, whatever P is. A device of
+an all-to-all or all-gather over P keeps 1 / P of the bytes and moves (P - 1) / P. Collectives
+inside a cell delay its attention, except for the ring's, which overlap with it, and for heads that
+are exchanged in pieces (program/work.py); FSDP's are issued one layer ahead.
 
 Where the tensors live decides who sends what. Ulysses keeps K, V, dK, dV, O and LSE by heads and
 everything else by tokens; shards keep K, V of a chunk where they are and send queries to them; a
 ring sends K, V of the whole prefix; tensor parallelism gathers the chunk's tokens before each
 product whose weights are cut by columns and scatters sums after the next (sequence parallelism,
-Korthikanti et al. 2022, 4.2.2). What a device holds for messages under way is `exchange_bytes`."""
+Korthikanti et al. 2022, 4.2.2). `exchange_bytes` is the memory of messages in flight.
+"""
 
 from dataclasses import dataclass
 
@@ -33,29 +33,30 @@ class Collectives:
     def forward(
         self, spec: LayerSpec, tokens: int, mode: AttentionMode, pieces: int = 1, work: float = 0.0
     ) -> float:
-        """Of a forward cell, the ring's left out; `tokens` is the device's share of the chunk. In
-        `pieces` the exchange of heads goes on beside attention, which takes `work` seconds."""
+        """Return the seconds of a forward cell's collectives, without the ring's. `tokens` is the
+        device's share of the chunk. In `pieces` the exchange of heads overlaps with `work` seconds
+        of attention."""
         query, kv, out = _elements(spec)
         if mode is AttentionMode.NONE:
-            # Only K, V are made, from gathered tokens, and become heads.
+            # Only K, V are computed, from gathered tokens, and become heads.
             return self._ulysses(tokens, kv) + self._tensor(tokens, passes=1)
         tensor = self._tensor(tokens, passes=4)
         if mode is not AttentionMode.COMPUTE:
             # O comes back as tokens; K, V of a rebuild or q of a backward become heads.
             return self._ulysses(tokens, max(query, kv), out) + tensor
-        heads = self._beside(tokens, query + kv, out, pieces, work)
+        heads = self._exchange(tokens, query + kv, out, pieces, work)
         return heads + self._shards_forward(spec, tokens) + tensor
 
     def backward(self, spec: LayerSpec, tokens: int, pieces: int = 1, work: float = 0.0) -> float:
-        """Of a backward cell, the ring's left out."""
+        """Return the seconds of a backward cell's collectives, without the ring's."""
         query, kv, out = _elements(spec)
-        # The two inputs that are gathered once more for weight gradients travel beside a product.
-        heads = self._beside(tokens, out, query + kv, pieces, work)
+        # The two inputs gathered again for weight gradients travel while a product runs.
+        heads = self._exchange(tokens, out, query + kv, pieces, work)
         return heads + self._tensor(tokens, passes=4) + self._shards_backward(spec, tokens)
 
     def ring(self, spec: LayerSpec, stop: int, *, backward: bool) -> float:
-        """K, V of the tokens before `stop`, all but the device's own, past every device; in the
-        backward dK, dV with them. It goes on while the device attends to what it has."""
+        """Return the seconds of passing K, V of the tokens before `stop` around the ring, without
+        the device's own part; the backward adds dK, dV. Attention to earlier parts overlaps."""
         layout = self.question.layout
         if layout.ring == 1:
             return 0.0
@@ -69,16 +70,17 @@ class Collectives:
         return machine.latency + (layout.ring - 1) / layout.ring * size / rate
 
     def gather(self, elements: int) -> float:
-        """All-gather of weights cut over the FSDP devices."""
+        """Return the seconds of the all-gather of weights cut over the FSDP devices."""
         return self._cut(elements * self._width())
 
     def reduce(self, elements: int, element_bytes: int) -> float:
-        """Reduce-scatter of their gradients."""
+        """Return the seconds of the reduce-scatter of gradients over the FSDP devices."""
         return self._cut(elements * element_bytes)
 
     def boundary(self, tokens: int) -> float:
-        """x of a chunk to the next pipeline stage, or its gradient back; `tokens` is the device's
-        share. Stages lie on nodes of their own where a stage fills one."""
+        """Return the seconds of sending x of a chunk to the next pipeline stage, or its gradient
+        back. `tokens` is the device's share. If a stage fills a node, the next is on another
+        node."""
         layout, machine = self.question.layout, self.question.machine
         if layout.pipeline == 1:
             return 0.0
@@ -88,8 +90,8 @@ class Collectives:
         return machine.latency + size / rate
 
     def replicas(self, elements: int, element_bytes: int) -> float:
-        """All-reduce of gradients over the devices with the same weights, where FSDP does not do
-        it."""
+        """Return the seconds of the all-reduce of gradients over the devices with the same weights.
+        It is 0 with FSDP, whose reduce-scatter does this."""
         layout = self.question.layout
         if layout.fsdp:
             return 0.0
@@ -98,42 +100,43 @@ class Collectives:
 
     # -- one kind each ---------------------------------------------------------------------------
 
-    def _beside(self, tokens: int, into: int, out: int, pieces: int, work: float) -> float:
-        """What is left of all-to-alls of so many elements a token, before and after attention."""
+    def _exchange(self, tokens: int, into: int, out: int, pieces: int, work: float) -> float:
+        """Return the seconds that attention does not hide of the all-to-alls before and after it;
+        `into` and `out` are elements a token."""
         if self.question.layout.ulysses == 1:
             return 0.0
-        later = (pieces - 1) * self.question.machine.latency  # each piece has one of its own
+        later = (pieces - 1) * self.question.machine.latency  # each piece has its own latency
         before, after = (self._ulysses(tokens, elements) + later for elements in (into, out))
         return exposed(before, work, after, pieces)
 
     def _ulysses(self, tokens: int, *elements: int) -> float:
-        """All-to-alls of so many elements a token each: tokens of all heads become heads of all
-        tokens, or back."""
+        """Return the seconds of all-to-alls, one for each of `elements` per token. Tokens of all
+        heads become heads of all tokens, or back."""
         ranks, row = self.question.layout.ulysses, self._batch() * tokens * self._width()
         stride = self.question.layout.tensor
         return sum(self._over(ranks, row * count, stride) for count in elements)
 
     def _shards_forward(self, spec: LayerSpec, tokens: int) -> float:
-        """Queries are gathered, partial results come back in the accumulate dtype."""
+        """Seconds of gathering queries and returning partial results in the accumulate dtype."""
         query, _, out = _elements(spec)
         return self._shards(tokens, query * self._width(), out * self._wide())
 
     def _shards_backward(self, spec: LayerSpec, tokens: int) -> float:
-        """q, O and dO are gathered, dQ comes back in the accumulate dtype."""
+        """Return the seconds of gathering q, O and dO and returning dQ in the accumulate dtype."""
         query, _, out = _elements(spec)
         return self._shards(tokens, (query + 2 * out) * self._width(), query * self._wide())
 
     def _shards(self, tokens: int, *rows: int) -> float:
-        """All-gathers, or reduce-scatters, of rows of so many bytes among a chunk's shards."""
+        """Seconds of all-gathers or reduce-scatters among a chunk's shards; `rows` are bytes."""
         layout = self.question.layout
         size = self._batch() * tokens * layout.shards
         stride = layout.tensor * layout.ulysses
         return sum(self._over(layout.shards, size * row, stride) for row in rows)
 
     def _tensor(self, tokens: int, passes: int) -> float:
-        """All-gathers and reduce-scatters of the chunk around attention and MLP. Over nodes every
-        rank is taken to bring in its own copy: that is what FPDT's runs took (Table 3), and three
-        times what a ring of NCCL took in MEMO's (120.4 s, section 5.2)."""
+        """Return the seconds of all-gathers and reduce-scatters of the chunk around attention and
+        MLP. Over nodes every rank is assumed to bring in its own copy: FPDT's runs took that long
+        (Table 3), three times as long as a ring of NCCL took in MEMO's (120.4 s, section 5.2)."""
         layout = self.question.layout
         if layout.tensor == 1:
             return 0.0
@@ -147,15 +150,15 @@ class Collectives:
         return self._over(fsdp_ranks(self.question), size / layout.tensor, layout.tensor, same=True)
 
     def _over(self, ranks: int, size: float, stride: int, *, same: bool = False) -> float:
-        """`size` bytes, of which each device keeps 1 / ranks; the ranks lie `stride` apart. Where
-        all of a node get the `same` bytes, each brings its part of them into the node."""
+        """Seconds of moving `size` bytes, of which each device keeps 1 / ranks. The ranks lie
+        `stride` apart. If all of a node get the `same` bytes, each brings a part into the node."""
         if ranks == 1:
             return 0.0
         machine = self.question.machine
         inside = max(1, min(ranks, machine.devices // stride))
         away = (ranks - inside) / ranks * size / machine.network if ranks > inside else 0.0
         away /= inside if same else 1
-        # What the others of the node brought in comes from them as well.
+        # Parts that other ranks brought into the node come from those ranks.
         near = (inside - 1) / (inside if same else ranks) * size / machine.peer
         return machine.latency + max(away, near)
 
@@ -170,7 +173,7 @@ class Collectives:
 
 
 def _elements(spec: LayerSpec) -> tuple[int, int, int]:
-    """Of q, of K with V, and of O, a token."""
+    """Return the elements a token of q, of K with V, and of O."""
     return spec.query_heads * spec.head_dim, spec.kv_elements(), spec.output_elements()
 
 
@@ -208,7 +211,7 @@ def exchange_bytes(question: Question, chunk: int) -> int:
 
 
 def fsdp_ranks(question: Question) -> int:
-    """Devices that weights, gradients and optimizer states are cut over."""
+    """Return the number of devices that weights, gradients and optimizer states are cut over."""
     layout = question.layout
     if not layout.fsdp:
         return 1

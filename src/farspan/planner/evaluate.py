@@ -1,10 +1,9 @@
-"""One schedule on one machine: build the programs of its ranks, walk them, and say what they take.
+"""Predict one schedule on one machine: build the programs of its ranks, walk them, price them.
 
-A layout is priced by the ranks that differ: of those that run alike, the one that takes the most.
-Ranks that share a sequence run the same instructions, and the last of them has the most rows of
-every chunk (program.layout). Stages of a pipeline run alike where their layers are equal, but for
-the first, which embeds, and the last, which has the head: three kinds where all layers are equal
-and stages equally long.
+We price one rank per distinct kind, the largest of that kind. Ranks that share a sequence run the
+same instructions, and the last one has the most rows of every chunk (program.layout). Stages of a
+pipeline run alike where their layers are equal, except for the first, which embeds, and the last,
+which has the head: three kinds where all layers are equal and stages equally long.
 """
 
 from collections import Counter
@@ -59,30 +58,29 @@ from farspan.spec import LayerSpec, ModelSpec, Schedule, Tier, UnsupportedError
 class RankKind:
     """Ranks that run alike."""
 
-    rank: Rank  # the one of them that is built
-    layers: Range  # that it runs
+    rank: Rank  # the rank of this kind that is built
+    layers: Range  # layers that the rank runs
     stages: tuple[int, ...]  # of the pipeline
     widest: int  # layers of the largest group of all ranks
 
     @property
     def is_stage(self) -> bool:
-        """Of a pipeline."""
+        """Return whether the ranks are stages of a pipeline."""
         return self.rank.layout.pipeline > 1
 
     @property
     def is_first(self) -> bool:
-        """Does it embed?"""
+        """Return whether the ranks embed."""
         return self.rank.along["pipeline"] == 0
 
     @property
     def is_last(self) -> bool:
-        """Does it have the head?"""
+        """Return whether the ranks have the head."""
         return self.rank.along["pipeline"] == self.rank.layout.pipeline - 1
 
 
 def kinds_of(question: Question, schedule: Schedule) -> tuple[RankKind, ...]:
-    """The kinds of rank, by their first stage. Raises UnsupportedError for groups that do not
-    fit."""
+    """Return the kinds of rank, by first stage. Raises UnsupportedError for impossible groups."""
     layout, layers = question.layout, question.model.layers
     groups = group_ranges(schedule, len(layers), layout.pipeline)
     widest = max(stop - start for start, stop in groups)
@@ -95,23 +93,23 @@ def kinds_of(question: Question, schedule: Schedule) -> tuple[RankKind, ...]:
         ends = stage == 0, stage == layout.pipeline - 1
         alike.setdefault((*ends, layers[slice(*group)]), []).append(stage)
     return tuple(
-        RankKind(Rank(layout, last + of[0] * stride), groups[of[0]], tuple(of), widest)
-        for of in alike.values()
+        RankKind(Rank(layout, last + stages[0] * stride), groups[stages[0]], tuple(stages), widest)
+        for stages in alike.values()
     )
 
 
 def part_of(question: Question, kind: RankKind) -> Question:
-    """The question about the layers of one kind of rank, and what lies outside them."""
+    """Return the question about one kind of rank: its layers, and modules outside the layers."""
     return replace(question, model=stage_model(question.model, kind.layers))
 
 
 def stage_model(model: ModelSpec, layers: Range) -> ModelSpec:
-    """The model with these layers alone, and what lies outside them."""
+    """Return the model with only these layers; the modules outside the layers stay."""
     return with_layers(model, range(*layers))
 
 
 def with_layers(model: ModelSpec, layers: Sequence[int]) -> ModelSpec:
-    """The same, with any of its layers."""
+    """Return the model with these layers, in this order; the modules outside the layers stay."""
     if layers == range(len(model.layers)):
         return model
     own = tuple(model.layers[layer] for layer in layers)
@@ -125,15 +123,14 @@ def with_layers(model: ModelSpec, layers: Sequence[int]) -> ModelSpec:
 
 
 def most_layers(question: Question) -> int:
-    """Layers of the rank that has the most, stages being as equal as they can be."""
+    """Return the layers of the largest rank, with stages as equal as possible."""
     layers, stages = len(question.model.layers), question.layout.pipeline
     ranges = group_ranges(Schedule(groups=layers), layers, stages)
     return max(stop - start for start, stop in ranges)
 
 
 def whole_schedule(question: Question, schedule: Schedule) -> Schedule:
-    """The schedule with a group for each stage of the pipeline, where there is one and it has no
-    stages of its own."""
+    """Return the schedule with one group per pipeline stage, unless it defines its own stages."""
     layers, stages = len(question.model.layers), question.layout.pipeline
     if stages == 1:
         return schedule
@@ -142,16 +139,16 @@ def whole_schedule(question: Question, schedule: Schedule) -> Schedule:
 
 
 def stage_schedule(question: Question, schedule: Schedule) -> Schedule:
-    """The schedule as its longest pipeline stage sees it: all its layers in one group."""
+    """Return the schedule as its longest pipeline stage sees it: all its layers in one group."""
     if question.layout.pipeline == 1:
         return schedule
     return replace(schedule, groups=(most_layers(question),))
 
 
 def own_schedule(schedule: Schedule, layout: Layout) -> Schedule:
-    """The schedule in the tokens of one device, all heads at each. Keys are cut by heads, and a
-    part of the heads at every key takes as many bytes as all heads at a part of the keys; what
-    shards and rings hold of the keys is asked for in blocks of as many."""
+    """Return the schedule in the tokens of one device, with all heads at each token. Keys are cut
+    by heads, and a part of the heads at every key takes as many bytes as all heads at a part of the
+    keys; shards and rings ask for the keys that they hold in blocks of that size."""
     among_heads = layout.ulysses * layout.tensor
     chunk, sparse = -(-schedule.chunk // layout.sequence()), schedule.sparse
     return replace(
@@ -162,8 +159,7 @@ def own_schedule(schedule: Schedule, layout: Layout) -> Schedule:
 
 
 def refuse_layout(question: Question) -> None:
-    """Raises UnsupportedError when the model's layers or heads cannot be shared as the layout
-    says."""
+    """Raise UnsupportedError if the model's layers or heads cannot be shared by the layout."""
     layout = question.layout
     refuse_shared_states(question.model, layout)
     group_ranges(Schedule(), len(question.model.layers), layout.pipeline)
@@ -180,7 +176,7 @@ def refuse_layout(question: Question) -> None:
 
 
 def on_machines(question: Question, kinds: Sequence[RankKind]) -> list[tuple[int, ...]]:
-    """How many ranks of each kind every machine has, machines that have the same being one."""
+    """Return how many ranks of each kind a machine has, for each different set of counts."""
     layout, near = question.layout, question.near()
     of_stage = {stage: at for at, kind in enumerate(kinds) for stage in kind.stages}
     stride, found = layout.sequence() * layout.data, dict[tuple[int, ...], None]()
@@ -196,11 +192,11 @@ def on_machines(question: Question, kinds: Sequence[RankKind]) -> list[tuple[int
 
 
 class RankWalk(Walk):
-    """What cells hold for a moment on one rank, whose program it walks through.
+    """Memory that cells allocate briefly on one rank, by walking through its program.
 
-    Cells of a rank take what they take of one device that has the rank's tokens and all heads. A
-    stage receives what it does not make, and closes what lies outside the layers with all others:
-    where it has no gradient of a weight it gives zeros.
+    A rank's cells take as much as on one device that has the rank's tokens and all heads. A stage
+    receives its input from another stage, and closes the modules outside the layers together with
+    all other stages: it contributes zeros for a weight of which it has no gradient.
     """
 
     def __init__(self, question: Question, program: Program) -> None:
@@ -217,7 +213,7 @@ class RankWalk(Walk):
         self.steps |= {Receive: self._receive, Send: self._send}
         groups = (range(*program.groups[group]) for group in program.own_groups())
         here = {layer for group in groups for layer in group}
-        self.weights = [of if layer in here else [] for layer, of in enumerate(self.weights)]
+        self.weights = [sizes if layer in here else [] for layer, sizes in enumerate(self.weights)]
         if question.accumulates and not self.streams:
             self.replaces = self.sums_apart
             self._begin_with_gradients()
@@ -250,7 +246,7 @@ DENSE = Schedule()
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """A kind of rank, its program, and the bytes that its cells hold for a moment."""
+    """A kind of rank, its program, and the bytes that its cells allocate briefly."""
 
     kind: RankKind
     program: Program
@@ -260,8 +256,8 @@ class Walked:
 def programs(
     question: Question, schedule: Schedule, walked: Sequence[int] | None = None
 ) -> list[tuple[RankKind, Program]]:
-    """What each kind of rank runs; for `walked` see `build_program`. Raises UnsupportedError when
-    the groups do not fit."""
+    """Return the program of each kind of rank; for `walked` see `build_program`. Raises
+    UnsupportedError when the groups do not fit."""
     model, run, is_cut = question.model, question.run, question.loss.is_cut
     return [
         (kind, build_program(model, run, schedule, kind.rank, walked=walked, is_cut=is_cut))
@@ -272,25 +268,25 @@ def programs(
 def walk(
     question: Question, schedule: Schedule, walked: Sequence[int] | None = None
 ) -> tuple[Walked, ...]:
-    """The same, with what their cells hold."""
+    """Return the walked programs of all kinds of rank."""
     return tuple(
         Walked(kind, program, RankWalk(question, program).run().transient)
         for kind, program in programs(question, schedule, walked)
     )
 
 
-ENDS = 2  # chunks at either end of those that are kept alike: as many as slots take turns
+ENDS = 2  # chunks walked at either end of a run of chunks that keep the same: the number of slots
 
 
 def telling_chunks(question: Question, schedule: Schedule) -> list[int] | None:
-    """Chunks in which a program is as full as in any: the first and the last of those that keep
-    the same. None for all of them, as where queries choose pages, which differ in every chunk."""
+    """Return chunks that make a program as full as any: the first and last of each run that keeps
+    the same. None means all chunks, as when queries choose pages, which differ in every chunk."""
     if schedule.sparse is not None:
         return None
     chunks = chunks_of(question.model, question.run.tokens, schedule, question.layout)
     fractions = schedule.attention_save_fraction, schedule.activation_save_fraction
     count = len(chunks)
-    borders = {0, count, *(count - len(kept_chunks(of, chunks)) for of in fractions)}
+    borders = {0, count, *(count - len(kept_chunks(fraction, chunks)) for fraction in fractions)}
     found: set[int] = set()
     for start, stop in pairwise(sorted(borders)):
         found.update(range(start, min(stop, start + ENDS)), range(max(start, stop - ENDS), stop))
@@ -299,8 +295,8 @@ def telling_chunks(question: Question, schedule: Schedule) -> list[int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """What the kinds of rank run, and what they take: the fullest device, and of main memory what
-    a rank has a share in where the ranks of one machine take the most together."""
+    """Programs of all kinds of rank with their memory: the fullest device, and a rank's share of
+    main memory on the machine whose ranks take the most together."""
 
     walked: tuple[Walked, ...]
     device: Budget
@@ -316,24 +312,24 @@ class Sized:
 
 
 def outlined(question: Question, schedule: Schedule) -> Sized:
-    """`size` by outlines of the programs: the same bytes but where lifetimes as long as each other
-    are placed in another order, in a tenth of the time."""
+    """Return `size` from outlines of the programs, in a tenth of the time. The bytes are the same
+    unless buffers with equally long lifetimes are placed in another order."""
     return _sized(question, walk(question, schedule, telling_chunks(question, schedule)))
 
 
 def size(question: Question, schedule: Schedule) -> Sized:
-    """The programs of a schedule with their bytes, their time not asked for."""
+    """Return the programs of a schedule with their bytes, without computing their time."""
     return _sized(question, walk(question, schedule))
 
 
 def surely_sized(question: Question, schedule: Schedule) -> Sized:
-    """`size`, or outlines where these tell that the bytes are the same."""
+    """Return `size`, from outlines where these are certain to have the same bytes."""
     sized = outlined(question, schedule)
     return sized if all(map(_is_packed, sized.programs)) else size(question, schedule)
 
 
 def _is_packed(program: Program) -> bool:
-    """Do arenas have no gap where the largest buffers are placed first? However long these live."""
+    """Return whether the arenas have no gap if the largest buffers are placed first."""
     for tier in Tier:
         held = (buffer for buffer in program.buffers.values() if buffer.tier is tier)
         requests = [PlacementRequest(b.bytes, b.born, b.dies) for b in held]
@@ -356,11 +352,13 @@ def _sized(question: Question, walked: tuple[Walked, ...]) -> Sized:
 def evaluate(
     question: Question, strategy: str, schedule: Schedule, sized: Sized | None = None
 ) -> Plan:
-    """The plan of a schedule: bytes on each tier, seconds of the slowest rank, what bounds them.
+    """Return the plan of a schedule: bytes on each tier, seconds of the slowest rank, its
+    bottleneck.
 
-    What does not fit cannot run, and its lanes are not simulated: with copies beside the
-    computation its time is the busiest lane's. (Eight strategies of Llama-3-70B at 16M tokens have
-    a million instructions.)"""
+    A schedule that does not fit cannot run, so its lanes are not simulated: its time is the busiest
+    lane's where copies overlap with computation. (Eight strategies of Llama-3-70B at 16M tokens
+    have a million instructions.)
+    """
     sized = sized or size(question, schedule)
     seconds = slowest(question, sized)[1]
     return Plan(
@@ -378,9 +376,9 @@ def evaluate(
 def composed_seconds(
     question: Question, schedule: Schedule
 ) -> tuple[float, float, tuple[Program, ...]]:
-    """Seconds of a step on lanes side by side, its update left out, and of its waits for an update
-    beside it, by programs of fewer layers (`timeline.Fold`), which come along: the step's, and that
-    of a reference. Of one stage of a pipeline only."""
+    """Seconds of a step with overlapping lanes and no update, the seconds that it waits for an
+    overlapping update, and the programs that were priced: the step's and that of a reference. The
+    programs have fewer layers (`timeline.Fold`). Works for a single pipeline stage only."""
     layers = question.model.layers
     ranges, inside = group_ranges(schedule, len(layers)), schedule.weights is Tier.DEVICE
     few, counts, sizes = fold(layers, ranges, inside=inside)
@@ -396,14 +394,13 @@ def composed_seconds(
 
 
 def _reference(question: Question, program: Program) -> Program:
-    """The forward of a reference, which the rank of a step's program runs before it in the same
-    memory."""
-    of = question.model, question.run, program.schedule, program.share.rank
-    return build_evaluation(*of)
+    """Program of the reference's forward, which runs before the step in the same memory."""
+    arguments = question.model, question.run, program.schedule, program.share.rank
+    return build_evaluation(*arguments)
 
 
 def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:
-    """The kind of rank that a step waits for."""
+    """Return the program and seconds of the kind of rank that a step waits for."""
     found = (
         (one.program, step_seconds(question, one.program, simulated=sized.fits))
         for one in sized.walked
@@ -412,7 +409,7 @@ def slowest(question: Question, sized: Sized) -> tuple[Program, Seconds]:
 
 
 def rank_parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict[str, int]]:
-    """What lives on the device and on the host when each is fullest, of one kind of rank."""
+    """Bytes by part on device and host at their fullest moments, for one kind of rank."""
     program, part = walked.program, part_of(question, walked.kind)
     held = states(part, own_ranges(program))
     own = own_schedule(program.schedule, question.layout)
@@ -435,7 +432,7 @@ def rank_parts(question: Question, walked: Walked) -> tuple[dict[str, int], dict
         },
     )
     if walked.transient < 0:
-        # Cells are fullest while some gradients do not exist yet; at the end of a step all do.
+        # Cells peak while some gradients do not exist yet; all exist at the end of a step.
         device["accumulators"] = max(0, held.accumulators + walked.transient)
     host = _joined(
         {
@@ -466,16 +463,16 @@ def momentary(question: Question, program: Program) -> int:
 
 
 def _joined(*parts: dict[str, int]) -> dict[str, int]:
-    """One budget's parts, each of its own name."""
+    """Return one budget from parts with distinct names."""
     found: dict[str, int] = {}
-    for of in parts:
-        assert not found.keys() & of.keys(), found.keys() & of.keys()
-        found |= of
+    for part in parts:
+        assert not found.keys() & part.keys(), found.keys() & part.keys()
+        found |= part
     return found
 
 
 def own_ranges(program: Program) -> tuple[Range, ...]:
-    """Layers of the rank's groups, counted from the first that it has."""
+    """Return the layer ranges of the rank's groups, counted from its first layer."""
     groups = [program.groups[group] for group in program.own_groups()]
     return tuple((start - groups[0][0], stop - groups[0][0]) for start, stop in groups)
 
@@ -487,13 +484,13 @@ def _total(parts: dict[str, int]) -> int:
 def _together(
     question: Question, kinds: Sequence[RankKind], parts: Sequence[dict[str, int]]
 ) -> dict[str, int]:
-    """A rank's share of what the ranks of a machine take, where they take the most."""
+    """Return a rank's share of the memory of the machine whose ranks take the most together."""
     near = question.near()
 
     def shares(counts: tuple[int, ...]) -> dict[str, int]:
         sums = Counter[str]()
-        for count, of in zip(counts, parts, strict=True):
-            sums.update({name: count * size for name, size in of.items()})
+        for count, part in zip(counts, parts, strict=True):
+            sums.update({name: count * size for name, size in part.items()})
         return {name: -(-size // near) for name, size in sums.items()}
 
     return max(map(shares, on_machines(question, kinds)), key=_total)
@@ -505,7 +502,7 @@ def _limited(
     machine, share = question.machine, question.host_share()
     device, host = ({k: v for k, v in parts.items() if v} for parts in (device, host))
     if machine.unified:
-        # One memory: what one tier takes the other cannot have.
+        # One memory: the bytes of one tier are lost to the other.
         return Budget(device, share - sum(host.values())), Budget(
             host, share - sum(device.values())
         )
@@ -513,8 +510,8 @@ def _limited(
 
 
 def arena_parts(program: Program, tier: Tier) -> dict[str, int]:
-    """Bytes of each kind of buffer at the tier's fullest moment; slots, which serve any layer,
-    and what the addresses leave unused, are parts of their own."""
+    """Return the bytes of each kind of buffer at the tier's fullest moment. Slots, which serve any
+    layer, and bytes that the placement leaves unused are parts of their own."""
     live: dict[str, int] = {}
     total = most = 0
     fullest: dict[str, int] = {}
@@ -534,16 +531,16 @@ def arena_parts(program: Program, tier: Tier) -> dict[str, int]:
 
 
 def step_seconds(question: Question, program: Program, *, simulated: bool = True) -> Seconds:
-    """Of one step with its update on the rank whose program it is, copies as the machine's engine
-    issues them; for `simulated` see `run_time`."""
+    """Return the seconds of one step with its update on the program's rank, with copies issued as
+    the machine's engine does; for `simulated` see `run_time`."""
     beside = update_overlaps(question)
     line, sent = _line(question, program, beside=beside, simulated=simulated)
     groups = [program.groups[group] for group in program.own_groups()]
     layers = groups[0][0], groups[-1][1]
     update = update_seconds(replace(question, model=stage_model(question.model, layers)))
     if question.loss.evaluates:
-        of = _reference(question, program)
-        forward, more = _line(question, of, beside=False, simulated=simulated)
+        reference = _reference(question, program)
+        forward, more = _line(question, reference, beside=False, simulated=simulated)
         line, sent = line.before(forward), sent + more
     exposed = min(line.waited, update) if beside else update
     return Seconds(
@@ -562,8 +559,7 @@ def step_seconds(question: Question, program: Program, *, simulated: bool = True
 def _line(
     question: Question, program: Program, *, beside: bool, simulated: bool
 ) -> tuple[Timeline, float]:
-    """The seconds of a program, with those that stages wait for each other, and those of what
-    stages send."""
+    """A program's timeline, stretched by waits between stages, and the seconds that stages send."""
     prices = Prices(question, program, together=question.overlap)
     line = run_time(prices, overlap=question.overlap, simulated=simulated, beside=beside)
     tokens = (stop - start for start, stop in program.share.tokens.rows)
@@ -575,9 +571,9 @@ _OF_NO_CHUNK = (Allocate, Free, Clear, Close, Gather, Reduce, Release)
 
 
 def _waiting(question: Question, prices: Prices) -> float:
-    """By how much stages that wait for each other stretch a step. A stage begins when the first
-    chunk comes through the stage before, and the slowest chunk sets the pace: passes over chunks
-    that take t take sum(t) + (stages - 1) max(t)."""
+    """Return the factor by which stages that wait for each other stretch a step. A stage begins
+    when the first chunk comes through the stage before, and the slowest chunk sets the pace: passes
+    over chunks that take t take sum(t) + (stages - 1) max(t)."""
     stages, program = question.layout.pipeline, prices.program
     if stages == 1:
         return 1.0
@@ -599,9 +595,9 @@ def _bound(line: Timeline) -> str:
 
 
 def useful_flop(question: Question, schedule: Schedule = DENSE) -> float:
-    """FLOP of a step that MFU counts: three times a forward, recompute left out, and twice where
-    weights are frozen and have no gradient; attention over the keys a query sees (causal halves are
-    no work); embeddings are looked up, not multiplied."""
+    """Return the FLOP of a step that MFU counts: three times a forward without recomputation, or
+    twice where weights are frozen. Attention counts the keys that a query sees (half under
+    a causal mask); embeddings are looked up, not multiplied."""
     model, run = question.model, question.run
     tokens = run.batch * run.tokens
     head = 3.0 if model.outer_trainable() else 2.0

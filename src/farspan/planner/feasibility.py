@@ -1,14 +1,14 @@
-"""Whether schedules fit, without building their programs.
+"""Decide whether schedules fit, without building their programs.
 
-By their bounds: whether any of a family fits, and which leaves the most of each tier.
+By their bounds: whether any schedule of a family fits, and which leaves the most of each tier.
 
-By a close look at one: its arenas are those of its bounds but for padding. What cells hold for a
-moment comes from the program of the few chunks that tell: of chunks that are kept alike the latest,
-which has the most keys before it. They are cells of the whole program in its order, so its fullest
-moment is at least as full.
+By a close look at one schedule: its arenas are those of its bounds except for padding. The brief
+allocations of its cells come from the program of a few representative chunks: the latest of each
+run of chunks that keep the same, which has the most keys before it. They are cells of the whole
+program in its order, so its fullest moment is at least as full.
 
-And as a plan that is composed: its bytes are those of an outline of its program, its time is
-counted where nothing overlaps, and else that of a program of fewer layers.
+And as a composed plan: its bytes are those of an outline of its program. Its time is counted where
+nothing overlaps, and otherwise that of a program of fewer layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +64,7 @@ from farspan.spec import Objective, Reference, Schedule, Tier
 def families(
     question: Question, space: Space
 ) -> Iterator[tuple[Family, Schedule, tuple[Cut, ...]]]:
-    """Every family of the space, with what its schedules have in common and their cuts."""
+    """Yield every family of the space with the schedule that it shares and its cuts."""
     cuts: dict[tuple[tuple[Cut, ...], RankKind], Cuts] = {}
     known_prices: dict[object, CellPrices] = {}
     kept: dict[int, Kept] = {}
@@ -79,17 +79,17 @@ def families(
                 known_prices[key] = CellPrices(question, schedule, kind, like)
             like = known_prices[key]
             own = ((len(like.model.layers),),) if kind.is_stage else sizes
-            of = cuts.get((own, kind)) or Cuts(like.question, own, kind)
+            own_cuts = cuts.get((own, kind)) or Cuts(like.question, own, kind)
             count = len(like.chunks)
             pairs = kept.get(count) or _kept_pairs(space, count)
-            cuts[own, kind], kept[count] = of, pairs
+            cuts[own, kind], kept[count] = own_cuts, pairs
             own_groups = replace(schedule, groups=sizes[0]) if kind.is_stage else schedule
-            found.append(Frames(like, own_groups, of, pairs))
+            found.append(Frames(like, own_groups, own_cuts, pairs))
         yield tuple(found), schedule, sizes
 
 
 def _kept_pairs(space: Space, chunks: int) -> Kept:
-    """Every pair of fractions, in whole chunks."""
+    """Return every pair of fractions, in whole chunks."""
     attention = sorted({round(part * chunks) for part in space.attention})
     graphs = sorted({round(part * chunks) for part in space.activations})
     pairs = np.array([(a, b) for a in attention for b in graphs], dtype=np.int64)
@@ -97,8 +97,8 @@ def _kept_pairs(space: Space, chunks: int) -> Kept:
 
 
 def taken(family: Family, of: Callable[[Frames], Peaks] = peaks) -> tuple[Peaks, Array]:
-    """The bytes of a family, with what messages take under way and kernels for themselves: of the
-    fullest device and a rank's share of main memory; and of every kind of rank's device."""
+    """Bytes of a family, including messages in flight and kernels' workspaces: those of the fullest
+    device and a rank's share of main memory; and those of every kind of rank's device."""
     each = [of(frames) for frames in family]
     for found, frames in zip(each, family, strict=True):
         found.device += frames.cell_prices.passing
@@ -110,14 +110,15 @@ def taken(family: Family, of: Callable[[Frames], Peaks] = peaks) -> tuple[Peaks,
 
 
 def fullest(family: Family, devices: Array) -> Array:
-    """Of the kinds of rank, which come first; where both tiers are one memory, a rank's share."""
+    """Return the device bytes of the fullest kind of rank; kinds come first. Where both tiers are
+    one memory, return a rank's share."""
     if family[0].cell_prices.question.machine.unified:
         return together(family, devices)
     return np.asarray(devices.max(axis=0))
 
 
 def together(family: Family, sizes: Array) -> Array:
-    """A rank's share of what ranks of one machine take; kinds of rank come first."""
+    """Return a rank's share of the memory of one machine's ranks; kinds of rank come first."""
     if len(family) == 1:
         return np.asarray(sizes[0])
     question, kinds = family[0].cell_prices.question, [frames.cuts.kind for frames in family]
@@ -126,12 +127,12 @@ def together(family: Family, sizes: Array) -> Array:
 
 
 def slowest(family: Family, *, in_line: bool = False) -> Array:
-    """[K, F, T]: seconds of a step at least, of the rank that takes the longest; see `seconds`."""
+    """Return the lower bound of a step's seconds on the slowest rank, [K, F, T]; see `seconds`."""
     return np.asarray(np.max([seconds(frames, in_line=in_line) for frames in family], axis=0))
 
 
 def limits(question: Question) -> tuple[int, int]:
-    """Bytes that a device, and its share of main memory, can hold."""
+    """Return the bytes that a device, and its share of main memory, can hold."""
     machine = question.machine
     if machine.unified:
         return machine.host_bytes, machine.host_bytes
@@ -140,7 +141,7 @@ def limits(question: Question) -> tuple[int, int]:
 
 
 def room(question: Question, device: Array, host: Array) -> Array:
-    """What is left of the fuller tier, as a share of it."""
+    """Return the free share of the fuller tier."""
     first, second = limits(question)
     if question.machine.unified:
         return np.asarray(1 - (device + host) / first)
@@ -148,25 +149,25 @@ def room(question: Question, device: Array, host: Array) -> Array:
 
 
 def may_fit(family: Family, device: Array, host: Array) -> NDArray[np.bool_]:
-    """[K, F, T]: choices that do by these bytes; of those that are one schedule the first."""
+    """Return the choices that fit by these bytes, [K, F, T]; of equal schedules only the first."""
     fits = room(family[0].cell_prices.whole, device, host) >= 0
     return np.asarray(fits & differing(family[-1]) if fits.any() else fits)
 
 
 def any_may_fit(family: Family) -> bool:
-    """Does any choice, by what all of them take?"""
+    """Return whether any choice may fit, by the bytes that every choice takes."""
     found, _ = taken(family, least)
     return bool((room(family[0].cell_prices.whole, found.device, found.host) >= 0).any())
 
 
 def fitting(family: Family) -> NDArray[np.bool_]:
-    """[K, F, T]: choices that may fit by all that bounds know."""
+    """Return the choices that may fit by their bounds, [K, F, T]."""
     found, _ = taken(family)
     return may_fit(family, found.device, found.host)
 
 
 def states_do_not_fit(question: Question) -> bool:
-    """Are weights, gradients and optimizer states alone too much, whatever the schedule?"""
+    """Return whether weights, gradients and optimizer states alone exceed the memory."""
     device, host = list[int](), list[int]()
     kinds = kinds_of(question, whole_schedule(question, Schedule()))
     for kind in kinds:
@@ -181,8 +182,8 @@ def states_do_not_fit(question: Question) -> bool:
 
 
 def roomiest(question: Question, space: Space, count: int) -> list[Schedule]:
-    """The schedules whose fuller tier has the most left by its bounds: of each cut and switches
-    the one that has."""
+    """Return the `count` schedules whose fuller tier has the most left by its bounds, at most one
+    for each cut and set of switches."""
     found = []
     for family, schedule, sizes in families(question, space):
         bytes_, _ = taken(family)
@@ -201,13 +202,13 @@ Chunks = tuple[tuple[int, int], ...]
 
 
 def left(question: Question, schedule: Schedule) -> tuple[int, int]:
-    """Bytes to spare on the device and on its share of the host, negative where it is too much."""
+    """Bytes to spare on the device and on its share of the host, negative if it does not fit."""
     sized = outlined(question, schedule)
     return sized.device.left, sized.host.left
 
 
 def fits(question: Question, schedule: Schedule) -> bool:
-    """Does it, by its bounds and then by all that is left?"""
+    """Return whether the schedule fits, by its bounds and then by an outline of its program."""
     found, _ = taken(all_frames(question, schedule))
     tiers = tiers_of(schedule)
     free = room(question, found.device[..., tiers], found.host[..., tiers])
@@ -215,9 +216,9 @@ def fits(question: Question, schedule: Schedule) -> bool:
 
 
 def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> list[int]:
-    """The chunks that tell: the latest of those kept alike, and of the earliest kind one more,
-    which runs backward when all layers have gradients; where chunks differ the `first` too, which
-    is the longest."""
+    """Return the representative chunks: the latest of each run that keeps the same, and one more of
+    the earliest run, which runs backward when all layers have gradients. With unequal chunks the
+    `first` too, which is the longest."""
     borders = sorted({0, chunks - attention, chunks - graphs, chunks})
     found = {0} if first else set[int]()
     found.update(stop - 1 for stop in borders[1:])
@@ -227,8 +228,8 @@ def latest(chunks: int, attention: int, graphs: int, *, first: bool = False) -> 
 def transient(
     cell_prices: CellPrices, schedule: Schedule, attention: int, graphs: int, walked: Sequence[int]
 ) -> int:
-    """Bytes that cells of the cell_prices's rank hold for a moment, as `Peak.transient`, in these
-    of its chunks, of which so many of the latest are kept."""
+    """Return the bytes that cells of the rank allocate briefly, as `Peak.transient`, in the
+    `walked` chunks. The latest `attention` and `graphs` chunks keep O and LSE, and activations."""
     chosen = replace(
         schedule,
         attention_save_fraction=latest_fraction(cell_prices.chunks, attention),
@@ -238,10 +239,9 @@ def transient(
 
 
 def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
-    """Bytes of gradients, their sums and what the last backward of the embedding holds, at least,
-    whatever the schedule but for its chunk; 0 of a pipeline's stage. All layers have gradients
-    then; of the layers of the first group, of which there is one at least, there are still the
-    sums."""
+    """Return the least bytes of gradients, their sums and the last backward of the embedding. They
+    depend on the schedule's chunk only; a stage of a pipeline returns 0. All layers have gradients
+    at that moment, and those of the first group, which has at least one, still have their sums."""
     if cell_prices.kind.is_stage:
         return 0
     layers, chunks = len(cell_prices.model.layers), len(cell_prices.chunks)
@@ -255,28 +255,28 @@ def outside(cell_prices: CellPrices, schedule: Schedule) -> int:
 
 
 def _walk(cell_prices: CellPrices, schedule: Schedule, walked: Sequence[int]) -> RankWalk:
-    """Through a program's outline of these chunks."""
+    """Return a walk through the program's outline with the `walked` chunks."""
     whole, rank = cell_prices.whole, cell_prices.kind.rank
-    of, is_cut = (whole.model, whole.run, schedule, rank), whole.loss.is_cut
-    program = build_program(*of, walked=walked, is_cut=is_cut)
+    arguments, is_cut = (whole.model, whole.run, schedule, rank), whole.loss.is_cut
+    program = build_program(*arguments, walked=walked, is_cut=is_cut)
     return RankWalk(whole, program)
 
 
 def latest_fraction(chunks: Chunks, count: int) -> float:
-    """The fraction of the tokens that the latest `count` chunks hold."""
+    """Return the fraction of the tokens that the latest `count` chunks hold."""
     if count == 0:
         return 0.0
     return (chunks[-1][1] - chunks[-count][0]) / chunks[-1][1]
 
 
 def plan_of(question: Question, strategy: str, schedule: Schedule) -> Plan:
-    """`evaluate` in a fraction of its time; see `composed`."""
+    """Return the plan of `evaluate` in a fraction of its time; see `composed`."""
     return composed(question, strategy, schedule, outlined(question, schedule))[0]
 
 
 def loss_seconds(plan: Plan) -> tuple[float, float, float]:
-    """By the plan's schedule: of one pass over a mean of token losses, of a step of the plan's loss
-    whose reference was evaluated before, and of one with its reference."""
+    """Seconds, with the plan's schedule, of one pass over a mean of token losses, of a step of the
+    plan's loss whose reference was evaluated before, and of a step with its reference."""
     question = plan.question
     alone = replace(question.loss, reference=Reference.STORED)
     losses = Objective(), alone if question.loss.evaluates else question.loss, question.loss
@@ -290,9 +290,9 @@ def loss_seconds(plan: Plan) -> tuple[float, float, float]:
 def composed(
     question: Question, strategy: str, schedule: Schedule, sized: Sized
 ) -> tuple[Plan, tuple[Program, ...]]:
-    """`evaluate` of an outline, and the programs that were built for its time. What lanes take is
-    counted; where they overlap and it fits, a step takes what fewer layers say. A pipeline's
-    programs, and those with sparse attention, are walked whole."""
+    """Return the plan of an outline, as `evaluate` does, and the programs that were built for its
+    time. Lanes' seconds are counted; if they overlap and the plan fits, a program of fewer layers
+    gives the step's time. Programs of a pipeline or with sparse attention are walked whole."""
     if question.layout.pipeline > 1 or schedule.sparse is not None:
         whole = size(question, schedule) if schedule.sparse is None else sized
         return evaluate(question, strategy, schedule, whole), whole.programs
@@ -316,7 +316,7 @@ def composed(
 
 
 def _counted_seconds(question: Question, schedule: Schedule) -> Seconds:
-    """Of one pipeline stage: that of the busiest lane, or of all where nothing overlaps."""
+    """Seconds of one pipeline stage: the busiest lane's, or all lanes' if nothing overlaps."""
     frames, tiers = frames_of(question, schedule), tiers_of(schedule)
     work, copies = frames.lanes
     on_host = [tier is Tier.HOST for tier in TIERS[tiers]]
@@ -332,7 +332,7 @@ def _counted_seconds(question: Question, schedule: Schedule) -> Seconds:
     bounds = {name: busy[lane] for lane, name in names.items()}
     bounds["link"] = max(busy["fetch"], busy["evict"])
     total, alone = (
-        float(of(frames)[0, 0, tiers]) for of in (seconds, partial(seconds, update=False))
+        float(price(frames)[0, 0, tiers]) for price in (seconds, partial(seconds, update=False))
     )
     beside, update = update_overlaps(question), frames.cell_prices.update
     return Seconds(

@@ -1,12 +1,13 @@
-"""Machines by name or by file: presets that ship, files that `farspan calibrate` writes.
+"""Machines by name or by file: the presets of farspan, and files that `farspan calibrate` writes.
 
-A file is JSON: the fields of MachineSpec, `rates` by dtype with each curve a list of [size, rate],
-and beside them `about` (what it is), `sources` (field to "datasheet: ...", "measured: ..." or
-"assumed: ..."), `measured_on` (hardware, versions, date) and `spread` (field to how many times as
-long the slowest look took as the fastest). None of these four is needed. Rates that contradict each
-other are refused: a machine that was busy while it was measured gives such. A preset may be `like`
-another, which has the values that it leaves out; `gpu_names` (as drivers give them) and `aliases`
-are what else it is called, and `note` is said beside every plan of it."""
+A file is JSON: the fields of MachineSpec, `rates` by dtype with each curve a list of [size, rate].
+Optional are `about` (a description), `sources` (field to "datasheet: ...", "measured: ..." or
+"assumed: ..."), `measured_on` (hardware, versions, date) and `spread` (field to the ratio of the
+slowest measurement to the fastest). Rates that contradict each other are refused: measuring a busy
+machine produces such. A preset may be `like` another, which has the values that it leaves out;
+`gpu_names` (as drivers give them) and `aliases` are its other names, and `note` is printed with
+each plan.
+"""
 
 import difflib
 import json
@@ -34,7 +35,7 @@ PRESETS = Path(__file__).parent / "machines.json"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 CURVES = ("matmul", "attention_forward", "attention_backward")
 PAGES = ("chosen_forward", "chosen_backward", "votes")  # of sparse attention
-OTHER_CURVES = ("weights", "causal_forward", "causal_backward", *PAGES)  # may be left out
+OTHER_CURVES = ("weights", "causal_forward", "causal_backward", *PAGES)  # optional
 MAY_BE_ZERO = (
     *(
         "latency",
@@ -50,18 +51,18 @@ MAY_BE_ZERO = (
 KERNELS = [kernel.value for kernel in AttentionKernel if kernel is not AttentionKernel.AUTO]
 BESIDE = ("about", "sources", "measured_on", "spread", "note")
 OF_PRESETS = ("gpu_names", "aliases", "like")
-STEEPEST = 10.0  # a larger call's rate below a smaller one's: caches explain a factor of four
-TOGETHER = 2.0  # a direction beside the other one over itself alone; 1 but for noise
-BUSY = 1.5  # the slowest look over the fastest: what two looks that agree (1.1) do not explain
-BUSY_RATES = "rates were measured on a busy machine: measured again, the choice may change"
+STEEPEST = 10.0  # most that a smaller call's rate may exceed a larger's; caches explain 4
+TOGETHER = 2.0  # most of a rate with both directions busy over the rate alone; 1 but for noise
+BUSY = 1.5  # limit of slowest over fastest measurement; measurements that agree differ by 1.1
+BUSY_RATES = "rates were measured on a busy machine: measuring again may change the choice"
 LARGEST = sys.float_info.max
 NAMED = 3  # fields that a warning names
-# Of all main memory, what no plan takes: the system has some, every process of a run (Python,
-# torch, CUDA's context: about 3 GiB), and loading passes weights through it.
+# Share of main memory that no plan takes: for the system, for every process of a run (Python,
+# torch, CUDA's context: about 3 GiB), and for loading, which passes weights through it.
 HOST_RESERVE = 0.1
-MOST_IN_ONE = 8  # cards that a person who writes 4x4090 has in one machine
+MOST_IN_ONE = 8  # cards in one machine, for a name such as 4x4090
 NODE = 8  # cards of a DGX or HGX
-# How cards are called: `8xh100`, `8 H100s`, `h100:8`; `80gb`; words and numbers, in any order.
+# Names of cards: `8xh100`, `8 H100s`, `h100:8`; `80gb`; words and numbers, in any order.
 _COUNTED = re.compile(
     r"(\d{1,5})\s*[x×*]\s*([a-z].*|\d{4}.*)|"
     r"(.+?)(?:(?:\s|(?<=\d))[x×*]|\s*:)\s*(\d+)|"
@@ -74,18 +75,18 @@ _NOISE = re.compile(
     r"nvidia|amd|geforce|g?rtx|gtx|tesla|quadro|instinct|gpu|card|graphics|"
     r"sxm\d?|hbm\d?e?|tensor|core|edition|generation|founders|fe"
 )
-# Cards, and other words, without numbers here; by the first that matches, what to say.
+# Cards and other words without rates here, with the advice for the first pattern that matches.
 _WITHOUT = {
     re.compile(words): said
     for words, said in (
         (
             r"(cpu|all|gpus?|auto|any|none|local.*|this.*|mine|cuda.*|default|)",
-            "for the machine at hand, with or without a GPU, give --gpu here; for some of its "
-            "GPUs, --gpus COUNT with it",
+            "for this machine, with or without a GPU, give --gpu here; for some of its GPUs, also "
+            "--gpus COUNT",
         ),
         (
             r".*\bgb([23]00)\b.*",
-            "a GB{0} is two B{0} beside a Grace CPU; give --gpu b{0}, or 2xb{0} for both",
+            "a GB{0} is two B{0} with a Grace CPU; give --gpu b{0}, or 2xb{0} for both",
         ),
         (
             r".*\b(t4|[vpk]100|p40|[km][48]0|titan|[12]0[5-8]0|16[56]0|quadro rtx|rtx 8000).*",
@@ -100,30 +101,30 @@ _WITHOUT = {
     )
 }
 _SERIES = re.compile(r"(?:rtx)? ?([345]0)[5-9]0\b.*")
-_ALIKE = 0.07  # a memory is called by its datasheet's number, or by what is left of it
+_ALIKE = 0.07  # relative difference of a datasheet's memory and a driver's
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFile:
-    """A machine, and how each of its numbers is known."""
+    """A machine, and the source of each of its numbers."""
 
     spec: MachineSpec
     about: str = ""
     sources: dict[str, str] = field(default_factory=dict)
     measured_on: dict[str, Any] = field(default_factory=dict)
-    spread: dict[str, float] = field(default_factory=dict)  # slowest look over fastest, by field
-    note: str = ""  # said beside every plan
+    spread: dict[str, float] = field(default_factory=dict)  # slowest over fastest, by field
+    note: str = ""  # printed with every plan
 
 
 def names() -> tuple[str, ...]:
-    """The presets."""
+    """Return the names of the presets."""
     return tuple(_presets())
 
 
 def machine(name_or_path: str | Path) -> MachineSpec:
-    """The machine of a card's name, in any usual writing, or of a JSON file.
+    """Return the machine of a card's name, in any usual writing, or of a JSON file.
 
-    Of `4x4090` the machine has the four cards. Raises UnsupportedError for an unknown name, naming
+    For `4x4090` the machine has four cards. Raises UnsupportedError for an unknown name, naming
     close ones, and for a file that is not a machine, naming the field.
     """
     spec, count = read(name_or_path).spec, count_of(name_or_path)
@@ -133,7 +134,7 @@ def machine(name_or_path: str | Path) -> MachineSpec:
 
 
 def read(name_or_path: str | Path) -> MachineFile:
-    """The same with what is known about its numbers."""
+    """Return the machine with the sources of its numbers; see `machine`."""
     name = str(name_or_path)
     path = Path(name_or_path).expanduser()
     if name.lower() not in _presets() and (path.suffix == ".json" or os.path.isfile(path)):
@@ -142,13 +143,13 @@ def read(name_or_path: str | Path) -> MachineFile:
 
 
 def count_of(name: object) -> int | None:
-    """How many cards a name counts, such as `8xh100`; None where it counts none."""
+    """Return the number of cards in a name such as `8xh100`, or None."""
     is_name = isinstance(name, str) and not os.path.isfile(Path(name).expanduser())
     return _counted(str(name))[0] if is_name else None
 
 
 def names_card(word: str) -> bool:
-    """Is it a card's name, such as 4090?"""
+    """Return whether the word is a card's name, such as 4090."""
     return bool(_called(*_words(word)))
 
 
@@ -159,18 +160,18 @@ def _counted(name: str) -> tuple[int | None, str]:
     match = _COUNTED.fullmatch(text)
     if match is None:
         return None, _singular(name) if re.search(r"[a-z]\d+s$", text) else name
-    before, card, other, behind, first, of = match.groups()
-    return int(before or behind or first), _singular(card or other or of)
+    before, card, other, behind, first, counted = match.groups()
+    return int(before or behind or first), _singular(card or other or counted)
 
 
 def _singular(name: str) -> str:
-    """Of `h100s` h100; l40s is a card."""
+    """Return h100 for h100s; l40s is a card itself."""
     several = name.strip().lower().endswith("s") and not names_card(name)
     return name.strip()[:-1] if several and names_card(name.strip()[:-1]) else name
 
 
 def _words(name: str) -> tuple[tuple[str, ...], int | None]:
-    """What tells a card from others, sorted, and the GB that its name says."""
+    """Return the words of a card's name that distinguish it, sorted, and the GB in it."""
     text = name.lower()
     memory = _MEMORY.search(text)
     if memory is not None:
@@ -181,7 +182,7 @@ def _words(name: str) -> tuple[tuple[str, ...], int | None]:
 
 @cache
 def _known() -> dict[str, dict[tuple[str, ...], int | None]]:
-    """The words of each preset's names, with the memory that they say."""
+    """Return the words of each preset's names, with the GB in them."""
     return {
         name: dict(map(_words, (name, *values["gpu_names"], *values.get("aliases", ()))))
         for name, values in _raw_presets().items()
@@ -189,13 +190,13 @@ def _known() -> dict[str, dict[tuple[str, ...], int | None]]:
 
 
 def _size(name: str) -> int:
-    """The GB of a preset's memory, as its datasheet has it."""
+    """Return the GB of a preset's memory, from its datasheet."""
     found = _MEMORY.search(_presets()[name].about.lower())
     return int(found[1]) if found else 0
 
 
 def _called(words: tuple[str, ...], memory: int | None) -> list[str]:
-    """The presets that are called so."""
+    """Return the presets with this name."""
     found = [name for name, known in _known().items() if words in known]
     if memory is None and not found:  # `a100 80`
         sizes = [int(word) for word in words if word.isdecimal()]
@@ -210,7 +211,7 @@ def _called(words: tuple[str, ...], memory: int | None) -> list[str]:
 
 
 def _preset_called(name: str) -> str:
-    """The one preset that a name means. Raises UnsupportedError naming those it may mean."""
+    """Return the preset with this name. Raises UnsupportedError with the presets it may mean."""
     if name.lower() in _presets():
         return name.lower()
     words, memory = _words(name)
@@ -219,53 +220,53 @@ def _preset_called(name: str) -> str:
         return found[0]
     raise UnsupportedError(
         f"machine: {shortened(name, 60)!r} is neither a preset nor a machine file; "
-        f"{_hint(name.strip(), words, memory, found)} (farspan calibrate writes a file for the "
-        "machine at hand)"
+        f"{_hint(name.strip(), words, memory, found)} (farspan calibrate writes a file for "
+        "this machine)"
     )
 
 
 def _hint(name: str, words: tuple[str, ...], memory: int | None, found: list[str]) -> str:
     other = _called(words, None) if memory is not None and words else []
     if other:
-        has = " or ".join(f"{_size(of)} GB" for of in other)
+        has = " or ".join(f"{_size(preset)} GB" for preset in other)
         return f"{other[0]} has {has}; give --machine {other[0]} --device-memory {memory}GB"
     for without, said in _WITHOUT.items():
         if (match := without.fullmatch(name.lower())) is not None:
             return said.format(match[1].upper())
     within = [name for name, known in _known().items() if any(_is_within(w, words) for w in known)]
     if not within and (series := _SERIES.fullmatch(name.lower())) is not None:
-        like = min(of for of in names() if of.startswith(f"rtx{series[1]}"))
+        like = min(preset for preset in names() if preset.startswith(f"rtx{series[1]}"))
         return f"for a card like {like} give --gpu {like} --device-memory SIZE, such as 12GB"
     if name.isdecimal():
         return f"for a number of devices give --gpus {name}, and the card with --machine"
     numbers = {word for word in words if word.isdecimal() and len(word) > 1}
-    sized = [of for of in names() if memory is not None and not words and _size(of) == memory]
-    close = found or within or [of for of in names() if of.startswith(name.lower())] or sized
-    close = close or [of for of, known in _known().items() if numbers & set().union(*known)][:3]
+    sized = [n for n in names() if memory is not None and not words and _size(n) == memory]
+    close = found or within or [n for n in names() if n.startswith(name.lower())] or sized
+    close = close or [n for n, known in _known().items() if numbers & set().union(*known)][:3]
     plain = "".join(_WORD.findall(name.lower()))
     close = close or difflib.get_close_matches(plain, names(), n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close[:3])}?" if close else f"some are {some(names())}"
 
 
 def _is_within(known: tuple[str, ...], words: tuple[str, ...]) -> bool:
-    """Is a card's name, with its number, among other words?"""
+    """Return whether a card's name, with its number, is among other words."""
     return set(known) <= set(words) and any(map(str.isdecimal, known))
 
 
 def with_main_memory(spec: MachineSpec, size: int) -> MachineSpec:
-    """The machine with so many bytes of main memory in all."""
+    """Return the machine with `size` bytes of main memory, reserve included."""
     reserve = int(HOST_RESERVE * size)
     return replace(spec, host_bytes=size - reserve, host_reserve=reserve)
 
 
 def user_file() -> Path:
-    """Where the machine at hand is written to and looked for."""
+    """Return the path of the file of this machine."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "farspan" / "machine.json"
 
 
 def preset_of_gpu(gpu: str) -> str | None:
-    """The preset of a GPU, by the name that its driver gives it."""
+    """Return the preset of a GPU by the name that its driver gives, or None."""
     for name, values in _raw_presets().items():
         if gpu in values["gpu_names"]:
             return name
@@ -279,7 +280,6 @@ def write(file: MachineFile, path: Path) -> None:
 
 
 def to_json(file: MachineFile) -> dict[str, Any]:
-    """Plain values, for JSON."""
     spec = file.spec
     values = {f.name: getattr(spec, f.name) for f in fields(MachineSpec)}
     values["rates"] = {dtype: _rates_to_json(rates) for dtype, rates in spec.rates.items()}
@@ -288,7 +288,7 @@ def to_json(file: MachineFile) -> dict[str, Any]:
 
 
 def from_json(values: object, where: str) -> MachineFile:
-    """The machine of parsed JSON. Raises UnsupportedError naming `where` and the field."""
+    """Return the machine of parsed JSON. Raises UnsupportedError naming `where` and the field."""
     if not isinstance(values, Mapping):
         raise UnsupportedError(f"{where}: expected the fields of a machine, got {_got(values)}")
     known = [f.name for f in fields(MachineSpec)]
@@ -318,7 +318,7 @@ def from_json(values: object, where: str) -> MachineFile:
 
 
 def contradictions(spec: MachineSpec) -> Iterator[str]:
-    """What cannot be true of one machine, each naming the field and what was expected."""
+    """Yield a message for each impossible value, naming the field and the expected value."""
     for dtype, rates in spec.rates.items():
         path = f"rates.{dtype}"
         for name in (*CURVES, *OTHER_CURVES):
@@ -352,7 +352,7 @@ def _curve_contradictions(path: str, name: str, curve: Curve, peak: float) -> It
 
 
 def _softmax_contradictions(path: str, rates: Rates) -> Iterator[str]:
-    """A softmax is a part of the call: else a call with wide heads would take no time at all."""
+    """Yield messages for a softmax slower than its call, whose products would take no time."""
     forward = rates.softmax_forward, pair_seconds(rates.attention_forward, rates.head_dim)
     curve = rates.attention_backward
     backward = rates.softmax_backward, pair_seconds(curve, rates.head_dim, backward=True)
@@ -365,13 +365,13 @@ def _softmax_contradictions(path: str, rates: Rates) -> Iterator[str]:
 
 
 def pair_seconds(curve: Curve, head_dim: int, *, backward: bool = False) -> float:
-    """Seconds of a query, key and head in the fastest attention call, softmax included."""
+    """Seconds per query, key and head in the fastest attention call, softmax included."""
     flop = 4.0 * head_dim * (BACKWARD_PRODUCTS if backward else 1.0)
     return flop / max(rate for _, rate in curve.points)
 
 
 def busy_words(spread: Mapping[str, float], cure: str = "run again") -> str | None:
-    """What to say of a machine that was not alone while it was measured; None if it was."""
+    """Return a warning for a machine that was busy while it was measured, or None."""
     varied = sorted((name for name in spread if spread[name] > BUSY), key=lambda n: -spread[n])
     if not varied:
         return None
@@ -468,7 +468,7 @@ def _mapping(path: str, value: object, where: str) -> Mapping[str, Any]:
 
 
 def _rates_to_json(rates: Rates) -> dict[str, Any]:
-    """Fields that have their default are left out."""
+    """Return the fields that differ from their defaults."""
     values: dict[str, Any] = {}
     for f in fields(Rates):
         value = getattr(rates, f.name)
@@ -513,7 +513,7 @@ def _presets() -> dict[str, MachineFile]:
 
 
 def _preset(name: str, values: Mapping[str, Any]) -> MachineFile:
-    """With what it leaves out from the preset that it is like."""
+    """Return a preset, with the values that it leaves out from the preset that it is like."""
     base = _raw_presets()[values["like"]] if "like" in values else {}
     sources = {**base.get("sources", {}), **values["sources"]}
     found = {**base, **values, "name": name, "sources": sources}
@@ -522,7 +522,7 @@ def _preset(name: str, values: Mapping[str, Any]) -> MachineFile:
 
 
 def with_kernels(machine: MachineSpec, *, deterministic: bool) -> MachineSpec:
-    """The machine at the rates that attention has where its bits are the same every time."""
+    """Return the machine with the rates of deterministic attention, if asked for."""
     if not deterministic or machine.on_cpu:
         return machine
     rates = {dtype: _slower(rates) for dtype, rates in machine.rates.items()}

@@ -1,15 +1,14 @@
-"""Work and traffic of many schedules by counting: many cuts into groups, as arrays, and many
-fractions kept at once.
+"""Count the work and traffic of many schedules at once: arrays of cuts into groups and of
+fractions.
 
-A layer plays one of six roles: top of a group or below it, in the last group, an earlier one, or a
-pipeline's stage that is not the last. What it does with chunk c follows from its role and from
-whether the chunk's O and LSE are kept (`kept`), its activations are (`graph`), and it is the last
-chunk: see program/passes.py. Written from the rules, not by walking a program; the sums are equal
-to those of the program, which tests hold.
+A layer plays one of six roles: top of a group or below it, in the last group, in an earlier one, or
+in a pipeline stage that is not the last. Its cell of chunk c follows from its role and from whether
+the chunk's O and LSE are kept (`kept`), its activations are (`graph`), and it is the last chunk:
+see program/passes.py. The counts follow from the rules, not from walking a program; tests check
+that their sums equal those of the program.
 
 Shapes: F choices of (attention_save_fraction, activation_save_fraction), S spans of chunks. All
-chunks of a span are alike in every choice, so that of hundreds of chunks a few dozen spans are
-counted.
+chunks of a span are alike in every choice, so hundreds of chunks make only a few dozen spans.
 """
 
 from collections import Counter
@@ -31,7 +30,7 @@ Counts = NDArray[np.float64]
 
 
 class Role(IntEnum):
-    """What a layer is in its group."""
+    """Role of a layer in its group."""
 
     INNER = 0
     TOP = 1
@@ -43,7 +42,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """Chunks kept for F choices: how many of the latest keep O and LSE, and activations."""
+    """Number of the latest chunks that keep O and LSE, and activations, for F choices."""
 
     attention: NDArray[np.int64]  # [F]
     graphs: NDArray[np.int64]  # [F]
@@ -51,24 +50,24 @@ class Kept:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """[S]: first chunks of the spans; the last chunk is one of its own."""
+        """First chunks of the spans, [S]; the last chunk is a span of its own."""
         borders = self.chunks - np.concatenate([self.attention, self.graphs, [self.chunks, 1]])
         return np.unique(borders[borders < self.chunks])
 
     def over(self, values: Counts) -> Counts:
-        """[S]: sums over the chunks of each span; `values` are [chunks]."""
+        """Return the sums over the chunks of each span, [S]; `values` are [chunks]."""
         return np.asarray(np.add.reduceat(values, self.starts))
 
     def masks(self) -> tuple[Mask, Mask]:
-        """[F, S]: O and LSE kept; graph kept."""
+        """Return masks of the spans that keep O and LSE, and a graph, [F, S] each."""
         chunk = self.starts[None]
         kept = chunk >= self.chunks - self.attention[:, None]
         return kept, chunk >= self.chunks - self.graphs[:, None]
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
-        """[F]: equal where nothing, something or everything is kept of both, and where the same of
-        them is kept for more chunks: then the same kinds of chunks are there."""
+        """Equal numbers, [F], for choices with the same kinds of chunks: both keep nothing,
+        something or everything of each tensor, and keep more chunks of the same tensor."""
 
         def share(count: NDArray[np.int64]) -> NDArray[np.int64]:
             return np.asarray((count > 0) + (count == self.chunks).astype(np.int64))
@@ -78,7 +77,7 @@ class Kept:
 
     @cached_property
     def without_graphs(self) -> "Kept":
-        """The same in a last group of one layer, which keeps none."""
+        """The same choices in a last group of one layer, which keeps no graphs."""
         return Kept(self.attention, np.zeros_like(self.graphs), self.chunks)
 
 
@@ -87,21 +86,21 @@ class CellCounts:
     """Times that the cell of each chunk of a span runs and its tensors move, [F, S] each."""
 
     compute: Counts  # forward cells with attention
-    given: Counts  # forward cells without: O and LSE are there
+    given: Counts  # forward cells with O and LSE already there
     project: Counts  # cells that stop at K, V
-    attention_out: Counts  # O and LSE to their home
+    attention_out: Counts  # O and LSE copied to their home
     attention_in: Counts
-    graph: Counts  # kept cells: there and back once each
-    kv_written: Counts  # the chunk's own K, V into their buffer
+    graph: Counts  # kept cells, copied there and back once each
+    kv_written: Counts  # the chunk's own K, V copied into their buffer
 
 
 def _counts(*masks: Mask) -> Counts:
-    """How many of the masks hold."""
+    """Return the number of masks that are true, elementwise."""
     return np.asarray(sum(masks, np.zeros(masks[0].shape)))
 
 
 def switches(role: Role, schedule: Schedule) -> tuple[bool, ...]:
-    """What decides about the cells of a layer in this role."""
+    """Return the switches that decide about the cells of a layer in this role."""
     kept = (schedule.kv_kept,) * (role in (Role.INNER, Role.TOP))
     if role in (Role.TOP, Role.LAST_TOP, Role.STAGE_TOP):
         return kept
@@ -109,8 +108,8 @@ def switches(role: Role, schedule: Schedule) -> tuple[bool, ...]:
 
 
 def cells(role: Role, schedule: Schedule, choices: Kept, *, is_cut: bool = False) -> CellCounts:
-    """Counts of one layer in this role; of a step that `is_cut` behind the head the last group's
-    first pass leaves nothing out."""
+    """Return the counts of one layer in this role. With `is_cut`, where the backward waits for all
+    of the head, the last group's first pass leaves nothing out."""
     kept, graph = choices.masks()
     last_chunk = choices.starts[None] == choices.chunks - 1
     skipped = last_chunk & ~graph
@@ -123,7 +122,7 @@ def cells(role: Role, schedule: Schedule, choices: Kept, *, is_cut: bool = False
     elif role is Role.STAGE_INNER:
         found = _last_inner(schedule, kept, graph, np.zeros_like(graph))
     elif role is Role.STAGE_TOP:
-        # It is run to be read above, and its backward runs it again at once.
+        # It runs so that the stage above reads it, and its backward runs it again at once.
         plain = replace(schedule, attention_open=False, layer_checkpoint=False)
         found = _last_inner(plain, kept, graph, np.zeros_like(graph))
     else:
@@ -132,7 +131,7 @@ def cells(role: Role, schedule: Schedule, choices: Kept, *, is_cut: bool = False
 
 
 def _earlier(top: bool, schedule: Schedule, kept: Mask, graph: Mask, skipped: Mask) -> CellCounts:
-    """A group that is not the last: first pass, rebuild unless K, V are kept, backward."""
+    """Counts in a group that is not the last: first pass, rebuild unless K, V stay, backward."""
     rebuilt = ~skipped & (not schedule.kv_kept)
     again = ~graph
     opened = rebuilt & schedule.attention_open & (not top)
@@ -146,7 +145,7 @@ def _earlier(top: bool, schedule: Schedule, kept: Mask, graph: Mask, skipped: Ma
         given=_counts(rebuild_given, again & have, held),
         project=_counts(rebuilt & top),
         attention_out=_counts(kept, opened & ~kept),
-        # What was kept only while the group was open is not fetched for a graph of the first pass.
+        # O kept only while the group was open is not fetched for a graph of the first pass.
         attention_in=_counts(rebuild_given, again & have, graph & kept),
         graph=_counts(graph),
         kv_written=_counts(always, never if schedule.kv_kept else rebuilt | again),
@@ -169,8 +168,8 @@ def _last_inner(schedule: Schedule, kept: Mask, graph: Mask, skipped: Mask) -> C
 
 
 def _last_top(graph: Mask, skipped: Mask, is_cut: bool) -> CellCounts:
-    """The top layer keeps no O: its backward follows the one time that it is computed, or where
-    the step is cut the second."""
+    """Return the counts of the top layer, which keeps no O: its backward follows its only
+    computation, or the second one if the step is cut."""
     none = np.zeros(graph.shape)
     again = _counts(~graph & ~skipped)
     return CellCounts(
@@ -186,16 +185,16 @@ def _last_top(graph: Mask, skipped: Mask, is_cut: bool) -> CellCounts:
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
-Part = tuple[Role, LayerSpec, bool]  # what a layer is; True: its cut's last group is one layer
-EVERY = 8  # groups up to which the memory of each is looked at
+Part = tuple[Role, LayerSpec, bool]  # role, layer; True: the last group of its cut is one layer
+EVERY = 8  # up to this many groups, the memory of each is computed
 
 
 @dataclass(frozen=True)
 class Groups:
-    """P groups of K cuts, one after the other, whose memory is looked at. Arrays are [P, 1]."""
+    """P groups of K cuts, one after the other, whose memory is computed. Arrays are [P, 1]."""
 
-    cut: Index  # [P], which of the K
-    at: Index  # [K], where the cut's groups begin
+    cut: Index  # [P], index of the cut
+    at: Index  # [K], first group of the cut
     index: Index  # of the group in its cut
     first: Index  # layer
     stop: Index
@@ -206,7 +205,7 @@ class Groups:
 class Cuts:
     """K cuts of a question's layers; sizes of the groups, first group first."""
 
-    question: Question  # about the rank's layers (ranks.part_of)
+    question: Question  # about the rank's layers (evaluate.part_of)
     sizes: tuple[tuple[int, ...], ...]
     kind: RankKind
 
@@ -221,32 +220,32 @@ class Cuts:
 
     @cached_property
     def counts(self) -> Array:
-        """[K, 1]: groups."""
+        """Number of groups, [K, 1]."""
         return np.array([[len(sizes)] for sizes in self.sizes], dtype=np.float64)
 
     @property
     def has_head(self) -> bool:
-        """Is the rank's last group the last of all?"""
+        """Return whether the rank's last group is the last of the model."""
         return self.kind.is_last
 
     @cached_property
     def alone(self) -> NDArray[np.bool_]:
-        """[K, 1]: is the last group of all a single layer, which keeps no activations?"""
+        """True where the model's last group is one layer, which keeps no activations, [K, 1]."""
         return np.array([[sizes[-1] == 1 and self.has_head] for sizes in self.sizes])
 
     @cached_property
     def last(self) -> Array:
-        """[K, 1]: layers of the rank's last group."""
+        """Layers of the rank's last group, [K, 1]."""
         return np.array([[sizes[-1]] for sizes in self.sizes], dtype=np.float64)
 
     @cached_property
     def widest_earlier(self) -> Array:
-        """[K, 1]: layers of the widest group but the last, 0 where there is none."""
+        """Layers of the widest group except the last, or 0, [K, 1]."""
         return np.array([[max(sizes[:-1], default=0)] for sizes in self.sizes], dtype=np.float64)
 
     @cached_property
     def parts(self) -> tuple[list[Part], Array]:
-        """The parts that layers play, and [K, R] how many layers play each in each cut."""
+        """Parts that layers play, and the number of layers that play each in each cut, [K, R]."""
         found: dict[Part, Array] = {}
         for k, groups in enumerate(self.bounds):
             tops = {stop - 1 for _, stop in groups}
@@ -267,7 +266,7 @@ class Cuts:
 
     @cached_property
     def inner(self) -> Array:
-        """[K, L]: 0 for the first layers of groups, whose input is at the boundary; else 1."""
+        """0 for the first layers of groups, whose input is at the boundary, else 1, [K, L]."""
         inner = np.ones((len(self.sizes), len(self.question.model.layers)))
         for k, firsts in enumerate(self.firsts):
             inner[k, firsts] = 0.0
@@ -275,7 +274,7 @@ class Cuts:
 
     @cached_property
     def groups(self) -> Groups:
-        """Of many groups, those where even and tapered cuts are fullest."""
+        """Groups whose memory is computed: if many, those where even and tapered cuts peak."""
         rows: list[tuple[int, int, int, int, bool]] = []
         at: list[int] = []
         for k, groups in enumerate(self.bounds):
@@ -299,8 +298,8 @@ class Cuts:
 
     @cached_property
     def gradients(self) -> Array:
-        """[K, 1]: bytes of those that are there when the first layers' are: of all layers, and of
-        what lies outside them, of which a stage may have none."""
+        """Bytes of the gradients that exist along with the first layers', [K, 1]: those of all
+        layers and of the modules outside them, of which a stage may have none."""
         sizes = [[float(held.gradients)] for held in self.held]
         if self.kind.is_stage:
             model, width = self.question.model, gradient_bytes(self.question)
@@ -310,33 +309,33 @@ class Cuts:
 
     @cached_property
     def fixed(self) -> Array:
-        """[K, 1]: bytes of weights, gathered weights and optimizer states on the device."""
+        """Bytes of weights, gathered weights and optimizer states on the device, [K, 1]."""
         sizes = [[held.on_device] for held in self.held]
         return np.array(sizes, dtype=np.float64)
 
     @cached_property
     def on_host(self) -> Array:
-        """[K, 1, 1]: bytes of weights, gradients and optimizer states on the host."""
+        """Bytes of weights, gradients and optimizer states on the host, [K, 1, 1]."""
         return np.array([[[held.on_host]] for held in self.held], dtype=np.float64)
 
     @cached_property
     def own(self) -> list[list[tuple[int, int]]]:
-        """The groups of each cut in the layers of the whole model."""
+        """The groups of each cut as layer ranges of the whole model."""
         first = self.kind.layers[0]
-        return [[(start + first, stop + first) for start, stop in of] for of in self.bounds]
+        return [[(start + first, stop + first) for start, stop in groups] for groups in self.bounds]
 
     def gathers(self, prices: Prices) -> Array:
-        """[K, 1]: seconds of FSDP's collectives."""
+        """Return the seconds of FSDP's collectives, [K, 1]."""
         if "_gathers" not in self.__dict__:
             self.__dict__["_gathers"] = np.array([[prices.gathers_of(cut)] for cut in self.own])
         return np.asarray(self.__dict__["_gathers"])
 
     def streamed(self, prices: Prices) -> Array:
-        """[K, 2]: seconds of fetching weights from main memory and evicting their gradients."""
+        """Seconds of fetching weights from main memory and evicting their gradients, [K, 2]."""
         return np.array([prices.streamed(cut) for cut in self.own])
 
     def weight_slots(self, prices: Prices, *, gradients: bool) -> Array:
-        """[K, 1]: bytes of the slots of groups' weights, or of their gradients."""
+        """Return the bytes of the slots of groups' weights, or of their gradients, [K, 1]."""
         return np.array([[prices.weight_slots(cut, gradients)] for cut in self.own], dtype=float)
 
     @cached_property
@@ -345,8 +344,8 @@ class Cuts:
         return [np.array([first for first, _ in groups]) for groups in self.bounds]
 
     def graphs(self, saved: Array, *, one_layer: bool) -> tuple[Array, Array]:
-        """[K, 1] each: what the layers of a group save a token, in the group that saves the most
-        and in the first; of `one_layer` at a time or of all. `saved` is [L]."""
+        """Bytes per token that the layers of a group save, [K, 1] each: in the group that saves the
+        most and in the first. `one_layer` counts one layer at a time; `saved` is [L]."""
         gather = np.maximum if one_layer else np.add
         each = [gather.reduceat(saved, firsts) for firsts in self.firsts]
         return np.array([[found.max()] for found in each]), np.array([[found[0]] for found in each])

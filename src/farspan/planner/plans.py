@@ -1,4 +1,4 @@
-"""What to run: the best plan of all strategies, and the longest context of each."""
+"""Choose the best plan of all strategies, and find the longest context of each."""
 
 import heapq
 import math
@@ -40,47 +40,47 @@ from farspan.planner.search import (
     search,
     with_pieces,
 )
-from farspan.planner.space import MOST_CELLS, chunk_sizes, thriftiest, whole_space, with_alpha
+from farspan.planner.space import MOST_CELLS, chunk_sizes, leanest, whole_space, with_alpha
 from farspan.planner.states import update_seconds
 from farspan.program.layout import Layout, group_ranges, refuse_together
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.spec import RunSpec, Schedule, Sparse, Tier, UnsupportedError
 
-FINEST = 64  # the longest context is found to within 1 / FINEST of itself
+FINEST = 64  # relative precision of the longest context is 1 / FINEST
 LEAST = 1024  # tokens
-NEAR = 0.003  # of a step's time, for which no other schedule is looked at
-PIECES = 16  # sizes of pieces may take a part of the seconds that the search may
-# Where a step's time is limited, contexts are looked for until a step takes CLOSE of it.
+NEAR = 0.003  # fraction of a step's time that is not worth further search
+PIECES = 16  # searching the sizes of pieces takes 1 / PIECES of the seconds of the search
+# With a limit on a step's time, contexts are tried until a step takes CLOSE to 1 of the limit.
 CLOSE, AIM = 0.95, 0.985
-TRIES = 4  # plans for it of one schedule
-SEARCHES = 3  # and searches for a faster one
-CANDIDATES = 6  # schedules whose memory is looked at more closely where the least is sought
+TRIES = 4  # plans per schedule with a limit on time
+SEARCHES = 3  # searches for a faster schedule with a limit on time
+CANDIDATES = 6  # schedules examined closely for the least memory
 ANY_STRATEGY = Remedy(f"--strategy {AUTO}", same=True)
-MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy whose chunk is its own
-REMEDY_SECONDS = 1.0  # of the search for what a change gives
-CHALLENGE = 1.5  # seconds that a search for a faster placement may, before it is planned
-WAITS = 0.01  # of a step: more are not counted by fewer layers
+MOST_NAMED = 4 * MOST_CELLS  # cells of a strategy that defines its own chunk
+REMEDY_SECONDS = 1.0  # of search for the step of a remedy
+CHALLENGE = 1.5  # of search for a faster placement, before it is planned
+WAITS = 0.01  # of a step: with more waiting, a program of fewer layers is not exact enough
 
 
 def best_plan(
     question: Question, strategies: Sequence[str] | None = None, seconds: float = 2.5
 ) -> Plan:
-    """The fastest plan that fits, or one as fast within `search.TOLERANCE` that takes the least
-    main memory found, or as much and less of the device; the others as its alternatives.
+    """Return the fastest plan that fits, with the other plans as its alternatives.
 
-    Of what the question leaves open (`Question.open`) the fastest placement that fits is chosen,
-    by its training steps, updates included: the plan's own question says which.
+    A plan within `search.TOLERANCE` that takes less main memory, or as much and less of the
+    device, is preferred. The parts that the question leaves open (`Question.open`) are chosen for
+    the fastest training steps, updates included: the plan's own question names the placement.
 
-    `strategies` are the names to choose from, None for all; `grouped` stands for the whole space
-    of schedules, searched for about `seconds` of `search.SearchEffort`. A plan that does not leave
-    the question's margin is taken where none does. If nothing fits, the plan that misses by the
-    least, with what breaks first and a change that would help. With `question.sparse` see
-    `best_sparse`. Raises UnsupportedError.
+    `strategies` are the names to choose from, None for all; `grouped` stands for the whole space of
+    schedules, searched for about `seconds` of `search.SearchEffort`. A plan that does not leave the
+    question's margin is returned only if no plan leaves it. If nothing fits, the plan that misses
+    by the least is returned, with the tier that is too small and changes that would help. With
+    `question.sparse` see `best_sparse`. Raises UnsupportedError.
     """
     refuse_layout(question)
     if question.run.tokens > MOST_TOKENS:
         raise UnsupportedError(
-            f"context: {question.run.tokens:,} tokens are more than are planned; use at most "
+            f"context: {question.run.tokens:,} tokens are more than farspan plans; use at most "
             f"{MOST_TOKENS:,}"
         )
     found = best_placed(
@@ -94,14 +94,14 @@ def best_plan(
 
 
 def _best_there(question: Question, strategies: Sequence[str] | None, seconds: float) -> Plan:
-    """The best plan of one placement, without what would help where none fits."""
+    """Return the best plan of one placement, without remedies if none fits."""
     names = strategies or list(STRATEGIES)
     if question.sparse is not None:
         return best_sparse(question, partial(_plans, names=names, seconds=seconds))
     best, others = _whole(question, _plans(question, names, seconds))
     if not best.fits:
         return replace(best, reason=breaks_first(best), alternatives=others)
-    # What is known of the whole space holds for whichever is the best.
+    # The lower bound of the whole space holds for any plan.
     lowest = min(p.seconds.total / (1 + p.gap) for p in (best, *others) if p.fit is best.fit)
     off = gap(best, lowest)
     return replace(best, gap=off, reason=reason_of(best, others), alternatives=others)
@@ -109,15 +109,15 @@ def _best_there(question: Question, strategies: Sequence[str] | None, seconds: f
 
 # -- where optimizer states, weights and gradients live --------------------------------------------
 #
-# Everything that keeps the results is looked at, and the fastest that fits is taken: of the update
-# as well, which is what a move costs, while the device's memory that it frees makes the rest of a
-# step faster. A drive, which wears, is for what fits nowhere else. LoRA and roundings to eight or
-# four bits are never chosen: they change the results (`remedies`).
+# All placements that keep the results are tried, and the fastest that fits is taken. Its time
+# includes the update, which gets slower when states move, while the freed device memory makes the
+# rest of a step faster. A drive wears, so it is used only if nothing else fits. LoRA and rounding
+# to eight or four bits are never chosen: they change the results (`remedies`).
 
 
 def placements(question: Question) -> tuple[tuple[Question, ...], ...]:
-    """The question in every placement that it leaves open, what moves least first; those of a later
-    group are for where nothing of an earlier one fits."""
+    """Return the question in every placement that it leaves open, those that move least first. A
+    later group is for questions of which nothing in an earlier group fits."""
     free, machine, layout = question.open, question.machine, question.layout
     here = replace(question, open=PINNED)
     if machine.unified:  # both tiers are one memory
@@ -149,9 +149,9 @@ def best_placed(
     plan_at: Callable[[Question], Plan],
     may_be_faster: Callable[[Question, Plan], bool] = lambda _, best: not best.fits,
 ) -> Plan:
-    """The fastest of a question's placements that fits, of equally fast ones within
-    `search.TOLERANCE` what moves least; where none fits, what misses by the least. `plan_at` plans
-    one, and `may_be_faster` says whether it need be asked, what was planned being roomy."""
+    """Return the plan of the fastest placement that fits, and among equally fast ones within
+    `search.TOLERANCE` the one that moves least; if none fits, the one that misses by the least.
+    `plan_at` plans a placement; `may_be_faster` says if that is worthwhile after a roomy plan."""
     best: Plan | None = None
     for group in placements(question):
         for placed in group:
@@ -175,8 +175,8 @@ def _is_better(plan: Plan, best: Plan) -> bool:
 
 
 def _may_be_faster(question: Question, best: Plan, names: Sequence[str] | None) -> bool:
-    """May a placement beat the best of another? By a short search for what does; what strategies
-    take that were named is soon known."""
+    """Return whether a placement may beat the best plan of another, by a short search. Named
+    strategies are always planned, since that is quick."""
     if names is not None and GROUPED not in names:
         return True
     roomy, update = with_room(replace(question, sparse=None)), update_seconds(question)
@@ -187,9 +187,9 @@ def _may_be_faster(question: Question, best: Plan, names: Sequence[str] | None) 
 
 
 def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
-    """Choose a plan, and price it by its whole program, but where an outline of it tells the same
-    and almost nothing is waited for, so that fewer layers tell; the others are composed. One that
-    the whole program shows to be too large, or slower than another, is chosen against once more."""
+    """Return the chosen plan, priced by its whole program, and the others. An outline and fewer
+    layers are used if they give the same bytes and nearly nothing is waited for. If the whole
+    program turns out too large, or slower than another plan, the choice is made again."""
     best, others = chosen(plans)
     if not best.fits:
         return best, others
@@ -200,7 +200,7 @@ def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan,
     else:
         sized = surely_sized(question, best.schedule)
         whole = replace(best, device=sized.device, host=sized.host)
-    if whole.fit < best.fit and others:  # for want of a few bytes between buffers
+    if whole.fit < best.fit and others:  # a few bytes between buffers are missing
         return _whole(question, [whole, *others])
     alike = min((p.seconds.total for p in others if p.fit >= whole.fit), default=math.inf)
     if whole.seconds.total > max(best.seconds.total, (1 + TOLERANCE) * alike):
@@ -211,9 +211,10 @@ def _whole(question: Question, plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan,
 def plan_as_written(
     question: Question, name: str, schedule: Schedule, seconds: float = 6.0
 ) -> Plan:
-    """The plan of a schedule that somebody wrote down, whatever else there is. Its alternative is
-    the best of all, called `auto`, where that is another; where the written one does not fit, it
-    says what breaks first and what would help. Raises UnsupportedError for what cannot run."""
+    """Return the plan of a schedule that the user wrote, whether or not a better one exists. Its
+    alternative is the best plan of all, called `auto`, unless that is the same. If the written one
+    does not fit, the plan names the tier that is too small and changes that would help. Raises
+    UnsupportedError for a schedule that cannot run."""
     refuse_layout(question)
     refuse_together(schedule, question.layout)
     plan = best_placed(
@@ -225,22 +226,22 @@ def plan_as_written(
     is_other = not _is_same(question, best.schedule, schedule)
     others = (replace(best, strategy=AUTO, alternatives=()),) if is_other else ()
     if plan.fits:
-        return replace(plan, reason=_beside(plan, best), alternatives=others)
-    # What helps was tried with any strategy.
-    any_too = (replace(of, options=f"{of.options} {ANY_STRATEGY.options}") for of in best.remedies)
+        return replace(plan, reason=_compared(plan, best), alternatives=others)
+    # The remedies were tried with any strategy.
+    any_too = (replace(r, options=f"{r.options} {ANY_STRATEGY.options}") for r in best.remedies)
     remedies = (ANY_STRATEGY,) if best.fits else tuple(any_too)
     return replace(plan, reason=breaks_first(plan), remedies=remedies, alternatives=others)
 
 
 def _is_same(question: Question, one: Schedule, other: Schedule) -> bool:
-    """Whether two schedules are one, groups being written by a size or by all of them."""
+    """Return whether two schedules are equal, with groups given by one size or by all sizes."""
     layers, stages = len(question.model.layers), question.layout.pipeline
     ranges = [group_ranges(schedule, layers, stages) for schedule in (one, other)]
     return ranges[0] == ranges[1] and replace(one, groups=other.groups) == other
 
 
-def _beside(plan: Plan, best: Plan) -> str:
-    """A written plan that fits, in words."""
+def _compared(plan: Plan, best: Plan) -> str:
+    """Return the reason of a written plan that fits, compared with the best plan."""
     share = best.seconds.total / plan.seconds.total
     if not best.fits or share > 1 - TOLERANCE:
         return f"as written; {AUTO} finds nothing faster"
@@ -253,11 +254,11 @@ def longest_contexts(
     seconds: float = 4.0,
     max_step: float = math.inf,
 ) -> dict[str, Plan]:
-    """By strategy, the plan at the longest context that fits and leaves the question's margin, and
-    whose step takes at most `max_step` seconds; a strategy that has none is left out. Contexts are
-    found to within 1 / 64 of themselves. With `max_step` they are what a few searches of so many
-    seconds find: more of them may find one that is longer, by up to a fifth as seen. Plans are the
-    fastest, since what else a longest context leaves of memory is of no use to it."""
+    """Return, by strategy, the plan at the longest context that fits and leaves the question's
+    margin, and whose step takes at most `max_step` seconds. Strategies without such a plan are left
+    out. Contexts are found to within 1 / 64. With `max_step` they come from a few searches of
+    `seconds` each; more seconds may find longer ones, by up to a fifth in tests. Plans are the
+    fastest, since a longest context has no use for the memory that a slower plan would save."""
     refuse_layout(question)
     found: dict[str, Plan] = {}
     for placed in (one for group in placements(question) for one in group):
@@ -294,7 +295,7 @@ def _longest_plans(
             continue
         while tokens >= LEAST:
             asked = _at(question, tokens)
-            schedule = _thrifty(asked, name)
+            schedule = _leanest_of(asked, name)
             # Of `grouped` it may be another strategy's, whose program was built already.
             same = (p for p in found.values() if (p.question, p.schedule) == (asked, schedule))
             plan = next(same, None) or evaluate(asked, name, schedule)
@@ -308,8 +309,7 @@ def _longest_plans(
 
 
 def _longest_in_time(plan: Plan, name: str, seconds: float, most: float) -> Plan | None:
-    """A strategy's plan at the longest context, of `plan` or a shorter one, whose step takes at
-    most so long."""
+    """Plan of a strategy at the longest context up to `plan`'s with steps of `most` seconds."""
     question = plan.question
     if name != GROUPED:
         return _in_time(plan, most, lambda tokens: _named_at(question, name, tokens), TRIES)
@@ -320,8 +320,8 @@ def _longest_in_time(plan: Plan, name: str, seconds: float, most: float) -> Plan
 
 
 def _faster(known: Plan, longest: int, seconds: float, most: float) -> Plan:
-    """Of the whole space at the context of a known plan, whose step takes at most so long, or with
-    a faster schedule at one that is longer, up to `longest`."""
+    """Return the plan of a search of the whole space, from a known plan whose step takes at most
+    `most` seconds: at its context, or with a faster schedule at a longer one, up to `longest`."""
 
     def searched(plan: Plan, part: int) -> Plan:
         return _searched(plan.question, [plan], seconds / part, 0.0)[0]
@@ -332,14 +332,14 @@ def _faster(known: Plan, longest: int, seconds: float, most: float) -> Plan:
         like = _like(first, tokens)
         if not like.fits:
             asked = like.question
-            like = evaluate(asked, GROUPED, _thrifty(asked, GROUPED))
+            like = evaluate(asked, GROUPED, _leanest_of(asked, GROUPED))
         return searched(like, 4)
 
     return _in_time(first, most, again, SEARCHES, longest) or known
 
 
 def _like(plan: Plan, tokens: int) -> Plan:
-    """The plan's schedule at another context."""
+    """Return the plan's schedule at another context."""
     return evaluate(_at(plan.question, tokens), GROUPED, plan.schedule)
 
 
@@ -355,8 +355,8 @@ def _best_at(question: Question, name: str, seconds: float, tokens: int) -> Plan
 def _in_time(
     plan: Plan, most: float, at: Callable[[int], Plan], tries: int, longest: int | None = None
 ) -> Plan | None:
-    """Of the plan and others `at` contexts no longer than `longest`, or than its own, one that fits
-    and takes at most `most` seconds, with the longest context of those found."""
+    """Return the plan with the longest context that fits and takes at most `most` seconds, among
+    `plan` and plans `at` other contexts up to `longest` (by default its own)."""
     longest = longest or plan.question.run.tokens
     best: Plan | None = None
     low = 0
@@ -375,8 +375,8 @@ def _in_time(
 
 
 def _tokens_in(question: Question, share: float, most: int, schedule: Schedule = DENSE) -> int:
-    """The longest context, in steps of `LEAST` up to `most`, with no more than this share of the
-    question's work, which is what a step's time grows with."""
+    """Return the longest context, in steps of `LEAST` up to `most`, with at most this share of the
+    question's work, to which a step's time is nearly proportional."""
     work = share * useful_flop(question, schedule)
     low, high = 0, most // LEAST + 1
     while high - low > 1:
@@ -387,7 +387,7 @@ def _tokens_in(question: Question, share: float, most: int, schedule: Schedule =
 
 
 def _remedies(question: Question, strategies: Sequence[str] | None) -> tuple[Remedy, ...]:
-    """For strategies that were named, any other first."""
+    """Return changes with which something fits; any other strategy comes before named ones."""
     if strategies is not None and fits(question):
         return (ANY_STRATEGY,)
 
@@ -400,19 +400,19 @@ def _remedies(question: Question, strategies: Sequence[str] | None) -> tuple[Rem
 
 
 def fits(question: Question, strategies: Sequence[str] | None = None) -> bool:
-    """Does any schedule of these strategies fit and leave the question's margin in any of its
-    placements, by a close look at the thriftiest of each?"""
+    """Return whether any schedule of the strategies fits and leaves the question's margin in any
+    of its placements, by a close look at the leanest of each."""
     names = [GROUPED] if strategies is None else strategies
     placed = (with_room(one) for group in placements(question) for one in group)
     return any(_fitting(one, name) is not None for one in placed for name in names)
 
 
 def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Schedule:
-    """A strategy's schedule for this question: memo's alpha solved, and chunks of which there
-    would be more than `most` cells made wider."""
+    """Return a strategy's schedule for this question: memo's alpha is solved, and chunks are
+    widened if there would be more than `most` cells."""
     tokens, layers = question.run.tokens, most_layers(question)
     schedule = replace(strategy(name, layers, tokens), weights=question.weights)
-    if question.layout.pipeline > 1:  # whose stages are the groups
+    if question.layout.pipeline > 1:  # the stages are the groups
         schedule = whole_schedule(question, replace(schedule, groups=1))
     least = -(-tokens * layers // most)
     if schedule.chunk < least:
@@ -421,8 +421,8 @@ def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Sch
 
 
 def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Plan]:
-    """The plans of these strategies. `grouped` comes last: what the others take prunes its search,
-    and if none of its own is faster, it is the fastest of them."""
+    """Return the plans of the named strategies. `grouped` comes last: the other plans prune its
+    search, and if none of its own is faster, it is the fastest of the others."""
     for name in names:
         if name not in STRATEGIES:
             known = ", ".join(STRATEGIES)
@@ -448,9 +448,9 @@ def _runs(schedule: Schedule, layout: Layout) -> bool:
 def _searched(
     question: Question, others: Sequence[Plan], seconds: float, tolerance: float = TOLERANCE
 ) -> list[Plan]:
-    """The best of the whole space, which has the fastest of the others to beat, and what it was
-    preferred to for its bytes: of what leaves the margin, or where nothing does of all. Where
-    none is found the thriftiest schedule, which fits if any does."""
+    """Return the best plan of the whole space, which has to beat the fastest of the others, and the
+    faster plan that it replaced to save bytes. Plans have to leave the margin, unless none can. If
+    nothing is found, return the leanest schedule, which fits if any does."""
     roomy = with_room(question)
     found = _found(roomy, [p for p in others if p.fit is Fit.ROOMY], seconds, tolerance)
     if roomy is not question and not any(plan.fits for plan in found):
@@ -459,12 +459,12 @@ def _searched(
 
 
 def _found(question: Question, fitting: list[Plan], seconds: float, tolerance: float) -> list[Plan]:
-    """By a search that has the fastest of the `fitting` to beat."""
+    """Return the plans of a search that has to beat the fastest of the `fitting`."""
     others = tuple(fitting)
     known = min(fitting, key=Plan.rank, default=None)
     outcome = search(question, whole_space(question), seconds, known, tolerance, NEAR)
     if outcome.best is None or outcome.fastest is None:
-        found = [plan_of(question, GROUPED, _thrifty(question, GROUPED))]
+        found = [plan_of(question, GROUPED, _leanest_of(question, GROUPED))]
     else:
         found = [lightest([outcome.best, outcome.fastest, *fitting], tolerance)]
         if not any(plan is outcome.fastest for plan in (*found, *others)):
@@ -479,8 +479,8 @@ def _at(question: Question, tokens: int) -> Question:
 
 
 def _longest(question: Question, name: str) -> int:
-    """The longest context of one strategy, 0 if it fits none: doubled until it does not fit, then
-    halved in between; with sparse attention, down from there."""
+    """Return the longest context of one strategy, or 0: doubled until it does not fit, then
+    bisected; with sparse attention, stepped down from the dense one."""
     if question.sparse is not None:
         tokens = _longest(replace(question, sparse=None), name)
         while tokens >= LEAST and _fitting(_at(question, tokens), name) is None:
@@ -493,7 +493,7 @@ def _longest(question: Question, name: str) -> int:
         if tokens > MOST_TOKENS:
             return False
         asked = _at(question, tokens)
-        # What fits at another length often fits here: then no other need be looked for.
+        # A schedule that fits at another length often fits here: then no other is needed.
         is_free = name == GROUPED and known is not None and known.chunk <= tokens
         if is_free and known is not None and quick.fits(asked, known):
             return True
@@ -513,8 +513,8 @@ def _longest(question: Question, name: str) -> int:
 
 
 def _fitting(question: Question, name: str) -> Schedule | None:
-    """A schedule of a strategy that fits by a close look, if one of its thriftiest does; with
-    sparse attention, of which no bound is derived, by its program."""
+    """Return a schedule of a strategy that fits by a close look at its leanest ones. With sparse
+    attention, for which no bounds exist, its program is built."""
     if states_do_not_fit(question):
         return None
     dense = replace(question, sparse=None)
@@ -525,8 +525,8 @@ def _fitting(question: Question, name: str) -> Schedule | None:
     return next(found, None)
 
 
-def _thrifty(question: Question, name: str) -> Schedule:
-    """The schedule of a strategy that takes the least memory by a close look."""
+def _leanest_of(question: Question, name: str) -> Schedule:
+    """Return the schedule of a strategy that takes the least memory by a close look."""
     candidates = _candidates(question, name)
     if len(candidates) == 1:
         return candidates[0]
@@ -534,11 +534,11 @@ def _thrifty(question: Question, name: str) -> Schedule:
 
 
 def _candidates(question: Question, name: str) -> list[Schedule]:
-    """Those of a strategy's schedules that take the least memory; only `grouped` has a choice."""
+    """Return the leanest schedules of a strategy; only `grouped` has more than one."""
     if name != GROUPED:
         return [named_schedule(question, name, MOST_NAMED)]
-    candidates = roomiest(question, thriftiest(question), CANDIDATES)
-    # Every strategy is a point of the space; some have chunks finer than those that are searched.
+    candidates = roomiest(question, leanest(question), CANDIDATES)
+    # Every strategy is a point of the space; some have finer chunks than the search.
     others = [other for other in STRATEGIES if other != GROUPED]
     named = [named_schedule(question, other, MOST_NAMED) for other in others]
     return candidates + [schedule for schedule in named if _runs(schedule, question.layout)]
@@ -546,30 +546,29 @@ def _candidates(question: Question, name: str) -> list[Schedule]:
 
 # -- with page-sparse attention --------------------------------------------------------------------
 #
-# The dense search's schedules, priced as what they become. Sparse attention takes a little more
-# memory than dense and less time, so that what fits dense nearly always fits sparse. The order of
-# their times is another where chunks differ: queries see all of their own, so that dense attention
-# gains by a wide chunk and sparse attention loses. Where the whole space is asked for, all are
-# therefore priced with narrower chunks as well. No bound is derived for any of it, so none is
-# claimed.
+# The dense search's schedules, priced with sparse attention. Sparse attention takes a little more
+# memory than dense and less time, so a schedule that fits dense nearly always fits sparse. Their
+# order by time differs where chunks differ: queries see all keys of their own chunk, so dense
+# attention gains by a wide chunk and sparse attention loses. A search of the whole space therefore
+# also prices narrower chunks. No bound is derived for sparse plans, so none is claimed.
 
 WITHOUT = Remedy("without --sparse", same=False, means="exact attention")
-NARROWING = 4.0  # seconds of `SearchEffort` that narrower chunks are looked for
+NARROWING = 4.0  # seconds of `SearchEffort` for narrower chunks
 
 
 def best_sparse(
     question: Question,
     search: Callable[[Question], Sequence[Plan]],
 ) -> Plan:
-    """The best with `question.sparse` of the schedules that `search` finds for dense attention;
-    where none fits but dense attention would, with that as what would help.
+    """Return the best plan with `question.sparse` among the schedules that `search` finds for dense
+    attention. If none fits but dense attention would, dense attention is the remedy.
 
     Raises UnsupportedError, also for several devices.
     """
     sparse = _sparse_of(question)
     dense = search(replace(question, sparse=None))
     plans = [_best_form(question, plan, sparse) for plan in dense]
-    # Where nothing fits, narrower chunks do not either: the dense search went through them.
+    # If nothing fits, narrower chunks do not either: the dense search tried them.
     if any(plan.strategy == GROUPED for plan in dense) and any(plan.fits for plan in plans):
         plans = [p for p in plans if p.strategy != GROUPED] + _grouped(question, plans)
     best, others = chosen(plans)
@@ -582,8 +581,8 @@ def best_sparse(
 def longest_sparse(
     question: Question, search: Callable[[Question], dict[str, Plan]], least: int, finest: int
 ) -> dict[str, Plan]:
-    """By strategy, the plan at the longest context that fits, looked for from what fits with dense
-    attention downwards in steps of 1 / `finest` of it."""
+    """Return, by strategy, the plan at the longest context that fits. The search steps down from
+    the longest dense context by 1 / `finest`."""
     sparse, found = _sparse_of(question), {}
     for name, plan in search(replace(question, sparse=None)).items():
         tokens = plan.question.run.tokens
@@ -603,8 +602,8 @@ def _best_form(question: Question, plan: Plan, sparse: Sparse) -> Plan:
 
 
 def _grouped(question: Question, plans: Sequence[Plan]) -> list[Plan]:
-    """Of these plans, and of them with narrower chunks, the one to choose, and last the fastest
-    where that is another: every strategy is a point of the space."""
+    """Return the plan to choose among these plans and the same with narrower chunks, and last the
+    fastest if that differs: every strategy is a point of the space."""
     known = [*plans, *_narrower(question, plans)]
     best, fastest = chosen(known)[0], min(known, key=Plan.rank)
     found = [best] if best is fastest else [best, fastest]
@@ -613,8 +612,8 @@ def _grouped(question: Question, plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _narrower(question: Question, plans: Sequence[Plan]) -> list[Plan]:
-    """The plans with their chunks halved for as long as that is better, down to the finest chunk
-    that is searched; the best first, since a long sequence leaves no time for all."""
+    """Return the plans with their chunks halved for as long as that is better, down to the finest
+    chunk of the search; the best plans first, since a long sequence leaves no time for all."""
     sparse, found = _sparse_of(question), list[Plan]()
     finest = max(sparse.page, min(chunk_sizes(question)))
     heap = [(plan.rank(), place, plan) for place, plan in enumerate(plans)]
@@ -646,8 +645,8 @@ def _sparse_of(question: Question) -> Sparse:
 
 
 def _forms(schedule: Schedule, sparse: Sparse) -> Iterator[Schedule]:
-    """A dense schedule with sparse attention: as it is, its chunk rounded up to pages, and with
-    attention computed again, which costs less than it did."""
+    """Yield a dense schedule with sparse attention: with its chunk rounded up to pages, and also
+    with attention recomputed, which costs less than in dense attention."""
     form = schedule.with_sparse(sparse)
     yield form
     if schedule.attention_save_fraction and not schedule.activation_save_fraction:

@@ -1,16 +1,17 @@
 """Seconds of an instruction: matrix products, attention (dense, and to chosen pages), memory
-traffic, copies, collectives; and what attention's kernels take of memory while they run.
+traffic, copies and collectives; and the memory of attention's kernels.
 
-A program is that of one rank. Its own tokens, C / P of every chunk, where P = `layout.sequence()`,
-are what all but attention counts; a layer's products and messages are of all heads, which is the
-question's model. Attention looks at whole chunks: a rank's heads and keys see a P-th of all pairs.
+A program belongs to one rank. Everything except attention counts the rank's own tokens, C / P of
+every chunk, where P = `layout.sequence()`; a layer's products and messages have all heads, as in
+the question's model. Attention counts whole chunks: a rank's heads and keys see a P-th of all
+pairs.
 
-A backward on CUDA sums dQ in fp32 beside its result, and dK, dV of every query head where heads
-share keys: about 14 KB a query and as much a key with the 28 heads of 7B, half a GB for chunks and
-blocks of 16K. `farspan calibrate` measures it on a GPU; presets do not have it, and their plans
-leave it out. Flash attention 2 is deterministic by as many sums of dQ as keep every processor busy,
-which it adds up in a fixed order: 5 of them with 28 heads on an H100, 1.2 GB at 16K queries. Plans
-have them for every machine, for no other kernel has as many.
+A backward on CUDA holds the fp32 sum of dQ as well as its result, and dK, dV of every query head
+where heads share keys: about 14 KB a query and as much a key with the 28 heads of 7B, half a GB for
+chunks and blocks of 16K. `farspan calibrate` measures it on a GPU; presets lack it, and their plans
+leave it out. Flash attention 2 is deterministic by keeping several sums of dQ, enough to occupy
+every processor, and adding them in a fixed order: 5 sums with 28 heads on an H100, 1.2 GB at 16K
+queries. Plans count these for every machine, since no other kernel has more.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -52,11 +53,11 @@ from farspan.spec import HOST, LayerSpec, Rates, UnsupportedError, value
 
 @dataclass(slots=True)
 class TiledPrices:
-    """What a feed-forward costs, with tiles or without."""
+    """Seconds of a feed-forward, with tiles or without."""
 
     program: Program
-    products: Callable[[tuple[tuple[int, int], ...], int], float]  # seconds, for so many tokens
-    moved: Callable[[float], float]  # seconds of these bytes
+    products: Callable[[tuple[tuple[int, int], ...], int], float]  # seconds, for a number of tokens
+    moved: Callable[[float], float]  # seconds of a number of bytes
     traffic: int  # bytes that an element of a weight's gradient moves on its way to the sum
     cells: TiledCells = field(init=False)
 
@@ -64,7 +65,7 @@ class TiledPrices:
         self.cells = TiledCells(self.program)
 
     def forward(self, i: Forward) -> float:
-        """Of a layer's products, those that a cell computes."""
+        """Return the seconds of the layer's products that a cell computes."""
         work, tokens = self.program.model.layers[i.layer].work, self._tokens(i)
         if not self.cells.has_tiles(i):
             return self.products(work.products, tokens)
@@ -73,9 +74,9 @@ class TiledPrices:
         return seconds if self.cells.skips(i) else seconds + self._feed_forward(i)
 
     def again(self, i: Backward) -> float:
-        """What tiles add to a backward: the token-wise modules' forward, and another pass over the
-        sums of their weights' gradients for each tile but one. All that the layer moves counts for
-        theirs: rotations and residual sums are a sixth of it and are not recomputed."""
+        """Seconds that tiles add to a backward: the token-wise modules' forward, and another pass
+        over the sums of their weights' gradients for each tile but one. All traffic of the layer
+        counts as theirs: rotations and residual sums are a sixth and are not recomputed."""
         if not self.cells.has_tiles(i):
             return 0.0
         work, rows = self.program.model.layers[i.layer].work, self.program.run.batch
@@ -88,7 +89,7 @@ class TiledPrices:
         return self._feed_forward(i) + self.moved(moved)
 
     def _feed_forward(self, i: Forward | Backward) -> float:
-        """Forward, tile by tile."""
+        """Return the seconds of the forward, tile by tile."""
         work = self.program.model.layers[i.layer].work
         products = work.products[len(work.products) - work.feed_forward :]
         return sum(self.products(products, tokens) for tokens in self.cells.sizes(i))
@@ -98,21 +99,21 @@ class TiledPrices:
 
 
 WIDE_PASSES = 4  # times that votes read or write their scores: product, softmax, sum
-RANKING_PASSES = 6  # elements read or written to make one of a key: two means, then less the mean
-FUSED_VOTES = 2.9  # times a product take votes in one kernel: 690 TFLOP/s over 239 on an H100
+RANKING_PASSES = 6  # elements moved per element of a ranking key: two means, minus the mean
+FUSED_VOTES = 2.9  # seconds of fused votes over a product: 690 TFLOP/s over 239 on an H100
 
 
 @dataclass(frozen=True, slots=True)
 class SparsePrices:
-    """Prices of one device's program. `moved` are the seconds of bytes that the device moves."""
+    """Prices of one device's program. `moved` returns the seconds of moving bytes on the device."""
 
     program: Program
     rates: Rates
     moved: Callable[[float], float]
-    fused: bool = False  # a GPU's kernel counts votes: no scores are written
+    fused: bool = False  # a GPU's kernel counts votes and writes no scores
 
     def votes(self, spec: LayerSpec, chunk: int) -> float:
-        """A choice: a score a query, head that votes and key; half of one where keys only rank."""
+        """Seconds of choosing pages: a score per query, voting head and key; half for ranking."""
         program, known = self.program, self.rates.votes
         (start, stop), sparse = program.chunks[chunk], sparse_of(program.schedule, spec)
         assert sparse is not None
@@ -125,12 +126,12 @@ class SparsePrices:
             written = WIDE_PASSES * scores * program.model.accumulate_bytes()
             return ready + self.rates.product(flop) + self.moved(written)
         fused = FUSED_VOTES * self.rates.product(flop) if known is None else flop / known.at(flop)
-        rows = sparse.query_tokens * spec.query_heads // spec.kv_heads  # of queries: they together
-        read = sparse.indexed * flop / rows * program.model.element_bytes  # read keys twice
+        rows = sparse.query_tokens * spec.query_heads // spec.kv_heads  # that share one read
+        read = sparse.indexed * flop / rows * program.model.element_bytes  # keys are read twice
         return ready + max(fused, self.moved(read))
 
     def chosen(self, spec: LayerSpec, chunk: int, *, backward: bool) -> float:
-        """Attention to chosen pages, which are gathered; in the backward dK, dV go back."""
+        """Seconds of attention to chosen pages, which are gathered; a backward scatters dK, dV."""
         start, stop = self.program.chunks[chunk]
         sparse, run = sparse_of(self.program.schedule, spec), self.program.run
         assert sparse is not None
@@ -152,10 +153,10 @@ class Cost:
     fetch: float = 0.0
     evict: float = 0.0
     collective: float = 0.0
-    host: float = 0.0  # issuing it, which on a GPU goes on while cells before it are computed
+    host: float = 0.0  # issuing it; on a GPU in parallel with the cells before it
 
     def in_line(self) -> float:
-        """Seconds when nothing overlaps."""
+        """Return the seconds when nothing overlaps."""
         return self.compute + self.fetch + self.evict + self.collective + self.host
 
 
@@ -163,7 +164,7 @@ NOTHING = Cost()
 
 
 def rates_of(question: Question) -> Rates:
-    """The machine's rates in the dtype asked for. Raises UnsupportedError when it has none."""
+    """Return the machine's rates in the question's dtype, or raise UnsupportedError."""
     found = question.machine.rates.get(question.dtype)
     if found is None:
         raise UnsupportedError(
@@ -174,17 +175,17 @@ def rates_of(question: Question) -> Rates:
 
 
 @dataclass(slots=True)
-class _Tariff:
-    """The prices of one kind of instruction."""
+class _PriceRule:
+    """Prices of one kind of instruction."""
 
-    decides: Callable[[Any], Hashable]  # instructions that are alike in this cost the same
+    decides: Callable[[Any], Hashable]  # instructions with equal keys cost the same
     price: Callable[[Any], Cost]
     known: dict[Hashable, Cost] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Prices:
-    """Prices the instructions of one rank's program; the question has the whole model.
+    """Prices of the instructions of one rank's program; the question has the whole model.
 
     `together`: both directions of the link are in use, so its rates are those of both at once.
     Equal layers at the same chunk cost the same and are priced once.
@@ -193,16 +194,16 @@ class Prices:
     question: Question
     program: Program
     together: bool = True
-    counts: Sequence[int] = ()  # for how many each layer stands, in a fold (timeline.fold)
+    counts: Sequence[int] = ()  # layers that each stands for in a fold (timeline.fold)
     rates: Rates = field(init=False)
     collectives: Collectives = field(init=False)
     sparse: SparsePrices = field(init=False)
     _classes: list[int] = field(init=False)
     _sizes: list[int] = field(init=False)
-    _pieces: list[int] = field(init=False)  # by layer, in which a cell's heads are exchanged
+    _pieces: list[int] = field(init=False)  # by layer: pieces in which a cell's heads are exchanged
     _tiled: TiledPrices = field(init=False)
-    _tariffs: dict[type[Instruction], _Tariff] = field(init=False)
-    _known: dict[Hashable, float] = field(init=False, default_factory=dict)  # of products
+    _rules: dict[type[Instruction], _PriceRule] = field(init=False)
+    _known: dict[Hashable, float] = field(init=False, default_factory=dict)  # seconds of products
     _sums: dict[tuple[Range | None, bool], int] = field(init=False, default_factory=dict)  # bytes
 
     def __post_init__(self) -> None:
@@ -213,13 +214,14 @@ class Prices:
         seen: dict[LayerSpec, int] = {}
         self._classes = [seen.setdefault(spec, len(seen)) for spec in self.program.model.layers]
         self._sizes = [stop - start for start, stop in self.program.share.tokens.rows]
-        pieces = [len(pieces_of(self.program.schedule, self.question.layout, of)) for of in seen]
-        self._pieces = [pieces[of] for of in self._classes]
+        schedule, layout = self.program.schedule, self.question.layout
+        pieces = [len(pieces_of(schedule, layout, spec)) for spec in seen]
+        self._pieces = [pieces[kind] for kind in self._classes]
         traffic = self._gradient_traffic(product=True)
         self._tiled = TiledPrices(self.program, self._products, self._moved, traffic)
-        self._tariffs = self._all_tariffs()
+        self._rules = self._all_rules()
 
-    def _all_tariffs(self) -> dict[type[Instruction], _Tariff]:
+    def _all_rules(self) -> dict[type[Instruction], _PriceRule]:
         classes, sizes, buffers = self._classes, self._sizes, self.program.buffers
         keys = [stop - start for start, stop in self.program.share.keys.rows]
         layers = self.program.model.layers
@@ -227,8 +229,8 @@ class Prices:
         def forward(i: Forward) -> Hashable:
             put_away = i.kept, i.write_kv is not None, i.attention is not None, i.chooses
             reads = i.mode is MODE_COMPUTE or layers[i.layer].state
-            of = i.chunk if reads else (sizes[i.chunk], keys[i.chunk])
-            return classes[i.layer], of, i.mode, put_away, self._tiled.cells.skips(i)
+            size = i.chunk if reads else (sizes[i.chunk], keys[i.chunk])
+            return classes[i.layer], size, i.mode, put_away, self._tiled.cells.skips(i)
 
         def backward(i: Backward) -> Hashable:
             return classes[i.layer], i.chunk, self._tiled.cells.has_tiles(i)
@@ -237,34 +239,33 @@ class Prices:
             return i.source, i.target, sizes[i.chunk]
 
         def clear(i: Clear) -> Hashable:
-            # By size, not by name: a bound has one buffer, which is of every layer in turn.
+            # By size, not by name: bounds use one buffer for every layer in turn.
             return buffers[i.buffer].bytes, buffers[i.buffer].tier
 
         streamed = {
-            Gather: _Tariff(lambda i: i, self._gather),
-            Reduce: _Tariff(lambda i: i, lambda i: Cost(collective=self.reduce(i.group))),
-            Close: _Tariff(lambda i: i, self._close),
+            Gather: _PriceRule(lambda i: i, self._gather),
+            Reduce: _PriceRule(lambda i: i, lambda i: Cost(collective=self.reduce(i.group))),
+            Close: _PriceRule(lambda i: i, self._close),
         }
         return (streamed if self.program.streams() else {}) | {
-            Forward: _Tariff(forward, self._forward),
-            Backward: _Tariff(backward, self._backward),
-            Fetch: _Tariff(copy, self._fetch),
-            Evict: _Tariff(copy, self._evict),
-            Head: _Tariff(lambda i: (sizes[i.chunk], i.gradient), self._head),
-            Embed: _Tariff(lambda i: sizes[i.chunk], self._embed),
-            EmbedBackward: _Tariff(lambda i: sizes[i.chunk], self._embed_backward),
-            Clear: _Tariff(clear, self._clear),
+            Forward: _PriceRule(forward, self._forward),
+            Backward: _PriceRule(backward, self._backward),
+            Fetch: _PriceRule(copy, self._fetch),
+            Evict: _PriceRule(copy, self._evict),
+            Head: _PriceRule(lambda i: (sizes[i.chunk], i.gradient), self._head),
+            Embed: _PriceRule(lambda i: sizes[i.chunk], self._embed),
+            EmbedBackward: _PriceRule(lambda i: sizes[i.chunk], self._embed_backward),
+            Clear: _PriceRule(clear, self._clear),
         }
 
     def of(self, instruction: Instruction) -> Cost:
-        """What the instruction costs."""
-        tariff = self._tariffs.get(type(instruction))
-        if tariff is None:
+        rule = self._rules.get(type(instruction))
+        if rule is None:
             return NOTHING
-        key = tariff.decides(instruction)
-        cost = tariff.known.get(key)
+        key = rule.decides(instruction)
+        cost = rule.known.get(key)
         if cost is None:
-            cost = tariff.known[key] = tariff.price(instruction)
+            cost = rule.known[key] = rule.price(instruction)
         return cost
 
     # -- copies ----------------------------------------------------------------------------------
@@ -304,7 +305,7 @@ class Prices:
         return Cost(compute, fetch, 0.0, moved, self.question.machine.overhead)
 
     def _earlier(self, i: Forward) -> float:
-        """Seconds until what the cell reads of earlier chunks is on the device."""
+        """Return the seconds until the cell's reads of earlier chunks are on the device."""
         return streamed_bytes(self.program, i.layer, i.chunk, i.prefix) / self.fetch_rate()
 
     def _backward(self, i: Backward) -> Cost:
@@ -331,7 +332,7 @@ class Prices:
         )
 
     def _put_away(self, i: Forward) -> float:
-        """Copies on the device into the program's buffers, each read and written."""
+        """Seconds of copies on the device into the program's buffers, each read and written."""
         spec, tokens = self.program.model.layers[i.layer], self._tokens(i.chunk)
         start, stop = self.program.share.keys.rows[i.chunk]
         size = tokens * self.saved_row(spec) if i.kept else 0
@@ -354,14 +355,14 @@ class Prices:
         return self._known[key]
 
     def attention(self, layer: int, chunk: int, *, backward: bool) -> float:
-        """Calls on blocks of earlier keys, then the square on the diagonal; where attention is
-        sparse, chosen pages beside them."""
+        """Return the seconds of a cell's attention: calls on blocks of earlier keys, then the
+        square on the diagonal; sparse attention adds chosen pages."""
         spec, layout = self.question.model.layers[layer], self.question.layout
         ranks = layout.sequence()
         start, stop = self.program.chunks[chunk]
         diagonal = seen_pairs(stop - start, spec.window)
         earlier = seen_pairs(stop, spec.window) - seen_pairs(start, spec.window) - diagonal
-        # Blocks are of the keys that a rank holds.
+        # Blocks count the keys that a rank holds.
         block = self.program.schedule.kv_block * layout.shards * layout.ring
         prefix = start if spec.window is None else min(start, spec.window)
         sparse = sparse_of(self.program.schedule, spec)
@@ -380,7 +381,7 @@ class Prices:
         return seconds
 
     def _merge(self, spec: LayerSpec, queries: int, keys: int, backward: bool) -> float:
-        """Adding one block's result to what the blocks before gave."""
+        """Return the seconds of adding one block's result to that of the blocks before."""
         model, batch = self.program.model, self.program.run.batch
         one = model.element_bytes + 2 * model.accumulate_bytes()
         keys //= self.question.layout.sequence()
@@ -413,10 +414,10 @@ class Prices:
         return Cost(compute=seconds)
 
     def _logit(self, gradient: bool) -> float:
-        """Seconds of one logit's cross-entropy, with its gradient or without."""
+        """Return the seconds of one logit's cross-entropy, with its gradient or without."""
         model = self.program.model
         if self.question.fused:
-            # Read twice; the gradient is written in the place of the logit.
+            # Read twice; the gradient overwrites the logit.
             return self._moved((3 if gradient else 1) * model.element_bytes)
         if self.rates.logit:
             return self.rates.logit if gradient else self.rates.logit / 2
@@ -440,24 +441,24 @@ class Prices:
     # -- devices together --------------------------------------------------------------------------
 
     def gather(self, layer: int) -> float:
-        """All-gather of a layer's weights before a pass of its group."""
+        """Return the seconds of the all-gather of a layer's weights before a pass of its group."""
         elements = self.question.model.layers[layer].work.parameters
         fetched = self._own_bytes(elements, self.question.model.element_bytes) / self.fetch_rate()
         return self.collectives.gather(elements) + fetched
 
     def _own_bytes(self, elements: int, width: int) -> float:
-        """Of a rank's shard in main memory, which crosses the link; 0 where there is none."""
+        """Bytes of a rank's shard in main memory, which crosses the link; 0 without one."""
         away = self.question.weights is HOST and not self.program.streams()
         return elements * width * away / (fsdp_ranks(self.question) * self.question.layout.tensor)
 
     def reduce(self, group: int) -> float:
-        """Reduce-scatter of a group's weight gradients when it closes. All stages of a pipeline
-        have some of what lies outside the layers."""
+        """Return the seconds of the reduce-scatter of a group's weight gradients when it closes.
+        All stages of a pipeline have a part of the modules outside the layers."""
         first = self.program.own_groups()[0]
         return self._reduce(self.program.groups[group], is_first=group == first)
 
     def _times(self, layers: Range) -> Iterator[tuple[int, int]]:
-        """The group's layers, and for how many of its own each stands."""
+        """Return the group's layers, each with the number of its layers that it stands for."""
         counts = self.counts or (1,) * len(self.question.model.layers)
         return ((layer, counts[layer] // counts[layers[0]]) for layer in range(*layers))
 
@@ -468,20 +469,20 @@ class Prices:
         sent = self.collectives.reduce(elements, width) + self.collectives.replicas(elements, width)
         if not self.program.streams():
             return sent + self._own_bytes(elements, width) / self.evict_rate()
-        # Of earlier batches' sums each of several ranks fetches the part that it adds.
+        # Each of several ranks fetches its own part of earlier batches' sums.
         layout = self.question.layout
         part = elements * width * layout.pipeline / layout.devices() * (layout.devices() > 1)
         return sent + part * self.question.accumulates / self.fetch_rate()
 
     def gathers(self) -> float:
-        """Seconds of all gathers and reductions of a step that go on beside its instructions."""
+        """Seconds of all gathers and reductions of a step that overlap with its instructions."""
         beside = () if self.program.streams() else self.program.own_groups()
         groups = [self.program.groups[group] for group in beside]
         return self.gathers_of(groups) if self.program.trains() else self.gathered_once(groups)
 
     def gathers_of(self, groups: Sequence[Range]) -> float:
-        """The same for a cut of its layers into groups: each but the last is passed twice, and the
-        last too where values of tokens are looked at in between."""
+        """Seconds of a step's gathers and reductions for a cut of its layers into groups. All
+        groups but the last are passed twice; the last too, if the step is cut behind the head."""
         last = len(groups) - (not self.question.loss.is_cut)
         seconds = 0.0
         for group, layers in enumerate(groups):
@@ -490,17 +491,17 @@ class Prices:
         return seconds
 
     def gathered_once(self, groups: Sequence[Range]) -> float:
-        """Seconds of gathering these groups for one pass."""
+        """Return the seconds of gathering these groups for one pass."""
         return sum(self.gather(layer) for group in groups for layer in range(*group))
 
     # -- weights in main memory --------------------------------------------------------------------
 
     def _group_bytes(self, layers: Range | None, *, gradients: bool) -> int:
-        if (layers, gradients) not in self._sums:  # cuts of a search share many groups
-            of = partial(group_bytes, self.question.model, gradients=gradients)
+        if (layers, gradients) not in self._sums:  # the cuts of a search share many groups
+            bytes_of = partial(group_bytes, self.question.model, gradients=gradients)
             each = () if layers is None else self._times(layers)
-            size = sum(of((i, i + 1)) * times for i, times in each)
-            self._sums[layers, gradients] = of(None) if layers is None else size
+            size = sum(bytes_of((i, i + 1)) * times for i, times in each)
+            self._sums[layers, gradients] = bytes_of(None) if layers is None else size
         return self._sums[layers, gradients]
 
     def _bytes_of(self, group: int, outer: bool, *, gradients: bool) -> int:
@@ -512,7 +513,7 @@ class Prices:
         return Cost(fetch=self._begin(size) if i.gradients else size / self.fetch_rate())
 
     def _begin(self, size: int) -> float:
-        """Seconds until sums begin, with earlier batches', which ranks add last, or zeros."""
+        """Seconds until sums begin: from earlier batches, which ranks add last, or from zeros."""
         fetched = self.question.accumulates and self.question.layout.devices() == 1
         return size / (self.fetch_rate() if fetched else self.question.machine.memory)
 
@@ -521,8 +522,8 @@ class Prices:
         return Cost(evict=size / self.evict_rate())
 
     def updated(self) -> tuple[float, ...]:
-        """Since when each group's weights are new, in seconds of a step whose weights are updated
-        as it begins: those outside the layers come first."""
+        """Return the time at which each group's weights are new, in seconds of a step that starts
+        along with the update: the modules outside the layers come first."""
         model = self.question.model
         rate = update_seconds(self.question) / max(1, model.trainable)
         sizes = [
@@ -533,21 +534,23 @@ class Prices:
         return tuple(rate * (outer + size) for size in accumulate(sizes))
 
     def streamed(self, groups: Sequence[Range]) -> tuple[float, float]:
-        """Seconds of fetch and evict of all groups of a cut, in a step. The backward begins with
-        the last two, which are still there."""
+        """Return the seconds of fetch and evict of all groups of a cut in a step. The backward
+        begins with the last two groups, which are still there."""
         fetched = self.streamed_once((*groups, *groups[:-2]))
-        sums = sum(self._group_bytes(of, gradients=True) for of in (*groups, None))
+        sums = sum(self._group_bytes(group, gradients=True) for group in (*groups, None))
         return fetched + self._begin(sums), sums / self.evict_rate()
 
     def streamed_once(self, groups: Sequence[Range]) -> float:
-        """Seconds of fetching these groups, and what lies outside the layers."""
-        size = sum(self._group_bytes(of, gradients=False) for of in (*groups, None))
+        """Return the seconds of fetching these groups and the modules outside the layers."""
+        size = sum(self._group_bytes(group, gradients=False) for group in (*groups, None))
         return size / self.fetch_rate()
 
     def weight_slots(self, groups: Sequence[Range], gradients: bool) -> int:
-        """Bytes of two groups' slots and those of what is outside the layers."""
+        """Return the bytes of two groups' slots and those of the modules outside the layers."""
         rings = [groups[0::2], groups[1::2], [None]]
-        found = [[self._group_bytes(of, gradients=gradients) for of in ring] for ring in rings]
+        found = [
+            [self._group_bytes(group, gradients=gradients) for group in ring] for ring in rings
+        ]
         return sum(aligned(max(sizes)) for sizes in found if sizes)
 
     # -- bytes a token, batch included -----------------------------------------------------------
@@ -556,22 +559,22 @@ class Prices:
         return row_bytes(Kind.KV, self.program.model, spec, self.program.run.batch)
 
     def attention_row(self, spec: LayerSpec) -> int:
-        """O and LSE."""
+        """Return the bytes per token of O and LSE."""
         return row_bytes(Kind.ATTENTION, self.program.model, spec, self.program.run.batch)
 
     def saved_row(self, spec: LayerSpec) -> int:
-        """What a kept graph saves of its own."""
+        """Return the bytes per token that only a kept graph saves."""
         return self.program.run.batch * spec.activation_bytes
 
     # -- rates -----------------------------------------------------------------------------------
 
     def fetch_rate(self) -> float:
-        """Bytes a second host to device, of one device among all that share main memory."""
+        """Bytes a second from host to device, of one device among all that share main memory."""
         machine = self.question.machine
         return self._shared(machine.fetch_together if self.together else machine.fetch)
 
     def evict_rate(self) -> float:
-        """Bytes a second device to host."""
+        """Return the bytes a second from device to host."""
         machine = self.question.machine
         return self._shared(machine.evict_together if self.together else machine.evict)
 
@@ -584,8 +587,8 @@ class Prices:
         return size / self.question.machine.memory
 
     def _gradient_traffic(self, *, product: bool = False) -> int:
-        """Bytes an element of dW that is read and added to its sum. A product that adds to the sum
-        reads and writes that in place of writing dW."""
+        """Return the bytes per element of reading dW and adding it to its sum. A product that adds
+        to the sum reads and writes the sum instead of writing dW."""
         model, written = self.program.model, -1 if product and self.question.adds else 1
         return 2 * model.accumulate_bytes() + written * model.element_bytes
 
@@ -593,7 +596,7 @@ class Prices:
         return self._sizes[chunk]
 
     def _layer(self, i: Forward | Backward) -> LayerSpec:
-        """With all heads."""
+        """Return the layer with all heads."""
         return self.question.model.layers[i.layer]
 
     def _hidden_bytes(self, chunk: int) -> int:

@@ -1,10 +1,11 @@
-"""Why a plan was chosen, what breaks when none fits, and what would make one fit: changes of what
-was asked, the first that helps of every kind.
+"""Explain why a plan was chosen, or what breaks when none fits and which changes would make one
+fit.
 
-Kinds are tried in this order, until so many were tried: what costs nothing and keeps the results,
-what costs nothing and does not, what costs money, a shorter context. Two changes at once are tried
-where no single one keeps the results, or where adapters alone do not fit, and several machines only
-where nothing else keeps the results."""
+Kinds of changes are tried in this order, up to a number of tries, and the first that helps of each
+kind is named: changes that cost nothing and keep the results, that cost nothing and do not, that
+cost money, a shorter context. Two changes at once are tried if no single one keeps the results, or
+if adapters alone do not fit; several machines only if nothing else keeps the results.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,14 +20,14 @@ from farspan.program.layout import sequence_layout
 from farspan.program.residency import RESIDENCY
 from farspan.spec import LossKind, Quantization, Reference, RunSpec, Tier
 
-SMALL = 8 * GIB  # below it a whole GiB is much of the memory
+SMALL = 8 * GIB  # below it, rounding to whole GiB is too coarse
 MOST_DEVICES = 64
 LEAST_CONTEXT = 1024  # tokens
-LORA, RANK = "--lora", 16  # of the adapters that are tried
+LORA, RANK = "--lora", 16  # the adapters that are tried
 WEIGHTS = f"--weights {Tier.HOST}"
-LARGER = 1.1  # of a card's memory, to be another one
+LARGER = 1.1  # least ratio of a larger card's memory
 TIMED = 3  # changes whose step is planned
-TRIES = 250  # of changes: 4 seconds at 16 ms each, for Llama-3-70B on eight cards
+TRIES = 250  # changes: 4 seconds at 16 ms each, for Llama-3-70B on eight cards
 
 Fits = Callable[[Question], bool]
 Changes = Iterator[tuple[Remedy, Question]]
@@ -39,8 +40,8 @@ def remedies_of(
     tries: int = TRIES,
     seconds: Callable[[Question], float] = lambda _: 0.0,
 ) -> tuple[Remedy, ...]:
-    """Changes with which something fits, the cheapest first; none where none of the first
-    `tries` helps. Of the first few it is said how many `seconds` a step then takes."""
+    """Return changes with which something fits, the cheapest first; empty if none of the first
+    `tries` helps. The first few come with the `seconds` of a step."""
     count = 0
     found: list[Remedy] = []
 
@@ -51,14 +52,14 @@ def remedies_of(
             if count > tries:
                 return
             if fits(changed):
-                # A change that helps alone needs no other.
+                # A change that helps alone needs no second one.
                 if not any(_pairs(remedy) >= _pairs(known) for known in found):
                     takes = seconds(changed) if len(found) < TIMED else 0.0
                     found.append(replace(remedy, seconds=takes))
                 return
 
     first(_on_host(question))
-    if not found:  # main memory is short, too
+    if not found:  # main memory is too small as well
         first(_on_disk(question))
     near = (
         _stored,
@@ -89,13 +90,13 @@ def remedies_of(
 
 
 def _pairs(remedy: Remedy) -> set[tuple[str, str]]:
-    """Its options and their values."""
+    """Return the remedy's options with their values."""
     words = remedy.options.split()
     return set(zip(words[::2], words[1::2], strict=True))
 
 
 def _both(first: Kind, second: Kind, question: Question) -> Changes:
-    """Each of the first with each of the second."""
+    """Yield each change of the first kind with each of the second."""
     for one, changed in first(question):
         for other, again in second(changed):
             means = "; ".join(filter(None, (one.means, other.means)))
@@ -119,7 +120,7 @@ def _on_host(question: Question) -> Changes:
 
 
 def _on_disk(question: Question) -> Changes:
-    """Of states that would else be AdamW's in main memory, of one device."""
+    """Yield moves to a drive, for one device, of states that AdamW would keep in main memory."""
     exact = question.optimizer in (Optimizer.ADAMW, Optimizer.HOST)
     exact = exact and not (question.open.drive or question.open.apart)
     if not exact or question.layout.devices() > 1 or question.machine.unified:
@@ -137,7 +138,7 @@ def _more_on_host(question: Question) -> Changes:
 
 
 def _eight_bit(question: Question) -> Changes:
-    # Of several ranks, which share the states, they are refused.
+    # Several ranks, which share the states, do not support it.
     if question.optimizer is Optimizer.ADAMW and question.layout.devices() == 1:
         yield _optimizer(question, Optimizer.ADAMW8BIT, same=False)
 
@@ -159,7 +160,7 @@ def _batches(question: Question) -> Changes:
     batch = question.run.batch // 2
     while batch:
         smaller = RunSpec(batch, question.run.tokens)
-        # The other halves come before it: their gradients are there.
+        # The other parts of the batch come before it: their gradients exist.
         changed = replace(question, run=smaller, accumulates=True)
         yield Remedy(f"--batch {batch}", True, "with as many more batches an update"), changed
         batch //= 2
@@ -168,7 +169,7 @@ def _batches(question: Question) -> Changes:
 def _adapters(question: Question) -> Changes:
     model, profiles = question.model, question.profiles
     if profiles is None or profiles.rank(RANK) is None:
-        return  # what adapters would hold is not known
+        return  # the memory of adapters is unknown
     if model.trainable < model.parameters or model.hidden <= RANK:
         return
     profile = profiles.of(question.variant(RANK))
@@ -177,7 +178,7 @@ def _adapters(question: Question) -> Changes:
 
 
 def _quantized(question: Question) -> Changes:
-    """Of the weights beside adapters."""
+    """Yield quantised frozen weights, which need adapters."""
     profiles, rank = question.profiles, question.adapter_rank()
     if profiles is None or not rank or question.nf4 or question.dtype == "float64":
         return
@@ -204,27 +205,26 @@ def _memory(question: Question) -> Changes:
 
 
 def _at_least(size: int) -> tuple[str, int]:
-    """The bytes as an option takes them, rounded up, and how many they then are: what is said to
-    help is what was looked at."""
+    """Return the bytes rounded up as an option takes them: text, and the number that is tried."""
     unit, name = (MIB, "MiB") if size < SMALL else (GIB, "GiB")
     count = -(-size // unit)
     return f"{count}{name}", count * unit
 
 
 def _devices(question: Question) -> Changes:
-    """Of the one machine."""
+    """Yield more devices of the same machine."""
     yield from _sharing(question, question.machine.devices)
 
 
 def _machines(question: Question) -> Changes:
-    """Several machines."""
+    """Yield devices of several machines."""
     for remedy, changed in _sharing(question, MOST_DEVICES):
         if changed.layout.devices() > question.machine.devices:
             yield remedy, changed
 
 
 def _sharing(question: Question, most: int) -> Changes:
-    # Of one device are sparse attention and quantised weights.
+    # Sparse attention and quantised weights support only one device.
     if question.sparse is not None or question.nf4:
         return
     model, each = question.model, question.machine.devices
@@ -239,11 +239,11 @@ def _sharing(question: Question, most: int) -> Changes:
 
 
 def _cards(question: Question) -> Changes:
-    """Machines with larger devices, of devices about as large one."""
+    """Yield machines with larger devices, one for devices of about the same size."""
     here = question.machine
     usual = find_machine(here.name) if here.name in names() else None
     if here.unified or (usual is not None and usual.device_bytes != here.device_bytes):
-        return  # a memory that was given would be given of the other, too
+        return  # memory given by the user would be given for the other card too
     known = here.device_bytes
     cards = [read(name) for name in names()]
     offered = (card.spec for card in cards if not card.note and not card.spec.unified)
@@ -251,7 +251,7 @@ def _cards(question: Question) -> Changes:
         if other.device_bytes < LARGER * known:
             continue
         known = other.device_bytes
-        if usual is None or usual.host_bytes != here.host_bytes:  # so would this
+        if usual is None or usual.host_bytes != here.host_bytes:  # the same holds for main memory
             host = min(other.host_bytes, here.host_bytes)
             other = replace(other, host_bytes=host, host_reserve=here.host_reserve)
         margin = question.margin
@@ -276,7 +276,7 @@ def _contexts(question: Question) -> Changes:
 
 # -- in words --------------------------------------------------------------------------------------
 
-# A part that is not named here is called by its own name.
+# Parts that are missing here are called by their own name.
 PARTS = {
     "weights": "weights",
     "reference": "weights of the reference",
@@ -297,7 +297,7 @@ PARTS = {
 
 
 def place_words(question: Question) -> str:
-    """Where optimizer states, weights and gradients live; what is not named is on the device."""
+    """Return words for where states, weights and gradients live; the device is implied."""
     on_host, states = question.weights is Tier.HOST, STATES[question.optimizer]
     if question.machine.unified:
         return "all in main memory"
@@ -316,15 +316,14 @@ STATES = {
 
 
 def part_words(part: str) -> str:
-    """The words for a part of a budget."""
     return PARTS.get(part, part)
 
 
 def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
-    """One or two sentences on what was chosen."""
+    """Return one or two sentences on the chosen plan."""
     parts = [_choices(plan), *_given(plan, others)]
     if plan.tight:
-        parts.append("nothing leaves the margin free")
+        parts.append("no plan leaves the margin free")
     slower = [o for o in others if o.fit is plan.fit and o.strategy != plan.strategy]
     if slower:
         ratio = slower[0].seconds.total / plan.seconds.total
@@ -337,7 +336,7 @@ def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
 
 
 def _given(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
-    """What the fastest would take, where another is preferred."""
+    """Yield what the fastest plan would take in addition, if another plan is preferred."""
     like = (other for other in others if other.fit is plan.fit)
     fastest = min(like, key=Plan.rank, default=plan)
     ratio = fastest.seconds.total / plan.seconds.total
@@ -350,7 +349,7 @@ def _given(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
 
 
 def breaks_first(plan: Plan) -> str:
-    """Which tier is too small, by how much, and what fills it."""
+    """Return a sentence on the tier that is too small, by how much, and what fills it."""
     tier, budget = fuller(plan)
     largest = sorted(filter(budget.parts.get, budget.parts), key=lambda part: -budget.parts[part])
     fills = " and ".join(
@@ -361,13 +360,13 @@ def breaks_first(plan: Plan) -> str:
         where = "memory"
     return (
         f"{where} breaks first: {plan.strategy} needs {write_bytes(budget.total)} and "
-        f"{write_bytes(budget.limit)} are there, {write_bytes(-budget.left)} too few; "
+        f"has {write_bytes(budget.limit)}, {write_bytes(-budget.left)} too little; "
         f"most of it is {fills}"
     )
 
 
 def fuller(plan: Plan) -> tuple[Tier, Budget]:
-    """The tier that breaks first, or is the fuller one."""
+    """Return the tier that is too small, or the fuller one."""
     device_share = plan.device.total / max(1, plan.device.limit)
     host_share = plan.host.total / max(1, plan.host.limit)
     if plan.host.left >= 0 or (plan.device.left < 0 and device_share >= host_share):
@@ -389,7 +388,7 @@ def _choices(plan: Plan) -> str:
         attention = "no attention recomputed"
     if (
         schedule.activation_save_fraction > schedule.attention_save_fraction
-    ):  # what is kept of a cell holds its O
+    ):  # a kept cell holds its O
         attention = (
             f"all activations of the latest {schedule.activation_save_fraction:.0%} of tokens kept"
         )

@@ -1,8 +1,8 @@
-"""What is asked of the planner, and what it answers.
+"""Questions for the planner, and its answers.
 
-The margin is memory that a plan leaves to what is in no program: on a device fragments of the
-allocator, libraries' workspaces that grow with a call, messages between devices (NCCL); in main
-memory whatever grows beside what `MachineSpec.host_reserve` is for.
+The margin is memory that a plan leaves free for allocations outside any program: on a device
+fragments of the allocator, libraries' workspaces that grow with a call, and messages between
+devices (NCCL); in main memory everything that grows beyond `MachineSpec.host_reserve`.
 """
 
 import re
@@ -33,18 +33,18 @@ from farspan.spec import (
 
 
 class Optimizer(StrEnum):
-    """Where the states of the update live, and how wide they are."""
+    """Placement and width of the optimizer's states."""
 
     ADAMW = "adamw"  # fp32 moments, and an fp32 master where weights are narrower, on the device
-    ADAMW8BIT = "adamw8bit"  # moments of one byte an element, no master: not AdamW's results
+    ADAMW8BIT = "adamw8bit"  # one-byte moments, no master copy: results differ from AdamW
     HOST = "host"  # fp32 moments and master in main memory
     DISK = "disk"  # the same on a drive, updated in main memory
-    NONE = "none"  # only gradients
+    NONE = "none"  # gradients only
 
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """Bytes that a plan leaves free where any can."""
+    """Bytes that a plan leaves free if any plan can."""
 
     device: int = 0  # of one device
     host: int = 0  # of a node's main memory
@@ -52,14 +52,14 @@ class Margin:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """What of a question's placement the planner may choose (`plans.placements`); the rest is as
-    `Question.optimizer` and `Question.weights` say."""
+    """Parts of a question's placement that the planner may choose (`plans.placements`); the others
+    are as `Question.optimizer` and `Question.weights` say."""
 
-    states: bool = False  # AdamW's
+    states: bool = False  # of AdamW
     weights: bool = False  # with their gradients
-    drive: bool = False  # the user named a folder on one, so that states may go there
-    # Whoever updates is no part of the question, as of a `Step`: states are where weights are, and
-    # weights leave the device only where nothing fits with them there.
+    drive: bool = False  # the user named a folder on a drive, so states may go there
+    # The update is not part of the question, as for a `Step`: states are where weights are, and
+    # weights leave the device only if nothing fits with them on it.
     apart: bool = False
 
 
@@ -76,36 +76,37 @@ class Question:
     layout: Layout = ALONE
     optimizer: Optimizer = Optimizer.ADAMW
     dtype: str = "bfloat16"
-    overlap: bool = False  # copies run beside the computation, as on a GPU
-    sparse: Sparse | None = None  # attention that approximates; None: exact
-    accumulates: bool = False  # gradients of earlier batches are there when the step begins
+    overlap: bool = False  # copies overlap with computation, as on a GPU
+    sparse: Sparse | None = None  # approximate attention; None: exact
+    accumulates: bool = False  # gradients of earlier batches exist when the step begins
     kernels: Kernels = field(default_factory=Kernels)
-    margin: Margin = Margin()  # bytes that a plan leaves where any can (`margin_of`)
+    margin: Margin = Margin()  # bytes that a plan leaves free if any plan can (`margin_of`)
     weights: Tier = Tier.DEVICE  # HOST: with their gradients (engine.streamed_weights)
-    open: Open = PINNED  # for the planner to choose
-    batches: int = 1  # of an update
-    wide_gradients: bool = False  # `.grad` in fp32 without an optimizer, too: as training has it
-    update_beside: bool = True  # of weights on host, the next step, where copies are
-    nf4: bool = False  # frozen weights of linear modules have four bits
+    open: Open = PINNED  # parts of the placement that the planner chooses
+    batches: int = 1  # per update
+    wide_gradients: bool = False  # `.grad` in fp32 even without an optimizer, as in training
+    update_beside: bool = True  # update weights on the host during the next step
+    nf4: bool = False  # frozen weights of linear modules take four bits
     loss: Objective = field(default_factory=Objective)
-    profiles: Profiles | None = None  # of the model; None: nothing but its description is known
-    profile: ModelProfile | None = None  # of these, as the machine runs it
+    profiles: Profiles | None = None  # of the model; None: only its description is known
+    profile: ModelProfile | None = None  # of `profiles`, as the machine runs it
 
     def adapter_rank(self) -> int | None:
-        """Of LoRA on every linear module; 0: none; None: not known, or the model has others."""
+        """Return the rank of LoRA on every linear module, 0 without LoRA, or None if the model has
+        other adapters or is not profiled."""
         return None if self.profile is None else self.profile.variant.rank
 
     def variant(self, rank: int | None) -> Variant:
-        """How the machine runs the model, with adapters of this rank: on a GPU by farspan's own
-        kernels, of 16 or 32 bits, unless the question says otherwise. Slices of weights run as the
-        model has them."""
+        """Variant of the model on this machine, with adapters of this rank: on a GPU with farspan's
+        own kernels, in 16 or 32 bits, unless the question disagrees; slices of weights as the model
+        has them."""
         whole = not self.machine.on_cpu and self.layout.tensor == 1
         fused = whole and self.kernels.fused and self.dtype != "float64"
         adds = whole and self.kernels.accumulate
         return Variant(self.dtype, rank, fused, adds, nf4=self.nf4)
 
     def profiled(self, *, tiled: bool) -> ModelProfile:
-        """The model's profile; of a model that is only described, what can be said of it."""
+        """Return the model's profile, or an estimate if the model is only described."""
         if self.profile is None:
             return estimated(self.model)
         if self.profiles is None:
@@ -120,37 +121,37 @@ class Question:
 
     @property
     def fused(self) -> bool:
-        """Does the loss run on farspan's own kernel? Of a model that nobody knows, no."""
+        """Return whether the loss runs on farspan's own kernel; false without a profile."""
         known = self.profile is not None and self.profile.variant.fused
         return known and self.loss.ids == 1
 
     @property
     def adds(self) -> bool:
-        """Do products add weight gradients to their sums?"""
+        """Return whether matrix products add weight gradients to their sums."""
         return self.profile is not None and self.profile.variant.adds
 
     def longest(self) -> int | None:
-        """Tokens that the model's positions reach, where that is known and bounded."""
+        """Tokens that the model's positions reach, or None if that is unknown or unbounded."""
         return None if self.profile is None else self.profile.longest
 
     def learned_positions(self) -> bool:
-        """Are positions embedded, so that there are no more?"""
+        """Return whether positions are embedded, which bounds the context."""
         return self.profile is not None and self.profile.learned_positions
 
     def near(self) -> int:
-        """Devices of the layout that share a node."""
+        """Return the number of the layout's devices that share a node."""
         return min(self.machine.devices, self.layout.devices())
 
     def host_share(self) -> int:
-        """Bytes of a node's main memory that one device may fill. Where both tiers lie there
-        (`unified`), what the device tier holds is still to be taken off."""
+        """Return the bytes of a node's main memory that one device may fill. If both tiers lie
+        there (`unified`), the device tier's bytes still have to be subtracted."""
         return self.machine.host_bytes // self.near()
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes of one tier at its fullest moment, part by part. `limit` is what one device, or the
-    share of main memory that belongs to it, can hold."""
+    """Bytes of one tier at its fullest moment, part by part. `limit` is the capacity of one device,
+    or of its share of main memory."""
 
     parts: dict[str, int]  # weights, gradients, optimizer, x, kv, dkv, attention, activations, ...
     limit: int
@@ -166,25 +167,26 @@ class Budget:
 
 
 class Fit(IntEnum):
-    """How well a plan fits, the best last."""
+    """Grade of a plan's fit, the best last."""
 
     NOT = 0
-    TIGHT = 1  # without the margin that the question asks for
+    TIGHT = 1  # without the question's margin
     ROOMY = 2
 
 
-DISTILLED = 64  # ids of a token whose log-probabilities a teacher gives, unless somebody says
+DISTILLED = 64  # default ids per token whose log-probabilities a teacher gives
 
 
 def loss_of(
     kind: str, reference: str | None, *, adapters: bool, ids: int | None = None
 ) -> Objective:
-    """A loss by its names; `adapters`: they are what is trained. Without a `reference`, one that
-    needs it has it stored. `ids` are of distillation. Raises UnsupportedError naming the field."""
+    """Return a loss by its names. `adapters` says whether adapters are trained. Without a
+    `reference`, a loss that needs one has it stored. `ids` belong to distillation. Raises
+    UnsupportedError naming the field."""
     if kind not in tuple(LossKind):
         raise UnsupportedError(f"loss: expected one of {', '.join(LossKind)}, got {kind!r}")
-    of = LossKind(kind)
-    can = _references(of, adapters=adapters)
+    loss = LossKind(kind)
+    can = _references(loss, adapters=adapters)
     found = can[0] if reference is None else reference
     if found not in can:
         advice = f"; set it to {can[0]}"
@@ -193,18 +195,18 @@ def loss_of(
         elif found == Reference.ADAPTERS_OFF:
             advice = "; adapters-off needs adapters: give lora, their rank, such as 16"
         raise UnsupportedError(
-            f"reference: of loss {of} expected {' or '.join(can)}, got {found!r}{advice}"
+            f"reference: loss {loss} expects {' or '.join(can)}, got {found!r}{advice}"
         )
-    many = of is LossKind.DISTILL
+    many = loss is LossKind.DISTILL
     if ids is not None and not (many and ids > 0):
         raise UnsupportedError(
-            f"ids: expected a whole number above 0, of loss {LossKind.DISTILL} alone, got {ids!r}"
+            f"ids: expected a whole number above 0, only with loss {LossKind.DISTILL}, got {ids!r}"
         )
-    return Objective(of, Reference(found), ids or (DISTILLED if many else 1))
+    return Objective(loss, Reference(found), ids or (DISTILLED if many else 1))
 
 
 def _references(kind: LossKind, *, adapters: bool) -> tuple[Reference, ...]:
-    """What a loss may have, by default the first."""
+    """Return the references that a loss may have, the default first."""
     off = (Reference.ADAPTERS_OFF,) * adapters
     if kind in (LossKind.SFT, LossKind.ORPO):
         return (Reference.NONE,)
@@ -213,7 +215,7 @@ def _references(kind: LossKind, *, adapters: bool) -> tuple[Reference, ...]:
 
 
 def fit_of(question: Question, device: Budget, host: Budget) -> Fit:
-    """Of a plan's bytes on a question's machine."""
+    """Return how well a plan's bytes fit a question's machine."""
     if min(device.left, host.left) < 0:
         return Fit.NOT
     margin = question.margin
@@ -221,28 +223,29 @@ def fit_of(question: Question, device: Budget, host: Budget) -> Fit:
     return Fit.TIGHT if lacks else Fit.ROOMY
 
 
-# Of a step: both sides of a difference are sums of up to a million times, each of which is off by
-# up to 1e6 * 2**-53 = 1.1e-10 of itself.
+# Relative to a step: both sides of a difference are sums of up to a million times, each of which
+# has an error of up to 1e6 * 2**-53 = 1.1e-10 of its value.
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """One step's time, and what each lane of the machine is busy with in it."""
+    """One step's time, and the time that it keeps each lane of the machine busy."""
 
     total: float
     compute: float  # cells, head, embedding
     fetch: float
     evict: float
     collective: float
-    optimizer: float  # the update, but for what of it runs beside the next step
-    host: float  # issuing cells: beside their computing where lanes overlap
-    bound: str  # compute, link, network or host: what the step would be faster without
-    beside: float = 0.0  # of the update, beside the next step
+    optimizer: float  # the part of the update that delays the step
+    host: float  # issuing cells, in parallel with their computation where lanes overlap
+    bound: str  # the bottleneck: compute, link, network or host
+    beside: float = 0.0  # the part of the update that overlaps with the next step
 
     def exposed(self, *, overlap: bool) -> float:
-        """Time in which nothing is computed because something else is awaited; where lanes overlap
-        (`Question.overlap`) also the process that issues. 0 where it is no more than rounding."""
+        """Seconds in which nothing is computed because something else is awaited, including the
+        process that issues if lanes overlap (`Question.overlap`). 0 if it is no more than
+        rounding."""
         found = self.total - self.compute - self.optimizer - (0.0 if overlap else self.host)
         return found if found > ROUNDING * self.total else 0.0
 
@@ -252,14 +255,14 @@ class Remedy:
     """A change that makes a plan fit."""
 
     options: str  # of `farspan plan`
-    same: bool  # a run computes what was asked for, up to rounding
-    means: str = ""  # what else it is
-    seconds: float = 0.0  # a step then takes; 0: not planned
+    same: bool  # results stay the same up to rounding
+    means: str = ""  # side effects of the change
+    seconds: float = 0.0  # of a step with the change; 0: not planned
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One schedule on one machine: what it takes."""
+    """One schedule on one machine, with its memory and time."""
 
     strategy: str
     schedule: Schedule
@@ -267,18 +270,18 @@ class Plan:
     device: Budget
     host: Budget
     seconds: Seconds
-    mfu: float  # causal attention once and weights three times over peak; recompute is no work
-    reason: str = ""  # why it was chosen, or what breaks first when it does not fit
-    # Changes that make it fit, the cheapest first; none when it fits, or none that was tried does.
+    mfu: float  # causal attention once, weights three times, over peak; no recomputation
+    reason: str = ""  # why it was chosen, or the tier that is too small when it does not fit
+    # Changes that make it fit, the cheapest first; empty when it fits, or when no change helps.
     remedies: tuple[Remedy, ...] = ()
     # At most this fraction slower than the fastest of the space searched.
     gap: float = 0.0
-    # The best plan of a placement that moves less, which this one was preferred to.
+    # The best plan of a placement that moves less, which this plan replaced.
     unmoved: "Plan | None" = None
     alternatives: tuple["Plan", ...] = field(default=())
 
     def __str__(self) -> str:
-        """What `farspan plan` prints."""
+        """Return the text that `farspan plan` prints."""
         text: str = load("farspan.report.plan", "plan_text")(self)
         return text
 
@@ -300,7 +303,7 @@ class Plan:
 
     @property
     def tight(self) -> bool:
-        """Does it fit, and take of the margin?"""
+        """Return whether the plan fits, but takes a part of the margin."""
         return self.fit is Fit.TIGHT
 
     @property
@@ -310,19 +313,19 @@ class Plan:
 
     @property
     def hides(self) -> bool:
-        """Is any token hidden from a query that dense attention would show it? Not in a layer with
-        a window, which is computed as it is."""
+        """Return whether any token is hidden from a query that dense attention would show it.
+        Layers with a window hide none, since they are computed as they are."""
         sparse = self.schedule.sparse
         return sparse is not None and sparse.hides(self.question.run.tokens, self.schedule.chunk)
 
     def rank(self) -> tuple[int, float]:
-        """Sorts plans: those that fit and leave the margin, the fastest first, then those that are
-        tight, then the others by what they miss."""
+        """Return a key that sorts plans: those that fit and leave the margin, the fastest first,
+        then the tight ones, then the others by the bytes that they lack."""
         over = -min(0, self.device.left) - min(0, self.host.left)
         return -self.fit, self.seconds.total if self.fits else over
 
     def update_seconds(self) -> float:
-        """Of a training step: the batches of an update, and the update."""
+        """Return the seconds of a training step: the batches of an update, and the update."""
         seconds = self.seconds
         return (seconds.total - seconds.optimizer) * self.question.batches + seconds.optimizer
 
@@ -332,12 +335,12 @@ class Plan:
         return run.batch * run.tokens * layout.data / self.seconds.total
 
     def _loss_json(self) -> dict[str, str]:
-        """Of a loss that has its own way through a step."""
+        """Return the loss and reference, for a loss with its own path through a step."""
         loss = self.question.loss
         return {"loss": loss.kind, "reference": loss.reference} if loss.is_cut else {}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for `--json`."""
+        """Return plain values, for `--json`."""
         schedule, question = self.schedule, self.question
         return {
             "model": question.model.name,
@@ -397,13 +400,12 @@ def _budget(budget: Budget) -> dict[str, Any]:
     return {"total": budget.total, "limit": budget.limit, "parts": dict(budget.parts)}
 
 
-SHARE = 0.06  # of a device's bytes; what the machine's `reserve` explains is a part of it
+SHARE = 0.06  # of a device's bytes, including the machine's `reserve`
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
 def read_margin(given: str | int) -> float | int:
-    """Bytes, or as a float a share of each memory, from text such as 3GiB, 5% or 0. Raises
-    UnsupportedError."""
+    """Bytes, or a float share of each memory, from 3GiB, 5% or 0. Raises UnsupportedError."""
     match = _PERCENT.fullmatch(given.strip()) if isinstance(given, str) else None
     if match is not None and float(match[1]) < 100:
         return float(match[1]) / 100
@@ -419,24 +421,24 @@ def read_margin(given: str | int) -> float | int:
 
 
 def margin_of(given: str | int | None, machine: MachineSpec) -> Margin:
-    """What a plan leaves of a device and of a node's main memory, each: bytes, or a share, which
-    counts what the machine has in reserve. None: `SHARE` of a device; of main memory its reserve is
-    enough. Where both tiers are one memory, which has none by default, it is the host's. Raises
+    """Return the margin of a device and of a node's main memory: bytes, or a share that includes
+    the machine's reserve. None means `SHARE` of a device, and no margin of main memory, whose
+    reserve is enough. Where both tiers are one memory, it is the host's. Raises
     UnsupportedError."""
     size = SHARE if given is None else read_margin(given)
-    host = 0 if given is None else _beside(size, machine.host_bytes, machine.host_reserve)
+    host = 0 if given is None else _share_bytes(size, machine.host_bytes, machine.host_reserve)
     if machine.unified:
         return Margin(0, host)
-    # `device_bytes` has the reserve in it, `host_bytes` has not.
-    return Margin(_beside(size, machine.device_bytes - machine.reserve, machine.reserve), host)
+    # `device_bytes` includes the reserve, `host_bytes` does not.
+    return Margin(_share_bytes(size, machine.device_bytes - machine.reserve, machine.reserve), host)
 
 
-def _beside(size: float | int, free: int, reserve: int) -> int:
+def _share_bytes(size: float | int, free: int, reserve: int) -> int:
     return size if isinstance(size, int) else max(0, int(size * (free + reserve)) - reserve)
 
 
 def with_room(question: Question) -> Question:
-    """The question on a machine that lacks its margin: what fits there leaves it."""
+    """Return the question on a machine without its margin: a plan that fits leaves the margin."""
     margin, machine = question.margin, question.machine
     if margin == Margin():
         return question
@@ -449,7 +451,7 @@ def with_room(question: Question) -> Question:
 
 
 def of_whole(question: Question, plan: Plan) -> Plan:
-    """A plan that was made `with_room`, as one of the question itself."""
+    """Return a plan that was made `with_room` as a plan of the question itself."""
     more = question.host_share() - plan.question.host_share()
     on_device = question.machine.device_bytes - plan.question.machine.device_bytes
     on_device = more if question.machine.unified else on_device

@@ -3,25 +3,25 @@
 Every schedule of the space gets a lower bound of its time and memory. The one with the lowest bound
 of time among those that may fit is built and simulated; it becomes the best so far if it fits and
 is faster. When no bound is left below the best, the best is the optimum of the space. When the
-budget of seconds runs out first, the best is at most `gap` slower than the optimum: the lowest
-bound left tells.
+budget of seconds runs out first, the best is at most `gap` slower than the optimum, by the lowest
+bound left.
 
-Kinds. Bounds know a cell's graphs, not what else it holds for a moment. That depends on the cut and
-on which chunks are kept, so choices that are alike in these share it: a kind. It is found when the
-fastest choice of a kind has its turn, and then counts for all (`CellMoments`). What lies outside
-the layers is the same for all kinds: that is known when a family is opened.
+Kinds. Bounds know a cell's graphs, but not its brief allocations. Those depend on the cut and on
+which chunks are kept, so choices that are alike in these share them: a kind. They are computed when
+the fastest choice of a kind has its turn, and then count for all (`TransientCache`). The modules
+outside the layers are the same for all kinds, and are counted when a family is opened.
 
-Thrift. Main memory that a GPU copies from is locked: its pages have to be taken first (2.3 GB/s on
-two cores), and no other program has it then. Many schedules are nearly as fast as the fastest, and
-some take tens of GiB less. By their bounds of time some may be near enough; these are simulated in
-the order of their bounds of bytes, so that the first that proves near enough takes the least. The
-gap counts what was given for it.
+Footprint. Main memory that a GPU copies from is locked: its pages have to be taken first (2.3 GB/s
+on two cores), and no other program has it then. Many schedules are nearly as fast as the fastest,
+and some take tens of GiB less. Candidates that may be near enough by their bounds of time are
+simulated in the order of their bounds of bytes, so the first that proves near enough takes the
+least. The gap includes the time that this costs.
 
-Sizes. `loss_chunk_size` and `kv_block` would each double the space, and both are nearly apart from
-the rest of a schedule: a larger piece of the head reads and writes the gradient of its weights less
-often and holds more logits for a moment, larger blocks of keys are merged less often. So they are
-chosen for the schedule that was found: by their prices, and kept if the whole program with them
-fits and is faster by a share worth having.
+Sizes. `loss_chunk_size` and `kv_block` would each double the space, and both are nearly independent
+of the rest of a schedule: a larger piece of the head reads and writes the gradient of its weights
+less often and holds more logits for a moment, larger blocks of keys are merged less often. So they
+are chosen for the schedule that was found: by their prices, and kept if the whole program with them
+fits and is faster by at least `WORTH`.
 """
 
 import heapq
@@ -47,14 +47,14 @@ from farspan.spec import Schedule, Tier
 
 Index = NDArray[np.int64]
 INFINITE = float("inf")
-KINDS = 27  # of choices kept, numbered by Kept.alike, for each cut
+KINDS = 27  # kinds of kept choices for each cut, numbered by Kept.alike
 
 
 @dataclass(slots=True)
 class Choices:
-    """Open choices, fastest first, and of equally fast ones the smallest; arrays are [N]."""
+    """Open choices, fastest first, and the smallest of equally fast ones first; arrays are [N]."""
 
-    index: Index  # in the frames' [K, F, T], flattened
+    index: Index  # into the frames' [K, F, T], flattened
     seconds: Array
     device: Array  # bytes
     host: Array
@@ -62,7 +62,6 @@ class Choices:
     devices: Array  # [S, N]: bytes on the device of each kind of rank
 
     def only(self, which: Index | NDArray[np.bool_] | slice) -> "Choices":
-        """Those at these places."""
         return Choices(
             self.index[which],
             self.seconds[which],
@@ -75,12 +74,13 @@ class Choices:
 
 @dataclass(slots=True)
 class SearchEffort:
-    """How many seconds a search may still compute, by counts of what it did and not by a clock, so
-    that a question has the same plan on a slow machine and on a busy one.
+    """Seconds that a search may still compute, from counts of its work and not from a clock, so a
+    question has the same plan on slow and busy machines.
 
     The prices are those of one core of a Xeon server of 2026 (`benchmarks/planning.py`): 5
     microseconds to build an instruction with its bytes, 7 to time it, 0.4 to bound a choice's time
-    and memory, 7,000 to walk the cells of a kind."""
+    and memory, 7,000 to walk the cells of a kind.
+    """
 
     left: float
 
@@ -103,9 +103,10 @@ class SearchEffort:
 
 
 class Frontier:
-    """`lowest` is a bound of the seconds of whatever is open, `bound` of the whole family's. Most
-    families are slower than the best of another even if all of their choices fit; of most others
-    those that do are slower (`settle`), so that few are opened."""
+    """The open choices of one family of schedules. `lowest` bounds the seconds of every open
+    choice, `bound` those of the whole family. Most families are slower than another family's best
+    even if all their choices fit; of most others the choices that fit are slower (`settle`), so few
+    are opened."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class Frontier:
         self.effort = effort
         self.is_in_line = False
         self.family = family
-        self.schedule = schedule  # what the family has in common
+        self.schedule = schedule  # shared by the family
         self.cuts = cuts
         self.kept = family[0].kept
         self.choices: Choices | None = None
@@ -136,25 +137,24 @@ class Frontier:
             self.bound = self.lowest = float(np.min(times, where=fits, initial=INFINITE))
 
     def settle(self) -> None:
-        """Bound the seconds of what may fit."""
+        """Bound the seconds of the choices that may fit."""
         self.is_settled = True
         self._bound(self.fits())
 
     def in_line(self) -> "Frontier":
-        """The same by seconds as if nothing overlapped."""
+        """Return a copy that bounds seconds as if nothing overlapped."""
         twin = copy(self)
         twin.is_in_line, twin.known = True, set()
         twin._bound(not self.is_settled)
         return twin
 
-    def open(self, best: float, cells: "CellMoments") -> None:
-        """Write down all choices that may fit and may be faster than `best` seconds."""
+    def open(self, best: float, cells: "TransientCache") -> None:
+        """List all choices that may fit and may be faster than `best` seconds."""
         every = self.within(best, cells)
         self._keep(every.only(np.lexsort((every.device + every.host, every.seconds))))
 
-    def within(self, limit: float, cells: "CellMoments") -> Choices:
-        """All choices, in no order, that may fit and may be faster than `limit` seconds; cells of
-        no kind are counted."""
+    def within(self, limit: float, cells: "TransientCache") -> Choices:
+        """Return unordered choices that may fit in under `limit` seconds, before counting cells."""
         times = slowest(self.family, in_line=self.is_in_line)
         found, devices = taken(self.family)
         devices += np.stack([cells.least(frames) for frames in self.family])[..., None]
@@ -175,9 +175,9 @@ class Frontier:
         self.choices = choices
         self.lowest = float(choices.seconds[0]) if len(choices.index) else INFINITE
 
-    def step(self, cells: "CellMoments") -> Schedule | None:
-        """The fastest choice, which is then no longer open; or None where the cells of its kind
-        were not counted yet, and now are."""
+    def step(self, cells: "TransientCache") -> Schedule | None:
+        """Return the fastest choice and close it; or count the cells of its kind and return None,
+        if they were not counted before."""
         choices = self.choices
         assert choices is not None
         kind = int(choices.kind[0])
@@ -188,19 +188,19 @@ class Frontier:
         self._keep(choices.only(slice(1, None)))
         return self.schedule_at(index)
 
-    def _count(self, kind: int, cells: "CellMoments") -> None:
+    def _count(self, kind: int, cells: "TransientCache") -> None:
         choices = self.choices
         assert choices is not None
         self.known.add(kind)
         self.effort.walk()
-        of = choices.kind == kind
-        choices.devices[:, of] += self.held(kind, cells)
-        choices.device[of] = fullest(self.family, choices.devices[:, of])
+        members = choices.kind == kind
+        choices.devices[:, members] += self.held(kind, cells)
+        choices.device[members] = fullest(self.family, choices.devices[:, members])
         self._keep(choices.only(room(self.question, choices.device, choices.host) >= 0))
 
-    def held(self, kind: int, cells: "CellMoments") -> Array:
-        """[S, 1]: bytes that the cells of a kind hold for a moment, on each kind of rank, beyond
-        what `within` counts."""
+    def held(self, kind: int, cells: "TransientCache") -> Array:
+        """Return the bytes that the cells of a kind allocate briefly on each kind of rank, [S, 1],
+        beyond those that `within` counts."""
         cut, alike = divmod(kind, KINDS)
         held = []
         for frames in self.family:
@@ -209,7 +209,6 @@ class Frontier:
         return np.array(held)
 
     def schedule_at(self, index: int) -> Schedule:
-        """The schedule of a choice's index."""
         chosen, tiers = divmod(index, len(TIERS))
         cut, choice = divmod(chosen, len(self.kept.graphs))
         x, attention, activations = TIERS[tiers]
@@ -226,7 +225,7 @@ class Frontier:
 
 
 class _Queue:
-    """Frontiers, of which that with the lowest bound comes first."""
+    """Frontiers, the one with the lowest bound first."""
 
     def __init__(self, frontiers: Sequence[Frontier]) -> None:
         self._heap = [(f.lowest, at, f) for at, f in enumerate(frontiers) if f.lowest < INFINITE]
@@ -234,7 +233,7 @@ class _Queue:
         self._settle()
 
     def _settle(self) -> None:
-        """Until the first is so by what may fit."""
+        """Settle frontiers until the first one is settled."""
         while self._heap and not self._heap[0][2].is_settled:
             _, at, frontier = heapq.heappop(self._heap)
             frontier.settle()
@@ -246,12 +245,12 @@ class _Queue:
 
     @property
     def lowest(self) -> float:
-        """A bound of the seconds of whatever is open."""
+        """Lower bound of the seconds of every open choice."""
         return self._heap[0][0] if self._heap else INFINITE
 
-    def step(self, best: float, cells: "CellMoments") -> Schedule | None:
-        """One look closer at the lowest: the schedule that it comes to, if it does. What cannot
-        be faster than `best` seconds is left out."""
+    def step(self, best: float, cells: "TransientCache") -> Schedule | None:
+        """Expand the lowest frontier and return the schedule that it yields, if any. Choices that
+        cannot be faster than `best` seconds are left out."""
         _, at, frontier = heapq.heappop(self._heap)
         schedule = None
         if frontier.choices is None:
@@ -263,16 +262,15 @@ class _Queue:
         return schedule
 
 
-class CellMoments:
-    """What cells hold for a moment, by kind; families share it."""
+class TransientCache:
+    """Bytes that cells allocate briefly, by kind; families share them."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], int] = {}
         self._outside: dict[int, int] = {}  # by chunk
 
     def least(self, frames: Frames) -> Array:
-        """[K, F]: bytes that every choice takes at least beyond its bounds, by what lies outside
-        the layers."""
+        """Least bytes of every choice beyond its bounds, [K, F], by modules outside the layers."""
         chunk = frames.schedule.chunk
         if chunk not in self._outside:
             given = frames.schedule
@@ -281,11 +279,11 @@ class CellMoments:
         return np.asarray(np.maximum(0.0, self._outside[chunk] - momentary(frames)))
 
     def beyond(self, frames: Frames, cut: int, alike: int) -> float:
-        """Bytes that the choices of a kind take at least beyond their bounds."""
+        """Return the least bytes that the choices of a kind take beyond their bounds."""
         kept, s, sizes = frames.kept, frames.schedule, frames.cuts.sizes[cut]
-        of = kept.alike == alike
-        # Of all choices of the kind those chunks that have the fewest keys before them.
-        most = int(kept.attention[of].max()), int(kept.graphs[of].max())
+        members = kept.alike == alike
+        # The chunks with the fewest keys before them, over all choices of the kind.
+        most = int(kept.attention[members].max()), int(kept.graphs[members].max())
         walked = quick.latest(kept.chunks, *most, first=not frames.cell_prices.are_equal)
         rank = frames.cuts.kind.rank
         key = s.chunk, sizes, rank, s.kv_kept, s.attention_open, s.layer_checkpoint, *most
@@ -294,14 +292,14 @@ class CellMoments:
             self._known[key] = quick.transient(frames.cell_prices, own, *most, walked)
         held = frames.cuts.held[cut]
         gradients = held.gradients + max(0, held.accumulators + self._known[key])
-        return float(gradients - momentary(frames)[cut, np.flatnonzero(of)[0]])
+        return float(gradients - momentary(frames)[cut, np.flatnonzero(members)[0]])
 
 
-Footprint = tuple[float, float]  # bytes of the host; where they are equal, of the device
-SLACK = 1e-9  # sums of the same numbers in another order
+Footprint = tuple[float, float]  # bytes of the host; ties are broken by bytes of the device
+SLACK = 1e-9  # sums of the same numbers in another order differ by less
 
-# Of the fastest schedule's time, what is given for bytes: a twentieth of what predictions of a step
-# are off by (0.89 to 1.07 of what was measured, benchmarks/results/agreement.json).
+# Fraction of the fastest schedule's time that may be spent to save bytes: a twentieth of the error
+# of predicted steps (0.89 to 1.07 of the measurements, benchmarks/results/agreement.json).
 TOLERANCE = 0.005
 
 
@@ -310,8 +308,8 @@ def footprint(plan: Plan) -> Footprint:
 
 
 def lightest(plans: Iterable[Plan], tolerance: float = TOLERANCE) -> Plan:
-    """Of the plans that fit as well as any, and take at most `tolerance` longer than the fastest of
-    them, that with the least footprint, and of equal ones the fastest."""
+    """Return the plan with the least footprint, and the fastest of equal ones, among the plans that
+    fit as well as any and take at most `tolerance` longer than the fastest such plan."""
     found = list(plans)
     most = max(plan.fit for plan in found)
     fitting = [plan for plan in found if plan.fit is most]
@@ -321,7 +319,7 @@ def lightest(plans: Iterable[Plan], tolerance: float = TOLERANCE) -> Plan:
 
 
 def chosen(plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
-    """The plan to run, which is the lightest where any fits, and the others by their rank."""
+    """Return the plan to run, which is the lightest if any fits, and the other plans by rank."""
     ranked = sorted(plans, key=Plan.rank)
     best = lightest(ranked) if ranked[0].fits else ranked[0]
     return best, tuple(plan for plan in ranked if plan is not best)
@@ -329,20 +327,20 @@ def chosen(plans: Sequence[Plan]) -> tuple[Plan, tuple[Plan, ...]]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Candidate:
-    """A schedule by its bounds."""
+    """A schedule with its bounds."""
 
     footprint: Footprint
-    at: int  # the place of its frontier
+    at: int  # index of its frontier
     index: int  # in the frontier's frames
     kind: int
-    is_counted: bool = False  # is what the cells of its kind hold in the footprint?
+    is_counted: bool = False  # the footprint includes the cells of its kind
 
 
-class Thrift:
-    """The search for the least footprint, through what the search for the least time looked at."""
+class FootprintSearch:
+    """Search for the least footprint among the schedules that the search for time bounded."""
 
     def __init__(
-        self, question: Question, frontiers: Sequence[Frontier], cells: CellMoments
+        self, question: Question, frontiers: Sequence[Frontier], cells: TransientCache
     ) -> None:
         self.question = question
         self.frontiers = frontiers
@@ -350,8 +348,8 @@ class Thrift:
         self.simulated = 0
 
     def search(self, best: Plan, limit: float, effort: SearchEffort) -> Plan:
-        """The plan of the least footprint of those that take at most `limit` seconds, or `best`
-        where none takes less than it; when the effort is spent, the best that was found."""
+        """Return the plan with the least footprint that takes at most `limit` seconds, or `best` if
+        no plan takes less memory; when the effort is spent, the best plan so far."""
         heap = list(self._near(best, limit))
         heapq.heapify(heap)
         while heap and heap[0].footprint < footprint(best):
@@ -368,13 +366,13 @@ class Thrift:
         return best
 
     def _near(self, best: Plan, limit: float) -> Iterator[_Candidate]:
-        """Those that by their bounds are fast enough and take less than `best`."""
+        """Yield candidates whose bounds allow them to be fast enough and smaller than `best`."""
         least = footprint(best)
         for at, frontier in enumerate(self.frontiers):
             if frontier.bound > limit * (1 + SLACK):
                 continue
             found = frontier.within(limit * (1 + SLACK), self.cells)
-            # Main memory is taken by whole pages; a byte less, since these are sums of floats.
+            # Main memory is taken in whole pages; one byte less, since these are sums of floats.
             host = np.ceil((found.host - 1) / PAGE) * PAGE
             less = (host < least[0]) | ((host == least[0]) & (found.device < least[1]))
             for place in np.flatnonzero(less):
@@ -386,9 +384,9 @@ class Thrift:
                 )
 
     def _counted(self, candidate: _Candidate) -> _Candidate:
-        """With what the cells of its kind hold."""
+        """Return the candidate with the brief allocations of its kind's cells in its footprint."""
         host, device = candidate.footprint
-        # Whichever kind of rank is the fullest.
+        # The kind of rank with the least, since any kind may be the fullest.
         device += float(self.frontiers[candidate.at].held(candidate.kind, self.cells).min())
         return replace(candidate, footprint=(host, device), is_counted=True)
 
@@ -401,7 +399,7 @@ class Thrift:
 def simulated(
     question: Question, strategy: str, schedule: Schedule, effort: SearchEffort
 ) -> Plan | None:
-    """The plan of a schedule as `feasibility.composed` has it, or None where it does not fit."""
+    """Return the plan of a schedule from `feasibility.composed`, or None if it does not fit."""
     sized = outlined(question, schedule)
     effort.build(sized.programs)
     if not sized.fits:
@@ -412,28 +410,27 @@ def simulated(
     return plan
 
 
-THRIFT = 8  # the search for bytes may take a part of the seconds that the search for time may,
-LEAST_THRIFT = 0.4  # and so many seconds whatever is left: what it spares are tens of GiB
+FOOTPRINT_SHARE = 8  # the search for bytes may take 1 / 8 of the seconds of the search for time,
+LEAST_SECONDS = 0.4  # and at least this many seconds, since it saves tens of GiB
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The best of a space."""
+    """Result of a search."""
 
-    best: Plan | None  # None: nothing fits, or nothing that does was found in time
-    fastest: Plan | None  # that, or what it was preferred to for the bytes that it takes
-    lowest: float  # seconds: whatever fits takes at least so long; or infinite
+    best: Plan | None  # None: nothing fits, or nothing that fits was found in time
+    fastest: Plan | None  # `best`, or the plan that it replaced because it takes fewer bytes
+    lowest: float  # lower bound of the seconds of every plan that fits; may be infinite
     simulated: int  # programs built
 
     @property
     def gap(self) -> float:
-        """At most this fraction slower than the optimum is the best."""
+        """Upper bound of the fraction by which the best is slower than the optimum."""
         return 0.0 if self.best is None else gap(self.best, self.lowest)
 
 
 def gap(plan: Plan, lowest: float) -> float:
-    """At most this fraction slower than the optimum is a plan, if no other takes less than
-    `lowest` seconds."""
+    """Largest fraction by which a plan is slower than the optimum, which takes `lowest` or more."""
     if lowest >= plan.seconds.total * (1 - SLACK):
         return 0.0
     return plan.seconds.total / lowest - 1
@@ -447,19 +444,18 @@ def search(
     tolerance: float = 0.0,
     near: float = SLACK,
 ) -> Outcome:
-    """The best schedule of the space by its simulated time, or `best` where none is faster; of
-    those that take at most a fraction of `tolerance` longer, the one with the least footprint that
-    was found.
+    """Return the best schedule of the space by its simulated time, or `best` if none is faster.
+    Among schedules that take at most a fraction of `tolerance` longer, the one with the least
+    footprint that was found wins.
 
-    No more is looked at when nothing is left that may be faster by a fraction of `near`.
-    `seconds` are those of `SearchEffort`, so that any machine finds the same; an eighth more at
-    most go to the footprint, or `LEAST_THRIFT`. Raises UnsupportedError for a layout that
-    the model cannot take.
+    The search stops when nothing is left that may be faster by a fraction of `near`. `seconds` are
+    those of `SearchEffort`, so any machine finds the same schedule; at most an eighth more, or
+    `LEAST_SECONDS`, go to the footprint. Raises UnsupportedError for an impossible layout.
     """
     refuse_layout(question)
     if states_do_not_fit(question):
         return Outcome(best, best, INFINITE, 0)
-    effort, cells, count = SearchEffort(seconds), CellMoments(), 0
+    effort, cells, count = SearchEffort(seconds), TransientCache(), 0
     frontiers = [Frontier(question, *family, effort) for family in families(question, space)]
     known = [] if best is None else [best]
     if question.overlap and (first := _first_in_line(question, frontiers, cells, effort)):
@@ -479,19 +475,20 @@ def search(
     lowest = min(queue.lowest, _seconds(best))
     if best is None or tolerance == 0.0:
         return Outcome(best, best, lowest, count)
-    thrift = Thrift(question, frontiers, cells)
+    footprints = FootprintSearch(question, frontiers, cells)
     limit = _seconds(best) * (1 + tolerance)
     light = lightest(known, tolerance)
-    least = thrift.search(light, limit, SearchEffort(max(LEAST_THRIFT, seconds / THRIFT)))
-    return Outcome(least, best, lowest, count + thrift.simulated)
+    least = footprints.search(
+        light, limit, SearchEffort(max(LEAST_SECONDS, seconds / FOOTPRINT_SHARE))
+    )
+    return Outcome(least, best, lowest, count + footprints.simulated)
 
 
 def _first_in_line(
-    question: Question, frontiers: Sequence[Frontier], cells: CellMoments, effort: SearchEffort
+    question: Question, frontiers: Sequence[Frontier], cells: TransientCache, effort: SearchEffort
 ) -> Plan | None:
-    """The plan of what fits and is fastest if nothing overlaps. Where copies run beside the
-    computation many schedules have nearly one bound; this is close to the fastest, and soon found.
-    """
+    """Return the fitting plan that is fastest if nothing overlaps. Where copies overlap many
+    schedules have nearly the same bound; this plan is close to the fastest, and soon found."""
     effort.bound(frontiers)
     queue = _Queue([frontier.in_line() for frontier in frontiers])
     while queue.lowest < INFINITE and not effort.is_spent:
@@ -508,16 +505,18 @@ def _seconds(best: Plan | None) -> float:
 
 HEADS = (2048, 4096, 8192)  # tokens, after the default
 BLOCKS = (2**15, 2**16)  # keys, after the default
-# Of a step, what the next size has to save: a fifth of what the search gives for main memory.
+# Fraction of a step that the next size has to save: a fifth of what the search spends to save main
+# memory.
 WORTH = 0.001
-MOST_ELEMENTS = 2**31 - 1  # of the K of a call with all heads, which kernels count in 32 bits
+MOST_ELEMENTS = 2**31 - 1  # in the K of a call with all heads, which kernels count in 32 bits
 
 
 def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
-    """The plans with the sizes of pieces that are best for the first; one that they do not fit is
-    left as it is. After `seconds` of `SearchEffort` no other program is looked at.
+    """Return the plans with the sizes of pieces that are best for the first plan; a plan stays as
+    it is if the sizes do not fit it. After `seconds` of `SearchEffort` no other program is tried.
 
-    Their gaps count on what was saved being saved by any schedule."""
+    Their gaps assume that any schedule saves as much.
+    """
     effort = SearchEffort(seconds)
     first = _improved(plans[0], "loss_chunk_size", HEADS, effort)
     first = _improved(first, "kv_block", tuple(_blocks(first)), effort)
@@ -529,7 +528,7 @@ def with_pieces(plans: Sequence[Plan], seconds: float) -> list[Plan]:
 
 
 def _improved(plan: Plan, field: str, sizes: Sequence[int], effort: SearchEffort) -> Plan:
-    """The plan with the largest of the sizes that pays by its price, fits and saves."""
+    """Return the plan with the largest size that pays by its price, fits and saves time."""
     for tokens in reversed(_worth_having(plan, field, sizes)):
         if effort.is_spent:
             break
@@ -540,7 +539,7 @@ def _improved(plan: Plan, field: str, sizes: Sequence[int], effort: SearchEffort
 
 
 def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
-    """Sizes that by their prices save enough over the one before; dear ones are passed over."""
+    """Sizes that by their prices save enough over the size before; others are skipped."""
     found, known = list[int](), _work(plan, plan.schedule)
     for tokens in sizes:
         work = _work(plan, _with(plan.schedule, field, tokens))
@@ -551,8 +550,9 @@ def _worth_having(plan: Plan, field: str, sizes: Sequence[int]) -> list[int]:
 
 
 def _work(plan: Plan, schedule: Schedule) -> float:
-    """Seconds that the head computes, and once forward and backward every cell, which are as many
-    for any size; where attention is sparse the head alone, whose size is then the only choice."""
+    """Return the seconds of the head and of one forward and backward of every cell, whose number is
+    the same for any size. With sparse attention only the head counts, and only its size is
+    chosen."""
     cell_prices = CellPrices(plan.question, schedule)
     lanes, loss = cell_prices.lanes, plan.question.loss
     seconds = float(lanes.head.sum())
@@ -567,8 +567,8 @@ def _work(plan: Plan, schedule: Schedule) -> float:
 
 
 def _resized(plan: Plan, schedule: Schedule, effort: SearchEffort) -> Plan:
-    """The plan of a schedule that differs in its pieces; the plan where that fits less well, or
-    takes still more where the plan is tight."""
+    """Return the plan of a schedule that differs in its pieces. Returns `plan` if the new one fits
+    less well, or takes even more where `plan` is tight."""
     found = simulated(plan.question, plan.strategy, schedule, effort)
     if found is None:
         return plan
@@ -585,8 +585,7 @@ def _with(schedule: Schedule, field: str, size: int) -> Schedule:
 
 
 def _blocks(plan: Plan) -> Iterator[int]:
-    """Those that may be looked at: where K, V lie on the device, and calls on earlier keys exist
-    that could see more."""
+    """Yield block sizes to try: if K, V lie on the device and calls on earlier keys get longer."""
     question, schedule = plan.question, plan.schedule
     batch, tokens = question.run.batch, question.run.tokens
     if schedule.kv is Tier.HOST or schedule.sparse is not None or question.layout.ring > 1:

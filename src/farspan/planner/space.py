@@ -1,17 +1,17 @@
 """The schedules that the search chooses from: every cut, every switch, on a grid.
 
-Groups. For every number of groups G, layers are cut as evenly as they go; where boundaries lie on
-the device, also tapered: the backward of an early group runs when the boundaries above it are
-gone, so it may be larger by what they took. A cut is tapered when each group takes what fits under
-the lowest level that holds all layers; no other cut into G groups has a lower one.
+Groups. For every number of groups G, layers are cut as evenly as possible; where boundaries lie on
+the device, also tapered: the backward of an early group runs after the boundaries above it are
+freed, so the group may be larger by their bytes. In a tapered cut each group is as large as fits
+under the lowest level that holds all layers; no other cut into G groups has a lower one.
 
 Note: [MEMO's alpha]. MEMO's linear program: which fraction alpha of the tokens keeps its
 activations (MEMO 4.1).
 
 The paper maximises alpha under two constraints: a layer's swap hides behind the next layer's
-forward, and what is swapped fits main memory. Left out there and added here:
+forward, and the swapped bytes fit main memory. Left out there and added here:
 
-- the backward: what comes back must hide behind a layer's backward and what is recomputed in it;
+- the backward: what comes back must hide behind a layer's backward and its recomputation;
 - both directions of the link have rates of their own, measured while both are in use;
 - main memory belongs to all devices of a node, and optimizer states may lie in it;
 - the rounding buffers take device memory, for every alpha above 0;
@@ -19,7 +19,8 @@ forward, and what is swapped fits main memory. Left out there and added here:
 
 With one unknown the program needs no solver: each constraint is an upper bound of alpha. Where
 copies run in line with the computation nothing hides; then a token is worth swapping if its two
-copies are shorter than its recomputation, whichever token it is."""
+copies are shorter than its recomputation, whichever token it is.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -37,44 +38,43 @@ from farspan.spec import ModelSpec, Schedule, Tier
 
 Cut = tuple[int, ...]  # sizes of the groups, first group first
 
-# A program of so many cells has about 200,000 instructions: three seconds to build and walk.
+# A program of this many cells has about 200,000 instructions: three seconds to build and walk.
 MOST_CELLS = 24_576
 SMALLEST_CHUNK = 1024
-MOST_CHUNKS = 512  # more of them cost more overhead, and save nothing that a chunk still holds
+MOST_CHUNKS = 512  # more chunks cost more overhead, and save no memory that a chunk still holds
 PARTS = 16  # of the sequence: fractions kept are multiples of 1 / PARTS, in whole chunks
 PARTS_OF_ACTIVATIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What may be chosen. Tiers of x, attention and activations and the fractions are left to
-    `bound`."""
+    """Choices of a search. Fractions and the tiers of x, attention and activations stay open."""
 
     chunks: tuple[int, ...]
     cuts: tuple[Cut, ...]
     attention: tuple[float, ...]
     activations: tuple[float, ...]
     kv: tuple[Tier, ...] = tuple(Tier)
-    staged: bool = False  # its groups are stages, whose K, V stay where they are
-    lean: bool = False  # only switches that keep nothing which can be made again
+    staged: bool = False  # groups are pipeline stages, whose K, V stay in place
+    lean: bool = False  # only switches that keep nothing recomputable
     weights: Tier = Tier.DEVICE
 
     def schedules(self) -> Iterator[Schedule]:
-        """One for every chunk, cut and set of switches that makes a difference."""
+        """Yield one schedule for every chunk, cut and set of switches that makes a difference."""
         for chunk in self.chunks:
             for cut in self.cuts:
                 for base in self._switches(cut):
                     yield replace(base, chunk=chunk, groups=cut)
 
     def families(self) -> Iterator[tuple[Schedule, tuple[Cut, ...]]]:
-        """The same, those that differ in their cut together: all but the cut, and every cut."""
+        """Yield the same schedules by family: a schedule, whose cut is open, with all its cuts."""
         found: dict[Schedule, list[Cut]] = {}
         for schedule in replace(self, chunks=self.chunks[:1]).schedules():
             assert isinstance(schedule.groups, tuple)
             found.setdefault(replace(schedule, groups=1), []).append(schedule.groups)
         for chunk in self.chunks:
-            for base, of in found.items():
-                yield replace(base, chunk=chunk), tuple(of)
+            for base, cuts in found.items():
+                yield replace(base, chunk=chunk), tuple(cuts)
 
     def _switches(self, cut: Cut) -> Iterator[Schedule]:
         is_deep = max(cut) > 1
@@ -101,7 +101,7 @@ class Space:
 
 
 def whole_space(question: Question) -> Space:
-    """Everything that farspan can do for this question."""
+    """Return all choices that farspan has for this question."""
     layout, model = question.layout, question.model
     stages = group_ranges(Schedule(), len(model.layers), layout.pipeline)
     activations = tuple(part / PARTS_OF_ACTIVATIONS for part in range(PARTS_OF_ACTIVATIONS + 1))
@@ -110,7 +110,7 @@ def whole_space(question: Question) -> Space:
         # The stages of a pipeline are its groups.
         cuts(model) if layout.pipeline == 1 else (tuple(stop - start for start, stop in stages),),
         tuple(part / PARTS for part in range(PARTS + 1)),
-        # What ranks cannot run (layout.refuse_together).
+        # Ranks cannot keep activations with tensor parallelism (layout.refuse_together).
         activations if layout.tensor == 1 else (0.0,),
         kv=tuple(Tier) if layout.ring == 1 else (Tier.DEVICE,),
         staged=layout.pipeline > 1,
@@ -118,15 +118,15 @@ def whole_space(question: Question) -> Space:
     )
 
 
-def thriftiest(question: Question) -> Space:
-    """The part of the space that takes the least memory: nothing is kept that can be recomputed,
-    and what a cell holds grows with its chunk."""
+def leanest(question: Question) -> Space:
+    """Return the part of the space that takes the least memory: nothing recomputable is kept, and
+    chunks are short, since a cell's memory grows with its chunk."""
     whole = whole_space(question)
     return replace(whole, chunks=whole.chunks[:2], attention=(0.0,), activations=(0.0,), lean=True)
 
 
 def chunk_sizes(question: Question) -> tuple[int, ...]:
-    """Powers of two, and the whole sequence, in tokens of the sequence."""
+    """Return chunk sizes in tokens of the sequence: powers of two, and the whole sequence."""
     tokens, layers = question.run.tokens, most_layers(question)
     smallest = max(SMALLEST_CHUNK * question.layout.sequence(), layers * tokens // MOST_CELLS)
     smallest = max(smallest, tokens // MOST_CHUNKS)
@@ -140,7 +140,7 @@ def chunk_sizes(question: Question) -> tuple[int, ...]:
 
 
 def cuts(model: ModelSpec) -> tuple[Cut, ...]:
-    """Sizes of the groups: even and tapered for every number of groups that differs."""
+    """Return the cuts, even and tapered, for every number of groups that differs."""
     layers = len(model.layers)
     found: dict[Cut, None] = {}
     for size in range(1, layers + 1):
@@ -151,18 +151,18 @@ def cuts(model: ModelSpec) -> tuple[Cut, ...]:
 
 
 def even(layers: int, groups: int) -> tuple[int, ...]:
-    """Sizes that differ by at most one; the larger ones last, where a layer is recomputed less."""
+    """Return sizes that differ by at most one, larger ones last, which recompute a layer less."""
     size, more = divmod(layers, groups)
     return (size,) * (groups - more) + (size + 1,) * more
 
 
 def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
-    """The cut into `groups` whose fullest backward holds the fewest bytes a token: of boundaries
-    below, the gradient of the group's output unless that is the head's, and the group's own K, V,
-    dK, dV."""
+    """Return the cut into `groups` whose fullest backward holds the fewest bytes a token:
+    boundaries below, the output's gradient unless the head makes it, and the group's K, V, dK,
+    dV."""
     layers, sizes = len(model.layers), [layer.kv_elements() for layer in model.layers]
     boundary = model.hidden * model.element_bytes
-    # Recurrent layers have none; those that attend are dealt evenly among them.
+    # Recurrent layers have no K, V; those that attend are dealt evenly among them.
     elements = sizes[0] or max(1, sum(sizes) // layers)
     own = elements * (model.element_bytes + model.accumulate_bytes())
     below = [(i + (i < groups - 1)) * boundary for i in range(groups)]
@@ -175,7 +175,7 @@ def tapered(model: ModelSpec, groups: int) -> tuple[int, ...]:
     lowest = bisect_left(levels, True, key=lambda level: sum(fitting(level)) >= layers)
     sizes = fitting(levels[lowest])
     surplus = sum(sizes) - layers
-    # The last groups recompute the most: they give back what is too much.
+    # The last groups recompute the most: they give back the surplus.
     for index in reversed(range(groups)):
         less = min(surplus, sizes[index] - 1)
         sizes[index] -= less
@@ -201,15 +201,15 @@ class Alpha:
 class _Layer:
     """One layer's bytes and seconds over the device's whole share of the sequence."""
 
-    always: float  # bytes swapped whatever alpha is: x, O and LSE
-    others: float  # bytes swapped with alpha = 1 on top
+    always: float  # bytes swapped for any alpha: x, O and LSE
+    others: float  # additional bytes swapped with alpha = 1
     forward: float
-    again: float  # the forward without attention, which rebuilds what was not kept
+    again: float  # the forward without attention, which rebuilds activations that were not kept
     backward: float
 
 
 def solve_alpha(question: Question, schedule: Schedule) -> Alpha:
-    """Alpha for a layer-major schedule that keeps x, O and LSE on host."""
+    """Return alpha for a layer-major schedule that keeps x, O and LSE on the host."""
     cell_prices = CellPrices(question, schedule)
     layer = _widest(cell_prices)
     prices = cell_prices.prices
@@ -230,7 +230,7 @@ def solve_alpha(question: Question, schedule: Schedule) -> Alpha:
 
 
 def with_alpha(question: Question, schedule: Schedule) -> Schedule:
-    """The schedule with alpha solved, rounded down to whole chunks."""
+    """Return the schedule with alpha solved, rounded down to whole chunks."""
     layout, alpha = question.layout, solve_alpha(question, schedule).value
     chunks = chunks_of(question.model, question.run.tokens, schedule, layout)
     tokens = chunks[-1][1]
@@ -244,7 +244,7 @@ def _part(room: float, size: float) -> float:
 
 
 def _widest(cell_prices: CellPrices) -> _Layer:
-    """The layer that swaps most; in a model of equal layers any of them."""
+    """Return the layer that swaps most; in a model of equal layers any of them."""
     keys, count = cell_prices.share.keys.total, cell_prices.cells(np.array(len(cell_prices.chunks)))
     beside, found = cell_prices.question.overlap, []
     for spec in cell_prices.classes:
@@ -272,7 +272,7 @@ def _host(cell_prices: CellPrices, layer: _Layer) -> float:
     swapped = len(cell_prices.model.layers) - 1
     room = share - held.on_host - swapped * layer.always
     if machine.unified:
-        # What else a device would hold lies in the same memory.
+        # The other bytes of a device lie in the same memory.
         room -= held.on_device + held.gradients + held.accumulators
         kv = max(
             cell_prices.kv_row(spec) + cell_prices.dkv_row(spec) for spec in cell_prices.classes
@@ -282,7 +282,7 @@ def _host(cell_prices: CellPrices, layer: _Layer) -> float:
 
 
 def _buffers(cell_prices: CellPrices, schedule: Schedule) -> float:
-    """1 if two cells' rounding buffers and what else a step holds fit the device, else 0."""
+    """Return 1 if the device fits two cells' rounding buffers and the rest of a step, else 0."""
     question = cell_prices.question
     if question.machine.unified:
         return 1.0

@@ -1,4 +1,4 @@
-"""Weights, gradients, optimizer states, a batch: bytes on one device; and the update's seconds."""
+"""Bytes on one device of weights, gradients, optimizer states and a batch; seconds of an update."""
 
 from dataclasses import dataclass, replace
 
@@ -7,17 +7,17 @@ from farspan.planner.request import Optimizer, Question
 from farspan.program.program import INDEX_BYTES
 from farspan.spec import ModelSpec, Reference, Sparse, Tier
 
-MOMENTS = 2  # of AdamW, an element
-BLOCK = 256  # elements that share a scale of four bytes, where a moment has one byte an element
-# Between the device and states on the host, gradients and weights pass through slots of so many
-# elements: the next piece arrives and the last one leaves while one is updated.
+MOMENTS = 2  # of AdamW, per element
+BLOCK = 256  # elements that share a four-byte scale where a moment has one byte an element
+# Gradients and weights pass between the device and states on the host through slots of this many
+# elements: while one piece is updated, the next arrives and the last one leaves.
 STAGED = 2**24
 SLOTS = 2
-# Of states on a drive pieces pass through slots of their own: two are read, one is updated and one
-# is written, at addresses and in sizes that direct I/O takes.
+# Pieces of states on a drive pass through slots of their own: two are read, one is updated and one
+# is written, at addresses and in sizes that direct I/O accepts.
 DISK_SLOTS = 4
 SECTOR = 4096
-# A token: its number, which is its label as well, and the target and position made of it.
+# Per token: its id, which is its label as well, and the target and position derived from it.
 INPUT_BYTES = 3 * INDEX_BYTES
 
 
@@ -30,8 +30,8 @@ class Sharing:
     saved for the backward, are all tokens.
     """
 
-    ranks: int = 1  # that share what is in `.grad`, by rows
-    tensor: int = 1  # that share the weights of layers, by heads and features
+    ranks: int = 1  # devices that share `.grad`, by rows
+    tensor: int = 1  # devices that share the weights of layers, by heads and features
     apart: bool = False  # sums are added over devices, so they are not `.grad`, however wide it is
     stages: int = 1  # of a pipeline, which share what lies outside the layers as well
 
@@ -40,24 +40,24 @@ class Sharing:
         return -(-(layers * self.stages + outer) // (self.ranks * self.stages))
 
     def slice(self, size: int) -> int:
-        """Of a layer's weights."""
+        """Return one device's share of a layer's weights."""
         return -(-size // self.tensor)
 
     def gathered(self, hidden_bytes: int) -> int:
-        """Bytes that a layer's graph holds of other devices' tokens, where a chunk's hidden state
-        of its own takes so many."""
+        """Return the bytes of other devices' tokens in a layer's graph; `hidden_bytes` is the
+        device's own hidden state of a chunk."""
         return BLOCKS * (self.tensor - 1) * hidden_bytes
 
 
-BLOCKS = 2  # attention and MLP, each with tokens gathered once
+BLOCKS = 2  # attention and MLP, each of which gathers the tokens once
 ALONE = Sharing()
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes by part. `gathered` is what FSDP brings together for the layers of the open group and
-    for what lies outside the layers; `accumulators` are the fp32 sums of weight gradients there
-    (nowhere, where `.grad` itself is wide enough to be the sum)."""
+    """Bytes of one device by part. `gathered` are the weights that FSDP gathers for the open group
+    and for the modules outside the layers; `accumulators` are the fp32 sums of their weight
+    gradients (0 where `.grad` itself is wide enough to be the sum)."""
 
     weights: int
     gathered: int
@@ -67,12 +67,12 @@ class States:
     optimizer_on_host: int
     weights_on_host: int = 0
     gradients_on_host: int = 0
-    reference: int = 0  # weights of a second model, where the first has its own
+    reference: int = 0  # weights of a separate reference model
     reference_on_host: int = 0
 
     @property
     def on_device(self) -> int:
-        """That a device holds all step long, gradients left out."""
+        """Bytes that a device holds throughout a step, without gradients."""
         return self.weights + self.reference + self.gathered + self.optimizer
 
     @property
@@ -82,7 +82,7 @@ class States:
 
 
 def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> States:
-    """Of one device; of a frozen reference, its weights in the same place."""
+    """Bytes of states on one device; a frozen reference has its weights on the same tier."""
     found = _own_states(question, group_layers)
     if question.loss.reference is not Reference.FROZEN:
         return found
@@ -90,9 +90,8 @@ def states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> Sta
 
 
 def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -> States:
-    """Of the model that is trained. `group_layers` are the layer ranges of the schedule's groups.
-    Whole weights that are on host pass through the program's own buffers, and so do their
-    gradients."""
+    """Bytes of the trained model's states. `group_layers` are the layer ranges of the schedule's
+    groups. Whole weights on the host, and their gradients, pass through the program's buffers."""
     away = question.weights is Tier.HOST
     if away and not question.layout.cuts_weights():
         return _states_on_host(question)
@@ -122,12 +121,12 @@ def _own_states(question: Question, group_layers: tuple[tuple[int, int], ...]) -
 
 
 def _packed(model: ModelSpec) -> int:
-    """Bytes that quantised weights, which one device has whole, take less."""
+    """Return the bytes that quantisation saves; one device has all quantised weights."""
     return sum(layer.work.packed for layer in model.layers)
 
 
 def _states_on_host(question: Question) -> States:
-    """Sums of gradients are `.grad`, unless that is narrower."""
+    """States with whole weights on the host. `.grad` is the sum unless it is narrower."""
     model = question.model
     wide, final = model.accumulate_bytes(), gradient_bytes(question)
     on_device, on_host = _optimizer_bytes(question, model.trainable)
@@ -137,22 +136,22 @@ def _states_on_host(question: Question) -> States:
 
 
 def input_bytes(question: Question, tokens: int) -> int:
-    """Of a batch, on a rank that has so many `tokens`. Where the loss is of log-probabilities there
-    are beside them, of the whole sequence: tokens once more, which answer each is of, the values,
-    what the loss is computed from, its gradient, and a reference's values."""
+    """Return the bytes of a batch on a rank that has `tokens` of the sequence. A loss of
+    log-probabilities adds for the whole sequence: tokens once more, the answer that each belongs
+    to, the values, the inputs of the loss, its gradient, and a reference's values."""
     batch, loss, model = question.run.batch, question.loss, question.model
     found = INPUT_BYTES * batch * tokens
     if not loss.is_cut:
         return found
     copies = 3 + (loss.reference is not Reference.NONE)
     each = 2 * INDEX_BYTES + copies * loss.ids * model.accumulate_bytes()
-    if loss.ids > 1:  # labels are no tokens
+    if loss.ids > 1:  # labels differ from tokens
         each += (2 * loss.ids - 1) * INDEX_BYTES
     return found + each * batch * question.run.tokens
 
 
 def index_bytes(model: ModelSpec, sparse: Sparse | None) -> int:
-    """Of the maps of an index, which every rank has for all layers."""
+    """Return the bytes of an index's maps, which every rank has for all layers."""
     if sparse is None or not sparse.indexed:
         return 0
     choosing = (layer for layer in model.layers if layer.attends() and layer.window is None)
@@ -161,7 +160,7 @@ def index_bytes(model: ModelSpec, sparse: Sparse | None) -> int:
 
 
 def sharing_of(question: Question) -> Sharing:
-    """Who has what of the weights."""
+    """Return how a question's devices share the weights."""
     layout = question.layout
     stages = layout.pipeline if layout.fsdp else 1
     return Sharing(fsdp_ranks(question), layout.tensor, layout.devices() > 1, stages)
@@ -177,16 +176,15 @@ WIDE = (Optimizer.ADAMW, Optimizer.HOST, Optimizer.DISK)
 
 
 def gradient_bytes(question: Question) -> int:
-    """Width of an element of `.grad`. With AdamW, wherever its states are, it is as wide as they,
-    so that it is the sum over chunks itself; so it is where that is asked for."""
+    """Return the width of an element of `.grad` in bytes. With AdamW, on any tier, it is as wide as
+    the states and is itself the sum over chunks; so it is with `wide_gradients`."""
     model = question.model
     is_sum = question.wide_gradients or question.optimizer in WIDE
     return model.accumulate_bytes() if is_sum else model.element_bytes
 
 
 def update_overlaps(question: Question) -> bool:
-    """Whether weights are updated beside the beginning of the next step: in main memory, where a
-    device computes that."""
+    """Return whether weights are updated in main memory while a device computes the next step."""
     in_memory = question.weights is Tier.HOST and question.optimizer in (
         Optimizer.HOST,
         Optimizer.DISK,
@@ -196,8 +194,8 @@ def update_overlaps(question: Question) -> bool:
 
 
 def update_seconds(question: Question) -> float:
-    """One update: every byte of gradients and states is read, and written, once. With the states
-    alone on host, gradients go there and weights come back beside the update."""
+    """Seconds of one update: every byte of gradients and states is read, and written, once. If only
+    the states are on the host, gradients go there and weights come back during the update."""
     model, machine = question.model, question.machine
     if question.optimizer is Optimizer.NONE or not model.trainable:
         return 0.0
@@ -205,11 +203,11 @@ def update_seconds(question: Question) -> float:
     final, element = gradient_bytes(question), model.element_bytes
     on_host = question.weights is Tier.HOST
     if question.optimizer in (Optimizer.HOST, Optimizer.DISK) and not on_host:
-        # On the device the gradient is read for its norm, and scaled.
-        away = trained * _away(question, final, element)
+        # The gradient is read on the device for its norm, and scaled.
+        away = trained * _host_update(question, final, element)
         return trained * 3 * final / machine.memory + max(away, drive_seconds(question))
-    # The gradient is read for its norm, or scaled where that was known before it left the device,
-    # and read again for the update; states are read and written.
+    # The gradient is read for its norm, or scaled if that was known before it left the device, and
+    # read again for the update; states are read and written.
     kept = drive_bytes(question) or sum(_optimizer_bytes(question, trained))
     moved = ((2 + on_host) * final + element) * trained + 2 * kept
     there = moved / (machine.host_memory / question.near() if on_host else machine.memory)
@@ -217,8 +215,8 @@ def update_seconds(question: Question) -> float:
 
 
 def drive_bytes(question: Question) -> int:
-    """Of one device's states on the drive, each read and written once an update; a few sectors a
-    parameter tensor left out."""
+    """Return the bytes of one device's states on the drive, each read and written once an update. A
+    few sectors per parameter tensor are left out."""
     if question.optimizer is not Optimizer.DISK:
         return 0
     model = question.model
@@ -227,15 +225,15 @@ def drive_bytes(question: Question) -> int:
 
 
 def drive_seconds(question: Question) -> float:
-    """What an update takes of the drive that the devices of a node share."""
+    """Return an update's seconds on the drive that the devices of a node share."""
     return 2 * drive_bytes(question) * question.near() / question.machine.disk
 
 
-def _away(question: Question, final: int, element: int) -> float:
-    """Seconds an element that is updated on the host."""
+def _host_update(question: Question, final: int, element: int) -> float:
+    """Return the seconds per element of an update on the host."""
     machine, wide = question.machine, question.model.accumulate_bytes()
     shared = machine.host_memory / question.near()
-    # Without a master, the weight itself goes there and back.
+    # Without a master copy, the weight itself goes there and back.
     master, there = (wide, final) if element < wide else (0, final + element)
     touched = 2 * (MOMENTS * wide + master) + 2 * there + 2 * element
     lanes = (
@@ -243,30 +241,31 @@ def _away(question: Question, final: int, element: int) -> float:
         touched / shared,
         element / min(machine.fetch, shared),
     )
-    # Where both tiers are one memory, the processor that updates copies, too.
+    # Where both tiers are one memory, the processor that updates copies as well.
     return sum(lanes) if machine.unified else max(lanes)
 
 
 def staged_elements(trainable: int) -> int:
-    """Of one slot through which gradients and weights pass."""
+    """Return the elements of one slot through which gradients and weights pass."""
     return min(STAGED, trainable)
 
 
 def sectors(size: int) -> int:
-    """Bytes of whole sectors."""
+    """Return the size rounded up to whole sectors."""
     return -(-size // SECTOR) * SECTOR
 
 
 def _optimizer_bytes(question: Question, trained: int) -> tuple[int, int]:
-    """On one device and on host, of its `trained` elements. Left out: four bytes a parameter
-    tensor, which count its updates.
+    """Return the bytes of optimizer states on one device and on the host, for its `trained`
+    elements.
 
-    With moments of one byte an element, weights are rounded stochastically and have no master;
-    tensors of fewer than 4,096 elements or of broken blocks keep wide moments, and are few.
+    Four bytes per parameter tensor, which count its updates, are left out. With moments of one byte
+    an element, weights are rounded stochastically and have no master copy; tensors of fewer than
+    4,096 elements or of incomplete blocks keep wide moments, and are few.
     """
     model, wide = question.model, question.model.accumulate_bytes()
     staged = staged_elements(trained)
-    # Of gradients and weights, where these are on the device: else nothing passes.
+    # Slots of gradients and weights, needed only where these are on the device.
     slots = SLOTS * staged * (wide + model.element_bytes) * (question.weights is Tier.DEVICE)
     match question.optimizer:
         case Optimizer.ADAMW:
@@ -283,6 +282,6 @@ def _optimizer_bytes(question: Question, trained: int) -> tuple[int, int]:
 
 
 def _state_bytes(model: ModelSpec) -> int:
-    """Of an element: two moments, and a master of narrow weights."""
+    """Return the bytes of an element's states: two moments, and a master copy of narrow weights."""
     wide = model.accumulate_bytes()
     return MOMENTS * wide + (wide if model.element_bytes < wide else 0)

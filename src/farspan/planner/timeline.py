@@ -1,4 +1,4 @@
-"""When everything happens: a program simulated on a machine with lanes that work side by side.
+"""Simulate a program's instructions on a machine whose lanes work in parallel.
 
     issue       F(0,0) F(1,0) F(0,1) F(1,1) B(1,1) ...
     compute     F(0,0)  F(1,0)  F(0,1)  F(1,1)  B(1,1) ...
@@ -7,21 +7,22 @@
     collective  all-gather of layer 1, while layer 0 computes
 
 Instructions are issued in the program's order, each on its lane. One starts when its lane is free,
-when what it reads has been written, when what it overwrites has been read, and when nobody uses the
-addresses that a new buffer takes over. That is when everything it waits for in the engine is done
-(farspan.program.dependencies, which a test holds this to): here ends are remembered by place
-instead of by instruction, since a search asks for the times of programs of 400,000 instructions. A
-cell that streams its prefix from host (FPDT 4.2) keeps the links busy while it computes: it begins
-with the first block and cannot end before the last has come. Blocks pass through two slots, so that
-a block is fetched while the one before is computed with, and none sooner.
+its inputs are written, the old contents of its outputs are read, and the addresses that a new
+buffer takes over are unused. The engine waits for the same (farspan.program.dependencies; a test
+compares them): here ends are stored by place instead of by instruction, since a search asks for the
+times of programs of 400,000 instructions. A cell that streams its prefix from the host (FPDT 4.2)
+keeps the links busy while it computes: it begins with the first block and cannot end before the
+last has arrived. Blocks pass through two slots, so a block is fetched while the one before is in
+use, and not earlier.
 
-The process that issues all this is a lane, too. It runs ahead of the device, up to `AHEAD` cells:
-nothing begins before the process comes to it, and no cell ends before its last kernel is issued. So
-a cell is late where issuing it takes longer than computing it, and what issuing takes is hidden
-elsewhere.
+The process that issues instructions is a lane, too. It runs ahead of the device, up to `AHEAD`
+cells: nothing begins before the process issues it, and no cell ends before its last kernel is
+issued. So a cell is late where issuing it takes longer than computing it; elsewhere issuing is
+hidden.
 
-With `overlap=False` there is one lane: that is what a copy on the computing stream does, and what a
-CPU is, which issues with the cores that compute."""
+With `overlap=False` there is one lane, as for copies on the computing stream, and as on a CPU,
+which issues with the cores that compute.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
@@ -52,17 +53,17 @@ from farspan.program.program import (
     Release,
 )
 
-WITHIN = BETWEEN = 1  # that stand for themselves, on either side of what is counted
-LONGEST_PERIOD = 12  # of layers, and of groups, that repeat
+WITHIN = BETWEEN = 1  # layers or groups at either end of a folded run that stand for themselves
+LONGEST_PERIOD = 12  # layers, or groups, of a repeating period
 BLOCK_SLOTS = 2  # blocks of the prefix on the device at a time
-# Cells that are issued and not done: CUDA queues some 1,024 launches, a cell is 50 to 170.
+# Cells issued but not finished: CUDA queues about 1,024 launches, and a cell has 50 to 170.
 AHEAD = 8
-IDLE = -1.0  # ready for an instruction that has no part for this lane
+IDLE = -1.0  # ready time of a lane that has no part in the instruction
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Seconds of one step, the optimizer's update left out, but in `waited` for it."""
+    """Seconds of one step without the optimizer's update; `waited` are those of waiting for one."""
 
     total: float
     compute: float
@@ -73,7 +74,7 @@ class Timeline:
     waited: float = 0.0
 
     def before(self, other: "Timeline") -> "Timeline":
-        """Both, one after the other."""
+        """Return the timeline of both, one after the other."""
         return Timeline(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
@@ -89,7 +90,7 @@ class Span:
 
 @dataclass(slots=True)
 class _Use:
-    """Until when a place is written, and used at all: from then on it may be read, and written."""
+    """Times from which a place may be read (after its last write) and written (its last use)."""
 
     written: float
     used: float
@@ -97,37 +98,37 @@ class _Use:
 
 @dataclass(slots=True)
 class _Held:
-    """A buffer from its Allocate on."""
+    """A buffer from its Allocate to its Free."""
 
     buffer: Buffer
-    every: _Use  # any place, so that of a slot as well
+    every: _Use  # any place, including the slot's
     whole: _Use  # all places at once
     places: defaultdict[int, _Use]
 
 
 @dataclass(slots=True)
 class _Clock:
-    """Walks a program, whose instructions have these costs."""
+    """Simulation of a program; `costs` belong to its instructions."""
 
     prices: Prices
     costs: list[Cost]
     held: dict[str, _Held] = field(default_factory=dict)
     freed: list[_Held] = field(default_factory=list)
-    free: list[float] = field(default_factory=lambda: [0.0] * len(Lane))  # since when a lane is
+    free: list[float] = field(default_factory=lambda: [0.0] * len(Lane))  # from when a lane is free
     ready: list[float] = field(default_factory=lambda: [IDLE] * len(Lane))  # for this instruction
     ends: list[float] = field(default_factory=lambda: [0.0] * len(Lane))  # of this instruction
-    collective: float = 0.0  # since when that lane is free
+    collective: float = 0.0  # time from which that lane is free
     gathered: tuple[int, ...] = ()
     last_start: float = 0.0
-    weights: dict[int, float] = field(default_factory=dict)  # since when a layer's are gathered
-    block_slot: float = 0.0  # since when a slot for streamed blocks is free
-    issued: float = 0.0  # since when the process is done with what it issued
+    weights: dict[int, float] = field(default_factory=dict)  # from when a layer's are gathered
+    block_slot: float = 0.0  # time from which a slot for streamed blocks is free
+    issued: float = 0.0  # time at which the process has issued everything so far
     queued: deque[float] = field(default_factory=lambda: deque(maxlen=AHEAD))  # ends of cells
-    spans: list[Span] | None = None  # filled when somebody wants to look
+    spans: list[Span] | None = None  # collected on request
     index: int = 0
-    count: int = 1  # of the last cell's
-    more: float = 0.0  # seconds that computing takes in the groups that are not there
-    updated: tuple[float, ...] = ()  # by group: since when weights are new, if they are made so
+    count: int = 1  # of the last cell
+    more: float = 0.0  # seconds of computation in the groups that were folded away
+    updated: tuple[float, ...] = ()  # by group: from when updated weights are there
 
     def run(self) -> float:
         program = self.prices.program
@@ -139,7 +140,7 @@ class _Clock:
                     self._cell(i, cost)
                 else:
                     if isinstance(i, Load) and i.layer < len(self.prices.counts):
-                        self.count = self.prices.counts[i.layer]  # whose group it waits for
+                        self.count = self.prices.counts[i.layer]  # the group that it waits for
                     if isinstance(i, Release):
                         self.gathered = ()
                     elif self.updated and isinstance(i, Gather):
@@ -166,23 +167,23 @@ class _Clock:
         self.held[name] = _Held(buffer, unused(), unused(), defaultdict(unused))
 
     def _look(self, accesses: list[Access]) -> None:
-        """From when on each lane may do its part of the instruction."""
+        """Set the time from which each lane may run its part of the instruction."""
         ready, held = self.ready, self.held
         ready[:] = IDLE, IDLE, IDLE
         for lane, name, place, writes in accesses:
-            of = held[name]
-            for use in (of.every,) if place < 0 else (of.places[place], of.whole):
+            known = held[name]
+            for use in (known.every,) if place < 0 else (known.places[place], known.whole):
                 end = use.used if writes else use.written
                 if end > ready[lane]:
                     ready[lane] = end
 
     def _note_uses(self, accesses: list[Access]) -> None:
-        """The places are used until then."""
+        """Record the end of the instruction as a use of its places."""
         held, ends = self.held, self.ends
         for lane, name, place, writes in accesses:
-            of, end = held[name], ends[lane]
-            own = of.whole if place < 0 else of.places[place]
-            for use in (of.every,) if place == SLOT else (own, of.every):
+            known, end = held[name], ends[lane]
+            own = known.whole if place < 0 else known.places[place]
+            for use in (known.every,) if place == SLOT else (own, known.every):
                 if end > use.used:
                     use.used = end
                 if writes and end > use.written:
@@ -191,7 +192,7 @@ class _Clock:
     # -- lanes ---
 
     def _start(self, lane: Lane) -> float:
-        """When the lane is free, what it needs is there and the process has come to it."""
+        """Return when the lane is free, its inputs are there and the process has issued it."""
         return max(self.free[lane], self.ready[lane], self.issued)
 
     def _do(self, lane: Lane, start: float, end: float) -> None:
@@ -224,7 +225,7 @@ class _Clock:
         self.queued.append(self.free[COMPUTE])
 
     def _stream(self, chunk: int, cost: Cost, start: float, busy: float) -> None:
-        """A cell whose prefix crosses the link block by block while it runs."""
+        """Simulate a cell whose prefix crosses the link block by block while it runs."""
         program = self.prices.program
         blocks = max(1, -(-program.share.keys.rows[chunk][0] // program.schedule.kv_block))
         fetch, evict, compute = cost.fetch / blocks, cost.evict / blocks, busy / blocks
@@ -232,7 +233,7 @@ class _Clock:
         start = max(start, first + fetch)
         fetched = first + cost.fetch
         if blocks > BLOCK_SLOTS:
-            # The last comes when the one that had its slot is done with.
+            # The last block is fetched when the block before in its slot is no longer in use.
             fetched = max(fetched, start + (blocks - BLOCK_SLOTS) * compute + fetch)
         end = max(start + busy, fetched + compute)
         self._do(FETCH, fetched - cost.fetch, fetched)
@@ -249,7 +250,7 @@ class _Clock:
     # -- collectives of a group ---
 
     def _gather(self, layer: int) -> None:
-        """The layer's weights, cut over devices, are gathered once for all chunks of its pass."""
+        """Gather the layer's weights, cut over devices, once for all chunks of its pass."""
         if layer in self.gathered:
             return
         groups = self.prices.program.groups
@@ -270,9 +271,9 @@ class _Clock:
 def fold(
     layers: Sequence[Hashable], groups: Sequence[tuple[int, int]], *, inside: bool = True
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Fewer layers that stand for all of these groups, equal ones being the same; for how many each
-    stands, and the sizes of the groups that are left. Not `inside` groups where something happens
-    beside a whole one: its layers have to take as long as they do."""
+    """Return fewer layers that stand for all layers of the groups, the number that each stands for,
+    and the sizes of the remaining groups. Equal entries of `layers` are equal layers. Not `inside`
+    groups if something overlaps with a whole group, whose layers then take their full time."""
     kinds = [tuple(layers[first:stop]) for first, stop in groups]
     found, sizes = list[tuple[int, int]](), list[int]()
     for group, count in _folded(kinds, once=BETWEEN):
@@ -281,13 +282,13 @@ def fold(
         few = _folded(layers[first:stop], once=WITHIN) if inside else every
         found += [(first + layer, times * count) for layer, times in few]
         sizes.append(len(few))
-    of, counts = zip(*found, strict=True)
-    return of, counts, tuple(sizes)
+    kept, counts = zip(*found, strict=True)
+    return kept, counts, tuple(sizes)
 
 
 def _folded(kinds: Sequence[Hashable], once: int) -> list[tuple[int, int]]:
-    """Places that are left of a row, and how many each stands for: its ends, and in between of what
-    repeats a period, between so many on either side that stand for themselves."""
+    """Return the remaining indices of a row, each with the number that it stands for: both ends,
+    and one of each repeating period between, with `once` separate periods on either side."""
     found, place, end = [(0, 1)], 1, len(kinds) - 1
     while place < end:
         period, repeats = max(
@@ -306,7 +307,7 @@ def _folded(kinds: Sequence[Hashable], once: int) -> list[tuple[int, int]]:
 
 
 def _repeats(kinds: Sequence[Hashable], start: int, end: int, period: int) -> int:
-    """How often the period at `start` comes before `end`, itself counted."""
+    """Return how often the period at `start` occurs in a row before `end`, itself included."""
     stop = start + period
     while stop < end and kinds[stop] == kinds[stop - period]:
         stop += 1
@@ -314,25 +315,25 @@ def _repeats(kinds: Sequence[Hashable], start: int, end: int, period: int) -> in
 
 
 def folded_time(prices: Prices, *, beside: bool) -> tuple[float, float]:
-    """Seconds of a step, the update left out, whose program has the layers of a `fold`: those of
-    one period count for all of them, which is exact where lanes have come into step by then; and
-    how much longer it takes with the update `beside` it."""
+    """Return the seconds of a step without the update for a program with the layers of a `fold`,
+    and the additional seconds with the update `beside` it. One period counts for all that it stands
+    for, which is exact if the lanes repeat their pattern by then."""
     costs = _costs(prices)
     alone = _Clock(prices, costs).run()
     return alone, _waited(prices, costs, alone) if beside else 0.0
 
 
 def _waited(prices: Prices, costs: list[Cost], alone: float) -> float:
-    """By how much a step takes longer than `alone` where weights are updated as it begins."""
+    """Return the additional seconds of a step whose weights are updated as it begins."""
     return max(0.0, _Clock(prices, costs, updated=prices.updated()).run() - alone)
 
 
 def run_time(
     prices: Prices, *, overlap: bool, simulated: bool = True, beside: bool = False
 ) -> Timeline:
-    """Seconds of one step of the program that `prices` prices. Where lanes overlap and they are not
-    to be `simulated`, the total is the busiest lane's, which is a lower bound. With the update
-    `beside` it the step also waits for that."""
+    """Return the seconds of one step of the program that `prices` prices. Where lanes overlap and
+    are not `simulated`, the total is the busiest lane's, a lower bound. With an overlapping update
+    (`beside`) the step also waits for its weights."""
     costs = _costs(prices)
     gathers = prices.gathers()
     compute = sum(map(attrgetter("compute"), costs))
@@ -353,7 +354,7 @@ def run_time(
 
 
 def spans(prices: Prices, *, beside: bool = False) -> tuple[Span, ...]:
-    """What each lane does when, copies beside the computation; see `run_time`."""
+    """Return the times of each lane's work, with overlapping copies; see `run_time`."""
     updated = prices.updated() if beside else ()
     clock = _Clock(prices, _costs(prices), spans=[], updated=updated)
     clock.run()

@@ -1,7 +1,7 @@
-"""What a step holds for a moment: everything on the device that no buffer of the program is.
+"""Device memory that a step allocates outside the program's buffers.
 
-A cell's memory depends on its layer, its tokens, the keys before it and how it is run. The program
-is walked with what the model's profile says of each.
+A cell's memory depends on its layer, its tokens, the keys before it and its mode. The walk goes
+through the program and takes the bytes of each cell from the model's profile.
 """
 
 from collections.abc import Callable
@@ -41,10 +41,10 @@ from farspan.program.program import (
 )
 from farspan.spec import HOST, AttentionKernel, LayerSpec, Schedule, Sparse
 
-# Chunks whose prefixes are told apart to the token; of more, prefixes are rounded up to 1 / STARTS
+# Up to this many chunks, prefixes are exact to the token; beyond, they are rounded up to 1 / STARTS
 # of a block of keys.
 EXACT_CHUNKS, STARTS = 64, 32
-LOSS = 8  # bytes of the step's loss so far
+LOSS = 8  # bytes of the step's accumulated loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +52,15 @@ class Peak:
     """Bytes at the fullest moment, without arenas, inputs and weights."""
 
     bytes: int
-    gradients: int  # all of them, at the end of a step
-    accumulators: int  # of what lies outside the layers and of the widest group
+    gradients: int  # of all weights, at the end of a step
+    accumulators: int  # of the modules outside the layers and of the widest group
 
     @property
     def transient(self) -> int:
         return self.bytes - self.gradients - self.accumulators
 
 
-# Programs of one model have most of their cells in common; a search walks hundreds of them.
+# Programs of one model share most of their cells; a search walks hundreds of programs.
 @lru_cache(maxsize=8)
 def _cells(
     profile: ModelProfile,
@@ -82,7 +82,7 @@ class _Graph:
 
 
 class Walk:
-    """One walk through a program; registers as in `engine.interpreter`."""
+    """A walk through one program; its registers are those of `engine.interpreter`."""
 
     def __init__(
         self,
@@ -93,17 +93,17 @@ class Walk:
         sharing: Sharing = ALONE,
         accumulates: bool = False,
     ) -> None:
-        """`gradient_bytes` is the width of an element of `.grad`, the model's own by default. With
-        `accumulates` gradients of earlier batches are there from the beginning."""
+        """Prepare a walk. `gradient_bytes` is the width of an element of `.grad`, by default the
+        model's own. With `accumulates` gradients of earlier batches exist from the beginning."""
         model, schedule = program.model, program.schedule
         self.program, self.profile = program, profile
         self.windows = [layer.window for layer in model.layers]
         self.wide = model.accumulate_bytes()
         self.final = gradient_bytes or model.element_bytes
         self.sharing = sharing
-        # Of weights in main memory all sums lie in the program's buffers, and are there.
+        # All sums of weights in main memory lie in the program's buffers from the beginning.
         self.streams = program.streams()
-        # Of shards there no gradient stays on the device.
+        # No gradient of shards in main memory stays on the device.
         self.leaves = schedule.weights is HOST and not self.streams
         self.sums_apart = (self.final != self.wide or sharing.apart) and not self.streams
         self.tile = schedule.mlp_chunk_size
@@ -128,7 +128,7 @@ class Walk:
         self.gradient: dict[int, int] = {}
         self.held: dict[int, int] = {}
         self.graphs: dict[tuple[int, int], _Graph] = {}
-        self.tables = (-1, 0)  # of which chunk, bytes
+        self.tables = (-1, 0)  # chunk, bytes
         self.begun: set[int] = set()  # layers that have weight gradients
         self.outer: frozenset[str] = frozenset()
         self.kinds: dict[tuple[object, ...], CellBytes] = {}
@@ -138,7 +138,7 @@ class Walk:
             self._begin_with_gradients()
 
     def _begin_with_gradients(self) -> None:
-        """Of all weights. Where `.grad` is the sum itself, nothing comes to it any more."""
+        """Allocate the gradients of all weights. If `.grad` is the sum, it grows no further."""
         if not self.streams:
             outer = sum(self.outer_weights.values())
             self._take(self._final(sum(map(sum, self.weights)), outer))
@@ -195,7 +195,7 @@ class Walk:
         return size
 
     def issue(self, instruction: Instruction) -> None:
-        """Walk over one instruction; those of buffers and copies hold nothing."""
+        """Walk over one instruction; buffers and copies allocate nothing."""
         step = self.steps.get(type(instruction))
         if step is not None:
             step(instruction)
@@ -255,7 +255,7 @@ class Walk:
         self.outer |= names
 
     def _close(self, i: Close) -> None:
-        """Sums become `.grad` one by one, where `.grad` is narrower."""
+        """Turn sums into `.grad` one by one, where `.grad` is narrower."""
         if not self.sums_apart:
             return
         layers = range(*self.program.groups[i.group])
@@ -292,7 +292,7 @@ class Walk:
     def _backward(self, i: Backward) -> None:
         graph = self.graphs.pop((i.layer, i.chunk))
         cell = graph.cell
-        if cell.sums and i.layer in self.begun:  # by the backward of a later chunk, kept as well
+        if cell.sums and i.layer in self.begun:  # since the backward of a later chunk, also kept
             cell = self._cell(graph.forward)
         self.live -= self.hidden.pop(i.layer + 1, 0)
         self._rise(cell.backward_rise)
@@ -325,7 +325,7 @@ class Walk:
         return self.kinds[key]
 
     def _tiled(self, i: Forward) -> tuple[bool, bool, bool]:
-        """Whether the cell runs on tiles, its output is read, and it makes the sums."""
+        """Return whether the cell runs on tiles, its output is read, and it allocates the sums."""
         fresh = i.graph and i.layer not in self.begun
         if self.tile is None or i.kept or self._tokens(i.chunk) <= self.tile:
             value = not i.graph or self.tile is not None or (i.layer, i.chunk) not in self.unread
@@ -334,28 +334,28 @@ class Walk:
         return True, value, fresh
 
     def _start(self, start: int, window: int | None) -> int:
-        """An earlier start of a chunk that asks for the same sizes of blocks, but for how many of
-        the full ones: they come one after the other."""
+        """Return an earlier start with the same sizes of key blocks. Only the number of full blocks
+        differs, and these come one after the other."""
         schedule = self.program.schedule
         size, chunks = schedule.kv_block, len(self.program.chunks)
         step = 1 if chunks <= EXACT_CHUNKS else max(1, size // STARTS)
         start = -(-start // step) * step
         if schedule.sparse is not None and window is None:
-            return start  # how many pages there are to choose from is in it
+            return start  # the number of pages to choose from depends on it
         first = 0 if window is None else start - min(start, window + size)
         return start - max(0, first // size if window is not None else start // size - 2) * size
 
 
 # -- kernels' workspaces ------------------------------------------------------------------------
 
-MOST_PROCESSORS = 192  # of a device whose machine file does not say: more than any has
-ROWS, COLUMNS = 128, 32  # flash attention rounds queries and heads up to multiples of them
+MOST_PROCESSORS = 192  # of a device whose machine file does not say; more than any has
+ROWS, COLUMNS = 128, 32  # flash attention rounds queries and heads up to multiples
 HALF = ("bfloat16", "float16")
 
 
 def workspace_bytes(question: Question, schedule: Schedule) -> int:
-    """Device bytes that the largest call takes beside its inputs and results; the schedule is the
-    device's own. 0 where that was not measured, but for what same bits take."""
+    """Return the device bytes of the largest attention call's workspace; the schedule is the
+    device's own. It is 0 if it was not measured, except for the sums of deterministic kernels."""
     return max(_bytes(question, schedule, spec) for spec in question.model.layers)
 
 
@@ -370,13 +370,13 @@ def _bytes(question: Question, schedule: Schedule, spec: LayerSpec) -> int:
     processors = question.machine.processors or MOST_PROCESSORS
     layout = question.layout
     heads = batch * ceil(spec.query_heads / (layout.ulysses * layout.tensor))  # of this device
-    sums = ceil(processors / heads) - (measured > 0)  # one of them was measured
-    of_one = _up(queries, ROWS) * batch * spec.query_heads * _up(width, COLUMNS) * 4
+    sums = ceil(processors / heads) - (measured > 0)  # one sum is in the measurement
+    of_one = _round_up(queries, ROWS) * batch * spec.query_heads * _round_up(width, COLUMNS) * 4
     return found + sums * of_one
 
 
 def _sums_apart(question: Question) -> bool:
-    """Is dQ summed by flash attention 2, and the same way each time?"""
+    """Return whether flash attention 2 sums dQ deterministically."""
     kernels = question.kernels
     flash = kernels.attention in (AttentionKernel.AUTO, AttentionKernel.FLASH)
     on_gpu = not question.machine.on_cpu and question.dtype in HALF
@@ -384,12 +384,12 @@ def _sums_apart(question: Question) -> bool:
 
 
 def _rows(question: Question, schedule: Schedule) -> tuple[int, int]:
-    """Of queries and of keys in a sequence's call, in every query head of this device."""
+    """Return the queries and the keys of a sequence's call, in every query head of this device."""
     layout = question.layout
-    # What ranks share by heads counts as much in tokens of this one; shards see the queries of all.
+    # Heads shared among ranks count as this rank's tokens; shards see the queries of all.
     own = -(-question.run.tokens // layout.sequence())
     return min(own, schedule.chunk) * layout.shards, min(own, schedule.kv_block)
 
 
-def _up(count: int, unit: int) -> int:
+def _round_up(count: int, unit: int) -> int:
     return -(-count // unit) * unit

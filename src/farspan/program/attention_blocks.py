@@ -1,20 +1,20 @@
-"""Which keys a chunk of queries sees, cut into rectangles that a kernel computes in one call.
+"""The keys that a chunk of queries sees, cut into rectangles that a kernel computes in one call.
 
 A query at token i sees the keys j of its own document with i - window < j <= i. For a chunk
-[q_start, q_stop) that is, with `e` the keys of earlier chunks and `o` the chunk's own:
+[q_start, q_stop), with `e` the keys of earlier chunks and `o` the chunk's own:
 
     keys      0 ........ kv_block ........ q_start ........ q_stop
     queries   e e e e e e|e e e e e e e e e|o
        of     e e e e e e|e e e e e e e e e|o o
     the chunk e e e e e e|e e e e e e e e e|o o o
 
-Earlier keys are cut on the fixed grid of multiples of `kv_block`, so that every chunk asks for
-the same key blocks, and at q_start, because gradients of earlier keys go to accumulators while
-those of the chunk's own keys return to autograd. Token positions are absolute; ranges half open.
+Earlier keys are cut on the fixed grid of multiples of `kv_block`, so every chunk asks for the same
+key blocks, and at q_start, because gradients of earlier keys go to accumulators while those of the
+chunk's own keys return to autograd. Token positions are absolute; ranges half open.
 
-Where keys are spread over ranks, a rank holds a part of each chunk's. Its rows are the positions
-that it holds, in order. Here it holds `h` of three chunks of 8, and the queries of the last one
-meet them:
+Where keys are spread over ranks, a rank holds a part of each chunk's keys. Its rows are the
+positions that it holds, in order. Here it holds `h` of three chunks of 8, for the queries of the
+last chunk:
 
     positions 0 . . . . . . . 8 . . . . . . . 16. . . . . . .
     held          h h h           h h h           h h h
@@ -22,13 +22,13 @@ meet them:
 
 Keys that every query of a block sees need no mask: a rectangle over rows, whatever lies between
 their positions. A mask compares positions, so a block with one lies within one held range, where
-positions and rows differ by a constant, the block's `shift`. The chunk's own keys [a, b) that are
-held make a causal square of the queries [a, b) and a rectangle below it, of the queries from b on;
-queries before a see none of them. The window cuts the rectangle as it cuts earlier keys.
+positions and rows differ by a constant, the block's `shift`. The chunk's own held keys [a, b) make
+a causal square with the queries [a, b) and a rectangle below it with the queries from b on; queries
+before a see none. The window cuts the rectangle as it cuts earlier keys.
 
-Counts are for one document a row. Dense layers see all keys before a query, layers with a window
-the latest, and sparse ones what their choice leaves. How many different pages a chunk's queries
-choose is only known when they have: the most that can be is counted.
+Counts assume one document a row. Dense layers see all keys before a query, layers with a window the
+latest, and sparse layers those that their choice leaves. The number of different pages that a
+chunk's queries choose is known only after the choice: counts take the maximum.
 """
 
 from bisect import bisect_right
@@ -40,18 +40,18 @@ from farspan.program.layout import Range, chunk_ranges
 from farspan.program.program import Program
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, UnsupportedError
 
-# A windowed tile on a kernel without windows computes up to tile / window more than it must.
+# A windowed tile on a kernel without windows computes at most tile / window more than necessary.
 TILE_LEAST, TILE_MOST = 64, 256
-MASK_ELEMENTS = 2**22  # 16 MB in fp32; the most that a mask takes, unless the tile is the least
-INDEXED = 2**31  # CUDA's attention kernels count a call's elements with 32 bits
-EVEN = 1024  # a cut at multiples of it leaves lengths that cuDNN takes
-LEAST_CALL = 128  # queries or keys of a call: with fewer there would be no end of calls
+MASK_ELEMENTS = 2**22  # 16 MB in fp32; the largest mask, unless the tile is the smallest
+INDEXED = 2**31  # CUDA's attention kernels count a call's elements in 32 bits
+EVEN = 1024  # cuts at multiples leave lengths that cuDNN supports
+LEAST_CALL = 128  # queries or keys of a call; smaller calls would be too many
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive query tokens [start, stop) of one document, which begins at `document_start`:
-    at `start`, or earlier when the run is the first of its chunk."""
+    """Consecutive query tokens [start, stop) of one document, which begins at `document_start`: at
+    `start`, or earlier when the run is the first of its chunk."""
 
     start: int
     stop: int
@@ -66,9 +66,9 @@ class Block:
     query, and then q_stop == k_stop; `window` hides the keys before query - window + 1. A causal
     block without window is a square; a block that is neither causal nor windowed needs no mask.
 
-    Queries and keys count in token positions. Of keys that a rank holds in part (`held`) they count
-    in coordinates: keys are rows of what is held, and queries are positions less `shift`, so that
-    differences of what a mask compares are those of positions.
+    Queries and keys count in token positions. If a rank holds only a part of the keys (`held`),
+    they count in coordinates: keys are held rows, and queries are positions minus `shift`, so a
+    mask's differences are those of positions.
     """
 
     row_start: int
@@ -94,7 +94,6 @@ class Block:
         return self.k_stop - self.k_start
 
     def check(self) -> None:
-        """Assert the invariant."""
         last = self.q_stop - 1
         assert self.queries > 0, self
         assert self.keys > 0, self
@@ -109,7 +108,7 @@ class Block:
 
 
 def document_runs(starts: Sequence[int], q_start: int, q_stop: int) -> tuple[Run, ...]:
-    """The runs of one batch row in [q_start, q_stop).
+    """Return the runs of one batch row in [q_start, q_stop).
 
     `starts` holds the first token of every document of the row, ascending, the first one 0.
     """
@@ -132,7 +131,7 @@ def plan_blocks(
     window: int | None,
     document_starts: Sequence[tuple[Run, ...]] | None = None,
 ) -> tuple[Block, ...]:
-    """The blocks of the chunk [q_start, q_stop): every visible (row, query, key) in exactly one.
+    """Return the blocks of the chunk [q_start, q_stop), with each visible (row, query, key) in one.
 
     `document_starts` holds, for every batch row, the runs that cover the chunk (`document_runs`);
     None means that each row is one document. Neighbouring rows with the same runs share blocks.
@@ -155,10 +154,10 @@ def plan_blocks(
 
 
 def tile_window(block: Block) -> tuple[Block, ...]:
-    """The block cut into tiles of queries, each with the keys that its window reaches.
+    """Cut the block into tiles of queries, each with the keys that its window reaches.
 
-    For kernels that know no window and skip nothing: a tile needs a mask, but wastes at most
-    about a quarter of its work where the window is 256 or longer.
+    For kernels that know no window and skip nothing: a tile needs a mask, but wastes at most about
+    a quarter of its work where the window is 256 or longer.
     """
     window = block.window
     if window is None:
@@ -179,36 +178,36 @@ def _tiles(block: Block, window: int, size: int) -> Iterator[Block]:
 
 
 def most_tokens(row: int) -> int:
-    """Queries or keys that one call may have, of `row` elements each: of all sequences of the
-    batch in every query head, as flash attention holds the gradients of keys."""
+    """Queries or keys that one call may have, where a row has `row` elements: those of all
+    sequences of the batch in every query head, as flash attention holds the gradients of keys."""
     most = (INDEXED - 1) // row
     return most // EVEN * EVEN or most
 
 
 def most_of(spec: LayerSpec, run: RunSpec) -> int:
-    """Queries or keys that one call of a layer's attention may have."""
+    """Return the queries or keys that one call of a layer's attention may have."""
     return most_tokens(max(1, run.batch * spec.query_heads * max(spec.head_dim, spec.value_dim)))
 
 
 def refuse_wide_calls(model: ModelSpec, run: RunSpec) -> None:
-    """Raises UnsupportedError where even a short call of attention has more elements than 32 bits
-    count, so that longer ones could not be cut into such."""
+    """Raise UnsupportedError if even a short call of attention has more elements than 32 bits
+    count, so that no cut would help."""
     for spec in set(model.layers):
         most, seen = most_of(spec, run), 0 if spec.window is None else spec.window
         if spec.attends() and most < seen + LEAST_CALL:
             row = spec.query_heads * max(spec.head_dim, spec.value_dim)
             raise UnsupportedError(
-                f"batch: {run.batch:,} sequences of {row:,} elements a token are beyond what "
-                "CUDA's attention kernels index; use at most "
+                f"batch: CUDA's attention kernels cannot index {run.batch:,} sequences of {row:,} "
+                "elements a token; use at most "
                 f"{(INDEXED - 1) // row // (seen + 2 * EVEN):,}"
             )
 
 
 def cut_wide(block: Block, most: int) -> tuple[Block, ...]:
-    """The block as blocks of at most `most` queries and as many keys: itself where it is one.
+    """Cut the block into blocks of at most `most` queries and as many keys.
 
-    A square becomes squares on its diagonal and rectangles below them, squares first: they share
-    no query, so that each begins the sum of its queries.
+    A square becomes squares on its diagonal and rectangles below them, squares first: they share no
+    query, so each starts the sum of its queries.
     """
     if max(block.queries, block.keys) <= most:
         return (block,)
@@ -229,7 +228,7 @@ def cut_wide(block: Block, most: int) -> tuple[Block, ...]:
 
 
 def _with_window(tile: Block) -> Iterator[Block]:
-    """A tile of `_tiles` as blocks that flash attention takes."""
+    """Yield a tile of `_tiles` as blocks that flash attention supports."""
     if tile.causal or tile.window is None:
         yield tile
     else:
@@ -237,7 +236,7 @@ def _with_window(tile: Block) -> Iterator[Block]:
 
 
 def overlapping(blocks: Iterable[Block]) -> Iterator[list[Block]]:
-    """Blocks in ascending order of their keys, those whose key ranges overlap together."""
+    """Yield lists of blocks with overlapping key ranges, in ascending order of keys."""
     together: list[Block] = []
     stop = 0
     for block in sorted(blocks, key=lambda b: (b.k_start, b.k_stop, b.row_start, b.q_start)):
@@ -251,8 +250,8 @@ def overlapping(blocks: Iterable[Block]) -> Iterator[list[Block]]:
 
 
 def key_tiles(block: Block, q_start: int, size: int) -> list[Block]:
-    """The tiles of `size` keys that the block's `size` queries from `q_start` on see. A tile is
-    causal or windowed only where that hides something."""
+    """Return the tiles of `size` keys that the block's `size` queries from `q_start` on see. A tile
+    is causal or windowed only where that hides something."""
     q_stop = min(q_start + size, block.q_stop)
     low = block.k_start
     if block.window is not None:
@@ -294,7 +293,7 @@ def _row_ranges(
 def _earlier_keys(
     run: Run, q_start: int, kv_block: int, window: int | None
 ) -> Iterator[tuple[int, int]]:
-    """Key ranges before q_start that the run's first query sees, cut on the grid of kv_block."""
+    """Yield key ranges before q_start that the run's first query sees, on the grid of kv_block."""
     low = run.document_start
     if window is not None:
         low = max(low, run.start - window + 1)
@@ -305,10 +304,10 @@ def _earlier_keys(
 
 
 def cut_at_window(block: Block, window: int) -> Iterator[Block]:
-    """The queries whose window holds all keys of the block, then those who see the last of them.
+    """Yield queries whose window holds all keys of the block, then those that see the last keys.
 
-    In the second part there are at least as many keys as queries, which flash attention needs;
-    a single query of the first part does not change that and is not worth a call.
+    In the second part there are at least as many keys as queries, which flash attention needs; a
+    single query of the first part does not change that and is not worth a call.
     """
     if block.q_stop - window <= block.k_start:
         yield block
@@ -328,7 +327,7 @@ def cut_at_window(block: Block, window: int) -> Iterator[Block]:
 
 
 def near_blocks(blocks: tuple[Block, ...], sparse: Sparse, q_start: int) -> tuple[Block, ...]:
-    """Those of a chunk's blocks, cut to sinks, recent tokens and the chunk's own."""
+    """Return the chunk's blocks, cut to sinks, recent tokens and the chunk's own."""
     near, pages = sparse.near_start(q_start), sparse.candidates(q_start)
     sinks = pages.start * sparse.page
     ranges = ((0, sinks), (near, q_start)) if pages else ((0, q_start),)
@@ -362,7 +361,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The positions that a rank holds: ranges, one of each chunk, ascending; some may be empty."""
+    """Positions that a rank holds: one range of each chunk, ascending; some may be empty."""
 
     ranges: tuple[Range, ...]
 
@@ -371,16 +370,15 @@ class Held:
         assert borders == sorted(borders), self.ranges
 
     def rows(self) -> int:
-        """How many positions it holds."""
         return sum(stop - start for start, stop in self.ranges)
 
     def row(self, position: int) -> int:
-        """How many held positions lie before this one: its row, if it is held."""
+        """Return the number of held positions before this one: its row, if it is held."""
         held = (min(stop, max(start, position)) - start for start, stop in self.ranges)
         return sum(held)
 
     def pieces(self) -> list[_Piece]:
-        """The ranges that are not empty."""
+        """Return the ranges that are not empty."""
         lengths = [stop - start for start, stop in self.ranges]
         first_rows = accumulate(lengths, initial=0)
         return [
@@ -398,11 +396,11 @@ def plan_held_blocks(
     document_starts: Sequence[tuple[Run, ...]] | None = None,
     held: Held | None = None,
 ) -> tuple[Block, ...]:
-    """The blocks of queries [q_start, q_stop) against the held keys, in coordinates (`Block`):
-    every visible (row, query, held key) in exactly one, and no query that sees no held key.
+    """Return the blocks of queries [q_start, q_stop) with the held keys, in coordinates (`Block`).
 
-    Rows before q_start's are cut on the grid of multiples of `kv_block`. There may be no queries.
-    For the other arguments, and without `held`, see `plan_blocks`.
+    Every visible (row, query, held key) is in exactly one block; a query that sees no held key is
+    in none. Rows before q_start's are cut on the grid of multiples of `kv_block`. There may be no
+    queries. For the other arguments, and without `held`, see `plan_blocks`.
     """
     if held is None:
         return plan_blocks(q_start, q_stop, kv_block, window, document_starts)
@@ -413,7 +411,7 @@ def plan_held_blocks(
 
 
 def held_blocks(blocks: Iterable[Block], held: Held, kv_block: int) -> tuple[Block, ...]:
-    """Blocks in positions, as `plan_blocks` gives them, cut to what is held, in coordinates."""
+    """Cut blocks in positions, as from `plan_blocks`, to the held keys, in coordinates."""
     pieces, found = held.pieces(), list[Block]()
     for block in blocks:
         if block.causal:
@@ -428,7 +426,7 @@ def held_blocks(blocks: Iterable[Block], held: Held, kv_block: int) -> tuple[Blo
 
 
 def _of_own_keys(block: Block, pieces: Sequence[_Piece]) -> Iterator[Block]:
-    """Not cut on the grid: the chunk's own keys are at hand."""
+    """Yield the blocks of the chunk's own keys, which need no grid."""
     window = block.window
     for held in _between_held(pieces, block.k_start, block.k_stop):
         a, b = held.start, held.stop
@@ -443,7 +441,7 @@ def _of_own_keys(block: Block, pieces: Sequence[_Piece]) -> Iterator[Block]:
 def _in_window(
     block: Block, held: Held, pieces: Sequence[_Piece], kv_block: int
 ) -> Iterator[Block]:
-    """Those keys that only some of the queries see in pieces, the others in one rectangle."""
+    """Yield the keys that only some of the queries see in pieces, the others in one rectangle."""
     assert block.window is not None, block
     by_all = max(block.k_start, min(block.k_stop, block.q_stop - block.window))
     for piece in _between_held(pieces, block.k_start, by_all):
@@ -465,7 +463,7 @@ def _windowed(block: Block, window: int | None, shift: int) -> Iterator[Block]:
 
 
 def _to_rows(block: Block, shift: int) -> Block:
-    """A block of one piece in coordinates. Without a mask its queries may stay where they are."""
+    """Return a block of one piece in coordinates. Without a mask its queries stay in positions."""
     keys = replace(block, k_start=block.k_start - shift, k_stop=block.k_stop - shift)
     if not block.causal and block.window is None:
         return keys
@@ -473,7 +471,7 @@ def _to_rows(block: Block, shift: int) -> Block:
 
 
 def _between_held(pieces: Sequence[_Piece], start: int, stop: int) -> Iterator[_Piece]:
-    """What of the pieces lies in [start, stop)."""
+    """Yield the parts of the pieces in [start, stop)."""
     first = max(0, bisect_right(pieces, start, key=lambda piece: piece.start) - 1)
     for piece in pieces[first:]:
         if piece.start >= stop:
@@ -483,7 +481,7 @@ def _between_held(pieces: Sequence[_Piece], start: int, stop: int) -> Iterator[_
 
 
 def _on_grid(start: int, stop: int, kv_block: int) -> Iterator[Range]:
-    """The range, cut at multiples of kv_block."""
+    """Yield the range, cut at multiples of kv_block."""
     while start < stop:
         end = min(stop, (start // kv_block + 1) * kv_block)
         yield start, end
@@ -491,18 +489,18 @@ def _on_grid(start: int, stop: int, kv_block: int) -> Iterator[Range]:
 
 
 def seen_pairs(stop: int, window: int | None) -> int:
-    """Query-key pairs of the queries [0, stop): query i sees min(i + 1, window) keys."""
+    """Return the query-key pairs of the queries [0, stop): query i sees min(i + 1, window) keys."""
     ramp = stop if window is None else min(stop, window)
     return ramp * (ramp + 1) // 2 + (stop - ramp) * (window or 0)
 
 
 def sparse_of(schedule: Schedule, layer: LayerSpec) -> Sparse | None:
-    """How a layer's attention is sparse; None: it is exact, as every one with a window is."""
+    """Return a layer's sparse attention, or None if it is exact, as in layers with a window."""
     return schedule.sparse if layer.window is None else None
 
 
 def chunk_pairs(program: Program, layer: LayerSpec, chunk: int) -> int:
-    """Query-key pairs of one chunk's queries, one head."""
+    """Return the query-key pairs of one chunk's queries, per head."""
     start, stop = program.chunks[chunk]
     sparse = sparse_of(program.schedule, layer)
     if sparse is None:
@@ -511,9 +509,9 @@ def chunk_pairs(program: Program, layer: LayerSpec, chunk: int) -> int:
 
 
 def earlier_rows(program: Program, layer: LayerSpec, chunk: int) -> int:
-    """Rows before a chunk that its queries need, each once: of a recurrent layer those of the chunk
-    before, where its state lies. With a window, the few that two blocks share at its edge are
-    counted once though they are read twice."""
+    """Return the rows before a chunk that its queries need, each once. A recurrent layer needs
+    those of the chunk before, which hold its state. With a window, the few rows that two blocks
+    share at its edge count once though they are read twice."""
     start, stop = program.chunks[chunk]
     if layer.state:
         return start - program.chunks[chunk - 1][0] if chunk else 0
@@ -532,7 +530,7 @@ def _within(span: Range, other: Range) -> int:
 
 
 def sequence_pairs(tokens: int, layer: LayerSpec, schedule: Schedule) -> int:
-    """Query-key pairs of a whole sequence, one head."""
+    """Return the query-key pairs of a whole sequence, per head."""
     sparse = sparse_of(schedule, layer)
     if sparse is None:
         return seen_pairs(tokens, layer.window)
@@ -543,6 +541,6 @@ def sequence_pairs(tokens: int, layer: LayerSpec, schedule: Schedule) -> int:
 
 
 def chosen_pages(sparse: Sparse, start: int, stop: int) -> int:
-    """The most different pages that the queries of [start, stop) can have chosen, one head."""
+    """Return the most different pages that the queries of [start, stop) can choose, per head."""
     page_count = -(-(stop - start) // sparse.query_tokens)
     return min(len(sparse.candidates(start)), page_count * sparse.width(start))

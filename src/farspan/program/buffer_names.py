@@ -1,17 +1,18 @@
 """Names of buffers. A slot serves any layer or chunk and lives for the whole program.
 
-Slots come in rings, whose members take turns: while one is worked with, the next is filled, or the
-last one emptied."""
+Slots form rings, whose members take turns: while one is in use, the next is filled or the last one
+is emptied.
+"""
 
 X_IN = ("x.in.0", "x.in.1")  # a group's input, then the gradient that replaces it
-X_OUT = ("x.out.0", "x.out.1")  # a group's output, or the gradient that comes back
+X_OUT = ("x.out.0", "x.out.1")  # a group's output, or its gradient in the backward
 KV_OWN = ("kv.own.0", "kv.own.1")  # the chunk's own K, V on their way to or from host
 DKV_OWN = ("dkv.own.0", "dkv.own.1")
 KV_BLOCKS = ("kv.block.0", "kv.block.1")  # blocks of the prefix streamed from host (FPDT 4.2)
 DKV_BLOCKS = ("dkv.block.0", "dkv.block.1")  # read, added to and written back by one instruction
 PAGES = ("pages.slot.0", "pages.slot.1")  # chosen pages gathered from host (OOMB 4.2)
-WEIGHTS = ("weights.slot.0", "weights.slot.1")  # of groups of even and of odd numbers
-WEIGHTS_OUTER = "weights.outer"  # of what is outside the layers, for the whole program
+WEIGHTS = ("weights.slot.0", "weights.slot.1")  # of groups with even and with odd numbers
+WEIGHTS_OUTER = "weights.outer"  # of the modules outside the layers, for the whole program
 WEIGHT_GRADIENTS = ("weight_gradients.slot.0", "weight_gradients.slot.1")
 WEIGHT_GRADIENTS_OUTER = "weight_gradients.outer"
 ACTIVATIONS = ("activations.slot.0", "activations.slot.1")  # rounding buffers (MEMO 4.1)
@@ -26,12 +27,12 @@ def kv(layer: int) -> str:
 
 
 def kv_again(layer: int) -> str:
-    """K, V of a layer that are back on the device for its backward."""
+    """Return the name of a layer's K, V that are back on the device for its backward."""
     return f"kv.{layer}.again"
 
 
 def kv_home(layer: int) -> str:
-    """Kept K, V of a closed layer, on host."""
+    """Return the name of kept K, V of a closed layer on the host."""
     return f"kv.{layer}.home"
 
 
@@ -44,13 +45,13 @@ def attention(layer: int) -> str:
 
 
 def attention_open(layer: int) -> str:
-    """O, LSE kept only while the layer's group is open."""
+    """Return the name of O, LSE kept only while the layer's group is open."""
     return f"attention.{layer}.open"
 
 
 def attention_slots(widest: int) -> tuple[str, ...]:
-    """Slots of O, LSE. The graphs of a chunk refer to one a layer of the group, of which the widest
-    has this many; one more is for the next chunk."""
+    """Return the slots of O, LSE: one for each layer of the widest group, since the graphs of a
+    chunk refer to them, and one for the next chunk."""
     return tuple(f"attention.slot.{place}" for place in range(widest + 1))
 
 
@@ -59,7 +60,7 @@ def activations(layer: int) -> str:
 
 
 def means(layer: int) -> str:
-    """Mean keys of a layer's pages, until every chunk has chosen."""
+    """Name of the mean keys of a layer's pages, which live until every chunk has chosen."""
     return f"means.{layer}"
 
 

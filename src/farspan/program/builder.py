@@ -38,14 +38,15 @@ def build_program(
     *,
     is_cut: bool = False,
 ) -> Program:
-    """The program of one training step; `chunks` where they are cut as somebody else says. One that
-    `is_cut` runs the head on every chunk before its backward, which is from `Program.cut` on.
-    With `walked`, chunks in order, passes skip the others: an outline, which has every buffer at
-    its size and in its order and cannot be run.
+    """Return the program of one training step.
+
+    `chunks` replaces the ranges of `chunks_of`. With `is_cut` the head runs on every chunk before
+    the backward, which starts at `Program.cut`. With `walked`, chunks in order, passes skip the
+    other chunks: an outline, which has every buffer at its size and in its order and cannot be run.
 
     Every linear extension of the grid's order gives the same gradients; this one walks group by
     group, forward and then back. Raises UnsupportedError when the schedule's groups do not fit the
-    model, and where a batch is too wide for attention's kernels.
+    model, or a batch is too wide for attention's kernels.
     """
     ledger = _ledger(model, run, schedule, rank, chunks, walked)
     ledger.is_cut = is_cut
@@ -65,8 +66,7 @@ def build_program(
 def build_evaluation(
     model: ModelSpec, run: RunSpec, schedule: Schedule, rank: Rank = ONLY
 ) -> Program:
-    """The program that computes the loss and no gradients: one pass of every group, K, V of the
-    open group only."""
+    """Return the program of a loss without gradients: one pass of all groups, open K, V only."""
     plain = replace(
         schedule,
         kv_kept=False,
@@ -105,7 +105,7 @@ def _ledger(
 
 
 def _open_slots(ledger: Ledger, passes: list[GroupPasses], *, backward: bool = True) -> None:
-    """Slots for everything that crosses the link: on the device, for the whole program."""
+    """Open the slots of all tensors that cross the link: on the device, for the whole program."""
     schedule = ledger.schedule
     share = ledger.share
     own, keys = share.tokens.most, share.keys.most
@@ -134,7 +134,7 @@ def _open_slots(ledger: Ledger, passes: list[GroupPasses], *, backward: bool = T
 
 
 def _open_page_slots(ledger: Ledger, *, backward: bool) -> None:
-    """Slots for chosen pages, of any chunk and any layer that chooses."""
+    """Open slots for chosen pages, of any chunk and any layer that chooses."""
     sparse, run = ledger.schedule.sparse, (ledger.run.batch, ledger.model.element_bytes)
     if sparse is None:
         return
@@ -152,18 +152,18 @@ def _open_page_slots(ledger: Ledger, *, backward: bool) -> None:
 #
 # Ranges of the sequence that keep a stage busy about equally long.
 #
-# A stage waits until the first chunk has come through those before it, and the slowest chunk sets
-# the pace of all: passes over chunks that cost t take sum(t) + (stages - 1) max(t). Of equal chunks
-# the last costs a causal layer many times what the first does, so later chunks are shorter here.
+# A stage waits until the first chunk has come through the stages before it, and the slowest chunk
+# sets the pace: passes over chunks that cost t take sum(t) + (stages - 1) max(t). Of equal chunks
+# the last costs a causal layer many times as much as the first, so later chunks are shorter here.
 #
 #     equal       |--------|--------|--------|--------|
 #     balanced    |--------|------|-----|----|----|---|
 #
-# Every rank of a pipeline must cut alike, whatever its machine: all arithmetic is of whole numbers,
-# from the model's own sizes.
+# Every rank of a pipeline must cut alike, on any machine: all arithmetic is in whole numbers, from
+# the model's own sizes.
 
-# Costs are evened out until the last chunk is a quarter of the longest, or a long sequence would be
-# cut into thousands: Qwen2.5-7B at 4M tokens in chunks of 16K into 13,423 in place of 547, for a
+# Costs are equal until the last chunk is a quarter of the longest. Otherwise a long sequence would
+# have thousands of chunks: Qwen2.5-7B at 4M tokens in chunks of 16K 13,423 instead of 547, for a
 # stage of four to wait 0.6% of a pass less.
 SHORTEST = 4
 
@@ -172,17 +172,17 @@ SHORTEST = 4
 class Costs:
     """Multiplications of the first tokens of a sequence in all layers, one forward, batch 1."""
 
-    linear: int  # of a token
-    widths: tuple[tuple[int | None, int], ...]  # window: of a query and key
+    linear: int  # per token
+    widths: tuple[tuple[int | None, int], ...]  # window: multiplications per query and key
 
     def before(self, token: int) -> int:
-        """Of the tokens [0, token)."""
+        """Return the multiplications of the tokens [0, token)."""
         attention = sum(width * seen_pairs(token, window) for window, width in self.widths)
         return self.linear * token + attention
 
 
 def costs_of(model: ModelSpec) -> Costs:
-    """What the layers cost. The head, which one stage has alone, is not among them."""
+    """Return the costs of the layers. The head is left out, since only one stage has it."""
     widths: dict[int | None, int] = {}
     for layer in model.layers:
         width = layer.query_heads * (layer.head_dim + layer.value_dim)
@@ -191,26 +191,26 @@ def costs_of(model: ModelSpec) -> Costs:
 
 
 def is_balanced(schedule: Schedule, layout: Layout) -> bool:
-    """Are the chunks cut unequally? Not where attention is sparse: which keys a query sees depends
-    on where its chunk begins, and how many does not grow with the sequence."""
+    """Return whether the chunks are unequal. With sparse attention they are equal, since a query's
+    keys depend on where its chunk begins, and their number does not grow with the sequence."""
     return layout.pipeline > 1 and schedule.sparse is None
 
 
 def chunks_of(
     model: ModelSpec, tokens: int, schedule: Schedule, layout: Layout
 ) -> tuple[Range, ...]:
-    """The chunks of a sequence, for all ranks of a layout. `model` is the whole model."""
+    """Return the chunks of a sequence, for all ranks of a layout. `model` is the whole model."""
     if is_balanced(schedule, layout):
         return balanced_ranges(costs_of(model), tokens, schedule.chunk)
     return chunk_ranges(tokens, schedule.chunk)
 
 
 def balanced_ranges(costs: Costs, tokens: int, chunk: int) -> tuple[Range, ...]:
-    """Ranges of at most `chunk` tokens, none longer than the one before. To a token's rounding they
-    cost the same, but for the first ones where `chunk` tokens do not cost as much.
+    """Return ranges of at most `chunk` tokens, none longer than the one before. Up to rounding to
+    tokens they cost the same, except the first ones if `chunk` tokens cost less.
 
-    As few as have none that costs more than the first `chunk` tokens, or than the last
-    `chunk / SHORTEST` where that is more.
+    Their number is the least for which no range costs more than the first `chunk` tokens, or than
+    the last `chunk / SHORTEST` if that is more.
     """
     whole, short = costs.before(tokens), -(-chunk // SHORTEST)
     most = max(
@@ -219,7 +219,7 @@ def balanced_ranges(costs: Costs, tokens: int, chunk: int) -> tuple[Range, ...]:
     )
     ranges, start = [], 0
     for left in range(_count(costs, tokens, chunk, most), 0, -1):
-        # Rounded up every time, so that what is left for each of the others never grows.
+        # Rounded up every time, so the remaining cost per range never grows.
         done = costs.before(start)
         wanted = done - (done - whole) // left
         longest = min(tokens, start + chunk)
@@ -233,7 +233,7 @@ def balanced_ranges(costs: Costs, tokens: int, chunk: int) -> tuple[Range, ...]:
 
 
 def _count(costs: Costs, tokens: int, chunk: int, most: int) -> int:
-    """How many ranges it takes when none may be longer than `chunk` or cost more than `most`."""
+    """Return the number of ranges if none may be longer than `chunk` or cost more than `most`."""
     count = start = 0
     while start < tokens:
         among = range(start + 1, min(tokens, start + chunk) + 1)

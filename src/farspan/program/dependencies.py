@@ -1,26 +1,26 @@
-"""What each instruction reads and writes, on which lane, and what it must wait for; which outputs
-of layers nothing reads, and which cells run their token-wise modules on tiles.
+"""The reads and writes of each instruction, by lane, and the instructions it must wait for; outputs
+of layers that nothing reads, and cells that run their token-wise modules on tiles.
 
     compute     cells, head, embedding, loads and stores of x, clearing
     fetch       host to device
     evict       device to host
 
-A cell whose prefix is on host works on all three: while it computes, blocks of K, V and of dK, dV
-totals come in through slots, and the totals go back (FPDT 4.2); so do chosen pages. Those slots
-are not here: nobody but cells uses them, and who streams through them keeps their order
+A cell whose prefix is on the host works on all three: while it computes, blocks of K, V and of dK,
+dV totals come in through slots, and the totals go back (FPDT 4.2); so do chosen pages. Those slots
+are left out here: only cells use them, and the code that streams through them keeps their order
 (engine.buffers, sparse.engine).
 
-Views are the trap. A register that was loaded from a slot is a view of it, and so is what a graph
-refers to: whoever takes the register, or runs the graph backward, reads the slot.
+Views are the trap. A register that was loaded from a slot is a view of the slot, and a graph refers
+to such views: an instruction that takes the register, or runs the graph backward, reads the slot.
 
-Waits. Lanes keep their own order, so a lane need only be told of others: for each instruction, the
+Waits. Lanes keep their own order, so a lane has to wait only for others: for each instruction, the
 latest earlier one of every other lane that it must follow. These are the hazards, each of which a
-test lets happen (tests/engine/test_overlap.py):
+test provokes (tests/engine/test_overlap.py):
 
     hazard          what goes wrong without the wait
     NOT_ARRIVED     a cell reads a slot before its fetch has arrived
     STILL_READ      a fetch writes into a slot whose content is still read
-    NOT_WRITTEN     an evict takes what is not yet computed
+    NOT_WRITTEN     an evict copies data that are not yet computed
     STILL_LEAVING   a cell writes into a slot before its evict has left
     NOT_HOME        a fetch takes host bytes before their evict has arrived
     STILL_FETCHED   an evict writes host bytes that are still fetched
@@ -66,35 +66,35 @@ from farspan.program.program import (
 )
 from farspan.spec import HOST
 
-SLOT = -1  # the one place of a slot, whatever chunk it holds
-WHOLE = -2  # all chunks of a buffer; a prefix counts as that, for no later chunk is on its way then
+SLOT = -1  # the one place of a slot, for any chunk
+WHOLE = -2  # all chunks of a buffer, or a prefix, since no later chunk is on its way then
 
 
 class Lane(IntEnum):
-    """Work of one lane happens in the order it is issued; lanes happen side by side."""
+    """Lanes run in parallel; work of one lane runs in the order it is issued."""
 
     COMPUTE = 0
     FETCH = 1
     EVICT = 2
 
 
-COMPUTE, FETCH, EVICT = Lane  # for loops, as spec.HOST
+COMPUTE, FETCH, EVICT = Lane  # fast in loops, as spec.HOST
 
 
-Place = tuple[str, int]  # a buffer; of its places a chunk, SLOT or WHOLE
-Access = tuple[Lane, str, int, bool]  # who uses a place, and whether it is written
+Place = tuple[str, int]  # a buffer, and a chunk, SLOT or WHOLE
+Access = tuple[Lane, str, int, bool]  # the lane, buffer and place, and whether it is written
 
 
 @dataclass(slots=True)
 class _Walk:
-    """The registers while a program is walked: the places that each is a view of."""
+    """Registers during a walk through a program: the places that each is a view of."""
 
     program: Program
     hidden: dict[int, tuple[Place, ...]] = field(default_factory=dict)
     gradient: dict[int, tuple[Place, ...]] = field(default_factory=dict)
     held: dict[int, tuple[Place, ...]] = field(default_factory=dict)
     graphs: dict[tuple[int, int], tuple[Place, ...]] = field(default_factory=dict)
-    streams: bool = field(init=False)  # weights from main memory, their gradients to it
+    streams: bool = field(init=False)  # weights come from main memory, their gradients go there
     slots: frozenset[str] = field(init=False)
     on_host: frozenset[str] = field(init=False)
 
@@ -108,7 +108,7 @@ class _Walk:
         return self.of(instruction) + self._weights(instruction)
 
     def _weights(self, instruction: Instruction) -> list[Access]:
-        """Of the slots of weights and their gradients."""
+        """Return the accesses to slots of weights and their gradients."""
         weights, gradients = names.WEIGHTS, names.WEIGHT_GRADIENTS
         outer, outer_gradients = names.WEIGHTS_OUTER, names.WEIGHT_GRADIENTS_OUTER
         match instruction:
@@ -120,7 +120,7 @@ class _Walk:
                 adds, with_outer = isinstance(instruction, Reduce), self.program.closes_outer(group)
                 slots = [gradients[group % 2], *[outer_gradients] * with_outer]
                 found = [(COMPUTE if adds else EVICT, name, SLOT, adds) for name in slots]
-                # The device takes their norms before they leave.
+                # The device computes their norms before they leave.
                 return found if adds else found + _reads(*((name, SLOT) for name in slots))
             case Forward(layer) | Backward(layer):
                 place = self._group(layer) % 2
@@ -202,7 +202,7 @@ class _Walk:
         if i.activations is not None:
             found += _writes(self._place(i.activations, i.chunk))
         if i.graph:
-            # A kept graph refers to nothing: its Backward names what it is given again.
+            # A kept graph refers to no place: its Backward names its buffers again.
             self.graphs[i.layer, i.chunk] = () if i.kept else (*taken, *output)
         if i.hold:
             self.held[i.layer] = output
@@ -210,7 +210,7 @@ class _Walk:
         return found
 
     def _pages(self, i: Forward) -> list[Access]:
-        """What sparse attention notes of keys, and which of them were chosen."""
+        """Return the accesses to page means and choices of sparse attention."""
         found = []
         if i.means is not None and i.write_kv is not None:
             found += _writes(self._place(i.means, i.chunk))
@@ -222,7 +222,7 @@ class _Walk:
         return found
 
     def _chosen(self, prefix: str, place: Place) -> list[Access]:
-        """A choice says what is attended to, and what is fetched."""
+        """Return the reads of a choice, by the cell and by the lane that fetches the pages."""
         return [(lane, *place, False) for lane in {COMPUTE, self._reader(prefix)}]
 
     def _backward(self, i: Backward) -> list[Access]:
@@ -245,7 +245,7 @@ class _Walk:
         return found
 
     def _reader(self, name: str) -> Lane:
-        """Who reads a prefix: the cell itself, or the lane that streams it in."""
+        """Return the lane that reads a prefix: the cell itself, or the lane that streams it in."""
         return FETCH if name in self.on_host else COMPUTE
 
 
@@ -258,13 +258,13 @@ def _writes(*places: Place) -> list[Access]:
 
 
 def footprints(program: Program) -> Iterator[list[Access]]:
-    """The accesses of every instruction, in the program's order."""
+    """Return the accesses of every instruction, in the program's order."""
     walk = _Walk(program)
     return map(walk.with_weights if walk.streams else walk.of, program.instructions)
 
 
 def lane_of(instruction: Instruction) -> Lane:
-    """The lane an instruction's own work is on."""
+    """Return the lane of an instruction's own work."""
     if isinstance(instruction, Fetch):
         return FETCH
     return EVICT if isinstance(instruction, Evict) else COMPUTE
@@ -284,7 +284,7 @@ class Hazard(StrEnum):
 
 
 EVERY = frozenset(Hazard)
-# By the lane that must wait.
+# By the waiting lane.
 _READING = {
     COMPUTE: Hazard.NOT_ARRIVED,
     FETCH: Hazard.NOT_HOME,
@@ -298,28 +298,27 @@ _WRITING = {
 
 
 class Wait(NamedTuple):
-    """Until this lane has done its part of an instruction."""
+    """A wait until this lane has done its part of an instruction."""
 
     lane: Lane
     instruction: int
 
 
-# Waits of one instruction by the lane that waits, of every lane it works on.
+# The waits of one instruction, for every lane that it works on.
 Order = dict[Lane, tuple[Wait, ...]]
 
 NEVER = -1
-# Programs have up to 300,000 instructions, and a search derives the waits of several: an enum's own
-# iterator and length, asked for each of them, were a third of the time.
+# Programs have up to 300,000 instructions, and a search derives the waits of several: the enum's
+# own iterator and length took a third of the time.
 _LANES = tuple(Lane)
 
 
 def _never() -> list[int]:
-    """By lane: nothing so far."""
     return [NEVER] * len(_LANES)
 
 
 def waits(program: Program, hazards: Collection[Hazard] = EVERY) -> tuple[Order, ...]:
-    """The order of every instruction. `hazards` other than all of them are for tests."""
+    """Return the waits of every instruction. Tests pass a part of the `hazards`."""
     derivation = _Derivation(program, frozenset(hazards))
     return tuple(
         derivation.order(index, i, accesses)
@@ -331,7 +330,7 @@ def waits(program: Program, hazards: Collection[Hazard] = EVERY) -> tuple[Order,
 
 @dataclass(slots=True)
 class _Last:
-    """The latest instruction of each lane that wrote a place, and that read it."""
+    """The latest instruction of each lane that wrote a place, and the latest that read it."""
 
     written: list[int] = field(default_factory=_never)
     read: list[int] = field(default_factory=_never)
@@ -343,10 +342,10 @@ class _Last:
 
 @dataclass(slots=True)
 class _Tracked:
-    """A buffer from its Allocate on."""
+    """A buffer from its Allocate to its Free."""
 
     buffer: Buffer
-    owners: list[int]  # by lane: the last use of its addresses before
+    owners: list[int]  # by lane: the last earlier use of its addresses
     every: _Last = field(default_factory=_Last)  # of any place
     whole: _Last = field(default_factory=_Last)  # of all places at once
     places: dict[int, _Last] = field(default_factory=dict)
@@ -365,8 +364,8 @@ class _Tracked:
 
 @dataclass(slots=True)
 class _Derivation:
-    """Invariant: `known[x][y]` is the latest instruction of lane y that lane x has followed, and
-    `then[x][i]` what that was when x had done its part of instruction i."""
+    """Derivation of waits. Invariant: `known[x][y]` is the latest instruction of lane y that lane x
+    has followed, and `then[x][i]` is a copy from when x had done its part of instruction i."""
 
     program: Program
     hazards: frozenset[Hazard]
@@ -403,7 +402,7 @@ class _Derivation:
         self.held[name] = _Tracked(buffer, owners)
 
     def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
-        """Raise `after` to what the access must follow."""
+        """Raise `after` to the instructions that the access must follow."""
         lane, name, place, writes = access
         held = self.held[name]
         hazard = (_WRITING if writes else _READING)[lane]
@@ -430,7 +429,7 @@ class _Derivation:
         return tuple(found)
 
     def _implied(self, other: Lane, after: list[int], new: list[Lane]) -> bool:
-        """Has another lane that is waited for followed this one far enough?"""
+        """Return whether another awaited lane has followed this one far enough."""
         return any(
             self.then[third][after[third]][other] >= after[other]
             for third in new
@@ -449,7 +448,7 @@ def _raise(after: list[int], to: list[int]) -> None:
 
 
 def overlap(one: Buffer, other: Buffer) -> bool:
-    """Do two buffers share bytes of an arena?"""
+    """Return whether two buffers share bytes of an arena."""
     apart = one.address + one.bytes <= other.address or other.address + other.bytes <= one.address
     return one.tier is other.tier and not apart
 
@@ -458,14 +457,14 @@ Cell = tuple[int, int]  # layer, chunk
 
 
 def unread_outputs(program: Program) -> frozenset[Cell]:
-    """Cells with a graph of their own chunk's backward whose output no later instruction reads: its
-    gradient comes from elsewhere.
+    """Return the cells with a graph for their own chunk's backward whose output no later
+    instruction reads; its gradient comes from elsewhere.
 
-    Registers are named by layer, and a new value takes an old one's place, so what is written when
-    the next one comes was not read.
+    Registers are named by layer, and a new value replaces the old one, so an output that is still
+    in its register when the next one comes was not read.
     """
     found: set[Cell] = set()
-    written: dict[int, Cell] = {}  # whose output is in hidden[layer]
+    written: dict[int, Cell] = {}  # the cell whose output is in hidden[layer]
 
     def read(layer: int) -> None:
         if layer in written:
@@ -498,7 +497,7 @@ def unread_outputs(program: Program) -> frozenset[Cell]:
 
 @dataclass(slots=True)
 class TiledCells:
-    """The cells of a program by how their feed-forwards run (see `hf.tiled_mlp`)."""
+    """Cells of a program by the way their feed-forwards run (see `hf.tiled_mlp`)."""
 
     program: Program
     tile: int | None = field(init=False)  # tokens
@@ -509,7 +508,7 @@ class TiledCells:
         self.unread = frozenset() if self.tile is None else unread_outputs(self.program)
 
     def sizes(self, i: Forward | Backward) -> tuple[int, ...]:
-        """Tokens of each tile of a cell; of one that runs whole, its chunk's."""
+        """Return the tokens of each tile of a cell; a cell that runs whole is one tile."""
         tokens = self._tokens(i)
         if not self.has_tiles(i):
             return (tokens,)
@@ -518,7 +517,7 @@ class TiledCells:
         return (self.tile,) * full + (rest,) * bool(rest)
 
     def has_tiles(self, i: Forward | Backward) -> bool:
-        """Its chunk is longer than a tile, and its graph is not kept."""
+        """Return whether the chunk is longer than a tile and the cell's graph is not kept."""
         if self.tile is None or self._tokens(i) <= self.tile:
             return False
         return not (i.kept if isinstance(i, Forward) else i.activations is not None)
@@ -528,7 +527,7 @@ class TiledCells:
         return stop - start
 
     def skips(self, i: Forward) -> bool:
-        """The feed-forward is left out: only the backward, which recomputes it, needs it."""
+        """Return whether the feed-forward is left out, since only the backward needs its output."""
         if not self.has_tiles(i) or not i.graph or (i.layer, i.chunk) not in self.unread:
             return False
         return self.program.model.layers[i.layer].work.skippable

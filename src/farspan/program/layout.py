@@ -1,4 +1,4 @@
-"""How devices share one step: the layout, a rank's place in it, and what it has of every chunk.
+"""Layout of the devices that share one step, a rank's place in it, and its part of every chunk.
 
 Ranks lie in the order tensor, ulysses, shards, ring, data, pipeline, neighbours in the first axis
 being neighbours in number. Outside attention the tokens of every chunk are dealt in that order too:
@@ -6,16 +6,16 @@ rank i of the P that share a sequence has the i-th of P parts, as equal as whole
 the parts of ranks that are neighbours in an axis are one range, and chunk c of all ranks together
 is a contiguous range of the sequence (FPDT 4.1), whatever its length.
 
-States of recurrent layers lie in buffers of K, V, in rows of the chunk that left them. A state
-does not grow with tokens, and every chunk but the last leaves one that somebody reads. So a
-layer's buffer has as many elements a token as its state takes in the shortest of those chunks,
-and all that is known of K, V holds for states too: when they are there, on which tier, who frees
+States of recurrent layers lie in buffers of K, V, in the rows of the chunk that produced them. A
+state does not grow with tokens, and every chunk but the last produces one that is read. So a
+layer's buffer has as many elements a token as its state takes in the shortest of those chunks, and
+the rules for K, V hold for states too: their lifetime, their tier, and the instruction that frees
 them. A chunk's rows hold the state of all sequences from their first byte on.
 
-Two sets of rows. A rank's tokens are its part of each chunk: x, activations and the loss are of
-them. Its keys are the tokens whose K, V, dK, dV, O and LSE it keeps, for its part of the heads: all
-of a chunk's with Ulysses alone, a shard's or a ring member's part of each chunk otherwise. Buffers
-hold the rows of all chunks one after the other, so a row is not a position in the sequence.
+Two sets of rows. A rank's tokens are its part of each chunk: rows of x, activations and the loss.
+Its keys are the tokens whose K, V, dK, dV, O and LSE it keeps, for its part of the heads: all of a
+chunk's with Ulysses alone, a shard's or a ring member's part of each chunk otherwise. Buffers hold
+the rows of all chunks one after the other, so a row is not a position in the sequence.
 
 Every rank of a sequence runs the same instructions; only the rows differ. Parts may be empty.
 """
@@ -65,11 +65,11 @@ class Layout:
             raise UnsupportedError(f"fsdp: expected true or false, got {self.fsdp!r}")
 
     def sequence(self) -> int:
-        """Devices that share the tokens of one sequence outside attention."""
+        """Return the number of devices that share the tokens of one sequence outside attention."""
         return self.ulysses * self.shards * self.ring * self.tensor
 
     def cuts_weights(self) -> bool:
-        """Does a rank hold shards of weights, which are gathered?"""
+        """Return whether a rank holds shards of weights, which are gathered for use."""
         return self.fsdp and self.devices() > 1
 
     def devices(self) -> int:
@@ -77,26 +77,25 @@ class Layout:
 
 
 def sequence_layout(model: ModelSpec, devices: int) -> Layout:
-    """The layout in which `devices` share every sequence: as many as the K, V heads allow share the
-    heads, the rest share each chunk's K, V. Of recurrent layers they share the layers."""
+    """Return the layout in which `devices` share every sequence: heads as far as the K, V heads
+    allow, and otherwise each chunk's K, V. With recurrent layers they share the layers."""
     if model.is_recurrent():
         return Layout(pipeline=devices)
     ulysses = gcd(devices, *(layer.kv_heads for layer in model.layers))
     return Layout(ulysses=ulysses, shards=devices // ulysses)
 
 
-ALONE = Layout()  # of one device
+ALONE = Layout()  # one device
 
 
 def streams(schedule: Schedule, layout: Layout) -> bool:
-    """Whether whole weights come from main memory through slots of the program. Where fsdp cuts
-    them, a rank's shards come from there as they are gathered, and its programs are those of
-    shards on the device."""
+    """Return whether whole weights come from main memory through slots of the program. With fsdp a
+    rank's shards are gathered from there, and its programs are as for shards on the device."""
     return schedule.weights is Tier.HOST and not layout.cuts_weights()
 
 
 def refuse_together(schedule: Schedule, layout: Layout) -> None:
-    """Raises UnsupportedError for a schedule that the ranks of a layout cannot run."""
+    """Raise UnsupportedError for a schedule that the ranks of a layout cannot run."""
     if schedule.sparse is not None and layout.shards * layout.ring > 1:
         raise UnsupportedError(
             "sparse: pages are chosen from all keys of a head, which shards and rings spread over "
@@ -110,28 +109,28 @@ def refuse_together(schedule: Schedule, layout: Layout) -> None:
         )
     if streams(schedule, layout) and layout.tensor > 1:
         raise UnsupportedError(
-            "weights: host without fsdp is for whole weights, and tensor cuts them; set fsdp: "
-            "true, use ulysses or shards for tensor, or weights: device"
+            "weights: host without fsdp needs whole weights, but tensor cuts them; set fsdp: true, "
+            "use ulysses or shards instead of tensor, or set weights: device"
         )
     if layout.ring > 1 and schedule.kv is Tier.HOST:
         raise UnsupportedError(
-            "kv: a ring sends K, V from the device; use device, or shards for the ring"
+            "kv: a ring sends K, V from the device; use device, or shards instead of ring"
         )
     if layout.tensor > 1:
         if schedule.activation_save_fraction:
             raise UnsupportedError(
-                "activation_save_fraction: with tensor parallelism a layer saves gathered tokens, "
-                "which are not planned for; use 0, or ulysses for tensor"
+                "activation_save_fraction: saved activations are not supported with tensor; use "
+                "0, or ulysses instead of tensor"
             )
         if schedule.mlp_chunk_size is not None:
             raise UnsupportedError(
-                "mlp_chunk_size: blocks cut by tensor have no tiles; use null, or ulysses"
+                "mlp_chunk_size: not supported with tensor; use null, or ulysses instead of tensor"
             )
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One of a layout's ranks."""
+    """A rank of a layout."""
 
     layout: Layout = ALONE
     number: int = 0
@@ -141,14 +140,14 @@ class Rank:
 
     @cached_property
     def along(self) -> dict[str, int]:
-        """Its index along each axis."""
+        """Index of the rank along each axis."""
         found, rest = {}, self.number
         for axis in AXES:
             rest, found[axis] = divmod(rest, getattr(self.layout, axis))
         return found
 
     def peers(self, *axes: str) -> tuple[int, ...]:
-        """Numbers of the ranks that differ from it in these axes alone, ascending, itself too."""
+        """Return the ranks, itself included, that differ from it only in these axes, ascending."""
         numbers, stride, base = [0], 1, 0
         for axis in AXES:
             extent = getattr(self.layout, axis)
@@ -160,8 +159,8 @@ class Rank:
         return tuple(sorted(base + n for n in numbers))
 
     def tokens(self, chunk: Range, *axes: str) -> Range:
-        """The tokens of a chunk that belong to it and its peers along these axes, which must be the
-        innermost ones."""
+        """Return the tokens of a chunk that belong to the rank and its peers along these axes,
+        which must be the innermost ones."""
         assert axes == SEQUENCE[: len(axes)], axes
         places = [n % self.layout.sequence() for n in self.peers(*axes)]
         return part(chunk, min(places), self.layout.sequence())[0], (
@@ -169,28 +168,28 @@ class Rank:
         )
 
 
-ONLY = Rank()  # where there is one device
+ONLY = Rank()  # the rank of a single device
 
 
 def part(span: Range, index: int, count: int) -> Range:
-    """The `index`-th of `count` parts of a range, as equal as whole tokens allow."""
+    """Return the `index`-th of `count` parts of a range, as equal as whole tokens allow."""
     start, stop = span
     size = stop - start
     return start + size * index // count, start + size * (index + 1) // count
 
 
 def chunk_ranges(tokens: int, chunk: int) -> tuple[tuple[int, int], ...]:
-    """Token ranges of the chunks; the last may be ragged."""
+    """Return the token ranges of the chunks; the last may be shorter."""
     return tuple((start, min(start + chunk, tokens)) for start in range(0, tokens, chunk))
 
 
 def are_equal(chunks: tuple[tuple[int, int], ...]) -> bool:
-    """Are chunks as `chunk_ranges` cuts them?"""
+    """Return whether the chunks are those of `chunk_ranges`."""
     return chunks == chunk_ranges(chunks[-1][1], chunks[0][1])
 
 
 def group_ranges(schedule: Schedule, layers: int, stages: int = 1) -> tuple[tuple[int, int], ...]:
-    """Layer ranges of the groups, first group first. The stages of a pipeline are its groups."""
+    """Layer ranges of the groups, first group first. A pipeline's groups are its stages."""
     ranges, start = [], 0
     sizes = schedule.group_sizes(layers) if stages == 1 else _stage_sizes(schedule, layers, stages)
     for size in sizes:
@@ -200,10 +199,10 @@ def group_ranges(schedule: Schedule, layers: int, stages: int = 1) -> tuple[tupl
 
 
 def _stage_sizes(schedule: Schedule, layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage: as the schedule says where it has one group for each, or equal."""
+    """Return the layers of each stage: from the schedule if it has a group for each, or equal."""
     if stages > layers:
         raise UnsupportedError(
-            f"pipeline: {stages} stages for {layers} layers; use at most one a layer"
+            f"pipeline: {stages} stages for {layers} layers; use at most {layers}"
         )
     if isinstance(schedule.groups, tuple):
         if len(schedule.groups) != stages:
@@ -216,7 +215,7 @@ def _stage_sizes(schedule: Schedule, layers: int, stages: int) -> tuple[int, ...
 
 
 def kept_chunks(fraction: float, chunks: tuple[tuple[int, int], ...]) -> range:
-    """Chunks that hold the latest `fraction` of the tokens, rounded to whole chunks.
+    """Return the chunks that hold the latest `fraction` of the tokens, rounded to whole chunks.
 
     Latest first: the attention recomputed for a token costs in proportion to its position, so
     keeping the last 30% removes 51% of that work.
@@ -234,15 +233,15 @@ def kept_chunks(fraction: float, chunks: tuple[tuple[int, int], ...]) -> range:
 
 
 def with_states(model: ModelSpec, chunks: tuple[Range, ...]) -> ModelSpec:
-    """The model with rows for the states that these chunks leave. Raises UnsupportedError where one
-    of them is too short for what a family runs on more than one token."""
+    """Return the model with rows for the states that these chunks leave. Raises UnsupportedError if
+    a chunk is a single token, which recurrent families treat as generation."""
     if not model.is_recurrent():
         return model
     shortest = min((stop - start for start, stop in chunks[:-1]), default=0)
     if shortest == 1:
         raise UnsupportedError(
-            "chunk: expected at least 2 tokens with recurrent layers, which take a single token "
-            "for one that is generated, got 1"
+            "chunk: expected at least 2 tokens with recurrent layers, which treat a single token "
+            "as generation, got 1"
         )
     return replace(model, layers=tuple(_with_rows(layer, shortest) for layer in model.layers))
 
@@ -253,8 +252,7 @@ def _with_rows(layer: LayerSpec, tokens: int) -> LayerSpec:
 
 
 def refuse_shared_states(model: ModelSpec, layout: Layout) -> None:
-    """Raises UnsupportedError where ranks would share the tokens of a sequence, and so a
-    recurrence."""
+    """Raise UnsupportedError if ranks would share the tokens of a sequence, and so a recurrence."""
     if layout.sequence() > 1 and model.is_recurrent():
         raise UnsupportedError(
             "parallel: recurrent layers hand their state from chunk to chunk, so ranks cannot "
@@ -262,7 +260,7 @@ def refuse_shared_states(model: ModelSpec, layout: Layout) -> None:
         )
 
 
-# Tensors start on cache-line boundaries: vendor kernels want at least 16 bytes, and a packed tensor
+# Tensors start on cache-line boundaries: vendor kernels need at least 16 bytes, and a packed tensor
 # of any dtype must be viewable at its offset.
 ALIGNMENT = 64
 
@@ -272,7 +270,7 @@ class Spans:
     """A part of every chunk."""
 
     ranges: tuple[Range, ...]  # positions in the sequence
-    rows: tuple[Range, ...]  # where they stand in a buffer that holds all of them
+    rows: tuple[Range, ...]  # rows in a buffer that holds the parts of all chunks
 
     @property
     def total(self) -> int:
@@ -292,12 +290,11 @@ class Share:
     rank: Rank
     tokens: Spans
     keys: Spans
-    cells: tuple[Range, ...]  # rows that each chunk's kept activations have room for
+    cells: tuple[Range, ...]  # rows reserved for each chunk's kept activations
 
 
 @lru_cache(maxsize=64)
 def share_of(chunks: tuple[Range, ...], rank: Rank = ONLY) -> Share:
-    """The share of one rank."""
     if rank.layout.sequence() == 1:
         whole = Spans(chunks, chunks)
         return Share(rank, whole, whole, chunks)
@@ -310,14 +307,14 @@ def share_of(chunks: tuple[Range, ...], rank: Rank = ONLY) -> Share:
 
 
 def own_groups(rank: Rank, groups: int) -> range:
-    """The groups of layers that a rank runs. Those of a pipeline are its stages."""
+    """Return the groups of layers that a rank runs. A pipeline's groups are its stages."""
     if rank.layout.pipeline == 1:
         return range(groups)
     stage = rank.along["pipeline"]
     return range(stage, stage + 1)
 
 
-AMONG_HEADS = SEQUENCE[:2]  # these share heads; the other axes of a sequence share keys
+AMONG_HEADS = SEQUENCE[:2]  # axes that share heads; the other axes of a sequence share keys
 
 
 def _spans(chunks: tuple[Range, ...], rank: Rank, *axes: str) -> Spans:
@@ -327,23 +324,21 @@ def _spans(chunks: tuple[Range, ...], rank: Rank, *axes: str) -> Spans:
 
 
 def cells_of(chunks: tuple[Range, ...], layout: Layout) -> tuple[Range, ...]:
-    """An equal part of every chunk, rounded up: a rank saves rows of its tokens, and of its heads
-    for others' tokens, no more of either than that of all heads."""
+    """Return an equal part of every chunk, rounded up. A rank saves rows of its own tokens, and its
+    heads' rows of others' tokens; neither is more than its tokens' rows with all heads."""
     sizes = (-(-(stop - start) // layout.sequence()) for start, stop in chunks)
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
 def among_heads(rank: Rank, chunk: Range) -> tuple[int, ...]:
-    """How many of a chunk's tokens each of the rank's Ulysses peers brings, with those of their
-    tensor peers."""
+    """Tokens of a chunk that each Ulysses peer of the rank brings with its tensor peers."""
     held = [Rank(rank.layout, n).tokens(chunk, "tensor") for n in rank.peers("ulysses")]
     return tuple(stop - start for start, stop in held)
 
 
 @lru_cache(maxsize=64)
 def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
-    """The model as attention on one rank sees it. Raises UnsupportedError where heads cannot be
-    shared as the layout says."""
+    """Return one rank's model in attention. Raises UnsupportedError if heads cannot be shared."""
     refuse_shared_states(model, layout)
     if layout.ulysses * layout.tensor == 1:
         return model
@@ -352,8 +347,8 @@ def local_heads(model: ModelSpec, layout: Layout) -> ModelSpec:
 
 
 def exchanging(model: ModelSpec, layout: Layout) -> ModelSpec:
-    """The model with what a cell saves besides where ranks exchange heads: the output projection
-    reads attention's output by tokens, another tensor than the one by heads that is kept."""
+    """Return the model with the additional tensors that a cell saves if ranks exchange heads: the
+    output projection reads attention's output by tokens, but the kept output is by heads."""
     if layout.ulysses == 1:
         return model
     layers = (
@@ -369,7 +364,6 @@ def exchanging(model: ModelSpec, layout: Layout) -> ModelSpec:
 
 
 def local_layer(layer: LayerSpec, layout: Layout) -> LayerSpec:
-    """A layer with the heads of one rank."""
     ranks = layout.ulysses * layout.tensor
     if layer.kv_heads % ranks:
         raise UnsupportedError(
@@ -384,7 +378,7 @@ def local_layer(layer: LayerSpec, layout: Layout) -> LayerSpec:
 # -- as a run file asks for it ---------------------------------------------------------------------
 
 COMMAND = "torchrun --nproc-per-node {} -m farspan train RUN.yaml"
-LONGEST = 1e9  # seconds, a life; clocks count nanoseconds in 64 bits, 292 years
+LONGEST = 1e9  # seconds, 31 years; clocks count nanoseconds in 64 bits, 292 years
 
 
 class Auto(StrEnum):
@@ -395,16 +389,16 @@ class Auto(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """So many ranks along each axis of `Layout`."""
+    """Number of ranks along each axis of `Layout`."""
 
     tensor: int = 1  # ranks that share the weights and heads of a layer
     ulysses: int = 1  # ranks that share tokens outside attention and heads inside
     shards: int = 1  # ranks that share the keys of every chunk
     ring: int = 1  # ranks around which keys travel
     pipeline: int = 1  # stages: ranks, or groups of ranks, with their own layers
-    data: int | None = None  # groups of ranks with their own sequences; null: what is left over
+    data: int | None = None  # groups of ranks with their own sequences; null: the ranks that remain
     fsdp: bool = True  # cut weights, gradients and optimizer states over the ranks, as FSDP2 does
-    timeout: float = 600.0  # seconds after which ranks no longer wait for each other
+    timeout: float = 600.0  # seconds after which ranks stop waiting for each other
 
     def __post_init__(self) -> None:
         data = 1 if self.data is None else self.data
@@ -415,11 +409,11 @@ class Parallel:
             )
 
     def asked(self) -> int:
-        """Ranks that are asked for, where `data` does not take what is left over."""
+        """Return the number of ranks, or its divisor if `data` is null."""
         return prod(self._extents().values()) * (self.data or 1)
 
     def layout(self, ranks: int) -> Layout:
-        """The layout of so many ranks. Raises UnsupportedError if another number is asked for."""
+        """Return the layout of `ranks` ranks. Raises UnsupportedError for another number."""
         asked = self.asked()
         if ranks % asked or (self.data is not None and ranks != asked):
             there = "there is 1" if ranks == 1 else f"there are {ranks}"
@@ -427,7 +421,7 @@ class Parallel:
         return Layout(**self._extents(), data=self.data or ranks // asked, fsdp=self.fsdp)
 
     def describe(self) -> str:
-        """The product, written out."""
+        """Return the product of the extents in words."""
         extents = {**self._extents(), "data": self.data or 1}
         found = [f"{name} {n}" for name, n in extents.items() if n > 1] or ["1"]
         many = "" if self.data is not None else " or a multiple"
@@ -438,18 +432,18 @@ class Parallel:
         return {name: getattr(self, name) for name in AXES if name in names}
 
 
-Given = Parallel | Auto | None  # what a run file says
+Given = Parallel | Auto | None  # `parallel` of a run file
 
 
 def check_ranks(given: Given, ranks: int | None) -> Given:
-    """`given` for so many ranks, None being a process that nobody launched, with `data` written
-    out. Raises UnsupportedError where it is for another number of them."""
+    """Return `given` with `data` filled in for `ranks` ranks; None means a process without a
+    launcher. Raises UnsupportedError if it needs another number of ranks."""
     if isinstance(given, Parallel):
         try:
             return replace(given, data=given.layout(ranks or 1).data)
         except UnsupportedError as error:
             many = given.asked()
-            if given.data is None:  # of those that are there, as many as can share it
+            if given.data is None:  # as many of the started ranks as can share it
                 many *= max(1, (ranks or 1) // many)
             raise UnsupportedError(f"{error}; start {many}: {COMMAND.format(many)}") from error
     if given is None and ranks is not None and ranks > 1:
@@ -461,12 +455,12 @@ def check_ranks(given: Given, ranks: int | None) -> Given:
 
 
 def layout_of(given: Given, ranks: int, model: Callable[[], ModelSpec]) -> Layout:
-    """The layout of a run on so many ranks; the model is looked at where its heads decide."""
+    """Return the layout of a run on `ranks` ranks. The model is loaded only if its heads decide."""
     if isinstance(given, Parallel):
         return given.layout(ranks)
     return ALONE if ranks == 1 else sequence_layout(model(), ranks)
 
 
 def replicas(given: Given) -> int:
-    """Ranks, or groups of them, with sequences of their own."""
+    """Return the number of ranks, or groups of ranks, with sequences of their own."""
     return (given.data or 1) if isinstance(given, Parallel) else 1

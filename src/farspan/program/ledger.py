@@ -1,4 +1,4 @@
-"""The ledger a program is written into: instructions in order, and the buffers they name."""
+"""The ledger of a program being written: its instructions in order, and the buffers they name."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -33,11 +33,11 @@ from farspan.spec import DEVICE, HOST, ModelSpec, RunSpec, Schedule, Tier
 
 @dataclass(slots=True)
 class Ledger:
-    """Collects instructions and the lifetimes of buffers.
+    """A list of instructions with the lifetimes of buffers.
 
-    Invariant: a buffer is open between its Allocate and its Free, and is allocated once.
-    `written` has the buffers that are open, each with the chunks whose content stands in it, so
-    that passes can ask what is there instead of repeating the rules by which it came to be there.
+    Invariant: a buffer is open between its Allocate and its Free, and is allocated once. `written`
+    has the open buffers, each with the chunks whose content is in it, so passes look up the content
+    instead of repeating the rules that put it there.
     """
 
     model: ModelSpec
@@ -46,19 +46,19 @@ class Ledger:
     chunks: tuple[Range, ...]
     groups: tuple[Range, ...]
     share: Share
-    walked: Sequence[int]  # chunks that passes go through: all, but in an outline
-    is_cut: bool = False  # the forward ends with the head's values, and the backward comes later
-    cut: int = 0  # where it does
+    walked: Sequence[int]  # chunks that passes go through: all, except in an outline
+    is_cut: bool = False  # the forward ends with the head's values, and the backward is separate
+    cut: int = 0  # index of the backward's first instruction
     instructions: list[Instruction] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     born: dict[str, int] = field(default_factory=dict)  # index of a buffer's Allocate
     dies: dict[str, int] = field(default_factory=dict)  # and of its Free
     written: dict[str, set[int]] = field(default_factory=dict)
-    covered: dict[str, range] = field(default_factory=dict)  # chunks a buffer has room for
+    covered: dict[str, range] = field(default_factory=dict)  # chunks that a buffer has room for
     turns: dict[tuple[str, ...], int] = field(default_factory=dict)  # of rings of slots
     fetched: dict[int, int] = field(default_factory=dict)  # slot of weights: the group in it
-    sizes: dict[tuple[Kind, int, int], int] = field(default_factory=dict)  # that were asked for
-    alike: list[int] = field(init=False)  # by layer, the first that is equal
+    sizes: dict[tuple[Kind, int, int], int] = field(default_factory=dict)  # sizes computed so far
+    alike: list[int] = field(init=False)  # by layer, the first layer that is equal
     attention_slots: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,8 +77,8 @@ class Ledger:
         chunks: range | None = None,
         tier: Tier | None = None,
     ) -> None:
-        """Open a buffer of the layer's tensors for these chunks, or all, where the schedule has
-        its kind or on this tier."""
+        """Open a buffer of the layer's tensors for these chunks, or all, on `tier`, by default the
+        schedule's tier for its kind."""
         tier = RESIDENCY[kind].tier_of(self.schedule) if tier is None else tier
         chunks = range(len(self.chunks)) if chunks is None else chunks
         rows = rows_of(self.share, kind)
@@ -108,7 +108,7 @@ class Ledger:
         cell_bytes: int,
         cell_row: int = 0,
     ) -> None:
-        """Open a buffer of raw cells, one for each chunk of `cells`, where the schedule has its
+        """Open a buffer of raw cells, one for each chunk of `cells`, on the schedule's tier for its
         kind; for `cell_row` see Buffer."""
         tier = RESIDENCY[kind].tier_of(self.schedule)
         rows = rows_of(self.share, kind)[cells.start : cells.stop]
@@ -144,8 +144,8 @@ class Ledger:
                 self._open(name, kind, -1, DEVICE, (0, stop), size, cell_bytes)
 
     def allocate_group_slots(self, kind: Kind) -> None:
-        """Open device buffers for the weights, or their gradients, of two groups of layers, those
-        of even and those of odd numbers, and of what is outside the layers."""
+        """Open device buffers for the weights, or their gradients, of two groups of layers, one
+        with an even and one with an odd number, and of the modules outside the layers."""
         ring, (outer,) = RESIDENCY[kind].slots
         gradients = kind is Kind.WEIGHT_GRADIENTS
         for parity, name in enumerate(ring):
@@ -161,7 +161,7 @@ class Ledger:
         self._open(name, kind, -1, DEVICE, (0, 0), size, size)
 
     def clear(self, name: str) -> None:
-        """Zero dK, dV. What is on host gets its zeros from a slot, so that the link's lane orders
+        """Zero dK, dV. A buffer on the host gets its zeros from a slot, so the link's lane orders
         them with all other copies of these bytes."""
         if self.buffers[name].tier is DEVICE:
             self.emit(Clear(name))
@@ -170,12 +170,12 @@ class Ledger:
         self.emit(Clear(zeros), *(Evict(zeros, name, c) for c in self.walked))
 
     def turn(self, ring: tuple[str, ...]) -> str:
-        """The slot of a ring whose turn it is."""
+        """Return the slot of a ring whose turn it is."""
         turn = self.turns[ring] = self.turns.get(ring, -1) + 1
         return ring[turn % len(ring)]
 
     def few(self, ring: tuple[str, ...]) -> tuple[str, ...]:
-        """The slots of a ring that a single chunk, or several, need."""
+        """Return the slots of a ring that the chunks need: one for a single chunk."""
         return ring[: len(self.chunks)]
 
     def free(self, name: str) -> None:
@@ -190,7 +190,7 @@ class Ledger:
         return name in self.written
 
     def _drop_unused(self) -> None:
-        """Slots and buffers are opened by rule; a short or shallow program may need fewer."""
+        """Remove unused buffers: they are opened by rule, and a short program may need fewer."""
         used = self._used()
         if used >= self.buffers.keys():
             return
@@ -207,11 +207,11 @@ class Ledger:
             ends.update({name: end - bisect_left(dropped, end) for name, end in ends.items()})
 
     def _used(self) -> set[str | None]:
-        """Buffers that instructions read or write; opening and clearing one is no use of it."""
+        """Return the buffers that instructions other than Allocate, Free and Clear name."""
         kinds: dict[type[Instruction], list[Instruction]] = {}
         for instruction in self.instructions:
             kinds.setdefault(type(instruction), []).append(instruction)
-        used: set[str | None] = set()  # None from fields that are empty
+        used: set[str | None] = set()  # None comes from empty fields
         if Gather in kinds and streams(self.schedule, self.share.rank.layout):
             for held in Kind.WEIGHTS, Kind.WEIGHT_GRADIENTS:
                 used.update(*RESIDENCY[held].slots)
@@ -227,7 +227,7 @@ class Ledger:
         return used
 
     def finish(self) -> Program:
-        """Close what is open, give every buffer its address, and freeze."""
+        """Close all open buffers, place every buffer, and return the program."""
         for name in list(self.buffers):
             self.free(name)
         self._drop_unused()
@@ -257,17 +257,17 @@ class Ledger:
 
 
 def _has_prefix(instruction: Instruction) -> bool:
-    """Does it read the K, V of earlier chunks?"""
+    """Return whether the instruction reads the K, V of earlier chunks."""
     return isinstance(instruction, Forward | Backward) and instruction.chunk > 0
 
 
 def _has_choice(instruction: Instruction) -> bool:
-    """Does it attend to chosen pages?"""
+    """Return whether the instruction attends to chosen pages."""
     return isinstance(instruction, Forward | Backward) and instruction.choice is not None
 
 
 _OPENING = (Allocate, Free, Clear)
-# Fields of each other kind of instruction that may name a buffer.
+# Fields of the other kinds of instructions that may name a buffer.
 _TEXTS = {
     kind: tuple(field.name for field in fields(kind) if "str" in str(field.type))
     for kind in get_args(Instruction)

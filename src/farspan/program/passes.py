@@ -1,5 +1,4 @@
-"""A group of layers, the buffers it opens and closes, and its passes over the chunks: first,
-rebuild, backward.
+"""A group of layers, its buffers, and its passes over the chunks: first, rebuild, backward.
 
         layers                      first pass      chunk by chunk upwards through the group
       ^  +--+--+--+--+  group 1     rebuild         the same, only to have K, V again
@@ -8,9 +7,9 @@ rebuild, backward.
       |  |  |  |  |  |
       +--+--+--+--+--+-> chunks
 
-Two savings hold everywhere, unless the step is cut behind the head. The last chunk's own cells are
+Two savings hold everywhere, unless the step is cut behind the head. The last chunk's own cells do
 not run before the backward starts with them. And the top layer of a group has no reader before its
-backward, so a pass that is only there for K, V ends in it with AttentionMode.NONE.
+backward, so a pass that only produces K, V ends in it with AttentionMode.NONE.
 """
 
 from dataclasses import dataclass, field
@@ -58,8 +57,8 @@ class Group:
     top: int = field(init=False)  # the last of the layers
     is_last: bool = field(init=False)
     is_stage: bool = field(init=False)  # of a pipeline
-    streams: bool = field(init=False)  # its weights come from main memory
-    stays_open: bool = field(init=False)  # its K, V are there from the first pass to the backward
+    streams: bool = field(init=False)  # its weights are streamed from main memory
+    stays_open: bool = field(init=False)  # its K, V live from the first pass to the backward
     chunks: range = field(init=False)
     graphs: range = field(init=False)  # chunks whose graphs the first pass keeps
     gathered: bool = field(init=False, default=False)
@@ -75,11 +74,11 @@ class Group:
         self.chunks = range(len(ledger.chunks))
         self.graphs = kept_chunks(ledger.schedule.activation_save_fraction, ledger.chunks)
         if self.is_last and len(self.layers) == 1:
-            self.graphs = range(0)  # the backward follows at once: there is nothing to save
+            self.graphs = range(0)  # the backward follows at once, so nothing is saved
 
     def gather(self, then: int | None) -> None:
-        """Have the weights whole, unless they are: once for each pass, or once for two that follow
-        each other. From main memory those of group `then` come as well, whose pass is the next."""
+        """Gather the weights unless they are gathered: once a pass, or once for two consecutive
+        passes. From main memory also those of group `then`, whose pass is the next."""
         if self.streams:
             self._fetch_weights(then)
             return
@@ -96,9 +95,9 @@ class Group:
                 fetched[index % 2] = index
 
     def _open_weight_gradients(self) -> None:
-        """What the backward adds to, of groups whose weights are in main memory."""
+        """Open the gradient sums that the backward adds to, for weights in main memory."""
         if self.streams:
-            if self.stays_open:  # it is the first whose backward runs here
+            if self.stays_open:  # the first group whose backward runs here
                 self.ledger.allocate_group_slots(Kind.WEIGHT_GRADIENTS)
             self.ledger.emit(Gather(self.index, outer=self.stays_open, gradients=True))
 
@@ -108,12 +107,11 @@ class Group:
             self.gathered = False
 
     def with_outer(self) -> bool:
-        """Whether what is outside the layers is gathered too. All stages of a pipeline share it,
-        so all gather it, at the beginning: those between the ends too, which do not need it."""
+        """Return whether the modules outside the layers are gathered too. All stages of a pipeline
+        share them, so all gather them, even stages in the middle, which do not need them."""
         return self.is_stage or self.index == 0 or self.is_last
 
     def open_first(self) -> None:
-        """Buffers that the first pass writes."""
         ledger, schedule = self.ledger, self.ledger.schedule
         kept = kept_chunks(schedule.attention_save_fraction, ledger.chunks)
         for layer in self.layers:
@@ -146,7 +144,7 @@ class Group:
             )
 
     def _open_pages(self, layer: int) -> None:
-        """Where a layer's pages have their mean keys, and what its queries chose is kept."""
+        """Open the buffers of the layer's page means and of its queries' choices."""
         ledger, sparse = self.ledger, self.ledger.schedule.sparse
         choosing = self.choosing(layer)
         if sparse is None or not choosing:
@@ -171,8 +169,8 @@ class Group:
             ledger.allocate_cells(name, kind, layer, cells, size)
 
     def choosing(self, layer: int) -> range:
-        """Chunks whose queries choose pages in this layer: those of which some lie between sinks
-        and recent tokens. A layer with a window is exact as it is."""
+        """Return the chunks whose queries choose pages in this layer: those with pages between
+        sinks and recent tokens. A layer with a window chooses none."""
         ledger, sparse = self.ledger, self.ledger.schedule.sparse
         if sparse is None or ledger.model.layers[layer].window is not None:
             return range(0)
@@ -195,9 +193,9 @@ class Group:
                 ledger.allocate(name, Kind.ATTENTION, layer, others)
 
     def cell_bytes(self, layer: int, chunk: int = 0) -> int:
-        """Bytes of a chunk's cell of kept activations; of equal chunks a ragged last one has a
-        full one. O and LSE are in it where no attention buffer is sure to hold them; the layer's
-        input where no boundary does."""
+        """Return the bytes of a chunk's cell of kept activations; a shorter last one of equal
+        chunks has a full cell. O and LSE are included if no attention buffer is sure to hold them;
+        the layer's input is included if no boundary holds it."""
         ledger = self.ledger
         start, stop = ledger.share.cells[0 if are_equal(ledger.chunks) else chunk]
         spec, batch = ledger.model.layers[layer], ledger.run.batch
@@ -206,7 +204,7 @@ class Group:
         return size + batch * (stop - start) * self._input_row(layer)
 
     def cell_row(self, layer: int) -> int:
-        """By how much it is smaller a token that its chunk is shorter."""
+        """Return the bytes by which a cell shrinks for each token that its chunk is shorter."""
         ledger = self.ledger
         if are_equal(ledger.chunks):
             return 0
@@ -215,7 +213,6 @@ class Group:
         return ledger.run.batch * (row + self._input_row(layer))
 
     def _sharers(self) -> int:
-        """Ranks that share the heads."""
         layout = self.ledger.share.rank.layout
         return layout.ulysses * layout.tensor
 
@@ -224,7 +221,7 @@ class Group:
         return schedule.attention_save_fraction < schedule.activation_save_fraction or is_outermost
 
     def _input_row(self, layer: int) -> int:
-        """Bytes of the layer's input in its cell, a token of one sequence."""
+        """Return the bytes of the layer's input in its cell, per token of one sequence."""
         model = self.ledger.model
         inside = model.layers[layer].saves_input and layer != self.layers[0]
         return inside * model.hidden * model.element_bytes
@@ -235,7 +232,7 @@ class Group:
         return kept and schedule.kv is DEVICE and schedule.kv_home is HOST
 
     def close_first(self) -> None:
-        """After the first pass of a group that is not the last: its K, V go."""
+        """Free K, V and other buffers after the first pass of a group that is not the last."""
         self.release()
         for layer in self.layers:
             self.free_layer(layer, Until.FIRST)
@@ -243,7 +240,7 @@ class Group:
                 self.ledger.free(names.kv(layer))
 
     def close(self) -> None:
-        """After the backward."""
+        """Free the group's buffers after its backward."""
         self.release()
         for layer in self.layers:
             self.free_layer(layer, *Until)
@@ -252,17 +249,17 @@ class Group:
             self.ledger.free(names.x(self.index))
 
     def free_layer(self, layer: int, *until: Until) -> None:
-        """Close the layer's buffers that live no longer than until then."""
+        """Free the layer's buffers that live until one of these times."""
         for name in layer_buffers(layer, *until):
             self.ledger.free(name)
 
     def prefix(self, layer: int) -> str:
-        """The buffer K, V of this layer are in now."""
+        """Return the buffer that holds K, V of this layer now."""
         again = names.kv_again(layer)
         return again if self.ledger.is_open(again) else names.kv(layer)
 
     def attention_home(self, layer: int, chunk: int) -> str | None:
-        """The buffer that keeps O, LSE of this cell, if one does."""
+        """Return the buffer that keeps O, LSE of this cell, or None."""
         for name in (names.attention(layer), names.attention_open(layer)):
             if self.ledger.is_open(name) and chunk in self.ledger.covered[name]:
                 return name
@@ -271,14 +268,14 @@ class Group:
 
 @dataclass(slots=True)
 class GroupPasses(Group):
-    """Writes the passes of a group into its ledger."""
+    """A group that writes its passes into the ledger."""
 
-    entered: str = ""  # where the chunk's input is
+    entered: str = ""  # buffer of the chunk's input
 
     # -- the group's input and output ---
 
     def enter(self, chunk: int) -> None:
-        """hidden[first layer] of the chunk."""
+        """Provide hidden[first layer] of the chunk."""
         if self.index == 0:
             self.ledger.emit(Embed(chunk))
             return
@@ -307,7 +304,7 @@ class GroupPasses(Group):
             self.ledger.emit(Load(self.top + 1, chunk, place))
 
     def enter_backward(self, chunk: int) -> None:
-        """gradient[top + 1] of the chunk: from the head, or from the group above."""
+        """Provide gradient[top + 1] of the chunk: from the head, or from the group above."""
         if self.is_last and chunk not in self.graphs:
             self.ledger.emit(Head(chunk))
             return
@@ -323,7 +320,7 @@ class GroupPasses(Group):
             self.ledger.emit(LoadGradient(self.top + 1, chunk, place))
 
     def leave_backward(self, chunk: int) -> None:
-        """gradient[first layer] of the chunk takes the place of the group's input."""
+        """Store gradient[first layer] of the chunk in place of the group's input."""
         if self.index == 0:
             self.ledger.emit(EmbedBackward(chunk))
             return
@@ -362,7 +359,7 @@ class GroupPasses(Group):
         if not self.stays_open:
             self.close_first()
         elif self.ledger.is_cut:
-            self.release()  # what computes in between has its weights
+            self.release()  # the code between the halves gathers its own
             self.ledger.cut = len(self.ledger.instructions)
 
     def _above(self) -> int | None:
@@ -372,7 +369,7 @@ class GroupPasses(Group):
         return self.index - 1 if self.index and not self.is_stage else None
 
     def evaluate(self) -> None:
-        """Forward only."""
+        """Write a forward without a backward."""
         self.gather(self._above())
         self.open_first()
         for chunk in self.ledger.walked:
@@ -389,7 +386,7 @@ class GroupPasses(Group):
         self.release()
 
     def rebuild(self) -> None:
-        """Have the group's K, V at hand again."""
+        """Bring the group's K, V back for its backward."""
         ledger, schedule = self.ledger, self.ledger.schedule
         missing = not schedule.kv_kept or self.kv_goes_home()
         if self.stays_open or not missing:
@@ -460,7 +457,7 @@ class GroupPasses(Group):
         hold: bool = False,
         held: bool = False,
     ) -> None:
-        """One forward cell with its copies. What is already there decides the mode."""
+        """Write one forward cell with its copies. The content of the buffers decides the mode."""
         ledger, prefix = self.ledger, self.prefix(layer)
         home = self.attention_home(layer, chunk)
         mode = MODE_COMPUTE
@@ -471,7 +468,7 @@ class GroupPasses(Group):
         elif home is not None and chunk in ledger.written[home]:
             mode = MODE_GIVEN
         elif graph or hold:
-            home = None  # the backward follows at once: nothing to keep
+            home = None  # the backward follows at once, so nothing is kept
         attention = None if home is None else self._attention_place(home)
         if home is not None and attention is not None and mode is MODE_GIVEN:
             self._fetch(home, attention, chunk)
@@ -508,7 +505,7 @@ class GroupPasses(Group):
         return name if wanted and self.ledger.is_open(name) else None
 
     def _choice(self, layer: int, chunk: int, mode: AttentionMode) -> tuple[str | None, bool]:
-        """Where the cell's choice of pages is or goes, and whether it is made here."""
+        """Return the buffer of the cell's choice of pages, and whether this cell chooses."""
         if mode is not MODE_COMPUTE or chunk not in self.choosing(layer):
             return None, False
         name = names.choice(layer)
@@ -525,7 +522,7 @@ class GroupPasses(Group):
             self.ledger.emit(Evict(place, home, chunk))
 
     def backward_cell(self, layer: int, chunk: int, *, kept: bool = False) -> None:
-        """One backward cell with its copies; `kept` when the first pass kept its graph."""
+        """Write one backward cell with its copies; `kept` if the first pass kept its graph."""
         ledger, on_host = self.ledger, self.ledger.schedule.kv is HOST
         prefix, dkv = self.prefix(layer), names.dkv(layer)
         attention = cells = own_kv = None
@@ -533,7 +530,7 @@ class GroupPasses(Group):
             own_kv = ledger.turn(names.KV_OWN) if on_host else prefix
             self._fetch(prefix, own_kv, chunk)
             home = self.attention_home(layer, chunk)
-            # What is kept only while the group is open was not there when the first pass ran.
+            # O kept only while the group is open did not exist during the first pass.
             was_open = self.stays_open or home == names.attention(layer)
             if home is not None and was_open and chunk in ledger.written[home]:
                 attention = self._attention_place(home)
@@ -541,7 +538,7 @@ class GroupPasses(Group):
             cells = self._activations_place(layer)
             self._fetch(names.activations(layer), cells, chunk)
         if chunk == self.chunks[-1] and layer > self.layers[0]:
-            # While this cell computes, the zeros for the next one's sums go to host.
+            # While this cell computes, the zeros for the next cell's sums go to the host.
             ledger.clear(names.dkv(layer - 1))
         own_dkv = ledger.turn(names.DKV_OWN) if on_host else dkv
         self._fetch(dkv, own_dkv, chunk)

@@ -1,14 +1,14 @@
-"""A plan is a value: typed instructions over named buffers, in the order they run.
+"""A program is a value: typed instructions over named buffers, in the order they run.
 
-Registers. `hidden[l]` is the input of layer l for the chunk at hand and `gradient[l]` its
-gradient; `hidden[L]` is what the head reads. Registers are transient tensors of one chunk and
-hold no memory that grows with the sequence; everything that does is a `Buffer`.
+Registers. `hidden[l]` is the input of layer l for the current chunk and `gradient[l]` its gradient;
+the head reads `hidden[L]`. Registers are transient tensors of one chunk and hold no memory that
+grows with the sequence; everything that does is a `Buffer`.
 
 Boundaries. Boundary b is the input of group b, and boundary G (after the last group) the input of
-the head. In the backward the gradient of boundary b takes the place of `x.b`, chunk by chunk, so
-boundary gradients need no memory of their own.
+the head. In the backward the gradient of boundary b replaces `x.b`, chunk by chunk, so boundary
+gradients need no memory of their own.
 
-Sizes. A buffer holds one or more tensors, each of a shape a token and a precision (`regions`).
+Sizes. A buffer holds one or more tensors, each with a shape per token and a precision (`regions`).
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier, 
 
 
 def rows_of(share: Share, kind: Kind) -> tuple[Range, ...]:
-    """The rows of every chunk in buffers of this kind."""
+    """Return the rows of every chunk in buffers of this kind."""
     match RESIDENCY[kind].rows:
         case CutInto.CELLS | CutInto.GROUPS:
             return share.cells
@@ -32,26 +32,26 @@ def rows_of(share: Share, kind: Kind) -> tuple[Range, ...]:
 
 
 class AttentionMode(StrEnum):
-    """The forward modes: nothing quadratic happens in any but COMPUTE."""
+    """Modes of a forward cell. Only COMPUTE does work that is quadratic in the sequence."""
 
     COMPUTE = "compute"  # full attention over the prefix
     NONE = "none"  # project and write K, V, then stop: the cell has no output
     GIVEN = "given"  # O and LSE come from the kept buffer
-    HELD = "held"  # O and LSE come from the register an earlier pass over this chunk left
+    HELD = "held"  # O and LSE come from the register that an earlier pass over this chunk left
 
 
-MODE_COMPUTE, MODE_NONE, MODE_GIVEN, MODE_HELD = AttentionMode  # for loops, as spec.HOST
+MODE_COMPUTE, MODE_NONE, MODE_GIVEN, MODE_HELD = AttentionMode  # fast in loops, as spec.HOST
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One tensor of a buffer: a row a token, rows contiguous."""
+    """One tensor of a buffer: one row per token, rows contiguous."""
 
     name: str
     offset: int  # bytes from the buffer's address
     shape: tuple[int, ...]  # of one token, batch first
     element_bytes: int
-    accumulate: bool  # fp32 (fp64 in a float64 model) whatever the model's dtype is
+    accumulate: bool  # fp32 (fp64 in a float64 model) for any dtype of the model
 
     def row_bytes(self) -> int:
         return prod(self.shape) * self.element_bytes
@@ -67,17 +67,17 @@ class Buffer:
     tier: Tier
     start: int  # first row held (program.layout), or first token of the chunks of cells
     stop: int  # one past the last
-    cell_bytes: int  # of cells: bytes of the first, the longest; else 0
+    cell_bytes: int  # of raw cells: bytes of the first cell, the longest; else 0
     bytes: int
     born: int  # index of the instruction that allocates it
     dies: int  # index of the instruction that frees it; alive in [born, dies)
     address: int  # in its tier's arena
-    cell_row: int = 0  # by which a cell is smaller a token that its chunk is shorter
+    cell_row: int = 0  # bytes by which a cell shrinks for each token that its chunk is shorter
 
 
 @value
 class Allocate:
-    """The buffer's memory is its own from here; its content is undefined."""
+    """Take the buffer's memory; its content is undefined."""
 
     buffer: str
 
@@ -89,7 +89,7 @@ class Free:
 
 @value
 class Clear:
-    """Fill with zeros: an accumulator must not start from what memory held before."""
+    """Fill with zeros, since an accumulator must not start from old content."""
 
     buffer: str
 
@@ -166,18 +166,17 @@ class Forward:
     write_kv: str | None = None  # buffer that takes the chunk's K, V
     attention: str | None = None  # buffer that takes O, LSE (COMPUTE) or holds them (GIVEN)
     graph: bool = False  # keep the autograd graph for this cell's Backward
-    activations: str | None = None  # buffer that takes what a kept graph saves
+    activations: str | None = None  # buffer for the tensors that a kept graph saves
     kept: bool = False  # the graph outlives the chunk: its K, V (and kept O, LSE) stay in buffers
     hold: bool = False  # leave hidden[layer] and O, LSE in registers for a HELD pass
-    means: str | None = None  # buffer of page means: written with K, V, read by what chooses
-    choice: str | None = None  # buffer that takes the chosen pages, or holds them
-    chooses: bool = False  # COMPUTE of sparse attention: the pages are chosen here
+    means: str | None = None  # buffer of page means: written with K, V, read by a cell that chooses
+    choice: str | None = None  # buffer for the chosen pages, or with them
+    chooses: bool = False  # COMPUTE with sparse attention: this cell chooses the pages
 
 
 @value
 class Head:
-    """Final norm, logits and loss from hidden[L]; gives gradient[L] and adds to dW, unless the
-    program only evaluates."""
+    """Final norm, logits, loss from hidden[L]; unless evaluating, gives gradient[L], adds to dW."""
 
     chunk: int
     gradient: bool = True
@@ -195,8 +194,8 @@ class Backward:
     own_dkv: str  # buffer that holds the chunk's own dK, dV
     own_kv: str | None = None  # buffer that holds the chunk's own K, V of a kept graph
     attention: str | None = None  # buffer that holds O, LSE of a kept graph
-    activations: str | None = None  # buffer that holds what a kept graph saved
-    choice: str | None = None  # buffer that holds the pages that the forward's queries chose
+    activations: str | None = None  # buffer with the tensors that a kept graph saved
+    choice: str | None = None  # buffer with the pages that the forward's queries chose
 
 
 @value
@@ -215,9 +214,8 @@ class Close:
 
 @value
 class Gather:
-    """The weights of a group's layers are whole from here on, and those outside the layers if
-    `outer`: from the other ranks, or from main memory. With `gradients` what their gradients are
-    added to is there."""
+    """Make the weights of a group's layers whole, and with `outer` those outside the layers: from
+    other ranks or main memory. With `gradients` provide the sums of their gradients instead."""
 
     group: int
     outer: bool
@@ -226,7 +224,7 @@ class Gather:
 
 @value
 class Release:
-    """They are cut over the ranks again."""
+    """Free the whole weights; ranks hold shards again."""
 
     group: int
     outer: bool
@@ -234,15 +232,14 @@ class Release:
 
 @value
 class Reduce:
-    """The group's dW of all ranks are added up, where weights live in main memory: their gradients
-    leave as sums."""
+    """Add up the group's dW of all ranks if weights live in main memory; the sums leave."""
 
     group: int
 
 
 @value
 class Receive:
-    """hidden[layer], or its gradient, comes from the pipeline stage before, or after."""
+    """Receive hidden[layer], or its gradient, from the pipeline stage before, or after."""
 
     layer: int
     chunk: int
@@ -251,7 +248,7 @@ class Receive:
 
 @value
 class Send:
-    """hidden[layer], or its gradient, goes to the pipeline stage after, or before."""
+    """Send hidden[layer], or its gradient, to the pipeline stage after, or before."""
 
     layer: int
     chunk: int
@@ -284,7 +281,7 @@ Instruction = (
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one step does, and where every tensor that grows with the sequence lives."""
+    """Instructions of one step, and the place of every tensor that grows with the sequence."""
 
     model: ModelSpec
     run: RunSpec
@@ -294,38 +291,38 @@ class Program:
     instructions: tuple[Instruction, ...]
     buffers: dict[str, Buffer]
     arena_bytes: dict[Tier, int]
-    share: Share  # what of each chunk the rank has whose program this is
-    # Of a step whose backward comes later: the instructions before it are its forward. Else 0.
+    share: Share  # the part of each chunk that the program's rank has
+    # Number of instructions of the forward if the backward is separate, else 0.
     cut: int = 0
 
     def rows(self, kind: Kind, chunk: int) -> Range:
-        """Where in buffers of this kind a chunk's rows are."""
+        """Return a chunk's rows in buffers of this kind."""
         return rows_of(self.share, kind)[chunk]
 
     def own_groups(self) -> range:
-        """The groups that the rank runs: all, or its pipeline stage's one."""
+        """Return the groups that the rank runs: all, or its pipeline stage's one."""
         return own_groups(self.share.rank, len(self.groups))
 
     def streams(self) -> bool:
-        """Do whole weights come through its slots, and their gradients leave there?"""
+        """Return whether whole weights, and their gradients, pass through the program's slots."""
         return streams(self.schedule, self.share.rank.layout)
 
     def closes_outer(self, group: int) -> bool:
-        """Whether what lies outside the layers is closed with the group: with the first, and with
-        every stage of a pipeline, which all have it."""
+        """Return whether the modules outside the layers are closed with the group: with the first,
+        and with every stage of a pipeline, each of which has a part."""
         return group == 0 or self.share.rank.layout.pipeline > 1
 
     def trains(self) -> bool:
-        """Does it compute gradients, and not only the loss?"""
+        """Return whether the program computes gradients, and not only the loss."""
         return any(isinstance(i, Close) for i in reversed(self.instructions))
 
 
-INDEX_BYTES = 8  # int64: of a token's number, of its target, of its position
+INDEX_BYTES = 8  # int64: of a token's id, its target or its position
 
 
 def group_bytes(model: ModelSpec, layers: Range | None, gradients: bool) -> int:
-    """Bytes of the weights of these layers, None being what is outside them, or of the sums of
-    their gradients."""
+    """Return the bytes of the weights of these layers, or of the sums of their gradients. None
+    stands for the modules outside the layers."""
     works = [] if layers is None else [layer.work for layer in model.layers[slice(*layers)]]
     if gradients:
         trained = sum(work.trainable for work in works)
@@ -335,20 +332,20 @@ def group_bytes(model: ModelSpec, layers: Range | None, gradients: bool) -> int:
 
 
 def made_bytes(batch: int, tokens: int, *, documents: bool) -> int:
-    """What a step makes of a batch: targets, and positions, which are one row for all sequences
-    where no documents are told apart. Ids, labels and documents are the caller's."""
+    """Bytes that a step derives from a batch: targets, and positions, which are one row for all
+    sequences unless documents are separate. Ids, labels and documents belong to the caller."""
     return INDEX_BYTES * tokens * (batch + (batch if documents else 1))
 
 
 def aligned(size: int) -> int:
-    """The next multiple of the alignment, in bytes."""
+    """Return the next multiple of the alignment, in bytes."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def regions(
     kind: Kind, model: ModelSpec, layer: LayerSpec, batch: int, tokens: int
 ) -> tuple[Region, ...]:
-    """The tensors of a buffer of `tokens` tokens, one after the other."""
+    """Return the tensors of a buffer of `tokens` tokens, one after the other."""
     found, offset = [], 0
     for one in RESIDENCY[kind].tensors(model, layer, batch):
         region = Region(one.name, offset, one.shape, _width(model, one), one.wide)
@@ -358,12 +355,12 @@ def regions(
 
 
 def regions_bytes(found: tuple[Region, ...], tokens: int) -> int:
-    """Bytes of a buffer with these regions."""
+    """Return the bytes of a buffer with these regions."""
     return sum(aligned(region.row_bytes() * tokens) for region in found)
 
 
 def row_bytes(kind: Kind, model: ModelSpec, layer: LayerSpec, batch: int) -> int:
-    """Bytes a token of a buffer, padding left out."""
+    """Return the bytes per token of a buffer, without padding."""
     found = RESIDENCY[kind].tensors(model, layer, batch)
     return sum(prod(one.shape) * _width(model, one) for one in found)
 
@@ -380,10 +377,10 @@ def activation_cell_bytes(
     with_attention: bool,
     sharers: int = 1,
 ) -> int:
-    """Bytes that one cell's saved tensors take, K and V excluded; O and LSE on request, of which
-    the layer has the heads of one of so many ranks."""
+    """Return the bytes of one cell's saved tensors without K and V. With O and LSE, all heads
+    count: the layer has those of one of `sharers` ranks."""
     row = activation_row_bytes(model, layer, with_attention, sharers)
-    # Of a recurrent layer it is what a scan rounds up to and the states, of each sequence.
+    # A recurrent layer's constant is the rounding of its scan and its states, per sequence.
     constant = layer.activation_constant * (batch if layer.state else 1)
     return aligned(row * batch * tokens + constant)
 
@@ -391,19 +388,19 @@ def activation_cell_bytes(
 def activation_row_bytes(
     model: ModelSpec, layer: LayerSpec, with_attention: bool, sharers: int = 1
 ) -> int:
-    """The part of them that grows, a token that the rank has outside attention."""
+    """Return the bytes of a cell per token that the rank has outside attention."""
     attention = sharers * row_bytes(Kind.ATTENTION, model, layer, 1) if with_attention else 0
     return layer.activation_bytes + attention
 
 
 def cell_sizes(rows: tuple[Range, ...], cell_bytes: int, cell_row: int) -> list[int]:
-    """Bytes of the cells of these rows, the first of which are the most; see Buffer."""
+    """Bytes of the cells of these rows, the first of which is the largest; see Buffer."""
     lengths = [stop - start for start, stop in rows]
     return [cell_bytes - cell_row * (lengths[0] - length) for length in lengths]
 
 
 def cell_place(program: Program, buffer: Buffer, chunk: int) -> Range:
-    """Where in a buffer of raw cells a chunk's is, in bytes; in a slot at its start."""
+    """Return the bytes of a chunk's cell in a buffer of raw cells; in a slot they start at 0."""
     if buffer.layer < 0:
         return 0, buffer.cell_bytes
     rows = program.share.cells
@@ -413,18 +410,17 @@ def cell_place(program: Program, buffer: Buffer, chunk: int) -> Range:
     return offset, offset + size
 
 
-CHOICE_BYTES = 4  # of the number of a page
+CHOICE_BYTES = 4  # of a page's number
 
 
 def means_cell_bytes(
     model: ModelSpec, layer: LayerSpec, batch: int, tokens: int, sparse: Sparse
 ) -> int:
-    """Bytes of the R keys that stand for each of a chunk's n pages, [n * R, B, Hk, D], in the dtype
-    of keys."""
+    """Bytes of the R mean keys of each of n pages, [n * R, B, Hk, D], in the keys' dtype."""
     row = batch * layer.kv_heads * sparse.key_dim(layer) * model.element_bytes
     return tokens // sparse.mean_tokens * row
 
 
 def choice_cell_bytes(layer: LayerSpec, batch: int, tokens: int, pages: int, page: int) -> int:
-    """Bytes of a choice [B, Hk, M, k] of a chunk of `tokens`, of k = `pages` pages."""
+    """Bytes of the choice [B, Hk, M, k] of a chunk of `tokens`, with k = `pages` pages."""
     return batch * layer.kv_heads * -(-tokens // page) * pages * CHOICE_BYTES

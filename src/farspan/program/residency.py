@@ -1,11 +1,12 @@
-"""Where tensors live that grow with the sequence: a row for each class of them.
+"""Places of tensors that grow with the sequence: a table with a row for each class.
 
-A row says what a buffer of the class is cut into and how many bytes that has, which field of the
-schedule says the tier, which buffers a layer has of it and until when, and which slots carry it
-across the link. Who writes and who reads it follows from the instructions that name its buffers
-(program/dependencies.py); the table says it in words. Builder, sizes, simulation, checker, engine
-and report read it; the search's bounds (planner/bounds.py, planner/pass_counts.py) have rules of
-their own, which tests hold to programs."""
+A row defines the parts of a buffer of the class and their bytes, the schedule's field with its
+tier, a layer's buffers and their lifetimes, and the slots that carry it across the link. The
+instructions that name its buffers define its readers and writers (program/dependencies.py); the
+table describes them in words. Builder, sizes, simulation, checker, engine and report read it; the
+search's bounds (planner/bounds.py, planner/pass_counts.py) have rules of their own, which tests
+compare with programs.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,47 +18,46 @@ from farspan.spec import LayerSpec, ModelSpec, Schedule, Tier
 
 
 class Kind(StrEnum):
-    """What a buffer holds."""
+    """Content of a buffer."""
 
     X = "x"
     KV = "kv"
     DKV = "dkv"
     ATTENTION = "attention"
     ACTIVATIONS = "activations"
-    MEANS = "means"  # of the keys of each page (OOMB 4.2)
+    MEANS = "means"  # mean keys of each page (OOMB 4.2)
     CHOICE = "choice"  # the pages that queries chose
-    SLABS = "slabs"  # of those pages, on their way
+    SLABS = "slabs"  # the chosen pages, in transit
     WEIGHTS = "streamed weights"  # of a group of layers, from main memory
     WEIGHT_GRADIENTS = "streamed gradients"  # of a group whose backward runs
 
 
 class CutInto(StrEnum):
-    """What a buffer is cut into, for each chunk."""
+    """Parts of a buffer, for each chunk."""
 
     TOKENS = "tokens"  # a row for each of the rank's tokens
     KEYS = "keys"  # a row for each of its keys
-    CELLS = "cells"  # raw bytes of a cell, as many as its maker says
-    GROUPS = "groups"  # raw bytes of a group of layers, whatever the chunk
+    CELLS = "cells"  # raw bytes of a cell, in a size that the builder sets
+    GROUPS = "groups"  # raw bytes of a group of layers, for any chunk
 
 
 class Until(StrEnum):
-    """When a layer's buffers of a class are freed."""
+    """Time at which a layer's buffers of a class are freed."""
 
     FIRST = "first pass"  # of its group, unless the group stays open
     BACKWARD = "backward"  # of its group
-    NEVER = "end"  # slots alone
+    NEVER = "end"  # slots only
 
 
 class RowTensor(NamedTuple):
-    """A tensor of a row: its name, its shape for one token, batch first, and whether it is in the
-    accumulate dtype."""
+    """A tensor of a row: its shape for one token, batch first; `wide` in the accumulate dtype."""
 
     name: str
     shape: tuple[int, ...]
     wide: bool = False
 
 
-RowTensors = Callable[[ModelSpec, LayerSpec, int], list[RowTensor]]  # for so many sequences
+RowTensors = Callable[[ModelSpec, LayerSpec, int], list[RowTensor]]  # of a batch of this size
 Name = Callable[[int], str]  # of a layer's buffer
 
 
@@ -65,23 +65,22 @@ Name = Callable[[int], str]  # of a layer's buffer
 class Residency:
     """A class of tensors."""
 
-    words: str  # for a person
+    words: str  # its name in reports
     rows: CutInto
-    written: str  # who writes it, in words
+    written: str  # the writer, in words
     read: str
     until: Until
-    homes: tuple[Name, ...] = ()  # a layer's buffers, for as long as they are open
-    tier: str = ""  # the schedule's field that says where those lie; empty: on the device
-    slots: tuple[tuple[str, ...], ...] = ()  # rings of them
-    contents: tuple[str, ...] = ()  # what the checker calls what it holds
-    tensors: RowTensors = lambda *_: []  # of a row; none of cells
+    homes: tuple[Name, ...] = ()  # a layer's buffers
+    tier: str = ""  # the schedule's field with their tier; empty: on the device
+    slots: tuple[tuple[str, ...], ...] = ()  # rings of slots
+    contents: tuple[str, ...] = ()  # the checker's names of the content
+    tensors: RowTensors = lambda *_: []  # of a row; empty for cells
 
     @property
     def in_cells(self) -> bool:
         return self.rows in (CutInto.CELLS, CutInto.GROUPS)
 
     def tier_of(self, schedule: Schedule) -> Tier:
-        """Where the schedule has it."""
         found = getattr(schedule, self.tier) if self.tier else Tier.DEVICE
         assert isinstance(found, Tier)
         return found
@@ -92,7 +91,7 @@ def _x(model: ModelSpec, _: LayerSpec, batch: int) -> list[RowTensor]:
 
 
 def _kv(model: ModelSpec, layer: LayerSpec, batch: int) -> list[RowTensor]:
-    """K, V, or the states of a recurrent layer, which lie where its keys would."""
+    """Return K, V, or the states of a recurrent layer, which replace them."""
     if layer.state:
         wide = ((s, s.element_bytes != model.element_bytes) for s in layer.state)
         return [RowTensor(state.name, (batch, state.row), apart) for state, apart in wide]
@@ -196,7 +195,7 @@ RESIDENCY: dict[Kind, Residency] = {
     Kind.WEIGHTS: Residency(
         words="weights: two groups, embedding, head",
         rows=CutInto.GROUPS,
-        written="nobody: they come from main memory",
+        written="nothing: they come from main memory",
         read="every cell of the group, embedding and head",
         until=Until.NEVER,
         slots=(names.WEIGHTS, (names.WEIGHTS_OUTER,)),
@@ -205,7 +204,7 @@ RESIDENCY: dict[Kind, Residency] = {
         words="gradients: two groups, embedding, head",
         rows=CutInto.GROUPS,
         written="the group's backward, embedding and head, which add to it",
-        read="nobody: they leave for main memory when the group closes",
+        read="nothing: they leave for main memory when the group closes",
         until=Until.NEVER,
         slots=(names.WEIGHT_GRADIENTS, (names.WEIGHT_GRADIENTS_OUTER,)),
     ),
@@ -213,7 +212,7 @@ RESIDENCY: dict[Kind, Residency] = {
 
 
 def layer_buffers(layer: int, *until: Until) -> Iterator[str]:
-    """Names that the layer's buffers have that die then."""
+    """Yield the names of the layer's buffers that are freed at one of these times."""
     for row in RESIDENCY.values():
         if row.until in until:
             yield from (name(layer) for name in row.homes)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from farspan.formatting import did_you_mean
 from farspan.spec import Schedule, Tier, UnsupportedError
 
-AUTO = "auto"  # where the planner chooses: the best of all
-GROUPED = "grouped"  # whose name stands for the whole space of schedules where one is searched for
+AUTO = "auto"  # the planner chooses the best strategy
+GROUPED = "grouped"  # a search takes it as the whole space of schedules
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Strategy:
     """A named way to fill in a schedule for a model of `layers` layers and a length."""
 
     name: str
-    source: str  # where it comes from
+    source: str  # its origin
     schedule: Callable[[int, int], Schedule]  # (layers, tokens)
 
 
@@ -69,7 +69,7 @@ def _memo(_: int, tokens: int) -> Schedule:
 
 
 def _fpdt(_: int, tokens: int) -> Schedule:
-    # 64K is FPDT's chunk; a shorter sequence is still cut in four, or nothing would be pipelined.
+    # 64K is FPDT's chunk; a shorter sequence is still cut in four so that copies and cells overlap.
     chunk = min(65536, max(1, -(-tokens // 4)))
     return Schedule(
         chunk=chunk, groups=1, boundary_inputs=Tier.HOST, kv=Tier.HOST, kv_block=min(chunk, 16384)
@@ -109,15 +109,15 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def strategy(name: str, layers: int, tokens: int) -> Schedule:
-    """The schedule of a strategy with its own defaults; what is published exchanges all heads at
-    once. Raises UnsupportedError for an unknown name."""
+    """Schedule of a strategy with its own defaults; published ones exchange all heads at once.
+    Raises UnsupportedError for an unknown name."""
     check_name(name, STRATEGIES)
     schedule = STRATEGIES[name].schedule(layers, tokens)
     return schedule if name == GROUPED else replace(schedule, alltoall_splits=1)
 
 
 def check_name(name: str, known: Collection[str] = (AUTO, *STRATEGIES)) -> None:
-    """Raises UnsupportedError for a strategy that is not known, with the one that may be meant."""
+    """Raise UnsupportedError for an unknown strategy, with the closest name."""
     if name not in known:
         raise UnsupportedError(
             f"strategy: {name!r} is not known{did_you_mean(name, known)}; expected one of "

@@ -1,20 +1,20 @@
-"""What a step does, counted from its program: floating-point operations, bytes to and from main
+"""Work of a step, counted from its program: floating-point operations, bytes to and from main
 memory, and the pieces in which ranks exchange heads.
 
-A program's sum of operations, in which progress is measured, is MFU's `useful_flop` and, beside it,
-what is computed twice, and half a forward of attention: its backward makes five matrix products
-where MFU counts four.
+Progress is measured in a program's operations. Their sum is MFU's `useful_flop` plus everything
+that is recomputed, and half a forward of attention: its backward makes five matrix products where
+MFU counts four.
 
-Heads are exchanged in pieces: while those of one are attended to, the next are on their way.
+Heads are exchanged in pieces: while one piece is in attention, the next is in transit.
 
     exchange   q, K, V 0 | q, K, V 1 |            O 0 |            O 1 |
     compute              | attend 0              | attend 1            |
 
-What is not hidden is the first piece in and the last one out. The engine and whoever prices a
-program ask here. A piece is of whole K, V heads; where there are fewer of them than pieces, query
-heads of one are shared out, and its K, V come with the first piece and leave with the last. Keys on
-host are streamed past a cell once, so all its heads are attended to together; a ring and sparse
-attention work on all heads too.
+Only the first piece in and the last one out are not hidden. The engine and the planner use the same
+pieces. A piece has whole K, V heads; if there are fewer than pieces, the query heads of one are
+divided, and its K, V come with the first piece and leave with the last. Keys on the host are
+streamed past a cell once, so all its heads attend together; a ring and sparse attention use all
+heads together, too.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ from farspan.spec import BACKWARD_PRODUCTS, HOST, LayerSpec, ModelSpec, Schedule
 
 
 def work_of(program: Program, instruction: Instruction) -> float:
-    """FLOP of a cell or a head, counting causal attention only over the keys a query sees."""
+    """FLOP of a cell or a head; causal attention counts only the keys that a query sees."""
     match instruction:
         case Forward(layer, chunk, mode):
             spec = program.model.layers[layer]
@@ -72,7 +72,7 @@ def work_of(program: Program, instruction: Instruction) -> float:
 
 
 class WorkKind(StrEnum):
-    """What an instruction is there for, in words."""
+    """Purpose of an instruction, in words."""
 
     FORWARD = "forward"
     AGAIN = "forward, computed again"
@@ -86,8 +86,7 @@ class WorkKind(StrEnum):
 
 
 def work_kinds(program: Program) -> list[WorkKind]:
-    """Of each instruction, in order. The forward of a cell that has run before is computed
-    again."""
+    """Return the kind of each instruction. A second forward of a cell is a recomputation."""
     seen: set[tuple[int, int]] = set()
     found: list[WorkKind] = []
     for instruction in program.instructions:
@@ -123,7 +122,7 @@ def _rows(program: Program, chunk: int) -> int:
 
 
 def _projections(program: Program, spec: LayerSpec) -> int:
-    """Multiplications of a token before attention: those that make q, k and v."""
+    """Return the multiplications per token before attention: those of q, k and v."""
     if spec.work.products:
         projected = spec.work.products[: spec.work.projections]
         return sum(inner * outer for inner, outer in projected)
@@ -131,10 +130,11 @@ def _projections(program: Program, spec: LayerSpec) -> int:
 
 
 def linear_products(model: ModelSpec, spec: LayerSpec) -> int:
-    """Multiplications of a token in a layer, attention aside.
+    """Return the multiplications per token in a layer, without attention.
 
-    Where nobody counted the layer's weights, an equal share of all but one table: a head of its own
-    is then counted with the layers, 8% of a 7B model, which nothing here tells from a tied one.
+    If the layer's weights were not counted, this is an equal share of all but one table. A separate
+    head then counts as part of the layers, 8% of a 7B model, since nothing here distinguishes it
+    from a tied one.
     """
     if spec.work.products:
         return sum(inner * outer for inner, outer in spec.work.products)
@@ -150,7 +150,7 @@ def _attention(program: Program, spec: LayerSpec, chunk: int) -> float:
 
 
 def copied_bytes(program: Program, source: str, target: str, chunk: int) -> int:
-    """Bytes that a fetch or evict of one chunk moves."""
+    """Return the bytes that a fetch or evict of one chunk moves."""
     ends = program.buffers[source], program.buffers[target]
     if RESIDENCY[ends[0].kind].in_cells:
         places = (cell_place(program, end, chunk) for end in ends)
@@ -165,8 +165,7 @@ def _row_bytes(program: Program, kind: Kind, layer: LayerSpec) -> int:
 
 
 def streamed_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
-    """Bytes of a host buffer that the chunk's queries reach among the earlier rows, each once; 0 on
-    the device."""
+    """Bytes of a host buffer that the chunk's queries reach, each earlier row once, or 0."""
     buffer, spec = program.buffers[name], program.model.layers[layer]
     if buffer.tier is not HOST:
         return 0
@@ -174,7 +173,7 @@ def streamed_bytes(program: Program, layer: int, chunk: int, name: str) -> int:
 
 
 def parts_of(rank: Rank, chunk: tuple[int, int]) -> list[int]:
-    """How many of a chunk's tokens each of the rank's shards holds K, V of."""
+    """Return the number of a chunk's tokens whose K, V each of the rank's shards holds."""
     peers = (Rank(rank.layout, number) for number in rank.peers("shards"))
     ranges = (peer.tokens(chunk, "tensor", "ulysses") for peer in peers)
     return [stop - start for start, stop in ranges]
@@ -186,13 +185,13 @@ class Piece:
 
     queries: Range  # query heads
     keys: Range  # the K, V heads that they attend to
-    first: bool = True  # of these K, V heads: K, V come with it
-    last: bool = True  # dK, dV leave with it
+    first: bool = True  # the first piece with these K, V heads, which brings K, V
+    last: bool = True  # the last such piece, which takes dK, dV
 
 
 def pieces_of(schedule: Schedule, layout: Layout, spec: LayerSpec) -> tuple[Piece, ...]:
-    """The pieces of a layer's cells that attend, in order; one where nothing is exchanged. `spec`
-    has the heads of one rank."""
+    """Return the pieces of a layer's cells that attend, in order; a single one if nothing is
+    exchanged. `spec` has the heads of one rank."""
     together = (
         layout.ulysses == 1
         or layout.ring > 1
@@ -203,8 +202,8 @@ def pieces_of(schedule: Schedule, layout: Layout, spec: LayerSpec) -> tuple[Piec
 
 
 def exposed(into: float, work: float, out: float, count: int) -> float:
-    """Seconds that an exchange of `into` before and `out` after takes beyond the `work` that it
-    goes on beside, in `count` equal pieces: what comes first goes first."""
+    """Return the seconds of an exchange, `into` before and `out` after, that the `work` between
+    does not hide in `count` equal pieces, in order."""
     done, link = 0.0, into
     for place in range(1, count + 1):
         done = max(done, place * into / count) + work / count
@@ -213,7 +212,7 @@ def exposed(into: float, work: float, out: float, count: int) -> float:
 
 
 def cut_heads(layer: LayerSpec, count: int) -> tuple[Piece, ...]:
-    """At most `count` pieces of a layer's heads."""
+    """Return at most `count` pieces of a layer's heads."""
     if not layer.attends():
         return (Piece((0, 0), (0, 0)),)
     ratio = layer.query_heads // layer.kv_heads
