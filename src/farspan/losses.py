@@ -13,25 +13,22 @@ Pair = tuple[Tensor, Tensor]  # chosen answers and rejected answers, [n] each
 
 
 def sums(logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the sum of each row, [batch], over tokens where `mask` [batch, tokens] is not 0."""
+    """Return row sums [batch] over tokens where `mask` [batch, tokens] is not 0; None: over all."""
     return (logprobs if mask is None else logprobs * mask).sum(1)
 
 
 def means(logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of each row, [batch], over tokens where `mask` is not 0; 0 for an empty
-    row."""
+    """Return row means [batch] over tokens where `mask` is not 0; 0 for rows without any."""
     return sums(logprobs, mask) / mask.sum(1).clamp(min=1)
 
 
 def dpo(
     policy: Pair, reference: Pair, *, beta: float = 0.1, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Return DPO's loss [n]: -log sigmoid(beta * margin).
-
-    The margin is how much more the policy prefers the chosen answer than the reference does
-    (Rafailov et al. 2023, arXiv 2305.18290, equation 7). Arguments are sums over answers; means
-    give the length-normalised loss. `label_smoothing` is the assumed share of swapped pairs.
-    """
+    """Return DPO's loss [n]: -log sigmoid(beta * margin) (Rafailov et al. 2023, arXiv 2305.18290,
+    equation 7). The margin is how much more the policy prefers the chosen answer than the reference
+    does. Arguments are sums over answers; means give the length-normalised loss. `label_smoothing`
+    is the assumed share of swapped pairs."""
     margin = beta * _margin(policy, reference)
     return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
 

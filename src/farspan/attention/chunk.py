@@ -199,7 +199,7 @@ def attend_earlier_backward(
 
 
 class _Joined:
-    """Merges parts into out and lse; kernels merge two parts of all queries at a time."""
+    """A running merge into out and lse; kernels merge two parts of all queries at a time."""
 
     def __init__(self, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         self.call, self.out, self.lse = call, out, lse

@@ -318,8 +318,7 @@ class ChatForm(Form):
         return tuple(spans)
 
     def _begin(self, turn: "_Turn", probe: str) -> int | None:
-        """Return the place where the model begins to write its message. `probe` is the text with a
-        placeholder as the message."""
+        """Return the place where the model begins its message; `probe` has a placeholder for it."""
         document, messages, number = turn.document, turn.messages, turn.number
         before = self._text(document, messages[:number], opened=True)
         # The sign may ask the model to think first, while earlier turns show no thought. The probe
@@ -412,8 +411,7 @@ class _Turn:
     text: str
 
     def elsewhere(self, alone: bool = False) -> list[Message]:
-        """Return the conversation with a placeholder as the message; `alone`: without later
-        ones."""
+        """Return the conversation with a placeholder as the message; `alone` ends it there."""
         own = {**self.messages[self.number], "content": _nowhere(self.messages)}
         after = [] if alone else self.messages[self.number + 1 :]
         return [*self.messages[: self.number], own, *after]

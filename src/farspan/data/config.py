@@ -211,8 +211,7 @@ class SourceConfig:
             raise UnsupportedError(f"loss: format {kind} compares answers alone; leave it out")
 
     def on_hub(self) -> bool:
-        """Return whether `path` names a data set of the hub: no local path, nor a file by
-        suffix."""
+        """Return whether `path` names a data set of the hub: neither a local path nor a file."""
         named = self.path is not None and suffix_of(self.path) not in SUFFIXES
         here = self.path is None or Path(self.path.partition("/")[0]).is_dir()
         rows = self.source is SourceKind.DATASET or (self.source is SourceKind.AUTO and not here)

@@ -470,15 +470,13 @@ def open_corpus(
     Raises UnsupportedError if data cannot be read or leave nothing to train on.
     """
     parts: list[Part] = []
-    for number, (source, weight) in enumerate(config.each()):
+    for number, (own, weight) in enumerate(config.each()):
         place = number if config.sources is not None else None
         with _naming(place):
-            opened = open_source(source, tokenizer)
+            opened = open_source(own, tokenizer)
             seeds = seed_of_source(seed, number)
             parts.append(
-                _open_part(
-                    source, opened, weight, tokenizer, context=context, seed=seeds, watch=watch
-                )
+                _open_part(own, opened, weight, tokenizer, context=context, seed=seeds, watch=watch)
             )
             _check_disjoint(parts)
     stores = [store for part in parts for store in part.stores]
@@ -758,7 +756,6 @@ def show_sequence(batch: PackedBatch, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _short(text: str) -> str:
-    """Shorten a text to one line."""
     if len(text) > _SHOWN:
         text = f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -522,8 +522,7 @@ def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
 
 
 def field_of(document: Document, field: str, key: str) -> Any:
-    """Return a record's `field`. Raises UnsupportedError with the run file's `key` if it is
-    missing."""
+    """Return a record's `field`; if missing, raise UnsupportedError naming the key `key`."""
     value = document.fields.get(field)
     if value is None and field in document.fields:
         raise UnsupportedError(

@@ -648,8 +648,7 @@ class StreamedRows(DatasetRows):
         return self.behind(BEGINNING)[0]
 
     def behind(self, place: list[Any]) -> Behind:
-        """Continue a stream as `DataFiles.behind` does; a place ends with the library's own
-        state."""
+        """Continue a stream as `DataFiles.behind` does; a place ends with the library's state."""
         rows = self.reopen()
         rows = rows.remove_columns(list(self.dropped)) if self.dropped else rows
         if len(place) > len(BEGINNING):

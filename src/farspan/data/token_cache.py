@@ -461,7 +461,7 @@ class _Table:
 
 @dataclass(slots=True)
 class _TurnCounter:
-    """Counts the last ids of trained turns, and documents with an end sign inside a turn."""
+    """A counter of last ids of trained turns, and of documents with an end sign in a turn."""
 
     ends: list[int]  # ids that stop generation
     has_turns: bool

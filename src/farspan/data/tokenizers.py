@@ -156,7 +156,7 @@ _END = "<end>"  # its text when tokens are shown
 
 
 class Tokenizer(Protocol):
-    """Converts documents to ids; an end token closes each document if the vocabulary has one."""
+    """A tokenizer: documents to ids, each closed by an end token if the vocabulary has one."""
 
     def size(self) -> int:
         """Return a number above all ids."""

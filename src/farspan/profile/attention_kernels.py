@@ -24,7 +24,7 @@ Strides = tuple[int, ...]
 
 
 class Memory:
-    """Counts the bytes of live storages."""
+    """A counter of the bytes of live storages, and of their peak."""
 
     __slots__ = ("live", "peak")
 
@@ -121,8 +121,7 @@ def _contiguous(shape: Shape, strides: Strides) -> bool:
 
 @lru_cache(maxsize=4096)
 def layout(shape: Shape, inputs: tuple[tuple[Shape, Strides], ...]) -> Strides:
-    """Return the strides of an elementwise output: packed, dimensions in the order of its
-    inputs."""
+    """Return the strides of an elementwise output: packed, in the dimension order of inputs."""
     rows = []
     for extents, strides in inputs:
         lead = len(shape) - len(extents)
@@ -162,7 +161,6 @@ def _should_swap(shape: Shape, rows: list[list[int]], first: int, second: int) -
 
 
 def broadcast(*shapes: Shape) -> Shape:
-    """Return the broadcast shape."""
     if len(set(shapes)) == 1:
         return shapes[0]
     rank = max(map(len, shapes))
@@ -184,7 +182,6 @@ def reduced(x: Outline, shape: Shape) -> Outline:
 
 
 def copied(x: Outline) -> Outline:
-    """Return a contiguous copy."""
     return x.memory.new(x.shape, x.width)
 
 

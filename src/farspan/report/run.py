@@ -367,7 +367,6 @@ def _reason(run: RunRecord) -> str:
 
 
 def _machine(run: RunRecord) -> list[list[str]]:
-    """Return rows of names and values about the machine."""
     facts = dict(run.about.get("machine") or {})
     part = run.parts[-1] if run.parts else {}
     facts |= {name: value for name, value in (part.get("machine") or {}).items() if value}
