@@ -254,11 +254,7 @@ class TestTurns:
         [
             ([HI, {**HO, "weight": 0.5}], {}, "message 2: 'weight' is 0.5, expected 0 or 1"),
             ([HI, {**HO, "train": "no"}], {}, "message 2: 'train' is 'no', expected 0 or 1"),
-            (
-                [{**HI, "train": True}, HO],
-                {},
-                "message 1: 'train' asks to train a turn of the user",
-            ),
+            ([{**HI, "train": True}, HO], {}, "message 1: 'train' asks to train a turn of"),
             (
                 MARKED_CHAT,
                 {"loss": "all", "format": "chat"},
@@ -323,9 +319,7 @@ class TestTurns:
     def test_a_prompt_that_repeats_the_first_message_is_fine(self, read: Read) -> None:
         expected = [(self.TEXT, masked(self.TEXT, "ho$", "yes$"))]
         assert read({"messages": CHAT, "prompt": "hi", "prompt_id": "x"}) == expected
-        with pytest.raises(
-            UnsupportedError, match="'prompt' differs from the beginning of the messages"
-        ):
+        with pytest.raises(UnsupportedError, match="'prompt' differs from the beginning of"):
             read({"messages": CHAT, "prompt": "other"})
 
     @pytest.mark.parametrize(
@@ -368,10 +362,7 @@ class TestPrompts:
             ({"prompt": "hi", "completion": [HO]}, "one of prompt and completion is a text and"),
             ({"prompt": [HI], "completion": [SO]}, "field 'completion' has no message of the"),
             ({"prompt": [HI], "completion": []}, "field 'completion' has no message of the"),
-            (
-                {"prompt": [HI, {**HO, "train": 1}], "completion": [YES]},
-                "asks to train a turn of the prompt",
-            ),
+            ({"prompt": [HI, {**HO, "train": 1}], "completion": [YES]}, "train a turn of the prom"),
             ({"prompt": "hi", "completion": "ho", "system": "x"}, "does not read 'system'"),
             ({"prompt": "hi", "completion": "ho", "label": False}, "does not read 'label'"),
         ],
@@ -384,7 +375,7 @@ class TestPrompts:
         (tmp_path / "own.jinja").write_text(PLAIN)
         fields = {"format": "prompt", "chat_template": str(tmp_path / "own.jinja")}
         with pytest.raises(
-            UnsupportedError, match=r"data\.chat_template: .* are texts, which need no"
+            UnsupportedError, match=r"data\.chat_template: .* are texts, which need"
         ):
             read({"prompt": "hi", "completion": "ho"}, **fields)
         (found,) = read({"prompt": [HI], "completion": [HO]}, **fields)
