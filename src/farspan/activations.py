@@ -69,7 +69,7 @@ class SavedActivations:
     """The saved tensors of one cell.
 
     Invariant: before `seal`, every storage with a saved view stays alive, so its address identifies
-    it. After `seal` no tensor is kept, except copies of those beyond the planned bytes.
+    it. After `seal` no tensor is kept, except copies beyond the planned bytes.
     """
 
     def __init__(self, parameters: Iterable[Tensor], named: dict[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
 """Losses of post-training, as functions of log-probabilities.
 
-`Step.logprobs` gives log-probabilities of tokens, [batch, tokens], 0 where there is no label;
+`Step.logprobs` gives log-probabilities of tokens, [batch, tokens], 0 at tokens without a label;
 `sums` and `means` are over a row. Each loss is a tensor whose `backward()` trains; references and
 old policies have no gradient. Losses that TRL also has are equal to TRL's (tests/test_losses.py).
 """
