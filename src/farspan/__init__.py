@@ -9,14 +9,15 @@ from farspan.program.strategies import strategy
 from farspan.spec import VERSION as __version__
 from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 
-# Any import of bitsandbytes on a CPU with AVX512 says so, of an inference kernel that is not used.
+# Any import of bitsandbytes on a CPU with AVX512 warns of an inference kernel that farspan does not
+# use.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
     lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 )
 
-Refused = UnsupportedError  # its name of before, for code that catches it
+Refused = UnsupportedError  # former name, for code that catches it
 
-# What needs torch is imported when it is first read; `__init__.pyi` tells type checkers its types.
+# Names that need torch are imported when first read; `__init__.pyi` has their types.
 __getattr__, __dir__ = attributes(
     __name__,
     {

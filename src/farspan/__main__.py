@@ -1,4 +1,4 @@
-"""`python -m farspan`, which is what torchrun starts."""
+"""Entry point of `python -m farspan`, which torchrun starts."""
 
 from farspan.cli import main
 

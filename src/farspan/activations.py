@@ -1,13 +1,13 @@
-"""What a kept graph saved, moved out of the graph's way and back (MEMO 4.1).
+"""Saved activations: tensors that autograd saves for a cell, as one run of bytes.
 
-While a cell runs forward, autograd hands every tensor it saves to `pack`. Tensors that a buffer of
-the program holds anyway (the layer's input, the attention output) become references to it, and
-parameters stay where they are. The rest is copied into one run of bytes when the cell is sealed,
-so that one copy takes a cell to host and one brings it back.
+During the forward of a cell, autograd passes every tensor that it saves to `pack`. Tensors that a
+buffer of the program has anyway (the layer's input, the attention output) become references to it,
+and parameters stay in place. The rest is copied into one run of bytes when the cell is sealed, so
+one copy takes a cell to the host and one brings it back (MEMO 4.1).
 
-What is copied is memory, not tensors: of each storage the span that saved views cover, once. So
-the halves of a fused projection are stored together, and a view comes back with the strides and
-alignment it had; kernels choose by them, and the backward must give the same bits."""
+The copy is of memory, not of tensors: once for each storage, the span that saved views cover. So
+the halves of a fused projection are stored together, and a view comes back with its strides and
+alignment. Kernels choose by these, and the backward must give the same bits."""
 
 import sys
 import warnings
@@ -29,7 +29,7 @@ MORE = (
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Elements of a named tensor or of a span, wherever its memory then is."""
+    """Elements of a named tensor or of a span, wherever that memory is now."""
 
     source: str | int  # name, or address of the storage
     offset: int  # bytes from the named tensor's first element, or from the storage's
@@ -40,7 +40,7 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Sparse:
-    """A sparse tensor, by the tensors that it is made of."""
+    """A sparse tensor, as its indices and values."""
 
     indices: "Tensor | _View"
     values: "Tensor | _View"
@@ -56,9 +56,9 @@ class _Span:
     """The part of a storage that saved views cover."""
 
     tensor: Tensor  # keeps the memory alive until it is copied
-    low: int  # bytes from the storage's first, on an alignment line
+    low: int  # bytes from the start of the storage, aligned
     high: int
-    place: int = 0  # bytes into the cell
+    place: int = 0  # byte offset in the cell
 
     @property
     def size(self) -> int:
@@ -68,8 +68,8 @@ class _Span:
 class SavedActivations:
     """The saved tensors of one cell.
 
-    Invariant: before `seal`, every storage with a saved view is held, so that its address tells it
-    from others. After `seal`, nothing holds a tensor; but for copies of what was not planned.
+    Invariant: before `seal`, every storage with a saved view stays alive, so its address identifies
+    it. After `seal` no tensor is kept, except copies beyond the planned bytes.
     """
 
     def __init__(self, parameters: Iterable[Tensor], named: dict[str, Tensor]) -> None:
@@ -79,18 +79,18 @@ class SavedActivations:
         self._places: dict[int, tuple[int, int]] = {}  # storage: low, place
         self._beyond: dict[int, tuple[int, Tensor]] = {}  # storage: low, the span's bytes
         self._bytes: Tensor | None = None
-        self.references: set[str] = set()  # named tensors the graph saved
+        self.references: set[str] = set()  # named tensors that the graph saved
 
     def hooks(self) -> saved_tensors_hooks:
-        """Inside them autograd saves here."""
+        """Return hooks by which autograd saves here."""
         pack, unpack = self.pack, self.unpack
-        # Compiled modules save in frames that the compiler watches: it must not trace these.
+        # Compiled modules save in frames that the compiler watches; it must not trace these hooks.
         if "torch._dynamo" in sys.modules:
             pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
         return saved_tensors_hooks(pack, unpack)
 
     def pack(self, tensor: Tensor) -> Packed:
-        if tensor.layout is torch.sparse_coo:  # as adapters of PEFT's SHiRA and FRoD are
+        if tensor.layout is torch.sparse_coo:  # adapters of PEFT's SHiRA and FRoD
             parts = self._pack(tensor._indices()), self._pack(tensor._values())
             return _Sparse(*parts, tensor.shape, tensor.is_coalesced())
         return self._pack(tensor)
@@ -110,20 +110,20 @@ class SavedActivations:
         return _View(address, offset, tensor.shape, tensor.stride(), tensor.dtype)
 
     def _is_of_parameter(self, tensor: Tensor) -> bool:
-        """Whether it is a parameter or a part of one; their slots have other neighbours too."""
+        """Return whether a tensor is (part of) a parameter; slots have other tensors too."""
         storage, start = _storage(tensor), _start(tensor)
-        return any(storage == of and low <= start < high for of, low, high in self._parameters)
+        return any(storage == s and low <= start < high for s, low, high in self._parameters)
 
     def size(self) -> int:
-        """Bytes the cell needs when it is sealed."""
+        """Return the bytes that the cell needs when it is sealed."""
         return sum(span.size for span in self._spans.values())
 
     def count(self) -> int:
-        """Spans of memory saved."""
+        """Return the number of saved spans of memory."""
         return len(self._spans)
 
     def seal(self, store: Tensor) -> None:
-        """The forward is over: copy what was saved into `store` (uint8)."""
+        """Copy the saved memory into `store` (uint8), after the forward."""
         if self.size() > store.numel():
             warnings.warn(MORE, stacklevel=2)
         place = 0
@@ -139,12 +139,12 @@ class SavedActivations:
         self.forget()
 
     def forget(self) -> None:
-        """Hold no tensors. A graph holds this by its hooks, and a named tensor its graph: no
-        collector sees that circle, in which everything saved would stay."""
+        """Drop all tensors. A graph refers to this object by its hooks, and a named tensor to its
+        graph: no collector sees that cycle, which would keep everything saved."""
         self._spans, self._named = {}, {}
 
     def restore(self, store: Tensor, named: dict[str, Tensor]) -> None:
-        """The backward is about to run: the bytes and the named tensors are at hand again."""
+        """Set the cell's bytes and the named tensors before its backward."""
         self._bytes, self._named = store, named
 
     def unpack(self, packed: Packed) -> Tensor:
@@ -179,17 +179,17 @@ def _within(tensor: Tensor, base: Tensor) -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Which storage it is a view of: on the meta device, too, where all lie at address 0."""
+    """Return a storage's identity; its address is 0 for all on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _start(tensor: Tensor) -> int:
-    """Bytes from its storage's first to its own."""
+    """Return the bytes from the start of its storage to the tensor."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _reach(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+    """Return the bytes from a tensor's first element to the end of its last."""
     if tensor.numel() == 0:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -199,6 +199,6 @@ def _reach(tensor: Tensor) -> int:
 def _typed(
     memory: Tensor, start: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """A view of `memory`'s storage from byte `start` on, with a version counter of its own."""
+    """Return a view of `memory`'s storage from byte `start`, with a separate version counter."""
     view = torch.empty(0, dtype=dtype, device=memory.device)
     return view.set_(memory.untyped_storage(), start // view.element_size(), shape, stride)

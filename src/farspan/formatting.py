@@ -1,8 +1,7 @@
-"""Values as people read and write them: tokens with K and M, bytes with GiB and GB, page-sparse
-attention in a few words; and the known word nearest to one that is not known.
+"""Values as people read and write them: tokens, bytes, seconds, sparse attention, names.
 
-K, M, G and T are powers of 1024, of tokens as in the papers, whose 128K is 131,072, and of bytes,
-where they mean KiB to TiB; KB to TB are powers of 1000, and so is an exponent: `1e6` is a million.
+K, M, G and T are powers of 1024: for tokens as in papers, whose 128K is 131,072; for bytes they
+mean KiB to TiB. KB to TB are powers of 1000, and so is an exponent: `1e6` is a million.
 """
 
 import difflib
@@ -26,14 +25,14 @@ BYTE_UNITS = {**TOKEN_UNITS, "b": 1} | {
     for base, factor in (("ib", 1024), ("b", 1000))
 }
 TIME_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600}
-MOST_TOKENS = 2**30  # of any count: a longer step's blocks are too many even to count
-LEAST_MEMORY = 2**20  # bytes of a memory that may be written without a unit
-FEW = 3  # names of a long list in an error
-SHOWN = 200  # characters of a value in an error
-COLUMNS = 80  # of the narrowest terminal that is written for
+MOST_TOKENS = 2**30  # most tokens of any count: longer steps have too many blocks to plan
+LEAST_MEMORY = 2**20  # least bytes of a memory that may be written without a unit
+FEW = 3  # most names of a list in an error
+SHOWN = 200  # most characters of a value in an error
+COLUMNS = 80  # width of the narrowest supported terminal
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|)")
 _OPTION = r"--[a-z-]+(?: [^\s-]\S*)?"
-# What stays on one line: a size, and what people paste: a command, or options alone.
+# Text that stays on one line: a size, and text to paste: a command, or options alone.
 _PASTED = re.compile(
     r"\d [KMGT]iB|torchrun .*?farspan train [^\s,]+|"
     rf"(?:farspan [a-z-]+(?: [^\s-]*[/.][^\s,;]+)?|{_OPTION})(?: {_OPTION})*"
@@ -42,19 +41,17 @@ _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*?)(?:\s*(
 
 
 def read_tokens(given: str | int, name: str) -> int:
-    """Tokens from a number or text such as 131072, 128K, 1e6. Raises UnsupportedError naming the
-    option."""
+    """Read tokens such as 131072, 128K, 1e6. Raises UnsupportedError naming the option."""
     return _read(given, name, TOKEN_UNITS, "tokens such as 131072, 128K or 1M")
 
 
 def read_bytes(given: str | int, name: str) -> int:
-    """Bytes from a number or text such as 80GB, 128GiB, 128G. Raises UnsupportedError naming the
-    option."""
+    """Read bytes such as 80GB, 128GiB, 128G. Raises UnsupportedError naming the option."""
     return _read(given, name, BYTE_UNITS, "bytes such as 128GiB (2**30) or 80GB (10**9)")
 
 
 def read_memory(given: str | int, name: str) -> int:
-    """Bytes of a whole memory: 24 alone is meant as GiB, and is refused as too few bytes."""
+    """Read the bytes of a memory. A bare 24 means GiB, and is refused as too few bytes."""
     size = read_bytes(given, name)
     bare = str(given).strip()
     if bare.isdecimal() and size < LEAST_MEMORY:
@@ -63,8 +60,7 @@ def read_memory(given: str | int, name: str) -> int:
 
 
 def read_seconds(given: str | float, name: str) -> float:
-    """Seconds from a number or text such as 90, 30m, 1.5h. Raises UnsupportedError naming the
-    option."""
+    """Read seconds such as 90, 30m, 1.5h. Raises UnsupportedError naming the option."""
     match = _TIME.fullmatch(str(given).strip().lower())
     seconds = float(match[1]) * TIME_UNITS[match[2]] if match else 0.0
     if not seconds:
@@ -81,12 +77,12 @@ def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> 
     else:
         match = _WRITTEN.fullmatch(given.strip().lower()) if isinstance(given, str) else None
         if match is None or match[2] not in units:
-            if match is not None and match[2] in BYTE_UNITS:  # of tokens
+            if match is not None and match[2] in BYTE_UNITS:  # a count of tokens
                 size = f"{match[1]}{match[2][0].upper()}"
                 raise UnsupportedError(f"{refused}, which are bytes; give {size}")
             raise refused
         amount = Fraction(re.sub("[_,]", "", match[1])) * units[match[2]]
-    # 131.7 GiB are no whole number of bytes; a token is not divided.
+    # 131.7 GiB is not a whole number of bytes; a token cannot be divided.
     if amount < 1 or (amount.denominator != 1 and units is TOKEN_UNITS):
         raise refused
     if amount > MOST_TOKENS and units is TOKEN_UNITS:
@@ -98,24 +94,24 @@ def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> 
 
 
 def shortened(given: object, most: int = SHOWN) -> str:
-    """A value as an error shows it: of a long one the first `most` characters."""
+    """Return a value as an error shows it: at most its first `most` characters."""
     text = given if isinstance(given, str) else f"{given!r}"
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def some(names: Sequence[str], where: str = "farspan plan --help") -> str:
-    """The first of many names, and where all of them are."""
+    """Return the first of many names, and where all are listed."""
     return f"{', '.join(names[:FEW])} and {len(names) - FEW} more ({where})"
 
 
 def without_home(text: str) -> str:
-    """Text in which the home folder is `~`."""
+    """Replace the home folder by `~`."""
     home = str(Path.home())
     return text if home == "/" else re.sub(rf"{re.escape(home)}(?![^/\s'\"])", "~", text)
 
 
 def write_tokens(tokens: int) -> str:
-    """`128K`, `1M` where that is exact, else the number with thousands marked."""
+    """Write tokens as `128K` or `1M` if that is exact, else with thousands marked."""
     for unit, factor in (("M", 2**20), ("K", 2**10)):
         if tokens and tokens % factor == 0:
             return f"{tokens // factor:,}{unit}"
@@ -123,12 +119,12 @@ def write_tokens(tokens: int) -> str:
 
 
 def write_number(count: int, noun: str) -> str:
-    """`1 sequence`, `2,048 sequences`."""
+    """Write a count with its noun: `1 sequence`, `2,048 sequences`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def write_bytes(size: float) -> str:
-    """Three figures or so, in the largest binary unit of which there is at least one."""
+    """Write bytes with about three figures, in the largest binary unit not above the size."""
     amount, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(amount) < 1024:
@@ -138,7 +134,7 @@ def write_bytes(size: float) -> str:
 
 
 def write_count(amount: float, unit: str) -> str:
-    """Three figures with a decimal prefix, such as `1.05 TFLOP`."""
+    """Write three figures with a decimal prefix, such as `1.05 TFLOP`."""
     for prefix in ("", "K", "M", "G", "T"):
         if abs(amount) < 999.5:
             return f"{amount:.3g} {prefix}{unit}"
@@ -147,14 +143,13 @@ def write_count(amount: float, unit: str) -> str:
 
 
 def write_most(fraction: float) -> str:
-    """A fraction that is not more than this, in tenths of a percent: what is not 0 does not look
-    as if it were."""
+    """Write an upper bound on a fraction in tenths of a percent; never 0.0%."""
     # 0.031 * 1000 may be the next float above 31.
     return f"{ceil(round(1000 * fraction, 6)) / 10 or 0.1:.1f}%"
 
 
 def write_seconds(seconds: float) -> str:
-    """Seconds, or minutes and hours where there are many."""
+    """Write seconds, or minutes or hours for long times."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 120:
@@ -165,8 +160,8 @@ def write_seconds(seconds: float) -> str:
 
 
 def fold(text: str, columns: int | None = None, indent: str = "  ") -> list[str]:
-    """Lines of at most so many columns, by default the terminal's; those after the first are
-    indented. A command that is to be pasted stays whole, or goes on after a backslash."""
+    """Fold text into lines of at most `columns`, by default the terminal's width. Later lines are
+    indented. A command to paste stays whole, or continues after a backslash."""
     width = columns or max(COLUMNS, shutil.get_terminal_size().columns)
     wrap = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
     glued = _PASTED.sub(lambda found: found[0].replace(" ", "\0"), text)
@@ -181,13 +176,13 @@ def fold(text: str, columns: int | None = None, indent: str = "  ") -> list[str]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The known word that is nearest, as a question in brackets; empty where none is near."""
+    """Return the nearest known word as a question in brackets; empty if none is near."""
     names = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), names, n=1)
     return f" (did you mean {names[close[0]]}?)" if close else ""
 
 
-# What places and optimizers are called elsewhere, in small letters and digits.
+# Other names of places and optimizers, in small letters and digits.
 _CALLED = {
     **dict.fromkeys(("cpu", "ram"), "host"),
     **dict.fromkeys(("gpu", "cuda"), "device"),
@@ -198,7 +193,7 @@ _CALLED = {
 
 
 def as_meant(word: str) -> str:
-    """A word of an option in small letters; of what other tools call it, farspan's own."""
+    """Return a word in small letters, with other tools' names replaced by farspan's."""
     small = word.strip().lower()
     return _CALLED.get("".join(filter(str.isalnum, small)), small)
 
@@ -210,8 +205,8 @@ SEES_ALL = "which hides nothing at this context and equals dense"
 
 
 def read_sparse(text: str) -> Sparse | None:
-    """`on` (the defaults), `off` (None), or some fields such as `page=64,budget=2K`, the others
-    being the defaults. Raises UnsupportedError naming the field."""
+    """Read `on` (the defaults), `off` (None), or fields such as `page=64,budget=2K`. Other fields
+    have their defaults. Raises UnsupportedError naming the field."""
     word = text.strip().lower()
     if word in (ON, OFF):
         return Sparse() if word == ON else None
@@ -232,7 +227,7 @@ def read_sparse(text: str) -> Sparse | None:
 
 
 def write_sparse(sparse: Sparse, named: Iterable[str] = ("page", "budget", "recent")) -> str:
-    """As `read_sparse` reads it: the `named` fields, and what differs from the default."""
+    """Write sparse attention as `read_sparse` reads it: `named` fields and non-default values."""
     default, pieces = Sparse(), []
     for name in FIELDS:
         if name == "index_dim" and not sparse.indexed:
@@ -245,7 +240,7 @@ def write_sparse(sparse: Sparse, named: Iterable[str] = ("page", "budget", "rece
 
 
 def sparse_words(sparse: Sparse, *, hides: bool = True) -> str:
-    """What a query sees, on one line; `hides`: unless it is certain that it sees everything."""
+    """Describe which keys a query sees, on one line; `hides` is False if it certainly sees all."""
     what = "approximate" if hides else SEES_ALL
     return (
         f"sparse attention, {what}: of earlier tokens {write_tokens(sparse.budget)} in chosen "
@@ -255,5 +250,5 @@ def sparse_words(sparse: Sparse, *, hides: bool = True) -> str:
 
 
 def read_pages(value: str, name: str) -> int:
-    """Tokens as `read_tokens` knows them, and 0, which is none of some."""
+    """Read tokens as `read_tokens` does, or 0."""
     return 0 if re.fullmatch(r"0+", value) else read_tokens(value, name)

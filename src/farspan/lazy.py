@@ -1,7 +1,8 @@
-"""The one place that imports by name, at the moment of use.
+"""Imports by name at the moment of use; no other module has any.
 
-torch and transformers take seconds to import, and a laptop that only plans need not have them. A
-gate holds every other module to imports at the top, and reads the names given here like imports.
+torch and transformers take seconds to import, and a laptop that only plans does not need them. A
+gate requires all other imports to be at the top of a module, and reads the names given here like
+imports.
 """
 
 import gc
@@ -14,8 +15,8 @@ from typing import Any
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Reference counts alone decide about lifetimes inside the block: when the collector of cycles
-    runs is chance, and would make two traces differ. Of imports it takes a tenth of the time."""
+    """Disable the garbage collector inside the block, so that reference counts alone free objects:
+    collections at random moments would make two traces differ, and slow imports by a tenth."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -26,9 +27,9 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def load(module: str, name: str) -> Any:
-    """The value called `name` in `module`, which is imported if it is not yet.
+    """Return the value called `name` in `module`, which is imported if necessary.
 
-    Both are literals at the place of the call, so that the gate and a reader see them.
+    Both arguments are literals at the call, so that the gate and a reader see them.
     """
     with without_garbage_collection():
         return getattr(import_module(module), name)
@@ -37,9 +38,9 @@ def load(module: str, name: str) -> Any:
 def attributes(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package whose names (`homes`: name to module) are loaded
-    when they are first read; one whose home is `package.name` is that module. Raises AttributeError
-    for any other name."""
+    """Return `__getattr__` and `__dir__` of a package that loads names when they are first read.
+    `homes` maps names to modules; a name whose home is `package.name` is that module. Raises
+    AttributeError for any other name."""
 
     def read(name: str) -> Any:
         if name not in homes:

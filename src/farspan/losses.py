@@ -1,47 +1,48 @@
 """Losses of post-training, as functions of log-probabilities.
 
-`Step.logprobs` gives those of tokens, [batch, tokens], 0 where no label is; `sums` and `means` are
-over a row. Each loss is a tensor whose `backward()` trains; references and old policies are
-given without a gradient. Where TRL has the loss, it is the same number (tests/test_losses.py).
+`Step.logprobs` gives log-probabilities of tokens, [batch, tokens], 0 at tokens without a label;
+`sums` and `means` are over a row. Each loss is a tensor whose `backward()` trains; references and
+old policies have no gradient. Losses that TRL also has are equal to TRL's (tests/test_losses.py).
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-Pair = tuple[Tensor, Tensor]  # of the chosen answers and of the rejected ones, [n] each
+Pair = tuple[Tensor, Tensor]  # chosen answers and rejected answers, [n] each
 
 
 def sums(logprobs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Of each row, [batch]: of tokens where `mask`, [batch, tokens], is not 0; of all if None."""
+    """Return row sums [batch] over tokens where `mask` [batch, tokens] is not 0; None: over all."""
     return (logprobs if mask is None else logprobs * mask).sum(1)
 
 
 def means(logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Of each row, [batch], over tokens where `mask` is not 0; 0 of a row that has none."""
+    """Return row means [batch] over tokens where `mask` is not 0; 0 for rows without any."""
     return sums(logprobs, mask) / mask.sum(1).clamp(min=1)
 
 
 def dpo(
     policy: Pair, reference: Pair, *, beta: float = 0.1, label_smoothing: float = 0.0
 ) -> Tensor:
-    """[n]: -log sigmoid of beta times how much more the policy prefers the chosen answer than the
-    reference does (Rafailov et al. 2023, arXiv 2305.18290, equation 7), of sums over answers; of
-    means it is length-normalised. `label_smoothing` is the share of pairs taken for swapped."""
+    """Return DPO's loss [n]: -log sigmoid(beta * margin) (Rafailov et al. 2023, arXiv 2305.18290,
+    equation 7). The margin is how much more the policy prefers the chosen answer than the reference
+    does. Arguments are sums over answers; means give the length-normalised loss. `label_smoothing`
+    is the assumed share of swapped pairs."""
     margin = beta * _margin(policy, reference)
     return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
 
 
 def ipo(policy: Pair, reference: Pair, *, beta: float = 0.1) -> Tensor:
-    """[n]: the square by which that preference misses 1 / (2 beta) (Azar et al. 2023, arXiv
-    2310.12036, equation 17), of means over answers."""
+    """Return IPO's loss [n]: (margin - 1 / (2 beta))^2, with the margin of `dpo` for means over
+    answers (Azar et al. 2023, arXiv 2310.12036, equation 17)."""
     return (_margin(policy, reference) - 1 / (2 * beta)).square()
 
 
 def orpo(policy: Pair, *, beta: float = 0.1) -> Tensor:
-    """[n]: -beta log sigmoid of the log odds ratio of the two answers (Hong et al. 2024, arXiv
-    2403.07691, equations 6 and 7), of means over answers, which are below 0. The paper adds the
-    chosen answer's mean loss, `-policy[0]`."""
+    """Return ORPO's loss [n]: -beta log sigmoid of the log odds ratio of the two answers (Hong et
+    al. 2024, arXiv 2403.07691, equations 6 and 7). Arguments are means over answers, below 0. The
+    paper adds the chosen answer's mean loss, `-policy[0]`."""
     chosen, rejected = policy
     odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
     return -beta * logsigmoid(odds)
@@ -56,9 +57,10 @@ def kto(
     beta: float = 0.1,
     weights: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """[n], of sums over single answers (Ethayarajh et al. 2024, arXiv 2402.01306, equation 7).
-    `desirable` [n] says which are; `kl` is the mean log-ratio of answers to other prompts, without
-    a gradient, at least 0; `weights` are of desirable and of undesirable answers."""
+    """Return KTO's loss [n] for sums over single answers (Ethayarajh et al. 2024, arXiv 2402.01306,
+    equation 7). `desirable` [n] marks desirable answers; `kl` is the mean log-ratio of answers to
+    other prompts, without a gradient, at least 0; `weights` are for desirable and undesirable
+    answers."""
     desirable, ratio = desirable.bool(), policy - reference
     good = weights[0] * (1 - torch.sigmoid(beta * (ratio - kl)))
     return torch.where(desirable, good, weights[1] * (1 - torch.sigmoid(beta * (kl - ratio))))
@@ -74,11 +76,11 @@ def grpo(
     reference: Tensor | None = None,
     beta: float = 0.0,
 ) -> Tensor:
-    """A scalar: PPO's clipped surrogate of tokens with the group's advantages [batch], plus beta
-    times an unbiased estimate of the KL divergence from a `reference` (Shao et al. 2024, arXiv
-    2402.03300, equations 3 and 4): the mean over rows of means over tokens where `mask` is not 0.
-    `logprobs`, `old`, `reference` and `mask` are [batch, tokens]; ratios stay between 1 - clip[0]
-    and 1 + clip[1]."""
+    """Return GRPO's loss, a scalar: PPO's clipped surrogate with the group's advantages [batch],
+    plus beta times an unbiased estimate of the KL divergence from a `reference` (Shao et al. 2024,
+    arXiv 2402.03300, equations 3 and 4). It is the mean over rows of means over tokens where `mask`
+    is not 0. `logprobs`, `old`, `reference` and `mask` are [batch, tokens]; ratios are clipped to
+    between 1 - clip[0] and 1 + clip[1]."""
     ratio, gain = (logprobs - old).exp(), advantages[:, None]
     losses = -torch.minimum(ratio * gain, ratio.clamp(1 - clip[0], 1 + clip[1]) * gain)
     if reference is not None and beta:
@@ -88,12 +90,12 @@ def grpo(
 
 
 def distillation(student: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
-    """[batch, tokens]: the part of KL(teacher || student) that lies in the teacher's k ids, of
-    log-probabilities [batch, tokens, k]; 0 where `mask` is. Of ids that are no part of a token's k
-    the teacher's log-probability is -inf."""
+    """Return the part of KL(teacher || student) in the teacher's k ids, [batch, tokens]. Arguments
+    are log-probabilities [batch, tokens, k]; the result is 0 where `mask` is. For unused ids of a
+    token the teacher's log-probability is -inf."""
     weight = teacher.exp()
-    found = torch.where(weight > 0, weight * (teacher - student), 0).sum(-1)
-    return found if mask is None else found * mask
+    loss = torch.where(weight > 0, weight * (teacher - student), 0).sum(-1)
+    return loss if mask is None else loss * mask
 
 
 def _margin(policy: Pair, reference: Pair) -> Tensor:
@@ -101,7 +103,7 @@ def _margin(policy: Pair, reference: Pair) -> Tensor:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) of x < 0, by the form that keeps its digits."""
+    """Return log(1 - exp(x)) for x < 0, by the formula that keeps its digits."""
     near = x > -0.6931  # where exp(x) > 1/2
     far = torch.log1p(-torch.where(near, -1.0, x).exp())
     return torch.where(near, torch.log(-torch.expm1(torch.where(near, x, -1.0))), far)

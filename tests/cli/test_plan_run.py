@@ -196,7 +196,7 @@ def test_the_loss_of_the_file_is_planned(file: Path) -> None:
     write(file, loss={"kind": "distill", "teacher": "somewhere", "top_k": 7})
     found, words = planned(file), " ".join(call(file, "--all").output.split())
     assert (found["loss"], found["reference"]) == ("distill", "frozen")
-    assert "planned of 7 ids a token that the teacher gives, and of a teacher as large" in words
+    assert "planned for 7 ids a token from the teacher, and of a teacher as large" in words
     instead = planned(file, "--loss", "kto")
     assert (instead["loss"], instead["reference"]) == ("kto", "stored")
 

@@ -172,7 +172,7 @@ def test_calls_of_tools_are_said_by_the_model(build: Build) -> None:
         ),
         (ENDING, CHAT, "message 2: the chat template renders it differently .* its end cannot"),
         (TURNS, [CHAT[0], {"role": "assistant", "content": "\ud800"}], "surrogates not allowed"),
-        (TURNS, CHAT[1:], "message 1 is the assistant's; begin the conversation with what"),
+        (TURNS, CHAT[1:], "message 1 is the assistant's; begin the conversation with another"),
         (TURNS, CHAT[:1], "none of its tokens is trained; give chats with turns of the assistant"),
         (TURNS, "hi", "line 1: field 'messages': expected a list of messages, each with a role"),
         (TURNS, [{"content": "hi"}], "line 1: field 'messages': expected a list of messages"),

@@ -60,7 +60,7 @@ def test_other_documents_are_held_out(tmp_path: Path, build: Build) -> None:
 
 def test_copies_of_the_same_documents_are_refused(tmp_path: Path, build: Build) -> None:
     first, second = write(tmp_path / "t", 3), write(tmp_path / "v", 3)
-    with pytest.raises(UnsupportedError, match=r"held_out_path: these are the documents"):
+    with pytest.raises(UnsupportedError, match=r"held_out_path: these documents are also"):
         build(source=SourceKind.TEXT, path=first, held_out_path=second)
 
 

@@ -151,9 +151,7 @@ def test_a_refusal_names_the_source(tmp_path: Path) -> None:
         UnsupportedError, match=r"data\.sources\[1\]\.path: another source has the same"
     ):
         mixed(tmp_path, source(a), source(a))
-    with pytest.raises(
-        UnsupportedError, match=r"data\.sources\[1\]\.held_out_path: these are the docum"
-    ):
+    with pytest.raises(UnsupportedError, match=r"data\.sources\[1\]\.held_out_path: these docum"):
         mixed(tmp_path, source(a), source(b, held_out_path=a))
     write(tmp_path, "ac", 2)
     with pytest.raises(
@@ -163,7 +161,7 @@ def test_a_refusal_names_the_source(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"weight: expected a number above 0, got 0"):
         source(a, 0)
     with pytest.raises(
-        UnsupportedError, match=r"held_out: it is of one source, and there are several"
+        UnsupportedError, match=r"held_out: applies to one source, and there are several"
     ):
         DataConfig(sources=(source(a),), held_out=0.1)
     with pytest.raises(UnsupportedError, match=r"sources: expected one or more, got none"):
@@ -181,8 +179,8 @@ def test_the_command_shows_the_share_of_each(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["data", str(run)])
     assert result.exit_code == 0, result
     words = " ".join(result.output.split())
-    assert f"source {a} (text): 75.0% of all tokens that are read" in words
-    assert f"source {b} (text): 25.0% of all tokens that are read" in words
+    assert f"source {a} (text): 75.0% of all tokens" in words
+    assert f"source {b} (text): 25.0% of all tokens" in words
 
 
 def test_the_same_file_on_both_sides_is_named(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_they_are_known_by_their_fields(tmp_path: Path) -> None:
         (PAIRS[0], {"packing": "cut"}, "data.packing: cut would divide pairs"),
         (PAIRS[0], {"loss": "all"}, "compares answers alone"),
         (PAIRS[0], {"context": 14}, "1 of 1 pairs are longer than the context of 14 tokens"),
-        (PAIRS[0], {"context": 14}, "pairs.jsonl:1, has 15 in both documents: raise context"),
+        (PAIRS[0], {"context": 14}, "pairs.jsonl:1, has 15 in both documents; raise context"),
     ],
 )
 def test_what_is_no_pair_is_refused(

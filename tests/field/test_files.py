@@ -280,7 +280,7 @@ def test_a_folder_s_other_files_are_skipped_and_counted(corpus: Any) -> None:
     }
     found = corpus("c", files)
     assert len(spoken(found)) == len(TEXTS)
-    said = "skipped, as they are no data: 2 .png, 1 LICENSE, 1 LICENSE.txt, 1 README.md, 1 .py"
+    said = "skipped, not data: 2 .png, 1 LICENSE, 1 LICENSE.txt, 1 README.md, 1 .py"
     assert said in found.describe(64)
     # Of a folder of texts they are texts.
     assert len(spoken(corpus("t", {"t/README.md": b"card", "t/a.txt": b"x"}))) == 2
@@ -306,9 +306,9 @@ def test_the_separator_of_cells_is_found_and_said(corpus: Any, sign: str) -> Non
             "c/*",
             {"c/a.txt": b"x", "c/b.png": b"x"},
             {},
-            r"b\.png: no format has the suffix '\.png'",
+            r"b\.png: no format reads the suffix '\.png'",
         ),
-        ("c", {"c/a.py": b"x", "c/b.png": b"x"}, {}, r"a\.py \(and 1 more files\): no format has"),
+        ("c", {"c/a.py": b"x", "c/b.png": b"x"}, {}, r"a\.py \(and 1 more files\): no format re"),
         ("c", {"c/.a": b"x"}, {}, "no file matches"),
         ("a.json", {"a.json": b'[{"text": "a"}, {"text"}]'}, {}, "row 2 is not valid JSON"),
         ("a.json", {"a.json": b'[{"text": "a"}, {"text": "b"}'}, {}, "array is not closed"),
@@ -376,7 +376,7 @@ def test_what_cannot_be_read_is_named(
 def test_row_numbers_that_pandas_writes_are_no_field(corpus: Any) -> None:
     found = corpus("a.csv", {"a.csv": b',text\r\n0,a\r\n\r\n1,"b\r\nc"\r\n'})
     assert [text for text, _ in spoken(found)] == [b"a", b"b\r\nc"]
-    assert "fields that say nothing about what is trained: __index_level_0__" in found.describe(64)
+    assert "fields that do not affect training: __index_level_0__" in found.describe(64)
 
 
 @pytest.mark.parametrize(

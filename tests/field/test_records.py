@@ -254,7 +254,7 @@ class TestTurns:
         [
             ([HI, {**HO, "weight": 0.5}], {}, "message 2: 'weight' is 0.5, expected 0 or 1"),
             ([HI, {**HO, "train": "no"}], {}, "message 2: 'train' is 'no', expected 0 or 1"),
-            ([{**HI, "train": True}, HO], {}, "message 1: 'train' has a turn of the user trained"),
+            ([{**HI, "train": True}, HO], {}, "message 1: 'train' asks to train a turn of"),
             (
                 MARKED_CHAT,
                 {"loss": "all", "format": "chat"},
@@ -319,7 +319,7 @@ class TestTurns:
     def test_a_prompt_that_repeats_the_first_message_is_fine(self, read: Read) -> None:
         expected = [(self.TEXT, masked(self.TEXT, "ho$", "yes$"))]
         assert read({"messages": CHAT, "prompt": "hi", "prompt_id": "x"}) == expected
-        with pytest.raises(UnsupportedError, match="'prompt' is not what the messages begin with"):
+        with pytest.raises(UnsupportedError, match="'prompt' differs from the beginning of"):
             read({"messages": CHAT, "prompt": "other"})
 
     @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ class TestPrompts:
             ({"prompt": "hi", "completion": [HO]}, "one of prompt and completion is a text and"),
             ({"prompt": [HI], "completion": [SO]}, "field 'completion' has no message of the"),
             ({"prompt": [HI], "completion": []}, "field 'completion' has no message of the"),
-            ({"prompt": [HI, {**HO, "train": 1}], "completion": [YES]}, "a turn of the prompt tra"),
+            ({"prompt": [HI, {**HO, "train": 1}], "completion": [YES]}, "train a turn of the prom"),
             ({"prompt": "hi", "completion": "ho", "system": "x"}, "does not read 'system'"),
             ({"prompt": "hi", "completion": "ho", "label": False}, "does not read 'label'"),
         ],
@@ -374,7 +374,9 @@ class TestPrompts:
     def test_a_template_writes_no_texts(self, read: Read, tmp_path: Path) -> None:
         (tmp_path / "own.jinja").write_text(PLAIN)
         fields = {"format": "prompt", "chat_template": str(tmp_path / "own.jinja")}
-        with pytest.raises(UnsupportedError, match=r"data\.chat_template: .* are texts, which no"):
+        with pytest.raises(
+            UnsupportedError, match=r"data\.chat_template: .* are texts, which need"
+        ):
             read({"prompt": "hi", "completion": "ho"}, **fields)
         (found,) = read({"prompt": [HI], "completion": [HO]}, **fields)
         assert found == ("[user]hi$[assistant]ho$", "____________________ho$"[-23:])
@@ -614,7 +616,7 @@ def test_the_command_says_what_was_left_out_and_shows_documents(tmp_path: Path) 
     assert result.exit_code == 0, result.exception
     lines = result.output.splitlines()
     assert "ignored, as data.ignore says: extra" in lines
-    assert "fields that say nothing about what is trained: id" in lines
+    assert "fields that do not affect training: id" in lines
     place = f"{tmp_path}/data.jsonl:1"
     at = lines.index(f"{place}: 2 tokens, 1 trained")
     assert lines[at : at + 3] == [
@@ -784,7 +786,7 @@ def test_a_random_chat_is_read_whole_or_a_field_is_named(record: dict[str, Any])
         assert refusal
         assert all(f"'{name}'" in refusal for name in unknown)
     elif asked:
-        assert any(f"'{name}' has a turn of the user trained" in refusal for name in TURN_MARKS)
+        assert any(f"'{name}' asks to train a turn of the user" in refusal for name in TURN_MARKS)
     elif set(spoken) == {"_"}:
         assert "none of its tokens is trained" in refusal
     else:

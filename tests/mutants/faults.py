@@ -338,14 +338,14 @@ RECORDS = (
     ),
     Fault(
         "records: a form that is ignored is recognised",
-        "found = _forms_with(left) or _forms_with(fields.keys())",
-        "found = _forms_with(fields.keys())",
+        "kinds = _forms_with(left) or _forms_with(fields.keys())",
+        "kinds = _forms_with(fields.keys())",
         ("tests/data/test_forms.py::test_of_several_forms_the_error_says_what_to_ignore_for_each",),
     ),
     Fault(
         "records: the last of two fields of one name is read",
-        "if len(found) < len(pairs):",
-        "if len(found) < 0:",
+        "if len(record) < len(pairs):",
+        "if len(record) < 0:",
         ("tests/data/test_unreadable_lines.py::test_a_field_that_is_given_twice_is_named",),
     ),
     Fault(

@@ -211,7 +211,7 @@ def test_weights_in_place_of_a_configuration(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(LARGEST_CONFIG + 1)
     with pytest.raises(
-        UnsupportedError, match=r"MiB, which no model's config\.json has; give a model's folder"
+        UnsupportedError, match=r"MiB, more than any model's config\.json; give a model's folder"
     ):
         find_config(str(path))
 
@@ -356,7 +356,7 @@ def test_no_name_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_files_that_hold_no_configuration(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UnsupportedError, match=r"^model: .*empty holds no config\.json"):
+    with pytest.raises(UnsupportedError, match=r"^model: .*empty has no config\.json"):
         find_config(str(tmp_path / "empty"))
     for content, message in (
         (b"{", "is not a JSON file that can be read"),

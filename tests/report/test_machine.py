@@ -50,7 +50,7 @@ def test_one_memory_is_named_once() -> None:
 
 def test_the_widest_spread_is_shown() -> None:
     file = replace(read("h200"), spread={"memory": 1.31, "fetch": 1.02})
-    assert "looks at one call differ by up to 1.31x (memory)" in text_of(machine_view(file))
+    assert "measurements of one call differ by up to 1.31x (memory)" in text_of(machine_view(file))
 
 
 def test_every_bandwidth_is_shown() -> None:

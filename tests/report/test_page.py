@@ -273,5 +273,5 @@ def test_data_that_a_page_does_not_know_are_told(browser: Browser, tmp_path: Pat
     write_output(tmp_path / "plan.html", html_page("A plan", {"plans": 3}, "plan.js"), "html")
     with browser.opened(tmp_path / "plan.html") as opened:
         shown = opened.page.locator("main").inner_text()
-        assert shown.startswith("This page cannot be drawn: its data are not of the kind")
+        assert shown.startswith("This page cannot be drawn: it cannot read its data")
         assert len(opened.complaints) == 1

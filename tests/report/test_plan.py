@@ -177,7 +177,9 @@ def test_how_training_has_an_optimizer_is_noted(optimizer: Optimizer) -> None:
 
 def test_how_several_devices_are_started_is_noted() -> None:
     advised = " ".join(text_of(plan_view(overrun())).split())
-    assert "note: with --gpus the plan says how farspan train is started on them" in advised
+    assert (
+        "note: with --gpus the plan prints the command that starts farspan train on them" in advised
+    )
     assert "started" not in text_of(plan_view(fitting()))
     layout = Layout(ulysses=2, data=2, fsdp=False)
     several = "on each of 2 machines torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint"
@@ -407,7 +409,7 @@ def test_an_answer_of_what_is_short_shows_no_schedule() -> None:
     assert "--context" not in text
     assert not any(word in text for word in ("schedule", "chunks", "runners-up", "MFU", "main"))
     alone = "\n".join(answer_lines(replace(overrun(), remedies=())))
-    assert "changes: none of those that were tried makes it fit" in alone
+    assert "changes: no change that was tried makes it fit" in alone
 
 
 def test_an_answer_says_that_a_card_is_planned_only() -> None:

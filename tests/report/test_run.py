@@ -198,14 +198,14 @@ def test_a_line_of_another_kind_is_named(run: RunConfig) -> None:
 def test_what_is_no_run_is_refused(run: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"none: no such folder; give one"):
         read_run(tmp_path / "none")
-    with pytest.raises(UnsupportedError, match=r"no run folder: it has no config\.yaml"):
+    with pytest.raises(UnsupportedError, match=r"is not a run folder: it has no config\.yaml"):
         read_run(tmp_path)
     folder = copied(run, tmp_path)
     (folder / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(UnsupportedError, match=r"metrics\.jsonl is damaged: line 2"):
         read_run(folder)
     (folder / "metrics.jsonl").unlink()
-    with pytest.raises(UnsupportedError, match=r"no metrics: .* ask again after the first one"):
+    with pytest.raises(UnsupportedError, match=r"no metrics: .* try again after the first"):
         read_run(folder)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     for text in ("a: [", "[" * 2000, "a: \0", "[1]"):

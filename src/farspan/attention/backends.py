@@ -1,18 +1,18 @@
-"""One block of attention, by each vendor's op and in plain PyTorch, and the softmax of several.
+"""Kernels for attention of one block, by vendor operations or plain PyTorch, and merging of blocks.
 
-q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv], H a multiple of Hk; any strides.
-out [B, H, Sq, Dv]; lse [B, H, Sq], natural logarithm, fp32 (fp64 for fp64); sinks [H].
-"Accumulate dtype" is fp32, or fp64 for fp64.
+q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv], H a multiple of Hk; any strides. out [B, H,
+Sq, Dv]; lse [B, H, Sq], natural logarithm, fp32 (fp64 for fp64); sinks [H]. "Accumulate dtype" is
+fp32, or fp64 for fp64.
 
-With lse = log sum exp of the scores, two parts of the same row join exactly:
-lse = logaddexp(lse_a, lse_b), out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
-A sink is one more logit whose value is zero: it only shrinks the output.
+With lse = log sum exp of the scores, two parts of the same row merge exactly: lse =
+logaddexp(lse_a, lse_b), out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b. A sink is one more
+logit whose value is zero: it only shrinks the output.
 
-`backward` takes the out and lse of the whole softmax, not those of the block: a kernel computes
-P = exp(S - lse) and D = rowsum(dout * out) from what it is given, so the gradients of the blocks
-add up to the exact ones.
+`backward` takes the out and lse of the whole softmax, not those of the block. A kernel computes P =
+exp(S - lse) and D = rowsum(dout * out) from its arguments, so the gradients of the blocks add up to
+the exact ones.
 
-No aten backward adds into a given tensor: gradients are fresh tensors in the input dtype, or in
+No aten backward adds into an existing tensor: gradients are new tensors in the input dtype, or in
 the accumulate dtype (`Tiled`).
 """
 
@@ -30,12 +30,12 @@ from farspan.kernels.launch import fused_for
 from farspan.program.attention_blocks import Block, key_tiles, tile_window
 
 aten = torch.ops.aten
-LENGTHS = 128  # cuDNN's gradients are right where lengths are multiples of this
+LENGTHS = 128  # cuDNN's gradients are right for lengths that are multiples of this
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for 16 and 32 bit, fp64 for fp64: what is summed over blocks, and every LSE."""
+    """Return the dtype of sums over blocks and of LSEs: fp32 for 16 and 32 bits, fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -50,7 +50,7 @@ def reference(
     sinks: Tensor | None = None,
     document_ids: Tensor | None = None,
 ) -> Tensor:
-    """q [B, H, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv], sinks [H], ids [B, S] -> [B, H, S, Dv]."""
+    """Return exact attention: q [B, H, S, D], k, v [B, Hk, S, ..], ids [B, S] -> [B, H, S, Dv]."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = scale * q @ k.mT
     if softcap is not None:
@@ -71,15 +71,15 @@ def reference(
 def merged(
     out: Tensor, lse: Tensor, parts: Sequence[operations.Part], dtype: torch.dtype
 ) -> Tensor:
-    """One or two parts joined by one kernel; `lse` changes in place. Where out has the dtype that
-    is wanted, it does, too, and is what is given; else a fresh tensor is, laid out as it."""
+    """Merge one or two parts by one kernel; `lse` changes in place. If out already has `dtype`, it
+    changes in place and is returned; else the result is a new tensor with its layout."""
     into = out if out.dtype is dtype else torch.empty_like(out, dtype=dtype)
     operations.merge_(out, lse, *parts, into=into)
     return into
 
 
 def added(total: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """One or two parts added by one kernel, and what is given, in the same way."""
+    """Add one or two parts by one kernel; in place or to a new tensor, as in `merged`."""
     into = total if total.dtype is dtype else torch.empty_like(total, dtype=dtype)
     operations.add_(total, *parts, into=into)
     return into
@@ -88,24 +88,24 @@ def added(total: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def merge_(
     out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, *, fused: bool = False
 ) -> None:
-    """Join a part into `out` and `lse`, both in the accumulate dtype, in place.
+    """Merge a part into `out` and `lse`, both in the accumulate dtype, in place.
 
-    A part whose row saw no key has lse = -inf and weight 0, whatever finite `part_out` is;
-    a row that no part has seen stays at lse = -inf. `fused`: by one kernel where there is one.
+    A part whose row saw no key has lse = -inf and weight 0, for any finite `part_out`; a row that
+    no part has seen stays at lse = -inf. With `fused`, one kernel does it if the device has one.
     """
     if fused and fused_for(out.device, out.dtype):
         operations.merge_(out, lse, (part_out, part_lse))
         return
     weight = torch.sigmoid(part_lse - lse)
-    # -inf - -inf is nan; a comparison is cheaper than nan_to_num, which would also hide real nans.
+    # -inf - -inf is nan; comparing is cheaper than nan_to_num, which would also hide real nans.
     weight = weight.masked_fill(part_lse == -torch.inf, 0.0)
     out.lerp_(part_out.to(out.dtype), weight.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 def add_(total: Tensor, part: Tensor, *, fused: bool = False) -> None:
-    """total += part, of the accumulate dtype and of that or a narrower one. `fused`: by a kernel
-    that reads and writes 16 bytes at a time, as PyTorch's does not where dtypes differ."""
+    """Add a part to total, which has the accumulate dtype; the part may be narrower. With `fused`,
+    a kernel reads and writes 16 bytes at a time; PyTorch's does not if dtypes differ."""
     if fused and fused_for(total.device, total.dtype):
         operations.add_(total, part)
     else:
@@ -113,17 +113,17 @@ def add_(total: Tensor, part: Tensor, *, fused: bool = False) -> None:
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and LSE in the accumulate dtype once each head's sink has joined its softmax."""
+    """Merge each head's sink into out and LSE; returns both in the accumulate dtype."""
     dtype = accumulate_dtype(out.dtype)
     with_sink = torch.logaddexp(lse, sinks.to(dtype)[:, None])
     return out.to(dtype) * (lse - with_sink).exp().unsqueeze(-1), with_sink
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """d loss / d sinks [H] of these rows, in the accumulate dtype.
+    """Return d loss / d sinks [H] in the accumulate dtype.
 
-    `out` and `lse` are those of `add_sinks`. The sink has weight exp(sink - lse) and value zero,
-    so its score gradient is weight * (0 - rowsum(dout * out)).
+    `out` and `lse` come from `add_sinks`. The sink has weight exp(sink - lse) and value zero, so
+    its score gradient is weight * (0 - rowsum(dout * out)).
     """
     dtype = accumulate_dtype(out.dtype)
     weight = (sinks.to(dtype)[:, None] - lse).exp()
@@ -134,8 +134,7 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
 
 class BackwardQueries(NamedTuple):
-    """The queries' side of a backward, [B, H, Sq, ..]: out and lse are those of the whole softmax,
-    over all blocks and sinks."""
+    """The queries' side of a backward, [B, H, Sq, ..]; out and lse cover all blocks and sinks."""
 
     dout: Tensor
     q: Tensor
@@ -144,39 +143,39 @@ class BackwardQueries(NamedTuple):
 
 
 class BlockKernel(Protocol):
-    """What computes one block. Kernels are stateless values."""
+    """A kernel that computes one block. Kernels are stateless values."""
 
     @property
     def softcap(self) -> float | None:
-        """The cap that the kernel puts on scores."""
+        """Cap of the kernel on scores; None: no cap."""
 
     def split(self, block: Block) -> tuple[Block, ...]:
-        """The block as blocks that the kernel computes in one call each."""
+        """Divide a block into blocks that the kernel computes in one call each."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """The block's own out, in the dtype of q, and lse. Both are fresh."""
+        """Return the block's own out, in the dtype of q, and lse. Both are new tensors."""
 
     def backward(
         self, queries: BackwardQueries, k: Tensor, v: Tensor, block: Block, scale: float
     ) -> Gradients:
-        """dq, dk (Hk heads), dv (Hk heads) of the block. All are fresh."""
+        """Return dq, dk (Hk heads) and dv (Hk heads) of the block. All are new tensors."""
 
 
 def _rows_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Inner stride 1, which every vendor op assumes without looking; a gradient that autograd
-    expanded has 0."""
+    """Return tensors with inner stride 1, which vendor operations assume without a check. A
+    gradient that autograd has expanded has inner stride 0."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
 def token_first(x: Tensor) -> Tensor:
-    """[B, H, S, D] that is [B, S, H, D] in memory, packed: x itself where it is."""
+    """Return [B, H, S, D] packed as [B, S, H, D] in memory: x itself if it already is."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _packed(x: Tensor) -> Tensor:
-    """`token_first` with the strides of a packed tensor also where a dimension has one place."""
+    """Return `token_first(x)`, with the strides of a packed tensor even in dimensions of size 1."""
     x = token_first(x)
     _, heads, tokens, width = x.shape
     strides = tokens * heads * width, width, heads * width, 1
@@ -185,11 +184,11 @@ def _packed(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CpuFlash:
-    """aten's flash attention for CPUs: fp64, fp32, bf16, fp16; D == Dv; GQA inside.
+    """aten's flash attention for CPUs: fp64, fp32, bf16, fp16; D == Dv; supports GQA.
 
     Its causal mask is aligned top left, so causal blocks must be squares. It has no windows: tiles
-    get a float mask in q's dtype. It dies of SIGFPE without keys and returns lse = 0 for a row
-    that sees none: `Block` has neither. Its lse is not differentiable.
+    get a float mask in q's dtype. Without keys it dies of SIGFPE, and for a row without visible
+    keys it returns lse = 0: `Block` excludes both. Its lse is not differentiable.
     """
 
     softcap: None = None
@@ -227,12 +226,12 @@ class CpuFlash:
 
 @dataclass(frozen=True, slots=True)
 class CudaFlash:
-    """aten's flash attention for CUDA (FA2, or whatever is registered over it): bf16, fp16;
-    D == Dv, a multiple of 8 up to 256; GQA and windows inside; tensors are [B, S, H, D].
+    """aten's flash attention for CUDA (FA2, or its registered replacement).
 
-    Causal masks and windows are aligned bottom right. Without dropout the RNG state is not read.
-    It indexes with 32 bits: the elements of a block stay below 2**31. Its backward copies dout and
-    out where they are not packed in its own order, so that `token_first` ones cost nothing.
+    It takes bf16, fp16; D == Dv, a multiple of 8 up to 256; tensors [B, S, H, D]; and supports GQA
+    and windows. Causal masks and windows are aligned bottom right. Without dropout the RNG state is
+    not read. It indexes with 32 bits: the elements of a block stay below 2**31. Its backward copies
+    dout and out unless they are packed in its own order, so `token_first` ones cost nothing.
     """
 
     softcap: None = None
@@ -268,7 +267,7 @@ class CudaFlash:
         return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
     def window(self, block: Block) -> tuple[int, int]:
-        """Keys to the left and right of the aligned diagonal; -1 is all of them.
+        """Return the keys to the left and right of the aligned diagonal; -1: all.
 
         Row i of Sq sees columns from i + Sk - Sq - left. In a windowed block without causal mask
         the op turns right = -1 into Sk, which would hide keys if Sq > Sk + 1.
@@ -282,7 +281,7 @@ class CudaFlash:
 
 @cache
 def _cudnn_lse_rank() -> int:
-    """Dimensions of cuDNN's LSE: [B, H, Sq, 1] in torch 2.11 to 2.13, [B, H, Sq] later.
+    """Return the rank of cuDNN's LSE: [B, H, Sq, 1] in torch 2.11 to 2.13, [B, H, Sq] later.
 
     The op's shape function on the meta device answers for the installed torch.
     """
@@ -292,23 +291,23 @@ def _cudnn_lse_rank() -> int:
 
 @dataclass(frozen=True, slots=True)
 class CudaCudnn:
-    """aten's cuDNN attention where it is right and pays; other blocks go to `other`.
+    """aten's cuDNN attention for blocks on which it is right and faster; `other` takes the rest.
 
-    bf16, fp16; D == Dv, a multiple of 8 up to 128; GQA inside. Its causal mask is aligned top
-    left. Right only without mask and with lengths that are multiples of 128 (dQ can be NaN
-    elsewhere). It builds a plan for each pair of lengths (0.1 to 0.4 s, kept for each thread), so
-    it gets few: queries of whole chunks, whose lengths are `queries` (None: any on the grid), and
-    keys in powers of two times `grid`. Blocks of earlier keys are cut into such pieces; what is
-    left of them goes elsewhere, as documents do, whose lengths are any.
+    bf16, fp16; D == Dv, a multiple of 8 up to 128; supports GQA. Its causal mask is aligned top
+    left. It is right only without mask and with lengths that are multiples of 128 (elsewhere dQ can
+    be NaN). It builds a plan for each pair of lengths (0.1 to 0.4 s, kept for each thread), so it
+    gets few pairs: queries of whole chunks, whose lengths are `queries` (None: any on the grid),
+    and keys in powers of two times `grid`. Blocks of earlier keys are cut into such pieces; `other`
+    takes the rest of a block, and documents, whose lengths are arbitrary.
 
     Note: [One layout of O for each plan]. torch finds the plan of a backward by shapes and strides
-    of q, k and v alone. In 2.11 to 2.13 the strides of O and dO of its first call are in it, and
-    another layout would be read as that one; later ones put those in that q's layout gives, and
-    refuse others, strides of dimensions of one place included. O is token-first in a buffer and as
-    `attend` hands it out, models give such a dO, and q is heads-first in some families (GPT-NeoX,
-    Phi, StableLM, GLM4, GPT-OSS). So all of q, O and dO go in packed token-first, which is right
-    for every torch. There q is copied, for 1 to 2% of the call's time at 16K tokens, where O and
-    dO in its layout would be two copies a backward and O one more a forward.
+    of q, k and v alone. In 2.11 to 2.13 a plan includes the strides of O and dO of its first call,
+    and misreads another layout; later releases take the strides that follow from q's layout and
+    refuse others, including strides of dimensions of size 1. O is token-first in a buffer and as
+    `attend` returns it, models give such a dO, and q is heads-first in some families (GPT-NeoX,
+    Phi, StableLM, GLM4, GPT-OSS). So q, O and dO are all passed packed token-first, which is right
+    for every torch. This copies q for those families, for 1 to 2% of the call's time at 16K tokens;
+    q's layout for O and dO would need two copies a backward and one more a forward.
     """
 
     other: BlockKernel
@@ -379,10 +378,10 @@ class CudaCudnn:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """`inner`, which needs D == Dv or certain widths, on heads that zeros make `width` wide.
+    """A kernel `inner` that needs D == Dv or certain widths, on heads padded to `width` with zeros.
 
-    Exact: a zero adds nothing to a score, to rowsum(dout * out) or to a gradient, columns of out
-    that only zeros of v gave are cut off, and the scale is the caller's, of the true width.
+    Exact: a zero adds nothing to a score, to rowsum(dout * out) or to a gradient; columns of out
+    that come only from zeros of v are cut off, and the scale is the caller's, of the true width.
     """
 
     inner: BlockKernel
@@ -407,12 +406,12 @@ class Padded:
     ) -> Gradients:
         dout, q, out = (self._wide(x) for x in (queries.dout, queries.q, queries.out))
         wide_k, wide_v = self._wide(k), self._wide(v)
-        given = BackwardQueries(dout, q, out, queries.lse)
-        dq, dk, dv = self.inner.backward(given, wide_k, wide_v, block, scale)
+        padded = BackwardQueries(dout, q, out, queries.lse)
+        dq, dk, dv = self.inner.backward(padded, wide_k, wide_v, block, scale)
         return dq[..., : queries.q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
     def _wide(self, x: Tensor) -> Tensor:
-        """Token-first, as vendor kernels take it without another copy."""
+        """Pad heads and return them token-first, which vendor kernels take without another copy."""
         if x.shape[-1] == self.width:
             return x
         return functional.pad(x.transpose(1, 2), (0, self.width - x.shape[-1])).transpose(1, 2)
@@ -422,7 +421,7 @@ class Padded:
 
 
 def visible(block: Block, device: torch.device) -> Tensor:
-    """Which keys each query of the block sees: bool [Sq, Sk]."""
+    """Return which keys each query of the block sees: bool [Sq, Sk]."""
     query = torch.arange(block.q_start, block.q_stop, device=device)
     distance = query[:, None] - torch.arange(block.k_start, block.k_stop, device=device)
     seen = distance >= 0
@@ -431,12 +430,13 @@ def visible(block: Block, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tiled:
-    """A kernel for what no vendor's does: soft caps, values wider or narrower than keys, fp32 on
-    CUDA, any device. Scores become softcap * tanh(scores / softcap) when there is a cap.
+    """A kernel in plain PyTorch for cases that no vendor supports.
 
-    Arithmetic is in the accumulate dtype; memory beyond inputs and outputs is a few tiles of
-    B * H * tile**2 elements. The queries of the heads that share a key head are stacked, q_BKRD
-    with R = H / Hk * tile rows, so that GQA is one matrix product.
+    These are soft caps, values wider or narrower than keys, fp32 on CUDA, and any other device.
+    With a cap, scores become softcap * tanh(scores / softcap). Arithmetic is in the accumulate
+    dtype; memory beyond inputs and outputs is a few tiles of B * H * tile**2 elements. The queries
+    of the heads that share a key head are stacked, q_BKRD with R = H / Hk * tile rows, so that GQA
+    is one matrix product.
     """
 
     softcap: float | None = None
@@ -458,7 +458,7 @@ class Tiled:
             for keys, tile in tiles:
                 scores, _ = self._scores(q[:, :, rows], k[:, :, keys], tile, scale)
                 part_lse = scores.logsumexp(-1)
-                # A row that sees no key of this tile: exp(-inf - 0) = 0 instead of nan.
+                # A row without visible keys in this tile: exp(-inf - 0) = 0 instead of nan.
                 safe = part_lse.masked_fill(part_lse == -torch.inf, 0.0)
                 part = (scores - safe.unsqueeze(-1)).exp() @ v[:, :, keys].to(dtype)
                 shape = sum_lse.shape
@@ -491,7 +491,7 @@ class Tiled:
     def _scores(
         self, q: Tensor, k: Tensor, tile: Block, scale: float
     ) -> tuple[Tensor, Tensor | float]:
-        """Capped and masked scores [B, Hk, R, Sk], and d capped / d uncapped before the mask."""
+        """Return masked scores [B, Hk, R, Sk], and d capped / d uncapped before the mask."""
         dtype = accumulate_dtype(q.dtype)
         scores = _stack(q.to(dtype), k.shape[1]) @ k.to(dtype).mT * scale
         slope: Tensor | float = 1.0
@@ -506,13 +506,13 @@ class Tiled:
 
 
 def _stack(x: Tensor, kv_heads: int) -> Tensor:
-    """[B, H, S, D] -> [B, Hk, H / Hk * S, D]"""
+    """Reshape [B, H, S, D] to [B, Hk, H / Hk * S, D]."""
     return x.reshape(x.shape[0], kv_heads, -1, x.shape[-1])
 
 
 def row_tiles(block: Block, size: int) -> Iterator[tuple[slice, list[tuple[slice, Block]]]]:
-    """Tiles of queries, each with the tiles of keys that it sees; slices count from the block's
-    first query and key."""
+    """Yield tiles of queries, each with the tiles of keys that it sees. Slices count from the
+    block's first query and key."""
     for q_start in range(block.q_start, block.q_stop, size):
         rows = slice(q_start - block.q_start, min(q_start + size, block.q_stop) - block.q_start)
         tiles = key_tiles(block, q_start, size)

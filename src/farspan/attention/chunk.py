@@ -1,15 +1,15 @@
-"""Attention of one cell: a chunk of queries against its own keys and all that came before.
+"""Attention of one cell: a chunk of queries against its own keys and all earlier ones.
 
-What the engine calls. Keys and values of earlier chunks stream in block by block from wherever
-they live, each block once a pass; gradients of theirs leave the same way. Everything is
-deterministic as far as the kernel is: blocks are visited in one fixed order.
+The engine calls it. Keys and values of earlier chunks stream in block by block from their tier,
+each block once a pass, and their gradients leave the same way. All is deterministic as far as the
+kernel is: blocks are visited in a fixed order.
 
-Shapes: q [B, H, C, D]; k [B, Hk, C, D], v [B, Hk, C, Dv] the chunk's own; out [B, H, C, Dv];
-lse [B, H, C]; sinks [H]. "Accumulate dtype" is fp32, or fp64 for fp64.
+Shapes: q [B, H, C, D]; k [B, Hk, C, D], v [B, Hk, C, Dv] the chunk's own; out [B, H, C, Dv]; lse
+[B, H, C]; sinks [H]. "Accumulate dtype" is fp32, or fp64 for fp64.
 
-Where keys are spread over ranks (program/attention_blocks.py), keys are those that this rank
-holds: k, v have fewer tokens than q, and what is said of tokens of keys holds of rows of held
-keys."""
+If keys are distributed over ranks (program/attention_blocks.py), keys are those of this rank: k, v
+have fewer tokens than q, and tokens of keys stand for rows of this rank's keys.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,48 +38,48 @@ class KeyValues(Protocol):
     """Keys and values of the tokens before a chunk, and the sums of their gradients."""
 
     def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """K [B, Hk, S, D] and V [B, Hk, S, Dv] of tokens [start, stop), all batch rows.
+        """Return K [B, Hk, S, D] and V [B, Hk, S, Dv] of tokens [start, stop), all batch rows.
 
-        They stay valid until the next call. Ranges come in ascending order and never overlap
-        within one pass; none crosses a multiple of kv_block.
+        They stay valid until the next call. Ranges come in ascending order and never overlap within
+        one pass; none crosses a multiple of kv_block.
         """
 
     def add_gradient(self, start: int, stop: int, rows: slice, dk: Tensor, dv: Tensor) -> None:
-        """Add to dK, dV of tokens [start, stop) of these batch rows.
+        """Add to dK, dV of tokens [start, stop) of the batch rows `rows`.
 
-        dk [rows, Hk, S, D] and dv [rows, Hk, S, Dv] come in the model's or the accumulate dtype;
-        the sums must be in the latter. Called once after each call of `keys`, with its range.
+        dk [rows, Hk, S, D] and dv [rows, Hk, S, Dv] have the model's or the accumulate dtype; the
+        sums must have the latter. Called once after each call of `keys`, with its range.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What attention of one chunk is, besides its tensors."""
+    """The attention of one chunk without its tensors."""
 
     scale: float
     softcap: float | None
     blocks: tuple[Block, ...]  # from plan_blocks
     q_start: int  # first token of the chunk
     kernel: BlockKernel  # from select_kernel, with the same softcap
-    k_start: int | None = None  # first row of the chunk's own keys; None: all are held, q_start
-    fused: bool = False  # parts are joined by farspan's own kernels, where the device has them
+    k_start: int | None = None  # first row of the chunk's own keys; None: q_start, keys are whole
+    fused: bool = False  # farspan's kernels join parts, if the device has them
 
     def __post_init__(self) -> None:
         assert self.kernel.softcap == self.softcap, (self.kernel, self.softcap)
 
     def joins(self, part: Tensor, whole: Tensor) -> bool:
-        """Whether a kernel joins this part to what it is a part of, all of whose queries it has."""
+        """Return whether a kernel joins this part to `whole`: the part must have all queries."""
         return self.fused and part.shape == whole.shape and fused_for(part.device, part.dtype)
 
     @property
     def own_start(self) -> int:
-        """Where the chunk's own keys begin."""
+        """First row of the chunk's own keys."""
         return self.q_start if self.k_start is None else self.k_start
 
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """Keys [start, stop) of earlier chunks, and the blocks that need them, all in these rows."""
+    """Keys [start, stop) of earlier chunks, and the blocks that need them, within these rows."""
 
     start: int
     stop: int
@@ -96,7 +96,7 @@ def attend(
     key_values: KeyValues,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out, in the dtype of q, and lse, in the accumulate dtype, over all visible keys and sinks.
+    """Return out, in the dtype of q, and lse, in the accumulate dtype, over visible keys and sinks.
 
     out is [B, C, H, Dv] in memory, so that out.transpose(1, 2) is contiguous.
     """
@@ -116,12 +116,12 @@ def attend_blocks(
     *,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The same without sinks, before it is rounded: out of several blocks is in the accumulate
-    dtype, or, if it is to be `narrow`, may be rounded with the last. A query that sees no held key
-    has out = 0 and lse = -inf."""
+    """Return out and lse without sinks, before out is rounded. out of several blocks has the
+    accumulate dtype; with `narrow` it may be rounded with the last block. A query that sees no key
+    of this rank has out = 0 and lse = -inf."""
     out, lse = _attend_own(call, q, k, v)
     if not call.fused and any(_visits(call)):
-        # A chunk of one block needs no sum, hence no wider output; the narrow one dies here.
+        # A chunk of one block needs no sum, hence no wider output. The narrow one is freed here.
         out = out.to(lse.dtype)
     return attend_earlier(call, q, (out, lse), key_values, narrow=narrow)
 
@@ -135,20 +135,20 @@ def attend_earlier(
     *,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`attended`, joined by what the queries see of earlier keys; it may be changed in place.
+    """Merge attention to earlier keys into `attended`, which may change in place.
 
-    Given in the accumulate dtype, out needs no wider copy beside it. For `narrow` see above.
+    An out in the accumulate dtype needs no second, wider copy. `narrow` as in `attend_blocks`.
     """
-    found, visits = _Joined(call, *attended), list(_visits(call))
+    joined, visits = _Joined(call, *attended), list(_visits(call))
     for visit in visits:
         keys, values = key_values.keys(visit.start, visit.stop)
         for block in visit.blocks:
             part = _forward(call, q, keys, values, block, visit.start)
             last = narrow and visit is visits[-1] and block is visit.blocks[-1]
-            found.join(block, part, q.dtype if last else None)
+            joined.join(block, part, q.dtype if last else None)
             del part
-    found.finish(found.lse.dtype)
-    return found.out, found.lse
+    joined.finish(joined.lse.dtype)
+    return joined.out, joined.lse
 
 
 @torch.no_grad()
@@ -164,11 +164,11 @@ def attend_backward(
     *,
     narrow: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv and d sinks of the chunk, all in the accumulate dtype; dq, if it is to be
-    `narrow`, may be rounded to that of q with its last part.
+    """Return dq, dk, dv and d sinks of the chunk, all in the accumulate dtype; with `narrow`, dq
+    may be rounded to the dtype of q with its last part.
 
-    `attended` is what `attend` returned. dk and dv are what this chunk's queries give to its own
-    keys; what they give to earlier keys goes to `key_values.add_gradient`.
+    `attended` is the result of `attend`. dk and dv are gradients of the chunk's own keys; gradients
+    of earlier keys go to `key_values.add_gradient`.
     """
     dtype = accumulate_dtype(q.dtype)
     of_queries = BackwardQueries(dout, q, *attended)
@@ -191,22 +191,22 @@ def attend_earlier_backward(
     attended: tuple[Tensor, Tensor],
     key_values: KeyValues,
 ) -> Tensor:
-    """What earlier keys alone give to dq, in the accumulate dtype; their own gradients go to
-    `key_values.add_gradient`. `attended` is that of all keys."""
+    """Return dq from earlier keys alone, in the accumulate dtype. The keys' own gradients go to
+    `key_values.add_gradient`; `attended` covers all keys."""
     dq = _BlockSum(q, accumulate_dtype(q.dtype), call)
     _earlier_gradients(call, BackwardQueries(dout, q, *attended), key_values, dq)
     return dq.total().to(dq.dtype)
 
 
 class _Joined:
-    """Joins parts of out and lse; by kernels, two parts at a time that are of all queries."""
+    """A running merge into out and lse; kernels merge two parts of all queries at a time."""
 
     def __init__(self, call: AttentionCall, out: Tensor, lse: Tensor) -> None:
         self.call, self.out, self.lse = call, out, lse
         self.waiting: list[tuple[Tensor, Tensor]] = []
 
     def join(self, block: Block, part: tuple[Tensor, Tensor], last: torch.dtype | None) -> None:
-        """Join a block's part; `last` is the dtype that out may be rounded to with it."""
+        """Merge a block's part; `last` is the dtype to which out may then be rounded."""
         if self.call.joins(part[0], self.out):
             self.waiting.append(part)
             if last is not None or len(self.waiting) == 2:
@@ -218,17 +218,17 @@ class _Joined:
         merge_(out, lse, *part, fused=self.call.fused)
 
     def finish(self, dtype: torch.dtype) -> None:
-        """Join what waits; out is of this dtype then."""
+        """Merge the waiting parts; out then has this dtype."""
         if self.waiting:
             self.out = merged(self.out, self.lse, self.waiting, dtype)
             self.waiting = []
 
 
 class _BlockSum:
-    """Adds up parts of a tensor; a first part that is the whole is taken as it is, without a copy.
+    """A sum of parts; a first part of full size becomes the sum without a copy.
 
-    Parts are fresh tensors of kernels, so that the first may be added into. Kernels add two parts
-    at a time that are the whole.
+    Parts are new tensors of kernels, so the first may be added to. Kernels add two parts of full
+    size at a time.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype, call: AttentionCall) -> None:
@@ -237,8 +237,7 @@ class _BlockSum:
         self.waiting: list[Tensor] = []
 
     def add(self, part: Tensor, rows: slice, start: int, *, last: bool = False) -> None:
-        """Add a part that lies at these batch rows and at tokens from `start`. The last one may
-        round the sum to the dtype of `like`."""
+        """Add a part at these batch rows and at tokens from `start`; `last` may round the sum."""
         if self.sum is None and part.shape == self.like.shape:
             self.sum = part
             return
@@ -258,7 +257,7 @@ class _BlockSum:
             self.sum, self.waiting = added(self.sum, self.waiting, dtype), []
 
     def total(self) -> Tensor:
-        """The sum; of no parts, zeros."""
+        """Return the sum; zeros without parts."""
         self._finish(self.dtype)
         if self.sum is None:
             return torch.zeros_like(self.like, dtype=self.dtype)
@@ -293,10 +292,10 @@ def _gradients(
     *,
     last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv of the visit's rows and keys, summed over its blocks; what these give to `dq` is
-    added there, and may be rounded with the `last` visit."""
+    """Return dk and dv of the visit's rows and keys, summed over its blocks. The visit's share of
+    dq is added to `dq`, which the `last` visit may round."""
     dk, dv = (_BlockSum(x[visit.rows], dq.dtype, call) for x in (keys, values))
-    # A visit of several row ranges holds all rows, so its rows count from 0.
+    # A visit of several row ranges has all rows, so its rows count from 0.
     first_row = visit.rows.start
     for block in visit.blocks:
         rows = slice(block.row_start - first_row, None)
@@ -314,12 +313,13 @@ def _gradients(
 
 
 def _attend_own(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse over the chunk's own keys."""
+    """Return out and lse over the chunk's own keys."""
     blocks = _own_blocks(call)
     if len(blocks) == 1 and _queries(call, q, blocks[0]).shape == q.shape:
         out, lse = _forward(call, q, k, v, blocks[0], call.own_start)
-        # Kernels lay out as q lies, heads-first in some families. The model, which joins heads
-        # next, would copy then, and so would each block of a backward (`CudaCudnn`, `CudaFlash`).
+        # Kernels use q's layout, which is heads-first in some families. The model, which joins
+        # heads next, would then copy, and so would each block of a backward (`CudaCudnn`,
+        # `CudaFlash`).
         return token_first(out), lse
     dtype = accumulate_dtype(q.dtype)
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
@@ -330,7 +330,8 @@ def _attend_own(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
     for block in blocks:
         part_out, part_lse = _forward(call, q, k, v, block, call.own_start)
         if block.causal:
-            # Causal blocks share no query and come before others of theirs: nothing to merge.
+            # Causal blocks share no query and come before their other blocks: there is nothing to
+            # merge.
             _queries(call, out, block).copy_(part_out)
             _queries(call, lse, block).copy_(part_lse)
         else:
@@ -348,26 +349,27 @@ def _forward(
 
 
 def _queries(call: AttentionCall, x: Tensor, block: Block) -> Tensor:
-    """The block's part of a tensor [B, H, C, ...] of the chunk's queries."""
+    """Return the block's part of a tensor [B, H, C, ...] of the chunk's queries."""
     first = call.q_start - block.shift
     return x[block.rows, :, block.q_start - first : block.q_stop - first]
 
 
 def _keys(x: Tensor, block: Block, first_key: int) -> Tensor:
-    """The block's part of a tensor [B, Hk, S, ...] of keys from token `first_key` on."""
+    """Return the block's part of a tensor [B, Hk, S, ...] of keys from token `first_key` on."""
     return x[block.rows, :, block.k_start - first_key : block.k_stop - first_key]
 
 
 def _own_blocks(call: AttentionCall) -> tuple[Block, ...]:
-    own = (block for block in call.blocks if block.k_start >= call.own_start)
-    return tuple(tile for block in own for tile in call.kernel.split(block))
+    blocks = (block for block in call.blocks if block.k_start >= call.own_start)
+    return tuple(tile for block in blocks for tile in call.kernel.split(block))
 
 
 def _visits(call: AttentionCall) -> Iterator[_Visit]:
-    """Blocks over earlier keys in ascending order, those whose key ranges overlap together.
+    """Yield visits of earlier keys in ascending order; blocks with overlapping key ranges share
+    one.
 
-    Blocks are cut on the grid of kv_block, so no visit crosses it and each range is asked for
-    once, however many documents and tiles of windows share it.
+    Blocks are cut on the grid of kv_block, so no visit crosses it, and each range is requested
+    once, for all documents and tiles of windows that share it.
     """
     for blocks in overlapping(b for b in call.blocks if b.k_start < call.own_start):
         start, stop = min(b.k_start for b in blocks), max(b.k_stop for b in blocks)

@@ -1,15 +1,15 @@
-"""Conversations: chats, ShareGPT's, prompts and preferences, as a chat template writes them.
+"""Chats, ShareGPT conversations, prompts and preferences, written by a chat template.
 
-What the model itself says is trained, and what ends it; what it is told is not. A template says
-which is which by `{% generation %}` around the model's turns. Few do, so it is found otherwise in
-the text of the others:
+Training covers the model's turns and the tokens that end them, not the other turns. A template
+marks the model's turns by `{% generation %}`. Few templates do; for the others, turns are located
+in the rendered text:
 
     <|user|> Hi. <|end|> <|assistant|> Hello. <|end|> <|user|> And now? <|end|> <|assistant|> ...
-    turns before it, and the sign      [ trained    ] up to the token behind it that stops
+    earlier turns, and the sign        [ trained    ] up to the next token that stops
     that the model speaks                             generation, or begins the next turn
 
-Thoughts that a template leaves out of earlier turns are not trained there. One that writes earlier
-turns otherwise in any other way cannot be read so: it is refused.
+Some templates omit thoughts from earlier turns; those are not trained. A template that changes
+earlier turns in any other way cannot be used like this, and is refused.
 """
 
 import json
@@ -43,7 +43,7 @@ from farspan.data.templates import CALLS, Templates, read_message, read_object, 
 from farspan.data.tokenizers import Document, Form, Written
 from farspan.spec import UnsupportedError
 
-# What ShareGPT and those who came after it call who speaks.
+# Names of speakers in ShareGPT and related formats, and their roles.
 _SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -56,23 +56,23 @@ _SPEAKERS = {
     "observation": "tool",
     "function_response": "tool",
 }
-# Names of the assistant under which a template has no turn of the model.
+# Names of the assistant for which a template writes no turn of the model.
 _ANSWERERS = {name for name, role in _SPEAKERS.items() if role == ASSISTANT} | {"ai", "bot"}
 _OTHERWISE = (
-    "give a data.chat_template that has {% generation %} around what the model says, or set "
+    "give a data.chat_template that has {% generation %} around the model's turns, or set "
     "data.loss to all"
 )
 _NOWHERE = "\ue000"  # a character for private use
 _Rendered = tuple[str, tuple[tuple[int, int], ...] | None]
-# Rises whenever the same record gives other text or spans; the first had no number.
+# Rises whenever the same record gives other text or spans; the first version had no number.
 _READ = 3
 
 
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
-# transformers 5.24 hands a thought under any of these names to a template that reads either of the
+# transformers 5.24 passes a thought under any such name to a template that reads either of the
 # first two.
 _THOUGHTS: tuple[str, ...] = getattr(chat_template_utils, "_REASONING_FIELDS", ())
-# What the template gets from the rest of the record, or from the run file.
+# Names that are no variables of a record: the rest of the record or the run file sets them.
 _NOT_KWARGS = ("messages", "conversation", TOOLS, "chat_template", "add_generation_prompt")
 
 
@@ -86,24 +86,23 @@ def named_in(template: str) -> frozenset[str] | None:
     try:
         environment = Environment(extensions=["jinja2.ext.loopcontrols"])
         tree = environment.parse(_GENERATION.sub("", template))
-    except Exception:  # a template raises what it wants
+    except Exception:  # templates raise errors of any type
         return None
-    found = {node.attr for node in tree.find_all(nodes.Getattr)}
-    found |= {node.name for node in tree.find_all(nodes.Name)}
-    return frozenset(found | {str(node.value) for node in tree.find_all(nodes.Const)})
+    names = {node.attr for node in tree.find_all(nodes.Getattr)}
+    names |= {node.name for node in tree.find_all(nodes.Name)}
+    return frozenset(names | {str(node.value) for node in tree.find_all(nodes.Const)})
 
 
 @dataclass(frozen=True, slots=True)
 class ChatForm(Form):
-    """A list of messages, each with a role and a content, and the tools that may be called. Of
-    ShareGPT's they have `from` and `value` instead, and what the system says may stand beside them.
-    """
+    """Messages with roles and contents, and the tools that may be called. In ShareGPT records they
+    have `from` and `value` instead, and a field `system` may hold the first message."""
 
     field: str
-    everything: bool  # is trained
+    everything: bool  # train all turns, not only the assistant's
     templates: Templates
     stops: tuple[str, ...]  # tokens that stop generation
-    marks: tuple[str, ...]  # other special tokens that a template may put behind a turn
+    marks: tuple[str, ...]  # other special tokens that a template may put after a turn
     sharegpt: bool = False
 
     @property
@@ -120,32 +119,32 @@ class ChatForm(Form):
 
     def names(self, word: str) -> bool:
         """Tell whether a template has this name of a variable, an attribute or a key."""
-        own = (self.templates.default, self.templates.tool_use)
-        return any((found := named_in(t)) is None or word in found for t in own)
+        templates = (self.templates.default, self.templates.tool_use)
+        return any((found := named_in(t)) is None or word in found for t in templates)
 
     def own_templates(self) -> tuple[str, ...]:
         """List the templates that came with the tokenizer."""
-        own = self.templates.inner.chat_template
-        return tuple(own.values()) if isinstance(own, dict) else (own,) if own else ()
+        inner = self.templates.inner.chat_template
+        return tuple(inner.values()) if isinstance(inner, dict) else (inner,) if inner else ()
 
     def reads(self, document: Document) -> Collection[str]:  # noqa: ARG002 - the same for all
         _, *others = READ["sharegpt" if self.sharegpt else "chat"]
         return {self.field, *others} - (set() if self.names(TOOLS) else {TOOLS})
 
     def reads_key(self, key: str) -> bool:
-        own = ("from", "value") if self.sharegpt else ("role", "content")
-        if key in own or key in TURN_MARKS:
+        keys = ("from", "value") if self.sharegpt else ("role", "content")
+        if key in keys or key in TURN_MARKS:
             return True
         alike = _THOUGHTS[:2] if key in _THOUGHTS else ()
         return not self.sharegpt and any(map(self.names, (key, *alike)))
 
-    def key(self, column: str) -> str:  # noqa: ARG002 - what else is read has a fixed name
+    def key(self, column: str) -> str:  # noqa: ARG002 - other fields have fixed names
         return "data.field"
 
     def listing(self) -> list[object]:
         kind = "sharegpt" if self.sharegpt else "chat"
-        own = [self.field, self.everything, *self.templates.listing(), *self.stops, *self.marks]
-        return [kind, _READ, *own]
+        values = [self.field, self.everything, *self.templates.listing(), *self.stops, *self.marks]
+        return [kind, _READ, *values]
 
     def read(self, document: Document) -> Written | None:
         messages = self.messages(document)
@@ -177,15 +176,15 @@ class ChatForm(Form):
         return replace(written, holds_sign=held)
 
     def template_says(self, document: Document) -> bool:
-        """Whether the template marks what the model says."""
+        """Return whether the template marks the model's turns."""
         return self.templates.marks(document.fields.get(TOOLS))
 
     def answer(self, document: Document, messages: Sequence[Message], told: int) -> Written:
-        """A conversation of which the model's turns behind the first `told` messages are trained.
-        Raises UnsupportedError where there is none."""
+        """Write a conversation and train the model's turns after the first `told` messages. Raises
+        UnsupportedError if there is no such turn, or a mark asks to train one of the prompt."""
         if any(message.get(mark) for message in messages[:told] for mark in TURN_MARKS):
             raise UnsupportedError(
-                f"{document.place}: a mark has a turn of the prompt trained, and only those of "
+                f"{document.place}: a mark asks to train a turn of the prompt, and only those of "
                 f"field {self.field!r} are; leave the mark out, or write the record as a chat"
             )
         unmarked, turns = take_marks(document, with_system(document, messages), False)
@@ -194,8 +193,8 @@ class ChatForm(Form):
         )
         if own == 0:
             raise UnsupportedError(
-                f"{document.place}: field {self.field!r} has no message of the {ASSISTANT} of its "
-                "own; give the answer as one, or leave the record out"
+                f"{document.place}: field {self.field!r} has no message of the {ASSISTANT}; "
+                "give the answer as one, or leave the record out"
             )
         document, bare = self._prepared(document, unmarked)
         written = (self._marked if self.template_says(document) else self._said)(document, bare)
@@ -208,7 +207,7 @@ class ChatForm(Form):
         if len(spans) != said:
             raise UnsupportedError(
                 f"{document.place}: field {self.field!r}: the chat template marks {len(spans)} "
-                f"turns of the model in {said} messages of the {ASSISTANT}; give another "
+                f"turns of the model for {said} messages of the {ASSISTANT}; give another "
                 "data.chat_template"
             )
 
@@ -220,7 +219,7 @@ class ChatForm(Form):
         return Written(text, spans, bare=True)
 
     def messages(self, document: Document) -> Sequence[Message]:
-        """Of the record's field. Raises UnsupportedError where it holds something else."""
+        """Return the messages of the record's field. Raises UnsupportedError if it has none."""
         given = field_of(document, self.field, self.key(self.field))
         whole = isinstance(given, Sequence) and not isinstance(given, str)
         needed = ("from", "value") if self.sharegpt else ("role",)
@@ -238,7 +237,7 @@ class ChatForm(Form):
         return [read_message(m, place) for m, place in zip(given, places, strict=True)]
 
     def _from_sharegpt(self, document: Document, given: Sequence[Message]) -> Sequence[Message]:
-        """With roles and contents."""
+        """Convert ShareGPT messages to messages with role and content."""
         messages: list[Message] = []
         for number, message in enumerate(given, start=1):
             role = _SPEAKERS.get(str(message.get("from")))
@@ -258,25 +257,25 @@ class ChatForm(Form):
         return messages
 
     def _kwargs(self, document: Document) -> Mapping[str, Any]:
-        """Return the record's variables for the template, each of which it names. Empty ones that
-        it does not name count as missing: a table has all of them in each row."""
+        """Return the record's variables for the template. The template must name each one, except
+        empty ones: a table has all variables in each row."""
         given = document.fields.get(TEMPLATE_KWARGS) or {}
         place = f"{document.place}: field {TEMPLATE_KWARGS!r}"
-        found = read_object(given, place)
-        for name in [*found]:
+        kwargs = read_object(given, place)
+        for name in [*kwargs]:
             if name not in _NOT_KWARGS and self.names(name):
                 continue
-            if found.pop(name) not in (None, "", [], {}):
+            if kwargs.pop(name) not in (None, "", [], {}):
                 raise UnsupportedError(
                     f"{place}: the chat template does not take {name!r} from it; leave it out, "
                     f"give another data.chat_template, or set data.ignore: [{TEMPLATE_KWARGS}]"
                 )
-        return found
+        return kwargs
 
     def _prepared(
         self, document: Document, messages: Sequence[Message]
     ) -> tuple[Document, Sequence[Message]]:
-        """The document with its tools read, and the messages as its template takes them."""
+        """Return the document with its tools parsed, and the messages in the template's form."""
         tools = read_tools(document.fields.get(TOOLS), document.place)
         document = replace(document, fields={**document.fields, TOOLS: tools})
         kwargs = self._kwargs(document)
@@ -288,7 +287,7 @@ class ChatForm(Form):
     def _turns(
         self, document: Document, messages: Sequence[Message], text: str
     ) -> tuple[tuple[int, int], ...]:
-        """The characters that the model says."""
+        """Return the spans of characters that the model writes, one for each of its turns."""
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
@@ -297,7 +296,7 @@ class ChatForm(Form):
             if number == 0:
                 raise UnsupportedError(
                     f"{document.place}: message 1 is the {ASSISTANT}'s; begin the conversation "
-                    "with what the model is told"
+                    "with another role's message"
                 )
             turn = _Turn(document, messages, number, text)
             probe = self._text(document, turn.elsewhere())
@@ -319,32 +318,33 @@ class ChatForm(Form):
         return tuple(spans)
 
     def _begin(self, turn: "_Turn", probe: str) -> int | None:
-        """Where the model begins to say its message; `probe` has other words in its place."""
+        """Return the place where the model begins its message; `probe` has a placeholder for it."""
         document, messages, number = turn.document, turn.messages, turn.number
         before = self._text(document, messages[:number], opened=True)
-        # The sign may have the model think first, and an earlier turn show no thought. What of the
-        # sign is there is told by a turn of which no character is the sign's.
+        # The sign may ask the model to think first, while earlier turns show no thought. The probe
+        # shows which part of the sign is there, as its message shares no character with the sign.
         begin = _shared(before, probe)
         told = len(self._text(document, messages[:number]))
         if begin <= told:
-            # There is no sign. Where nothing else stands before the turn, it begins with itself.
+            # The template writes no sign. The turn begins with the message, unless text stands
+            # before it.
             begin = probe.find(_NOWHERE)
             if probe[told:begin].strip():
                 return None
         return begin if turn.text.startswith(probe[:begin]) else None
 
     def _end(self, turn: "_Turn", probe: str, begin: int) -> int | None:
-        """Where the turn that begins at `begin` ends: behind the token that stops generation, or
-        the mark that the template puts there, or that begins the next turn; else where the template
-        ends with it. A sign within its content ends nothing."""
+        """Return the place where the turn that begins at `begin` ends. That is after the token that
+        stops generation, or after the template's mark of the end or of the next turn; else at the
+        end of the template's text for the turn. A sign within the content does not end it."""
         document, messages, text = turn.document, turn.messages, turn.text
         _, found, behind = probe.rpartition(_NOWHERE)
         known = bool(found) and text.endswith(behind)
-        said = max(begin, len(text) - len(behind)) if known else begin  # where its content ends
+        said = max(begin, len(text) - len(behind)) if known else begin  # end of the content
         until, own = self._text(document, messages[: turn.number + 1]), ""
         end = len(until)
         if not text.startswith(until):
-            # What the model thought may be gone from turns that others follow; the rest may not.
+            # The template may omit thoughts from turns that others follow, but nothing else.
             own = self._text(document, turn.elsewhere(alone=True)).rpartition(_NOWHERE)[2]
             before = until.removesuffix(own)
             if not known or not until.endswith(own) or not before.endswith(text[begin:said]):
@@ -364,20 +364,20 @@ class ChatForm(Form):
         return end if follows[0]["role"] == ASSISTANT else end + len(self._sign_at(text, end))
 
     def _sign_at(self, text: str, place: int) -> str:
-        """The token at a place of a text that may end a turn, if one is there."""
+        """Return the token at a place of a text that may end a turn; empty if there is none."""
         return next((s for s in (*self.stops, *self.marks) if text.startswith(s, place)), "")
 
     def _closing(self, document: Document, messages: Sequence[Message], text: str) -> str:
-        """What ends the model's last turn where templates leave that to the next turn: the token
-        that this begins with, which the model is to write."""
+        """Return the token that ends the model's last turn. Some templates write it with the next
+        turn; the model is to write it."""
         try:
             more = self._text(document, [*messages, _next(messages)])
-        except UnsupportedError:  # a template may want other roles
+        except UnsupportedError:  # the template may expect other roles
             return ""
         return self._sign_at(more, len(text)) if more.startswith(text) else ""
 
     def _text(self, document: Document, messages: Sequence[Message], opened: bool = False) -> str:
-        """`opened`: with the sign that the model speaks next."""
+        """Write messages by the template; `opened` adds the sign that the model speaks next."""
         tools, kwargs = document.fields.get(TOOLS), self._kwargs(document)
         write = partial(self.templates.write, messages, tools, kwargs, opened)
         return self._refusing(document, lambda: (write(), None))[0]
@@ -389,12 +389,12 @@ class ChatForm(Form):
 
     def _refusing(self, document: Document, write: Callable[[], _Rendered]) -> _Rendered:
         try:
-            found = write()
-            found[0].encode()
-            return found
+            rendered = write()
+            rendered[0].encode()
+            return rendered
         except MemoryError:
-            raise  # a limit's, that says more
-        except Exception as error:  # a template raises what it wants; its words are kept
+            raise  # from a memory limit, with a better message
+        except Exception as error:  # templates raise errors of any type
             raise UnsupportedError(
                 f"{document.place}: the chat template cannot render field {self.field!r}: "
                 f"{' '.join(str(error).split())}"
@@ -403,7 +403,7 @@ class ChatForm(Form):
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A message of the model in a conversation, and the conversation's text."""
+    """A message of the model, its conversation, and the conversation's text."""
 
     document: Document
     messages: Sequence[Message]
@@ -411,20 +411,20 @@ class _Turn:
     text: str
 
     def elsewhere(self, alone: bool = False) -> list[Message]:
-        """The conversation with other words in place of the message's; `alone`: and none after."""
+        """Return the conversation with a placeholder as the message; `alone` ends it there."""
         own = {**self.messages[self.number], "content": _nowhere(self.messages)}
         after = [] if alone else self.messages[self.number + 1 :]
         return [*self.messages[: self.number], own, *after]
 
 
 def _nowhere(messages: Sequence[Message]) -> str | list[Mapping[str, str]]:
-    """A content that no record has, as a text or in parts like the others."""
+    """Return a placeholder that no record contains, as text or in parts like the other contents."""
     parts = any(isinstance(message.get("content"), list) for message in messages)
     return [{"type": "text", "text": _NOWHERE}] if parts else _NOWHERE
 
 
 def _next(messages: Sequence[Message]) -> Message:
-    """A message that may follow the last one: what its call of a tool gave, or the user's."""
+    """Return a message that may follow the last one: the result of its tool call, or the user's."""
     content, calls = _nowhere(messages), messages[-1].get(CALLS)
     if not calls:
         return {"role": "user", "content": content}
@@ -434,35 +434,35 @@ def _next(messages: Sequence[Message]) -> Message:
 
 
 def _refuse_another_prompt(document: Document, messages: Sequence[Message]) -> None:
-    """Raises UnsupportedError where a field `prompt` says what the messages do not begin with."""
+    """Raise UnsupportedError if a field `prompt` differs from the beginning of the messages."""
     prompt = document.fields.get(PROMPT)
     begin: object = next((m.get("content") for m in messages if m["role"] != SYSTEM), None)
     if isinstance(prompt, list):
         begin = list(messages[: len(prompt)])
     if prompt and prompt != begin:
         raise UnsupportedError(
-            f"{document.place}: field {PROMPT!r} is not what the messages begin with; make it "
-            "their first message, or leave it out"
+            f"{document.place}: field {PROMPT!r} differs from the beginning of the messages; "
+            "make it their first message, or leave it out"
         )
 
 
 def _refuse_answerer(document: Document, number: int, role: Any) -> None:
-    """Raises UnsupportedError for a role that is the assistant's by another name."""
+    """Raise UnsupportedError for a role that names the assistant otherwise, such as `bot`."""
     if str(role).strip().lower() in _ANSWERERS:
         raise UnsupportedError(
             f"{document.place}: message {number} has the role {role!r}, and only turns of the role "
             f"{ASSISTANT!r} are trained; write {ASSISTANT!r}, or give a data.chat_template that "
-            "has {% generation %} around what the model says"
+            "has {% generation %} around the model's turns"
         )
 
 
 def _are_messages(document: Document, names: Sequence[str], chat: ChatForm | None) -> bool:
-    """Tell lists of messages from texts. Raises UnsupportedError if there is one of each, or no
-    template that can write messages."""
+    """Tell lists of messages from texts. Raises UnsupportedError for one of each, and for messages
+    without a template to write them."""
     texts = [isinstance(field_of(document, name, "data.format"), str) for name in names]
     if any(texts) != all(texts):
         raise UnsupportedError(
-            f"{document.place}: one of {' and '.join(names)} is a text and the other is none; give "
+            f"{document.place}: one of {' and '.join(names)} is a text and the other is not; give "
             "both as texts, or both as lists of messages"
         )
     if not all(texts) and chat is None:
@@ -472,14 +472,14 @@ def _are_messages(document: Document, names: Sequence[str], chat: ChatForm | Non
         )
     if all(texts) and chat is not None and chat.templates.default not in chat.own_templates():
         raise UnsupportedError(
-            f"data.chat_template: {document.place}: {' and '.join(names)} are texts, which no "
-            "template writes; leave it out, or give lists of messages"
+            f"data.chat_template: {document.place}: {' and '.join(names)} are texts, which need no "
+            "template; leave it out, or give lists of messages"
         )
     return not all(texts)
 
 
 def _reads_of(chat: ChatForm | None, document: Document, names: Sequence[str]) -> Collection[str]:
-    """List the fields that are read with these names: of messages more than of texts."""
+    """List the fields that are read: more for messages than for texts."""
     if chat is None or isinstance(document.fields.get(names[0]), str):
         return names
     return {*names, *({TOOLS, SYSTEM, TEMPLATE_KWARGS} & set(chat.reads(document)))}
@@ -487,8 +487,8 @@ def _reads_of(chat: ChatForm | None, document: Document, names: Sequence[str]) -
 
 @dataclass(frozen=True, slots=True)
 class PromptForm(Form):
-    """A prompt and how it goes on, as texts or as messages; the prompt is trained only where
-    `everything` is."""
+    """A prompt and its completion, as texts or as messages. The prompt is trained only if
+    `everything` is set."""
 
     prompt: str
     completion: str
@@ -534,17 +534,17 @@ class PromptForm(Form):
     def _messages(self, document: Document) -> Written:
         assert self.chat is not None
         told, said = (replace(self.chat, field=n).messages(document) for n in self.columns)
-        own = replace(self.chat, field=self.completion)
+        form = replace(self.chat, field=self.completion)
         if self.everything:
-            return own.written(document, [*told, *said])
-        return own.answer(document, [*told, *said], len(told))
+            return form.written(document, [*told, *said])
+        return form.answer(document, [*told, *said], len(told))
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceForm(Form):
-    """Two answers to one prompt, each a document with the prompt before it: the one that was
-    chosen, and the one that was rejected. Texts stand as they are; messages are written by the
-    chat template, and the prompt may stand in both answers instead of a field of its own."""
+    """Two answers to one prompt, each a document that begins with the prompt: chosen and rejected.
+    Texts are used as they are; the chat template writes messages. Instead of in a field of its own,
+    the prompt may be at the beginning of both answers."""
 
     chat: ChatForm | None  # None: the tokenizer has no template
 
@@ -589,7 +589,7 @@ class PreferenceForm(Form):
         if isinstance(document.fields.get(PROMPT), list):
             told = list(replace(self.chat, field=PROMPT).messages(document))
         shared = len(told)
-        if not told:  # it stands in both answers
+        if not told:  # both answers contain it
             pairs = enumerate(zip(chosen, rejected, strict=False))
             least = min(len(chosen), len(rejected))
             shared = next((n for n, (one, other) in pairs if one != other), least)
@@ -601,7 +601,7 @@ class PreferenceForm(Form):
         ]
 
     def _asked(self, document: Document, shared: Sequence[Message]) -> list[Message]:
-        """Return the message that a prompt as text adds to those that both answers begin with."""
+        """Return the message that a prompt as text adds to the messages that both answers share."""
         prompt = document.fields.get(PROMPT)
         if not prompt:
             return []
@@ -617,7 +617,7 @@ class PreferenceForm(Form):
 
 
 def _shared(one: str, other: str) -> int:
-    """Characters that two texts begin alike with."""
+    """Return the number of leading characters that two texts share."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

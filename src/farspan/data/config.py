@@ -1,4 +1,4 @@
-"""Where the text comes from, how it becomes tokens, and which loss is of them."""
+"""Configuration of the data: source of the text, tokenization, and the loss on it."""
 
 from dataclasses import dataclass, fields, replace
 from datetime import date
@@ -10,7 +10,7 @@ from farspan.profile.catalog import is_on_hub
 from farspan.spec import LossKind, Objective, Reference, UnsupportedError
 
 _SPLIT = "train"
-# Of a file, what it holds: a text, or records as JSON, in a table or in cells.
+# Suffixes of files and their contents: a text, or records as JSON, in a table or in cells.
 SUFFIXES = {
     **dict.fromkeys((".txt", ".md"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
@@ -18,10 +18,10 @@ SUFFIXES = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
 MOST_QUOTED = 60  # characters of a text in an error
-_COMPRESSED = (".gz", ".zst")  # behind any of them
-WINDOW = "256MiB"  # of a stream
-_PROMPT = ("prompt", "completion")  # the fields of a record of that format
-# Where no field of them is named here.
+_COMPRESSED = (".gz", ".zst")  # may follow each of the above
+WINDOW = "256MiB"  # text that a stream reads at a time
+_PROMPT = ("prompt", "completion")  # fields of a record in format prompt
+# Formats for which data.field may not be set, and the fields that they read.
 _NO_FIELD = {
     "prompt": "prompt and completion; name them by these keys",
     "tokens": "input_ids and what goes with them; leave it out",
@@ -33,41 +33,41 @@ _NO_FIELD = {
 class SourceKind(StrEnum):
     """Form in which documents are read."""
 
-    AUTO = "auto"  # by what is at the path: files by their suffixes, otherwise a hub's data set
-    STDLIB = "stdlib"  # the sources of the Python that is running, a file a document
-    TEXT = "text"  # text files, a file a document
-    JSONL = "jsonl"  # one JSON object a line, a line a document
-    DATASET = "dataset"  # a Hugging Face dataset, a row a document
+    AUTO = "auto"  # files by their suffixes, other paths as data sets of the hub
+    STDLIB = "stdlib"  # sources of the running Python, each file a document
+    TEXT = "text"  # text files, each a document
+    JSONL = "jsonl"  # JSON lines, each a document
+    DATASET = "dataset"  # a Hugging Face dataset, each row a document
 
 
 class RecordFormat(StrEnum):
-    """What a JSON line or a row of a dataset holds."""
+    """Contents of a JSON line or of a dataset's row."""
 
-    TEXT = "text"  # one text, all of which is trained
+    TEXT = "text"  # one text, trained as a whole
     CHAT = "chat"  # messages, as the tokenizer's chat template writes them
-    SHAREGPT = "sharegpt"  # the same, each message with `from` and `value`
-    ALPACA = "alpaca"  # an instruction, perhaps an input, and the output
+    SHAREGPT = "sharegpt"  # messages with `from` and `value`
+    ALPACA = "alpaca"  # an instruction, an optional input, and the output
     PROMPT = "prompt"  # a prompt and its completion, as texts or as messages
-    TOKENS = "tokens"  # input_ids, and what says which are trained, padding, or a document
-    PREFERENCE = "preference"  # a prompt, the answer that was chosen, and the one that was not
+    TOKENS = "tokens"  # input_ids, with optional labels, masks and document borders
+    PREFERENCE = "preference"  # a prompt, the chosen answer and the rejected one
 
 
 class Loss(StrEnum):
-    """Which tokens of a chat or of a prompt and its completion are trained."""
+    """Tokens to train in a chat, or in a prompt with its completion."""
 
     ANSWERS = "answers"
     ALL = "all"
 
 
 class PackingKind(StrEnum):
-    """How documents become sequences of one length."""
+    """Packing of documents into sequences of one length."""
 
-    WHOLE = "whole"  # best fit: only documents longer than a sequence are divided; some padding
-    CUT = "cut"  # end to end, cut where a sequence is full; no padding
+    WHOLE = "whole"  # best fit: divides only documents longer than a sequence; some padding
+    CUT = "cut"  # end to end, cut when a sequence is full; no padding
 
 
 def suffix_of(path: str | Path) -> str:
-    """Give the suffix that says what a file holds, in small letters: of `a.JSONL.gz`, `.jsonl`."""
+    """Return the suffix that tells a file's contents, in lower case: `.jsonl` for `a.JSONL.gz`."""
     name = Path(path).name.lower()
     for end in _COMPRESSED:
         name = name.removesuffix(end)
@@ -83,7 +83,7 @@ def _is_day(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SourceConfig:
-    """Documents, what is trained of them, and what of them is held out.
+    """Documents, the parts to train, and the documents to hold out.
 
     `path` is a file, a folder (every file below it whose name does not start with a dot), a glob
     such as `corpus/**/*.txt`, or the name of a data set on the hub. Without one, the documents are
@@ -93,7 +93,9 @@ class SourceConfig:
     source: SourceKind = SourceKind.AUTO  # how `path` is read; `auto`: by the suffixes of files
     path: str | None = None  # a file, a folder, a glob such as `books/*.txt`, or a name on the hub
     held_out: float = 0.0  # fraction of the documents that evaluation reads and training does not
-    held_out_path: str | None = None  # documents to evaluate on in its place, read like `path`
+    held_out_path: str | None = (
+        None  # documents to evaluate on instead of `held_out`, read like `path`
+    )
     format: RecordFormat = RecordFormat.TEXT  # form of records; `text`: told by the first's fields
     field: str | None = None  # field of text or chat; null: `text`, `messages`, `conversations`
     prompt: str = _PROMPT[0]  # field with the prompt, in format `prompt`
@@ -103,7 +105,7 @@ class SourceConfig:
     chat_template: str | None = None
     name: str | None = None  # the dataset's configuration, if it has several
     split: str = _SPLIT  # the dataset's split
-    held_out_split: str | None = None  # split to evaluate on in place of `held_out`
+    held_out_split: str | None = None  # split to evaluate on instead of `held_out`
     ignore: tuple[str, ...] | None = None  # fields to drop; `messages.name`: a key of messages
     # Whether it is read a window at a time: not all of its tokens are on the disk at once.
     streaming: bool | None = None
@@ -113,14 +115,14 @@ class SourceConfig:
         object.__setattr__(self, "source", SourceKind(self.source))
         object.__setattr__(self, "format", RecordFormat(self.format))
         object.__setattr__(self, "loss", Loss(self.loss))
-        if self.streaming is False:  # as folders have it from before there was this key
+        if self.streaming is False:  # run folders from before this key have null
             object.__setattr__(self, "streaming", None)
         if self.path is not None and self.source is SourceKind.STDLIB:
             raise UnsupportedError(
-                "path: source 'stdlib' reads Python's own sources and takes no path; leave one of "
-                "them out"
+                "path: source 'stdlib' reads Python's own sources and takes no path; leave out "
+                "either"
             )
-        if self.source is SourceKind.STDLIB:  # as without one: run files of both are the same
+        if self.source is SourceKind.STDLIB:  # the same as no source, so both have one run file
             object.__setattr__(self, "source", SourceKind.AUTO)
         if self.path is None and self.source is not SourceKind.AUTO:
             raise UnsupportedError(
@@ -142,11 +144,11 @@ class SourceConfig:
             raise UnsupportedError("held_out: give this fraction or other documents, not both")
 
     def window_bytes(self) -> int:
-        """Bytes of text that a stream reads at a time."""
+        """Return the bytes of text that a stream reads at a time."""
         return read_bytes(WINDOW if self.window is None else self.window, "window")
 
     def _check_source(self) -> None:
-        """What is said of it in vain."""
+        """Refuse keys that the source does not use."""
         if self.window is not None and not self.streaming:
             raise UnsupportedError(
                 "window: only a stream is read in windows; set streaming to true, or leave it out"
@@ -171,18 +173,18 @@ class SourceConfig:
             )
 
     def origin(self) -> str:
-        """Its source, in words."""
+        """Return the source in words."""
         return f"source '{SourceKind.STDLIB if self.path is None else self.source}'"
 
     def _may_have_splits(self) -> bool:
         return self.path is not None and self.source in (SourceKind.AUTO, SourceKind.DATASET)
 
     def has_fields(self) -> bool:
-        """Whether documents may be records with fields; those of a text file have none."""
+        """Return whether documents may be records with fields; text files have no fields."""
         return self.path is not None and self.source is not SourceKind.TEXT
 
     def _check_format(self) -> None:
-        """What is read of a record, and what is said of it in vain."""
+        """Refuse a format without records, and keys that the format does not use."""
         kind = self.format
         if kind is not RecordFormat.TEXT and not self.has_fields():
             raise UnsupportedError(
@@ -209,22 +211,22 @@ class SourceConfig:
             raise UnsupportedError(f"loss: format {kind} compares answers alone; leave it out")
 
     def on_hub(self) -> bool:
-        """Whether the documents are a data set of the hub: no path that is here, nor a file's."""
+        """Return whether `path` names a data set of the hub: neither a local path nor a file."""
         named = self.path is not None and suffix_of(self.path) not in SUFFIXES
         here = self.path is None or Path(self.path.partition("/")[0]).is_dir()
         rows = self.source is SourceKind.DATASET or (self.source is SourceKind.AUTO and not here)
         return named and rows and is_on_hub(str(self.path))
 
     def held_out_elsewhere(self) -> bool:
-        """Whether evaluation reads documents of its own."""
+        """Return whether evaluation reads separate documents."""
         return self.held_out_path is not None or self.held_out_split is not None
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedSource(SourceConfig):
-    """One of several sources, and how much of it there is in their mixture."""
+    """A source among several, and its share of their mixture."""
 
-    weight: float = 1.0  # its share of the tokens, of the sum of all weights
+    weight: float = 1.0  # share of the tokens, relative to the sum of all weights
 
     def __post_init__(self) -> None:
         SourceConfig.__post_init__(self)
@@ -239,7 +241,7 @@ class DataConfig(SourceConfig):
     packing: PackingKind = PackingKind.WHOLE
     tokenizer: str | None = None  # `bytes`, a folder or a name on the hub; null: the model's own
     cache: str = "~/.cache/farspan"  # tokens are written here once and mapped afterwards
-    sources: tuple[WeightedSource, ...] | None = None  # several sources in place of one
+    sources: tuple[WeightedSource, ...] | None = None  # several sources instead of one
     day: str | None = None  # day that chat templates write as today's; null: the run's first
 
     def __post_init__(self) -> None:
@@ -256,26 +258,26 @@ class DataConfig(SourceConfig):
         for own in fields(SourceConfig):
             if getattr(self, own.name) != own.default:
                 raise UnsupportedError(
-                    f"{own.name}: it is of one source, and there are several; give it to those of "
-                    "data.sources that need it"
+                    f"{own.name}: applies to one source, and there are several; set it on the "
+                    "entries of data.sources that need it"
                 )
 
     def has_records(self) -> bool:
-        """Whether any source has records, which chat templates may write."""
-        return any(own.has_fields() for own, _ in self.each())
+        """Return whether any source has records, which chat templates may write."""
+        return any(source.has_fields() for source, _ in self.each())
 
     def each(self) -> tuple[tuple["DataConfig", float], ...]:
-        """Every source as if there were no other, and its weight."""
+        """Return every source as if it were the only one, and its weight."""
         if self.sources is None:
             return ((self, 1.0),)
-        names = [own.name for own in fields(SourceConfig)]
+        names = [field.name for field in fields(SourceConfig)]
         return tuple(
             (replace(self, sources=None, **{n: getattr(s, n) for n in names}), s.weight)
             for s in self.sources
         )
 
 
-# What of them a kind does not take.
+# Formats that a loss does not take.
 PAIRED = (
     "loss.kind: {} does not compare the answers of data.format preference; set it to dpo, ipo or "
     "orpo"
@@ -293,10 +295,10 @@ _NOT_HERE = {
 class LossConfig:
     """Loss that a run trains, and the model that it compares with."""
 
-    kind: LossKind = LossKind.SFT  # what is trained; `dpo`, `ipo` and `orpo` compare answers
+    kind: LossKind = LossKind.SFT  # loss to train; `dpo`, `ipo` and `orpo` compare answers
     beta: float = 0.1  # how closely `dpo`, `ipo` and `orpo` hold the policy to the reference
     label_smoothing: float = 0.0  # share of pairs that `dpo` takes for swapped
-    by_length: bool = False  # `dpo` takes means over answers in place of sums
+    by_length: bool = False  # `dpo` takes means over answers instead of sums
     reference: Reference | None = None  # what `dpo` and `ipo` compare with; null: `stored`
     teacher: str | None = None  # what `distill` learns from: a local folder or a name on the hub
     top_k: int = 64  # likeliest ids of the teacher that `distill` compares, per token
@@ -337,24 +339,25 @@ class LossConfig:
 
     @property
     def paired(self) -> bool:
-        """Is it of pairs of answers?"""
+        """True if the loss compares pairs of answers."""
         return self.kind in _PAIRED
 
     def describe(self) -> str:
-        """For the lines that open a run."""
+        """Return the loss in words, for the lines that open a run."""
         other = f", reference {self.compared()}" * (self.compared() is not Reference.NONE)
         if self.teacher is not None:
             other = f" from the {self.top_k} likeliest ids of {self.teacher}"
         return f"{self.kind}{other}"
 
     def compared(self) -> Reference:
-        """What the policy is compared with."""
+        """Return the reference that the policy is compared with."""
         if self.kind not in (LossKind.DPO, LossKind.IPO):
             return Reference.NONE
         return self.reference or Reference.STORED
 
     def planned(self) -> Objective:
-        """For the planner, to which a teacher is a copy of the model, evaluated each step."""
+        """Return the objective for the planner, to which a teacher is a copy of the model that
+        every step evaluates."""
         teaches = self.kind is LossKind.DISTILL
         reference = Reference.FROZEN if teaches else self.compared()
         return Objective(self.kind, reference, self.top_k if teaches else 1)

@@ -1,4 +1,4 @@
-"""From a DataConfig to sequences: the one call that training makes."""
+"""The corpus of a run: opens sources, tokenizes them and packs sequences, in one call."""
 
 import glob
 import hashlib
@@ -68,14 +68,14 @@ from farspan.spec import UnsupportedError
 
 TRAINED = "data.path"
 MOST_TEMPLATE = 1 << 20  # bytes of a chat template
-_MOST_KINDS = 5  # of files, in a line
-_MUCH = 0.1  # of a sequence, as padding: worth a word
-# Names of files to train on, and of others, as the library tells them apart.
+_MOST_KINDS = 5  # kinds of files to name in a line
+_MUCH = 0.1  # share of padding that is worth a note
+# Names of files for training and for evaluation, as the datasets library tells them apart.
 _SPLITS = tuple(
     re.compile(rf"(?:^|[-._ /0-9])(?:{words})(?:[-._ /0-9]|$)", re.IGNORECASE)
     for words in ("train|training", "test|testing|valid|validation|dev|eval|evaluation")
 )
-# Pages that stand with records, as in every snapshot of the hub.
+# Pages about a data set that are in its folder, as in every snapshot of the hub.
 _ABOUT = re.compile(
     r"(readme|licen[cs]e|notice|copying|citation|changelog|contributing|authors|credits"
     r"|code_of_conduct|data(set)?[-_ ]?card|datasheet)\b.*\.(md|txt)$|dataset_infos?\.json$",
@@ -87,17 +87,17 @@ _PACKED = "2"  # rises whenever the same documents give other sequences
 
 @dataclass(frozen=True, slots=True)
 class OpenedSource:
-    """Documents to train on, where there are others to evaluate on those, and how both are read."""
+    """Documents to train on, optional documents to evaluate on, and the form that reads both."""
 
-    config: DataConfig  # with the form that was recognised
+    config: DataConfig  # with the recognised format
     form: Form
     train: Source
     held_out: Source | None = None
 
 
 def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
-    """Raises UnsupportedError when a path matches nothing, one file is in both, or the form of
-    records is not known."""
+    """Open the documents of a source. Raises UnsupportedError if a path matches nothing, a file is
+    in both parts, or the format is unknown."""
     if config.path is None:
         return OpenedSource(
             config, open_form(config, tokenizer), DataFiles(stdlib_files(), SourceKind.TEXT)
@@ -128,7 +128,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer) -> OpenedSource:
 
 
 def open_form(config: DataConfig, tokenizer: Tokenizer) -> Form:
-    """How records are read. Raises UnsupportedError where the tokenizer cannot do that."""
+    """Return the form that reads records. Raises UnsupportedError if the tokenizer cannot."""
     everything = config.loss is Loss.ALL
     has_template = config.chat_template is not None or (
         isinstance(tokenizer, HubTokenizer) and bool(tokenizer.inner.chat_template)
@@ -165,7 +165,7 @@ def _chat(config: DataConfig, tokenizer: Tokenizer, everything: bool) -> ChatFor
     if not everything:
         _refuse_slow(tokenizer)
     sharegpt = config.format is RecordFormat.SHAREGPT
-    field = config.field or MARKS[config.format][0]  # of prompts, set by their form
+    field = config.field or MARKS[config.format][0]  # the form of prompts replaces it
     stops, marks = tokenizer.stops(), tokenizer.marks()
     return ChatForm(field, everything, templates, stops, marks, sharegpt)
 
@@ -184,7 +184,7 @@ def _refuse_slow(tokenizer: Tokenizer) -> None:
 
 
 def refuse_shared(train: Source, held_out: Source) -> None:
-    """Raises UnsupportedError where documents are in both."""
+    """Raise UnsupportedError if documents are in both sources."""
     other = {str(entry) for entry in held_out.listing()}
     shared = [entry for entry in train.listing() if str(entry) in other]
     if shared:
@@ -196,8 +196,8 @@ def refuse_shared(train: Source, held_out: Source) -> None:
 
 
 def settle(config: DataConfig) -> DataConfig:
-    """With the source that its path is, where the run file leaves it open, or means a data set and
-    names files."""
+    """Return the configuration with its kind of source resolved from its path. Paths of files
+    override a source `dataset`."""
     path = str(config.path)
     place = Path(path).expanduser()
     if config.on_hub() or any((place / name).is_file() for name in SAVED):
@@ -208,26 +208,26 @@ def settle(config: DataConfig) -> DataConfig:
         return replace(config, source=SourceKind.DATASET)
     plain = "/" not in path and not place.suffix and not glob.has_magic(path)
     if config.source is SourceKind.DATASET and plain and not place.exists():
-        return config  # the hub has names without a slash, too
+        return config  # some names on the hub have no slash
     if rows and asked:
         raise UnsupportedError(
-            f"data.split: {path!r} stands for files, which have no splits; leave data.name, "
+            f"data.split: {path!r} names files, which have no splits; leave data.name, "
             "data.split and data.held_out_split out, and give data.held_out_path"
         )
-    found = find_files(path, "data.path")
+    matched = find_files(path, "data.path")
     if config.source in _FILES:
-        _refuse_contradiction(config.source, found)
+        _refuse_contradiction(config.source, matched)
         return config
-    files = _data_of(found, place)
+    files = _data_of(matched, place)
     _refuse_unknown(files, "data.path")
     _refuse_splits(files, place)
-    texts = files == found and all(SUFFIXES[suffix_of(file)] == "text" for file in files)
+    texts = files == matched and all(SUFFIXES[suffix_of(file)] == "text" for file in files)
     return replace(config, source=SourceKind.TEXT if texts else SourceKind.AUTO)
 
 
 def _refuse_contradiction(kind: SourceKind, files: tuple[Path, ...]) -> None:
-    """Refuse files that hold something other than the run file says: all of them records where it
-    says text, a table among them, or cells where it says JSON lines."""
+    """Refuse files that contradict `data.source`: only records for text, or a table for text, or a
+    table or cells for JSON lines."""
     held = [SUFFIXES.get(suffix_of(file), "text") for file in files]
     other = ("table", "csv") if kind is SourceKind.JSONL else ("table",)
     wrong = [file for file, own in zip(files, held, strict=True) if own in other]
@@ -241,7 +241,7 @@ def _refuse_contradiction(kind: SourceKind, files: tuple[Path, ...]) -> None:
 
 
 def _data_of(files: tuple[Path, ...], place: Path) -> tuple[Path, ...]:
-    """Of a folder, the files that are data: by their suffixes, and no pages about its records."""
+    """Return the data files of a folder by their suffixes, without pages about its records."""
     if not place.is_dir():
         return files
     data = tuple(file for file in files if suffix_of(file) in SUFFIXES)
@@ -261,16 +261,16 @@ def _refuse_unknown(files: tuple[Path, ...], field: str) -> None:
     way = f"rename it to {name}{near[0]}" if near else "set data.source: text to train it as text"
     others = "" if len(files) == 1 else ", or give a glob of the files to read, such as *.jsonl"
     raise UnsupportedError(
-        f"{field}: {wrong[0]}{more}: no format has the suffix {suffix!r}; {way}{others}. Suffixes "
-        f"that are read: {', '.join(SUFFIXES)}, and with .gz or .zst behind"
+        f"{field}: {wrong[0]}{more}: no format reads the suffix {suffix!r}; {way}{others}. "
+        f"Suffixes that are read: {', '.join(SUFFIXES)}, each also with .gz or .zst"
     )
 
 
 def _refuse_splits(files: tuple[Path, ...], place: Path) -> None:
-    """Refuse a folder with files to train on and others to evaluate on, by their names."""
+    """Refuse a folder whose file names tell training data from evaluation data."""
     records = [file for file in files if SUFFIXES[suffix_of(file)] != "text"]
     names = {file: str(file.relative_to(place)) if place.is_dir() else "" for file in records}
-    train, held = ([f for f, n in names.items() if found.search(n)] for found in _SPLITS)
+    train, held = ([f for f, n in names.items() if pattern.search(n)] for pattern in _SPLITS)
     if train and held:
         raise UnsupportedError(
             f"data.path: {place} has {names[train[0]]} to train on and, by its name, "
@@ -280,7 +280,8 @@ def _refuse_splits(files: tuple[Path, ...], place: Path) -> None:
 
 
 def _recognise(config: DataConfig, train: DataFiles | DatasetRows) -> DataConfig:
-    """With the form of the first record. Raises UnsupportedError where another file has another."""
+    """Return the configuration with the format of the first record. Raises UnsupportedError if
+    another file has another format."""
     if isinstance(train, DatasetRows):
         first = next(train.documents(), None)
         return config if first is None else recognise(config, first)
@@ -293,7 +294,7 @@ def _recognise(config: DataConfig, train: DataFiles | DatasetRows) -> DataConfig
         try:
             other = recognise(config, document)
         except UnsupportedError:
-            continue  # its form says so, with a count
+            continue  # the form reports such records, with a count
         if other.format is not found.format:
             raise UnsupportedError(
                 f"data.path: {place} holds {found.format} and {document.place.rpartition(': ')[0]} "
@@ -323,34 +324,34 @@ class Part:
     """One source of the data."""
 
     opened: OpenedSource
-    recognised: bool  # by their fields: the run file names no form
+    recognised: bool  # format known by the fields, not from the run file
     weight: float
-    # To train on, of a stream its first window, and, where there are others, to evaluate on.
+    # Documents to train on (a stream's first window), and documents to evaluate on, if any.
     stores: tuple[TokenStore, ...]
     train: Packing | Stream
     held_out: Packing | None
-    turns: tuple[str, ...]  # lines about what they end in
+    turns: tuple[str, ...]  # lines about the ends of turns
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Packed sequences to train on and, where some are held out, to evaluate on."""
+    """Packed sequences to train on and, if documents are held out, to evaluate on."""
 
     train: Packing | Mixture | Stream
     held_out: Packing | Mixture | None
     parts: tuple[Part, ...]
-    largest: int  # of all ids: the model needs a vocabulary above it
-    longest: int  # tokens of the longest document or answer: positions go no further
+    largest: int  # largest id: the model needs a larger vocabulary
+    longest: int  # tokens of the longest document or answer: the most positions
     identity: str  # two corpora with one identity give the same sequences
-    trained: float  # share of all tokens in the data
+    trained: float  # share of all tokens
 
     def describe(self, context: int) -> list[str]:
-        """The lines about it that open a run."""
+        """Return the lines about the data that open a run."""
         kept, held_out = self.train.kept, self.held_out
         mostly = f", {self.trained:.1%} of them trained" if self.trained < 1.0 else ""
         sequences, until = kept.sequences, "an epoch"
         if isinstance(self.train, Mixture):
-            sequences, until = self.train.sequences_per_epoch(), "until each source was read whole"
+            sequences, until = self.train.sequences_per_epoch(), "until each source has been read"
             until += ", of a stream its first window" * bool(self.streams())
         elif self.streams():
             until = "in the first window"
@@ -383,18 +384,18 @@ class Corpus:
         return lines
 
     def streams(self) -> list[Stream]:
-        """The sources that are read window by window, in order."""
+        """Return the sources that are read window by window, in order."""
         return [part.train for part in self.parts if isinstance(part.train, Stream)]
 
     def sequences_per_epoch(self) -> int | None:
-        """Sequences until every document was read; None: a stream has an end that is not known."""
+        """Return the sequences until every document was read; None if a stream's end is unknown."""
         if self.streams() or isinstance(self.train, Stream):
             return None
         return self.train.sequences_per_epoch()
 
     def read_ahead(self, check: Callable[[OpenedSource, TokenStore], None]) -> None:
-        """Have streams read a window while another one trains. `check` raises UnsupportedError for
-        one that the model cannot take, before its first step."""
+        """Let streams read the next window while training uses another. `check` raises
+        UnsupportedError for a window that the model cannot take, before its first step."""
         for part in self.parts:
             if isinstance(part.train, Stream):
                 part.train.check = partial(check, part.opened)
@@ -421,9 +422,9 @@ class Corpus:
             kept, config = part.train.kept, part.opened.config
             yield (
                 f"source {config.path or config.source} ({config.format}): "
-                f"{part.weight / weights:.1%} of all tokens that are read; its {kept.tokens:,} in "
+                f"{part.weight / weights:.1%} of all tokens; its {kept.tokens:,} in "
                 f"{write_number(kept.sequences, 'sequence')} {times:.2f} times "
-                "by then"
+                "in that time"
             )
             yield from _describe_files(part)
 
@@ -438,13 +439,13 @@ class Corpus:
                 yield f"ignored{where}, as data.ignore says: {', '.join(sorted(left['ignored']))}"
             if left["harmless"]:
                 yield (
-                    f"fields{where} that say nothing about what is trained: "
+                    f"fields{where} that do not affect training: "
                     f"{', '.join(sorted(left['harmless']))}"
                 )
 
     @property
     def paired(self) -> bool:
-        """Whether the documents are pairs."""
+        """True if all documents are pairs."""
         return all(part.stores[0].middles is not None for part in self.parts)
 
     def _describe_pairs(self) -> Iterator[str]:
@@ -463,10 +464,10 @@ class Corpus:
 def open_corpus(
     config: DataConfig, tokenizer: Tokenizer, *, context: int, seed: int, watch: Watch
 ) -> Corpus:
-    """Reads, tokenizes (once) and divides the documents.
+    """Read, tokenize (once) and pack the documents.
 
     `watch(documents, tokens)` is called while tokens are written; it may raise to abandon that.
-    Raises UnsupportedError when data cannot be read or leaves nothing to train on.
+    Raises UnsupportedError if data cannot be read or leave nothing to train on.
     """
     parts: list[Part] = []
     for number, (own, weight) in enumerate(config.each()):
@@ -493,16 +494,16 @@ def open_corpus(
 
 @contextmanager
 def _naming(number: int | None) -> Iterator[None]:
-    """Keys of the run file in refusals are those of the source at `number`; None: there is one."""
+    """Name keys of the run file in errors as those of the source at `number`, unless None."""
     try:
         yield
     except UnsupportedError as error:
         key = str(error).partition("data.")[2].partition(":")[0]
-        own = {field.name for field in fields(SourceConfig)}
-        if number is None or not str(error).startswith("data.") or key not in own:
+        keys = {field.name for field in fields(SourceConfig)}
+        if number is None or not str(error).startswith("data.") or key not in keys:
             raise
-        # Its other keys too, such as data.ignore in what to type.
-        words = re.sub(rf"\bdata\.({'|'.join(own)})\b", rf"data.sources[{number}].\1", str(error))
+        # Other keys in the message too, such as data.ignore in advice.
+        words = re.sub(rf"\bdata\.({'|'.join(keys)})\b", rf"data.sources[{number}].\1", str(error))
         raise UnsupportedError(words) from error
 
 
@@ -562,14 +563,13 @@ def _open_part(
 
 
 def _divide(config: DataConfig, seed: int, store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
-    """The documents to train on, and those that are held out. Raises UnsupportedError where none is
+    """Return the documents to train on and those held out. Raises UnsupportedError if none is left
     to train on."""
     chosen, held = split_held_out(store.documents(), config.held_out, seed)
     if len(chosen) == 0:
         raise UnsupportedError(
             f"data.held_out: {config.held_out} of {write_number(store.documents(), 'document')} "
-            "leaves nothing "
-            "to train on; give data.held_out_path, or set held_out to 0"
+            "leaves nothing to train on; give data.held_out_path, or set held_out to 0"
         )
     return chosen, held
 
@@ -582,14 +582,14 @@ def _mixed(packings: list[S], weights: list[float]) -> S | Mixture:
 
 
 def _evaluated(packings: list[Packing]) -> Packing | Mixture | None:
-    """All that is held out, once: each packing by its own number of tokens."""
+    """Combine the held-out parts, weighted by tokens so that each sequence is read once."""
     return _mixed(packings, [p.kept.tokens for p in packings]) if packings else None
 
 
 def _identity(parts: list[Part]) -> str:
     digests = [store.digest for part in parts for store in part.stores]
     digests += [f"window {p.train.size}" for p in parts if isinstance(p.train, Stream)]
-    if len(parts) > 1:  # which of them are held out, too
+    if len(parts) > 1:  # also tells which sources hold documents out
         digests += [f"{part.weight!r}x{len(part.stores)}" for part in parts]
     return hashlib.sha256(" ".join([_PACKED, *digests]).encode()).hexdigest()
 
@@ -603,7 +603,7 @@ def _pack(
     context: int,
     seed: int,
 ) -> Packing:
-    """`source` is the key of the run file that these documents are of."""
+    """Pack documents into sequences; `source` is the key of the run file that they come from."""
     if store.middles is not None:
         _refuse_cut(store, documents, source, kind, context)
     if kind is PackingKind.CUT:
@@ -626,7 +626,7 @@ def _pack(
 def _refuse_cut(
     store: TokenStore, documents: np.ndarray, source: str, kind: PackingKind, context: int
 ) -> None:
-    """Raises UnsupportedError where a pair would be cut: its answers are compared."""
+    """Raise UnsupportedError if a pair would be divided: its answers are compared."""
     if kind is PackingKind.CUT:
         raise UnsupportedError("data.packing: cut would divide pairs; set it to whole")
     lengths = np.diff(store.starts)[documents]
@@ -636,18 +636,18 @@ def _refuse_cut(
         raise UnsupportedError(
             f"{source}: {long:,} of {len(lengths):,} pairs are longer than the context of "
             f"{context:,} tokens, and a pair is not divided; the longest, {store.name(place)}, has "
-            f"{int(lengths.max()):,} in both documents: raise context to that, or leave them out"
+            f"{int(lengths.max()):,} in both documents; raise context to that, or leave them out"
         )
 
 
 def _check_disjoint(parts: list[Part]) -> None:
-    """Of the last part against all of them. Raises UnsupportedError."""
+    """Check the last part against all parts. Raises UnsupportedError if documents are shared."""
     last = parts[-1]
     for part in parts:
         trained, others = part.stores[0].digest, [s.digest for s in last.stores[1:]]
         if trained in others or last.stores[0].digest in [s.digest for s in part.stores[1:]]:
             raise UnsupportedError(
-                "data.held_out_path: these are the documents that are trained on; give others, "
+                "data.held_out_path: these documents are also trained on; give others, "
                 "or use held_out to divide these"
             )
         if part is last:
@@ -677,14 +677,14 @@ def _describe_files(part: Part) -> Iterator[str]:
             file.name if _ABOUT.match(file.name) else suffix_of(file) or file.name
             for file in sorted(left)
         )
-        yield f"skipped, as they are no data: {_counts(names)}"
+        yield f"skipped, not data: {_counts(names)}"
     signs = {separator_of(file) for file in train.files if SUFFIXES[suffix_of(file)] == "csv"}
     if signs - {","}:
         yield f"cells are separated by {' and '.join(repr(sign) for sign in sorted(signs))}"
 
 
 def _counts(counts: Counter[str]) -> str:
-    """The first of them, and how many others there are."""
+    """List the most frequent names with their counts, and the number of all others."""
     most = counts.most_common(_MOST_KINDS)
     others = counts.total() - sum(number for _, number in most)
     return ", ".join(f"{number:,} {name}" for name, number in most) + (
@@ -699,7 +699,7 @@ def _describe_day(form: Form) -> Iterator[str]:
 
 
 def describe_turns(turns: Turns, tokenizer: Tokenizer) -> Iterator[str]:
-    """Say what the trained turns end in, and whether generation stops there."""
+    """Say how the trained turns end, and whether generation stops there."""
 
     def shown(ids: Iterable[int]) -> list[str]:
         return [_short(tokenizer.decode(np.asarray([number]))) for number in ids]
@@ -721,7 +721,7 @@ def describe_turns(turns: Turns, tokenizer: Tokenizer) -> Iterator[str]:
         yield (
             f"warning: {number:,} of {turns.number:,} turns end in no token that stops generation "
             f"({', '.join(map(repr, shown(others[:3])))}), so the model does not learn to stop; "
-            "give a data.chat_template that writes one behind each turn of the assistant, or a "
+            "give a data.chat_template that writes one after each turn of the assistant, or a "
             "data.tokenizer with an end-of-sequence token"
         )
     if turns.signed:
@@ -731,21 +731,21 @@ def describe_turns(turns: Turns, tokenizer: Tokenizer) -> Iterator[str]:
         )
 
 
-_SHOWN = 160  # characters of a part, its beginning and its end
-_PARTS = 40  # of a document
+_SHOWN = 160  # most characters of a part; the middle is cut
+_PARTS = 40  # most parts of a document
 
 
 def show_sequence(batch: PackedBatch, tokenizer: Tokenizer) -> Iterator[str]:
-    """A line for each document of the first sequence, and one for each run of its tokens that are
-    trained or only read. The first token of a document is read, whatever its label."""
+    """Yield a line for each document of the first sequence, and one for each trained or untrained
+    run of its tokens. The first token of a document is untrained, whatever its label."""
     marks = batch.document_ids[0]
     for number, name in enumerate(batch.names[0]):
-        own = np.flatnonzero(marks == number)
-        ids, trained = batch.input_ids[0, own], batch.labels[0, own] != UNTRAINED
+        tokens = np.flatnonzero(marks == number)
+        ids, trained = batch.input_ids[0, tokens], batch.labels[0, tokens] != UNTRAINED
         trained[0] = False
-        yield f"{name}: {len(own):,} tokens, {int(trained.sum()):,} trained"
+        yield f"{name}: {len(tokens):,} tokens, {int(trained.sum()):,} trained"
         begins = np.flatnonzero(np.diff(trained, prepend=not trained[0]))
-        for begin, end in zip(begins[:_PARTS], [*begins[1:], len(own)], strict=False):
+        for begin, end in zip(begins[:_PARTS], [*begins[1:], len(tokens)], strict=False):
             what = "trained" if trained[begin] else "read"
             yield f"  {what:7} {_short(tokenizer.decode(ids[begin:end]))}"
         if len(begins) > _PARTS:
@@ -756,7 +756,6 @@ def show_sequence(batch: PackedBatch, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _short(text: str) -> str:
-    """On one line."""
     if len(text) > _SHOWN:
         text = f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,7 +1,6 @@
-"""Fields of records: which each form reads, and the forms without messages: text, Alpaca, tokens.
+"""Fields of records: those that each format reads, and the forms of text, Alpaca and tokens.
 
-Every field of a record is read (`READ`), says nothing about what is trained (`is_harmless`), or is
-refused by name.
+Every field of a record is read (`READ`), known to be harmless (`is_harmless`), or refused by name.
 """
 
 import re
@@ -23,31 +22,31 @@ POSITIONS, LENGTHS, SEQ_IDX, TYPES = "position_ids", "seq_lengths", "seq_idx", "
 LENGTH = "length"
 CUMULATIVE = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k")
 LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
-UNTRAINED = -100  # label of a token that no loss is of, as everywhere in Hugging Face
+UNTRAINED = -100  # label of a token without a loss, as everywhere in Hugging Face
 
 INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
 TOOLS, SYSTEM, TEMPLATE_KWARGS = "tools", "system", "chat_template_kwargs"
 TURN_MARKS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 
-_BORDER = "where a packed row has its documents"
+_BORDER = "borders of documents in a packed row"
 _ASKED = {
     TOOLS: "tools that may be called, for a template that names `tools`",
     SYSTEM: "text of a first system message; refused if the messages begin with another one",
     TEMPLATE_KWARGS: "variables for the chat template; one that the template does not name is "
     "refused",
 }
-_FIRST = {PROMPT: "a text that must be that of the first message that is not the system's"}
-# Field by field, what each format reads. Names that the run file sets (`data.field`, `data.prompt`,
-# `data.completion`) stand here by their defaults.
+_FIRST = {PROMPT: "a text equal to the first message that is not the system's"}
+# The fields that each format reads. Those whose names the run file sets (`data.field`,
+# `data.prompt`, `data.completion`) appear here by their defaults.
 READ: Mapping[str, Mapping[str, str]] = {
-    "text": {"text": "the text, all of which is trained"},
+    "text": {"text": "the text, trained as a whole"},
     "chat": {"messages": "messages with role and content", **_ASKED, **_FIRST},
     "sharegpt": {"conversations": "messages with from and value", **_ASKED, **_FIRST},
     "alpaca": {
         INSTRUCTION: "in the prompt of Stanford Alpaca",
         INPUT: "in that prompt; may be empty or missing",
-        OUTPUT: "the text that is trained",
+        OUTPUT: "the trained text",
     },
     "prompt": {
         PROMPT: "a text, or a list of messages",
@@ -56,9 +55,9 @@ READ: Mapping[str, Mapping[str, str]] = {
     },
     "tokens": {
         INPUT_IDS: "the ids",
-        LABELS: "the id in its own place, unshifted, or -100 where it is not trained",
-        MASK: "0 for padding at either end, which is left out",
-        **dict.fromkeys(LOSS_MASKS, "1 or true where a token is trained; all that are given must"),
+        LABELS: "the id at the same place, unshifted, or -100 if it is not trained",
+        MASK: "0 for padding, which is left out; only at the ends",
+        **dict.fromkeys(LOSS_MASKS, "1 or true for trained tokens; all given masks must agree"),
         POSITIONS: f"{_BORDER}: from 0, rising by one, from 0 again at each document",
         LENGTHS: f"{_BORDER}: the number of tokens of each",
         **dict.fromkeys(CUMULATIVE, f"{_BORDER}: 0, and the end of each"),
@@ -74,8 +73,8 @@ READ: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-# Of records and of messages: where they are from, what they are about, how good and how long they
-# are. None says what is trained, nor where it begins (as `prompt_length` does).
+# Fields of records and messages that describe origin, topic, quality or length. No such field says
+# which part is trained, or where it begins (as `prompt_length` does).
 _HARMLESS = """
 __index_level_0__ id ids uid uuid guid idx index hash hexsha md5 sha sha1 sha256 checksum
 source sources origin
@@ -97,7 +96,7 @@ _SAID = "train training trainable trained loss label labels mask masks weight we
 HARMLESS_NAMES = frozenset(_HARMLESS.split())
 HARMLESS_ENDINGS = tuple(_HARMLESS_ENDINGS.split())  # last words, as in prompt_id
 _MEDIA, _IN_TRAINING = frozenset(_IN_MEDIA.split()), frozenset(_SAID.split())
-_SPEAKING = _MEDIA | _IN_TRAINING | {"token", "ignore"}  # words that no such name has
+_SPEAKING = _MEDIA | _IN_TRAINING | {"token", "ignore"}  # words that exclude a name
 
 
 @cache
@@ -109,8 +108,8 @@ def _is_harmless_name(name: str) -> bool:
 
 
 def is_harmless(name: str, value: object) -> bool:
-    """Tell whether a field says nothing about what is trained. A list of numbers may always, and an
-    object that has a mask, labels or weights."""
+    """Return whether a field says nothing about the trained parts. Lists of numbers may always say
+    it, and so may objects that have a mask, labels or weights."""
     if isinstance(value, Mapping):
         words = {word for key in value for word in str(key).lower().split("_")}
         says = bool(words & _IN_TRAINING)
@@ -120,13 +119,13 @@ def is_harmless(name: str, value: object) -> bool:
 
 
 def is_media(name: str) -> bool:
-    """Tell by its name whether a field holds images, audio or video."""
+    """Return whether a field's name says that it holds images, audio or video."""
     return bool(_MEDIA.intersection(name.lower().replace(".", "_").split("_")))
 
 
 @dataclass(slots=True)
 class Fields:
-    """Fields of records while they are read: those dropped, and those that nothing reads.
+    """Fields of records while they are read: those dropped, and those that the form does not read.
 
     Args:
         form: reads the records.
@@ -139,7 +138,7 @@ class Fields:
     dropped: Iterable[str] = ()
     ignored: set[str] = field(init=False)
     harmless: set[str] = field(init=False, default_factory=set)
-    _unread: Counter[str] = field(init=False, default_factory=Counter)  # field: records
+    _unread: Counter[str] = field(init=False, default_factory=Counter)  # field to number of records
 
     def __post_init__(self) -> None:
         self.ignored = set(self.dropped)
@@ -148,10 +147,10 @@ class Fields:
         """Yield each record with the fields that are read.
 
         Raises:
-            UnsupportedError: some have fields that nothing reads; it names and counts all of them.
+            UnsupportedError: some fields are not read; the error names and counts all.
         """
         count = 0
-        for count, document in enumerate(given, start=1):  # noqa: B007 - the count of all
+        for count, document in enumerate(given, start=1):  # noqa: B007 - the number of all records
             kept = self._kept(document)
             if not self._unread:
                 yield kept
@@ -163,7 +162,7 @@ class Fields:
         if document.line == 0:
             return document  # a text without fields
         if any(given.get(name) is None for name in self.form.columns):
-            return document  # the form says what is missing
+            return document  # the form reports the missing field
         fields = self._split(given, self.form.reads(document).__contains__, "", unread)
         for name in self.form.chats:
             if isinstance(fields.get(name), list):
@@ -228,7 +227,7 @@ class Fields:
             f"data.path: {reads} {counts}"
             + "; a run trains on text alone" * any(is_media(name) for name in names)
             + f"; data.format {' or '.join(others)} would" * bool(others)
-            + "; leave the field out of the records, or, if it does not say what is trained, set "
+            + "; leave the field out of the records, or, if training does not need it, set "
             + f"data.ignore: [{', '.join([*self.ignore, *names])}]"
         )
 
@@ -246,7 +245,7 @@ def refuse_unused(ignore: Collection[str], seen: Collection[str]) -> None:
             )
 
 
-# The fields that tell a form from the others.
+# The fields that identify each form.
 MARKS = {
     RecordFormat.TEXT: (TEXT,),
     RecordFormat.CHAT: ("messages",),
@@ -259,26 +258,27 @@ MARKS = {
 
 
 def recognise(config: DataConfig, document: Document) -> DataConfig:
-    """With the form of this document, the first there is, where the run file names none.
+    """Return the configuration with the format of the first document, if the run file names none.
 
     Raises:
-        UnsupportedError: its fields say none, or several.
+        UnsupportedError: the fields fit no format, or several.
     """
     if config.format is not RecordFormat.TEXT or config.field is not None:
         return config
     fields = {name: value for name, value in document.fields.items() if value is not None}
-    # Without those that the user ignores, unless these are needed, which is refused later.
+    # Ignore the user's fields first. If the format needs one, opening the source refuses that
+    # later.
     ignored = config.ignore or ()
     left = fields.keys() - {*ignored}
-    found = _forms_with(left) or _forms_with(fields.keys())
-    if not found and TEXT in document.fields:
-        return config  # null, which the form says
-    if not found and suffix_of(document.place.rpartition(": ")[0]) in (".csv", ".tsv"):
+    kinds = _forms_with(left) or _forms_with(fields.keys())
+    if not kinds and TEXT in document.fields:
+        return config  # null, which the form reports
+    if not kinds and suffix_of(document.place.rpartition(": ")[0]) in (".csv", ".tsv"):
         raise UnsupportedError(
             f"{document.place} has no column 'text' (the first line has: {_listed(fields)}); set "
             "data.field to the column of its text, or, if that line is no header, write one above"
         )
-    if not found:
+    if not kinds:
         forms = ", ".join(f"{kind} ({' and '.join(names)})" for kind, names in MARKS.items())
         raise UnsupportedError(
             f"{document.place} has no field 'text' (it has: {_listed(fields)}), and none of the "
@@ -286,16 +286,16 @@ def recognise(config: DataConfig, document: Document) -> DataConfig:
             "text, or data.format: prompt with data.prompt and data.completion to the fields of a "
             "prompt and its answer, or data.format and data.field to those of another form"
         )
-    if len(found) > 1:
+    if len(kinds) > 1:
         ways = (
             f"data.ignore: [{', '.join([*ignored, *_others(kind, fields)])}] for {kind}"
-            for kind in found
+            for kind in kinds
         )
         raise UnsupportedError(
-            f"{document.place} has the fields of several forms: {', '.join(found)}; set "
+            f"{document.place} has the fields of several forms: {', '.join(kinds)}; set "
             f"{', or '.join(ways)}"
         )
-    kind, field = found[0], None
+    kind, field = kinds[0], None
     if kind is RecordFormat.SHAREGPT and _has_roles(fields["conversations"]):
         kind, field = RecordFormat.CHAT, "conversations"
     return replace(config, format=kind, field=field)
@@ -310,7 +310,7 @@ def _forms_with(names: Collection[str]) -> list[RecordFormat]:
 
 
 def _others(kind: RecordFormat, fields: Mapping[str, Any]) -> list[str]:
-    """List the fields that this form does not read and that may say what is trained."""
+    """List the fields that this format does not read and that are not harmless."""
     return [
         name
         for name, value in fields.items()
@@ -329,7 +329,7 @@ def _has_roles(messages: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TextForm(Form):
-    """One field of text, all of which is trained."""
+    """A form with one field of text, trained as a whole."""
 
     field: str
 
@@ -342,7 +342,7 @@ class TextForm(Form):
     def reads(self, document: Document) -> Collection[str]:  # noqa: ARG002 - the same for all
         return self.columns
 
-    def key(self, column: str) -> str:  # noqa: ARG002 - there is one
+    def key(self, column: str) -> str:  # noqa: ARG002 - there is only one
         return "data.field"
 
     def listing(self) -> list[object]:
@@ -353,7 +353,7 @@ class TextForm(Form):
         return Written(text) if text.strip() else None
 
 
-# Of Stanford Alpaca's train.py, to the letter.
+# Copied from Stanford Alpaca's train.py.
 _ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
     "the request.\n\n### Instruction:\n{instruction}\n\n### Response:"
@@ -367,8 +367,8 @@ _ALPACA_WITH_INPUT = (
 
 @dataclass(frozen=True, slots=True)
 class AlpacaForm(Form):
-    """An instruction, an input where there is one, and the output, in the words of Stanford Alpaca;
-    these are trained only where `everything` is."""
+    """Instruction, optional input and output, in the prompt of Stanford Alpaca. The prompt is
+    trained only if `everything` is set."""
 
     everything: bool
 
@@ -398,8 +398,8 @@ class AlpacaForm(Form):
 
 @dataclass(frozen=True, slots=True)
 class TokensForm(Form):
-    """Token ids as they are: labels and masks say which are trained, an attention mask which are
-    padding at either end, positions or lengths where a packed row has its documents."""
+    """Token ids with optional labels and masks for training, an attention mask for padding at the
+    ends, and positions or lengths for the borders of documents in a packed row."""
 
     columns: ClassVar[tuple[str, ...]] = (INPUT_IDS,)
     masked: ClassVar[bool] = True
@@ -459,7 +459,7 @@ class TokensForm(Form):
 
 
 def _of_each(document: Document, name: str, values: np.ndarray, tokens: int) -> np.ndarray:
-    """Return the values, or refuse them if there is not one for each token."""
+    """Return the values. Raises UnsupportedError unless there is one for each token."""
     if len(values) != tokens:
         raise UnsupportedError(
             f"{document.place}: field {name!r} has {len(values)} entries for {tokens} input_ids; "
@@ -480,10 +480,10 @@ def _zeros_and_ones(document: Document, name: str) -> np.ndarray:
 
 
 def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
-    """Mark the first token of each document among the tokens `own`: [tokens] bool. The fields that
-    say it must agree."""
+    """Mark the first token of each document among the tokens `own`: [tokens] bool. Fields that give
+    the borders must agree."""
     count = own.stop - own.start
-    found: dict[str, np.ndarray] = {}
+    by_field: dict[str, np.ndarray] = {}
     for name in (POSITIONS, SEQ_IDX, LENGTHS, *CUMULATIVE):
         if document.fields.get(name) is None:
             continue
@@ -500,7 +500,7 @@ def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
         else:
             edges = np.concatenate([[0], np.cumsum(given)]) if name == LENGTHS else given
             rising = len(edges) > 1 and (np.diff(edges) > 0).all()
-            # The inner edges, too: a sum of lengths above 2**63 is negative.
+            # Check the inner edges too: a sum of lengths above 2**63 is negative.
             inside = rising and edges.min() == 0 and edges.max() == count
             fits = inside and edges[0] == 0 and edges[-1] == count
             expected = f"documents of one token or more that end at token {count}"
@@ -510,35 +510,34 @@ def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
                 f"{document.place}: field {name!r}: expected {expected}; give each document a row "
                 "of its own"
             )
-        found[name] = starts
-    first = next(iter(found), "")
-    for name, starts in found.items():
-        if not np.array_equal(starts, found[first]):
+        by_field[name] = starts
+    first = next(iter(by_field), "")
+    for name, starts in by_field.items():
+        if not np.array_equal(starts, by_field[first]):
             raise UnsupportedError(
                 f"{document.place}: fields {first!r} and {name!r} have documents begin at other "
                 "tokens; leave out the one that is wrong"
             )
-    return found.get(first, np.arange(count) == 0)
+    return by_field.get(first, np.arange(count) == 0)
 
 
 def field_of(document: Document, field: str, key: str) -> Any:
-    """What a record has under `field`; `key` of the run file would say another. Raises
-    UnsupportedError."""
-    found = document.fields.get(field)
-    if found is None and field in document.fields:
+    """Return a record's `field`; if missing, raise UnsupportedError naming the key `key`."""
+    value = document.fields.get(field)
+    if value is None and field in document.fields:
         raise UnsupportedError(
             f"{document.place}: field {field!r} is null; give it a value, or leave the record out"
         )
-    if found is None:
+    if value is None:
         raise UnsupportedError(
             f"{document.place} has no field {field!r} (it has: {_listed(document.fields)}); "
             f"add it, or set {key}"
         )
-    return found
+    return value
 
 
 def text_of(document: Document, field: str, key: str) -> str:
-    """Raises UnsupportedError where it is none, or none that can be encoded."""
+    """Return a record's text. Raises UnsupportedError if it is no text or invalid Unicode."""
     text = field_of(document, field, key)
     if not isinstance(text, str):
         raise UnsupportedError(
@@ -546,7 +545,7 @@ def text_of(document: Document, field: str, key: str) -> str:
         )
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair, written as an escape
+    except UnicodeEncodeError as error:  # half of a surrogate pair, from an escape
         raise UnsupportedError(
             f"{document.place}: field {field!r} is not valid Unicode: {error.reason}"
         ) from error
@@ -554,13 +553,12 @@ def text_of(document: Document, field: str, key: str) -> str:
 
 
 def _own(document: Document, tokens: int) -> slice:
-    """The tokens between the padding at either end."""
+    """Return the range of tokens without the padding at the ends."""
     mask = _of_each(document, MASK, _whole_numbers(document, MASK), tokens)
     if not np.isin(mask, (0, 1)).all():
         raise UnsupportedError(
             f"{document.place}: field 'attention_mask' has values other than 0 (padding) and 1; "
-            "give "
-            "each document a row of its own, without padding"
+            "give each document a row of its own, without padding"
         )
     read = np.flatnonzero(mask)
     if len(read) == 0:
@@ -591,19 +589,19 @@ ASSISTANT = "assistant"
 def take_marks(
     document: Document, messages: Sequence[Message], everything: bool
 ) -> tuple[list[Message], tuple[bool, ...] | None]:
-    """Split messages from the marks that say whether a turn is trained.
+    """Remove the marks from messages that say whether a turn is trained.
 
     Args:
         document: the record, for the words of errors.
-        messages: with roles; of any, `TURN_MARKS` may say 0 or false, 1 or true.
-        everything: train all messages, not the assistant's alone.
+        messages: messages with roles; `TURN_MARKS` may be 0 or false, 1 or true.
+        everything: train all messages, not only the assistant's.
 
     Returns:
-        The messages without marks, and of each of the assistant's whether it is trained; None
-        where no mark says that one is not.
+        The messages without marks, and whether each turn of the assistant is trained; None if all
+        are.
 
     Raises:
-        UnsupportedError: a mark is neither, or asks for what is not trained.
+        UnsupportedError: a mark has another value, or asks to train a message of another role.
     """
     turns = []
     bare: list[Message] = []
@@ -620,7 +618,7 @@ def take_marks(
                 )
             if value and not everything and message.get("role") != ASSISTANT:
                 raise UnsupportedError(
-                    f"{where} has a turn of the {message.get('role')} trained, and only the "
+                    f"{where} asks to train a turn of the {message.get('role')}, and only the "
                     f"{ASSISTANT}'s are; leave the mark out, or set data.loss to all"
                 )
         if message.get("role") == ASSISTANT:

@@ -1,4 +1,4 @@
-"""Documents packed into sequences of one length: whole by best fit, or end to end and cut."""
+"""Packing of documents into sequences of one length: whole by best fit, or cut end to end."""
 
 import math
 from bisect import bisect_left, insort
@@ -16,7 +16,7 @@ from farspan.data.token_cache import TokenStore
 
 
 class Draw(IntEnum):
-    """A stream of random numbers for each purpose: none depends on how much another drew."""
+    """Independent streams of random numbers, one for each purpose."""
 
     SPLIT = 0
     SHUFFLE = 1
@@ -31,40 +31,40 @@ class Draw(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DocumentPiece:
-    """Tokens `start` to `stop` of one document, as laid into a sequence."""
+    """Tokens `start` to `stop` of one document, as placed in a sequence."""
 
-    document: int  # in the store
+    document: int  # index in the store
     start: int
     stop: int
 
 
 @dataclass(frozen=True, slots=True)
 class PackingStats:
-    """What an epoch keeps of the documents, and what the layout costs."""
+    """Counts of an epoch: sequences, documents, tokens, and the cost of the layout."""
 
     sequences: int
     documents: int
-    divided: int  # of them, those in more than one piece
-    tokens: int  # of all pieces
-    padding: int  # tokens that fill sequences up, and belong to no document
-    left_out: int  # tokens in pieces of which none is trained
+    divided: int  # documents in more than one piece
+    tokens: int  # tokens of all pieces
+    padding: int  # tokens that fill up sequences and belong to no document
+    left_out: int  # tokens in pieces without a trained token
 
 
-# Padding is documents of so many tokens: attention over it costs next to nothing.
+# Padding is divided into documents of this length, so attention over it costs next to nothing.
 _PADDED = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Sequences of one length. Labels are not shifted: whoever uses them does it once."""
+    """Sequences of one length. Labels are not shifted: the user of the batch shifts them once."""
 
     input_ids: np.ndarray  # [batch, tokens] int64
     labels: np.ndarray  # [batch, tokens] int64: the input, or UNTRAINED
-    document_ids: np.ndarray  # [batch, tokens] int64, rising by one where a document starts
-    names: tuple[tuple[str, ...], ...]  # of the documents in each sequence, in order
-    tokens: int  # of documents: padding is not among them
-    # Of the pairs in each sequence, in order, their numbers in the data; pair p is documents 2 p
-    # and 2 p + 1. Empty where documents are no pairs.
+    document_ids: np.ndarray  # [batch, tokens] int64, rising by one at the start of a document
+    names: tuple[tuple[str, ...], ...]  # names of the documents in each sequence, in order
+    tokens: int  # tokens of documents, without padding
+    # Numbers in the data of the pairs in each sequence, in order; pair p is documents 2 p and 2 p +
+    # 1. Empty if documents are not pairs.
     pairs: tuple[tuple[int, ...], ...] = ()
 
 
@@ -77,21 +77,21 @@ class Packing:
         self._context = context
         self.kept = layout.kept
         assert self.kept.tokens > 0
-        # Positions of padding go no further than those of documents.
+        # Positions of padding do not exceed those of documents.
         self._padded = min(_PADDED, store.longest())
 
     def sequences_per_epoch(self) -> int:
-        """Sequences that hold every token once."""
+        """Return the sequences that contain every token once."""
         return self._layout.sequences
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
-        """Sequences by index, `[len(indices), context]`."""
+        """Return sequences by index, `[len(indices), context]`."""
         return self._batch([self._layout.pieces(i) for i in indices], self._context)
 
     def once(self, index: int, shorten: bool = True) -> PackedBatch:
-        """Sequence `index` of the first epoch alone, `[1, context]`: one length for all has one
-        program and one set of kernel plans. Where there is no other it ends with its documents,
-        unless it is not to `shorten`."""
+        """Return sequence `index` of the first epoch, `[1, context]`. All sequences have one
+        length, so one program and one set of kernel plans serve them. With `shorten`, the only
+        sequence ends with its documents."""
         pieces = self._layout.once(index)
         alone = shorten and self._layout.sequences == 1
         length = sum(p.stop - p.start for p in pieces) if alone else self._context
@@ -117,11 +117,11 @@ class Packing:
         return PackedBatch(ids, labels, marks, names, tokens, pairs if paired else ())
 
     def documents(self) -> int:
-        """Of the data; pairs, where they are that."""
+        """Return the number of documents in the data, or of pairs."""
         return self._store.documents()
 
     def _begins(self, piece: DocumentPiece) -> tuple[int, ...]:
-        """Where documents begin in a piece."""
+        """Return the starts of documents in a piece."""
         if self._store.middles is None:
             return (0,)
         start = self._store.starts[piece.document]
@@ -132,7 +132,7 @@ class Packing:
         return (name,) if self._store.middles is None else (f"{name} chosen", f"{name} rejected")
 
     def _read(self, piece: DocumentPiece) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and labels, int64."""
+        """Return ids and labels, int64."""
         base = int(self._store.starts[piece.document])
         tokens, trained = self._store.read(base + piece.start, base + piece.stop)
         ids = tokens.astype(np.int64)
@@ -140,29 +140,29 @@ class Packing:
 
 
 class Sequences(Protocol):
-    """What a mixture is made from: packings, and streams."""
+    """Sources of sequences that a mixture combines: packings and streams."""
 
     @property
     def kept(self) -> PackingStats:
-        """Of an epoch, or of a stream's first window."""
+        """Counts of an epoch, or of a stream's first window."""
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
-        """Sequences by index, `[len(indices), context]`."""
+        """Return sequences by index, `[len(indices), context]`."""
 
     def once(self, index: int) -> PackedBatch:
-        """Sequence `index`, of the first epoch alone."""
+        """Return sequence `index` of the first epoch."""
 
     def documents(self) -> int:
-        """Of the data, as far as they are known."""
+        """Return the number of documents known so far."""
 
 
 class Mixture:
-    """Sequences of several packings, each of one alone, such that of the tokens of documents each
-    packing has its weight's share.
+    """Sequences of several packings, mixed so that each has its weight's share of the tokens.
 
-    The k-th sequence of packing p is due at (k + 1/2) / rate(p), where a rate is proportional to
-    the weight over the mean tokens of a sequence. Invariant: sequence i is the i-th that is due,
-    a pure function of i; after n sequences a packing has had its rate times n, give or take one.
+    Each sequence is from one packing. The k-th sequence of packing p is due at (k + 1/2) / rate(p),
+    where a rate is proportional to the weight over the mean tokens of a sequence. Invariant:
+    sequence i is the i-th that is due, a pure function of i; after n sequences a packing has had
+    its rate times n, give or take one.
     """
 
     def __init__(self, packings: Sequence[Sequences], weights: Sequence[float]) -> None:
@@ -171,51 +171,52 @@ class Mixture:
             Fraction(weight) * packing.kept.sequences / packing.kept.tokens
             for packing, weight in zip(packings, weights, strict=True)
         ]
-        self._rates = [part / sum(parts) for part in parts]  # exact: no rounding moves a sequence
+        self._rates = [part / sum(parts) for part in parts]  # exact, so rounding moves no sequence
         kept = [packing.kept for packing in packings]
         names = [own.name for own in fields(PackingStats)]
         self.kept = PackingStats(**{n: sum(getattr(k, n) for k in kept) for n in names})
 
     def sequences_per_epoch(self) -> int:
-        """After so many every document has been read."""
+        """Return the sequences after which every document has been read."""
         last = [Fraction(2 * p.kept.sequences - 1, 2) for p in self._packings]
         due = max(number / rate for number, rate in zip(last, self._rates, strict=True))
         return sum(self._due(due))
 
     def epochs(self) -> list[float]:
-        """How often each packing has been read by then."""
+        """Return how often each packing has been read after `sequences_per_epoch` sequences."""
         counts = [p.kept.sequences for p in self._packings]
         total = self.sequences_per_epoch()
         return [float(total * r / n) for r, n in zip(self._rates, counts, strict=True)]
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
-        """Sequences by index, `[len(indices), context]`."""
+        """Return sequences by index, `[len(indices), context]`."""
         places = [self._place(index) for index in indices]
-        found = [(p, self._packings[p].batch([number])) for p, number in places]
-        return stack([self._numbered(p, batch) for p, batch in found])
+        batches = [(p, self._packings[p].batch([number])) for p, number in places]
+        return stack([self._numbered(p, batch) for p, batch in batches])
 
     def documents(self) -> int:
-        """Of all packings."""
+        """Return the number of documents in all packings."""
         return sum(packing.documents() for packing in self._packings)
 
     def _numbered(self, packing: int, batch: PackedBatch) -> PackedBatch:
-        """With pairs numbered through all packings."""
+        """Return a batch with its pairs numbered across all packings."""
         before = sum(p.documents() for p in self._packings[:packing])
         pairs = tuple(tuple(before + number for number in row) for row in batch.pairs)
         return replace(batch, pairs=pairs)
 
     def once(self, index: int) -> PackedBatch:
-        """The sequence at `index`, as the packing that it is of has it `once`."""
+        """Return the sequence at `index`, as `once` of its packing does."""
         packing, number = self._place(index)
         return self._numbered(packing, self._packings[packing].once(number))
 
     def _due(self, time: Fraction) -> list[int]:
-        """How many of each packing are due up to `time`."""
+        """Return how many sequences of each packing are due up to `time`."""
         return [math.floor(time * rate + Fraction(1, 2)) for rate in self._rates]
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The packing that sequence `index` is of, and its number there."""
-        # Of all packings together, within half a sequence of each, `time` sequences are due.
+        """Return the packing of sequence `index` and its number there."""
+        # Up to `time`, the packings together have `time` sequences due, within half a sequence
+        # each.
         counts = self._due(Fraction(max(0, index - len(self._rates))))
         while True:
             due = [(2 * c + 1) / r for c, r in zip(counts, self._rates, strict=True)]
@@ -226,7 +227,7 @@ class Mixture:
 
 
 def stack(rows: Sequence[PackedBatch]) -> PackedBatch:
-    """One batch of them."""
+    """Combine batches into one."""
     ids, labels, marks = (
         np.concatenate([getattr(row, name) for row in rows])
         for name in ("input_ids", "labels", "document_ids")
@@ -237,17 +238,18 @@ def stack(rows: Sequence[PackedBatch]) -> PackedBatch:
 
 
 def seed_of_source(seed: int, number: int) -> int:
-    """Of the source at `number`: of the first the run's, so that one alone is as it was without
-    others; sources of one size are not shuffled alike."""
+    """Return a seed for the source at `number`. The first has the run's seed, so a single source
+    does not change when others are added; sources of one size are shuffled differently."""
     if number == 0:
         return seed
     return int(Draw.SOURCES.generator(seed, number).integers(1 << 62))
 
 
 def split_held_out(documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents to train on and documents held out: disjoint, both sorted, a function of seed.
+    """Return documents to train on and documents held out: disjoint, both sorted, a function of
+    seed.
 
-    `fraction` of them, rounded and at least one, is held out; none when it is zero.
+    `fraction` of the documents, rounded and at least one, is held out; none if it is zero.
     """
     order = Draw.SPLIT.generator(seed).permutation(documents)
     count = max(1, round(fraction * documents)) if fraction > 0 else 0
@@ -256,26 +258,26 @@ def split_held_out(documents: int, fraction: float, seed: int) -> tuple[np.ndarr
 
 @dataclass(frozen=True, slots=True)
 class PieceArrays:
-    """Pieces of at most a sequence, the longest first: arrays with an element each."""
+    """Pieces of at most a sequence, the longest first, as arrays with an element for each."""
 
-    documents: np.ndarray  # int64, ids in the store
-    starts: np.ndarray  # int64, in the document
+    documents: np.ndarray  # int64, index in the store
+    starts: np.ndarray  # int64, token in the document
     lengths: np.ndarray  # int64
 
 
 @dataclass(frozen=True, slots=True)
 class BestFitOrder:
-    """One epoch: which part is in which place, and which sequence comes when."""
+    """One epoch: the part in each place, and the order of the sequences."""
 
     parts: np.ndarray  # [places] int64
     sequences: np.ndarray  # [sequences] int64
 
 
 class BestFitLayout:
-    """Sequences of at most `context` tokens, each of documents that are whole or too long.
+    """Sequences of at most `context` tokens, made of documents that are whole or longer than one.
 
-    `trained` says of each token of the store whether it is; None: all are. Pieces of which none is
-    are left out; the first token of a piece has nothing to be predicted from.
+    `trained` tells for each token of the store whether it is trained; None: all are. Pieces without
+    a trained token are left out; the first token of a piece has nothing to be predicted from.
     """
 
     def __init__(
@@ -290,7 +292,7 @@ class BestFitLayout:
         lengths = np.diff(starts)[documents]
         self._parts, left_out = _cut_long(starts, documents, context, trained)
         place = best_fit(self._parts.lengths, context)
-        # Places in the order of their sequences, and where each sequence begins among them.
+        # Places in the order of their sequences, and the first place of each sequence.
         self._places = np.argsort(place, kind="stable")
         self._bounds = np.cumsum(np.bincount(place + 1))
         self._order = lru_cache(maxsize=2)(self._shuffle)
@@ -306,11 +308,11 @@ class BestFitLayout:
 
     @property
     def sequences(self) -> int:
-        """Of an epoch."""
+        """Number of sequences in an epoch."""
         return len(self._bounds) - 1
 
     def pieces(self, index: int) -> list[DocumentPiece]:
-        """Of sequence `index`, counted through all epochs."""
+        """Return the pieces of sequence `index`, counted through all epochs."""
         epoch, place = divmod(index, self.sequences)
         order = self._order(epoch)
         sequence = int(order.sequences[place])
@@ -319,14 +321,14 @@ class BestFitLayout:
         return [self._piece(part) for part in draw.permutation(order.parts[places])]
 
     def once(self, index: int) -> list[DocumentPiece]:
-        """Of sequence `index` of the first epoch, which no other epoch reaches into."""
+        """Return the pieces of sequence `index` of the first epoch; epochs share none."""
         assert index < self.sequences, index
         return self.pieces(index)
 
     def _shuffle(self, epoch: int) -> BestFitOrder:
         draw = Draw.SHUFFLE.generator(self._seed, epoch)
         parts = draw.permutation(len(self._parts.lengths))
-        # Only parts of one length change places.
+        # Only parts of equal length change places.
         parts = parts[np.argsort(-self._parts.lengths[parts], kind="stable")]
         return BestFitOrder(parts, draw.permutation(self.sequences))
 
@@ -340,35 +342,35 @@ class BestFitLayout:
 def _cut_long(
     starts: np.ndarray, documents: np.ndarray, context: int, trained: np.ndarray | None
 ) -> tuple[PieceArrays, int]:
-    """Every document, or as many pieces of a sequence as it fills and its rest; and the tokens of
-    those that train nothing and are left out."""
+    """Divide each document into pieces of a sequence and a rest. Also returns the tokens of the
+    pieces that are left out because they train nothing."""
     lengths = np.diff(starts)[documents]
     counts = -(-lengths // context)
-    of = np.repeat(np.arange(len(documents)), counts)
-    number = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
+    owner = np.repeat(np.arange(len(documents)), counts)
+    number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     begins = number * context
-    sizes = np.minimum(lengths[of] - begins, context)
+    sizes = np.minimum(lengths[owner] - begins, context)
     useful = sizes > 1
     if trained is not None:
-        first = starts[documents[of]] + begins
+        first = starts[documents[owner]] + begins
         spans = zip((first + 1).tolist(), (first + sizes).tolist(), strict=True)
-        useful = np.fromiter((trained[i:j].any() for i, j in spans), dtype=bool, count=len(of))
+        useful = np.fromiter((trained[i:j].any() for i, j in spans), dtype=bool, count=len(owner))
     order = np.argsort(-sizes[useful], kind="stable")
-    parts = PieceArrays(*(array[useful][order] for array in (documents[of], begins, sizes)))
+    parts = PieceArrays(*(array[useful][order] for array in (documents[owner], begins, sizes)))
     return parts, int(sizes[~useful].sum())
 
 
 def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
-    """The sequence of each length, `[lengths]` int64 from 0 on.
+    """Return the sequence of each length, `[lengths]` int64 from 0 on.
 
-    `lengths` must not rise and none be above `room`. A length goes where the least room is left
-    that takes it, or else begins a sequence. Equal lengths are laid together: once one is in a
-    sequence, that is the tightest for the next, so the work is that of sequences and distinct
-    lengths and not of documents.
+    `lengths` must not rise, and none may exceed `room`. A length goes into the sequence with the
+    least room that is enough, or else begins a new one. Equal lengths are placed together: once one
+    is in a sequence, that is the tightest for the next. So the work grows with sequences and
+    distinct lengths, not with documents.
     """
     place = np.empty(len(lengths), dtype=np.int64)
-    rooms: list[int] = []  # that are left somewhere, each once, rising
-    open_: dict[int, list[int]] = {}  # the sequences with so much of it
+    rooms: list[int] = []  # distinct rooms left in sequences, rising
+    open_: dict[int, list[int]] = {}  # room left to the sequences that have it
     sequences = done = 0
     for length, number in _runs(lengths):
         end = done + number
@@ -393,7 +395,7 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
 
 
 def _runs(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Each length and how many there are of it in a row."""
+    """Return each run of equal lengths as the length and its count."""
     begins = np.flatnonzero(np.diff(lengths, prepend=-1))
     counts = np.diff(begins, append=len(lengths))
     return list(zip(lengths[begins].tolist(), counts.tolist(), strict=True))
@@ -401,17 +403,17 @@ def _runs(lengths: np.ndarray) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ConcatOrder:
-    """One epoch: its documents in shuffled order and where each ends."""
+    """One epoch: its documents in shuffled order, and the end of each."""
 
-    documents: np.ndarray  # [documents] int64, ids in the store
+    documents: np.ndarray  # [documents] int64, index in the store
     ends: np.ndarray  # [documents] int64, tokens from the start of the epoch
 
 
 class ConcatLayout:
-    """Sequences of `context` tokens of the endless concatenation of epochs.
+    """Sequences of `context` tokens from the endless concatenation of epochs.
 
-    Invariant: sequence i covers tokens [i * context, (i + 1) * context) of it; each epoch is a
-    shuffle of all documents that depends on seed and epoch only.
+    Invariant: sequence i covers tokens [i * context, (i + 1) * context) of the concatenation; each
+    epoch is a shuffle of all documents that depends on seed and epoch only.
     """
 
     def __init__(self, lengths: np.ndarray, documents: np.ndarray, context: int, seed: int) -> None:
@@ -420,17 +422,17 @@ class ConcatLayout:
         self._context = context
         self._seed = seed
         self._tokens = int(lengths[documents].sum())
-        # A sequence touches two epochs at most, unless it is longer than one.
+        # A sequence touches at most two epochs, unless it is longer than an epoch.
         self._order = lru_cache(maxsize=2)(self._shuffle)
 
     @property
     def sequences(self) -> int:
-        """That cover every token once; the last may be short."""
+        """Number of sequences that cover every token once; the last may be short."""
         return -(-self._tokens // self._context)
 
     @property
     def kept(self) -> PackingStats:
-        """Of the first epoch: in another order others are divided."""
+        """Counts of the first epoch; later orders divide other documents."""
         ends = self._order(0).ends
         begins = np.concatenate([[0], ends[:-1]])
         divided = int((begins // self._context != (ends - 1) // self._context).sum())
@@ -450,7 +452,7 @@ class ConcatLayout:
         return ConcatOrder(order, np.cumsum(self._lengths[order]))
 
     def _pieces(self, start: int, length: int) -> list[DocumentPiece]:
-        """The documents under tokens [start, start + length) of the endless concatenation."""
+        """Return the pieces at tokens [start, start + length) of the endless concatenation."""
         pieces: list[DocumentPiece] = []
         while length > 0:
             epoch, offset = divmod(start, self._tokens)
@@ -470,5 +472,5 @@ class ConcatLayout:
             start, place = end, place + 1
 
 
-# Which pieces make sequence i of endless epochs: a pure function of (seed, i).
+# A layout is a pure function of (seed, i) for sequence i of endless epochs.
 SequenceLayout = BestFitLayout | ConcatLayout

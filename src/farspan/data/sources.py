@@ -1,4 +1,4 @@
-"""Documents from files of text and of records, Python's own sources and Hugging Face datasets."""
+"""Sources of documents: files of text and records, Python's own sources, Hugging Face datasets."""
 
 import csv
 import glob
@@ -46,34 +46,35 @@ from farspan.lazy import load
 from farspan.profile.catalog import is_on_hub, refuse_unreachable
 from farspan.spec import UnsupportedError
 
-MOST_TEXT = 256 << 20  # bytes of a document: of a text file, of a line
-MOST_VALUES = 1 << 24  # of a record, which take 40 to 64 bytes of memory each
-MOST_BLANK = 1 << 20  # lines one after the other
-_UNMARKED = bytes(set(range(256)) - set(b'",[{'))  # in JSON: begins no value and ends no string
-_AT_ONCE = 1 << 24  # bytes of which values are counted together
-_BLOCK = 1 << 20  # bytes of an array that are looked at together
-_ROWS = 256  # of a table, that are made into records together
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"  # what such files begin with
-# Test suites hold files that are broken on purpose, and installed packages are not part of Python.
-# The rest is generated, not written: a help text of 757 kB, code pages, this build's settings.
+MOST_TEXT = 256 << 20  # most bytes of a document: a text file or a line
+MOST_VALUES = 1 << 24  # most values of a record, each 40 to 64 bytes of memory
+MOST_BLANK = 1 << 20  # most blank lines in a row
+# Bytes of JSON that begin no value and end no string.
+_UNMARKED = bytes(set(range(256)) - set(b'",[{'))
+_AT_ONCE = 1 << 24  # bytes whose values are counted at once
+_BLOCK = 1 << 20  # bytes of an array that are scanned at once
+_ROWS = 256  # rows of a table that become records at once
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"  # first bytes of such files
+# Test suites contain broken files on purpose, and installed packages are not part of Python. The
+# rest is generated: a help text of 757 kB, code pages, the settings of this build.
 _SKIPPED = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "encodings"}
 )
 
 
 def find_files(path: str, field: str) -> tuple[Path, ...]:
-    """The files that `path` (a file, a folder or a glob) stands for, sorted.
+    """Return the files that `path` (a file, a folder or a glob) stands for, sorted.
 
-    Raises UnsupportedError, naming the configuration field `field`, when there are none.
+    Raises UnsupportedError, naming the configuration field `field`, if there are none.
     """
     place = Path(path).expanduser()
     if place.is_file():
         return (place,)
     if place.is_dir():
-        found = [p for p in place.rglob("*") if not _hidden(p.relative_to(place))]
+        matched = [p for p in place.rglob("*") if not _hidden(p.relative_to(place))]
     else:
-        found = [Path(p) for p in glob.glob(str(place), recursive=True)]
-    files = tuple(sorted(p for p in found if p.is_file()))
+        matched = [Path(p) for p in glob.glob(str(place), recursive=True)]
+    files = tuple(sorted(p for p in matched if p.is_file()))
     if not files:
         hub = ", or a dataset's name on the hub such as org/name" * (field == "data.path")
         raise UnsupportedError(
@@ -83,7 +84,7 @@ def find_files(path: str, field: str) -> tuple[Path, ...]:
 
 
 def _near(place: Path) -> str:
-    """Words about files that have nearly the name of this one, which is missing."""
+    """Suggest files with nearly the name of the missing one."""
     missing = place
     while not missing.parent.is_dir():
         missing = missing.parent
@@ -99,7 +100,7 @@ def _hidden(path: Path) -> bool:
 
 
 def stdlib_files() -> tuple[Path, ...]:
-    """Python's own `.py` sources, sorted, without tests and generated files."""
+    """Return Python's own `.py` sources, sorted, without tests and generated files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(root.rglob("*.py"))
     return tuple(p for p in files if not _skipped(p.relative_to(root)))
@@ -110,8 +111,7 @@ def _skipped(path: Path) -> bool:
 
 
 def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
-    """All bytes of a file; UnsupportedError with its name when it cannot be read or has more than
-    `most`."""
+    """Read all bytes of a file. Raises UnsupportedError if it fails or has more than `most`."""
     with _opened(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -121,7 +121,7 @@ def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
 
 def _too_long(path: Path, most: int) -> UnsupportedError:
     return UnsupportedError(
-        f"{path}: has more than {most >> 20} MiB, which one text may; divide it"
+        f"{path}: has more than {most >> 20} MiB, the most for one text; divide it"
     )
 
 
@@ -134,8 +134,8 @@ def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> UnsupportedEr
 
 
 def decode(data: bytes, path: Path, line: int) -> str:
-    """Strict UTF-8. `line` is the number of the first line of `data` in its file, at whose head a
-    mark of the encoding (U+FEFF) is no text."""
+    """Decode strict UTF-8. `line` is the number of the first line of `data` in its file; a byte
+    order mark (U+FEFF) at the head of line 1 is removed."""
     if line == 1:
         data = data.removeprefix(BOM_UTF8)
     try:
@@ -146,27 +146,27 @@ def decode(data: bytes, path: Path, line: int) -> str:
 
 @dataclass(slots=True)
 class Reading:
-    """How far files are read, in bytes on disk."""
+    """Progress of reading files, in bytes on disk."""
 
     total: int = 0
-    before: int = 0  # of files that were read to their end
-    raw: BinaryIO | None = None  # the present one
+    before: int = 0  # bytes of files that were read to their end
+    raw: BinaryIO | None = None  # the current file
 
     def how_far(self) -> HowFar:
-        """With what is read of the present file."""
-        own = 0 if self.raw is None or self.raw.closed else self.raw.tell()
-        return HowFar(self.before + own, self.total)
+        """Return the progress, including the current file."""
+        current = 0 if self.raw is None or self.raw.closed else self.raw.tell()
+        return HowFar(self.before + current, self.total)
 
 
-BEGINNING: list[Any] = [-1, 0]  # of a stream: behind no document
-# Documents, and what gives the place of the latest that was read.
+BEGINNING: list[Any] = [-1, 0]  # of a stream: before all documents
+# Documents, and a function that returns the place of a document that was just read.
 Behind = tuple[Generator[Document], Callable[[Document], list[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """Files in order, each read by its suffix, or all as `kind` says: a text is one document, and
-    so is each record."""
+    """Files in order, each read by its suffix, or all as `kind`. A text is one document, and so is
+    each record."""
 
     files: tuple[Path, ...]
     kind: SourceKind = SourceKind.AUTO
@@ -179,7 +179,7 @@ class DataFiles:
         return self.reading.how_far()
 
     def listing(self) -> list[list[object]]:
-        """What changes when the documents change: names, sizes and times of modification."""
+        """Return values that change with the documents: names, sizes and times of modification."""
         return [[self._holds(path), *_stamp(path)] for path in self.files]
 
     def _holds(self, path: Path) -> str:
@@ -190,22 +190,22 @@ class DataFiles:
         return Counter(suffix_of(path) for path in self.files)
 
     def behind(self, place: list[Any]) -> Behind:
-        """Read on where a stream has come to.
+        """Continue a stream after a document.
 
         Args:
-            place: That of a document, as values of JSON, in the order of documents; BEGINNING.
+            place: place of the document, as JSON values, or BEGINNING.
 
         Returns:
-            The documents behind it, and what gives the place of the latest of them. Reading raises
-            UnsupportedError at the first that cannot be read.
+            The documents after it, and a function that returns the place of the latest. Reading
+            raises UnsupportedError at the first document that cannot be read.
         """
         return self._read_on(*place), lambda last: [last.file, last.line]
 
     def _read_on(self, file: int, line: int) -> Generator[Document]:
-        for found in self._rows(file, line):
-            if isinstance(found, UnsupportedError):
-                raise found
-            yield found
+        for row in self._rows(file, line):
+            if isinstance(row, UnsupportedError):
+                raise row
+            yield row
 
     def firsts(self) -> Iterator[Document]:
         """Yield the first record of each file that has one."""
@@ -214,23 +214,23 @@ class DataFiles:
                 yield from islice(DataFiles((path,), self.kind).documents(), 1)
 
     def documents(self) -> Iterator[Document]:
-        """Yield a document a text and a record.
+        """Yield each text and each record as a document.
 
         Raises:
             UnsupportedError: some records cannot be read; it names the first and counts the others.
         """
         first, others = None, 0
-        for found in self._rows():
-            if isinstance(found, UnsupportedError):
-                first, others = first or found, others + (first is not None)
+        for row in self._rows():
+            if isinstance(row, UnsupportedError):
+                first, others = first or row, others + (first is not None)
             elif first is None:
-                yield found
+                yield row
         if first is not None:
             more = f"; {others:,} more of the records cannot be read" * bool(others)
             raise UnsupportedError(f"{first}{more}") from first
 
     def _rows(self, file: int = -1, line: int = 0) -> Iterator[Document | UnsupportedError]:
-        """All documents behind the one at `line` of `file`, or why there is none."""
+        """Yield all documents after the one at `line` of `file`, or errors for damaged ones."""
         sizes = [_stamp(path)[1] for path in self.files]
         self.reading.total, self.reading.before = sum(sizes), sum(sizes[: max(0, file)])
         for index, path in enumerate(self.files):
@@ -249,14 +249,14 @@ class DataFiles:
 
 
 def _text(path: Path, reading: Reading) -> str | LongText:
-    """The text of a file, which is not read whole where it is long."""
+    """Return the text of a file, in parts if it is long."""
     parts = _parts(path, reading)
     first = next(parts, "")
     return first if next(parts, None) is None else LongText(partial(_parts, path, reading))
 
 
 def _parts(path: Path, reading: Reading) -> Iterator[str]:
-    """A text in parts, as `decode` has it."""
+    """Yield a text in parts, decoded as by `decode`."""
     decoder, line, size = getincrementaldecoder("utf-8")(), 1, 0
     with _opened(path, reading) as file:
         while True:
@@ -277,12 +277,12 @@ def _parts(path: Path, reading: Reading) -> Iterator[str]:
                 return
 
 
-# The number of a record in its file, its place in words, and its fields or why there are none.
+# The number of a record in its file, its place in words, and its fields or the error.
 Row = tuple[int, str, dict[str, Any] | UnsupportedError]
 
 
 def _json_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
-    """Objects, one a line or all in one array; or one over several lines."""
+    """Yield JSON objects: one on each line, all in one array, or one over several lines."""
     with _opened(path) as file:
         head = file.read(1 << 12).removeprefix(BOM_UTF8).lstrip()
     many = head.startswith(b"[")
@@ -329,7 +329,7 @@ def _record(place: str, data: bytes) -> dict[str, Any]:
 
 
 def _elements(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
-    """Numbered elements of the array that a file holds, no more than two of them at once."""
+    """Yield numbered elements of a file's array, with at most two in memory."""
     depth, inside, number, parts = 0, False, 1, list[bytes]()
     with _opened(path, reading) as file:
         while (byte := file.read(1)) != b"[":
@@ -350,8 +350,8 @@ def _elements(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
                 break
             if sum(map(len, parts)) > MOST_TEXT:
                 raise UnsupportedError(
-                    f"{path}: row {number} has more than {MOST_TEXT >> 20} MiB, which one document "
-                    "may; divide it"
+                    f"{path}: row {number} has more than {MOST_TEXT >> 20} MiB, the most for one "
+                    "document; divide it"
                 )
         else:
             raise UnsupportedError(
@@ -362,16 +362,16 @@ def _elements(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
 
 
 def _ends(block: bytes, depth: int, inside: bool) -> tuple[list[int], int, bool, int | None]:
-    """Where elements of an array end, and which end is the array's.
+    """Find the ends of the elements of an array, and the end of the array.
 
     Args:
-        block: JSON in the midst of the array, no escape of it cut.
-        depth: brackets that are open before it, those of the array not among them.
-        inside: whether it begins in a string.
+        block: JSON from within the array, with no escape cut.
+        depth: open brackets before the block, without the array's own.
+        inside: whether the block begins in a string.
 
     Returns:
         Offsets of commas between elements and of the array's own bracket; `depth` and `inside`
-        behind the block; the offset of that bracket, None if it is not there.
+        after the block; the offset of the array's bracket, None if it is not there.
     """
     plain = block.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     data = np.frombuffer(plain, dtype=np.uint8)
@@ -388,12 +388,12 @@ def _ends(block: bytes, depth: int, inside: bool) -> tuple[list[int], int, bool,
 
 
 def quoted(text: str) -> str:
-    """A text as an error shows it, on one line."""
+    """Quote a text for an error, on one line."""
     return f"{shortened(' '.join(text.split()), MOST_QUOTED)!r}"
 
 
 def separator_of(path: Path) -> str:
-    """The sign between a file's columns, by their names: the one that is there most often."""
+    """Return the separator of a file's columns: the most frequent candidate in the header."""
     usual = "\t" if suffix_of(path) == ".tsv" else ","
     with _opened(path) as file:
         line = file.readline(_BLOCK).decode("utf-8", "replace")
@@ -402,14 +402,14 @@ def separator_of(path: Path) -> str:
 
 
 def _csv_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
-    """Rows under a header; all cells are texts, an empty one too."""
+    """Yield rows under a header; all cells are texts, even empty ones."""
     csv.field_size_limit(MOST_TEXT)
     sign = separator_of(path)
     with _opened(path, reading) as file:
         texts = (decode(line, path, number) for number, line in enumerate(_bounded(path, file), 1))
         rows = csv.reader(texts, strict=True, delimiter=sign)
         try:
-            # pandas writes the numbers of rows without a name; in other files it has one for them.
+            # pandas writes row numbers in a column without a name, which other files call this.
             names = [name or "__index_level_0__" for name in next(rows, [])]
             long = [name for name in names if len(name) > MOST_QUOTED or "\n" in name]
             if long:
@@ -440,7 +440,7 @@ def _csv_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
 
 
 def _table_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
-    """Rows of a parquet or an Arrow file, without a copy of it on disk."""
+    """Yield rows of a parquet or an Arrow file, without an unpacked copy on disk if possible."""
     number = skipped
     try:
         with _opened(path, reading) as packed, tempfile.TemporaryFile() as room:
@@ -453,7 +453,7 @@ def _table_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
                 yield number, f"{path}: row {number}", _of_row(fields)
     except (ImportError, UnsupportedError):
         raise
-    except Exception as error:  # the library has kinds of its own
+    except Exception as error:  # the library raises errors of its own types
         words = " ".join(str(error).split())
         raise UnsupportedError(
             f"{path}: cannot be read as {suffix_of(path)} after row {number}: {words}"
@@ -468,12 +468,12 @@ def _dicts(file: BinaryIO, suffix: str, skipped: int) -> Iterator[dict[str, Any]
 
 
 def _batches(file: BinaryIO, suffix: str) -> Iterator[Any]:
-    """Tables of a file, one after the other."""
+    """Yield the tables of a file, one after the other."""
     file.seek(0)
     if suffix == ".parquet":
         yield from load("pyarrow.parquet", "ParquetFile")(file).iter_batches(batch_size=_ROWS)
         return
-    several = file.read(6) == b"ARROW1"  # with an index behind them; otherwise a stream
+    several = file.read(6) == b"ARROW1"  # a file with an index at its end; otherwise a stream
     file.seek(0)
     if not several:
         yield from load("pyarrow.ipc", "open_stream")(file)
@@ -492,16 +492,16 @@ _READERS: Mapping[str, Callable[[Path, Reading, int], Iterator[Row]]] = {
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of its fields. Raises ValueError where one is given twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Make an object from its fields. Raises ValueError if a field is given twice."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
         twice = next(name for name, times in Counter(n for n, _ in pairs).items() if times > 1)
         raise ValueError(f"field {twice!r} is given twice; give it once")
-    return found
+    return record
 
 
 def _values(data: bytes) -> int:
-    """Of JSON, at most, without making them: what is outside of strings and begins one."""
+    """Return an upper bound on the values in JSON, without parsing: marks outside of strings."""
     marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _UNMARKED)
     count, inside = 0, False
     for start in range(0, len(marks), _AT_ONCE):
@@ -515,7 +515,7 @@ def _values(data: bytes) -> int:
 
 @contextmanager
 def _opened(path: Path, reading: Reading | None = None) -> Iterator[BinaryIO]:
-    """What a file holds, unpacked where it is compressed."""
+    """Open a file, unpacked if it is compressed."""
     reading = reading or Reading()
     try:
         with path.open("rb") as raw:
@@ -529,24 +529,24 @@ def _opened(path: Path, reading: Reading | None = None) -> Iterator[BinaryIO]:
                 file = io.BufferedReader(load("pyarrow", "input_stream")(raw, compression="zstd"))
             yield file
             reading.raw = None
-    except (OSError, EOFError, zlib.error) as error:  # the last two of a damaged .gz
+    except (OSError, EOFError, zlib.error) as error:  # a damaged .gz raises the last two
         words = getattr(error, "strerror", None) or error
         raise UnsupportedError(f"{path}: cannot be read: {words}") from error
 
 
 def _bounded(path: Path, file: BinaryIO) -> Iterator[bytes]:
-    """Lines of at most MOST_TEXT bytes."""
+    """Yield lines of at most MOST_TEXT bytes."""
     for number, line in enumerate(iter(partial(file.readline, MOST_TEXT + 1), b""), start=1):
         if len(line) > MOST_TEXT:
             raise UnsupportedError(
-                f"{path}: line {number} has more than {MOST_TEXT >> 20} MiB, which one "
-                "document may; divide it"
+                f"{path}: line {number} has more than {MOST_TEXT >> 20} MiB, the most for one "
+                "document; divide it"
             )
         yield line
 
 
 def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines that are not blank, read one at a time."""
+    """Yield numbered lines that are not blank, one at a time."""
     blank = 0
     with _opened(path, reading) as file:
         for number, line in enumerate(_bounded(path, file), start=1):
@@ -569,7 +569,7 @@ def _stamp(path: Path) -> tuple[str, int, int]:
 
 
 DEFAULT_SPLIT = "train"
-# What `save_to_disk` leaves in a folder; any other folder holds data files.
+# Files that `save_to_disk` writes into a folder; any other folder has data files.
 SAVED = ("state.json", "dataset_dict.json")
 MISSING = (
     "data.source: dataset needs the package datasets, which cannot be imported here ({error}); "
@@ -579,7 +579,7 @@ MISSING = (
 
 @dataclass(frozen=True, slots=True)
 class DatasetRows:
-    """Every row is one document."""
+    """Rows of a Hugging Face dataset, each a document."""
 
     path: str
     rows: Any  # datasets.Dataset
@@ -593,7 +593,7 @@ class DatasetRows:
         return (self.path,)
 
     def listing(self) -> list[list[object]]:
-        # The library's own digest of the data and of all that was done to it.
+        # The library's own digest of the data and of every operation on it.
         columns = self.rows.column_names
         return [["dataset", *columns, len(self.rows), self.rows._fingerprint]]
 
@@ -603,25 +603,25 @@ class DatasetRows:
             yield Document(0, number, f"{self.path}: row {number}", _of_row(row))
 
     def without(self, ignore: Collection[str]) -> "DatasetRows":
-        """The same rows without the columns that the user ignores.
+        """Return the rows without the columns that the user ignores.
 
         Raises:
-            UnsupportedError: a column that is left has images, audio or video: none is decoded.
+            UnsupportedError: a remaining column has images, audio or video, which are not decoded.
         """
         dropped = tuple(name for name in self.rows.column_names if name in ignore)
         for name, feature in self.rows.features.items():
-            kind = type(getattr(feature, "feature", feature)).__name__  # of a list's items
+            kind = type(getattr(feature, "feature", feature)).__name__  # for lists, of items
             if name not in dropped and is_media(kind):
                 raise UnsupportedError(
                     f"data.path: column {name!r} of dataset {self.path!r} holds {kind}, and a run "
-                    "trains on text alone; leave it out, or, if it does not say what is trained, "
+                    "trains on text alone; leave it out, or, if training does not need it, "
                     f"set data.ignore: [{name}]"
                 )
         rows = self.rows.remove_columns(list(dropped)) if dropped else self.rows
         return replace(self, rows=rows, dropped=dropped)
 
     def refuse_missing(self, form: Form) -> None:
-        """Raises UnsupportedError where a column is missing that `form` needs."""
+        """Raise UnsupportedError if a column that `form` needs is missing."""
         there = self.rows.column_names
         for column in form.columns:
             if column not in there:
@@ -633,13 +633,13 @@ class DatasetRows:
 
 @dataclass(frozen=True, slots=True)
 class StreamedRows(DatasetRows):
-    """Rows that are read from where they are, without a copy of all on this disk."""
+    """Rows read from their remote place, without a full copy on this disk."""
 
     version: str = ""  # changes with the data
     reopen: Callable[[], Any] = list  # a datasets.IterableDataset of all rows
 
     def how_far(self) -> HowFar:
-        return HowFar(self._read[0], self._read[0], rows=True)  # how many there are is not known
+        return HowFar(self._read[0], self._read[0], rows=True)  # the total is not known
 
     def listing(self) -> list[list[object]]:
         return [["stream", self.path, *self.rows.column_names, self.version]]
@@ -648,7 +648,7 @@ class StreamedRows(DatasetRows):
         return self.behind(BEGINNING)[0]
 
     def behind(self, place: list[Any]) -> Behind:
-        """As of files; a place is a row's, and the library's own."""
+        """Continue a stream as `DataFiles.behind` does; a place ends with the library's state."""
         rows = self.reopen()
         rows = rows.remove_columns(list(self.dropped)) if self.dropped else rows
         if len(place) > len(BEGINNING):
@@ -661,7 +661,7 @@ class StreamedRows(DatasetRows):
             for number, row in enumerate(rows, start=before + 1):
                 self._read[0] = number
                 yield Document(0, number, f"{self.path}: row {number}", _of_row(row))
-        except Exception as error:  # of a network, of each kind of file: their words are kept
+        except Exception as error:  # networks and file formats raise errors of any type
             raise UnsupportedError(
                 f"data.path: cannot read dataset {self.path!r} after row {number}: "
                 f"{' '.join(str(error).split())}"
@@ -681,10 +681,10 @@ def _stream(path: str, name: str | None, split: str) -> StreamedRows:
 def open_dataset(
     path: str, name: str | None, split: str, streaming: bool | None = None
 ) -> DatasetRows:
-    """Opens `split` of the dataset at `path`. Raises UnsupportedError without the library, or with
-    its own words."""
+    """Open `split` of the dataset at `path`. Raises UnsupportedError if the library is missing or
+    fails; its message is kept."""
     place = Path(path).expanduser()
-    if not place.exists() and is_on_hub(path):  # before the library, which then knows the answer
+    if not place.exists() and is_on_hub(path):  # asked first: the library then has the answer
         if find_spec("datasets") is None:
             raise UnsupportedError(MISSING.format(error="No module named 'datasets'"))
         refuse_unreachable("data.path", path)
@@ -703,7 +703,7 @@ def open_dataset(
             rows = load_dataset(local, name, split=split)
     except UnsupportedError:
         raise
-    except Exception as error:  # each loader raises its own kinds; their words are kept
+    except Exception as error:  # loaders raise errors of their own types
         raise UnsupportedError(
             f"data.path: cannot load dataset {path!r}, split {split!r}: "
             f"{' '.join(str(error).split())}"
@@ -716,7 +716,7 @@ def _of_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_none(value: Any) -> Any:
-    """Without the keys that a table fills in because other rows have them."""
+    """Drop the keys that a table adds because other rows have them."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -725,7 +725,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _loaders() -> tuple[Any, Any]:
-    """The library's functions for a saved folder and for anything else. Raises UnsupportedError."""
+    """Return the loaders for saved folders and for all else. Raises UnsupportedError."""
     try:
         return load("datasets", "load_from_disk"), load("datasets", "load_dataset")
     except ImportError as error:
@@ -733,7 +733,7 @@ def _loaders() -> tuple[Any, Any]:
 
 
 def _saved(found: Any, path: str, name: str | None, split: str) -> Any:
-    """The rows that are asked for of what `save_to_disk` wrote. Raises UnsupportedError."""
+    """Select the requested rows from a folder of `save_to_disk`. Raises UnsupportedError."""
     if name is not None:
         raise UnsupportedError(
             f"data.name: {path!r} was written by save_to_disk and has no configurations; leave "
@@ -745,11 +745,11 @@ def _saved(found: Any, path: str, name: str | None, split: str) -> Any:
                 f"data.split: {path!r} has no split {split!r}; it has: {', '.join(found)}"
             )
         return found[split]
-    # One saved split knows its own name, unless it was made in memory.
-    own = DEFAULT_SPLIT if found.split is None else str(found.split)
-    if split != own:
+    # A saved split knows its name, unless it was made in memory.
+    saved = DEFAULT_SPLIT if found.split is None else str(found.split)
+    if split != saved:
         raise UnsupportedError(
-            f"data.split: {path!r} was written by save_to_disk and holds one split, {own!r}; set "
+            f"data.split: {path!r} was written by save_to_disk and holds one split, {saved!r}; set "
             f"split to it, got {split!r}"
         )
     return found

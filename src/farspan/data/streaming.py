@@ -1,12 +1,12 @@
-"""Documents that do not fit the disk: read, tokenized and packed a window at a time.
+"""Streams: documents that do not fit the disk, read, tokenized and packed a window at a time.
 
-    <cache>/stream-<key>/windows.json    where each window that was read begins and ends, its counts
-                                         and the digest of its tokens
+    <cache>/stream-<key>/windows.json    start and end of each window that was read, its counts and
+                                         the digest of its tokens
                          000007/<key>/   the tokens of a window (`token_cache`)
 
-A window is the run of documents whose text reaches a number of bytes. Only the first window, which
-says how much a source has, and the latest two are kept. What is known of the others stays, so a
-run that resumes finds its sequence without reading again what lies before it.
+A window is a run of documents whose text reaches a number of bytes. The first window, which tells
+the size of a source, and the latest two are kept; of the others only the facts. So a resumed run
+finds its sequence without reading the windows before it.
 """
 
 import hashlib
@@ -30,35 +30,35 @@ from farspan.data.tokenizers import Document, HowFar, LongText
 from farspan.durable import PARTIAL, discard, read_json, write_whole
 from farspan.spec import UnsupportedError
 
-Place = list[Any]  # in a source, as values of JSON; places rise by their first two
+Place = list[Any]  # place in a source, as JSON values; ordered by the first two
 FACTS = "windows.json"
-_LOCKS = 4  # by the window's number: ranks are less than that many windows apart
-_PATIENCE = 0.2  # seconds between two looks at a window that is being read
+_LOCKS = 4  # number of locks, more than the windows that ranks are apart
+_PATIENCE = 0.2  # seconds between checks of a window that is being read
 
 
 @dataclass(frozen=True, slots=True)
 class WindowFacts:
-    """What stays known of a window whose tokens are deleted."""
+    """Facts of a window that are kept after its tokens are deleted."""
 
-    end: Place | None  # of its last document; None: the stream ends there, too
+    end: Place | None  # place of its last document; None: end of the stream
     sequences: int
-    digest: str  # of its tokens
+    digest: str  # digest of its tokens
 
 
 class DocumentReader:
-    """Documents behind any place of a source. The next window is read on from where the last one
-    ended, without a search for the place."""
+    """Documents after any place of a source; reading goes on without a search for the place."""
 
     def __init__(self, source: DataFiles | StreamedRows) -> None:
         self.source = source
         self._kept: list[tuple[Place, Document, Behind]] = []
 
     def behind(self, place: Place) -> tuple[Document | None, Behind]:
-        """Give the document behind a place, and those that follow it."""
+        """Return the document after a place, and the reader of all that follow."""
         if self._kept:
             at, document, behind = self._kept.pop()
             if at[:2] <= place[:2]:
-                rows: Iterator[Document] = chain([document], behind[0])  # other ranks' windows
+                rows: Iterator[Document] = chain([document], behind[0])
+                # Other ranks may have read the windows between.
                 found = (d for d in rows if [d.file, d.line] > place[:2])
                 return next(found, None), behind
             behind[0].close()
@@ -66,19 +66,19 @@ class DocumentReader:
         return next(behind[0], None), behind
 
     def keep(self, place: Place, document: Document, behind: Behind) -> None:
-        """Go on there, if that is asked for next."""
+        """Keep a reader for the next call, if that asks for this place."""
         self._kept[:] = [(place, document, behind)]
 
 
 @dataclass(slots=True)
 class Window:
-    """The documents behind a place until their text reaches a number of bytes, one at least."""
+    """Documents after a place, at least one, until their text reaches a number of bytes."""
 
     reader: DocumentReader
     start: Place
     size: int  # bytes of text
     done: int = 0
-    end: Place | None = None  # once `is_read`
+    end: Place | None = None  # set when `is_read`
     is_read: bool = False
 
     @property
@@ -104,7 +104,7 @@ class Window:
                 self.done += _text_bytes(document.fields)
                 yield document
                 if self.done >= self.size:
-                    end = place_of(document)  # before another one is read
+                    end = place_of(document)  # before the next one is read
                 document = next(rows, None)
         except BaseException:
             rows.close()
@@ -115,7 +115,7 @@ class Window:
 
 
 def _text_bytes(value: Any) -> int:
-    """Of the texts in a record; any other value has 8."""
+    """Return the bytes of the texts in a record; any other value counts as 8."""
     match value:
         case str():
             return len(value.encode("utf-8", "surrogatepass"))
@@ -128,65 +128,65 @@ def _text_bytes(value: Any) -> int:
     return 8
 
 
-Opened = tuple[TokenStore, Packing] | None  # of a window; None: it trains nothing
+Opened = tuple[TokenStore, Packing] | None  # a window; None: nothing in it is trained
 
 
 @dataclass(slots=True)
 class _Ahead:
-    """A window that a thread opens while another one trains."""
+    """A window that a thread opens while training uses another one."""
 
     key: tuple[int, int]
     told: tuple[int, int, HowFar]
     found: "Future[Opened]" = field(default_factory=Future)
 
 
-# Of a window's store, the sequences of these documents, shuffled by this seed.
+# Packs documents of a window's store into sequences, shuffled by a seed.
 Pack = Callable[[TokenStore, np.ndarray, int], Packing]
 
 
 @dataclass(slots=True)
 class Stream:
-    """Sequences of a source that is read window by window, again from the first after the last.
+    """Sequences of a source that is read window by window, and again from the first after the last.
 
-    Invariant: sequence i is a pure function of (seed, source, i). In each pass every window is
-    packed and shuffled anew, within itself; each document is read once a pass.
+    Invariant: sequence i is a pure function of (seed, source, i). Each pass packs and shuffles
+    every window anew, within the window; each document is read once a pass.
     """
 
     reader: DocumentReader
-    opens: Callable[..., TokenStore]  # `open_store`, of a source, a cache and a watch
+    opens: Callable[..., TokenStore]  # `open_store` with a source, a cache and a watch
     pack: Pack
     choose: Callable[[TokenStore], np.ndarray]  # documents of the first window to train on
     folder: Path
     size: int  # bytes of text in a window
     seed: int
     watch: Watch
-    # What is refused of a window before its first step; None: nothing is read ahead, either.
+    # Refuses a window before its first step; None: windows are not read ahead either.
     check: Callable[[TokenStore], None] | None = None
     first: TokenStore = field(init=False)
-    kept: PackingStats = field(init=False)  # of the first window
+    kept: PackingStats = field(init=False)  # counts of the first window
     _facts: list[WindowFacts] = field(default_factory=list)
-    _expected: Sequence[str] = ()  # digests of windows that the run has read
+    _expected: Sequence[str] = ()  # digests of windows that the run has read before
     _opened: dict[tuple[int, int], Packing] = field(default_factory=dict)
     _ahead: _Ahead | None = None
 
     def __post_init__(self) -> None:
-        with locked(self.folder.parent, self.folder.name):  # the cache is this user's alone, too
-            found = self._open(0, 0, self.watch)
-        assert found is not None, "the first window is not useless"
-        self.first, self._opened[0, 0] = found
+        with locked(self.folder.parent, self.folder.name):  # makes the cache private, too
+            opened = self._open(0, 0, self.watch)
+        assert opened is not None, "the first window is not useless"
+        self.first, self._opened[0, 0] = opened
         self.kept = self._opened[0, 0].kept
 
     def documents(self) -> int:
-        """Of the first window."""
+        """Return the number of documents in the first window."""
         return self.first.documents()
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
-        """Sequences by index, `[len(indices), context]`. Raises UnsupportedError where a window
-        cannot be read, or `check` refuses it."""
+        """Return sequences by index, `[len(indices), context]`. Raises UnsupportedError if a window
+        cannot be read, or if `check` refuses it."""
         return stack([self.once(index) for index in indices])
 
     def once(self, index: int) -> PackedBatch:
-        """Sequence `index`, `[1, context]`, which ends where its window does."""
+        """Return sequence `index`, `[1, context]`; a window's last one ends with the window."""
         turn, window, number = self._place(index)
         packing = self._packing(turn, window)
         assert packing is not None, "it has this sequence"
@@ -196,17 +196,16 @@ class Stream:
         return packing.once(number, shorten=False)
 
     def digests(self) -> list[str]:
-        """Of each window that was read, as far as is known."""
+        """Return the known digests of the windows read so far, in order."""
         return [facts.digest for facts in self._facts]
 
     def expect(self, digests: Sequence[str]) -> None:
-        """Refuse windows with other digests than these, which a run has read. Raises
-        UnsupportedError."""
+        """Refuse windows whose digests differ from the run's. Raises UnsupportedError."""
         self._expected = digests
         self._load()
 
     def _place(self, index: int) -> tuple[int, int, int]:
-        """The pass and window that sequence `index` is in, and its number there."""
+        """Return the pass and the window of sequence `index`, and its number there."""
         turn = window = before = 0
         while True:
             if window >= len(self._facts):
@@ -220,22 +219,22 @@ class Stream:
                 before = window = 0
 
     def _packing(self, turn: int, window: int) -> Packing | None:
-        """Of a window in a pass; None: it trains nothing. Two threads never read at a time."""
+        """Return the packing of a window in a pass, or None. Only one thread reads at a time."""
         if (turn, window) in self._opened:
             return self._opened[turn, window]
         ahead, self._ahead = self._ahead, None
         while ahead is not None and wait([ahead.found], _PATIENCE).not_done:
             self.watch(*ahead.told)
         if ahead is not None and ahead.key == (turn, window):
-            found = ahead.found.result()
+            opened = ahead.found.result()
         else:
-            found = self._open(turn, window, self.watch)
-        if found is None:
+            opened = self._open(turn, window, self.watch)
+        if opened is None:
             return None
-        store, packing = found
+        store, packing = opened
         if self.check is not None:
             self.check(store)
-        # A batch may be of the end of one window and of the beginning of the next one.
+        # A batch may contain the end of one window and the beginning of the next.
         self._opened = dict([*self._opened.items()][-1:]) | {(turn, window): packing}
         return packing
 
@@ -251,14 +250,14 @@ class Stream:
 
         def tell(*told: Any) -> None:
             ahead.told = told
-            if not threading.main_thread().is_alive():  # the process ends, and waits for this one
+            if not threading.main_thread().is_alive():  # the process ends and waits for this thread
                 raise SystemExit
 
         ahead = self._ahead = _Ahead((turn, window), (0, 0, HowFar(0, self.size)))
         threading.Thread(target=work).start()
 
     def _open(self, turn: int, window: int, watch: Watch) -> Opened:
-        """A window, read now unless its tokens are in the cache."""
+        """Open a window, and read it now unless its tokens are in the cache."""
         self._discard_all_but(window)
         with locked(self.folder, str(window % _LOCKS)):
             if window >= len(self._facts):
@@ -286,8 +285,8 @@ class Stream:
             return found
 
     def _learn(self, window: Window, sequences: int, digest: str) -> None:
-        """Keep the facts of the next window."""
-        if not window.is_read:  # by a process that was killed, or whose facts were deleted
+        """Store the facts of the next window."""
+        if not window.is_read:  # its tokens are cached, but its facts are lost
             deque(window.documents(), maxlen=0)
         facts = WindowFacts(window.end, sequences, digest)
         with locked(self.folder, FACTS):
@@ -295,12 +294,12 @@ class Stream:
             self._refuse_changed()
             there = _read_facts(self.folder)
             if len(there) < len(self._facts):
-                known = [asdict(own) for own in self._facts]
+                known = [asdict(window_facts) for window_facts in self._facts]
                 text = json.dumps({"windows": known, "seal": _seal(known)})
                 write_whole(self.folder / FACTS, text.encode())
 
     def _load(self) -> None:
-        """Learn what other processes, or this one before it was killed, knew."""
+        """Load facts that other processes wrote, or this one before it was killed."""
         self._facts += _read_facts(self.folder)[len(self._facts) :]
         self._refuse_changed()
 
@@ -313,17 +312,17 @@ class Stream:
     def _changed(self, window: int, way: str) -> UnsupportedError:
         return UnsupportedError(
             f"data.path: {self.reader.source.names()[0]}: the documents of window {window} are not "
-            "those that were read before, and a stream is read again until its run ends; restore "
+            "those that were read before, and a run reads its stream several times; restore "
             f"them{way} begin again in another run folder"
         )
 
     def _discard_all_but(self, window: int) -> None:
-        """Only the first window, this one and its neighbours stay: a rank may be ahead by one."""
+        """Delete all windows but the first, this one and its neighbours, which ranks may read."""
         if window == 0 or not self.folder.is_dir():
             return
         kept = {0, window - 1, window, window + 1}
         for place in self.folder.iterdir():
-            if place.name.startswith(PARTIAL) and place.is_dir():  # of a process that was killed
+            if place.name.startswith(PARTIAL) and place.is_dir():  # left by a killed process
                 shutil.rmtree(place, ignore_errors=True)
             elif place.name.isdecimal() and int(place.name) not in kept:
                 with locked(self.folder, str(int(place.name) % _LOCKS)):
@@ -331,12 +330,12 @@ class Stream:
 
 
 def _read_facts(folder: Path) -> list[WindowFacts]:
-    """Empty where the file is missing or damaged: windows are read from the beginning then."""
-    found = read_json(folder / FACTS) or {}
-    known = found.get("windows", [])
-    return [WindowFacts(**own) for own in known] if found.get("seal") == _seal(known) else []
+    """Return the stored facts; empty if the file is missing or damaged."""
+    stored = read_json(folder / FACTS) or {}
+    known = stored.get("windows", [])
+    return [WindowFacts(**own) for own in known] if stored.get("seal") == _seal(known) else []
 
 
 def _seal(known: object) -> str:
-    """Digest of facts: a count that was damaged would train other sequences."""
+    """Return the digest of facts: damaged counts would train other sequences."""
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()

@@ -1,6 +1,7 @@
-"""Chat templates: which one writes a conversation, on which day, and in which form it takes what
-records give. JSON in texts is read; parts that hold no text are refused, and so are messages that
-hold nothing."""
+"""Chat templates: their choice, the day they write, and the form in which they take messages.
+
+JSON in texts is parsed. Parts without text and messages without content are refused.
+"""
 
 import json
 import re
@@ -21,13 +22,13 @@ from farspan.data.formats import Message
 from farspan.spec import UnsupportedError
 
 CONTENT, CALLS, CALL, ARGUMENTS = "content", "tool_calls", "function_call", "arguments"
-# Types of a part that holds text: of chat completions, and of the Responses API.
+# Types of a part that has text, in chat completions and in the Responses API.
 _TEXTS = ("text", "input_text", "output_text")
 _MEDIA = re.compile("image|audio|video|file")
-# Keys that name a message: with these alone it says nothing.
+# Keys that describe a message: a message with only these says nothing.
 _ABOUT = frozenset({"role", "name", "id", "type", "tool_call_id", "content"})
-# A mark in place of a text, and what it looks like where a template writes code instead of text:
-# Python's or JSON's of a part or of arguments, or JSON's of arguments that were JSON already.
+# A placeholder for a text, and its forms if a template writes code instead of text: Python or JSON
+# of a part or of arguments, or JSON of arguments that were JSON already.
 _MARK = "qzq{}qzq"
 _WRITTEN = re.compile(r"qzq(\d+)qzq")
 _CODE = re.compile(r"""'(text|x)': 'qzq|"text": ?"qzq|\\"x\\": ?\\"qzq""")
@@ -37,7 +38,7 @@ def read_tools(given: Any, place: str) -> list[Any] | None:
     """Read a record's tools: a list of JSON schemas, as such or as JSON in texts.
 
     Raises:
-        UnsupportedError: With `place` and the tool, where one is something else.
+        UnsupportedError: With `place` and the tool that is something else.
     """
     tools = _parsed(given, f"{place}: field 'tools'") if isinstance(given, str) else given
     if tools is None:
@@ -63,10 +64,10 @@ def _schema(tool: Any, place: str) -> Any:
 
 
 def read_message(given: Message, place: str) -> Message:
-    """Read one message without the keys that hold null, its calls of tools as objects.
+    """Read a message without keys that are null, and its tool calls as objects.
 
     Raises:
-        UnsupportedError: With `place`, where it holds nothing, or something other than text.
+        UnsupportedError: With `place`, if it has no content, or content other than text.
     """
     message = {key: value for key, value in given.items() if value is not None}
     for key, value in message.items():
@@ -95,10 +96,10 @@ _NO_MEDIA = "only text is trained; leave the record out, or give its text alone"
 
 
 def _read_parts(parts: Sequence[Any], place: str) -> Any:
-    """Read a list of parts; results of tools, which are none, stay as they are."""
+    """Read a list of parts; results of tools, which are not parts, stay as they are."""
     if not all(isinstance(p, str) or _is_part(p) for p in parts):
         return list(parts)
-    found = []
+    kept = []
     for given in parts:
         part = {"type": "text", "text": given} if isinstance(given, str) else given
         kind = part.get("type") or "text"
@@ -110,8 +111,8 @@ def _read_parts(parts: Sequence[Any], place: str) -> Any:
                 f"{place}: content has a part of type {kind!r} that holds {_kind(text)}, expected "
                 "text"
             )
-        found.append({"type": "text", "text": text} if kind in _TEXTS else dict(part))
-    return found
+        kept.append({"type": "text", "text": text} if kind in _TEXTS else dict(part))
+    return kept
 
 
 def _read_calls(given: Any, place: str) -> list[Any]:
@@ -122,7 +123,7 @@ def _read_calls(given: Any, place: str) -> list[Any]:
 
 
 def _read_call(given: Any, place: str) -> Message:
-    """Read a call; its arguments stay as they are given, once they are found to be an object."""
+    """Read a call. Its arguments keep their form, after a check that they are an object."""
     call = read_object(given, place)
     if "function" in call:
         return {**call, "function": _read_call(call["function"], place)}
@@ -132,7 +133,7 @@ def _read_call(given: Any, place: str) -> Message:
 
 
 def _arguments(text: str, place: str = "") -> Any:
-    """Read arguments in a text; an empty one, which some APIs give, is that of no arguments."""
+    """Read arguments in a text; some APIs give an empty text for no arguments."""
     return read_object(text, f"{place}: {ARGUMENTS}") if text.strip() else {}
 
 
@@ -140,12 +141,12 @@ def read_object(given: Any, place: str) -> dict[str, Any]:
     """Read an object, as such or as JSON in a text.
 
     Raises:
-        UnsupportedError: With `place`, where it is something else.
+        UnsupportedError: With `place`, if it is something else.
     """
-    found = _parsed(given, place) if isinstance(given, str) else given
-    if not isinstance(found, Mapping):
-        raise UnsupportedError(f"{place} holds {_kind(found)}, expected an object with fields")
-    return dict(found)
+    value = _parsed(given, place) if isinstance(given, str) else given
+    if not isinstance(value, Mapping):
+        raise UnsupportedError(f"{place} holds {_kind(value)}, expected an object with fields")
+    return dict(value)
 
 
 def _parsed(text: str, place: str) -> Any:
@@ -164,19 +165,19 @@ def _kind(value: Any) -> str:
 
 
 def as_objects(messages: Sequence[Message]) -> list[Message]:
-    """Give the arguments of calls as objects."""
+    """Convert the arguments of calls to objects."""
     return _changed(messages, lambda own: _arguments(own) if isinstance(own, str) else own)
 
 
 def as_json(messages: Sequence[Message]) -> list[Message]:
-    """Give the arguments of calls as JSON in texts."""
+    """Convert the arguments of calls to JSON in texts."""
     return _changed(
         messages, lambda own: own if isinstance(own, str) else json.dumps(own, ensure_ascii=False)
     )
 
 
 def as_parts(messages: Sequence[Message]) -> list[Message]:
-    """Give contents that are texts as parts."""
+    """Convert contents that are texts to parts."""
     return [
         {**m, CONTENT: [{"type": "text", "text": m[CONTENT]}]}
         if isinstance(m.get(CONTENT), str)
@@ -186,7 +187,7 @@ def as_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def as_text(messages: Sequence[Message]) -> list[Message]:
-    """Give contents that are parts of text as one text."""
+    """Join contents that are parts of text into one text."""
     return [
         {**m, CONTENT: "".join(part["text"] for part in m[CONTENT])}
         if isinstance(m.get(CONTENT), list) and all(map(_holds_text, m[CONTENT]))
@@ -196,7 +197,7 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_marks(messages: Sequence[Message]) -> list[Message]:
-    """Give the messages with a mark in place of each text and of the arguments of each call."""
+    """Replace each text, and the arguments of each call, by a placeholder."""
     numbers: Iterator[int] = count()
 
     def content(own: Any) -> Any:
@@ -220,13 +221,13 @@ def _mark(numbers: Iterator[int]) -> str:
 
 
 def find_marks(text: str) -> set[int] | None:
-    """Find the numbers of the marks in a text, None where one of them is part of code."""
-    found = {int(number) for number in _WRITTEN.findall(text.lower())}
-    return None if _CODE.search(text.lower()) else found
+    """Find the numbers of the placeholders in a text; None if one is part of code."""
+    numbers = {int(number) for number in _WRITTEN.findall(text.lower())}
+    return None if _CODE.search(text.lower()) else numbers
 
 
 def marks_in(value: Any) -> set[int]:
-    """Find the numbers of the marks in messages, or in part of one."""
+    """Find the numbers of the placeholders in messages, or in part of one."""
     return {int(number) for number in _WRITTEN.findall(repr(value))}
 
 
@@ -235,7 +236,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _text_key(part: Any) -> str | None:
-    """The key under which a part holds its text."""
+    """Return the key under which a part has its text."""
     key = part.get("type") if _is_part(part) else None
     return key if isinstance(key, str) and isinstance(part.get(key), str) else None
 
@@ -245,7 +246,7 @@ def _holds_text(part: Any) -> bool:
 
 
 def _changed(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
-    """The messages with other arguments in their calls."""
+    """Return the messages with changed arguments in their calls."""
 
     def of(call: Any) -> Any:
         if isinstance(call, Mapping) and "function" in call:
@@ -253,29 +254,29 @@ def _changed(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[
         has = isinstance(call, Mapping) and ARGUMENTS in call
         return {**call, ARGUMENTS: change(call[ARGUMENTS])} if has else call
 
-    found: list[Message] = []
+    changed: list[Message] = []
     for message in messages:
         own = dict(message)
         if CALLS in own:
             own[CALLS] = [of(call) for call in own[CALLS]]
         if CALL in own:
             own[CALL] = of(own[CALL])
-        found.append(own)
-    return found
+        changed.append(own)
+    return changed
 
 
 # -- templates -------------------------------------------------------------------------------------
 
-DEFAULT, TOOL_USE = "default", "tool_use"  # names that transformers chooses by
+DEFAULT, TOOL_USE = "default", "tool_use"  # names by which transformers chooses
 _MARKS = re.compile(r"\{%[-+]?\s*generation\b")
 _CLOCK = "strftime_now"
-# Two moments of one day that no format but one of the time of day tells apart.
+# Two moments of a day; only a format that writes the time of day gives different texts.
 _MOMENTS = (time(0, 0, 0), time(13, 14, 15, 161718))
 
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """The template of conversations and, where it is another, that of conversations with tools."""
+    """The template for conversations and the one for conversations with tools, often the same."""
 
     inner: PreTrainedTokenizerBase
     default: str
@@ -283,20 +284,20 @@ class Templates:
     day: date
 
     def listing(self) -> list[object]:
-        """Give JSON values that change whenever the text does, the day only where it is written."""
+        """Return JSON values that change with the text; the day only if it may be written."""
         digests = [sha256(t.encode()).hexdigest() for t in (self.default, self.tool_use)]
         return [*digests, str(self.day) if self.dated() else None]
 
     def dated(self) -> bool:
-        """Tell whether a template may write the day."""
+        """Return whether a template may write the day."""
         return _CLOCK in self.default + self.tool_use
 
     def marks(self, tools: Any) -> bool:
-        """Tell whether the template marks the model's turns by {% generation %}."""
+        """Return whether the template marks the model's turns by {% generation %}."""
         return _MARKS.search(self.choose(tools)) is not None
 
     def choose(self, tools: Any) -> str:
-        """Choose as transformers' `get_chat_template` does: by the presence of tools."""
+        """Choose a template by the presence of tools, as transformers' `get_chat_template` does."""
         return self.default if tools is None else self.tool_use
 
     def write(
@@ -323,9 +324,9 @@ class Templates:
     def write_marked(
         self, messages: Sequence[Message], tools: Any, kwargs: Mapping[str, Any]
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """Render a conversation, with the characters that the template marks: the library's own way
-        from them to tokens loses turns that begin or end with white space which a tokenizer leaves
-        out of its offsets."""
+        """Render a conversation, and return the spans that the template marks. The library's own
+        way from spans to tokens loses turns that begin or end with white space, if the tokenizer
+        leaves that out of its offsets."""
         template, write = self.choose(tools), cast(Any, chat_template_utils.render_jinja_template)
         with _settled(template, self.day):
             (text,), (spans,) = write(
@@ -340,14 +341,14 @@ class Templates:
     def suit(
         self, messages: Sequence[Message], tools: Any, kwargs: Mapping[str, Any]
     ) -> Sequence[Message]:
-        """Give a conversation in the form that the template takes.
+        """Return a conversation in the form that the template takes.
 
-        Contents may be texts or parts, arguments of calls objects or JSON in texts. Of a copy with
-        marks in place of them, the form that suits writes every mark, and none as code. Objects,
-        and contents as they are given, come first.
+        Contents may be texts or parts; arguments of calls may be objects or JSON in texts. Forms
+        are tried with placeholders in the messages: in a suitable form the template writes every
+        placeholder, and none as code. Objects, and contents as given, come first.
 
         Raises:
-            UnsupportedError: Where the template does not write a message, its calls or the tools.
+            UnsupportedError: If the template does not write a message, its calls or the tools.
         """
         if tools and not re.search(r"\btools\b", self.choose(tools)):
             raise UnsupportedError(
@@ -356,17 +357,17 @@ class Templates:
             )
         best, probe, shown = as_objects(messages), None, set[int]()
         told = [best] if best == as_json(messages) else [best, as_json(messages)]
-        for given, shape in product(told, (None, as_text, as_parts)):
-            found = given if shape is None else shape(given)
-            marked = with_marks(found)
+        for form, shape in product(told, (None, as_text, as_parts)):
+            candidate = form if shape is None else shape(form)
+            marked = with_marks(candidate)
             try:
                 marks = find_marks(self.write(marked, tools, kwargs))
             except MemoryError:
                 raise
-            except Exception:  # a template raises what it wants: it does not take this form
+            except Exception:  # templates raise errors of any type: this form does not suit
                 continue
             if marks is not None and (probe is None or len(marks) > len(shown)):
-                best, probe, shown = found, marked, marks
+                best, probe, shown = candidate, marked, marks
             if probe is not None and shown >= marks_in(probe):
                 return best
         if probe is not None:
@@ -376,12 +377,12 @@ class Templates:
     def _refuse_unwritten(
         self, probe: Sequence[Message], shown: set[int], tools: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """Refuse messages of which the template does not write all: `shown` are the marks that it
-        writes. What it leaves out of the model's earlier turns alone, such as thoughts, may go."""
+        """Refuse messages that the template does not write in full; `shown` are the placeholders
+        that it writes. It may omit parts of the model's earlier turns, such as thoughts."""
         for number, message in enumerate(probe, start=1):
             left = marks_in(message) - shown
             if left and message["role"] == "assistant" and number < len(probe):
-                with suppress(Exception):  # it may want another message to end with
+                with suppress(Exception):  # it may expect another last message
                     left -= find_marks(self.write(probe[:number], tools, kwargs)) or set()
             if left:
                 calls = not left & marks_in(message.get(CONTENT))
@@ -395,8 +396,7 @@ class Templates:
 
 @contextmanager
 def _settled(template: str, day: date) -> Iterator[None]:
-    """Have the template write the same text whenever it is read: of this day, and none that is
-    drawn at random."""
+    """Make the template write the same text at each reading: a fixed day, no random text."""
     environment: Any = chat_template_utils._compile_jinja_template(template).environment
     names, filters = environment.globals, environment.filters
     before = names[_CLOCK], names["lipsum"], filters["random"]
@@ -412,7 +412,7 @@ def _written(day: date, form: str) -> str:
     texts = {datetime.combine(day, moment).strftime(form) for moment in _MOMENTS}
     if len(texts) > 1:
         raise UnsupportedError(
-            f"it writes the time of day ({form!r}), which is another at each reading; give a "
+            f"it writes the time of day ({form!r}), which changes at each reading; give a "
             "data.chat_template without it"
         )
     return texts.pop()
@@ -420,24 +420,23 @@ def _written(day: date, form: str) -> str:
 
 def _refuse_random(*_: object, **__: object) -> NoReturn:
     raise UnsupportedError(
-        "it writes random text, which is another at each reading; give a data.chat_template "
-        "without it"
+        "it writes random text, which changes at each reading; give a data.chat_template without it"
     )
 
 
 def find_template(
     inner: PreTrainedTokenizerBase, chosen: str | None, tokenizer: str, read: Callable[[Path], str]
 ) -> tuple[str, str]:
-    """Find the template of conversations, and that of conversations with tools.
+    """Find the template for conversations, and the one for conversations with tools.
 
     Args:
         inner: The tokenizer, with one template, several by name, or none.
-        chosen: The name of one of its templates, or a file; None: as transformers chooses.
+        chosen: The name of one of its templates, or a file; None: transformers' choice.
         tokenizer: Its name in messages.
         read: Reads a file.
 
     Raises:
-        UnsupportedError: Where there is no such template, naming those that there are.
+        UnsupportedError: If the template does not exist; the error names those that do.
     """
     own = inner.chat_template
     named: Mapping[str, str] = own if isinstance(own, dict) else {}

@@ -1,16 +1,16 @@
-"""Tokens on disk: written once, then mapped into memory.
+"""Token cache: tokens on disk, written once, then mapped into memory.
 
     <cache>/<key>/tokens.npy    ids of all documents, one after the other
-                  starts.npy    where document d begins; starts[documents] is the end
-                  origins.npy   (file, line) of document d
-                  trained.npy   of each token whether it is trained, where some are not
+                  starts.npy    start of each document; starts[documents] is the end
+                  origins.npy   (file, line) of each document
+                  trained.npy   for each token whether it is trained; missing if all are
                   blocks.npy    digests of the above, one for each block of a file
                   meta.json     names of the files, counts, the digest of the ids, and a seal: the
                                 digest of this, of blocks.npy and of the folder's name
 
-A folder is written and synced beside its place and renamed into it, so a name that exists is
-complete. It is its user's alone. What is read is believed after its digest: tokens by the block,
-when one of it is first read, all else when the folder is opened."""
+A folder is written and synced under another name and then renamed, so a folder with the final name
+is complete. It is private to its user. Data are checked by their digests before use: tokens by the
+block, when it is first read; all else when the folder is opened."""
 
 import errno
 import fcntl
@@ -63,34 +63,33 @@ from farspan.spec import UnsupportedError
 
 LOG = logging.getLogger(__name__)
 
-# The first could hold tokens of no text at all; the second knew no untrained ones; the third left
-# out fields that say what is trained.
+# Version 1 could have tokens of no text at all; 2 had no untrained tokens; 3 left out fields that
+# say which part is trained.
 _FORMAT = 4
-_BATCH_SIZE = 1 << 20  # characters handed to a tokenizer at once: enough to fill its threads
-# Bytes of a file that have one digest. Short documents lie far apart: a sequence of 1M tokens in
+_BATCH_SIZE = 1 << 20  # characters for a tokenizer at once: enough to fill its threads
+# Bytes of a file for one digest. Short documents lie far apart: a sequence of 1M tokens in
 # documents of 500 reads up to 2,000 blocks, 0.5 GB.
 _BLOCK = 1 << 18
 _DIGEST = 16  # bytes of SHA-256: 400 GB of tokens have 25 MB of digests
-_MOST_ENDS = 16  # ids that turns end in, and that are kept
+_MOST_ENDS = 16  # most ids of ends of turns to keep
 _FILES = ("starts", "origins", "trained", "tokens")  # in the order of their digests
 
 OneContent = Written | LongText | Encoded
-Parts = Iterable[Encoded]  # of one document
-# Documents and tokens written so far, and how much of the data was read for them.
+Parts = Iterable[Encoded]  # parts of one document
+# Called with the documents and tokens written so far, and the progress of reading.
 Watch = Callable[[int, int, HowFar], None]
 
 
 def unwatched(documents: int, tokens: int, read: HowFar) -> None:
-    """For whoever need not know how far it is."""
+    """A `Watch` that ignores progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What the trained turns of documents end in, and how many documents hold the sign of an end
-    where no turn ends."""
+    """Last ids of the trained turns, and the number of documents with an end sign inside a turn."""
 
     number: int = 0
-    last: tuple[tuple[int, int], ...] = ()  # ids, the most frequent first, and how many have each
+    last: tuple[tuple[int, int], ...] = ()  # (id, turns that end in it), the most frequent first
     signed: int = 0
 
 
@@ -102,20 +101,21 @@ class TokenStore:
     starts: np.ndarray  # [documents + 1] int64
     origins: np.ndarray  # [documents, 2] int64: file, line
     names: tuple[str, ...]
-    largest: int  # of all ids
-    digest: str  # of all the above: two stores with one digest hold the same documents
-    trained: np.ndarray | None = None  # [tokens] bool; None: all are
-    # [documents] int64: where the second part of each begins; None: each has one. A pair is one
-    # document, of what was chosen and of what was rejected.
+    largest: int  # largest id
+    digest: str  # digest of the above: stores with the same digest have the same documents
+    trained: np.ndarray | None = None  # [tokens] bool; None: all are trained
+    # [documents] int64: start of each document's second part; None: each has one part. A pair is
+    # one document: the chosen answer, then the rejected one.
     middles: np.ndarray | None = None
     ignored: tuple[str, ...] = ()  # fields of records that the user drops
-    harmless: tuple[str, ...] = ()  # fields that say nothing about what is trained
+    harmless: tuple[str, ...] = ()  # fields that do not affect training
     turns: "Turns" = field(default_factory=lambda: Turns())
-    # Of tokens [start, stop), before they are read: a store to read instead where they are damaged.
+    # Checks tokens [start, stop) before they are read; returns a store to read instead if they are
+    # damaged.
     check: Callable[[int, int], "TokenStore | None"] = lambda *_: None
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens [start, stop), and which are trained. Raises UnsupportedError where they are
+        """Return tokens [start, stop), and which are trained. Raises UnsupportedError if they are
         damaged and cannot be made anew."""
         whole = self.check(start, stop) or self
         span = slice(start, stop)
@@ -125,22 +125,22 @@ class TokenStore:
         return len(self.starts) - 1
 
     def longest(self) -> int:
-        """Tokens of the longest document, or of the longest answer of a pair."""
+        """Return the tokens of the longest document, or of the longest answer of a pair."""
         if self.middles is None:
             return int(np.diff(self.starts).max())
         firsts, seconds = self.middles - self.starts[:-1], self.starts[1:] - self.middles
         return int(max(firsts.max(), seconds.max()))
 
     def trained_tokens(self) -> int:
-        """How many tokens are trained."""
+        """Return the number of trained tokens."""
         return len(self.tokens) if self.trained is None else int(self.trained.sum())
 
     def place_of(self, token: int) -> str:
-        """Where the document with this token was read."""
+        """Return the place where the document with a token was read."""
         return self.name(int(np.searchsorted(self.starts, token, side="right")) - 1)
 
     def name(self, document: int) -> str:
-        """Where a document was read: a file, or a file and its line."""
+        """Return the place where a document was read: a file, or a file and a line."""
         file, line = (int(number) for number in self.origins[document])
         return f"{self.names[file]}:{line}" if line else self.names[file]
 
@@ -154,7 +154,7 @@ class _Blocks:
     seen: set[int] = field(default_factory=set)
 
     def refuse_damage(self, start: int = 0, stop: int | None = None) -> None:
-        """Of bytes [start, stop), all where none are given. Raises _Damaged."""
+        """Check bytes [start, stop), by default all. Raises _Damaged."""
         last = len(self.digests) if stop is None else -(-stop // _BLOCK)
         for block in range(start // _BLOCK, last):
             if block in self.seen:
@@ -165,11 +165,11 @@ class _Blocks:
 
 
 class Useless(UnsupportedError):
-    """Documents have nothing to train on, which those of one window of a stream may not."""
+    """Documents without anything to train, an error except for later windows of a stream."""
 
 
 class _Damaged(Exception):
-    """A folder of the cache is not as it was written; the message says why."""
+    """A damaged folder of the cache; the message gives the reason."""
 
 
 def open_store(
@@ -180,11 +180,11 @@ def open_store(
     watch: Watch,
     ignore: Collection[str] = (),
 ) -> TokenStore:
-    """The tokens of `source`, read as `form` says without the fields `ignore`, from the cache or
-    written to it now. What is damaged there is written anew, with a word in the log.
+    """Return the tokens of `source`, from the cache or written to it now. `form` reads the records
+    without the fields `ignore`. A damaged folder is written anew, with a warning in the log.
 
-    Raises UnsupportedError when a document cannot be read, when there is no text at all, when the
-    cache cannot be written, or when others than this user own it or may write there.
+    Raises UnsupportedError if a document cannot be read, if there is no text at all, if the cache
+    cannot be written, or if another user owns it or may write there.
     """
 
     def folder() -> Path:
@@ -219,7 +219,7 @@ def open_store(
 
 
 def store_key(source: Source, form: Form, tokenizer: Tokenizer, ignore: Collection[str]) -> str:
-    """Name the folder of these tokens: another for whatever makes them differ."""
+    """Name the folder of a store: a digest of everything that may change its tokens."""
     table = [[*map(list, READ.values())], sorted(HARMLESS_NAMES), HARMLESS_ENDINGS]
     fields = [form.listing(), sorted(ignore), table]
     listing = [_FORMAT, tokenizer.identity(), fields, source.listing()]
@@ -227,12 +227,12 @@ def store_key(source: Source, form: Form, tokenizer: Tokenizer, ignore: Collecti
 
 
 def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenStore, _Blocks]:
-    """What is in `folder`, after `write` where there is nothing, or something damaged. `whole`:
-    every token is checked. Raises UnsupportedError."""
-    if folder.is_dir() and not os.access(folder.parent, os.W_OK):  # a disk that is only read
+    """Open `folder`, after `write` if it is missing or damaged. `whole` checks every token. Raises
+    UnsupportedError."""
+    if folder.is_dir() and not os.access(folder.parent, os.W_OK):  # a read-only disk
         with suppress(_Damaged):
             return _read(folder, whole)
-    # Whoever comes second waits here and finds the work done.
+    # Other processes wait here, and then find the work done.
     with locked(folder.parent, folder.name):
         try:
             return _read(folder, whole)
@@ -252,11 +252,11 @@ def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenSt
 
 @contextmanager
 def locked(folder: Path, name: str) -> Iterator[None]:
-    """Keep other processes from what has this name in a folder of the cache, which is made for this
-    user alone. Raises UnsupportedError where anything cannot be written there."""
+    """Lock a name in a folder of the cache against other processes. The folder is made private to
+    this user. Raises UnsupportedError if it cannot be written."""
     try:
         private_folder(folder)
-        # Neither a link to another file nor a pipe with nobody at its other end is opened.
+        # Open neither a link to another file nor a pipe without a reader.
         how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(folder / f".{name}.lock", how, 0o600), "w") as lock_file:
             fcntl.flock(lock_file, fcntl.LOCK_EX)
@@ -271,13 +271,14 @@ def locked(folder: Path, name: str) -> Iterator[None]:
 
 
 def _read(folder: Path, whole: bool) -> tuple[TokenStore, _Blocks]:
-    """Raises FileNotFoundError without a folder, NotPrivate where it is another's, and _Damaged."""
+    """Read a folder. Raises FileNotFoundError if it is missing, NotPrivate if another user owns it,
+    and _Damaged."""
     for path in (folder, *folder.glob("*")):
         refuse_foreign(path)
         if is_open(path):
             raise _Damaged(f"others may write {path.name}")
         if path != folder and not path.is_file():
-            raise _Damaged(f"{path.name} is no file")
+            raise _Damaged(f"{path.name} is not a file")
     try:
         meta: dict[str, Any] = json.loads((folder / "meta.json").read_text("utf-8"))
         if isinstance(meta, dict) and "seal" not in meta:
@@ -292,7 +293,7 @@ def _read(folder: Path, whole: bool) -> tuple[TokenStore, _Blocks]:
             blocks = _Blocks(np.memmap(folder / f"{name}.npy", np.uint8, "r"), own)
             if len(blocks.data) != size:
                 raise _Damaged(f"{name}.npy has {len(blocks.data):,} bytes, expected {size:,}")
-            # The first block of tokens says how all the others are read.
+            # The first block of tokens has the header, which tells how to read the others.
             blocks.refuse_damage(0, 1 if name == "tokens" and not whole else None)
             arrays[name] = array
     except OSError as error:
@@ -302,7 +303,7 @@ def _read(folder: Path, whole: bool) -> tuple[TokenStore, _Blocks]:
                 "limits of memory (ulimit -v) and of open files (ulimit -n)"
             ) from error
         raise _Damaged(" ".join(str(error).split())) from error
-    except Exception as error:  # what is damaged may be anything
+    except Exception as error:  # damaged data may raise any error
         raise _Damaged(" ".join(str(error).split())) from error
     assert blocks is not None
     names, largest, digest = tuple(meta["names"]), meta["largest"], meta["digest"]
@@ -332,7 +333,7 @@ def _write(
     watch: Watch,
 ) -> None:
     fresh = folder.with_name(f".{folder.name}")
-    shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(fresh, ignore_errors=True)  # left by a killed process
     fresh.mkdir(mode=0o700)
     try:
         fields = Fields(form, ignore, getattr(source, "dropped", ()))
@@ -352,27 +353,27 @@ def _write(
 
 
 def _digests(path: Path) -> Iterator[np.ndarray]:
-    """Of a file's blocks; pages of a file that is mapped would stay in memory."""
+    """Yield the digests of a file's blocks. The file is read: mapped pages would stay in memory."""
     with path.open("rb") as file:
         for block in iter(partial(file.read, _BLOCK), b""):
             yield _digest(np.frombuffer(block, np.uint8), 0)
 
 
 def _digest(data: np.ndarray, block: int) -> np.ndarray:
-    found = hashlib.sha256(data[block * _BLOCK : (block + 1) * _BLOCK].data).digest()
-    return np.frombuffer(found[:_DIGEST], dtype=np.uint8)
+    digest = hashlib.sha256(data[block * _BLOCK : (block + 1) * _BLOCK].data).digest()
+    return np.frombuffer(digest[:_DIGEST], dtype=np.uint8)
 
 
 def _seal(folder: Path, meta: dict[str, Any], digests: np.ndarray) -> str:
-    found = hashlib.sha256(json.dumps([folder.name, meta], sort_keys=True).encode())
-    found.update(digests.tobytes())
-    return found.hexdigest()
+    seal = hashlib.sha256(json.dumps([folder.name, meta], sort_keys=True).encode())
+    seal.update(digests.tobytes())
+    return seal.hexdigest()
 
 
 def _fill(
     folder: Path, source: Source, fields: Fields, tokenizer: Tokenizer, watch: Watch
 ) -> dict[str, Any]:
-    """Writes the arrays, and says what there is to know of them."""
+    """Write the arrays, and return the facts for meta.json."""
     form, read = fields.form, False
     narrow = tokenizer.size() <= 1 << 16 and not form.any_ids
     paired, began = isinstance(form, PreferenceForm), time.monotonic()
@@ -416,7 +417,7 @@ def _fill(
 
 @dataclass(slots=True)
 class _Table:
-    """The arrays of a store while documents are added, and what is known of them so far."""
+    """The arrays of a store while documents are added, and facts about them so far."""
 
     tokens: "_Column"
     masks: "_Column | None"
@@ -431,8 +432,7 @@ class _Table:
     any_trained: bool = False
 
     def add(self, document: Document, content: OneContent, parts: Parts) -> Iterator[int]:
-        """Add the parts of a document; yield the tokens of all documents after each but the
-        first."""
+        """Add a document; after each part but the first, yield the tokens of all documents."""
         size = 0
         for encoded in parts:
             if self.paired and not encoded.trained[1:].any():
@@ -461,23 +461,23 @@ class _Table:
 
 @dataclass(slots=True)
 class _TurnCounter:
-    """Counts the ids that trained turns end in, and documents with the sign of an end within."""
+    """A counter of last ids of trained turns, and of documents with an end sign in a turn."""
 
     ends: list[int]  # ids that stop generation
     has_turns: bool
     last: Counter[int] = field(default_factory=Counter)
     signed: int = 0
-    _within: bool = False  # the present document
-    _closed: bool = False  # its latest id
+    _within: bool = False  # the current document has such a sign
+    _closed: bool = False  # its latest id stops generation
 
     def add(self, content: "OneContent", encoded: Encoded, first: bool) -> None:
-        """Count a document, or a part of one: not the `first`, it goes on."""
+        """Count a document, or a part of one; unless `first`, the part continues a document."""
         if isinstance(content, Encoded):
             return
-        found = np.isin(encoded.ids, self.ends)
+        ends = np.isin(encoded.ids, self.ends)
         before = self._within and not first
-        within = not content.bare and bool(found[:-1].any() or (self._closed and not first))
-        self._within, self._closed = before or within or content.holds_sign, bool(found[-1])
+        within = not content.bare and bool(ends[:-1].any() or (self._closed and not first))
+        self._within, self._closed = before or within or content.holds_sign, bool(ends[-1])
         self.signed += self._within and not before
         if self.has_turns:
             until = encoded.trained & ~np.append(encoded.trained[1:], False)
@@ -493,7 +493,7 @@ def _refuse_useless(source: Source, read: bool, understood: bool, any_trained: b
             f"data.path: {_few(source.names())} holds no text; give documents that have some"
         )
     if not understood:
-        # A model would learn to repeat the one sign, and its loss be 0.
+        # A model would learn to repeat the single sign, and its loss would be 0.
         raise Useless(
             f"data.tokenizer: it produced no ordinary tokens for {_few(source.names())}; give "
             "'bytes', or the folder or hub name of a tokenizer "
@@ -502,8 +502,7 @@ def _refuse_useless(source: Source, read: bool, understood: bool, any_trained: b
     if not any_trained:
         raise Useless(
             f"data.path: {_few(source.names())}: none of its tokens is trained; give chats with "
-            "turns "
-            "of the assistant, completions with text, or labels that are not all -100"
+            "turns of the assistant, completions with text, or labels that are not all -100"
         )
 
 
@@ -520,7 +519,7 @@ class _Column:
         return self
 
     def append(self, values: np.ndarray) -> bytes:
-        """The bytes that were written."""
+        """Write values; return their bytes."""
         data = values.astype(self._dtype).tobytes()
         self._file.write(data)
         self._length += len(values)
@@ -532,7 +531,7 @@ class _Column:
             self._header()
 
     def _header(self) -> None:
-        """numpy pads it so that a longer length fits in the same bytes."""
+        """Write the header. numpy pads it, so that a longer length fits into the same bytes."""
         descr = np.lib.format.dtype_to_descr(self._dtype)
         header = {"descr": descr, "fortran_order": False, "shape": (self._length,)}
         np.lib.format.write_array_header_1_0(self._file, header)
@@ -541,21 +540,21 @@ class _Column:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Documents that are turned into ids together."""
+    """Documents that are tokenized together."""
 
     documents: list[Document]
     contents: list[OneContent]
     masked: bool
 
     def is_unlike(self, content: OneContent) -> bool:
-        """Whether a text is for another call of the tokenizer."""
+        """Return whether a text needs a separate call of the tokenizer."""
         first = self.contents[0] if self.contents else content
         long = isinstance(first, LongText) or isinstance(content, LongText)
         alike = getattr(first, "bare", None) == getattr(content, "bare", None)
         return bool(self.contents) and (long or not alike)
 
     def encode(self, tokenizer: Tokenizer) -> list[Parts]:
-        """The parts of each document: one, but for a long text."""
+        """Return the parts of each document: one part, unless the text is long."""
         if isinstance(self.contents[0], LongText):
             rows = tokenizer.encode_parts(self.contents[0].parts())
             return [(Encoded(ids, np.ones(len(ids), dtype=bool)) for ids in rows)]
@@ -573,7 +572,7 @@ class _Batch:
 
 
 def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
-    """Documents with something in them, gathered into about a million characters."""
+    """Yield documents that are not empty, in batches of about a million characters."""
     batch, size = _Batch([], [], form.masked), 0
     with reading(form) as read:
         for document in documents:
@@ -594,7 +593,7 @@ def _batches(documents: Iterator[Document], form: Form) -> Iterator[_Batch]:
 
 
 def _read_text(document: Document, form: Form) -> Written | LongText | None:
-    """A file without records, which may stand beside others of any form but pairs."""
+    """Read a file without records; such files may be mixed with any form but pairs."""
     if isinstance(form, PreferenceForm):
         raise UnsupportedError(
             f"data.path: {document.place} is a text, which has no two answers to compare; give a "
@@ -607,7 +606,7 @@ def _read_text(document: Document, form: Form) -> Written | LongText | None:
 
 
 def _divide(content: Written) -> Written | LongText:
-    """A text as parts, if it is long."""
+    """Return a long text as parts."""
     text = content.text
     if len(text) <= 2 * PART:
         return content
@@ -618,30 +617,30 @@ def _few(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-# -- chats ---------------------------------------------------------------------------------------
-# A chat template is a program that came with a tokenizer: it may never end, or write more than
-# memory holds, and Jinja's sandbox limits neither. A child, forked once for all records of a
-# source, runs it under limits that the kernel keeps, in the midst of a single operation too. The
-# child ends there, and an error says at which record.
+# A chat template is a program that comes with a tokenizer. It may never end, or write more than
+# memory holds, and Jinja's sandbox limits neither. So a child, forked once for all records of a
+# source, runs it under limits of the kernel, which hold even within a single operation. A record
+# that exceeds them ends the child, and an error names the record.
 
-CPU_SECONDS = 1.5  # for a record; an honest one takes a thousandth
-MEMORY = 512 << 20  # bytes above those of the process when it is forked
-_PATIENCE = 300.0  # seconds until a child that does not even compute is given up
+CPU_SECONDS = 1.5  # for a record; usual ones take a thousandth
+MEMORY = 512 << 20  # bytes in addition to those of the process at the fork
+_PATIENCE = 300.0  # seconds to wait for a child that uses no CPU
 
 Read = Callable[[Document], Content]
 
 
 @contextmanager
 def reading(form: Form) -> Iterator[Read]:
-    """`form.read`, in a child where that runs a template. It raises UnsupportedError at a record
-    for which the template takes more than CPU_SECONDS or MEMORY."""
+    """Return `form.read`, run in a child if it renders a template. It raises UnsupportedError at a
+    record for which the template needs more than CPU_SECONDS or MEMORY."""
     chat = form.chat if isinstance(form, PromptForm | PreferenceForm) else form
     if not isinstance(chat, ChatForm):
         yield form.read
         return
     ours, theirs = Pipe()
     with warnings.catch_warnings():
-        # Python 3.12 warns of locks that other threads hold; the child takes none of theirs.
+        # Python 3.12 warns of locks that other threads may have; the child takes none of their
+        # locks.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -656,7 +655,7 @@ def reading(form: Form) -> Iterator[Read]:
         if isinstance(form, ChatForm):
             yield ask
             return
-        first = form.columns[0]  # a text has no template
+        first = form.columns[0]  # texts need no template
         yield lambda d: (form.read if isinstance(d.fields.get(first), str) else ask)(d)
     finally:
         ours.close()
@@ -686,10 +685,10 @@ def _ask(child: int, pipe: Connection, document: Document) -> Content:
 
 
 def _serve(read: Read, pipe: Connection) -> None:
-    """Answers until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the parent decides
+    """Answer requests until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGPROF):
-        signal.signal(number, signal.SIG_DFL)  # of the last: it ends the process
+        signal.signal(number, signal.SIG_DFL)  # SIGPROF then ends the process
     pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * resource.getpagesize() + MEMORY

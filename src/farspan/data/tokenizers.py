@@ -1,4 +1,4 @@
-"""Text to token ids: bytes, or any Hugging Face tokenizer."""
+"""Tokenizers: bytes, or any Hugging Face tokenizer."""
 
 import hashlib
 import json
@@ -19,17 +19,16 @@ from farspan.formatting import write_bytes, write_seconds
 from farspan.profile.catalog import pinned, read_config, refuse_absent
 from farspan.spec import UnsupportedError
 
-TEXT = "text"  # the field of a document that is nothing but text
+TEXT = "text"  # field of a document that has only text
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The fields of one record and where it was read. `line` counts from 1; 0 stands for the whole
-    file."""
+    """The fields of one record and its place. `line` counts from 1; 0 stands for the whole file."""
 
     file: int  # index into the source's `names`
     line: int
-    place: str  # of it, in words
+    place: str  # place of the record, in words
     fields: Mapping[str, Any]
 
 
@@ -37,10 +36,10 @@ class Source(Protocol):
     """Documents in a fixed order, read one at a time."""
 
     def names(self) -> tuple[str, ...]:
-        """Of the files (or the dataset) that documents point to."""
+        """Return the names of the files (or the dataset) that documents refer to."""
 
     def listing(self) -> list[list[object]]:
-        """JSON values that change whenever the documents may have changed."""
+        """Return JSON values that change whenever the documents may have changed."""
 
     def documents(self) -> Iterator[Document]: ...
 
@@ -49,15 +48,15 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HowFar:
-    """How much of a source is read."""
+    """Progress of reading a source."""
 
     done: int
     total: int
-    rows: bool = False  # otherwise bytes on disk
-    seconds: float = 0.0  # since it began
+    rows: bool = False  # count rows; otherwise bytes on disk
+    seconds: float = 0.0  # since reading began
 
     def fraction(self) -> float:
-        """Of all that there is to read."""
+        """Return the share that has been read."""
         return min(1.0, self.done / max(1, self.total))
 
     def __str__(self) -> str:
@@ -70,12 +69,12 @@ class HowFar:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A document as text: `trained` are spans of its characters, None: all of it is."""
+    """A document as text. `trained` are spans of its characters; None: all are trained."""
 
     text: str
     trained: tuple[tuple[int, int], ...] | None = None
-    bare: bool = False  # as it stands: no special tokens of the tokenizer's own, no end
-    holds_sign: bool = False  # of an end, in what its messages say
+    bare: bool = False  # used as it is: the tokenizer adds no special tokens and no end
+    holds_sign: bool = False  # a message's content has a sign that ends turns
 
     def size(self) -> int:
         return len(self.text)
@@ -83,7 +82,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A document as token ids [tokens] int64, and which of them are trained [tokens] bool."""
+    """A document as token ids [tokens] int64, and whether each is trained [tokens] bool."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -94,7 +93,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class LongText:
-    """A document as text that is never whole in memory, all of which is trained."""
+    """A text that is never whole in memory, trained as a whole."""
 
     parts: Callable[[], Iterator[str]]  # read anew each time
 
@@ -105,20 +104,20 @@ class LongText:
         return PART
 
 
-PART = 1 << 20  # characters, or so, of a long text that become tokens together
-# A pair of answers is two documents, a packed row of tokens any number of them.
+PART = 1 << 20  # approximate characters of a long text that become tokens at once
+# A pair of answers is two documents; a packed row of tokens has one or more.
 Content = LongText | Written | tuple[Written, Written] | tuple[Encoded, ...] | None
 
 
 class Form(Protocol):
-    """What a record has to hold, and how it is read as a document; those who have no messages, and
-    fields of one name alone, inherit what is said of them."""
+    """The fields that a record must have, and how it is read as a document. The defaults are those
+    of forms without messages whose field names are fixed."""
 
-    any_ids: ClassVar[bool] = False  # may be others than the tokenizer's
+    any_ids: ClassVar[bool] = False  # ids may be beyond the tokenizer's vocabulary
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """That each record has."""
+        """Fields that each record must have."""
 
     @property
     def chats(self) -> tuple[str, ...]:
@@ -127,70 +126,70 @@ class Form(Protocol):
 
     @property
     def masked(self) -> bool:
-        """Whether some tokens may be untrained."""
+        """True if some tokens may be untrained."""
 
     def key(self, column: str) -> str:  # noqa: ARG002
-        """Of the run file: what says another column in place of this one."""
+        """Return the key of the run file that renames a column."""
         return "data.format"
 
     def listing(self) -> list[object]:
-        """JSON values that change whenever the reading does."""
+        """Return JSON values that change whenever the reading does."""
 
     def reads(self, document: Document) -> Collection[str]:
-        """Fields of this record that are read if it has them."""
+        """Return the fields of a record that are read if it has them."""
 
     def reads_key(self, key: str) -> bool:  # noqa: ARG002
-        """Whether this key of messages is read."""
+        """Return whether this key of messages is read."""
         return False
 
     def read(self, document: Document) -> Content:
-        """None: it is blank; two: the answers of a pair. Raises UnsupportedError with the
-        document's place and the field."""
+        """Read a document; None if it is blank, two for a pair of answers. Raises UnsupportedError
+        with the document's place and the field."""
 
 
 _WORD_ENDS = re.compile(r"(?<=\S)(?=\s)")
-_NEAR = 1 << 12  # characters on each side of a cut whose ids are compared
-_TRIED = 8  # places of a cut
+_NEAR = 1 << 12  # characters on each side of a cut, for comparing ids
+_TRIED = 8  # places to try for a cut
 BYTES = "bytes"
 END_OF_DOCUMENT = 256  # the id after the 256 bytes
-_END = "<end>"  # it, where tokens are shown
+_END = "<end>"  # its text when tokens are shown
 
 
 class Tokenizer(Protocol):
-    """Turns documents into ids, each document closed by an end where the vocabulary has one."""
+    """A tokenizer: documents to ids, each closed by an end token if the vocabulary has one."""
 
     def size(self) -> int:
-        """Ids are below this number."""
+        """Return a number above all ids."""
 
     def identity(self) -> str:
-        """Changes whenever the ids of some text may change."""
+        """Return a text that changes whenever the ids of any text may change."""
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """One array of ids, int64, for each text."""
+        """Return an array of ids, int64, for each text."""
 
     def encode_parts(self, parts: Iterator[str]) -> Iterator[np.ndarray]:
-        """The ids, int64, that `encode` has for the text of these parts, some at a time."""
+        """Yield the ids, int64, that `encode` gives for the joined parts, some at a time."""
 
     def mark(self, documents: Sequence[Written]) -> list[Encoded]:
-        """The ids of each, and which hold a character that is trained. A token that only closes a
-        document is trained: it says that there is no more."""
+        """Return the ids of each document, and which contain a trained character. A token that only
+        closes a document is trained: it tells the end."""
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of these ids, signs for ids that stand for none in it."""
+        """Return the text of ids, with signs for ids that stand for no text."""
 
     def signs(self) -> frozenset[int]:
-        """Ids that stand for no text: of ends, beginnings, and what is not known."""
+        """Return the ids that stand for no text: ends, beginnings, and unknown tokens."""
 
     def ends(self) -> frozenset[int]:
-        """Give the ids that stop generation."""
+        """Return the ids that stop generation."""
 
     def save(self, folder: Path) -> None:
-        """Writes what loads this tokenizer again, where there is such a thing."""
+        """Write the files that load this tokenizer again, if it has any."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
-    """UTF-8 bytes as they are: 256 ids, and one that ends a document."""
+    """A tokenizer of UTF-8 bytes: 256 ids, and one that ends a document."""
 
     def size(self) -> int:
         return END_OF_DOCUMENT + 1
@@ -224,7 +223,7 @@ class ByteTokenizer:
         trained = np.ones(len(ids), dtype=bool)
         if document.trained is not None:
             trained[:-1] = False
-            begins = np.flatnonzero((ids & 0xC0) != 0x80)  # of characters, and the end's
+            begins = np.flatnonzero((ids & 0xC0) != 0x80)  # of characters, and of the end
             for start, stop in document.trained:
                 trained[begins[start] : begins[stop]] = True
         return Encoded(ids, trained)
@@ -236,8 +235,8 @@ class ByteTokenizer:
         return ids
 
     def save(self, folder: Path) -> None:
-        # The signs that byte-level tokenizers write bytes with: those that print stand for
-        # themselves, the others follow behind.
+        # The signs that byte-level tokenizers use for bytes: printable bytes are their own signs,
+        # the others follow after them.
         signs = {byte: chr(byte) for byte in (*range(33, 127), *range(161, 173), *range(174, 256))}
         others = [byte for byte in range(END_OF_DOCUMENT) if byte not in signs]
         signs |= {byte: chr(END_OF_DOCUMENT + place) for place, byte in enumerate(others)}
@@ -253,9 +252,9 @@ class ByteTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class HubTokenizer:
-    """A Hugging Face tokenizer; it adds its own special tokens, and every document ends with
-    the end-of-sequence id where the tokenizer has one. The model's `generation_config` may know
-    `others` that stop generation."""
+    """A Hugging Face tokenizer, which adds its own special tokens. Every document ends with the
+    end-of-sequence id, if the tokenizer has one. `others` are further ids that stop generation,
+    from the model's `generation_config`."""
 
     inner: PreTrainedTokenizerBase
     others: frozenset[int] = frozenset()
@@ -264,7 +263,7 @@ class HubTokenizer:
         return max(self.inner.get_vocab().values(), default=-1) + 1
 
     def identity(self) -> str:
-        # The Rust tokenizers serialise everything they do; the others have at least their words.
+        # Rust tokenizers serialise everything they do; the others give at least their vocabulary.
         backend = getattr(self.inner, "backend_tokenizer", None)
         words = backend.to_str() if backend else json.dumps(sorted(self.inner.get_vocab().items()))
         digest = hashlib.sha256(words.encode("utf-8")).hexdigest()
@@ -289,15 +288,15 @@ class HubTokenizer:
         yield self._close(row[self._doubled(row) if first else 0 :])
 
     def _bare(self, text: str) -> list[int]:
-        found: list[int] = self.inner(
+        ids: list[int] = self.inner(
             text, verbose=False, add_special_tokens=False, return_attention_mask=False
         )["input_ids"]
-        return found
+        return ids
 
     def _cut(self, text: str) -> int:
-        """Where a text may be cut with the ids of both parts those of the whole; 0: nowhere near
-        its end. Words and lines have ids of their own for most tokenizers; those that put a sign
-        before each text, or merge across words, give a part other ids, and are found out by it."""
+        """Find a place near the end to cut a text without changing ids; 0 if there is none. Most
+        tokenizers have separate ids for words and lines. Those that put a sign before each text, or
+        merge across words, give a part other ids, which the comparison detects."""
         places = [m.start() for m in _WORD_ENDS.finditer(text, len(text) - 2 * _NEAR)]
         for place in reversed([p for p in places if p < len(text) - _NEAR][-_TRIED:]):
             left, right = text[max(0, place - _NEAR) : place], text[place : place + _NEAR]
@@ -307,15 +306,15 @@ class HubTokenizer:
 
     def mark(self, documents: Sequence[Written]) -> list[Encoded]:
         bare, offsets = documents[0].bare, documents[0].trained is not None
-        found = self.inner(
+        encoded = self.inner(
             [document.text for document in documents],
             verbose=False,
             add_special_tokens=not bare,
             return_attention_mask=False,
             return_offsets_mapping=offsets,
         )
-        rows = found["input_ids"]
-        spans = found["offset_mapping"] if offsets else [[]] * len(rows)
+        rows = encoded["input_ids"]
+        spans = encoded["offset_mapping"] if offsets else [[]] * len(rows)
         return [self._mark(*given) for given in zip(documents, rows, spans, strict=True)]
 
     def decode(self, ids: np.ndarray) -> str:
@@ -326,24 +325,24 @@ class HubTokenizer:
         return text
 
     def signs(self) -> frozenset[int]:
-        found = {n for n, token in self.inner.added_tokens_decoder.items() if token.special}
-        found |= set(self.inner.all_special_ids)
-        # A tokenizer may have an unknown token and not be told which it is.
+        signs = {n for n, token in self.inner.added_tokens_decoder.items() if token.special}
+        signs |= set(self.inner.all_special_ids)
+        # A tokenizer may have an unknown token without declaring it.
         backend = getattr(self.inner, "backend_tokenizer", None)
         if backend is not None and getattr(backend.model, "unk_token", None) is not None:
-            found.add(backend.token_to_id(backend.model.unk_token))
-        return frozenset(found - {None})
+            signs.add(backend.token_to_id(backend.model.unk_token))
+        return frozenset(signs - {None})
 
     def ends(self) -> frozenset[int]:
         return self.others | ({self.inner.eos_token_id} - {None})
 
     def stops(self) -> tuple[str, ...]:
-        """Give the texts of the tokens that stop generation."""
+        """Return the texts of the tokens that stop generation."""
         texts = {self.decode(np.asarray([number])) for number in self.ends()}
         return tuple(sorted(text for text in texts if text.strip()))
 
     def marks(self) -> tuple[str, ...]:
-        """Give the special tokens that may stand between turns of a chat and stop nothing."""
+        """Return the special tokens that may be between turns and do not stop generation."""
         inner = self.inner
         added = {t.content for t in inner.added_tokens_decoder.values() if t.special}
         others = {inner.bos_token, inner.unk_token, inner.pad_token, inner.mask_token}
@@ -351,13 +350,12 @@ class HubTokenizer:
         return tuple(sorted({*added, *inner.all_special_tokens} - others))
 
     def _doubled(self, row: list[int]) -> int:
-        """Count the tokens to leave out where a text begins with the token that the tokenizer puts
-        before each text."""
+        """Count the tokens to drop from a text that begins with the token that is added anyway."""
         begin = self.inner.bos_token_id
         return int(begin is not None and row[:2] == [begin, begin] and self._begins() == begin)
 
     def _begins(self) -> int | None:
-        """Give the id that the tokenizer puts before a text, if it does."""
+        """Return the id that the tokenizer puts before a text; None if it puts none."""
         alone: list[int] = self.inner("", verbose=False)["input_ids"]
         return alone[0] if alone else None
 
@@ -374,8 +372,8 @@ class HubTokenizer:
             return Encoded(ids, np.ones(len(ids), dtype=bool))
         trained = np.zeros(len(ids), dtype=bool)
         begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
-        # Byte-level ones with trim_offsets leave white space out of a token's offsets, all of it
-        # where it is nothing else: a token begins where the one before it ends.
+        # Byte-level tokenizers with trim_offsets leave white space out of a token's offsets, even
+        # if it is the whole token. So a token begins at the end of the one before.
         before = np.maximum.accumulate(np.concatenate([[0], ends[:-1]]))
         begins = np.minimum(begins, before)
         for start, stop in document.trained:
@@ -389,11 +387,12 @@ class HubTokenizer:
 
 
 def stop_ids(model: str, revision: str | None = None) -> frozenset[int]:
-    """Find the ids that a model's `generation_config.json` stops at, or else its `config.json`.
+    """Return the ids that stop generation by a model's `generation_config.json`, or else
+    `config.json`.
 
     Args:
         model: A folder, or a name on the hub.
-        revision: A commit or branch of it.
+        revision: A commit or branch of a name on the hub.
     """
     place = Path(model).expanduser()
     folder = str(place) if place.exists() else model
@@ -404,37 +403,37 @@ def stop_ids(model: str, revision: str | None = None) -> frozenset[int]:
             continue  # not there, or no network
         config = (read_json(Path(path), finite=False) if path else None) or {}
         for part in (config, config.get("text_config")):
-            found = part.get("eos_token_id") if isinstance(part, dict) else None
-            if found is not None:
-                ids = found if isinstance(found, list) else [found]
+            ends = part.get("eos_token_id") if isinstance(part, dict) else None
+            if ends is not None:
+                ids = ends if isinstance(ends, list) else [ends]
                 return frozenset(number for number in ids if type(number) is int)
     return frozenset()
 
 
-# Letters, digits, white space, signs and scripts: what tokenizers treat differently.
+# Letters, digits, white space, signs and scripts, which tokenizers treat differently.
 _PROBE = "The 2nd  word,\n\tthen: naïve café №7 (x_1 != y) 漢字 🙂"
 
 
 def reads_back(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Whether the tokenizer that transformers finds in a model's folder is the one saved there.
+    """Return whether transformers loads the saved tokenizer from a model's folder.
 
-    For some model types it insists on their own class, whatever the files say.
+    For some model types it uses their own class, whatever the files say.
     """
     try:
-        found = load_tokenizer(str(folder))
+        loaded = load_tokenizer(str(folder))
     except UnsupportedError:
         return False
-    ours, theirs = (t.encode([_PROBE])[0] for t in (tokenizer, found))
+    ours, theirs = (t.encode([_PROBE])[0] for t in (tokenizer, loaded))
     return np.array_equal(ours, theirs)
 
 
-LARGEST_FILE = 2**27  # bytes of a tokenizer; those of 262,144 words have a quarter
+LARGEST_FILE = 2**27  # most bytes of a tokenizer; one of 262,144 words has a quarter
 _FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja")
 
 
 def _refuse_huge_files(folder: Path) -> None:
-    """Raises UnsupportedError for what would take for ever to read. The library asks a model's
-    configuration for the class of its tokenizer."""
+    """Raise UnsupportedError for files that are too large to read. The library also reads a
+    model's configuration, for the class of its tokenizer."""
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix in _FILES and file.is_file() and file.stat().st_size > LARGEST_FILE:
             raise UnsupportedError(
@@ -448,9 +447,9 @@ def _refuse_huge_files(folder: Path) -> None:
 def load_tokenizer(
     name: str, trust_remote_code: bool = False, revision: str | None = None
 ) -> Tokenizer:
-    """`bytes`, a local folder, or a hub name of `revision` (a commit or branch). Raises
-    UnsupportedError with the library's own words, or when the tokenizer has no words.
-    `trust_remote_code` runs Python code that comes with it."""
+    """Load `bytes`, a local folder, or a hub name at `revision` (a commit or branch).
+    `trust_remote_code` runs Python code that comes with it. Raises UnsupportedError with the
+    library's message, or if the tokenizer has no words."""
     if name == BYTES:
         return ByteTokenizer()
     place = Path(name).expanduser()
@@ -463,18 +462,18 @@ def load_tokenizer(
             trust_remote_code=trust_remote_code,
             **pinned(revision),
         )
-    except Exception as error:  # OSError, ValueError, ImportError: each says what is missing
+    except Exception as error:  # OSError, ValueError, ImportError: each names the missing part
         raise UnsupportedError(
             f"data.tokenizer: cannot load {name!r}: {' '.join(str(error).split())}; "
             "give 'bytes', a folder with tokenizer files or a name on the hub"
         ) from error
-    found = HubTokenizer(inner)
-    # Of a model's folder without tokenizer files transformers 5 makes one with special tokens only
-    # (of types qwen2, qwen3 and gpt2 with a single one, of gemma2 with five), and no error.
-    if found.signs().issuperset(inner.get_vocab().values()):
+    tokenizer = HubTokenizer(inner)
+    # For a model's folder without tokenizer files, transformers 5 makes a tokenizer with only
+    # special tokens (one for types qwen2, qwen3 and gpt2, five for gemma2), and raises no error.
+    if tokenizer.signs().issuperset(inner.get_vocab().values()):
         raise UnsupportedError(
             f"data.tokenizer: {name!r} has no tokenizer files, or none with words in them; give "
             "'bytes' for a model that was trained on bytes, otherwise a folder with tokenizer "
             "files or a name on the hub"
         )
-    return found
+    return tokenizer

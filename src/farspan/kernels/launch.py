@@ -1,6 +1,6 @@
-"""Where the kernels run, and how tensors are given to them.
+"""Kernel launches: the devices that support them, and the arguments of tensors.
 
-Named tuples are what Triton takes apart into single arguments; strides are in elements.
+Triton expands named tuples into single arguments; strides are in elements.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,11 +17,11 @@ from farspan.lazy import load
 from farspan.spec import UnsupportedError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TILE = 4096  # elements a program has at one time: 32 a thread of 4 warps
+TILE = 4096  # elements of a program at one time: 32 a thread of 4 warps
 
 
 class Rows(NamedTuple):
-    """A tensor of vectors with inner stride 1, whose vectors three indices count."""
+    """A tensor of vectors with inner stride 1, addressed by three indices."""
 
     base: Any
     first: int
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """A tensor [B, H, T, D] with inner stride 1; one of [T, B, H, D] has its strides reordered."""
+    """A tensor [B, H, T, D] with inner stride 1; for [T, B, H, D] the strides are reordered."""
 
     base: Any
     batch: int
@@ -39,7 +39,7 @@ class Heads(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How many vectors there are, and how many of the two inner indices. All `veiled`."""
+    """The number of vectors, and the extents of the two inner indices. All are `veiled`."""
 
     rows: int
     second: int
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel with all it is given. Making it decides; `run` does."""
+    """A kernel with its arguments, ready to `run`."""
 
     name: str
     programs: tuple[int, ...]
@@ -59,7 +59,7 @@ class Launch(NamedTuple):
         return load(self.module, self.name)
 
     def run(self, x: Tensor) -> None:
-        """On the device of x; on the meta device nothing runs, and `launched` hears of it."""
+        """Run the kernel on the device of x; on the meta device, only report it to `launched`."""
         if x.is_meta:
             _launched.get()(self)
             return
@@ -67,12 +67,12 @@ class Launch(NamedTuple):
             return
         _check_device(x.device, self.kernel)
         with torch.cuda.device_of(x):
-            # Fusion as it has always been; Triton 3.10 changes the default and 3.9 warns.
+            # Keep the fusion of earlier releases: Triton 3.10 changes the default, and 3.9 warns.
             self.kernel[self.programs](**self.arguments, enable_fp_fusion=True)
 
 
 def _unheard(_: Launch) -> None:
-    """Nobody asks what is launched."""
+    """Ignore a launch."""
 
 
 _launched: ContextVar[Callable[[Launch], None]] = ContextVar("launched", default=_unheard)
@@ -80,7 +80,7 @@ _launched: ContextVar[Callable[[Launch], None]] = ContextVar("launched", default
 
 @contextmanager
 def launched(hear: Callable[[Launch], None]) -> Iterator[None]:
-    """Inside it, `hear` is called with what would be launched on the meta device."""
+    """Call `hear` with each kernel that would be launched on the meta device."""
     token = _launched.set(hear)
     try:
         yield
@@ -90,9 +90,9 @@ def launched(hear: Callable[[Launch], None]) -> Iterator[None]:
 
 @cache
 def fused_for(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels take tensors of this dtype on this device; else PyTorch's operators do.
+    """Return whether the kernels support a dtype on a device; if not, PyTorch's operators run.
 
-    They want CUDA of compute capability 8.0 or more, and bf16, fp16 or fp32: fp64 is for checks.
+    They need CUDA of compute capability 8.0 or more, and bf16, fp16 or fp32 (fp64 is for checks).
     On the meta device a step allocates as it would with them.
     """
     if device.type == "meta":
@@ -112,8 +112,7 @@ def _check_device(device: torch.device, kernel: Any) -> None:
 
 
 def check(name: str, x: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
-    """Raises UnsupportedError unless x has the shape and the device of `like`, and one of the
-    dtypes."""
+    """Raise UnsupportedError unless x has the shape and device of `like`, and a listed dtype."""
     if x.shape != like.shape or x.device != like.device or x.dtype not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise UnsupportedError(
@@ -128,37 +127,36 @@ def check_inner(name: str, x: Tensor) -> None:
 
 
 def heads_of(x: Tensor) -> Heads:
-    """[B, H, T, D] as a kernel addresses it."""
+    """Return [B, H, T, D] as a kernel addresses it."""
     return Heads(x, *x.stride()[:3])
 
 
 def veiled(size: int) -> int:
-    """16 size + 2, for the kernels to shift back.
+    """Return 16 size + 2, which kernels shift back.
 
-    Triton compiles a kernel anew for integers that are 1 and for multiples of 16, in tuples even
-    where `do_not_specialize` is asked for. This is never either, so that one kernel serves chunks
-    of all lengths.
+    Triton compiles a kernel again for integers that are 1 and for multiples of 16, in tuples even
+    despite `do_not_specialize`. This is never either, so one kernel serves chunks of all lengths.
     """
     return 16 * size + 2
 
 
 def padded(size: int) -> int:
-    """The next power of two, as Triton wants a tile's edges."""
+    """Return the next power of two, which Triton needs for the edges of a tile."""
     return 1 << (size - 1).bit_length()
 
 
 def warps_of(elements: int, each: int, most: int = 16) -> int:
-    """Warps for a tile of so many elements, `each` a thread."""
+    """Return the warps for a tile of `elements`, with `each` for a thread."""
     return min(max(elements // (32 * each), 1), most)
 
 
 def rows_of(*tensors: Tensor, ordered: bool = True) -> tuple[list[Rows], Sizes]:
-    """Tensors of the same leading dimensions as rows that the same three indices count.
+    """Return tensors with the same leading dimensions as rows addressed by the same three indices.
 
-    A tensor may lack the last dimension: each of its rows is one number, and its strides, which go
-    by the length of a chunk, are veiled. `ordered`: neighbours in the first tensor's memory are
-    counted one after the other, else rows are counted in the order of the dimensions. Four
-    dimensions and any strides, or more that are contiguous.
+    A tensor may lack the last dimension: each of its rows is one number, and its strides, which
+    depend on the length of a chunk, are veiled. With `ordered`, neighbours in the first tensor's
+    memory are counted one after the other; else rows follow the order of dimensions. Tensors have
+    four dimensions and any strides, or more and are contiguous.
     """
     outer = tensors[0].shape[:-1]
     dims = [d for d, size in enumerate(outer) if size != 1]
@@ -175,7 +173,7 @@ def rows_of(*tensors: Tensor, ordered: bool = True) -> tuple[list[Rows], Sizes]:
             strides.append(here)
     assert len(sizes) <= 3, (outer, strides)
     missing = 3 - len(sizes)
-    # A stride of 0 keeps what Triton knows of the address: a multiple of 16.
+    # A stride of 0 keeps the address a multiple of 16 for Triton.
     columns = zip(*([[0] * len(tensors)] * missing + strides), strict=True)
     rows = []
     for x, column in zip(tensors, columns, strict=True):

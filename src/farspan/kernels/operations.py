@@ -1,11 +1,10 @@
-"""The fused kernels as operations on tensors: RMS norm, gated activation, rotary embedding, loss,
-parts that join.
+"""Operations on tensors by the fused kernels: norm, gate, rotary embedding, loss, joining.
 
-Each comes as plain functions (forward, backward); `normed`, `gated` and `rotated` are the first
-three as operations that autograd knows. What autograd saves: of a norm its input and a number a
-row, where PyTorch's operators save the input in fp32 twice and the normed rows; of a gate its two
-inputs; of a rotation the tables. All raise UnsupportedError for fp64 and for tensors that do not
-fit each other.
+Each has plain functions (forward, backward); `normed`, `gated` and `rotated` are the first three as
+autograd functions. Autograd saves little: for a norm its input and one number for each row, where
+PyTorch's operators save the input in fp32 twice and the normed rows; for a gate its two inputs; for
+a rotation the tables. All raise UnsupportedError for fp64, and for tensors of different shapes or
+devices.
 """
 
 from enum import StrEnum
@@ -37,21 +36,21 @@ from farspan.spec import UnsupportedError
 
 
 WIDEST = 16384
-ROWS_OF_DWEIGHT = 2  # sums of dweight a multiprocessor of the GPU makes at one time
-AHEAD = 32 * 1024  # bytes of shared memory a program of the backward may have for tiles to come
+ROWS_OF_DWEIGHT = 2  # concurrent sums of dweight on each multiprocessor of the GPU
+AHEAD = 32 * 1024  # bytes of shared memory for prefetched tiles in the backward
 
 
 class Norm(NamedTuple):
-    """Which norm. x_hat = x / sqrt(mean(x**2) + eps) in fp32, out = x_hat * (weight + offset)."""
+    """An RMS norm: x_hat = x / sqrt(mean(x**2) + eps) in fp32, out = x_hat * (weight + offset)."""
 
     eps: float
-    offset: float = 0.0  # Gemma's weights are 0 where others are 1
-    # x_hat is rounded to x's dtype before the weight (Llama, Qwen), or only the product (Gemma).
+    offset: float = 0.0  # 1 for Gemma, whose weights are offsets from 1
+    # Round x_hat to x's dtype before the weight (Llama, Qwen), or only the product (Gemma).
     cast: bool = True
 
 
 class NormShape(NamedTuple):
-    """What the code is compiled for."""
+    """Compile-time constants of the norm kernels."""
 
     width: int
     padded: int
@@ -63,10 +62,10 @@ class NormShape(NamedTuple):
 
 
 def rms_norm(x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """out, in x's layout, and rstd = 1 / sqrt(mean(x**2) + eps), fp32 [..] contiguous.
+    """Return out, in x's layout, and rstd = 1 / sqrt(mean(x**2) + eps), fp32 [..] contiguous.
 
-    out is in x's dtype; where `norm.cast`, in what PyTorch promotes x's and weight's dtypes to.
-    Raises UnsupportedError for fp64, and for widths beyond 16384.
+    out has x's dtype or, with `norm.cast`, the promoted dtype of x and weight. Raises
+    UnsupportedError for fp64, and for widths beyond 16384.
     """
     _check_norm(x, weight)
     dtype = torch.promote_types(x.dtype, weight.dtype) if norm.cast else x.dtype
@@ -80,7 +79,7 @@ def rms_norm(x: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(
     dout: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor]:
-    """dx, in x's dtype and layout, and dweight, fp32 [h]; rstd is the forward's."""
+    """Return dx, in x's dtype and layout, and dweight, fp32 [h]; rstd is the forward's."""
     _check_norm(x, weight)
     check("dout", dout, x)
     check("rstd", rstd, x[..., 0], (torch.float32,))
@@ -111,7 +110,7 @@ def norm_launch(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, norm: Norm
 def norm_backward_launch(
     dout: Tensor, x: Tensor, dx: Tensor, weight: Tensor, rstd: Tensor, norm: Norm
 ) -> tuple[Launch, Tensor]:
-    """The launch, and the sums of dweight that it writes, one row a program."""
+    """Return the launch, and the sums of dweight that it writes, one row for each program."""
     (of_dout, of_x, of_dx), sizes = rows_of(dout, x, dx, ordered=False)
     shape = _norm_shape(x, norm)
     programs = min(-(-rstd.numel() // shape.tile), _places(rstd.device))
@@ -132,7 +131,7 @@ def norm_backward_launch(
 
 @cache
 def _places(device: torch.device) -> int:
-    """Programs that run at one time."""
+    """Return the number of programs of the norm's backward that run at one time."""
     if device.type != "cuda":
         return ROWS_OF_DWEIGHT
     return ROWS_OF_DWEIGHT * torch.cuda.get_device_properties(device).multi_processor_count
@@ -141,13 +140,13 @@ def _places(device: torch.device) -> int:
 def _norm_shape(x: Tensor, norm: Norm) -> NormShape:
     width = x.shape[-1]
     tile = max(1, TILE // padded(width))
-    of_two = 2 * tile * padded(width) * x.element_size()  # x and dout
-    stages = 1 + min(2, AHEAD // of_two)
+    pair = 2 * tile * padded(width) * x.element_size()  # x and dout
+    stages = 1 + min(2, AHEAD // pair)
     return NormShape(width, padded(width), tile, norm.eps, norm.offset, norm.cast, stages)
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """x, or a copy where `rows_of` does not take it."""
+    """Return x, or a contiguous copy if `rows_of` cannot take x."""
     return x if x.stride(-1) == 1 and x.ndim <= 4 else x.contiguous()
 
 
@@ -168,15 +167,15 @@ def _check_norm(x: Tensor, weight: Tensor) -> None:
 
 # -- act(gate) * up: the middle of a gated MLP --------------------------------------------------
 #
-# gate, up, out and their gradients [.., I], of one dtype. Halves of one product (views of
-# [.., 2 I]) are read where they lie.
+# gate, up, out and their gradients [.., I] have one dtype. Halves of one product (views of [.., 2
+# I]) are read without a copy.
 
 
-GATE_BLOCK = 2048  # elements a program: 16 a thread of 4 warps
+GATE_BLOCK = 2048  # elements of a program: 16 a thread of 4 warps
 
 
 class Act(StrEnum):
-    """Activations, by their names in Hugging Face's configurations."""
+    """Activations, named as in Hugging Face's configurations."""
 
     SILU = "silu"
     GELU = "gelu"
@@ -184,14 +183,14 @@ class Act(StrEnum):
 
 
 class Lines(NamedTuple):
-    """A tensor of vectors with inner stride 1, all the same distance apart, in elements."""
+    """A tensor of vectors with inner stride 1 and a constant distance, in elements."""
 
     base: Any
     row: int
 
 
 def swiglu(gate: Tensor, up: Tensor, act: Act = Act.SILU) -> Tensor:
-    """act(gate) * up, contiguous; act is rounded to the dtype before the product.
+    """Return act(gate) * up, contiguous; act is rounded to the dtype before the product.
 
     Raises UnsupportedError for fp64 and for tensors that do not fit each other.
     """
@@ -205,7 +204,7 @@ def swiglu(gate: Tensor, up: Tensor, act: Act = Act.SILU) -> Tensor:
 def swiglu_backward(
     dout: Tensor, gate: Tensor, up: Tensor, act: Act = Act.SILU
 ) -> tuple[Tensor, Tensor]:
-    """dgate and dup, contiguous, in gate's dtype; nothing is rounded on the way but act(gate)."""
+    """Return dgate and dup, contiguous, in gate's dtype; only act(gate) is rounded in between."""
     check("gate", gate, gate)
     check("up", up, gate, (gate.dtype,))
     check("dout", dout, gate)
@@ -218,8 +217,8 @@ def swiglu_backward(
 def swiglu_again(
     dout: Tensor, gate: Tensor, up: Tensor, act: Act = Act.SILU
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `swiglu` gives, dgate and dup, contiguous: a forward that only the backward needs costs
-    one write beside it."""
+    """Return the result of `swiglu`, dgate and dup, contiguous. If only the backward needs the
+    forward's result, it costs one more write."""
     check("gate", gate, gate)
     check("up", up, gate, (gate.dtype,))
     check("dout", dout, gate)
@@ -232,7 +231,7 @@ def swiglu_again(
 
 
 def gate_launch(kernel: str, tensors: dict[str, Tensor], act: Act) -> Launch:
-    """Contiguous tensors are one line; else each row is."""
+    """Build a launch: contiguous tensors are one line, others a line for each row."""
     dense = all(x.is_contiguous() for x in tensors.values())
     shape = next(iter(tensors.values())).shape
     width = shape.numel() if dense else shape[-1]
@@ -253,12 +252,12 @@ def _lines(x: Tensor, dense: bool) -> Lines:
 # -- rotary position embedding ------------------------------------------------------------------
 #
 # q [B, H, T, D], k [B, Hk, T, D], cos and sin [1 | B, T, R] with R <= D even: the first R of each
-# vector are rotated, halves against each other (`rotate_half`), the rest passes through. Inner
-# stride 1, other strides as they are.
+# vector are rotated, one half against the other (`rotate_half`), the rest is copied. Inner stride
+# 1, any other strides.
 
 
 class Angles(NamedTuple):
-    """[1 | B, T, R] as the kernel addresses it."""
+    """A table [1 | B, T, R] as the kernel addresses it."""
 
     base: Any
     batch: int
@@ -266,7 +265,7 @@ class Angles(NamedTuple):
 
 
 class RotaryShape(NamedTuple):
-    """What the code is compiled for."""
+    """Compile-time constants of the rotary kernel."""
 
     heads: int
     padded_heads: int
@@ -282,10 +281,11 @@ class RotaryShape(NamedTuple):
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q * cos + rotate_half(q) * sin, and so for k, in fp32 and rounded once to the dtype of q.
+    """Return q * cos + rotate_half(q) * sin, and the same for k, in fp32 and rounded once to q's
+    dtype.
 
     Each result has the layout of its input. `inverse` multiplies by the transposed matrix: from
-    gradients of results to gradients of q and k, exactly, whatever cos and sin are. Raises
+    gradients of results to gradients of q and k, exactly, for any cos and sin. Raises
     UnsupportedError for fp64 and for tensors that do not fit each other.
     """
     _check_rotation(q, k, cos, sin)
@@ -326,7 +326,7 @@ def rotate_launch(
         "shape": shape,
         "num_warps": warps_of(padded(heads) * padded(q.shape[3]), 32),
     }
-    # The second of a grid's numbers is at most 65535, the first 2**31 - 1.
+    # The second number of a grid is at most 65535, the first 2**31 - 1.
     return Launch("rotate_kernel", (q.shape[2], q.shape[0]), arguments)
 
 
@@ -352,15 +352,15 @@ def _check_rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 # -- cross-entropy ------------------------------------------------------------------------------
 #
-# logits [N, V] with inner stride 1 and rows any distance apart, targets [N] int64, losses [N] fp32.
+# logits [N, V] with inner stride 1 and any distance of rows, targets [N] int64, losses [N] fp32.
 
 
-LOSS_BLOCK = 8192  # logits a program has at one time: 16 a thread of 16 warps
+LOSS_BLOCK = 8192  # logits of a program at one time: 16 a thread of 16 warps
 STAGES = 3
 
 
 class LossShape(NamedTuple):
-    """What the code is compiled for."""
+    """Compile-time constants of the loss kernel."""
 
     block: int
     ignored: int
@@ -372,9 +372,9 @@ class LossShape(NamedTuple):
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, ignored: int = -100, softcap: float | None = None
 ) -> Tensor:
-    """-log softmax(logits)[target] of each row, 0 where the target is `ignored`; reads only.
+    """Return -log softmax(logits)[target] of each row, 0 for targets that are `ignored`.
 
-    With `softcap`, logits are softcap * tanh(logits / softcap) first. A target that is neither
+    With `softcap`, logits are first softcap * tanh(logits / softcap). A target that is neither
     ignored nor in [0, V) has a loss of nan. Raises UnsupportedError for fp64 and tensors that do
     not fit.
     """
@@ -389,7 +389,8 @@ def cross_entropy_(
     ignored: int = -100,
     softcap: float | None = None,
 ) -> Tensor:
-    """The same; d(scale * sum of the losses) / d logits is written over `logits`, in its dtype."""
+    """Return the losses; overwrite `logits` with d(scale * sum of losses) / d logits, in its
+    dtype."""
     return _cross_entropy(logits, targets, scale, ignored, softcap)
 
 
@@ -416,7 +417,7 @@ def loss_launch(
     ignored: int = -100,
     softcap: float | None = None,
 ) -> Launch:
-    """`scale` is None where nothing is to be written."""
+    """Build the launch; with `scale` None it writes no gradient."""
     size = logits.shape[1]
     block = min(LOSS_BLOCK, max(padded(size), 16))
     arguments = {
@@ -444,7 +445,7 @@ FP32 = (torch.float32,)
 
 
 class JoinShape(NamedTuple):
-    """What the code is compiled for."""
+    """Compile-time constants of the joining kernels."""
 
     width: int
     padded: int
@@ -455,13 +456,13 @@ Part = tuple[Tensor, Tensor]  # out, lse
 
 
 def merge_(out: Tensor, lse: Tensor, *parts: Part, into: Tensor | None = None) -> None:
-    """Join one or two parts, in this order, into out [B, H, S, Dv] and lse [B, H, S], both fp32.
+    """Merge one or two parts, in order, into out [B, H, S, Dv] and lse [B, H, S], both fp32.
 
-    A part's out is bf16, fp16 or fp32 and finite, its lse fp32. Where that is -inf, nothing
-    changes; where `lse` is, the part takes its place. With `into` the output goes there, and both
-    that and `out`, which stays as it is, may be narrow: the first of several parts needs no wider
-    copy before it, the last none after it. Any strides, inner stride 1. Raises UnsupportedError for
-    other dtypes and shapes.
+    A part's out is bf16, fp16 or fp32 and finite, its lse fp32. A part with lse -inf changes
+    nothing; it replaces an `lse` of -inf. With `into`, the output goes there and `out` stays as it
+    is; both may then be narrow, so the first of several parts needs no wider copy before it, and
+    the last none after it. Inner stride 1, any other strides. Raises UnsupportedError for other
+    dtypes and shapes.
     """
     check("out", out, out, FP32 if into is None else DTYPES)
     check("lse", lse, out[..., 0], FP32)
@@ -474,10 +475,10 @@ def merge_(out: Tensor, lse: Tensor, *parts: Part, into: Tensor | None = None) -
 
 
 def add_(total: Tensor, *parts: Tensor, into: Tensor | None = None) -> None:
-    """total += one or two parts, of up to 4 dimensions; total is fp32, parts bf16, fp16 or fp32.
+    """Add one or two parts of up to 4 dimensions to total; total is fp32, parts bf16, fp16 or fp32.
 
-    With `into` the sum goes there, and both that and `total`, which stays as it is, may be narrow.
-    Any strides, inner stride 1: [T, B, H, D] takes a transposed [B, H, T, D]. Raises
+    With `into`, the sum goes there and `total` stays as it is; both may then be narrow. Inner
+    stride 1, any other strides: [T, B, H, D] takes a transposed [B, H, T, D]. Raises
     UnsupportedError for other dtypes and shapes.
     """
     check("total", total, total, FP32 if into is None else DTYPES)
@@ -531,19 +532,19 @@ def _join_launch(
 
 
 def normed(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-    """The norm of each vector of x."""
+    """Apply the norm to each vector of x."""
     out: Tensor = _Normed.apply(x, weight, norm)
     return out
 
 
 def gated(gate: Tensor, up: Tensor, act: Act) -> Tensor:
-    """act(gate) * up."""
+    """Return act(gate) * up."""
     out: Tensor = _Gated.apply(gate, up, act)
     return out
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys at their positions; no gradient reaches the tables."""
+    """Rotate queries and keys to their positions; no gradient reaches the tables."""
     out: tuple[Tensor, Tensor] = _Rotated.apply(q, k, cos, sin)
     return out
 
@@ -584,7 +585,7 @@ class _Rotated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-        # A gradient that autograd expanded has inner stride 0.
+        # A gradient that autograd has expanded has inner stride 0.
         dq, dk = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk))
         cos, sin = ctx.saved_tensors
         return *rotate(dq, dk, cos, sin, inverse=True), None, None

@@ -1,7 +1,7 @@
-"""What the kernels compute, as models write it in PyTorch: what tests compare them with.
+"""Reference formulas of the kernels in plain PyTorch, which tests compare the kernels with.
 
-In fp64 these are the formulas; in a lower dtype they round where models do. Gradients are
-autograd's. Of joining they are `farspan.attention.backends.merge_` and `Tensor.add_`.
+In fp64 they are exact; in a lower dtype they round as models do. Gradients come from autograd. The
+references of joining are `farspan.attention.backends.merge_` and `Tensor.add_`.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, cast: bool) -> Tensor:
-    """x [.., h], weight [h]."""
+    """Return the RMS norm of x [.., h] with weight [h]."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if cast:
@@ -19,14 +19,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, cast: bool) -
 
 
 def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
-    """gate, up [.., I]; `act` by its name in Hugging Face's configurations."""
+    """Return act(gate) * up for gate, up [.., I]; `act` as in Hugging Face's configurations."""
     if act == "silu":
         return functional.silu(gate) * up
     return functional.gelu(gate, approximate="tanh" if act != "gelu" else "none") * up
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, T, D], cos and sin [1 | B, T, R]."""
+    """Rotate x [B, H, T, D] by cos and sin [1 | B, T, R]."""
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = turned.chunk(2, -1)
     half = torch.cat((-second, first), -1)
@@ -34,7 +34,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def losses(logits: Tensor, targets: Tensor, ignored: int, softcap: float | None) -> Tensor:
-    """logits [N, V], targets [N]; in fp32, or in fp64 for logits of fp64."""
+    """Return the losses of logits [N, V] for targets [N]; in fp32, or fp64 for fp64 logits."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         wide = softcap * torch.tanh(wide / softcap)

@@ -1,24 +1,25 @@
-"""The Triton kernels of `operations` and copies; loaded by name when one is launched.
+"""Triton kernels of `operations` and of copies, loaded by name when one is launched.
 
     norm     a program has a tile of whole rows: one wide row, or many narrow ones. The backward
-             runs as many programs as the GPU runs at one time, each over its tiles in turn: dx, and
-             its own sum of dweight, which PyTorch adds up
-    gate     a block of a row a program. act is computed in fp32 and rounded to the dtype of gate
-             before the product, as PyTorch does it
+             runs as many programs as fit the GPU at one time, each over its tiles in turn. A
+             program writes dx and its own sum of dweight; PyTorch adds up the sums
+    gate     a program has a block of a row. act is computed in fp32 and rounded to the dtype of
+             gate before the product, as in PyTorch
     rotary   a program turns all heads of queries and keys of one token; cos and sin are read once
-    loss     one program a row, two passes: the greatest logit and the sum of exponentials; then the
-             gradient takes the place of the logits. A row of 152,064 bf16 logits is 0.3 MB: the
+    loss     a program has a row, in two passes: the greatest logit and the sum of exponentials;
+             then the gradient overwrites the logits. A row of 152,064 bf16 logits is 0.3 MB: the
              second read is likely from the L2 cache
-    dropping a block of a row a program, whose mask follows from two words of the row and one of
-             each column (`farspan.hf.dropout` has the formula)
-    joining  a part joins a softmax, or is added to a sum, in place: a tile of rows a program
-    rows     of main memory, taken to the device and added to where they lie, while something else
-             needs the GPU's places for programs: so a few programs take all tiles in turn, each
-             with enough under way for its share of the link. One kernel reads sums, adds and
-             writes, so that rows cross the link both ways at once. Every row is another one:
-             there are no atomics, which would not all cross the link
+    dropping a program has a block of a row, whose mask follows from two words of the row and one
+             of each column (`farspan.hf.dropout` has the formula)
+    joining  a program has a tile of rows; a part is merged into a softmax, or added to a sum, in
+             place
+    rows     rows of main memory are taken to the device and added to in place, while other work
+             needs the GPU's room for programs. So a few programs take all tiles in turn, each with
+             enough transfers under way for its share of the link. One kernel reads sums, adds and
+             writes, so rows cross the link both ways at once. All rows are distinct, so atomics
+             are not needed; not every link carries them
 
-Offsets are int64, since tensors go beyond 2**31 elements. Written for Triton 3.6 to 3.9.
+Offsets are int64, since tensors exceed 2**31 elements. Written for Triton 3.6 to 3.9.
 """
 
 # Triton reads annotations of parameters itself: only tl.constexpr may stand there.
@@ -30,7 +31,7 @@ import triton.language as tl
 
 @triton.jit
 def size_of(veiled):
-    """An integer of `Sizes`."""
+    """Decode an integer of `Sizes`."""
     return veiled >> 4
 
 
@@ -43,14 +44,14 @@ def _indices(row, sizes):
 
 @triton.jit
 def row_offsets(x, row, sizes):
-    """Offsets of rows [n] in a tensor of vectors."""
+    """Return offsets of rows [n] in a tensor of vectors."""
     i = _indices(row, sizes)
     return i[0] * x.first + i[1] * x.second + i[2] * x.third
 
 
 @triton.jit
 def number_offsets(x, row, sizes):
-    """Offsets of rows [n] in a tensor of one number a row, whose strides are `veiled`."""
+    """Return offsets of rows [n] in a tensor of one number a row, whose strides are `veiled`."""
     i = _indices(row, sizes)
     return i[0] * size_of(x.first) + i[1] * size_of(x.second) + i[2] * size_of(x.third)
 
@@ -78,7 +79,7 @@ def norm_kernel(x, weight, out, rstd, sizes, shape: tl.constexpr):
 
 @triton.jit
 def norm_backward_kernel(dout, x, weight, rstd, dx, partial, sizes, shape: tl.constexpr):
-    """Row p of partial [programs, width] is program p's sum of dweight."""
+    """Compute dx; row p of partial [programs, width] gets the sum of dweight of program p."""
     count = size_of(sizes.rows)
     column = tl.arange(0, shape.padded)[None, :]
     inside = column < shape.width
@@ -111,7 +112,7 @@ def norm_backward_kernel(dout, x, weight, rstd, dx, partial, sizes, shape: tl.co
 
 # -- gate ---------------------------------------------------------------------------------------
 #
-# tanh(y) = 2 sigmoid(2 y) - 1 turns the approximate GELU into x sigmoid(2 y): one exponential.
+# tanh(y) = 2 sigmoid(2 y) - 1 makes the approximate GELU x sigmoid(2 y): one exponential.
 
 
 TWICE_ROOT_2_OVER_PI = tl.constexpr(1.5957691216057308)
@@ -122,7 +123,7 @@ DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def _act(x, act: tl.constexpr):
-    """act(x) and its derivative, fp32."""
+    """Return act(x) and its derivative, fp32."""
     if act == "GELU":
         share = 0.5 + 0.5 * tl.erf(x * ROOT_HALF)
         slope = share + x * DENSITY_AT_0 * tl.exp(-0.5 * x * x)
@@ -133,7 +134,7 @@ def _act(x, act: tl.constexpr):
         else:
             y = x
             dy = 1.0
-        # sigmoid(y) and sigmoid(-y), each without a difference, which would lose its digits.
+        # sigmoid(y) and sigmoid(-y) are computed without a difference, which would lose digits.
         e = tl.exp(-tl.abs(y))
         share = tl.where(y > 0, 1.0, e) / (1.0 + e)
         rest = tl.where(y > 0, e, 1.0) / (1.0 + e)
@@ -153,7 +154,7 @@ def _store_block(x, row, column, mask, values):
 
 @triton.jit
 def _block(width, block: tl.constexpr):
-    """Row and columns of a program; both int64: contiguous tensors are one row."""
+    """Return the row and the columns of a program, both int64: contiguous tensors are one row."""
     blocks = tl.cdiv(width, block)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * block + tl.arange(0, block)
@@ -196,13 +197,12 @@ def gate_backward_kernel(dout, gate, up, dgate, dup, width, act: tl.constexpr, b
 
 # -- rotary -------------------------------------------------------------------------------------
 #
-# The first half of a rotated vector and the second are two tiles, [heads, half]; what is not
-# rotated is copied.
+# The two halves of a rotated vector are two tiles, [heads, half]; the rest is copied.
 
 
 @triton.jit
 def _angles(x, shape: tl.constexpr):
-    """Of this program's token: those of the first half and of the second, fp32."""
+    """Load the angles of this program's token: those of the first half and of the second, fp32."""
     column = tl.arange(0, shape.padded_half)[None, :]
     row = tl.program_id(1).to(tl.int64) * x.batch + tl.program_id(0).to(tl.int64) * x.token
     mask = column < shape.half
@@ -213,7 +213,7 @@ def _angles(x, shape: tl.constexpr):
 
 @triton.jit
 def _places(x, heads: tl.constexpr):
-    """Where each head of this program's token lies, [heads, 1]."""
+    """Return the address of each head of this program's token, [heads, 1]."""
     token = tl.program_id(1).to(tl.int64) * x.batch + tl.program_id(0).to(tl.int64) * x.token
     return x.base + token + tl.arange(0, heads).to(tl.int64)[:, None] * x.head
 
@@ -249,13 +249,13 @@ def rotate_kernel(q, k, q_out, k_out, cos, sin, shape: tl.constexpr):
 
 # -- loss ---------------------------------------------------------------------------------------
 #
-# The first pass keeps the greatest logit so far, and for each place in a block the sum of
-# exponentials less it, so that a block needs one reduction.
+# The first pass keeps the greatest logit so far and, for each column of a block, the sum of
+# exponentials relative to it, so that a block needs one reduction.
 
 
 @triton.jit
 def _tanh(y):
-    """By its series below 1/4, where 1 - exp(-2 y) would lose digits; relative error 3e-7."""
+    """Return tanh(y); a series below 1/4, where 1 - exp(-2 y) loses digits. Relative error 3e-7."""
     square = y * y
     series = -17.0 / 315 + square * (62.0 / 2835 - square * (1382.0 / 155925))
     series = 1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * series))
@@ -266,7 +266,7 @@ def _tanh(y):
 
 @triton.jit
 def _logits(place, column, size, cap, shape: tl.constexpr):
-    """Logits, -inf beyond the last, and their derivative by what is stored."""
+    """Load logits, -inf beyond the last, and their derivative by the stored values."""
     mask = column < size
     x = tl.load(place + column, mask=mask, other=float("-inf")).to(tl.float32)
     slope = 1.0
@@ -279,13 +279,13 @@ def _logits(place, column, size, cap, shape: tl.constexpr):
 
 @triton.jit
 def _softmax(place, size, cap, shape: tl.constexpr):
-    """The greatest logit, and the sum of exp(logit - greatest)."""
+    """Return the greatest logit, and the sum of exp(logit - greatest)."""
     most = float("-inf")
     sums = tl.full([shape.block], 0.0, tl.float32)
     for start in tl.range(0, size, shape.block, num_stages=shape.stages):
         x, _ = _logits(place, start + tl.arange(0, shape.block), size, cap, shape)
         new_most = tl.maximum(most, tl.max(x, 0))
-        # -inf - -inf is nan: where all are -inf so far, they are compared with 0 instead.
+        # -inf - -inf is nan: while all logits are -inf, they are compared with 0 instead.
         base = tl.where(new_most == float("-inf"), 0.0, new_most)
         sums = sums * tl.exp(most - base) + tl.exp(x - base)
         most = new_most
@@ -294,7 +294,7 @@ def _softmax(place, size, cap, shape: tl.constexpr):
 
 @triton.jit
 def _differentiate(place, size, softmax, target, scale, cap, shape: tl.constexpr):
-    """`softmax` is the greatest logit and the inverse of the sum."""
+    """Overwrite logits with their gradient; `softmax` is (greatest logit, 1 / sum)."""
     for start in tl.range(0, size, shape.block, num_stages=shape.stages):
         column = start + tl.arange(0, shape.block)
         x, slope = _logits(place, column, size, cap, shape)
@@ -326,10 +326,10 @@ def loss_kernel(logits, stride, targets, losses, size, scale, cap, shape: tl.con
         if shape.capped:
             x = cap * _tanh(x / cap)
         most, total = _softmax(place, size, cap, shape)
-        # What there is no logit for has a loss of nan: PyTorch's kernel would end the process.
+        # A target without a logit has a loss of nan; PyTorch's kernel would end the process.
         tl.store(losses + row, (most - x) + tl.log(total))
         if shape.write:
-            # The target's logit is read by all before one overwrites it.
+            # All threads must read the target's logit before one overwrites it.
             tl.debug_barrier()
             softmax = most, 1.0 / total
             _differentiate(place, size, softmax, target.to(tl.int32), scale, cap, shape)
@@ -340,7 +340,7 @@ def loss_kernel(logits, stride, targets, losses, size, scale, cap, shape: tl.con
 
 @triton.jit
 def _tile_rows(sizes, shape: tl.constexpr):
-    """Rows of a program, its columns, and which of both there are."""
+    """Return the rows of a program, its columns, and the masks of both."""
     row = tl.program_id(0) * shape.tile + tl.arange(0, shape.tile)
     column = tl.arange(0, shape.padded)[None, :]
     fits = row < size_of(sizes.rows)
@@ -350,17 +350,17 @@ def _tile_rows(sizes, shape: tl.constexpr):
 @triton.jit
 def add_kernel(total, part, next_part, into, sizes, shape: tl.constexpr, two: tl.constexpr):
     row, column, _, mask = _tile_rows(sizes, shape)
-    one = _vectors(total, row, column, mask, sizes) + _vectors(part, row, column, mask, sizes)
+    result = _vectors(total, row, column, mask, sizes) + _vectors(part, row, column, mask, sizes)
     if two:
-        one += _vectors(next_part, row, column, mask, sizes)
-    # Rounded, where `into` is narrower, as it is stored.
-    tl.store(into.base + row_offsets(into, row, sizes)[:, None] + column, one, mask=mask)
+        result += _vectors(next_part, row, column, mask, sizes)
+    # The store rounds if `into` is narrower.
+    tl.store(into.base + row_offsets(into, row, sizes)[:, None] + column, result, mask=mask)
 
 
 @triton.jit
 def _vectors(x, row, column, mask, sizes):
-    found = tl.load(x.base + row_offsets(x, row, sizes)[:, None] + column, mask=mask, other=0.0)
-    return found.to(tl.float32)
+    values = tl.load(x.base + row_offsets(x, row, sizes)[:, None] + column, mask=mask, other=0.0)
+    return values.to(tl.float32)
 
 
 @triton.jit
@@ -370,10 +370,10 @@ def _numbers(x, row, fits, sizes):
 
 @triton.jit
 def _join(old, mine, new, theirs):
-    """Both outputs and LSEs as one."""
-    # -inf - -inf is nan; a part that saw nothing has weight 0.
+    """Merge two outputs and their LSEs."""
+    # -inf - -inf is nan; a part that saw no key has weight 0.
     weight = tl.where(theirs == float("-inf"), 0.0, tl.sigmoid(theirs - mine))[:, None]
-    # From the nearer end, as torch.lerp does it: weights of 0 and 1 are exact.
+    # Interpolate from the nearer end, as torch.lerp does: weights of 0 and 1 are exact.
     step = new - old
     out = tl.where(weight < 0.5, old + weight * step, new - (1.0 - weight) * step)
     most = tl.maximum(mine, theirs)
@@ -403,21 +403,17 @@ def merge_kernel(
         new = _vectors(next_part, row, column, mask, sizes)
         old, mine = _join(old, mine, new, theirs)
     tl.store(into.base + row_offsets(into, row, sizes)[:, None] + column, old, mask=mask)
-    # Several warps may have read a row's lse: none overwrites it before all have.
+    # Several warps may read a row's lse: all must have read it before one overwrites it.
     tl.debug_barrier()
     tl.store(lse.base + number_offsets(lse, row, sizes), mine, mask=fits)
 
 
-# -- rows of main memory, beside the computation -------------------------------------------------
-
-
-# Triton reads annotations of parameters itself: only tl.constexpr may stand there.
-# mypy: disable-error-code="no-untyped-def"
+# -- rows of main memory, during the computation -------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["count"])
 def take_rows(target, source, rows, count, width, padded: tl.constexpr, tile: tl.constexpr):
-    """Row i of target [count, width] becomes row rows[i] of source [T, width]."""
+    """Copy row rows[i] of source [T, width] to row i of target [count, width]."""
     column = tl.arange(0, padded)[None, :]
     for first in range(tl.program_id(0) * tile, count, tl.num_programs(0) * tile):
         i = tl.arange(0, tile).to(tl.int64) + first

@@ -1,7 +1,7 @@
-"""Attention of one cell: what `engine.attention_op` and `attention.chunk` allocate.
+"""Memory of attention in one cell, following `engine.attention_op` and `attention.chunk`.
 
-Every statement here stands for one there, and temporaries live as long as theirs. Legend: B batch,
-C tokens of the chunk, H query heads, Hk key-value heads, D head dim.
+Every statement here mirrors one there, so temporaries live as long as theirs. Legend: B batch, C
+tokens of the chunk, H query heads, Hk key-value heads, D head dim.
 """
 
 from collections.abc import Iterator
@@ -49,14 +49,14 @@ from farspan.spec import LayerSpec, Sparse
 
 @dataclass(slots=True)
 class Call:
-    """One chunk's attention, besides its tensors."""
+    """The attention of one chunk without its tensors."""
 
     kernel: Kernel
     blocks: tuple[Block, ...]
     q_start: int
-    far: Far | None = None  # where attention is sparse and there are pages to choose from
-    most_units: int = 0  # that are gathered at one time
-    in_slots: bool = False  # to slots of the program
+    far: Far | None = None  # set if attention is sparse and has pages to choose from
+    most_units: int = 0  # most units to gather at one time
+    in_slots: bool = False  # gather to slots of the program
 
 
 def attention_bytes(
@@ -67,9 +67,9 @@ def attention_bytes(
     heads_first: bool,
     chooses: bool,
 ) -> tuple[int, int]:
-    """Bytes at the fullest moment of a chunk's attention, forward and backward, results included,
-    queries, keys and values left out. `run` is batch and bytes of an element; `heads_first` says
-    how queries lie in memory, and `chooses` that pages are chosen in this cell."""
+    """Return peak bytes of a chunk's attention, forward and backward, with results but without
+    queries, keys and values. `run` is (batch, bytes of an element); `heads_first` gives the memory
+    layout of queries; `chooses` says that the cell chooses pages."""
     batch, width = run
     memory = Memory()
 
@@ -88,7 +88,7 @@ def attention_bytes(
     found = attend(call, q, k, v, sinks)
     if far is not None:
         memory.pass_by(watch_bytes(far, call.q_start))
-        if far.index_dim:  # whether it learns or not
+        if far.index_dim:  # whether or not the index learns
             memory.pass_by(lesson_bytes(far))
     del found
     forward, memory.peak = memory.peak, 0
@@ -96,7 +96,7 @@ def attention_bytes(
     lse = memory.given((batch, heads.query_heads, tokens), wide(width))
     dout = memory.given((batch, tokens, heads.query_heads, heads.value_dim), width)
     dq, dk, dv, dsinks = _attend_backward(call, transpose(dout, 1, 2), q, k, v, (out, lse), sinks)
-    # Those of later chunks' queries are added before autograd is handed the sums.
+    # Gradients from queries of later chunks are added before autograd gets the sums.
     dk, dv = [as_width(pointwise(own, own), width) for own in (dk, dv)]
     if dsinks is not None:
         dsinks = as_width(dsinks, width)
@@ -112,7 +112,7 @@ def sparse_call(
     tokens: int,
     in_slots: bool,
 ) -> Call:
-    """The sparse form of a dense call."""
+    """Return the sparse form of a dense call."""
     far = far_of(heads, sparse, run, call.q_start, tokens)
     units = 0 if far is None else most_units_of(far)
     blocks = near_blocks(call.blocks, sparse, call.q_start)
@@ -120,7 +120,7 @@ def sparse_call(
 
 
 def chunk_call(attention: LayerSpec, batch: int, start: int, stop: int, kv_block: int) -> Call:
-    """The dense attention of tokens [start, stop) of so many sequences."""
+    """Return the dense attention of tokens [start, stop) of `batch` sequences."""
     row = batch * attention.query_heads * max(attention.head_dim, attention.value_dim)
     blocks = plan_blocks(start, stop, kv_block, attention.window)
     narrow = tuple(piece for block in blocks for piece in cut_wide(block, most_tokens(row)))
@@ -128,7 +128,7 @@ def chunk_call(attention: LayerSpec, batch: int, start: int, stop: int, kv_block
 
 
 def kernel_of(attention: LayerSpec) -> Kernel:
-    """As `engine.kernels.select_kernel` has it on a CPU."""
+    """Return the sizes of the kernel that `engine.kernels.select_kernel` chooses on a CPU."""
     if attention.softcap is not None:
         return TiledSizes(capped=True)
     if attention.head_dim == attention.value_dim:
@@ -147,9 +147,9 @@ def attend(
         out = as_width(out, lse.width)
         keys, values = _stored(k, visit), _stored(v, visit)
         for block in visit:
-            own = call.kernel.forward(_queries(q, block), keys, values, block)
-            merge(_queries(out, block), _queries(lse, block), *own)
-            del own
+            result = call.kernel.forward(_queries(q, block), keys, values, block)
+            merge(_queries(out, block), _queries(lse, block), *result)
+            del result
     if call.far is not None:
         out = as_width(out, lse.width)
         q.memory.pass_by(_far_bytes(call, backward=False))
@@ -172,7 +172,7 @@ def _attend_own(call: Call, q: Outline, k: Outline, v: Outline) -> tuple[Outline
     lse = q.memory.new(q.shape[:3], wide(q.width))
     for block in blocks:
         keys, values = _keys(k, block), _keys(v, block)
-        # As there, a part lives until the next one takes its name.
+        # As in `attention.chunk`, a part lives until its name is assigned again.
         part_of = call.kernel.forward(_queries(q, block), keys, values, block)
         if not block.causal:
             out = as_width(out, lse.width)
@@ -225,7 +225,7 @@ def _sink_gradient(dout: Outline, out: Outline, lse: Outline, sinks: Outline) ->
 
 
 class _Sum:
-    """Adds up parts; a first part that is the whole is taken as it is."""
+    """A sum of parts; a first part of full size becomes the sum."""
 
     def __init__(self, shape: tuple[int, ...], width: int) -> None:
         self.shape, self.width = shape, width
@@ -265,26 +265,26 @@ def _gradients(
 
 
 def own_blocks(call: Call) -> tuple[Block, ...]:
-    own = (block for block in call.blocks if block.k_start >= call.q_start)
-    return _few(tile for block in own for tile in call.kernel.split(block))
+    blocks = (block for block in call.blocks if block.k_start >= call.q_start)
+    return _few(tile for block in blocks for tile in call.kernel.split(block))
 
 
 def visits(call: Call) -> Iterator[tuple[Block, ...]]:
-    """Blocks over earlier keys in ascending order, those whose key ranges overlap together."""
+    """Yield blocks over earlier keys in ascending order, together if their key ranges overlap."""
     for together in overlapping(b for b in call.blocks if b.k_start < call.q_start):
         yield _few(tile for one in together for tile in call.kernel.split(one))
 
 
 def _few(blocks: Iterator[Block]) -> tuple[Block, ...]:
-    """Without those of a long row of blocks that repeat the one before them in every size."""
-    found: list[Block] = []
+    """Shorten long runs of equal blocks, which add nothing to the peak."""
+    kept: list[Block] = []
     repeats = 0
     for block in blocks:
-        same = found and _extent(block) == _extent(found[-1])
+        same = kept and _extent(block) == _extent(kept[-1])
         repeats = repeats + 1 if same else 0
         if repeats < SEEN_TILES:
-            found.append(block)
-    return tuple(found)
+            kept.append(block)
+    return tuple(kept)
 
 
 def _extent(block: Block) -> tuple[int, int, bool, bool]:
@@ -292,7 +292,7 @@ def _extent(block: Block) -> tuple[int, int, bool, bool]:
 
 
 def _stored(like: Outline, visit: tuple[Block, ...]) -> Outline:
-    """A visit's keys or values where they lie: rows of tokens in an arena."""
+    """Return a visit's keys or values as stored: rows of tokens in an arena."""
     tokens = max(b.k_stop for b in visit) - min(b.k_start for b in visit)
     batch, heads, _, width = like.shape
     rows = like.memory.given((tokens, batch, heads, width), like.width)

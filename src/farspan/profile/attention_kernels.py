@@ -1,10 +1,10 @@
-"""Attention of one block: what each kernel of `attention.backends` allocates, by tensors that have
-a size and no elements: which blocks of keys there are is only known when a plan is made, and plans
-are made without torch.
+"""Memory of attention in one block, by kernel of `attention.backends`.
 
-Such a tensor is a view of a storage, and a storage counts its bytes from its birth to the death of
-the last view of it (CPython's reference counts, as for a tensor), so that a peak is read off, not
-derived. Shapes are tuples, strides count elements, `width` is the bytes of an element.
+Tensors here have a size but no elements, since blocks of keys are known only when a plan is made,
+and plans are made without torch. Such a tensor is a view of a storage, and a storage counts its
+bytes from its creation to the death of its last view (CPython's reference counts, as for a tensor).
+So a peak is read off, not derived. Shapes are tuples, strides count elements, `width` is the bytes
+of an element.
 
 q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv]; out [B, H, Sq, Dv], lse [B, H, Sq].
 """
@@ -16,15 +16,15 @@ from math import prod
 
 from farspan.program.attention_blocks import Block, key_tiles, tile_window
 
-TILE = 512  # of attention.backends.Tiled
-SEEN_TILES = 2  # as many equal tiles, one after the other, show all there is to see
+TILE = 512  # tile of attention.backends.Tiled
+SEEN_TILES = 2  # this many equal tiles in a row reach the peak
 
 Shape = tuple[int, ...]
 Strides = tuple[int, ...]
 
 
 class Memory:
-    """Counts the bytes of storages that are alive."""
+    """A counter of the bytes of live storages, and of their peak."""
 
     __slots__ = ("live", "peak")
 
@@ -32,21 +32,21 @@ class Memory:
         self.live = self.peak = 0
 
     def given(self, shape: Shape, width: int) -> "Outline":
-        """A tensor that somebody else counts, such as a view of an arena."""
+        """Return a tensor that is counted elsewhere, such as a view of an arena."""
         return Outline(Storage(self, 0), shape, dense(shape), width)
 
     def new(self, shape: Shape, width: int, strides: Strides | None = None) -> "Outline":
-        """A fresh tensor, contiguous unless strides are given."""
+        """Return a new tensor, contiguous unless strides are given."""
         storage = Storage(self, prod(shape) * width)
         return Outline(storage, shape, dense(shape) if strides is None else strides, width)
 
     def pass_by(self, size: int) -> None:
-        """So many bytes that come and go."""
+        """Allocate bytes and free them at once."""
         self.new((size,), 1)
 
 
 class Storage:
-    """Bytes that are alive as long as something refers to them."""
+    """Bytes that live as long as a reference to them."""
 
     __slots__ = ("memory", "size")
 
@@ -76,7 +76,7 @@ class Outline:
 
 
 def permute(x: Outline, order: Shape) -> Outline:
-    shape, strides = (tuple(of[d] for d in order) for of in (x.shape, x.strides))
+    shape, strides = (tuple(values[d] for d in order) for values in (x.shape, x.strides))
     return Outline(x.storage, shape, strides, x.width)
 
 
@@ -87,12 +87,12 @@ def transpose(x: Outline, first: int, second: int) -> Outline:
 
 
 def contiguous(x: Outline) -> Outline:
-    """The tensor, or a packed copy of one that is not."""
+    """Return the tensor, or a packed copy if it is not contiguous."""
     return x if x.contiguous() else copied(x)
 
 
 def as_width(x: Outline, width: int) -> Outline:
-    """A cast; nothing happens where it changes nothing."""
+    """Cast to another width; returns the tensor itself if it already has that width."""
     return x if x.width == width else pointwise(x, width=width)
 
 
@@ -101,7 +101,7 @@ def as_width(x: Outline, width: int) -> Outline:
 
 @lru_cache(maxsize=4096)
 def dense(shape: Shape) -> Strides:
-    """Strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     strides, step = [], 1
     for extent in reversed(shape):
         strides.append(step)
@@ -121,8 +121,7 @@ def _contiguous(shape: Shape, strides: Strides) -> bool:
 
 @lru_cache(maxsize=4096)
 def layout(shape: Shape, inputs: tuple[tuple[Shape, Strides], ...]) -> Strides:
-    """Strides that an elementwise operation gives its output: the dimensions in the order that
-    its inputs have them in, packed."""
+    """Return the strides of an elementwise output: packed, in the dimension order of inputs."""
     rows = []
     for extents, strides in inputs:
         lead = len(shape) - len(extents)
@@ -143,11 +142,11 @@ def layout(shape: Shape, inputs: tuple[tuple[Shape, Strides], ...]) -> Strides:
                 at = other
             elif swap < 0:
                 break
-    found, step = [0] * len(shape), 1
+    packed, step = [0] * len(shape), 1
     for dim in order:
-        found[dim] = step
+        packed[dim] = step
         step *= shape[dim]
-    return tuple(found)
+    return tuple(packed)
 
 
 def _should_swap(shape: Shape, rows: list[list[int]], first: int, second: int) -> int:
@@ -162,7 +161,6 @@ def _should_swap(shape: Shape, rows: list[list[int]], first: int, second: int) -
 
 
 def broadcast(*shapes: Shape) -> Shape:
-    """The shape that these join to."""
     if len(set(shapes)) == 1:
         return shapes[0]
     rank = max(map(len, shapes))
@@ -171,7 +169,7 @@ def broadcast(*shapes: Shape) -> Shape:
 
 
 def pointwise(*inputs: Outline, width: int | None = None) -> Outline:
-    """A fresh tensor computed element by element; as wide as the widest input."""
+    """Return a new tensor computed element by element; by default as wide as the widest input."""
     shape = broadcast(*(x.shape for x in inputs))
     strides = layout(shape, tuple((x.shape, x.strides) for x in inputs))
     memory = inputs[0].memory
@@ -179,12 +177,11 @@ def pointwise(*inputs: Outline, width: int | None = None) -> Outline:
 
 
 def reduced(x: Outline, shape: Shape) -> Outline:
-    """A fresh tensor that sums over dimensions of `x`."""
+    """Return a new tensor of sums over dimensions of `x`."""
     return x.memory.new(shape, x.width)
 
 
 def copied(x: Outline) -> Outline:
-    """A contiguous copy."""
     return x.memory.new(x.shape, x.width)
 
 
@@ -192,12 +189,12 @@ def copied(x: Outline) -> Outline:
 
 
 def wide(width: int) -> int:
-    """Bytes of an element of what is summed over blocks."""
+    """Return the bytes of an element of sums over blocks."""
     return max(4, width)
 
 
 def part(x: Outline, tokens: int) -> Outline:
-    """As many tokens of a tensor [B, H, T, ...]; which ones does not matter."""
+    """Return a view of `tokens` tokens of a tensor [B, H, T, ...], at any position."""
     shape = (*x.shape[:2], tokens, *x.shape[3:])
     return Outline(x.storage, shape, x.strides, x.width)
 
@@ -207,12 +204,12 @@ def column(x: Outline) -> Outline:
 
 
 def like(x: Outline) -> tuple[int, ...]:
-    """Strides of a packed tensor with its dimensions in the order that x has them in memory."""
+    """Return the strides of a packed tensor with its dimensions in the memory order of x."""
     return layout(x.shape, ((x.shape, x.strides),))
 
 
 def token_first(memory: Memory, shape: tuple[int, ...], width: int) -> Outline:
-    """[B, H, T, ...] whose memory is [B, T, H, ...]."""
+    """Return a tensor [B, H, T, ...] stored as [B, T, H, ...]."""
     batch, heads, tokens, *rest = shape
     strides = dense((batch, tokens, heads, *rest))
     order = (strides[0], strides[2], strides[1], *strides[3:])
@@ -232,8 +229,8 @@ def merge(out: Outline, lse: Outline, part_out: Outline, part_lse: Outline) -> N
 
 
 class FlashSizes:
-    """aten's flash attention: outputs only, and a float mask where a window hides keys. The one
-    place that knows a vendor kernel: on CUDA the outputs are the same and no mask is built."""
+    """Sizes of aten's flash attention: outputs, and a float mask if a window hides keys. Only this
+    class knows a vendor kernel: on CUDA the outputs are the same and no mask is built."""
 
     def split(self, block: Block) -> tuple[Block, ...]:
         return tile_window(block)
@@ -270,7 +267,7 @@ class FlashSizes:
 
 @dataclass(frozen=True, slots=True)
 class PaddedSizes:
-    """Heads made `width` wide for `inner` by zeros: copies that live as long as its call."""
+    """Sizes of `inner` on heads padded to `width`, whose copies live as long as the call."""
 
     inner: FlashSizes
     width: int
@@ -303,12 +300,12 @@ class PaddedSizes:
 
 
 def _cut(x: Outline, elements: int) -> Outline:
-    """The first elements of every head."""
+    """Return a view of the first elements of every head."""
     return Outline(x.storage, (*x.shape[:3], elements), x.strides, x.width)
 
 
 def visible(memory: Memory, block: Block) -> Outline:
-    """bool [Sq, Sk], from distances in int64."""
+    """Return which keys each query sees, bool [Sq, Sk], from int64 distances."""
     distance = memory.new((block.queries, block.keys), 8)
     seen = pointwise(distance, width=1)
     if block.window is None:
@@ -319,7 +316,7 @@ def visible(memory: Memory, block: Block) -> Outline:
 
 @dataclass(frozen=True, slots=True)
 class TiledSizes:
-    """Plain attention, tile by tile, in the accumulate dtype."""
+    """Sizes of plain attention, tile by tile, in the accumulate dtype."""
 
     capped: bool
 
@@ -340,8 +337,8 @@ class TiledSizes:
                 unseen = pointwise(part_lse, width=1)
                 safe = pointwise(part_lse, unseen)
                 del unseen
-                own = self._weighted(scores, safe, part(v, tile.keys))
-                merge(sum_out, sum_lse, own, _flat(part_lse, sum_lse.shape))
+                weighted = self._weighted(scores, safe, part(v, tile.keys))
+                merge(sum_out, sum_lse, weighted, _flat(part_lse, sum_lse.shape))
         return out, lse
 
     def _weighted(self, scores: Outline, lse: Outline, v: Outline) -> Outline:
@@ -412,7 +409,7 @@ Kernel = FlashSizes | PaddedSizes | TiledSizes
 
 
 def _stack(x: Outline, kv_heads: int) -> Outline:
-    """[B, H, S, D] -> [B, Hk, H / Hk * S, D], by a copy where heads are not rows in memory."""
+    """Reshape [B, H, S, D] to [B, Hk, H / Hk * S, D]; copies unless heads are rows in memory."""
     batch, heads, tokens, width = x.shape
     shape = (batch, kv_heads, heads // kv_heads * tokens, width)
     if heads == kv_heads or x.contiguous():
@@ -425,7 +422,7 @@ def _flat(x: Outline, shape: tuple[int, ...]) -> Outline:
 
 
 def row_tiles(block: Block) -> Iterator[tuple[int, list[Block]]]:
-    """The widest tiles of queries, each with some of its tiles of keys, last ones included."""
+    """Yield the widest tiles of queries, each with some tiles of keys including the last."""
     starts = list(range(block.q_start, block.q_stop, TILE))
     for q_start in starts[-SEEN_TILES:] if block.causal else starts[:SEEN_TILES]:
         tiles = key_tiles(block, q_start, TILE)

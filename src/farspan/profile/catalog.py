@@ -1,4 +1,4 @@
-"""Models by name, folder or file: from what a user types to a configuration, without weights."""
+"""Catalog of models: configurations by preset name, folder, file or hub name, without weights."""
 
 import difflib
 import json
@@ -23,44 +23,44 @@ from farspan.spec import UnsupportedError
 
 PRESETS = Path(__file__).parent / "models.json"
 LARGEST_CONFIG = 2**24  # bytes
-MOST_LAYERS = 10_000  # each takes milliseconds to build, weights or none
+MOST_LAYERS = 10_000  # each takes milliseconds to build, even without weights
 _WIDTHS = r"(hidden|intermediate|embedding)_size|(^|_)dim|n_embd|n_inner|d_model|d_ff"
-# How a field's name ends, and the largest number that it may have.
+# The ends of field names, and the largest number that each may have.
 _MOST = {
     re.compile(r"layers?$"): MOST_LAYERS,
     re.compile(r"(experts?|heads?)$"): 2**14,
     re.compile(r"vocab_size$"): 2**24,
     re.compile(rf"({_WIDTHS})$"): 2**20,
 }
-CLOSE = 3  # presets named after a slip of the pen
+CLOSE = 3  # most presets to suggest for a misspelt name
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _ADDRESS = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)[^@]*")
-_TUNED = re.compile(r"(instruct|base|chat|it|pt|hf)$")  # of the shapes of the model before it
-PATIENCE = 2.5  # seconds that the hub has for a first answer
+_TUNED = re.compile(r"(instruct|base|chat|it|pt|hf)$")  # suffixes that keep the shapes
+PATIENCE = 2.5  # seconds to wait for the hub's first answer
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A model that ships: its configuration, and where that was read."""
+    """A model whose configuration ships with farspan, and the source of that."""
 
     name: str
     source: str
-    hub: str | None  # its name on the Hugging Face hub; None for a model that only a paper has
+    hub: str | None  # name on the Hugging Face hub; None: known only from a paper
     aliases: tuple[str, ...]
     config: dict[str, Any]
 
 
 def presets() -> tuple[Preset, ...]:
-    """The models that ship."""
+    """Return the models that ship with farspan."""
     return _presets()
 
 
 def find_config(model: str) -> dict[str, Any]:
-    """The configuration of a model by folder, preset name, file or name on the hub, which may have
-    a revision behind it: `Qwen/Qwen2.5-7B@main`. As it stands in its config.json.
+    """Return the config.json of a model by folder, preset, file or hub name.
 
-    A folder in sight is the user's own and comes first. Nothing but a configuration is ever read.
-    Raises UnsupportedError when there is none.
+    A hub name may have a revision: `Qwen/Qwen2.5-7B@main`. A folder of that name comes first, since
+    it is the user's own. Only the configuration is ever read. Raises UnsupportedError if there is
+    none.
     """
     if not model:
         raise UnsupportedError(
@@ -76,7 +76,7 @@ def find_config(model: str) -> dict[str, Any]:
         return read_config(place)
     if place.is_dir():
         raise UnsupportedError(
-            f"model: {model} holds no config.json; expected a saved model's folder"
+            f"model: {model} has no config.json; expected a saved model's folder"
         )
     if model.startswith((".", "/", "~")):
         kind = "file" if place.suffix == ".json" else "folder"
@@ -95,15 +95,15 @@ def find_config(model: str) -> dict[str, Any]:
 
 
 def find_preset(model: str) -> Preset | None:
-    """The preset that a name means, if no folder in sight has it."""
+    """Return the preset that a name means, unless a folder has that name."""
     if (Path(os.path.expanduser(model)) / "config.json").is_file():
         return None
     return _preset_called(model)
 
 
 def _preset_called(model: str) -> Preset | None:
-    """The preset of a name in any usual writing: `Qwen3 8B`, `qwen3_8b`, the address of its page;
-    without its owner, also of what was tuned from it, whose shapes are the same."""
+    """Return the preset of a name in any usual spelling: `Qwen3 8B`, `qwen3_8b`, its hub address.
+    Without an owner, names of tuned models count too, since their shapes are the same."""
     if model.startswith((".", "/", "~")):
         return None  # a path
     address = _ADDRESS.fullmatch(model)
@@ -112,8 +112,8 @@ def _preset_called(model: str) -> Preset | None:
 
 
 def refuse_unreachable(field: str, name: str) -> None:
-    """Have the libraries of Hugging Face take what is in the cache where the hub does not answer:
-    they would try again for half a minute. Raises UnsupportedError where `name` is not there."""
+    """Make the Hugging Face libraries use the cache if the hub does not answer. They would retry
+    for half a minute. Raises UnsupportedError if `name` is not in the cache."""
     constants = load("huggingface_hub", "constants")
     why = None if constants.HF_HUB_OFFLINE else _unreachable()
     if why is None:
@@ -137,7 +137,7 @@ def refuse_unreachable(field: str, name: str) -> None:
 
 @cache
 def _unreachable() -> str | None:
-    """Why the hub does not answer, within seconds; None where it does, whatever it says."""
+    """Return why the hub does not answer within seconds; None if it gives any answer."""
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     patience = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or PATIENCE)
     answers: list[str | None] = []
@@ -147,7 +147,7 @@ def _unreachable() -> str | None:
             asked = urllib.request.Request(endpoint, method="HEAD")
             urllib.request.urlopen(asked, timeout=patience).close()
         except (urllib.error.HTTPError, ssl.SSLError):
-            pass  # it is there
+            pass  # the hub answers
         except urllib.error.URLError as error:
             if not isinstance(error.reason, ssl.SSLError):
                 words = getattr(error.reason, "strerror", None) or error.reason
@@ -156,27 +156,27 @@ def _unreachable() -> str | None:
             answers.append(getattr(error, "strerror", None) or str(error))
         answers.append(None)
 
-    asking = threading.Thread(target=ask, daemon=True)  # a name's look-up has no time limit
+    asking = threading.Thread(target=ask, daemon=True)  # DNS look-up has no time limit
     asking.start()
     asking.join(patience)
     return answers[0] if answers else f"{endpoint} has not answered for {patience:g} s"
 
 
 def refuse_absent(field: str, name: str) -> None:
-    """Raises UnsupportedError for what is neither here nor a name of the hub, or on a hub that
-    cannot be reached: the library would ask for it in silence for most of a minute."""
+    """Raise UnsupportedError for a path that is neither local nor on a hub that can be reached.
+    The library would retry silently for most of a minute."""
     if is_on_hub(name):
         refuse_unreachable(field, name)
     elif not _HUB_NAME.fullmatch(name) and not Path(name).expanduser().exists():
         raise UnsupportedError(
-            f"{field}: no folder {name} here; give one that is, or a hub name such as "
+            f"{field}: no folder {name} here; give one that exists, or a hub name such as "
             "Qwen/Qwen2.5-7B"
         )
 
 
 def hub_name(field: str, name: str) -> str:
-    """Of a preset the model's name on the hub, unless a folder here is called so; anything else as
-    it is. Raises UnsupportedError for a preset whose weights nobody has."""
+    """Return a preset's name on the hub, or any other name as it is. A folder of that name comes
+    first. Raises UnsupportedError for a preset without published weights."""
     preset = None if Path(name).expanduser().exists() else _named().get(_plain(name))
     if preset is None:
         return name
@@ -189,55 +189,55 @@ def hub_name(field: str, name: str) -> str:
 
 
 def split_revision(model: str) -> tuple[str, str | None]:
-    """The name and the revision of `name@revision`; of a folder, or without one, None."""
+    """Split `name@revision` into name and revision; None for a folder or a name without one."""
     name, _, revision = model.partition("@")
     on_hub = revision and _HUB_NAME.fullmatch(name) and not Path(model).expanduser().exists()
     return (name, revision) if on_hub else (model, None)
 
 
 def with_revision(path: str, revision: str | None) -> str:
-    """A name on the hub as `find_config` takes it; of a folder, the folder."""
+    """Join a hub name and a revision as `find_config` takes them; folders have none."""
     return path if revision is None or Path(path).expanduser().exists() else f"{path}@{revision}"
 
 
 def pinned(revision: str | None) -> dict[str, str]:
-    """Arguments of transformers' `from_pretrained`: code that another repository has for the model
-    must be of the same revision, or is not found."""
+    """Return `from_pretrained` arguments that pin a revision. Code in another repository must have
+    the same revision, or it is not found."""
     return {} if revision is None else {"revision": revision, "code_revision": revision}
 
 
 def is_on_hub(path: str) -> bool:
-    """Whether a path is a name on the hub, and no folder here."""
+    """Return whether a path is a name on the hub and not a local folder."""
     return bool(_HUB_NAME.fullmatch(path)) and not Path(path).expanduser().exists()
 
 
 def _from_hub(model: str, revision: str | None) -> Path:
-    of = model, "config.json"
+    where = model, "config.json"
     try:
         # A copy in the cache needs no network; without one the library tries for half a minute.
-        cached = load("huggingface_hub", "try_to_load_from_cache")(*of, revision=revision)
+        cached = load("huggingface_hub", "try_to_load_from_cache")(*where, revision=revision)
         if isinstance(cached, str):
             return Path(cached)
         refuse_unreachable("model", model)
-        return Path(load("huggingface_hub", "hf_hub_download")(*of, revision=revision))
+        return Path(load("huggingface_hub", "hf_hub_download")(*where, revision=revision))
     except UnsupportedError:
         raise
     except ImportError as error:
         raise UnsupportedError(
-            f"model: {model} is no preset, and reading the hub needs huggingface_hub ({error}); "
+            f"model: {model} is not a preset, and reading the hub needs huggingface_hub ({error}); "
             f"pip install farspan, which has it, or name a preset; {_close(model)}"
         ) from error
-    except Exception as error:  # not there, gated, no network: each has its own kind
+    except Exception as error:  # missing, gated, no network: each its own type
         raise UnsupportedError(
             f"model: no config.json of {with_revision(model, revision)!r} could be read from the "
-            f"Hugging Face hub ({' '.join(str(error).split())}); give a folder that holds one, or "
+            f"Hugging Face hub ({' '.join(str(error).split())}); give a folder that has one, or "
             f"a preset: {_close(model)}"
         ) from error
 
 
 def read_config(path: Path, field: str = "model") -> dict[str, Any]:
-    """The configuration in a config.json, whatever file has that name. Raises UnsupportedError
-    naming the run file's field, also for sizes that no model has."""
+    """Return the configuration in a JSON file. Raises UnsupportedError, naming the run file's
+    field, if it cannot be read or has sizes that no model has."""
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST_CONFIG + 1)
@@ -250,16 +250,16 @@ def read_config(path: Path, field: str = "model") -> dict[str, Any]:
         ) from error
     if len(data) > LARGEST_CONFIG:
         raise UnsupportedError(
-            f"{field}: {path} has more than {LARGEST_CONFIG >> 20} MiB, which no model's "
-            "config.json has; give a model's folder, or its config.json"
+            f"{field}: {path} has more than {LARGEST_CONFIG >> 20} MiB, more than any model's "
+            "config.json; give a model's folder, or its config.json"
         )
     refuse_huge(config, f"{field}: {path}: ")
     return config
 
 
 def refuse_huge(fields: Mapping[str, Any], where: str) -> None:
-    """Raises UnsupportedError, its message beginning with `where` and the field, for sizes that no
-    model has: building such a one, if only without weights, would not end."""
+    """Raise UnsupportedError for sizes that no model has; the message begins with `where`. To
+    build such a model would not end, even without weights."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             refuse_huge(value, f"{where}{name}.")
@@ -273,7 +273,7 @@ def refuse_huge(fields: Mapping[str, Any], where: str) -> None:
 
 
 def _close(model: str) -> str:
-    """Presets whose names are near, or all of them where none is."""
+    """Suggest presets with a similar name, or list presets."""
     names = {preset.name.lower(): preset.name for preset in presets()}
     near = difflib.get_close_matches(model.lower().split("/")[-1], names, CLOSE, cutoff=0.5)
     if near:
@@ -292,7 +292,7 @@ def _presets() -> tuple[Preset, ...]:
 
 @cache
 def _named() -> dict[str, Preset]:
-    """Presets by every name they go by, its letters and numbers alone."""
+    """Return presets by all their names, reduced to letters and digits."""
     return {
         _plain(name): preset
         for preset in presets()
@@ -302,5 +302,5 @@ def _named() -> dict[str, Preset]:
 
 
 def _plain(name: str) -> str:
-    """What writings of one name have in common."""
+    """Reduce a name to lower-case letters and digits."""
     return "".join(filter(str.isalnum, name.lower()))

@@ -1,9 +1,9 @@
-"""Profiles of which no cell was run: of a model only described, by what its layers were seen
-to save and the widths of its products; and of one whose linear modules have weights of four bits,
-by the plain model's.
+"""Estimated profiles, for which no cell was run.
 
-bitsandbytes keeps those in blocks, which have a scale each, and scales are in blocks that have one,
-too. A module's weight is unpacked for each of its products, and freed.
+A model that is only described is estimated from the bytes that its layers are known to save and the
+widths of their products. A model whose linear modules have 4-bit weights is derived from the plain
+model's profile: bitsandbytes stores such weights in blocks with a scale each, and the scales in
+blocks too. A module's weight is unpacked for each product, and then freed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,17 +20,17 @@ from farspan.profile.model import (
 )
 from farspan.spec import LayerSpec, ModelSpec
 
-INDEX = 8  # bytes of a token's number
-BLOCK = 64  # elements that share a scale of one byte
-SCALES = 256  # scales that share one of four bytes
-TABLES = 4 * (16 + 256) + 4  # bytes a module: what both codes stand for, and the scales' mean
+INDEX = 8  # bytes of a token id
+BLOCK = 64  # elements that share a one-byte scale
+SCALES = 256  # scales that share a four-byte scale
+TABLES = 4 * (16 + 256) + 4  # bytes a module: both code tables, and the mean of scales
 
 Widths = Sequence[tuple[int, int]]  # inner and outer width of each linear module of a layer
 
 
 @lru_cache(maxsize=64)
 def estimated(model: ModelSpec, rank: int | None = None) -> ModelProfile:
-    """Of a decoder that is run as PyTorch's operators run it; `rank` as in `Variant`."""
+    """Estimate the profile of a decoder run by PyTorch's operators; `rank` as in `Variant`."""
     layers = list(dict.fromkeys(model.layers))
     names = {2: "bfloat16", 4: "float32", 8: "float64"}
     return ModelProfile(
@@ -43,8 +43,8 @@ def estimated(model: ModelSpec, rank: int | None = None) -> ModelProfile:
 
 
 def _kind(model: ModelSpec, layer: LayerSpec) -> KindProfile:
-    """A cell holds the layer's queries, keys and values when it attends; then three tensors as wide
-    as its widest product, or all that its graph does."""
+    """Estimate a kind of layer. Its cell has queries, keys and values when it attends; then three
+    tensors as wide as its widest product, or its whole graph."""
     width, work = model.element_bytes, layer.work
     hidden = model.hidden * width
     heads = layer.query_heads * layer.head_dim
@@ -74,8 +74,9 @@ def _kind(model: ModelSpec, layer: LayerSpec) -> KindProfile:
 
 
 def _outer(model: ModelSpec) -> OuterProfile:
-    """Logits of a piece are there in the model's dtype and three times in the accumulate dtype. All
-    of the weights count as the head's: how they are divided is not known."""
+    """Estimate the part outside the layers. Logits of a piece exist once in the model's dtype and
+    three times in the accumulate dtype. All weights count as the head's, since their division is
+    unknown."""
     width, trained = model.element_bytes, model.outer_trainable()
     hidden = model.hidden * width
     wide = model.accumulate_bytes()
@@ -103,31 +104,30 @@ def _outer(model: ModelSpec) -> OuterProfile:
 
 
 def packed_bytes(inner: int, outer: int) -> int:
-    """That are held for one weight."""
+    """Return the bytes of one packed weight."""
     scales = _scales(inner, outer)
     return -(-inner * outer // 2) + scales + 4 * -(-scales // SCALES) + TABLES
 
 
 def unpacked_bytes(inner: int, outer: int, width: int) -> int:
-    """That one weight takes while it is multiplied, its scales included; `width` is the bytes of an
-    element."""
+    """Return the bytes of a weight and its scales in a product; elements have `width` bytes."""
     return inner * outer * width + 4 * _scales(inner, outer)
 
 
 def adapted(layer: LayerSpec, rank: int) -> Widths:
-    """The linear modules of a layer, all of which have adapters of this rank: behind each product
-    come those of its adapter."""
-    of = layer.work.products
+    """Return the widths of a layer's linear modules, which all have adapters of `rank`. The two
+    products of an adapter follow the product of its module."""
+    products = layer.work.products
     return tuple(
         (inner, outer)
-        for (inner, outer), down, up in zip(of, of[1:], of[2:], strict=False)
+        for (inner, outer), down, up in zip(products, products[1:], products[2:], strict=False)
         if (down, up) == ((inner, rank), (rank, outer))
     )
 
 
 def packed(profile: ModelProfile, linears: Mapping[int, Widths]) -> ModelProfile:
-    """The profile with such weights in these linear modules, by kind of layer. At each moment of a
-    cell the largest of them is counted as unpacked."""
+    """Return the profile with 4-bit weights in the given linear modules, by kind of layer. At each
+    moment of a cell the largest weight counts as unpacked."""
     width = profile.spec.element_bytes
     spared = {
         kind: sum(inner * outer * width - packed_bytes(inner, outer) for inner, outer in of)
@@ -150,7 +150,7 @@ def packed(profile: ModelProfile, linears: Mapping[int, Widths]) -> ModelProfile
 
 
 def _unpacking(kind: KindProfile, more: int) -> KindProfile:
-    """A kind of layer whose cells hold so many bytes more at every moment of a product."""
+    """Add `more` bytes to every moment of a product in a kind's cells."""
     cells = {name: _raised(lines, more) for name, lines in kind.cells.items()}
     return replace(kind, cells=cells)
 

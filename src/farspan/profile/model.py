@@ -1,10 +1,10 @@
-"""What a model costs, as a value: measured once by the engine's own cells on the meta device
-(`farspan.engine.profile`), read by planning, which has no torch.
+"""The profile of a model: its bytes by cell and stage, as a value that planning reads without
+torch.
 
-A quantity is a line in the tokens of a cell, or several of which the highest counts. What attention
-itself holds depends on the blocks of keys that a chunk sees, so lines leave it out and it is added
-where these are known (`ProfiledCells`): before it begins a cell holds `at`, and what follows is
-counted without O and LSE.
+`farspan.engine.profile` measures it once, by running the engine's own cells on the meta device.
+Each quantity is a line in the tokens of a cell, or the maximum of several lines. The memory of
+attention depends on the blocks of keys that a chunk sees. Lines leave it out, and `ProfiledCells`
+adds it: a cell has `at` before attention begins, and later lines leave out O and LSE.
 """
 
 from dataclasses import dataclass, field
@@ -15,35 +15,35 @@ from farspan.program.program import AttentionMode, row_bytes
 from farspan.program.residency import Kind
 from farspan.spec import LayerSpec, ModelSpec, Sparse
 
-Line = tuple[float, ...]  # bytes: constant, then for a token of every length that it depends on
-Peak = tuple[Line, ...]  # moments of which any may be the fullest
+Line = tuple[float, ...]  # bytes: a constant, then a slope for each count of tokens
+Peak = tuple[Line, ...]  # lines of moments, each possibly the peak
 
 
 def at(line: Line, *tokens: int) -> int:
-    """Bytes for so many tokens of each length; those of a chunk are of all its sequences."""
+    """Return the bytes of a line for its counts of tokens; chunks count all sequences."""
     constant, *slopes = line
     return ceil(constant + sum(a * b for a, b in zip(slopes, tokens, strict=True)) - 1e-6)
 
 
 def highest(peak: Peak, *tokens: int) -> int:
-    """Bytes at the fullest of these moments, 0 of none."""
+    """Return the bytes at the fullest moment; 0 without moments."""
     return max((at(line, *tokens) for line in peak), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """In what way a model is trained, as far as its cells know it."""
+    """The way a model is trained, as far as it changes cells."""
 
-    dtype: str = "bfloat16"  # as torch names it
-    # Of LoRA on every linear module of the layers; 0: all is trained; None: the model has others.
+    dtype: str = "bfloat16"  # torch's name
+    # Rank of LoRA on every linear module of the layers; 0: full training; None: other adapters.
     rank: int | None = 0
-    fused: bool = False  # norms, gates, rotations and the loss by farspan's own kernels
+    fused: bool = False  # farspan's kernels for norms, gates, rotations and the loss
     adds: bool = False  # products add weight gradients to their sums
-    tiled: bool = False  # token-wise modules may run on tiles, too
+    tiled: bool = False  # token-wise modules may also run on tiles
     nf4: bool = False  # frozen weights of linear modules have four bits
 
     def key(self) -> str:
-        """A name for it."""
+        """Return a unique name of the variant."""
         words = [self.dtype, *[f"lora{self.rank}"] * bool(self.rank)]
         words += [name for name in ("fused", "adds", "tiled", "nf4") if getattr(self, name)]
         return " ".join(words)
@@ -51,29 +51,29 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class CellLines:
-    """One way in which a layer's cell runs. Lines are in tokens, and where its token-wise modules
-    run on tiles in those of a tile, too; a backward's count what the graph holds."""
+    """Memory of a layer's cell in one way of running it. Lines count tokens and, if token-wise
+    modules run on tiles, tokens of a tile. Lines of the backward include the graph."""
 
-    asked: Peak  # until attention is asked for, at which a pass for K, V stops
-    before: Peak  # until kernels attend
-    at: Line  # when they do
-    after: Peak  # from then on, O and LSE left out
-    graph: Line  # what the graph holds, O, LSE and the layer's input left out
-    saves_input: bool  # does it hold that input?
+    asked: Peak  # until the cell calls attention, where a pass for K, V stops
+    before: Peak  # until attention kernels run
+    at: Line  # while attention kernels run
+    after: Peak  # after attention, without O and LSE
+    graph: Line  # the graph, without O, LSE and the layer's input
+    saves_input: bool  # whether the graph has that input
     backward_before: Peak
     backward_at: Line
     backward_after: Peak
-    weight_gradients: int = 0  # alive together when autograd returns
-    sums: int = 0  # of weight gradients, made while autograd runs
+    weight_gradients: int = 0  # bytes of weight gradients when autograd returns
+    sums: int = 0  # bytes of sums of weight gradients made during autograd
 
 
 @dataclass(frozen=True, slots=True)
 class KindProfile:
-    """Layers that are made and called alike."""
+    """Layers that are built and called alike."""
 
     weights: tuple[int, ...]  # elements of each trained tensor
-    heads_first: bool  # how queries lie in memory: kernels lay out O as they
-    cells: dict[str, CellLines]  # by `form`
+    heads_first: bool  # memory layout of queries, which O has too
+    cells: dict[str, CellLines]  # by name from `form`
 
 
 def form(
@@ -84,9 +84,12 @@ def form(
     unread: bool = False,
     tiled: bool = False,
 ) -> str:
-    """The name of a way to run a cell: with a graph, one that outlives its chunk, with sums of
-    weight gradients that begin in its backward, without the product that nobody reads, and with
-    token-wise modules on tiles."""
+    """Name a way to run a cell.
+
+    It may build a graph, keep the graph after its chunk, begin sums of weight gradients in its
+    backward (`fresh`), skip a product without readers (`unread`), and run token-wise modules on
+    tiles.
+    """
     if not graph:
         return "plain tiled" if tiled else "plain"
     words = ["kept" if kept else "graph", *["fresh"] * fresh, *["unread"] * (unread and not kept)]
@@ -95,16 +98,16 @@ def form(
 
 @dataclass(frozen=True, slots=True)
 class OuterProfile:
-    """What lies outside the layers. The head's lines are in tokens of a chunk and of a piece."""
+    """Memory outside the layers. Lines of the head count tokens of a chunk and of a piece."""
 
     weights: tuple[int, ...]  # elements of each trained tensor
-    by_head: tuple[bool, ...]  # does the head begin their sums, or the embedding's backward?
+    by_head: tuple[bool, ...]  # whether the head begins their sums, not the embedding's backward
     embed: Peak
-    tables: Line  # what layers are handed beside their input
+    tables: Line  # inputs of layers besides hidden states
     tables_peak: Peak
-    head: Peak  # where the sums exist
+    head: Peak  # if the sums exist
     head_fresh: Peak
-    head_once: Peak  # of a chunk that is one piece, in its tokens
+    head_once: Peak  # for a chunk that is one piece, in its tokens
     head_once_fresh: Peak
     evaluation: Peak
     embed_backward: Peak
@@ -113,16 +116,16 @@ class OuterProfile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelProfile:
-    """A model in one dtype, trained in one way, on one choice of kernels. There is one of each, and
-    it is told from others as an object."""
+    """A model in one dtype, trained in one way, on one choice of kernels. Each exists once, so
+    profiles compare by identity."""
 
     spec: ModelSpec
     kinds: tuple[KindProfile, ...]
-    kind_of: tuple[int, ...]  # of every layer
+    kind_of: tuple[int, ...]  # layer to its kind
     outer: OuterProfile
     variant: Variant
-    longest: int | None = None  # tokens the positions reach, where they are bounded
-    learned_positions: bool = False  # they are embedded: there are no more
+    longest: int | None = None  # most positions, if they are bounded
+    learned_positions: bool = False  # positions are embedded, so they cannot be extended
 
 
 # -- bytes of the cells and stages of a program ----------------------------------------------------
@@ -130,35 +133,35 @@ class ModelProfile:
 
 @dataclass(frozen=True, slots=True)
 class CellKind:
-    """What decides the memory of a cell."""
+    """Properties that determine the memory of a cell."""
 
-    block: int  # the number of a kind of layer
+    block: int  # index of the kind of layer
     tokens: int
-    q_start: int  # as far as it decides which blocks of keys there are
+    q_start: int  # reduced to the starts that differ in blocks of keys
     mode: AttentionMode
     buffered: bool
     graph: bool
     kept: bool
     hold: bool
-    tiled: bool = False  # its token-wise modules run on tiles
-    value: bool = True  # then: its output is read
-    fresh: bool = False  # its backward makes sums of weight gradients while autograd runs
-    chooses: bool = False  # pages are chosen in it
+    tiled: bool = False  # token-wise modules run on tiles
+    value: bool = True  # with tiles: its output is read
+    fresh: bool = False  # its backward makes sums of weight gradients during autograd
+    chooses: bool = False  # it chooses pages
 
 
 @dataclass(frozen=True, slots=True)
 class CellBytes:
-    """Bytes of a cell; rises are above what is alive when the instruction begins."""
+    """Bytes of a cell; a rise counts from the memory at the start of the instruction."""
 
     forward_rise: int
     out: int
-    held: int  # O, LSE that stay in registers
-    graph: int  # what the graph holds, the layer's input aside
+    held: int  # O and LSE that stay in registers
+    graph: int  # the graph, without the layer's input
     saves_input: bool
     backward_rise: int
-    weight_gradients: int  # alive together when autograd returns
-    gradient: int  # of the layer's input
-    sums: int = 0  # of weight gradients, made while autograd runs
+    weight_gradients: int  # present when autograd returns
+    gradient: int  # gradient of the layer's input
+    sums: int = 0  # sums of weight gradients made during autograd
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,21 +169,21 @@ class StageBytes:
     """Bytes of a stage outside the layers."""
 
     rise: int
-    out: int  # the register it leaves
+    out: int  # its output register
     tables: int
-    new: frozenset[str]  # parameters whose sums it begins
+    new: frozenset[str]  # parameters whose sums the stage begins
 
 
 @dataclass(slots=True)
 class ProfiledCells:
-    """Cells of one model, each kind found once."""
+    """Bytes of a model's cells, computed once for each kind."""
 
     profile: ModelProfile
     batch: int
     kv_block: int
     sparse: Sparse | None = None
-    in_slots: bool = False  # chosen pages are gathered to slots of the program
-    tile: int = 0  # tokens, of cells that run on tiles
+    in_slots: bool = False  # gather chosen pages to slots of the program
+    tile: int = 0  # tokens of a tile
     found: dict[CellKind, CellBytes] = field(default_factory=dict)
 
     def get(self, kind: CellKind) -> CellBytes:
@@ -226,7 +229,7 @@ class ProfiledCells:
     def _backward(
         self, lines: CellLines, tokens: tuple[int, ...], waits: int, attention: int
     ) -> int:
-        """Bytes at the fullest moment, what the graph holds included."""
+        """Return the bytes at the fullest moment, including the graph."""
         return max(
             highest(lines.backward_before, *tokens) + waits,
             at(lines.backward_at, *tokens) + waits + attention,
@@ -244,8 +247,8 @@ class ProfiledCells:
 
 
 def _lines_of(made: KindProfile, kind: CellKind) -> CellLines:
-    """Those of its way to run, or of the nearest that the layer has: without a product that nobody
-    reads, and where tiles were not looked at, as a whole."""
+    """Return the lines of a cell's form, or of the nearest measured one. A layer may lack lines
+    without the unread product, or with tiles."""
     named = form(
         graph=kind.graph,
         kept=kind.kept,
@@ -260,7 +263,7 @@ def _lines_of(made: KindProfile, kind: CellKind) -> CellLines:
 
 @dataclass(slots=True)
 class ProfiledStages:
-    """Stages outside the layers."""
+    """Bytes of the stages outside the layers."""
 
     profile: ModelProfile
     batch: int
@@ -290,11 +293,11 @@ class ProfiledStages:
         return StageBytes(highest(peak, *pieces), hidden, 0, new)
 
     def _begun(self, *, by_head: bool) -> frozenset[str]:
-        """Tensors whose sums the head begins, or the embedding's backward."""
-        of = zip(outer_names(self.profile), self.profile.outer.by_head, strict=True)
-        return frozenset(name for name, found in of if found is by_head)
+        """Return the tensors whose sums the head begins, or else the embedding's backward."""
+        pairs = zip(outer_names(self.profile), self.profile.outer.by_head, strict=True)
+        return frozenset(name for name, is_head in pairs if is_head is by_head)
 
 
 def outer_names(profile: ModelProfile) -> tuple[str, ...]:
-    """A name of each trained tensor outside the layers."""
+    """Return a name for each trained tensor outside the layers."""
     return tuple(map(str, range(len(profile.outer.weights))))

@@ -1,7 +1,7 @@
-"""Profiles as JSON: those of the presets ship, those of other models are cached by configuration.
+"""Store of profiles as JSON: presets ship with theirs, other models are cached by configuration.
 
-Of adapters two ranks are kept. All that a profile counts is linear in the rank, so any other lies
-between them or beyond.
+Profiles with adapters are stored for two ranks. Every count in a profile is linear in the rank, so
+profiles of other ranks are interpolated or extrapolated.
 """
 
 import hashlib
@@ -29,43 +29,43 @@ from farspan.profile.model import (
 from farspan.spec import LayerSpec, LayerWork, ModelSpec, StateTensor, UnsupportedError
 
 PRESETS = Path(__file__).parent / "presets"
-RANKS = 8, 16  # of adapters, that are measured
-# What ships of a preset, adapters aside, which ship in bf16: on a GPU; on a CPU, and with slices of
-# weights.
+RANKS = 8, 16  # ranks of adapters to measure
+# Variants that ship for presets: on a GPU; on a CPU, and with slices of weights. Adapters ship in
+# bf16 only.
 SHIPPED = tuple(
     Variant(dtype, 0, ours, ours) for dtype in ("bfloat16", "float32") for ours in (False, True)
 )
-_PEAKS = frozenset(f.name for of in (CellLines, OuterProfile) for f in fields(of) if f.type == Peak)
+_PEAKS = frozenset(f.name for c in (CellLines, OuterProfile) for f in fields(c) if f.type == Peak)
 
 Measure = Callable[[Mapping[str, Any], Variant, str], ModelProfile]
 
 
 @dataclass(frozen=True, eq=False)
 class Profiles:
-    """The profiles of one model, each found or measured when it is first asked for."""
+    """The profiles of one model, each loaded or measured when first used."""
 
     config: Mapping[str, Any]
     name: str
-    preset: str | None = None  # the shipped one that this is
-    # Measures a model that has more to it than its configuration says, such as its own adapters.
+    preset: str | None = None  # name of the preset, if the model is one
+    # Measures a model that its configuration does not fully describe, such as one with adapters.
     made: Callable[[Variant], ModelProfile] | None = None
     _known: dict[Variant, ModelProfile] = field(default_factory=dict, init=False)
 
     def rank(self, lora: int) -> int | None:
-        """Of adapters, where so much was asked for."""
+        """Return the rank of adapters for `Variant`; None if the model has its own."""
         return lora if self.made is None else None
 
     def widest_rank(self) -> int:
-        """Of the linear modules that get adapters, the most that the narrower side of one is."""
+        """Return the largest rank that adapters can use: the narrower side of a linear module."""
         rank = RANKS[0]
         layers = set(self.of(Variant(rank=rank)).spec.layers)
         return max((min(widths) for one in layers for widths in adapted(one, rank)), default=1)
 
     def of(self, variant: Variant) -> ModelProfile:
-        """The model's in this way. Raises UnsupportedError where the model cannot be profiled."""
+        """Return the profile of a variant. Raises UnsupportedError if there can be none."""
         if variant not in self._known:
-            found = self._plain(variant)
-            self._known[variant] = replace(found, spec=replace(found.spec, name=self.name))
+            profile = self._plain(variant)
+            self._known[variant] = replace(profile, spec=replace(profile.spec, name=self.name))
         return self._known[variant]
 
     def _plain(self, variant: Variant) -> ModelProfile:
@@ -73,7 +73,7 @@ class Profiles:
             return self.made(variant)
         if not variant.nf4:
             return self._found(variant)
-        # Those of the layers that have adapters are all linear modules there are.
+        # All linear modules of the layers have adapters, so they are the packed ones.
         plain, rank = self.of(replace(variant, nf4=False)), variant.rank or 0
         of = {kind: adapted(plain.spec.layers[i], rank) for i, kind in enumerate(plain.kind_of)}
         return packed(plain, of)
@@ -84,8 +84,8 @@ class Profiles:
     def _shipped(self, variant: Variant) -> ModelProfile | None:
         made = {} if self.preset is None else shipped(self.preset)
         if not variant.rank:
-            found = made.get(variant.key())
-            return None if found is None else from_json(found)
+            stored = made.get(variant.key())
+            return None if stored is None else from_json(stored)
         low, high = (made.get(replace(variant, rank=rank).key()) for rank in RANKS)
         if low is None or high is None:
             return None
@@ -104,27 +104,27 @@ class Profiles:
                 f"needs torch and transformers ({error}); pip install farspan, which has them, or "
                 "name a preset"
             ) from error
-        found = measure(self.config, variant, self.name)
+        profile = measure(self.config, variant, self.name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             apart = path.with_name(f"{PARTIAL}{os.getpid()}-{path.name}")
             try:
-                write_bytes(apart, json.dumps(to_json([found])[0]).encode("utf-8"))
+                write_bytes(apart, json.dumps(to_json([profile])[0]).encode("utf-8"))
                 apart.replace(path)
             finally:
-                apart.unlink(missing_ok=True)  # of a disk that is full
-        except OSError:  # a cache is no promise
+                apart.unlink(missing_ok=True)  # left if the disk is full
+        except OSError:  # the cache is optional
             pass
-        return found
+        return profile
 
 
 def profiles_of(config: Mapping[str, Any], name: str, preset: str | None = None) -> Profiles:
-    """A model's, which are there once: questions about one model are equal."""
+    """Return the one `Profiles` of a model, so that questions about one model are equal."""
     return _profiles(json.dumps(config, default=str), name, preset)
 
 
 def find_profiles(model: str) -> Profiles:
-    """Of a model as `find_config` takes it. Raises UnsupportedError."""
+    """Return the profiles of a model as `find_config` takes it. Raises UnsupportedError."""
     preset = find_preset(model)
     if preset is not None:
         return profiles_of(preset.config, preset.name, preset.name)
@@ -138,29 +138,29 @@ def _profiles(config: str, name: str, preset: str | None) -> Profiles:
 
 @cache
 def shipped(preset: str) -> dict[str, Any]:
-    """A preset's profiles, by `Variant.key`; none where its file is missing."""
+    """Return a preset's profiles by `Variant.key`; empty if its file is missing."""
     path = PRESETS / f"{preset}.json"
     if not path.is_file():
         return {}
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    profiles: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return profiles
 
 
 def make(config: Mapping[str, Any], measure: Measure) -> dict[str, Any]:
-    """What ships of a model, by `Variant.key`."""
-    found: dict[str, Any] = {}
+    """Measure the shipped variants of a model, by `Variant.key`."""
+    profiles: dict[str, Any] = {}
     for variant in SHIPPED:
-        found[variant.key()] = to_json([measure(config, variant, "")])[0]
+        profiles[variant.key()] = to_json([measure(config, variant, "")])[0]
         pair = [replace(variant, rank=rank) for rank in RANKS if variant.dtype == "bfloat16"]
         if not pair:
             continue
         made = to_json([measure(config, one, "") for one in pair])
-        found |= {one.key(): value for one, value in zip(pair, made, strict=True)}
-    return found
+        profiles |= {one.key(): value for one, value in zip(pair, made, strict=True)}
+    return profiles
 
 
 def write(preset: str, made: Mapping[str, Any]) -> Path:
-    """Put what ships of a preset into the package: a line for each variant."""
+    """Write the shipped variants of a preset into the package, a line for each."""
     rows = (f"{json.dumps(key)}:{_text(value)}" for key, value in made.items())
     path = PRESETS / f"{preset}.json"
     path.parent.mkdir(exist_ok=True)
@@ -173,7 +173,7 @@ def _text(value: Any) -> str:
 
 
 def _kept(path: Path) -> ModelProfile | None:
-    """What an earlier question has left; what is broken, in whatever way, is made anew."""
+    """Return a cached profile; None if it is missing or damaged."""
     try:
         return from_json(json.loads(path.read_text(encoding="utf-8")))
     except Exception:
@@ -186,8 +186,8 @@ def cache_folder() -> Path:
 
 
 def digest(config: Mapping[str, Any], variant: Variant) -> str:
-    """A name for what a profile depends on, releases of libraries included: they write the layers
-    and decide what operators allocate."""
+    """Return a digest of everything that a profile depends on. That includes releases of libraries,
+    which define the layers and the memory of operators."""
     releases = [_measuring(), *map(version, ("torch", "transformers"))]
     text = json.dumps([releases, variant.key(), config], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -195,20 +195,20 @@ def digest(config: Mapping[str, Any], variant: Variant) -> str:
 
 @cache
 def _measuring() -> str:
-    """The code that measures: between two releases of it there are others."""
-    found = hashlib.sha256()
+    """Return a digest of the measuring code, which also changes between releases."""
+    digest = hashlib.sha256()
     for part in "attention", "engine", "hf", "kernels", "profile":
         for path in sorted((Path(__file__).parents[1] / part).glob("*.py")):
-            found.update(path.read_bytes())
-    return found.hexdigest()
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 # -- as plain values ----------------------------------------------------------------------------
 
 
 def to_json(profiles: Sequence[ModelProfile]) -> list[dict[str, Any]]:
-    """Plain values, moments that are never the fullest in any of the profiles left out: these are
-    of one model at several ranks."""
+    """Convert profiles of one model at several ranks to plain values. Moments that are never the
+    peak in any of the profiles are left out."""
     values = [_plain(profile) for profile in profiles]
     _prune(values)
     return values
@@ -226,7 +226,7 @@ def _plain(profile: ModelProfile) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """Whole numbers as such, tuples as lists."""
+    """Convert floats without a fraction to int, and tuples to lists."""
     if isinstance(value, dict):
         return {key: _whole(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -235,24 +235,25 @@ def _whole(value: Any) -> Any:
 
 
 def _prune(values: Sequence[Any]) -> None:
-    """Of values that are alike but for numbers."""
+    """Remove moments that are never the peak from values of equal structure."""
     first = values[0]
     if isinstance(first, list):
         for items in zip(*values, strict=True):
             _prune(items)
     elif isinstance(first, dict):
         for key in first:
-            of = [value[key] for value in values]
+            column = [value[key] for value in values]
             if key not in _PEAKS:
-                _prune(of)
+                _prune(column)
                 continue
-            kept = list(_highest(of)) if len({len(peak) for peak in of}) == 1 else range(len(of[0]))
-            for value, peak in zip(values, of, strict=True):
+            alike = len({len(peak) for peak in column}) == 1
+            kept = list(_highest(column)) if alike else range(len(column[0]))
+            for value, peak in zip(values, column, strict=True):
                 value[key] = [peak[place] for place in kept]
 
 
 def _highest(peaks: Sequence[list[list[float]]]) -> Iterator[int]:
-    """Places of moments that no other one is above in every number of every peak."""
+    """Yield the indices of moments that no other moment exceeds in every number of every peak."""
     rows = [[number for line in lines for number in line] for lines in zip(*peaks, strict=True)]
     for place, row in enumerate(rows):
         others = (above for other, above in enumerate(rows) if above != row or other < place)
@@ -261,19 +262,19 @@ def _highest(peaks: Sequence[list[list[float]]]) -> Iterator[int]:
 
 
 def between(low: Any, high: Any, part: float) -> Any:
-    """A value as far between two that are alike but for numbers."""
+    """Interpolate between two values of equal structure."""
     if isinstance(low, dict):
         return {key: between(low[key], high[key], part) for key in low}
     if isinstance(low, list):
         return [between(a, b, part) for a, b in zip(low, high, strict=True)]
     if low == high or isinstance(low, bool | str | None):
         return low
-    found = low + (high - low) * part
-    return round(found) if isinstance(low, int) and isinstance(high, int) else found
+    value = low + (high - low) * part
+    return round(value) if isinstance(low, int) and isinstance(high, int) else value
 
 
 def from_json(value: Mapping[str, Any]) -> ModelProfile:
-    """The profile of plain values. Raises KeyError or TypeError for what is none."""
+    """Build a profile from plain values. Raises KeyError or TypeError if they are not one."""
     kind_of = tuple(value["kind_of"])
     layers = [_layer(layer) for layer in value["spec"]["layers"]]
     spec = {**value["spec"], "layers": tuple(layers[kind] for kind in kind_of)}
@@ -303,7 +304,7 @@ def _layer(value: Mapping[str, Any]) -> LayerSpec:
 
 
 def _tuples(value: Any) -> Any:
-    """Lists as tuples, at any depth."""
+    """Convert lists to tuples, at any depth."""
     if isinstance(value, dict):
         return {key: _tuples(item) for key, item in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

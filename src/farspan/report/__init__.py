@@ -1,1 +1,1 @@
-"""What was planned and measured, for a person to read."""
+"""Reports of planned and measured values: text, tables, pages, snapshots."""

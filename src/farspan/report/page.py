@@ -1,23 +1,23 @@
-"""One HTML page that needs nothing but itself: no network, no other file.
+"""Self-contained HTML pages: no network, no other file.
 
     text = html_page("A title", {"any": "JSON"}, "plan.js")
 
-A page is a title, data and one script of `page/` that says what is shown of the data. The script
-calls `farspan.page(build)` once, where `build(data)` returns elements, or a list of them; their
-makers are functions of plain data, each with a comment that says what it takes:
+A page is a title, data and one script of `page/` that shows the data. The script calls
+`farspan.page(build)` once, where `build(data)` returns an element or a list of elements. The
+functions that make elements take plain data, described in a comment above each:
 
     page.js    facts, numbers, bars, table, choice, words, note, section, columns, details, make;
                bytes, seconds, tokens, percent, rate and count write numbers
     charts.js  memory (stacked by cause over a step), lines (over steps, or over anything)
     walk.js    walk (the grid of cells), step (memory and walk of `plan_page.step_json`, together)
 
-Data are plain values: bytes and seconds are numbers, which the page writes as `farspan.formatting`
-does; sentences are made in Python. Numbers that are not finite become null, which charts leave out.
+Bytes and seconds are numbers in the data, which the page writes as `farspan.formatting` does;
+sentences are made in Python. Numbers that are not finite become null, which charts leave out.
 
-Look and behaviour are the same of every page: light and dark, any width from 360 pixels, no meaning
-in colour alone, the keyboard for everything, a table or words beside every picture. A policy in the
-page's head forbids it to load anything. `page/uplot/` is a copy of a library that draws lines and
-areas; its licence is in the page, too."""
+All pages look and behave alike: light and dark, any width from 360 pixels, no meaning in colour
+alone, full use by keyboard, a table or words next to every picture. A policy in the page's head
+forbids it to load anything. `page/uplot/` is a copy of a library that draws lines and areas; the
+page includes its licence."""
 
 import json
 import math
@@ -30,7 +30,7 @@ from typing import Any
 from farspan.spec import VERSION
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-# Browsers look for an icon of their own where a page names none.
+# A browser requests an icon from the server unless the page names one.
 ICON = "data:,"
 STYLES = "uplot/uplot.css", "page.css"
 SCRIPTS = "uplot/uplot.js", "page.js", "charts.js", "walk.js"
@@ -38,8 +38,8 @@ LICENCE = "uplot/LICENSE"
 
 
 def html_page(title: str, data: Mapping[str, Any], script: str) -> str:
-    """A whole page, as text; `script` is a file of `page/`. What is in `data` cannot end the
-    element that it lies in, whatever it says."""
+    """Return a whole page as text; `script` is a file of `page/`. No text in `data` can end the
+    script element that contains it."""
     styles = "\n".join(f"<style>{_asset(name)}</style>" for name in STYLES)
     scripts = "\n".join(f"<script>{_asset(name)}</script>" for name in (*SCRIPTS, script))
     return f"""<!doctype html>
@@ -66,28 +66,28 @@ def html_page(title: str, data: Mapping[str, Any], script: str) -> str:
 
 
 def page_json(data: Any) -> str:
-    """Data as JSON that may stand inside a script element: no `<` is left in it, so that neither an
+    """Return data as JSON that is safe inside a script element. It contains no `<`, so neither an
     end of the element nor a comment can begin."""
     text = json.dumps(_finite(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _finite(value: Any) -> Any:
-    """Not-a-number and the infinities are no JSON."""
+    """Replace not-a-number and infinities, which JSON cannot express, by None."""
     match value:
         case float():
             return value if math.isfinite(value) else None
         case Mapping():
-            return {str(key): _finite(of) for key, of in value.items()}
+            return {str(key): _finite(item) for key, item in value.items()}
         case list() | tuple():
-            return [_finite(of) for of in value]
+            return [_finite(item) for item in value]
         case _:
             return value
 
 
 @cache
 def _asset(name: str) -> str:
-    """A file of `page/`, which must not end the element that it is put into."""
+    """Return a file of `page/`, which must not end the element that will contain it."""
     text = (files("farspan.report") / "page" / name).read_text(encoding="utf-8")
     assert not any(end in text for end in ("</script", "</style", "-->")), name
     return text

@@ -1,4 +1,4 @@
-"""A plan as an answer of a screen, as tables, and its step as a trace of events."""
+"""A plan as a short answer, as tables, and its step as a trace of events."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -69,7 +69,7 @@ RECURRENT = (
     "only the projections of recurrent layers are priced, not the recurrence: a step takes "
     "longer than planned, most of all without the family's own kernels"
 )
-NOTHING_HELPS = "none of those that were tried makes it fit"
+NOTHING_HELPS = "no change that was tried makes it fit"
 FITS = {Fit.NOT: "no", Fit.TIGHT: "tight", Fit.ROOMY: "yes"}
 FITTING = {Fit.NOT: "does not fit", Fit.TIGHT: "fits, tightly", Fit.ROOMY: "fits"}
 LANES = {
@@ -78,13 +78,13 @@ LANES = {
     "evict": "device to host",
     "collective": "between devices",
     "optimizer": "update",
-    "beside": "update, beside the next step",
+    "beside": "update, during the next step",
     "host": "issuing work",
 }
 
 
 def plan_view(plan: Plan) -> RenderableType:
-    """Everything that a plan says: verdict, bytes, seconds, schedule, runners-up."""
+    """Show a plan in full: verdict, bytes, seconds, schedule, runners-up."""
     near = plan.question.near()
     parts: list[RenderableType] = [
         verdict(plan),
@@ -103,7 +103,7 @@ def plan_view(plan: Plan) -> RenderableType:
 # -- an answer of a screen -------------------------------------------------------------------------
 
 LINES = 25
-CAUSES = ((5, 3), (3, 3), (2, 2), (0, 0))  # named on device and host, the others as one
+CAUSES = ((5, 3), (3, 3), (2, 2), (0, 0))  # causes named on device and host; the rest are summed
 RUNNERS_UP = 3
 CHANGES = 3
 ALL = "everything: --all; a page: --html FILE"
@@ -116,20 +116,21 @@ BOUND = {
 
 
 def plan_text(plan: Plan) -> str:
-    """The answer as plain text."""
+    """Return the answer as plain text."""
     return "\n".join(answer_lines(plan))
 
 
 def answer_view(plan: Plan, room: int = LINES, run_file: str = RUN_FILE) -> Text:
-    """The answer for a terminal, whose first words have the colour of a yes or a no."""
+    """Return the answer for a terminal, with its verdict in green or red."""
     text = Text("\n".join(answer_lines(plan, room, run_file)), no_wrap=True, overflow="ignore")
     text.stylize("bold green" if plan.fits else "bold red", 0, len(FITTING[plan.fit]))
     return text
 
 
 def answer_lines(plan: Plan, room: int = LINES, run_file: str = RUN_FILE) -> list[str]:
-    """At most `room` lines of 80 columns: does it fit, and how; else what is short and what helps.
-    Where room is short, fewer causes are named, then the last words are left out."""
+    """Return the answer in at most `room` lines of 80 columns. It says whether the plan fits and
+    how, else which memory is short and which changes help. If there is little room, fewer causes
+    are named, then the last words are left out."""
     head = [*_folded(answer(plan)), *_folded(subject(plan)), ""]
     end, said, lines = ["", ALL], list(_change_parts(plan)), head
     if plan.fits:
@@ -146,7 +147,7 @@ def answer_lines(plan: Plan, room: int = LINES, run_file: str = RUN_FILE) -> lis
 
 
 def _words_of(plan: Plan, run_file: str) -> Iterator[str]:
-    """What is said of a plan that fits, what matters most first."""
+    """Yield the lines about a plan that fits, the most important first."""
     yield _step_words(plan)
     yield _schedule_sentence(plan)
     yield f"runners-up: {_runners_up(plan)}" if plan.alternatives else ""
@@ -155,18 +156,18 @@ def _words_of(plan: Plan, run_file: str) -> Iterator[str]:
 
 
 def answer(plan: Plan) -> str:
-    """Does it fit, where weights and optimizer states live, and how long a step takes."""
+    """Say whether a plan fits, where weights and optimizer states live, and the step time."""
     if not plan.fits:
         return f"{FITTING[plan.fit]}: {short_words(plan)}"
     return f"{FITTING[plan.fit]}: {chosen_words(plan)}"
 
 
 def short_words(plan: Plan) -> str:
-    """Which tiers are too small, and by how much."""
+    """Name the tiers that are too small, and the bytes that are missing."""
     if plan.question.machine.unified:
         return f"{write_bytes(-fuller(plan)[1].left)} of memory short"
     tiers = (("device", plan.device), ("main", plan.host))
-    short = (f"{write_bytes(-of.left)} of {name} memory" for name, of in tiers if of.left < 0)
+    short = (f"{write_bytes(-tier.left)} of {name} memory" for name, tier in tiers if tier.left < 0)
     return f"{' and '.join(short)} short"
 
 
@@ -175,7 +176,7 @@ def _folded(text: str) -> list[str]:
 
 
 def _tier_lines(plan: Plan, most: tuple[int, int]) -> Iterator[str]:
-    """Both tiers, or those that are short, by cause, of which so many are named."""
+    """Yield the bytes of both tiers, or of the short ones, with their `most` largest causes."""
     names = ("device", "main memory")
     if plan.question.machine.unified:
         names = ("memory, device tier", "memory, host tier")
@@ -185,7 +186,7 @@ def _tier_lines(plan: Plan, most: tuple[int, int]) -> Iterator[str]:
 
 
 def _budget_lines(tier: str, budget: Budget, most: int) -> list[str]:
-    """A tier's bytes by cause, the most first."""
+    """Return a tier's bytes and its causes, the largest first."""
     parts = sorted((part for part in budget.parts.items() if part[1]), key=lambda part: -part[1])
     rows = [(part_words(name), size) for name, size in parts]
     if len(rows) > most:
@@ -222,7 +223,7 @@ def _runners_up(plan: Plan) -> str:
 
 
 def _change_parts(plan: Plan) -> Iterator[list[str]]:
-    """Lines of the cheapest changes."""
+    """Yield the lines of the cheapest changes, a list for each change."""
     if not plan.remedies:
         yield ["", *_folded(f"changes: {NOTHING_HELPS}; fewer tokens, or larger GPUs")]
     for place, change in enumerate(change_words(plan)):
@@ -231,7 +232,7 @@ def _change_parts(plan: Plan) -> Iterator[list[str]]:
 
 
 def change_words(plan: Plan, most: int = CHANGES) -> Iterator[str]:
-    """The cheapest changes of a plan that does not fit, each with what it gives."""
+    """Yield the cheapest changes that make a plan fit, each with the results to expect."""
     for remedy in plan.remedies[:most]:
         gives = f"{write_seconds(remedy.seconds)} a step" if remedy.seconds else ""
         results = "the same results" if remedy.same else "other results"
@@ -243,26 +244,26 @@ def change_words(plan: Plan, most: int = CHANGES) -> Iterator[str]:
 
 
 def verdict(plan: Plan) -> Text:
-    """Does it fit, by how much on each tier; if not, what breaks first and what would help."""
+    """Say whether a plan fits and the bytes to spare, or the shortage and the changes that help."""
     text = Text(f"{answer(plan)}\n{subject(plan)}\n")
     text.stylize("bold green" if plan.fits else "bold red", 0, len(FITTING[plan.fit]))
     more = verdict_lines(plan) if plan.fits else [plan.reason] * bool(plan.reason)
     if not plan.fits:
         changes = list(change_words(plan, len(plan.remedies))) or [NOTHING_HELPS]
         more += [
-            f"{'or' if place else 'cheapest change'}: {of}" for place, of in enumerate(changes)
+            f"{'or' if place else 'cheapest change'}: {text}" for place, text in enumerate(changes)
         ]
     text.append("\n".join([*more, *(f"note: {note}" for note in notes(plan)), ""]))
     return text
 
 
 def chosen_words(plan: Plan) -> str:
-    """Where states, weights and gradients are, and how long a step is."""
+    """Say where states, weights and gradients live, and how long a step takes."""
     return f"{place_words(plan.question)}, {write_seconds(plan.seconds.total)} a step"
 
 
 def verdict_lines(plan: Plan) -> list[str]:
-    """What a plan that fits leaves, and what is tight."""
+    """Return the memory that a plan leaves free, and a warning if it is tight."""
     lines = [f"{_spare(plan.device)} on the device, {_spare(plan.host)} on the host"]
     if plan.question.machine.unified:
         lines = [f"{_spare(plan.device)} in the one memory of both tiers"]
@@ -270,14 +271,14 @@ def verdict_lines(plan: Plan) -> list[str]:
 
 
 def tight_words(plan: Plan) -> str:
-    """What is missing of the margin, and what it is for."""
+    """Return the warning that less than the margin stays free, and say why the margin exists."""
     margin, machine = plan.question.margin, plan.question.machine
     if not machine.unified and plan.device.left < margin.device:
         size, what, left = margin.device, "of a device", plan.device.left
         use = "fragmentation, library workspaces and communication"
     else:
         size, what, left = margin.host // plan.question.near(), "of main memory", plan.host.left
-        use = "whatever else the machine does"
+        use = "the machine's other processes"
     return (
         f"tight: {write_bytes(size)} {what} should stay free for {use}, but only "
         f"{write_bytes(left)} is; use a shorter context or keep less there"
@@ -285,7 +286,7 @@ def tight_words(plan: Plan) -> str:
 
 
 def notes(plan: Plan) -> Iterator[str]:
-    """What stands between the plan and a run of `farspan train`."""
+    """Yield notes on everything that a user of the plan has to know before training."""
     question = plan.question
     if question.machine.name in names() and (note := read(question.machine.name).note):
         yield note
@@ -315,25 +316,26 @@ def notes(plan: Plan) -> Iterator[str]:
     if question.layout.devices() > 1:
         yield f"to start it: {launch_words(question)}"
     elif "--gpus" in advised:
-        yield "with --gpus the plan says how farspan train is started on them"
+        yield "with --gpus the plan prints the command that starts farspan train on them"
 
 
-ENDURANCE = 600e12  # bytes that a drive of 1 TB may be written: assumed
+ENDURANCE = 600e12  # bytes written over the life of a drive of 1 TB, assumed
 
 
 def _wear(question: Question) -> str:
-    """What an update takes of the drive."""
+    """Describe the time and the wear of a drive by one update."""
     size, rate = drive_bytes(question) * question.near(), question.machine.disk
     return (
         f"each update reads and writes {size / 1e9:,.1f} GB of states, "
-        f"{2 * size / rate:,.1f} s at {rate / 1e9:g} GB/s, and of {ENDURANCE / 1e12:g} TB that a "
-        f"drive endures it takes {size / ENDURANCE:.3%}, so {ENDURANCE / max(1, size):,.0f} steps; "
-        "both are assumed, unless the machine file says the rate"
+        f"{2 * size / rate:,.1f} s at {rate / 1e9:g} GB/s, and takes {size / ENDURANCE:.3%} "
+        f"of the {ENDURANCE / 1e12:g} TB that a drive endures, so "
+        f"{ENDURANCE / max(1, size):,.0f} steps; both are assumed, unless the machine file gives "
+        "the rate"
     )
 
 
 def drive_json(question: Question) -> dict[str, Any]:
-    """The same, with a key of its own, where states are on a drive."""
+    """Return time and wear of the drive for JSON; empty if no states are on a drive."""
     size = drive_bytes(question) * question.near()
     if not size:
         return {}
@@ -351,7 +353,7 @@ PLACES = {
 
 
 def loss_words(plan: Plan) -> Iterator[str]:
-    """What a loss of log-probabilities costs beside one pass, and where its reference is."""
+    """Describe the cost of a loss of log-probabilities over one pass, and its reference's place."""
     loss = plan.question.loss
     if not loss.is_cut:
         return
@@ -372,14 +374,14 @@ def loss_words(plan: Plan) -> Iterator[str]:
         size = "; a run file asks its teacher at every step: --reference frozen plans that"
         if loss.evaluates:
             size = ", and of a teacher as large as the model"
-        yield f"planned of {loss.ids} ids a token that the teacher gives{size}"
+        yield f"planned for {loss.ids} ids a token from the teacher{size}"
 
 
 PAIRS = (LossKind.DPO, LossKind.IPO, LossKind.ORPO)
 
 
 def loss_json(plan: Plan) -> dict[str, Any]:
-    """The same, with a key of its own, where a loss is of log-probabilities."""
+    """Return the seconds of a loss of log-probabilities for JSON; empty for other losses."""
     if not plan.question.loss.is_cut:
         return {}
     one, cut, whole = loss_seconds(plan)
@@ -388,7 +390,7 @@ def loss_json(plan: Plan) -> dict[str, Any]:
 
 
 def _packed(question: Question) -> Iterator[str]:
-    """Where four bits save less than half of the weights."""
+    """Warn if four bits save less than half of the weights."""
     model = question.model
     plain = model.parameters * model.element_bytes
     packed = plain - sum(layer.work.packed for layer in model.layers)
@@ -396,13 +398,13 @@ def _packed(question: Question) -> Iterator[str]:
         yield (
             f"weights take {write_bytes(packed)} with four bits and {write_bytes(plain)} without: "
             "only linear modules have four, not embeddings, and not experts whose weights are "
-            f"stacked; if that is too much, give --optimizer {Optimizer.HOST} --weights "
-            f"{Tier.HOST} in place of --quantize"
+            f"stacked; if that is too much, use --optimizer {Optimizer.HOST} --weights "
+            f"{Tier.HOST} instead of --quantize"
         )
 
 
 def subject(plan: Plan) -> str:
-    """What was asked, in a line."""
+    """Return the question of a plan in a line: model, tokens, devices, optimizer."""
     question = plan.question
     run, attention = question.run, ""
     if question.sparse is not None:
@@ -424,7 +426,7 @@ def subject(plan: Plan) -> str:
 
 
 def devices_words(question: Question) -> str:
-    """How many devices of which machine, and how they share the step."""
+    """Return the number and kind of the devices, and how they share the step."""
     layout = question.layout
     devices = f"{layout.devices()} x {question.machine.name}"
     return f"{devices} ({layout_words(layout)})" if layout.devices() > 1 else devices
@@ -435,9 +437,9 @@ def _spare(budget: Budget) -> str:
 
 
 def budget_table(tier: str, budget: Budget, reserve: int = 0) -> Table:
-    """Where the bytes go, the most first; bars are shares of what there is beside `reserve`."""
+    """Show a tier's bytes by cause, the largest first; bars are shares of the limit."""
     used = f"{tier}: {write_bytes(budget.total)} of {write_bytes(budget.limit)}"
-    used += f", beside {write_bytes(reserve)} in reserve" if reserve else ""
+    used += f", {write_bytes(reserve)} in reserve" if reserve else ""
     whole = max(budget.limit, budget.total)
     parts = sorted(budget.parts.items(), key=lambda part: -part[1])
     rows = [(part_words(name), write_bytes(size), size / whole) for name, size in parts]
@@ -445,7 +447,7 @@ def budget_table(tier: str, budget: Budget, reserve: int = 0) -> Table:
 
 
 def seconds_table(plan: Plan) -> RenderableType:
-    """A step's time, how long each lane of the machine is busy in it, tokens a second and MFU."""
+    """Show a step's time, how long each lane of the machine is busy, tokens a second and MFU."""
     seconds = plan.seconds
     busy = [(name, getattr(seconds, field)) for field, name in LANES.items()]
     waiting = seconds.exposed(overlap=plan.question.overlap)
@@ -460,7 +462,7 @@ def seconds_table(plan: Plan) -> RenderableType:
 
 
 def schedule_view(plan: Plan) -> RenderableType:
-    """The schedule in words and, where it fits, why it was chosen."""
+    """Show the schedule in words and, if it fits, why it was chosen."""
     question, layers = plan.question, most_layers(plan.question)
     of_all = question.model, question.run.tokens, plan.schedule, question.layout
     title = Text("schedule: ")
@@ -476,7 +478,7 @@ def schedule_view(plan: Plan) -> RenderableType:
 
 
 def alternatives_table(plan: Plan) -> Table:
-    """The runners-up below the plan itself."""
+    """Show the plan and its runners-up in a table."""
     columns = ("strategy", "fits", "step", "device", "host", "chunk", "groups")
     table = lines_table("the choice and its runners-up", *columns, "O kept", "rest kept")
     for other in (plan, *plan.alternatives):
@@ -502,8 +504,8 @@ def contexts_view(
     strategies: Iterable[str],
     max_step: float = math.inf,
 ) -> RenderableType:
-    """The longest context of each strategy and what a step of it takes, at most `max_step` seconds;
-    `plans` has those that fit at any length."""
+    """Show the longest context of each strategy whose step takes at most `max_step` seconds.
+    `plans` has the strategies that fit at some length."""
     header = f"longest context of {question.model.name}, {devices_words(question)}"
     if not math.isinf(max_step):
         header += f", steps of at most {write_seconds(max_step)}"
@@ -532,7 +534,7 @@ def _rate(plan: Plan) -> str:
 
 
 def _share(budget: Budget) -> str:
-    """Of what the tier can hold; without any limit, the bytes themselves."""
+    """Return the share of the tier's limit in use; if it has no limit, the bytes."""
     if budget.limit <= 0:
         return write_bytes(budget.total)
     return f"{budget.total / budget.limit:.0%}"
@@ -540,17 +542,14 @@ def _share(budget: Budget) -> str:
 
 # -- a step as a trace -----------------------------------------------------------------------------
 #
-# A step as a trace of events, which Perfetto (ui.perfetto.dev) and chrome://tracing draw: as it is
-# planned, or as it was measured.
+# It has one row for each lane: computing, fetching, evicting, communicating. The format is that of
+# Chrome's trace events and of torch.profiler's `export_chrome_trace`, so a measured step and the
+# planned one can be opened side by side.
 #
-# One row a lane: what computes, fetches, evicts and talks to other devices when. The format is that
-# of Chrome's trace events, and of torch.profiler's `export_chrome_trace`: a measured step and the
-# planned one can be looked at side by side.
-#
-# Of a plan the device's own program is drawn and, after it, the update. Where copies are in line a
-# lane is idle while another works. What pipeline stages wait for each other is in no row.
+# The trace of a plan shows the program of one device and, after it, the update. If copies run in
+# line, a lane is idle while another works. No row shows how long pipeline stages wait.
 
-UPDATE = -1  # the index of the optimizer's update, which is no instruction
+UPDATE = -1  # index of the optimizer's update, which is not an instruction
 ROWS = {
     "compute": "compute",
     "fetch": "fetch, host to device",
@@ -558,7 +557,7 @@ ROWS = {
     "collective": "collective, between devices",
     "update": "update of the step before, in main memory",
 }
-NANOSECOND = 1e-3  # of the microseconds that the format counts in: finer is left out
+NANOSECOND = 1e-3  # in microseconds, the format's unit: times are rounded to it
 MODES = {
     AttentionMode.NONE: " K, V only",
     AttentionMode.GIVEN: " O kept",
@@ -568,8 +567,8 @@ MODES = {
 
 
 def timeline_json(plan: Plan) -> dict[str, Any]:
-    """The trace of a plan, ready to be written as JSON. Times are microseconds."""
-    program, found = step_spans(plan)
+    """Return the trace of a plan, ready to be written as JSON. Times are microseconds."""
+    program, planned = step_spans(plan)
     about = {
         "model": plan.question.model.name,
         "tokens": plan.question.run.tokens,
@@ -579,14 +578,14 @@ def timeline_json(plan: Plan) -> dict[str, Any]:
         "predicted_seconds": plan.seconds.total,
         "about": "simulated by farspan plan, not measured",
     }
-    return spans_json(((program, span) for span in found), about)
+    return spans_json(((program, span) for span in planned), about)
 
 
 def spans_json(
     found: Iterable[tuple[Program, Span]], about: Mapping[str, Any], process: int = 1
 ) -> dict[str, Any]:
-    """Spans of programs as a trace, planned or measured, of a process with a row a lane. It begins
-    at 0: a GPU's first copies may run before the mark of the step's begin."""
+    """Return planned or measured spans as a trace of one process, with a row for each lane. It
+    begins at 0: a GPU's first copies may run before the mark of the step's start."""
     found = list(found)
     early = min((span.start for _, span in found), default=0.0)
     events = [_event(program, _later(span, -min(early, 0.0)), process) for program, span in found]
@@ -602,30 +601,31 @@ def _later(span: Span, seconds: float) -> Span:
 
 
 def step_spans(plan: Plan) -> tuple[Program, tuple[Span, ...]]:
-    """The slowest rank's program and when each of its instructions keeps which lane busy, the
-    update last, where it is not beside the next step; seconds from the step's begin."""
+    """Return the slowest rank's program and its spans: which lane each instruction keeps busy.
+    Times are seconds from the step's start. The update is last, unless it overlaps the next
+    step."""
     question = plan.question
-    found = [program for _, program in programs(question, plan.schedule)]
-    program = found[0] if len(found) == 1 else slowest(question, size(question, plan.schedule))[0]
+    ranks = [program for _, program in programs(question, plan.schedule)]
+    program = ranks[0] if len(ranks) == 1 else slowest(question, size(question, plan.schedule))[0]
     return program, program_spans(plan, program)
 
 
 def program_spans(plan: Plan, program: Program) -> tuple[Span, ...]:
-    """The same of one rank's program."""
+    """Return the spans of one rank's program, as `step_spans` does."""
     question = plan.question
     prices = Prices(question, program, together=question.overlap)
     beside = update_overlaps(question)
-    found = spans(prices, beside=beside) if question.overlap else tuple(_in_line(prices))
-    end = max((span.end for span in found), default=0.0)
+    busy = spans(prices, beside=beside) if question.overlap else tuple(_in_line(prices))
+    end = max((span.end for span in busy), default=0.0)
     update = plan.seconds.optimizer + plan.seconds.beside
     if update:
         when = Span("update", 0.0, update, UPDATE) if beside else None
-        found += (when or Span("compute", end, end + update, UPDATE),)
-    return found
+        busy += (when or Span("compute", end, end + update, UPDATE),)
+    return busy
 
 
 def _in_line(prices: Prices) -> Iterator[Span]:
-    """One instruction after the other, and each lane of one after the other."""
+    """Yield spans one after the other, for instructions and for the lanes of each."""
     now = 0.0
     for index, instruction in enumerate(prices.program.instructions):
         cost = prices.of(instruction)
@@ -642,8 +642,8 @@ def _in_line(prices: Prices) -> Iterator[Span]:
 
 
 def _closing(prices: Prices, instruction: Instruction) -> float:
-    """Seconds of the gathers of a group's weights and of the reduction of their gradients: they are
-    drawn where the group closes."""
+    """Return the seconds to gather a group's weights and to reduce their gradients. The trace shows
+    them where the group closes."""
     if not isinstance(instruction, Close):
         return 0.0
     program = prices.program
@@ -654,8 +654,8 @@ def _closing(prices: Prices, instruction: Instruction) -> float:
 
 
 def _event(program: Program, span: Span, process: int) -> dict[str, Any]:
-    """A complete event. Both ends are whole nanoseconds, so that neighbours meet and do not
-    overlap."""
+    """Return a span as a complete trace event. Both ends are whole nanoseconds, so that neighbours
+    meet and do not overlap."""
     start, end = (round(time * 1e9) for time in (span.start, span.end))
     return {
         "name": span_words(program, span),
@@ -670,7 +670,7 @@ def _event(program: Program, span: Span, process: int) -> dict[str, Any]:
 
 
 def span_words(program: Program, span: Span) -> str:
-    """What happens there: F 3.5 is the forward of layer 3, chunk 5."""
+    """Name the work of a span: `F 3.5` is the forward of layer 3, chunk 5."""
     if span.index == UPDATE:
         return "optimizer's update"
     instruction = program.instructions[span.index]

@@ -1,11 +1,10 @@
-"""A plan, and the others that were looked at, as a page; a step's memory and its walk over the grid
-of cells, thinned out to what a page can hold.
+"""The page of a plan and its alternatives, with memory and walk of a step.
 
-A step is drawn in frames: of so many cells in a row one, with the memory of the fullest moment
-among them, so that no peak is lost. Of the grid at most so many layers and chunks are shown, ends
-included; what is shown of a cell is that cell's own. What no buffer of the program is (weights,
-gradients, what a cell holds for a moment) is drawn as the plan counts it, at its most throughout.
-"""
+A step is drawn in frames, each of an equal number of neighbouring cells. A frame shows the memory
+of the fullest moment in it, so that no peak is lost. At most `ROWS_SHOWN` layers and
+`COLUMNS_SHOWN` chunks of the grid are shown, including both ends; each is drawn as itself, not as
+an average. Memory outside the program's buffers (weights, gradients, transients of a cell) is drawn
+at its planned maximum throughout."""
 
 import math
 from bisect import bisect_left
@@ -52,9 +51,9 @@ from farspan.report.plan import (
 from farspan.report.tables import memory_text, schedule_words
 from farspan.spec import VERSION, Tier, UnsupportedError
 
-FRAMES, ROWS_SHOWN, COLUMNS_SHOWN = 600, 48, 64  # of a step on a page; of its grid
+FRAMES, ROWS_SHOWN, COLUMNS_SHOWN = 600, 48, 64  # most frames, layers, chunks drawn
 PHASES = 60  # rows of the walk's table
-LEVELS = 2**14  # bytes are told apart to this part of the most
+LEVELS = 2**14  # resolution of memory charts: bytes are rounded to peak / LEVELS
 # Kinds of tensors that a cell leaves behind, in the order of their bits in its state.
 LEFT = (Kind.KV, Kind.DKV, Kind.ATTENTION, Kind.ACTIVATIONS)
 PLACE = {Tier.HOST: 1, Tier.DEVICE: 2}
@@ -72,31 +71,31 @@ Cells = Forward | Backward | Head
 
 @dataclass(frozen=True, slots=True)
 class StepFrames:
-    """Which instructions a step is shown at: `ends[i]` is one past the last of frame i, and
-    `shown[i]` the cell that stands for it."""
+    """Frames that a page shows of a step, in order. Frame i ends before instruction `ends[i]`, and
+    the cell `shown[i]` represents it."""
 
     ends: tuple[int, ...]
     shown: tuple[int, ...]
-    cells: int  # of the whole step
+    cells: int  # number of cells in the whole step
 
     def of(self, index: int) -> int:
-        """The frame that an instruction lies in."""
+        """Return the frame that contains an instruction."""
         return min(bisect_left(self.ends, index + 1), len(self.ends) - 1)
 
 
 def frames_of(program: Program, most: int, layers: set[int], chunks: set[int]) -> StepFrames:
-    """At most so many, of equally many cells each; a cell of these layers and chunks stands for its
-    frame where there is one."""
-    found = program.instructions
-    cells = [index for index, i in enumerate(found) if isinstance(i, Cells)]
+    """Cut a program into at most `most` frames with equal numbers of cells. A cell of the given
+    layers and chunks represents its frame, if the frame has one."""
+    instructions = program.instructions
+    cells = [index for index, i in enumerate(instructions) if isinstance(i, Cells)]
     count = min(most, len(cells))
     ends, shown = [], []
     for frame in range(count):
-        own = cells[frame * len(cells) // count : (frame + 1) * len(cells) // count]
-        seen = [index for index in own if _is_shown(found[index], layers, chunks)]
-        shown.append((seen or own)[-1])
-        ends.append(own[-1] + 1)
-    ends[-1] = len(found)
+        members = cells[frame * len(cells) // count : (frame + 1) * len(cells) // count]
+        seen = [i for i in members if _is_shown(instructions[i], layers, chunks)]
+        shown.append((seen or members)[-1])
+        ends.append(members[-1] + 1)
+    ends[-1] = len(instructions)
     return StepFrames(tuple(ends), tuple(shown), len(cells))
 
 
@@ -105,7 +104,7 @@ def _is_shown(i: Instruction, layers: set[int], chunks: set[int]) -> bool:
 
 
 def thinned(numbers: Sequence[int], most: int) -> list[int]:
-    """At most so many of them, evenly, the first and the last included."""
+    """Return at most `most` of the numbers, evenly spaced, including the first and the last."""
     if len(numbers) <= most:
         return list(numbers)
     last = len(numbers) - 1
@@ -115,8 +114,8 @@ def thinned(numbers: Sequence[int], most: int) -> list[int]:
 def step_json(
     plan: Plan, frames: int = FRAMES, rows: int = ROWS_SHOWN, columns: int = COLUMNS_SHOWN
 ) -> dict[str, Any]:
-    """A plan's step for `farspan.step` of the page: `time` of each frame (seconds from the step's
-    begin), memory of both tiers by cause, and the walk."""
+    """Return a plan's step for `farspan.step` of the page. It has the `time` of each frame (seconds
+    from the step's start), the memory of both tiers by cause, and the walk."""
     program, spans = step_spans(plan)
     begins = {span.index: span.start for span in spans if span.lane == "compute"}
     end = max((span.end for span in spans), default=0.0)
@@ -135,8 +134,8 @@ def drawn_walk(
     rows: int = ROWS_SHOWN,
     columns: int = COLUMNS_SHOWN,
 ) -> tuple[StepFrames, dict[str, Any]]:
-    """A step without its memory, and its frames. Instructions begin then, in seconds from the
-    step's begin, and the step has its `end`."""
+    """Return a step's frames, and the step for the page without its memory. `begins` maps
+    instructions to seconds from the step's start; the step takes `end` seconds."""
     groups = [program.groups[group] for group in program.own_groups()]
     layers = thinned(range(groups[0][0], groups[-1][1]), rows)
     chunks = thinned(range(len(program.chunks)), columns)
@@ -151,12 +150,12 @@ def drawn_walk(
 
 
 def _times(at: StepFrames, begins: Mapping[int, float]) -> list[float]:
-    """When each frame begins; ascending, since what waits for a copy is issued before it."""
-    found, now = [], 0.0
+    """Return the ascending start times of the frames: instructions are issued before they wait."""
+    starts, now = [], 0.0
     for index in at.shown:
         now = max(now, begins.get(index, now))
-        found.append(now)
-    return found
+        starts.append(now)
+    return starts
 
 
 def _rounded(when: float, end: float) -> float:
@@ -165,29 +164,29 @@ def _rounded(when: float, end: float) -> float:
 
 # -- a plan ----------------------------------------------------------------------------------------
 
-ALTERNATIVE = {"frames": 240, "rows": 24, "columns": 24}  # of each plan but the first
-MOST_PLANS = 12  # whose steps are drawn
+ALTERNATIVE = {"frames": 240, "rows": 24, "columns": 24}  # for all plans but the first
+MOST_PLANS = 12  # plans whose steps are drawn
 DRAWN = (
-    "Planned, not measured. What a cell holds for a moment, weights and gradients are drawn at "
-    "their most throughout the step; the optimizer's update comes after it, or beside the next."
+    "Planned, not measured. Transients of a cell, weights and gradients are drawn at "
+    "their maximum throughout; the optimizer's update follows the step or overlaps the next."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class PageOf:
-    """Plans for one page: the best of a context first and the others looked at; those of the
-    longest contexts, by strategy; and what `farspan plan` was asked."""
+    """Plans for one page, and the question that they answer. `plans` are the best of a context and
+    its alternatives; `longest` are the plans of the longest contexts, by strategy."""
 
     plans: Sequence[Plan]
     longest: Mapping[str, Plan] = field(default_factory=dict)
-    strategies: Sequence[str] = ()  # of the longest contexts: all that were tried
-    max_step: float = math.inf  # and the seconds that a step of theirs may take
-    words: Sequence[str] = ()  # of the run that is planned
+    strategies: Sequence[str] = ()  # all that were tried for the longest contexts
+    max_step: float = math.inf  # seconds a step of the longest contexts
+    words: Sequence[str] = ()  # description of the planned run
     command: str = ""
 
 
 def plan_page(of: PageOf) -> str:
-    """The page, as text. Raises UnsupportedError where there is no plan to show."""
+    """Return the page as text. Raises UnsupportedError if there is no plan to show."""
     longest = sorted(
         of.longest.values(), key=lambda plan: (-plan.question.run.tokens, plan.seconds.total)
     )
@@ -212,7 +211,7 @@ def plan_page(of: PageOf) -> str:
 
 
 def _machine(plan: Plan) -> dict[str, str]:
-    """Facts of the machine and of who planned."""
+    """Return facts about the machine and the version of farspan."""
     question = plan.question
     return {
         "machine": devices_words(question),
@@ -224,8 +223,7 @@ def _machine(plan: Plan) -> dict[str, str]:
 
 
 def plan_json(plan: Plan, place: int) -> dict[str, Any]:
-    """What the page shows of a plan; the first of them in more detail. Its numbers are
-    `Plan.to_json`'s."""
+    """Return one plan for the page, the first in more detail, with numbers of `Plan.to_json`."""
     question = plan.question
     schedule, layers = stage_schedule(question, plan.schedule), most_layers(question)
     chunks = chunks_of(question.model, question.run.tokens, plan.schedule, question.layout)
@@ -264,7 +262,7 @@ def plan_json(plan: Plan, place: int) -> dict[str, Any]:
 
 
 def _budget(budget: Budget) -> dict[str, Any]:
-    """The parts with their names, the most first."""
+    """Return a tier's parts with their names, the largest first."""
     parts = sorted(budget.parts.items(), key=lambda part: -part[1])
     return {
         "total": budget.total,
@@ -277,24 +275,24 @@ def _budget(budget: Budget) -> dict[str, Any]:
 
 
 def _memory(budget: Budget, program: Program, tier: Tier, at: StepFrames) -> dict[str, Any]:
-    """By cause, the lowest first: bytes of what is there throughout, else a number of `unit` bytes
-    for each frame, at the frame's fullest moment."""
+    """Return a tier's memory by cause, the lowest in the chart first. A constant cause has its
+    bytes; a varying one has multiples of `unit` bytes, at the fullest moment of each frame."""
     varying = _of_buffers(program, tier, at)
     unit = max(1, budget.total // LEVELS)
     causes = []
     for name, size in budget.parts.items():
         values = varying.get(name, [size])
         flat = len(set(values)) == 1
-        shown = values[0] if flat else [round(of / unit) for of in values]
+        shown = values[0] if flat else [round(value / unit) for value in values]
         causes.append({"key": name, "name": part_words(name), "values": shown})
     causes.sort(key=lambda cause: isinstance(cause["values"], list))
     return {"limit": budget.limit, "total": budget.total, "unit": unit, "causes": causes}
 
 
 def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[int]]:
-    """Bytes of the buffers of each part at the fullest moment of each frame."""
+    """Return the bytes of each part's buffers at the fullest moment of each frame."""
     live: dict[str, int] = defaultdict(int)
-    found: dict[str, list[int]] = defaultdict(list)
+    fullest_by_part: dict[str, list[int]] = defaultdict(list)
     start = 0
     for end in at.ends:
         total = most = sum(live.values())
@@ -311,16 +309,16 @@ def _of_buffers(program: Program, tier: Tier, at: StepFrames) -> dict[str, list[
             if total > most:
                 most, fullest = total, dict(live)
         for name in live:
-            missing = [0] * (len(found["frames"]) - len(found[name]))
-            found[name] += [*missing, fullest.get(name, 0)]
-        found["frames"].append(0)
+            missing = [0] * (len(fullest_by_part["frames"]) - len(fullest_by_part[name]))
+            fullest_by_part[name] += [*missing, fullest.get(name, 0)]
+        fullest_by_part["frames"].append(0)
         start = end
-    del found["frames"]
-    return dict(found)
+    del fullest_by_part["frames"]
+    return dict(fullest_by_part)
 
 
 def _part(buffer: Buffer) -> str:
-    """As in a budget (evaluate.arena_parts)."""
+    """Return the part of a budget that counts a buffer, as `evaluate.arena_parts` does."""
     is_slot = buffer.layer < 0 and RESIDENCY[buffer.kind].rows is not CutInto.GROUPS
     return "slots" if is_slot else str(buffer.kind)
 
@@ -329,7 +327,7 @@ def _part(buffer: Buffer) -> str:
 
 
 class _Left(NamedTuple):
-    """A kind of tensors of a cell, or of a group's input, whose number then is `layer`."""
+    """Tensors of one kind that a cell leaves behind, or the input of the group at `layer`."""
 
     kind: Kind
     layer: int
@@ -338,11 +336,11 @@ class _Left(NamedTuple):
 
 @dataclass(slots=True)
 class _Grid:
-    """What is left of the cells that are shown, and where, instruction by instruction."""
+    """Places of the tensors of the shown cells, updated instruction by instruction."""
 
     program: Program
-    layers: dict[int, int]  # of those that are shown, their rows
-    chunks: dict[int, int]  # and columns
+    layers: dict[int, int]  # layer to its row on the page
+    chunks: dict[int, int]  # chunk to its column on the page
     holders: dict[_Left, set[str]] = field(default_factory=lambda: defaultdict(set))
     held: dict[str, set[_Left]] = field(default_factory=lambda: defaultdict(set))
     phases: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -362,7 +360,7 @@ class _Grid:
             case Free(buffer):
                 self._drop(buffer)
             case Allocate(buffer) if self.program.buffers[buffer].kind is Kind.DKV:
-                for chunk in self.chunks:  # sums of all chunks, from here on
+                for chunk in self.chunks:  # the buffer has the sums of all chunks from here on
                     self._put(buffer, chunk)
 
     def _forward(self, i: Forward) -> None:
@@ -380,7 +378,7 @@ class _Grid:
             self.changed.add(_Left(Kind.KV, layer, chunk))
 
     def _put(self, name: str, chunk: int, layer: int | None = None) -> None:
-        """A buffer holds a chunk's part of its layer; a slot nothing that lasts."""
+        """Note that a buffer has a chunk's part of its layer; slots keep nothing."""
         buffer = self.program.buffers[name]
         if buffer.layer >= 0:
             self._hold(name, _Left(buffer.kind, buffer.layer if layer is None else layer, chunk))
@@ -398,7 +396,7 @@ class _Grid:
             self.changed.add(cell)
 
     def place(self, kind: Kind, layer: int, chunk: int) -> int:
-        """0 nowhere, 1 on the host, 2 on the device: where it is nearest."""
+        """Return the nearest place: 0 nowhere, 1 on the host, 2 on the device."""
         buffers = self.program.buffers
         tiers = (
             buffers[name].tier if name in buffers else Tier.DEVICE
@@ -407,7 +405,7 @@ class _Grid:
         return max((PLACE[tier] for tier in tiers), default=0)
 
     def state(self, layer: int, chunk: int) -> int:
-        """Two bits for the place of each kind of tensor, above them the phase."""
+        """Return two bits for the place of each kind of tensor, and the phase above them."""
         bits = (self.place(kind, layer, chunk) << 2 * n for n, kind in enumerate(LEFT))
         return sum(bits) + self.phases.get((layer, chunk), 0)
 
@@ -415,8 +413,8 @@ class _Grid:
 def walk_json(
     program: Program, at: StepFrames, layers: Sequence[int], chunks: Sequence[int]
 ) -> dict[str, Any]:
-    """For `farspan.walk` of the page: what runs in each frame, and from which frame on each shown
-    cell, and each input of a group, has which state."""
+    """Return the walk for `farspan.walk` of the page. It has the operation of each frame, and the
+    states of each shown cell and group input with the frames in which they begin."""
     rows = {layer: row for row, layer in enumerate(layers)}
     columns = {chunk: column for column, chunk in enumerate(chunks)}
     first = [program.groups[group][0] for group in program.own_groups()]
@@ -453,7 +451,7 @@ def walk_json(
 
 
 def _note(states: list[int], frame: int, state: int) -> None:
-    """From this frame on; where nothing changes, nothing is noted."""
+    """Add a state that begins in this frame, unless it equals the one before."""
     if states[1::2][-1:] == [state]:
         return
     if states[-2:-1] == [frame]:
@@ -477,12 +475,12 @@ def _operation(i: Instruction) -> str:
 
 @dataclass(slots=True)
 class _Phase:
-    """Cells of one group in a row, forward or not."""
+    """Cells of one group that run one after the other in one direction."""
 
     group: int
-    forward: bool  # for the first time, and nothing else
+    forward: bool  # all cells run forward for the first time
     begin: float
-    kinds: dict[str, None] = field(default_factory=dict)  # in their order
+    kinds: dict[str, None] = field(default_factory=dict)  # operations, in order
     layers: set[int] = field(default_factory=set)
     chunks: list[int] = field(default_factory=list)
 
@@ -502,7 +500,7 @@ def _span(first: int, last: int) -> str:
 
 
 def _there(chunks: list[int]) -> str:
-    """Which way a pass goes over them."""
+    """Describe the order in which a pass visits its chunks."""
     if chunks[0] == chunks[-1]:
         turn = max(chunks, key=lambda chunk: abs(chunk - chunks[0]))
         return _span(chunks[0], turn) + (" and back" if turn != chunks[0] else "")
@@ -510,11 +508,11 @@ def _there(chunks: list[int]) -> str:
 
 
 def _phases(program: Program, begins: Mapping[int, float], end: float) -> Iterator[list[Any]]:
-    """What runs, the layers, the chunks, begin and duration (seconds), for each pass over a group:
-    of many of them the first and the last."""
-    found = list(_passes(program, begins))
-    ends = [*(phase.begin for phase in found[1:]), end]
-    rows = [phase.row(when) for phase, when in zip(found, ends, strict=True)]
+    """Yield operation, layers, chunks, start and duration (seconds) of each pass over a group. If
+    there are more than `PHASES`, the middle ones become one row."""
+    passes = list(_passes(program, begins))
+    ends = [*(phase.begin for phase in passes[1:]), end]
+    rows = [phase.row(when) for phase, when in zip(passes, ends, strict=True)]
     if len(rows) > PHASES:
         left = len(rows) - PHASES
         between = rows[PHASES // 2 : -(PHASES // 2)]
@@ -551,7 +549,7 @@ def _passes(program: Program, begins: Mapping[int, float]) -> Iterator[_Phase]:
 
 
 def _thinned(program: Program, at: StepFrames, rows: int, columns: int) -> str:
-    """What of the step is left out on the page; empty for nothing."""
+    """Describe the parts of a step that the page leaves out; empty if it shows all."""
     layers = sum(stop - first for first, stop in (program.groups[g] for g in program.own_groups()))
     chunks, parts = len(program.chunks), list[str]()
     if at.cells > len(at.ends):

@@ -1,6 +1,6 @@
-"""A run folder as a page: what was measured beside what was planned, for one run or several side by
-side. Files are read as they are: a run may be under way, and folders of earlier versions lack some,
-of which the page says so."""
+"""The page of a run folder: measured and planned values, for one run or several side by side.
+Files are read as they are. A run may be under way, and folders of earlier versions lack some files;
+the page says which values are missing."""
 
 import json
 import math
@@ -33,9 +33,9 @@ from farspan.spec import Schedule, Sparse, UnsupportedError
 Values = dict[str, Any]
 
 REPORT = "report.html"  # in the run folder
-MOST_RUNS = 8  # of a page
-POINTS = 2000  # of a curve
-# Of metrics.jsonl, what is no curve of its own, or has one by its name.
+MOST_RUNS = 8  # most runs on a page
+POINTS = 2000  # most points of a curve
+# The main curves of metrics.jsonl in their order, and the keys that get no curve.
 CURVES = ("loss", "heldout_loss", "tokens_per_second", "lr", "grad_norm")
 NO_CURVE = {
     *("step", "tokens", "trained_tokens", "heldout_tokens", "seconds", "peak_process_bytes"),
@@ -43,19 +43,19 @@ NO_CURVE = {
     *("memory_planned_bytes", "memory_resident_bytes"),
 }
 ABOUT, METRICS = "about.json", "metrics.jsonl"
-OBJECTS = ("about", "plan", "comparison", "step", "history")  # each a file of JSON
+OBJECTS = ("about", "plan", "comparison", "step", "history")  # names of JSON files
 NOT_FINITE = ("nan", "inf", "-inf")  # JSON knows no such numbers: they are text
-OLDER = "this run was made by a version of farspan that did not write it down"
+OLDER = "an older version of farspan, which does not record this, made the run"
 REST = "everything else"
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run folder says. A file that is not there is an empty mapping."""
+    """Contents of a run folder. A missing file is an empty mapping."""
 
     path: Path
     config: Values
-    metrics: tuple[Values, ...]  # in their order, a line each
+    metrics: tuple[Values, ...]  # lines of metrics.jsonl, in order
     about: Values = field(default_factory=dict)
     plan: Values = field(default_factory=dict)
     comparison: Values = field(default_factory=dict)
@@ -64,44 +64,44 @@ class RunRecord:
 
     @property
     def steps(self) -> list[Values]:
-        """The lines of steps."""
+        """Lines of metrics that belong to steps."""
         return [line for line in self.metrics if "lr" in line]
 
     @property
     def done(self) -> int:
-        """Steps that are done."""
+        """Number of steps done."""
         return max((line["step"] for line in self.steps), default=0)
 
     @property
     def parts(self) -> list[Values]:
-        """What each part of the run says of itself, the latest last."""
-        found = self.history.get("parts")
-        return [part for part in found if isinstance(part, dict)] if found else []
+        """Records of the run's parts (one for each start of the command), the latest last."""
+        parts = self.history.get("parts")
+        return [part for part in parts if isinstance(part, dict)] if parts else []
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Reads a run folder, also of a run under way. Raises UnsupportedError where it is none,
-    where no step is done yet, and where a file is damaged."""
+    """Read a run folder, finished or under way. Raises UnsupportedError if it is not a run folder,
+    has no finished step, or has a damaged file."""
     path = folder.expanduser()
     if not path.is_dir():
         raise UnsupportedError(f"{folder}: no such folder; give one that farspan train has written")
     if not (path / "config.yaml").is_file():
         raise UnsupportedError(
-            f"{folder} is no run folder: it has no config.yaml; give the one that a run file names "
-            "as its folder"
+            f"{folder} is not a run folder: it has no config.yaml; give the folder that a run file "
+            "names"
         )
     refuse_links(path)
     metrics = tuple(read_metrics(path / METRICS))
     if not metrics:
         raise UnsupportedError(
-            f"{folder} has no metrics: no step of its run is done; ask again after the first one"
+            f"{folder} has no metrics: its run has not finished a step; try again after the first"
         )
-    found = {name: _read(path / f"{name}.json") for name in OBJECTS}
-    return RunRecord(path.resolve(), _config(path / "config.yaml"), metrics, **found)
+    objects = {name: _read(path / f"{name}.json") for name in OBJECTS}
+    return RunRecord(path.resolve(), _config(path / "config.yaml"), metrics, **objects)
 
 
 def _read(path: Path) -> Values:
-    """An object in JSON; empty where there is no such file."""
+    """Return the JSON object of a file; empty if the file does not exist."""
     try:
         return parse_object(path.read_bytes()) if os.path.lexists(path) else {}
     except (OSError, ValueError) as error:
@@ -123,14 +123,14 @@ def _config(path: Path) -> Values:
 
 
 def read_about(folder: Path) -> Values:
-    """What about.json says; empty where there is none. Raises UnsupportedError naming the field."""
+    """Return about.json; empty if there is none. Raises UnsupportedError naming the field."""
     kinds = {"device": str, "strategy": str, "parameters": int, "trainable": int}
     return given_json(folder / ABOUT, **kinds, layout=dict, machine=dict, schedule=dict)
 
 
 def read_metrics(path: Path) -> Iterator[Values]:
-    """The lines of metrics.jsonl; the last one may be half written. Raises UnsupportedError, naming
-    the line and the field, for what farspan does not write."""
+    """Yield the lines of metrics.jsonl. The last one may be half written, and is then left out.
+    Raises UnsupportedError naming the line and the field that farspan does not write."""
     try:
         lines = path.read_bytes().splitlines() if path.exists() else []
     except OSError as error:
@@ -165,8 +165,7 @@ def _damaged(path: Path, why: object) -> UnsupportedError:
 
 
 def write_report(folder: Path) -> Path:
-    """Writes the page of a run folder into it. Raises UnsupportedError as `read_run` does, and
-    where it cannot be written."""
+    """Write the page of a run folder into it. Raises UnsupportedError if that fails."""
     path = folder / REPORT
     try:
         write_whole(path, run_page([read_run(folder)]).encode("utf-8", "replace"))
@@ -176,7 +175,7 @@ def write_report(folder: Path) -> Path:
 
 
 def run_page(runs: Sequence[RunRecord]) -> str:
-    """One page of these runs, as text. Raises UnsupportedError where they are too many."""
+    """Return one page of the runs, as text. Raises UnsupportedError for more than `MOST_RUNS`."""
     if len(runs) > MOST_RUNS:
         raise UnsupportedError(
             f"a page shows {MOST_RUNS} runs side by side, got {len(runs)}; give fewer"
@@ -187,27 +186,27 @@ def run_page(runs: Sequence[RunRecord]) -> str:
 
 
 def runs_json(runs: Sequence[RunRecord]) -> Values:
-    """What the page shows: bytes, seconds and steps as numbers, sentences as text."""
+    """Return the page's data: bytes, seconds and steps as numbers, sentences as text."""
     names = _names([run.path for run in runs])
     return {
-        "about": "Measured where it says so; what is called planned was computed before the run.",
+        "about": "Values called planned were computed before the run; the others were measured.",
         "runs": [run_json(run, name) for run, name in zip(runs, names, strict=True)],
         "settings": _differences(runs),
     }
 
 
 def run_json(run: RunRecord, name: str) -> Values:
-    """What the page shows of one run. Raises UnsupportedError, naming the file, where one has a
-    value of a kind that this version does not write."""
+    """Return the page's data of one run. Raises UnsupportedError, naming the file, if one has a
+    value of a type that this version does not write."""
     try:
         return _shown(run, name)
     except WRONG as error:
-        why = f"what it says is not of the kind that this version reads ({error!r:.80})"
+        why = f"it has a value that this version cannot read ({error!r:.80})"
         raise _damaged(_culprit(run), why) from error
 
 
 def _culprit(run: RunRecord) -> Path:
-    """The file without which there is a page."""
+    """Find the damaged file: without it the page can be made."""
     files = {"config": "config.yaml"} | {name: f"{name}.json" for name in OBJECTS}
     for name, file in files.items():
         without: Any = {name: {}}
@@ -238,7 +237,7 @@ def _shown(run: RunRecord, name: str) -> Values:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart."""
+    """Name runs by the shortest ends of their paths that tell them apart."""
     for length in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-length:]) for path in paths]
         if len(set(names)) == len(set(paths)):
@@ -264,7 +263,7 @@ def _status(run: RunRecord) -> str:
 
 
 def _summary(run: RunRecord) -> Values:
-    """The numbers that matter most; null where there is none."""
+    """Return the main numbers of a run; a missing one is None."""
     steps = run.steps
     plain = [line for line in steps if "memory_measured_bytes" not in line] or steps
     held = [line["heldout_loss"] for line in run.metrics if "heldout_loss" in line]
@@ -306,22 +305,23 @@ def _last(values: Sequence[Any]) -> Any:
 
 
 def _number(value: object) -> float | None:
-    """JSON knows no infinity: those are text in a run folder."""
+    """Return a finite number. JSON has no infinity: in a run folder those are text."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
 
 
 def _curves(run: RunRecord) -> dict[str, Values]:
-    """By name the steps and values of each metric, thinned out evenly to so many, the last kept."""
-    found: dict[str, Values] = {}
+    """Return the steps and values of each metric by name, evenly thinned to `POINTS`. The last
+    value of a curve is kept."""
+    curves: dict[str, Values] = {}
     for line in run.metrics:
         for name, value in line.items():
             number = _number(value)
             if name not in NO_CURVE and number is not None:
-                curve = found.setdefault(name, {"x": [], "y": []})
+                curve = curves.setdefault(name, {"x": [], "y": []})
                 curve["x"].append(line["step"])
                 curve["y"].append(number)
-    for curve in found.values():
+    for curve in curves.values():
         many = len(curve["x"])
         places = range(many)
         if many > POINTS:
@@ -330,7 +330,7 @@ def _curves(run: RunRecord) -> dict[str, Values]:
         curve |= {axis: [curve[axis][place] for place in places] for axis in ("x", "y")}
         curve["of"] = many
     order = {name: place for place, name in enumerate(CURVES)}
-    return dict(sorted(found.items(), key=lambda item: (order.get(item[0], 99), item[0])))
+    return dict(sorted(curves.items(), key=lambda item: (order.get(item[0], 99), item[0])))
 
 
 def _part_names(step: Values) -> dict[str, str]:
@@ -340,18 +340,18 @@ def _part_names(step: Values) -> dict[str, str]:
 
 
 def _seconds(step: Values) -> Values:
-    """Rows of name and seconds, the most first: measured in a step with what is left of it, and
-    planned."""
-    found: Values = {"measured": [], "planned": [], **step.get("seconds", {})}
-    measured = dict(found.get("parts", {}))
+    """Return rows of name and seconds of a step, the largest first, planned and measured. Measured
+    rows end with the rest of the step."""
+    table: Values = {"measured": [], "planned": [], **step.get("seconds", {})}
+    measured = dict(table.get("parts", {}))
     if measured:
-        rest = found["total"] - sum(measured.values())
-        found["measured"] = [*_rows(measured), [REST, max(0.0, rest)]]
+        rest = table["total"] - sum(measured.values())
+        table["measured"] = [*_rows(measured), [REST, max(0.0, rest)]]
     planned = step.get("planned", {})
-    found["planned"] = _rows(planned.get("parts", {}))
-    found["planned_total"] = planned.get("total")
-    found["attention"] = planned.get("attention")
-    return found
+    table["planned"] = _rows(planned.get("parts", {}))
+    table["planned_total"] = planned.get("total")
+    table["attention"] = planned.get("attention")
+    return table
 
 
 def _rows(parts: Mapping[str, float]) -> list[list[Any]]:
@@ -359,10 +359,10 @@ def _rows(parts: Mapping[str, float]) -> list[list[Any]]:
 
 
 def _schedule(run: RunRecord) -> list[str]:
-    """In words; by its fields where the model's layers are not known."""
-    given = run.about.get("schedule") or {}
-    names = {of.name for of in fields(Schedule)}
-    known = {name: value for name, value in given.items() if name in names}
+    """Describe the schedule in words, or by its fields if the number of layers is unknown."""
+    recorded = run.about.get("schedule") or {}
+    names = {field.name for field in fields(Schedule)}
+    known = {name: value for name, value in recorded.items() if name in names}
     layers = run.step.get("grid", {}).get("layers")
     if layers is None:
         layers = ((run.config.get("model") or {}).get("config") or {}).get("num_hidden_layers")
@@ -377,7 +377,7 @@ def _schedule(run: RunRecord) -> list[str]:
             return schedule_words(schedule, int(layers), chunks)
     except (UnsupportedError, KeyError, TypeError, ValueError):
         pass
-    return [f"{name}: {value}" for name, value in given.items() if value not in (None, False)]
+    return [f"{name}: {value}" for name, value in recorded.items() if value not in (None, False)]
 
 
 def _reason(run: RunRecord) -> str:
@@ -387,40 +387,39 @@ def _reason(run: RunRecord) -> str:
 
 
 def _machine(run: RunRecord) -> list[list[str]]:
-    """Names and texts."""
-    found = dict(run.about.get("machine") or {})
+    facts = dict(run.about.get("machine") or {})
     part = run.parts[-1] if run.parts else {}
-    found |= {name: value for name, value in (part.get("machine") or {}).items() if value}
-    gpus = found.get("gpus") or (1 if found.get("gpu") else 0)
-    device = f"{gpus} x {found.get('gpu')}" if gpus else str(run.about.get("device") or "")
-    if size := found.get("device_bytes"):
+    facts |= {name: value for name, value in (part.get("machine") or {}).items() if value}
+    gpus = facts.get("gpus") or (1 if facts.get("gpu") else 0)
+    device = f"{gpus} x {facts.get('gpu')}" if gpus else str(run.about.get("device") or "")
+    if size := facts.get("device_bytes"):
         device += f", {write_bytes(size)} each"
-    cores = f"{found['cores']} cores, " if found.get("cores") else ""
-    threads = f"{cores}torch uses {found['threads']}" if found.get("threads") else ""
+    cores = f"{facts['cores']} cores, " if facts.get("cores") else ""
+    threads = f"{cores}torch uses {facts['threads']}" if facts.get("threads") else ""
     rows = {
         "device": device,
-        "processor": found.get("processor"),
+        "processor": facts.get("processor"),
         "threads": threads,
-        "main memory": write_bytes(found["host_bytes"]) if found.get("host_bytes") else None,
-        "system": found.get("system"),
+        "main memory": write_bytes(facts["host_bytes"]) if facts.get("host_bytes") else None,
+        "system": facts.get("system"),
         "ranks": str(part["ranks"]) if part.get("ranks", 1) != 1 else None,
     }
     return [[name, str(text)] for name, text in rows.items() if text]
 
 
 def _versions(run: RunRecord) -> list[list[str]]:
-    found = dict((run.about.get("machine") or {}).get("versions") or {})
+    versions = dict((run.about.get("machine") or {}).get("versions") or {})
     if python := (run.about.get("machine") or {}).get("python"):
-        found["python"] = python
+        versions["python"] = python
     for part in run.parts[-1:]:
-        found |= part.get("versions") or {}
+        versions |= part.get("versions") or {}
     first = ("farspan", "python", "torch", "cuda", "transformers")
-    order = sorted(found, key=lambda name: (first.index(name) if name in first else 9, name))
-    return [[name, str(found[name])] for name in order]
+    order = sorted(versions, key=lambda name: (first.index(name) if name in first else 9, name))
+    return [[name, str(versions[name])] for name in order]
 
 
 def _command(part: Values) -> Values:
-    """A part of the run: the command, when, and how long in seconds."""
+    """Return the command of a part of the run, its start and end, and its duration in seconds."""
     started, ended = part.get("started"), part.get("ended")
     took = None
     try:
@@ -444,7 +443,7 @@ def _when(text: object) -> str:
 
 
 def _notes(run: RunRecord) -> Iterator[str]:
-    """What happened that a reader should know, and what is not recorded and why."""
+    """Yield events that a reader should know, and reasons for missing records."""
     for line in run.metrics:
         if "out_of_memory" in line:
             yield (
@@ -454,24 +453,24 @@ def _notes(run: RunRecord) -> Iterator[str]:
     skipped = [line["step"] for line in run.steps if "nonfinite" in line]
     if skipped:
         steps = ", ".join(map(str, skipped[:8])) + (", ..." if len(skipped) > 8 else "")
-        yield f"{len(skipped)} steps skipped, whose loss or gradient was not finite: {steps}."
+        yield f"{len(skipped)} steps skipped, their loss or gradient was not finite: {steps}."
     if "memory" not in run.step:
-        why = "no whole step is done with it" if run.parts else OLDER
+        why = "no whole step has recorded them" if run.parts else OLDER
         yield f"Memory and time within a step are not recorded: {why}."
     if not run.parts:
         yield f"Command, versions and times of the run are not recorded: {OLDER}."
     elif not run.step.get("planned"):
         yield (
             "Seconds by kind of work are not planned: the schedule is named in the run file. With "
-            "strategy auto the planner says what it expects."
+            "strategy auto the planner predicts them."
         )
 
 
 def _differences(runs: Sequence[RunRecord]) -> list[list[Any]]:
-    """Keys of the run files that are not the same in all, each with a text for each run."""
+    """Return the keys of the run files that differ, each with a text for each run."""
     leaves = [dict(_flat(run.config)) for run in runs]
-    keys = dict.fromkeys(key for of in leaves for key in of)
-    rows = [[key, *(_text(of.get(key)) for of in leaves)] for key in keys if key != "folder"]
+    keys = dict.fromkeys(key for leaf in leaves for key in leaf)
+    rows = [[key, *(_text(leaf.get(key)) for leaf in leaves)] for key in keys if key != "folder"]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 

@@ -1,20 +1,20 @@
-"""A step's memory as a snapshot of PyTorch's, which pytorch.org/memory_viz and its kin draw.
+"""A step's memory as a PyTorch memory snapshot, for pytorch.org/memory_viz and similar viewers.
 
 A planned step has two devices: 0 is the device, 1 is main memory. On each
 
-    arena   |kv.0      |x.0  | free     |   buffers at their planned addresses; the slab is there
-            |kv.0      |act.0       |   |   all step long, so what no buffer has of it is drawn too
-    rest    |weights|optimizer|temporaries| states, and what cells hold for a moment, at addresses
-                                            that are made up here: a run asks PyTorch for them
+    arena   |kv.0      |x.0  | free     |   buffers at their planned addresses; the arena is there
+            |kv.0      |act.0       |   |   all step long, so its unused parts are drawn too
+    rest    |weights|optimizer|temporaries| states and transients of cells, at made-up addresses:
+                                            a run gets this memory from PyTorch
 
-so that what is drawn at any moment is what is planned then, and the most of it is the plan's peak.
+The memory drawn at each moment is the planned one, so its maximum is the plan's peak.
 
-Moments are instructions. Where there are more than `MOST_MOMENTS`, so many neighbours as it takes
-are one moment: it shows the most that any of them holds, and what is left after the last.
+Moments are instructions. If there are more than `MOST_MOMENTS`, neighbours are merged into one
+moment, which shows their maximum and the memory that is left after the last.
 
 The format is that of `torch.cuda.memory._snapshot()`: dicts, lists, texts and numbers, pickled by a
-protocol that the viewer's own reader knows (2 to 4). That reader changes the entries that it reads:
-no entry may stand twice.
+protocol that the viewer's own reader knows (2 to 4). That reader changes the entries that it reads,
+so no entry may be in the snapshot twice.
 """
 
 import pickle
@@ -34,13 +34,13 @@ from farspan.report.plan import ROWS, program_spans, span_words
 from farspan.spec import Tier
 
 MOST_MOMENTS = 5000  # the viewer draws 15,000 tensors, and a moment brings one to three
-ARENA, REST = 2**40, 2**44  # addresses: main memory is less than the space between them
+ARENA, REST = 2**40, 2**44  # addresses, further apart than any main memory is large
 PROTOCOL = 4
-NEVER = 2**62  # the moment at which nothing ends
-# Causes beside the parts of a budget.
+NEVER = 2**62  # a moment after all others
+# Causes in addition to the parts of a budget.
 UNUSED, KERNELS, SUMS = "arena, free", "workspaces of kernels", "gradients and their sums"
 CELL, GRAPH, REGISTER = "transients of a cell", "graphs of cells", "hidden states and gradients"
-# The viewer's reader fails where entries have categories and none has this one.
+# The viewer's reader fails if entries have categories and none has this one.
 UNKNOWN = "unknown"
 
 Frames = list[dict[str, Any]]
@@ -48,23 +48,23 @@ Frames = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class MemoryBlock:
-    """Memory that something has for a while."""
+    """A range of memory in use for some time."""
 
     size: int  # bytes
     born: int  # moments; alive in [born, dies)
     dies: int
     cause: str
     frames: Frames
-    address: int = -1  # none yet
+    address: int = -1  # -1: not placed yet
 
 
 def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
-    """Raises UnsupportedError where the file cannot be written."""
+    """Write a snapshot as a pickle. Raises UnsupportedError if the file cannot be written."""
     write_output(path, pickle.dumps(snapshot, protocol=PROTOCOL), "snapshot")
 
 
 def frame(where: str, line: int, what: str) -> dict[str, Any]:
-    """Shown as `where:line:what`."""
+    """Return a stack frame, which viewers show as `where:line:what`."""
     return {"filename": where, "line": line, "name": what}
 
 
@@ -72,8 +72,8 @@ def frame(where: str, line: int, what: str) -> dict[str, Any]:
 
 
 def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
-    """The planned step of the rank whose device is the fullest, and a note of how many
-    instructions are one moment; empty: each is one."""
+    """Return the planned step of the rank with the fullest device, and a note for the user. The
+    note says how many instructions are merged into a moment; empty if none are."""
     question = plan.question
     walked = max(
         evaluate.size(question, plan.schedule).walked,
@@ -83,12 +83,13 @@ def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
     moments = _StepMoments(program)
     held = _CellMemory(plan, walked, moments)
     transients = list(held.blocks())
-    found = []
+    devices = []
     for tier, of_tier in zip((Tier.DEVICE, Tier.HOST), parts, strict=True):
         buffers = _arena(program, tier, moments)
         states = list(_states(program, tier, of_tier, held.most))
         rest = states + (transients if tier is Tier.DEVICE else [])
-        found += [_SnapshotDevice(buffers, rest, program.arena_bytes[tier])] * bool(buffers or rest)
+        if buffers or rest:
+            devices.append(_SnapshotDevice(buffers, rest, program.arena_bytes[tier]))
     about = {
         "about": "planned by farspan plan, not measured",
         "model": question.model.name,
@@ -101,18 +102,18 @@ def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
     if moments.each > 1:
         note = (
             f"the snapshot shows {moments.count:,} moments of {len(program.instructions):,} "
-            f"instructions: {moments.each} are one, at the most that any of them holds"
+            f"instructions: each moment shows the maximum of {moments.each} instructions"
         )
-    return _snapshot(found, moments.times(plan), about), note
+    return _snapshot(devices, moments.times(plan), about), note
 
 
 @dataclass(slots=True)
 class _StepMoments:
-    """Which instructions are one moment. A moment has a number twice its place: what a cell has
-    while it runs ends at the number after it."""
+    """Instructions grouped into moments. Moments have even numbers: the transients of a cell end at
+    the odd number after its moment."""
 
     program: Program
-    places: list[int] = field(default_factory=list)  # of every instruction, the moment's number
+    places: list[int] = field(default_factory=list)  # instruction to the number of its moment
     each: int = 1
     count: int = 0
 
@@ -126,11 +127,11 @@ class _StepMoments:
         self.count = -(-done // self.each)
 
     def of(self, index: int) -> int:
-        """The number at which a buffer is there, or gone."""
+        """Return the number at which an instruction allocates or frees its buffer."""
         return self.places[index] if index < len(self.places) else NEVER
 
     def groups(self) -> Iterator[tuple[int, list[tuple[int, Instruction]]]]:
-        """Every moment's number, and its instructions by their place in the program."""
+        """Yield each moment's number and its instructions with their indices in the program."""
         group: list[tuple[int, Instruction]] = []
         for index, instruction in enumerate(self.program.instructions):
             if isinstance(instruction, Allocate | Free):
@@ -143,28 +144,28 @@ class _StepMoments:
             yield self.places[group[0][0]], group
 
     def times(self, plan: Plan) -> list[int]:
-        """By number, microseconds from the step's begin as they are planned."""
+        """Return the planned microseconds from the step's start, by number."""
         first: dict[int, float] = {}
         for span in program_spans(plan, self.program):
             first[span.index] = min(span.start, first.get(span.index, span.start))
-        found = [0] * (2 * self.count + 1)
+        micros = [0] * (2 * self.count + 1)
         now = 0.0
         for index, number in enumerate(self.places):
             now = max(now, first.get(index, now))
-            found[min(number + 1, 2 * self.count)] = round(now * 1e6)
-        for number in range(1, len(found)):  # a moment begins where the one before ends
-            found[number] = max(found[number], found[number - 1])
-        return found
+            micros[min(number + 1, 2 * self.count)] = round(now * 1e6)
+        for number in range(1, len(micros)):  # a moment begins where the one before ends
+            micros[number] = max(micros[number], micros[number - 1])
+        return micros
 
 
 @dataclass(slots=True)
 class _CellMemory:
-    """What cells hold of the device, as the walk of the plan has it."""
+    """Device memory outside the arena during a step, from the plan's walk."""
 
     plan: Plan
     walked: evaluate.Walked
     moments: _StepMoments
-    most: int = 0  # bytes, once all blocks are made
+    most: int = 0  # bytes, complete after `blocks`
 
     def blocks(self) -> Iterator[MemoryBlock]:
         walk = evaluate.RankWalk(self.plan.question, self.walked.program)
@@ -183,8 +184,8 @@ class _CellMemory:
             self.most = max(self.most, fullest)
             frames = _instruction_frames(self.walked.program, where)
             if fullest > before:
-                own = [frame(CELL, *_layer_of(self.walked.program, where)), *frames]
-                yield MemoryBlock(fullest - before, number, number + 1, CELL, own)
+                stack = [frame(CELL, *_layer_of(self.walked.program, where)), *frames]
+                yield MemoryBlock(fullest - before, number, number + 1, CELL, stack)
             yield from self._changed(walk, standing, number + 1, group[-1][0])
         for size, born, cause, frames in standing.values():
             yield MemoryBlock(size, born, NEVER, cause, frames)
@@ -196,7 +197,7 @@ class _CellMemory:
         number: int,
         index: int,
     ) -> Iterator[MemoryBlock]:
-        """What is gone since the moment before; what came stands."""
+        """Yield the blocks that ended in a moment, and add the new ones to `standing`."""
         now = _live(walk)
         gone = [key for key, (size, *_) in standing.items() if now.get(key, (0, ""))[0] != size]
         for key in gone:
@@ -210,23 +211,23 @@ class _CellMemory:
 
 
 def _live(walk: evaluate.RankWalk) -> dict[Hashable, tuple[int, str]]:
-    """Bytes and cause of everything that the walk holds, by what it is."""
-    found: dict[Hashable, tuple[int, str]] = {}
+    """Return the bytes and cause of each allocation that the walk has live."""
+    live: dict[Hashable, tuple[int, str]] = {}
     for layer, size in walk.hidden.items():
-        found["hidden state before layer", layer] = size, REGISTER
+        live["hidden state before layer", layer] = size, REGISTER
     for layer, size in walk.gradient.items():
-        found["gradient before layer", layer] = size, REGISTER
+        live["gradient before layer", layer] = size, REGISTER
     for layer, size in walk.held.items():
-        found["O and LSE in registers of layer", layer] = size, REGISTER
+        live["O and LSE in registers of layer", layer] = size, REGISTER
     for cell, graph in walk.graphs.items():
-        found["graph of cell", *cell] = graph.bytes, GRAPH
-    found["positions and masks of a chunk", 0] = walk.tables[1], REGISTER
-    found[SUMS, 0] = walk.live - sum(size for size, _ in found.values()), SUMS
-    return {key: (size, cause) for key, (size, cause) in found.items() if size}
+        live["graph of cell", *cell] = graph.bytes, GRAPH
+    live["positions and masks of a chunk", 0] = walk.tables[1], REGISTER
+    live[SUMS, 0] = walk.live - sum(size for size, _ in live.values()), SUMS
+    return {key: (size, cause) for key, (size, cause) in live.items() if size}
 
 
 def _key_words(key: Hashable) -> tuple[int, str]:
-    """Layer and words of a key of `_live`."""
+    """Return the layer and the words of a key of `_live`."""
     assert isinstance(key, tuple)
     words, layer, *chunk = key
     if words == SUMS or words.startswith("positions"):
@@ -242,14 +243,14 @@ def _layer_of(program: Program, index: int) -> tuple[int, str]:
 
 
 def _instruction_frames(program: Program, index: int) -> Frames:
-    """Which instruction it is, as `--timeline` calls it."""
+    """Return the frame of an instruction, named as in `--timeline`."""
     words = span_words(program, Span(next(iter(ROWS)), 0.0, 0.0, index))
     return [frame("instruction", index, words)]
 
 
 def _arena(program: Program, tier: Tier, moments: _StepMoments) -> list[MemoryBlock]:
-    """Its buffers at their addresses, and what is free between them."""
-    found = []
+    """Return the buffers of a tier at their addresses, and the free ranges between them."""
+    blocks = []
     for buffer in program.buffers.values():
         born, dies = moments.of(buffer.born), moments.of(buffer.dies)
         if buffer.tier is not tier or not buffer.bytes or born >= dies:
@@ -260,12 +261,12 @@ def _arena(program: Program, tier: Tier, moments: _StepMoments) -> list[MemoryBl
             frame(cause, max(0, buffer.layer), rows),
             frame("instruction", buffer.born, "Allocate"),
         ]
-        found.append(MemoryBlock(buffer.bytes, born, dies, cause, frames, ARENA + buffer.address))
-    return [*found, *_unused(found, program.arena_bytes[tier])]
+        blocks.append(MemoryBlock(buffer.bytes, born, dies, cause, frames, ARENA + buffer.address))
+    return [*blocks, *_unused(blocks, program.arena_bytes[tier])]
 
 
 def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]:
-    """What of the arena no buffer has, and from when until when."""
+    """Yield the free ranges of the arena, each with its start and end."""
     frames = [frame(UNUSED, 0, "no buffer has these addresses now")]
     standing: dict[tuple[int, int], int] = {}  # range to when it became free
     for moment in sorted({0, *(b.born for b in blocks), *(b.dies for b in blocks)} - {NEVER}):
@@ -287,8 +288,8 @@ def _unused(blocks: Sequence[MemoryBlock], height: int) -> Iterator[MemoryBlock]
 def _states(
     program: Program, tier: Tier, parts: Mapping[str, int], walked: int
 ) -> Iterator[MemoryBlock]:
-    """What is there all step long beside the arena. Of what the walk holds, only what calls of
-    kernels may take beside it."""
+    """Yield the blocks outside the arena that last the whole step. Memory that the walk counts is
+    left out, except workspaces of kernels beyond it."""
     held = {
         name: count
         for name, count in parts.items()
@@ -296,7 +297,7 @@ def _states(
     }
     if tier is Tier.DEVICE:
         cells = sum(held.pop(name, 0) for name in ("gradients", "accumulators", "cells"))
-        # The walk rounds every weight's slice up, and the plan all of them together.
+        # The walk rounds each weight's slice up; the plan rounds their sum.
         held[KERNELS] = max(0, cells - walked)
     for name, count in held.items():
         if count:
@@ -309,7 +310,7 @@ def _states(
 
 @dataclass(frozen=True, slots=True)
 class _SnapshotDevice:
-    """Blocks with addresses in a segment of so many bytes, and others, which have none yet."""
+    """Blocks placed in a segment of `height` bytes, and blocks without addresses."""
 
     placed: list[MemoryBlock]
     rest: list[MemoryBlock]
@@ -319,14 +320,14 @@ class _SnapshotDevice:
 def _snapshot(
     devices: Sequence[_SnapshotDevice], times: Sequence[int], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`times` are the microseconds of moments. Each device has a segment of what was placed, and
-    one of the others."""
+    """Build the dicts of a snapshot; `times` are the microseconds of moments. Each device has a
+    segment for its placed blocks and one for the rest."""
     segments, traces = [], []
     for number, device in enumerate(devices):
-        found = place([PlacementRequest(b.size, b.born, b.dies) for b in device.rest])
-        blocks = zip(device.rest, found.addresses, strict=True)
+        placement = place([PlacementRequest(b.size, b.born, b.dies) for b in device.rest])
+        blocks = zip(device.rest, placement.addresses, strict=True)
         rest = [replace(block, address=REST + address) for block, address in blocks]
-        own = [(ARENA, device.height, device.placed), (REST, found.height, rest)]
+        own = [(ARENA, device.height, device.placed), (REST, placement.height, rest)]
         own = [one for one in own if one[1]]
         segments += [_segment(number, *one) for one in own]
         opened = [_entry("segment_alloc", address, size, [], 0) for address, size, _ in own]
@@ -346,7 +347,7 @@ def _entry(action: str, address: int, size: int, frames: Frames, time: int) -> d
 
 
 def _entries(blocks: Sequence[MemoryBlock], times: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """What happens to them, in order: at a moment what ends comes before what begins."""
+    """Yield allocations and frees in order; at a moment, frees come before allocations."""
     events = [(b.born, True, index) for index, b in enumerate(blocks)]
     events += [(b.dies, False, index) for index, b in enumerate(blocks) if b.dies < NEVER]
     causes = False
@@ -366,16 +367,16 @@ def _entries(blocks: Sequence[MemoryBlock], times: Sequence[int]) -> Iterator[di
 
 
 def _segment(device: int, address: int, size: int, blocks: Iterable[MemoryBlock]) -> dict[str, Any]:
-    """As it is in the end."""
-    found, at = list[dict[str, Any]](), address
+    """Return a segment as it is after the last moment."""
+    pieces, at = list[dict[str, Any]](), address
     for block in sorted((b for b in blocks if b.dies == NEVER), key=lambda b: b.address):
         if block.address > at:
-            found.append(_piece(at, block.address - at, []))
-        found.append(_piece(block.address, block.size, block.frames, used=True))
+            pieces.append(_piece(at, block.address - at, []))
+        pieces.append(_piece(block.address, block.size, block.frames, used=True))
         at = block.address + block.size
     if address + size > at:
-        found.append(_piece(at, address + size - at, []))
-    used = sum(piece["size"] for piece in found if piece["requested_size"])
+        pieces.append(_piece(at, address + size - at, []))
+    used = sum(piece["size"] for piece in pieces if piece["requested_size"])
     return {
         "device": device,
         "address": address,
@@ -388,7 +389,7 @@ def _segment(device: int, address: int, size: int, blocks: Iterable[MemoryBlock]
         "segment_pool_id": (0, 0),
         "is_expandable": False,
         "frames": [],
-        "blocks": found,
+        "blocks": pieces,
     }
 
 

@@ -1,4 +1,4 @@
-"""Tables and bars of one look; a schedule, a layout and a machine in words."""
+"""Tables and bars in one style; schedules, layouts and machines in words."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -15,11 +15,11 @@ from farspan.program.layout import AXES, Auto, Layout, sequence_layout
 from farspan.spec import Curve, MachineSpec, Schedule, Tier
 
 NAME, VALUE, BAR = 36, 10, 24  # columns of a name, a value and a full bar
-WIDE = 10_000  # columns where nobody looks at them: no line is wrapped
+WIDE = 10_000  # columns of output that is not a terminal: no line is wrapped
 
 
 def show(view: RenderableType, *, stderr: bool = False) -> None:
-    """Print for a person at a terminal, or as `plain_lines` for whatever else reads it."""
+    """Print for a person at a terminal, or as `plain_lines` to a pipe or a file."""
     console = Console(stderr=stderr)
     if console.is_terminal:
         console.print(view)
@@ -28,8 +28,7 @@ def show(view: RenderableType, *, stderr: bool = False) -> None:
 
 
 def plain_lines(view: RenderableType, width: int = WIDE) -> list[str]:
-    """As text whose lines are not padded, nor wrapped at any usual width: grep finds what it looks
-    for."""
+    """Render a view as lines without padding, too wide to wrap, so that grep matches."""
     console = Console(file=StringIO(), color_system=None, width=width)
     with console.capture() as shown:
         console.print(view)
@@ -37,7 +36,7 @@ def plain_lines(view: RenderableType, width: int = WIDE) -> list[str]:
 
 
 def lines_table(title: str, *columns: str) -> Table:
-    """Without rules; the first column to the left, the others to the right, none of them cut."""
+    """Return a table without rules; the first column is left-aligned, the others right-aligned."""
     heading = Text(title, "bold", no_wrap=True, overflow="ignore")  # however narrow the columns
     table = Table(title=heading, title_justify="left", box=None, padding=(0, 1))
     table.pad_edge = False  # a machine's rates take all of 80 columns
@@ -47,7 +46,7 @@ def lines_table(title: str, *columns: str) -> Table:
 
 
 def bars_table(title: str, rows: Iterable[tuple[str, str, float]]) -> Table:
-    """A name, a value and its share as a bar; bars of several tables begin in one column."""
+    """Return a table of names, values and shares as bars, aligned across such tables."""
     table = lines_table(title, "", "", "")
     table.show_header = False
     table.columns[0].min_width = NAME
@@ -59,13 +58,13 @@ def bars_table(title: str, rows: Iterable[tuple[str, str, float]]) -> Table:
 
 
 def bar(share: float) -> str:
-    """A bar as long as the share of a full one, to an eighth of a column."""
+    """Draw a bar for a share of 1, to an eighth of a column."""
     full, rest = divmod(round(8 * BAR * min(1.0, max(0.0, share))), 8)
     return "█" * full + " ▏▎▍▌▋▊▉"[rest].strip()
 
 
 def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
-    """One line for each of its choices, for so many layers and chunks."""
+    """Describe each choice of a schedule in a line, given its numbers of layers and chunks."""
     lines = [
         _walk(schedule, layers, chunks),
         f"inputs of each group on the {schedule.boundary_inputs}",
@@ -94,7 +93,7 @@ def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
 
 
 def layout_words(layout: Layout) -> str:
-    """The kinds of parallelism in use, such as `ulysses 8 x data 2, FSDP`."""
+    """Return the kinds of parallelism in use, such as `ulysses 8 x data 2, FSDP`."""
     names = ("ulysses", "shards", "ring", "tensor", "pipeline", "data")
     used = [f"{name} {getattr(layout, name)}" for name in names if getattr(layout, name) > 1]
     if not used:
@@ -102,11 +101,11 @@ def layout_words(layout: Layout) -> str:
     return " x ".join(used) + (", weights cut over the devices" if layout.fsdp else "")
 
 
-RUN_FILE = "RUN.yaml"  # stands for the user's
+RUN_FILE = "RUN.yaml"  # placeholder of the user's run file
 
 
 def launch_words(question: Question) -> str:
-    """How `farspan train` is started on the devices of a layout."""
+    """Describe the command that starts `farspan train` on the devices of a layout."""
     layout, near = question.layout, question.near()
     nodes = -(-layout.devices() // near)
     where, processes = "torchrun", f"--nproc-per-node {near}"
@@ -115,10 +114,10 @@ def launch_words(question: Question) -> str:
         processes = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 {processes}"
     used = [f"{axis}: {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1]
     used += ["fsdp: false"] * (not layout.fsdp)
-    found = f"{{{', '.join(used)}}}"
+    parallel = f"{{{', '.join(used)}}}"
     if layout == sequence_layout(question.model, layout.devices()):
-        found = Auto.AUTO  # makes the same one
-    return f"{where} {processes} -m farspan train {RUN_FILE}, with parallel: {found} in the file"
+        parallel = Auto.AUTO  # chooses the same layout
+    return f"{where} {processes} -m farspan train {RUN_FILE}, with parallel: {parallel} in the file"
 
 
 def _walk(schedule: Schedule, layers: int, chunks: int) -> str:
@@ -137,7 +136,7 @@ def _walk(schedule: Schedule, layers: int, chunks: int) -> str:
 
 
 def _runs(sizes: tuple[int, ...]) -> str:
-    """`3, 4 x 7` for one of 3 and seven of 4."""
+    """Shorten repeated sizes: `3, 4 x 7` is one group of 3 layers and seven of 4."""
     runs: list[list[int]] = []
     for size in sizes:
         if runs and runs[-1][0] == size:
@@ -179,8 +178,8 @@ LINKS = {
     "memory": "elementwise work, read and written",
     "fetch": "host to device",
     "evict": "device to host",
-    "fetch_together": "host to device, both at once",
-    "evict_together": "device to host, both at once",
+    "fetch_together": "host to device, both directions at once",
+    "evict_together": "device to host, both directions at once",
     "host_memory": "host memory, all devices together",
     "disk": "a drive, read and written together",
     "peer": "to a device of the node",
@@ -189,35 +188,35 @@ LINKS = {
 
 
 def machine_view(file: MachineFile) -> RenderableType:
-    """Memory, rates, bandwidths, and which of them were not measured."""
+    """Show a machine's memory, rates and bandwidths, and the source of each."""
     spec = file.spec
     parts: list[RenderableType] = [memory_text(spec), rates_table(spec), Text(), links_table(spec)]
     parts.append(Text(f"\nissuing a cell {write_seconds(spec.overhead)}"))
     if file.spread:
         worst = max(file.spread, key=lambda name: file.spread[name])
-        looks = f"looks at one call differ by up to {file.spread[worst]:.2f}x ({worst})"
-        parts.append(Text(looks))
+        spread = f"measurements of one call differ by up to {file.spread[worst]:.2f}x ({worst})"
+        parts.append(Text(spread))
     if file.sources:
-        parts.append(Text("\nhow each is known", "bold"))
+        parts.append(Text("\nsources", "bold"))
         parts += [Text(f"  {name}: {words}") for name, words in file.sources.items()]
     return Group(*parts)
 
 
 def memory_text(spec: MachineSpec) -> Text:
-    """Devices and the memory of both tiers."""
+    """Describe the devices and the memory of both tiers."""
     if spec.unified:
         return Text(f"{spec.name}: {write_bytes(spec.host_bytes)} of memory for both tiers\n")
-    beside = f", beside {write_bytes(spec.host_reserve)} in reserve" if spec.host_reserve else ""
-    pageable = "" if spec.pinned else ", none of it lockable: copies run in line"
+    reserve = f", {write_bytes(spec.host_reserve)} in reserve" if spec.host_reserve else ""
+    pageable = "" if spec.pinned else ", which cannot be locked: copies run in line"
     return Text(
         f"{spec.name}: {spec.devices} x {write_bytes(spec.device_bytes)}, of which "
         f"{write_bytes(spec.reserve)} in reserve; host {write_bytes(spec.host_bytes)}"
-        f"{beside}{pageable}\n"
+        f"{reserve}{pageable}\n"
     )
 
 
 def rates_table(spec: MachineSpec) -> Table:
-    """Each curve by its smallest and its largest call."""
+    """Show the rate of each curve for its smallest and its largest call."""
     title = "rates of the smallest and the largest call"
     table = lines_table(title, "", "smallest", "rate", "largest", "rate")
     for dtype, rates in spec.rates.items():
@@ -233,7 +232,7 @@ def rates_table(spec: MachineSpec) -> Table:
 
 
 def links_table(spec: MachineSpec) -> Table:
-    """Bandwidths; a GB is 10**9 bytes."""
+    """Show bandwidths; a GB is 10**9 bytes."""
     table = lines_table("bandwidths", "", "")
     table.show_header = False
     for field, name in LINKS.items():

@@ -17,7 +17,7 @@ Object.assign(farspan, (() => {
     charts.delete(chart);
   }
 
-  // The colour that a variable of page.css has in the scheme at hand.
+  // The colour of a variable of page.css in the current scheme.
   function ink(name) {
     const probe = document.body.appendChild(make("i"));
     probe.style.color = `var(--${name})`;
@@ -26,7 +26,7 @@ Object.assign(farspan, (() => {
     return found;
   }
 
-  // A hue with its pattern, to fill on a canvas; the same as page.css draws.
+  // A hue with its pattern for a canvas, as in page.css.
   function fill(key) {
     const [hue, pattern] = look(key);
     if (!pattern) return ink(hue);
@@ -65,7 +65,7 @@ Object.assign(farspan, (() => {
     };
   }
 
-  // Places of an axis that are whole numbers of a unit: of the largest of which there is one.
+  // Ticks of an axis at whole numbers of a unit, the largest that fits the axis's range.
   function splitsOf(low, high, units, count) {
     const unit = units.findLast((of) => of <= high - low) ?? units[0];
     const step = unit * niceStep((high - low) / unit / count);
@@ -81,7 +81,7 @@ Object.assign(farspan, (() => {
 
   const BYTES = [1, 2 ** 10, 2 ** 20, 2 ** 30, 2 ** 40];
 
-  // Times of one axis in one unit.
+  // Times of an axis, all in the same unit.
   function timeAxis(end) {
     const [size, unit] = [[3600, "h"], [60, "min"], [1, "s"], [1e-3, "ms"], [1e-6, "µs"]]
       .find(([of]) => end >= 2 * of || of === 1e-6);
@@ -96,9 +96,9 @@ Object.assign(farspan, (() => {
     splits: (drawn, _, low, high) => splitsOf(low, high, BYTES, drawn.height / 55),
   };
 
-  // A chart in a figure, whose cursor is moved by the pointer and by arrow keys. `say(index)` tells
-  // what is there; `seek(index)` moves the cursor, which begins at `start`; `onSeek(index)` is called
-  // when a person did.
+  // A chart in a figure; the pointer and arrow keys move its cursor. `say(index)` describes a place;
+  // `seek(index)` moves the cursor, which begins at `start`; `onSeek(index)` is called when a user
+  // moves it.
   function chart({ title, name, options, data, height, key, say, onSeek, onDraw, below,
     start = 0 }) {
     const plot = make("div", { class: "plot", tabindex: 0, role: "slider", "aria-label": name });
@@ -141,7 +141,7 @@ Object.assign(farspan, (() => {
     });
     drawn.watcher = new ResizeObserver(() => {
       if (plot.clientWidth) drawn.setSize({ width: plot.clientWidth, height });
-      // uPlot takes a size on in a task of its own, and its cursor along with it.
+      // uPlot applies a new size, and with it the cursor, in a later task.
       queueMicrotask(() => found.seek(at));
     });
     drawn.watcher.observe(plot);
@@ -150,7 +150,7 @@ Object.assign(farspan, (() => {
     return found;
   }
 
-  // A line at a height, with its words.
+  // A horizontal line with a label.
   function level(drawn, height, text) {
     const pen = drawn.ctx, scale = devicePixelRatio || 1, box = drawn.bbox;
     const y = drawn.valToPos(height, "y", true);
@@ -176,8 +176,8 @@ Object.assign(farspan, (() => {
 
   // Stacked by cause. x: seconds, ascending; causes: [{key: its look, name, values: bytes at each
   // x}], the lowest first; lines: [{name, values}] drawn over them, such as what was measured, null
-  // where nothing is known; limit: {bytes, name} of what there is; `onSeek(index)` is called when a
-  // person goes to a place of x, and `seek(index)` of what is returned goes there.
+  // for unknown values; limit: {bytes, name} of the memory; `onSeek(index)` is called when a user
+  // goes to a place of x, and the returned object's `seek(index)` goes there.
   function memory({ title, x, causes, lines: over = [], limit, onSeek, height = 250 }) {
     const stack = sums(causes, x.length), total = stack.at(-1) ?? x.map(() => 0);
     const known = over.flatMap((of) => of.values);
@@ -216,7 +216,7 @@ Object.assign(farspan, (() => {
     });
   }
 
-  // A list of what is drawn; `tell(index)` writes the values that it has there, or had before.
+  // A legend; `tell(index)` writes the values at a place, or the last ones before it.
   function legend(rows, format) {
     const texts = rows.map(() => make("b"));
     const key = make("ul", { class: "key" },
@@ -255,9 +255,9 @@ Object.assign(farspan, (() => {
     return draw("svg", { viewBox: "0 0 30 7", "aria-hidden": true }, line);
   }
 
-  // Lines over one ascending x. series: [{name, values}], null where there is no value; `format`
+  // Lines over one ascending x. series: [{name, values}], null for missing values; `format`
   // and `formatX` write values; `log`: a logarithmic axis; `from`: the axis begins there;
-  // `bridge`: a line goes on over places without a value.
+  // `bridge`: draw lines across missing values.
   function lines({ title, x, xName, series, format = farspan.count, formatX = farspan.count,
     log = false, from = null, bridge = false, height = 230, onSeek }) {
     const { key, tell } = legend(series.map((of, place) => [dashed(place), of]), format);
@@ -289,7 +289,7 @@ Object.assign(farspan, (() => {
     return [from ?? bottom - room, high + room];
   }
 
-  const TABLE_ROWS = 24; // of a long x so many are written
+  const TABLE_ROWS = 24; // most rows that a table shows of a long x
 
   function linesTable({ title, x, xName, series, format, formatX }) {
     const step = Math.max(1, (x.length - 1) / (TABLE_ROWS - 1));

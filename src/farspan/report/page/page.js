@@ -1,8 +1,8 @@
 "use strict";
-// What pages are made of: functions that take plain data and return elements. Bytes and seconds are
-// numbers. Nothing here reads HTML from data: text stays text.
+// Parts of pages: functions that take plain data and return elements. Bytes and seconds are
+// numbers. No function reads HTML from data: text stays text.
 const farspan = (() => {
-  const SVG = "http://www.w3.org/2000/svg"; // a name, nothing that is loaded
+  const SVG = "http://www.w3.org/2000/svg"; // a name; nothing is loaded from there
 
   // -- elements -----------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ const farspan = (() => {
 
   // -- frame --------------------------------------------------------------------------------------
 
-  // Call once: `build(data)` returns what stands between the page's head and its foot.
+  // Call once: `build(data)` returns the elements between the page's head and its foot.
   function page(build) {
     const data = JSON.parse(document.getElementById("data").textContent);
     let shown, failed = null;
@@ -80,8 +80,8 @@ const farspan = (() => {
       shown = build(data);
     } catch (error) {
       failed = error;
-      shown = note("This page cannot be drawn: its data are not of the kind that it knows " +
-        `(${error.message}). A newer farspan may have written them; ask that one for the page.`);
+      shown = note("This page cannot be drawn: it cannot read its data " +
+        `(${error.message}). A newer farspan may have written them; make the page with that one.`);
     }
     const main = make("main", {}, shown);
     const head = make("header", { class: "top" }, make("h1", {}, document.title), schemeSwitch());
@@ -115,7 +115,7 @@ const farspan = (() => {
     repaint();
   }
 
-  // What is drawn with colours of its own is told when those change.
+  // Tells canvases when the colour scheme changes.
   const painted = [];
   const repaint = () => painted.forEach((again) => again());
   const onRepaint = (again) => painted.push(again);
@@ -130,14 +130,14 @@ const farspan = (() => {
   const details = (summary, ...children) =>
     make("details", {}, make("summary", {}, summary), children);
 
-  // [[name, text or element], ...]; what has no text is left out.
+  // [[name, text or element], ...]; pairs without a text are left out.
   function facts(rows) {
     const shown = rows.filter(([, value]) => value != null && value !== "");
     return make("dl", { class: "facts" },
       shown.map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
   }
 
-  // The few numbers that matter most, large: [[name, text], ...].
+  // The main numbers, large: [[name, text], ...].
   function numbers(rows) {
     return make("dl", { class: "numbers" },
       rows.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
@@ -145,8 +145,8 @@ const farspan = (() => {
 
   // -- tables -------------------------------------------------------------------------------------
 
-  // columns: [{name, number: to the right, spare: left out on narrow screens}]; rows: lists of text
-  // or elements, the first of which names the row.
+  // columns: [{name, number: right-aligned, spare: left out on narrow screens}]; rows: lists of text
+  // or elements; the first element names the row.
   function table({ caption, columns: heads, rows }) {
     const style = (column) => [column.number && "number", column.spare && "spare"]
       .filter(Boolean).join(" ") || null;
@@ -158,8 +158,8 @@ const farspan = (() => {
     return make("div", { class: "scroll" }, whole);
   }
 
-  // The same with one row to choose: `onChoose(index)` is called for another; `name` is one for all
-  // tables among whose rows one is chosen, `first` the index of the first row.
+  // A table with one chosen row: `onChoose(index)` is called when another is chosen. Tables that
+  // share the choice have the same `name`; `first` is the index of a table's first row.
   function choice({ caption, columns: heads, rows, name, chosen, onChoose, first = 0 }) {
     const inputs = rows.map((_, place) => make("input", {
       type: "radio", name, value: first + place, checked: first + place === chosen,
@@ -182,7 +182,7 @@ const farspan = (() => {
 
   // -- bars ---------------------------------------------------------------------------------------
 
-  // What is told apart by a hue and a pattern. A cause that has no look gets one that is free.
+  // Each cause has a hue and a pattern; an unknown cause gets one that is free.
   const LOOKS = {
     weights: ["blue", ""], reference: ["blue", "dotted"], gathered: ["blue", "rising"],
     "streamed weights": ["blue", "level"], optimizer: ["sky", ""], gradients: ["green", ""],
@@ -207,9 +207,9 @@ const farspan = (() => {
 
   const swatch = (key) => make("span", { class: `swatch ${look(key).join(" ")}` });
 
-  // Horizontal bars. rows: [{name, value, key: its look, text: the value in words}], of which bars
-  // are shares of `whole`, the sum by default. `capacity`: draw all of them as one bar first, with
-  // an edge where that many are; `format` writes values without a text.
+  // Horizontal bars. rows: [{name, value, key: its look, text: the value in words}]; bars are
+  // shares of `whole`, the sum by default. `capacity`: first draw all rows as one bar, with an edge
+  // at that value; `format` writes values without a text.
   function bars({ title, rows, whole, capacity, format = bytes }) {
     const sum = rows.reduce((total, row) => total + row.value, 0);
     const most = whole || sum || 1;

@@ -52,7 +52,7 @@ farspan.page((data) => {
       columns(budget("Device", plan.device),
         plan.host.parts.length || !plan.unified ? budget("Host", plan.host) : null),
       drawn ? [drawn.memory, note(data.drawn)]
-        : note(`The step of this plan is not drawn: ${plan.fits ? "a page holds so many"
+        : note(`The step of this plan is not drawn: ${plan.fits ? "the page draws only the first"
           : "it does not fit"}.`));
   }
 

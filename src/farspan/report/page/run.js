@@ -1,12 +1,12 @@
 "use strict";
-// The page of one run or several side by side, as farspan.report.run.runs_json makes its data.
+// The page of one run, or of several side by side; farspan.report.run.runs_json makes its data.
 farspan.page((data) => {
   const { make, section, columns, note, words, facts, numbers, table, bars, bytes, seconds, percent,
     count, tokens, details, memory, lines, walk } = farspan;
   const { runs } = data;
   const single = runs.length === 1;
 
-  // One thing of each run, under its name where there are several.
+  // Elements that `show` makes for each run, under the run's name if there are several.
   const each = (show) => {
     const shown = runs.map((run) => [run, [show(run)].flat().filter(Boolean)]);
     if (single) return shown[0][1];
@@ -44,7 +44,7 @@ farspan.page((data) => {
     ["ran for", (run) => took(run)],
   ];
 
-  // Of one run these stand above the others, larger.
+  // Shown larger, above the others, on the page of one run.
   const LARGE = new Set(["status", "loss, the latest", "held-out loss, the latest",
     "tokens a second, the median", "a step, the median", "memory at most, measured"]);
 
@@ -89,7 +89,7 @@ farspan.page((data) => {
     const from = name === "tokens_per_second" ? 0 : null;
     const format = name.endsWith("loss") ? loss : count;
     const title = TITLES[name] ?? name.replaceAll("_", " ");
-    if (x.length < 3) { // two points draw a trend where there is none yet
+    if (x.length < 3) { // two points would draw a trend that is not there yet
       const cells = series.map(({ name: of, values }) => [of, ...values.map((v) => format(v))]);
       const columns = ["", ...x.map((step) => `step ${whole(step)}`)].map((of) => ({ name: of }));
       return table({ caption: title, columns, rows: cells });
@@ -159,9 +159,9 @@ farspan.page((data) => {
   }
 
   const MEMORY_NOTE = "Weights, optimizer states and the buffers of the schedule have their exact " +
-    "bytes on both sides. Weight gradients are measured as they appear; what a cell holds for a " +
-    "moment is the rest of what was measured. The plan counts both, and the memory of its buffers, " +
-    "as if there throughout.";
+    "bytes on both sides. Weight gradients are measured as they appear; the rest of the measured " +
+    "bytes are transients of cells. The plan counts both, and the memory of its buffers, at their " +
+    "maximum throughout.";
 
   function timeOf(run) {
     const of = run.seconds;
@@ -173,8 +173,8 @@ farspan.page((data) => {
       rows: rows(of.measured) }) : null;
     const planned = of.planned.length ? make("div", {}, bars({ whole: most, format: seconds,
       title: `Planned: ${seconds(of.planned_total)}`, rows: rows(of.planned) }),
-    note(`Each alone, though some go on side by side. Attention takes ${seconds(of.attention)} of ` +
-      "it, within forward and backward.")) : null;
+    note("Each kind alone, though some overlap. Attention takes " +
+      `${seconds(of.attention)}, counted within forward and backward.`)) : null;
     const metered = of.metered
       ? note("Memory was measured in the same step, which makes it a little slower.") : null;
     return [single ? columns(measured, planned) : [measured, planned], metered];

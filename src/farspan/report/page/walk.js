@@ -13,13 +13,13 @@ Object.assign(farspan, (() => {
     device: "kept on the device", done: "backward done",
   };
 
-  // Takes what farspan.report.plan_page.walk_json makes: `layers` and `chunks` are the numbers of
-  // those that are shown; frames are columns of one length (`time` seconds, `op`, `layer`, `chunk`,
-  // bytes of `device` and `host`); `cells` are by layer and chunk the states that a cell has, each
-  // as frame, state, frame, state, ..., from the first frame on "not yet" until another comes;
-  // `inputs` the same of the inputs of groups. `onSeek(frame)` is called when a person goes to a
-  // frame, and `seek(frame)` of what is returned goes there. In place of the two tiers' bytes,
-  // `memory` may have bars of its own: {title, whole, rows: [{name, values by frame}]}.
+  // Draws the result of farspan.report.plan_page.walk_json. `layers` and `chunks` are the numbers of
+  // the shown layers and chunks; frames are columns of one length (`time` seconds, `op`, `layer`,
+  // `chunk`, bytes of `device` and `host`); `cells` has the states of each cell, by layer and chunk,
+  // as frame, state, frame, state, ...; the state is "not yet" before the first. `inputs` has the
+  // states of the inputs of groups. `onSeek(frame)` is called when a user goes to a frame; the
+  // returned object's `seek(frame)` goes there. Instead of the bytes of both tiers, `memory` may
+  // have its own bars: {title, whole, rows: [{name, values by frame}]}.
   function walk(of, { onSeek } = {}) {
     const picture = grid(of), last = of.frames.time.length - 1;
     const slider = make("input", { type: "range", min: 0, max: last, value: of.start,
@@ -123,7 +123,7 @@ Object.assign(farspan, (() => {
     if (row && column >= 0) put(now, column * width, row, width);
   }
 
-  // The state that holds at a frame, of frame, state, frame, state, ...
+  // The state at a frame, from frame, state, frame, state, ...
   function at(states, frame) {
     let low = 0, high = states.length / 2;
     while (low < high) {
@@ -134,7 +134,7 @@ Object.assign(farspan, (() => {
     return low ? states[2 * low - 1] : 0;
   }
 
-  // What is drawn: a cell whose backward is done is done, whatever lies around.
+  // The state to draw: a cell whose backward is done is drawn as done, even if it has tensors.
   function named(state, kind) {
     const phase = state >> PHASE_SHIFT;
     if (phase === NOT_YET) return "";
@@ -147,7 +147,7 @@ Object.assign(farspan, (() => {
   const summary = (counts) => Object.entries(STATES).filter(([state]) => counts[state])
     .map(([state, words]) => `${counts[state]} ${words}`).join(", ");
 
-  // -- beside it ----------------------------------------------------------------------------------
+  // -- next to it ---------------------------------------------------------------------------------
 
   function readout(of, picture) {
     const runs = make("p", { class: "runs" }), held = make("div");
@@ -227,7 +227,7 @@ Object.assign(farspan, (() => {
     return { turn };
   }
 
-  // Fills that other pictures refer to, once a page.
+  // Fill patterns that other pictures refer to, made once a page.
   function patterns() {
     const lined = (id, hue, ...lines) => draw("pattern", { id, width: 4, height: 4,
       patternUnits: "userSpaceOnUse" }, tinted("rect", hue, { width: 4, height: 4 }),
@@ -251,8 +251,8 @@ Object.assign(farspan, (() => {
   return { walk };
 })());
 
-// A step as farspan.report.plan_page.step_json makes it: memory of both tiers over it, and its walk,
-// which go to one place together. `over`: lines drawn over the memory of a tier, such as
+// A step from farspan.report.plan_page.step_json: memory of both tiers over time, and the walk,
+// both at the same frame. `over`: lines drawn over the memory of a tier, such as
 // {device: [{name, values}]}, with a value for each of the step's times.
 farspan.step = (step, over = {}) => {
   const { make, memory, walk } = farspan;
