@@ -432,7 +432,7 @@ def test_a_cache_of_another_user_is_refused(
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 12345)
     with pytest.raises(
-        UnsupportedError, match=r"data\.cache: .* belongs to .*, but this process runs as user \d+; name"
+        UnsupportedError, match=r"data\.cache: .* belongs to .*, but this .*runs as user \d+; name"
     ):
         open_quietly(Texts(["one"]), tmp_path)
 

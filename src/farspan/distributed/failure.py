@@ -91,9 +91,7 @@ Store = Any  # torch.distributed's; its stubs lack some methods
 HEARTBEAT = 0.5  # seconds between heartbeats
 HEARTBEAT_TIMEOUT = 4.0  # seconds without a heartbeat after which a rank counts as silent
 SILENCE = 3.0  # seconds without an answer of the store, after a collective has failed
-GRACE = (
-    10.0  # seconds a process may still wait after a fault; torchrun kills after 30
-)
+GRACE = 10.0  # seconds a process may still wait after a fault; torchrun kills after 30
 FAILED = 1
 GONE, SILENT = "gone", "does not answer"
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -523,9 +521,7 @@ class CooperativeStop:
         self._asked = 0
         self._passed = 0
         self._said: int | None = None  # checkpoints passed when this rank read the request
-        self._place: tuple[int, int] | None = (
-            None  # common checkpoint, number to stop with
-        )
+        self._place: tuple[int, int] | None = None  # common checkpoint, number to stop with
         self._alone = False
         self._missing = "all ranks"
 
