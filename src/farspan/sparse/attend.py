@@ -49,8 +49,7 @@ class FarCall:
 
 
 class FarKernel(Protocol):
-    """Attention to chosen pages, announced to `pages` before (`Pages.begin`). Kernels are stateless
-    values."""
+    """Attention to chosen pages, which `Pages.begin` announced. Kernels are stateless values."""
 
     @property
     def softcap(self) -> float | None:
@@ -59,12 +58,12 @@ class FarKernel(Protocol):
     def votes(
         self, call: FarCall, sparse: Sparse, q: Tensor, means: Tensor, candidates: Candidates
     ) -> Tensor:
-        """Return votes as `sparse.pages.vote` does, or `vote_refined` with superpages; fp32 or
-        wider."""
+        """Return votes as `sparse.pages.vote` does, or `vote_refined` with superpages, in fp32 or
+        more."""
 
     def largest_scores(self, call: FarCall, q: Tensor, keys: Tensor, each: int) -> Tensor:
-        """Return scores as `sparse.pages.largest_scores` does, for superpages of `each` keys;
-        `call` describes the superpages."""
+        """Return scores as `sparse.pages.largest_scores` does; `call` is of superpages of `each`
+        keys."""
 
     def forward(
         self,
@@ -80,8 +79,7 @@ class FarKernel(Protocol):
     def backward(
         self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages, dq: Tensor
     ) -> None:
-        """Add to dq, in the accumulate dtype; dK, dV of the pages go to `pages.sums`, then
-        `pages.add`."""
+        """Add to dq, in the accumulate dtype; dK, dV go to `pages.sums`, then `pages.add`."""
 
 
 Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
@@ -89,8 +87,7 @@ Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
 
 @dataclass(frozen=True, slots=True)
 class SparseCall:
-    """The settings of sparse attention of one chunk. One call serves all dense layers that have the
-    same scale and heads."""
+    """The settings of sparse attention of one chunk, for all layers of the same scale and heads."""
 
     sparse: Sparse
     near: AttentionCall
@@ -151,8 +148,8 @@ def compare(
     representatives: Tensor,
     candidates: Candidates,
 ) -> tuple[Tensor, Candidates]:
-    """Return the votes of queries, and the candidates that they are for: if there are many pages,
-    those of the best superpages."""
+    """Return the votes of queries, and their candidates: with many pages, those of the best
+    superpages."""
     count = sparse.refined(len(candidates.pages))
     if count:
         documents, each = call.documents, SUPERPAGE * sparse.page // sparse.super_tokens
@@ -174,7 +171,7 @@ def attend_sparse(
     pages: Pages,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out, in the dtype of q, and lse, in the accumulate dtype, over all visible keys and
+    """Return out, in the dtype of q, and lse, in the accumulate dtype, over visible keys and
     sinks."""
     choice = _possible(call, choice)
     if choice.shape[3]:
@@ -286,8 +283,8 @@ def seen_mass(
 
 
 def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor:
-    """Return the mask [B, Hk, S, S], bool, for choice [B, Hk, M, k] of a whole sequence and
-    document ids [B, S]."""
+    """Return the mask bool [B, Hk, S, S] of a sequence's choice [B, Hk, M, k] and document ids [B,
+    S]."""
     tokens, page, together = ids.shape[1], sparse.page, sparse.query_tokens
     pages = -(-tokens // page)
     marks = torch.zeros(*choice.shape[:3], pages + 1, dtype=torch.bool, device=choice.device)

@@ -279,8 +279,7 @@ class BufferPages:
         sizes = slot_parts(far, units, entries, backward=backward)
         starts = accumulate(map(aligned, sizes.values()), initial=0)
         whole, found = storage.cell(slot.name, self.chunk), {}
-        # A view too short would be enlarged by the operation that writes to it, over its
-        # neighbours.
+        # An operation that writes to a view too short would enlarge it, over its neighbours.
         assert sum(map(aligned, sizes.values())) <= len(whole), f"{slot.name}: {units} units"
         for (name, size), start in zip(sizes.items(), starts, strict=False):
             part = whole[start : start + size]
@@ -347,9 +346,8 @@ class Seen:
 
 
 def selector_of(given: Selector | PageFunction | None, schedule: Schedule) -> Selector:
-    """Return the selector of a step: the pages with most votes, unless the user passes another.
-    Raises UnsupportedError unless an index is given exactly if the schedule names one, and for an
-    index that could not learn."""
+    """Return the selector of a step: the most votes, unless the user passes another. Raises
+    UnsupportedError if an index is missing, not in the schedule, or could not learn."""
     sparse = schedule.sparse
     assert sparse is not None, "attention is sparse"
     if sparse.indexed != isinstance(given, Index):
@@ -510,8 +508,8 @@ class SparseRun:
             )
 
     def cell(self, i: Forward) -> SparseCell | None:
-        """Return the sparse side of a forward cell; None for a layer with a window, whose attention
-        is exact."""
+        """Return the sparse side of a forward cell; None for a layer with a window, which is
+        dense."""
         program, storage = self.storage.program, self.storage
         spec = program.model.layers[i.layer]
         if spec.window is not None:

@@ -122,8 +122,7 @@ class _Part:
     mask: Tensor | None  # [x, 1, Q, k * P]
 
     def queries(self, x: Tensor) -> Tensor:
-        """Select [B, Hk, M, r, Q, ...] -> [x, r, Q, ...]. A kernel takes any strides but the
-        innermost."""
+        """Select [B, Hk, M, r, Q, ...] -> [x, r, Q, ...], of any strides but the innermost."""
         rows = x[self.places]
         return rows if rows.stride(-1) == 1 else rows.contiguous()
 
@@ -160,8 +159,7 @@ class _SlabRows:
     starts: Tensor | None  # [B, M, Q]: first token of each query's document
 
     def alike(self) -> Iterator[tuple[Tensor, bool]]:
-        """Yield the rows [B, Hk, M], flat, grouped by equal numbers of pages, and whether they need
-        masks."""
+        """Yield rows [B, Hk, M], flat, of equal numbers of pages, and whether they need masks."""
         index = self.units.index
         kinds = 2 * (index >= 0).sum(3)
         if self.starts is not None:
@@ -191,8 +189,8 @@ class _SlabRows:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Implements `FarKernel`. Gathers a slab's units once, and attends as many of its rows at a
-    time as `part_bytes` allow."""
+    """Copies chosen pages: a slab's units once, then as many rows at a time as `part_bytes`
+    allow."""
 
     kernel: PageKernel
     part_bytes: int = PART_BYTES["cpu"]
@@ -307,8 +305,7 @@ def _slab_rows(call: FarCall, slab: Slab, choice: Tensor) -> _SlabRows:
 
 
 def _whole(x: Tensor, choice: Tensor, call: FarCall) -> Tensor:
-    """Return x [B, H, C, ...], padded by zeros for the queries that a ragged last page lacks: then
-    a copy."""
+    """Return x [B, H, C, ...]; if a ragged last page lacks queries, a copy padded by zeros."""
     ragged = choice.shape[2] * call.query_tokens - x.shape[2]
     return pad(x, (0, 0) * (x.ndim - 3) + (0, ragged)) if ragged else x
 

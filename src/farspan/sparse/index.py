@@ -166,8 +166,7 @@ class Index:
                 )
 
     def save(self, folder: Path | str) -> None:
-        """Write the adapter, a folder with its tensors in float32 and a small config. Raises
-        WriteFailed."""
+        """Write the adapter, a folder of float32 tensors and a small config. Raises WriteFailed."""
         about = {"format": FORMAT, "kind": "farspan index", "dim": self.dim}
         folder = Path(folder)
         with writing(folder, SafetensorError):
@@ -284,8 +283,7 @@ def _mass(taught: Taught) -> Tensor:
 
 
 def _stacked(x: Tensor, kv_heads: int) -> Tensor:
-    """Reshape [B, H, Q, ...] -> [B, Hk, r * Q, ...]: a group's keys are read once, not copied for
-    each."""
+    """Reshape [B, H, Q, ...] -> [B, Hk, r * Q, ...], so that a group's keys are read once."""
     return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
@@ -399,8 +397,7 @@ class _Moments:
 
 
 def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the square roots of symmetric matrices [n, D, D], and their inverses on the nonzero
-    directions."""
+    """Return square roots and inverse roots of symmetric [n, D, D], on their nonzero directions."""
     values, vectors = torch.linalg.eigh(moments)
     least = 1e-9 * values.amax(1, keepdim=True) + 1e-30  # for a head whose keys are all equal
     values = values.clamp(min=least).sqrt().unsqueeze(1)

@@ -51,8 +51,8 @@ from farspan.spec import MEAN, SUPERPAGE, Sparse, UnsupportedError
 
 
 class PageReads(NamedTuple):
-    """The pages that each query page reads (`PageTable`), and the first key that each query sees,
-    or None."""
+    """The pages that each query page reads (`PageTable`), and each query's first visible key or
+    None."""
 
     choice: Any  # [B, Hk, M, k]
     slots: Any  # [B, Hk, M, k], or None: page p lies in slot p
@@ -61,7 +61,7 @@ class PageReads(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """The query pages that read each page (`Inverse`), and the first key that each query sees, or
+    """The query pages that read each page (`Inverse`), and each query's first visible key or
     None."""
 
     query_pages: Any
@@ -197,8 +197,8 @@ class PageTable:
 
 
 def _refuse(wrong: Tensor, message: str) -> None:
-    """Raise UnsupportedError on a CPU. On a GPU, without waiting, the device stops when it reaches
-    the check."""
+    """Raise UnsupportedError on a CPU. A GPU is not waited for: it stops when it reaches the
+    check."""
     if wrong.device.type == "cpu":
         if wrong:
             raise UnsupportedError(message)
@@ -309,8 +309,8 @@ def backward_launches(
     dq: Tensor,
     totals: PageGradients,
 ) -> Iterator[Launch]:
-    """Return the launches of a backward: rows [B, H, C, 4] fp32, which the others read; then dQ;
-    then dK with dV."""
+    """Return the launches of a backward: rows [B, H, C, 4] fp32, read by the others; dQ; dK with
+    dV."""
     dout, q, out, lse = queries
     tiles, inverse = _tiles(call, q), call.table.inverse
     of_rows = {"lse": lse, "first_key": call.first_key, "rows": rows}
@@ -378,8 +378,7 @@ def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False)
 
 
 def _warps(shape: PageShape, tile: PageTile) -> int:
-    """Return the warps of a tile, at least 16 rows each: more warps would compute the same
-    twice."""
+    """Return the warps of a tile, at least 16 rows each: more would compute the same twice."""
     shrunk = shape.tile_queries < tile.queries
     return min(tile.warps, max(4, shape.tile_queries // 16)) if shrunk else tile.warps
 
@@ -587,8 +586,7 @@ class TritonFar:
         return self._call(call, table)
 
     def _gathered(self, call: FarCall, choice: Tensor, slab: Slab) -> PagedCall:
-        """Return the call on a slab's copies: the entries of the choice whose pages are in the
-        slab."""
+        """Return the call on a slab's copies, with the entries of the choice that the slab has."""
         slots = slab.units.index.int().contiguous()
         here = choice.masked_fill(slots < 0, -1).contiguous()
         tokens = len(slab.keys) * call.page

@@ -43,8 +43,8 @@ def _size(veiled):
 
 @triton.jit
 def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
-    """Return the addresses of a part of vectors at `offset` + row, [rows, parts[part]], and a mask
-    of valid elements."""
+    """Return addresses [rows, parts[part]] of a part of vectors at `offset` + row, and their
+    mask."""
     d = part * shape.parts[0] + tl.arange(0, shape.parts[part])
     mask = fits[:, None]
     if part * shape.parts[0] + shape.parts[part] > shape.head_dim:
@@ -87,8 +87,7 @@ def _place(x, batch, kv_head, heads):
 
 @triton.jit
 def _rows_of_program(sizes, shape: tl.constexpr):
-    """Return the rows, query page, batch row and head of keys and values of a program of forward or
-    dQ."""
+    """Return rows, query page, batch row and head of K, V of a program of forward or dQ."""
     rows: tl.constexpr = shape.group * shape.query_page
     tiles: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
     tile, query_page = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -120,8 +119,7 @@ def _chosen_page(table, entry):
 
 @triton.jit
 def _keys_of(page, slot, tile, sizes, shape: tl.constexpr):
-    """Return the first token of a tile of a page in the sequence and in the buffer, and a mask of
-    its keys."""
+    """Return a tile's first token in the sequence and in the buffer, and a mask of its keys."""
     first = tile * shape.tile_keys
     count = tl.where(page < 0, 0, tl.minimum(shape.page, _size(sizes.tokens) - page * shape.page))
     fits = tl.arange(0, shape.tile_keys) < count - first
@@ -398,8 +396,8 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
     if of_page < shape.tile_queries:
         steps = ((stop - start) * of_page + shape.tile_queries - 1) // shape.tile_queries
     if len(shape.parts) > 1:
-        # Zeros for a loop without iterations would be placed after it, and ptxas would wait for
-        # each product.
+        # Zeros for a loop without iterations would follow it, and ptxas would wait for each
+        # product.
         steps = tl.maximum(steps, 1)
     query_page = _visitors(visits, start, stop, 0, shape)
     for step in tl.range(0, steps, num_stages=shape.stages):

@@ -132,15 +132,13 @@ class Pages(KeyValues, Protocol):
         """Announce that the pages of this choice [B, Hk, M, k] are needed next."""
 
     def resident(self) -> Resident | None:
-        """Return all pages in place, for a kernel that can read them there; None: they must be
-        gathered."""
+        """Return all pages in place, for a kernel that can read them there; None: gather them."""
 
     def slabs(self) -> Iterator[Slab]:
-        """Yield the announced choice in slabs, in order; K, V of one are valid until the next is
-        asked for."""
+        """Yield the announced choice in slabs, in order; K, V are valid until the next slab."""
 
     def sums(self, slab: Slab) -> tuple[Tensor, Tensor]:
-        """Return zeros for dK [U, P, D] and dV [U, P, Dv] of the present slab, in the accumulate
+        """Return zeros for dK [U, P, D], dV [U, P, Dv] of the present slab, in the accumulate
         dtype."""
 
     def add(self, slab: Slab, dk: Tensor, dv: Tensor) -> None:
@@ -148,8 +146,8 @@ class Pages(KeyValues, Protocol):
 
 
 def mean_keys(k: Tensor, tokens: int) -> Tensor:
-    """Return means [n, B, Hk, D] of every `tokens` keys of k [T, B, Hk, D], in its dtype; a ragged
-    rest has no mean."""
+    """Return means [n, B, Hk, D] of every `tokens` keys of k [T, B, Hk, D], without a ragged
+    rest."""
     whole = k.shape[0] // tokens
     parts = k[: whole * tokens].unflatten(0, (whole, tokens))
     return parts.mean(1, dtype=accumulate_dtype(k.dtype)).to(k.dtype)
@@ -157,16 +155,15 @@ def mean_keys(k: Tensor, tokens: int) -> Tensor:
 
 # -- which are chosen ------------------------------------------------------------------------------
 
-# The most scores at one time: on a CPU they fit into its cache (1 MB in fp32, twice as fast as 32
-# MB), elsewhere 128 MB.
+# The most scores at one time: on a CPU its cache holds them (1 MB in fp32, twice as fast as 32 MB),
+# elsewhere 128 MB.
 SCORES = {"cpu": 2**18}
 SCORES_ELSEWHERE = 2**25
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The pages that a chunk chooses from; column i of votes is page `pages[i]`, or with superpages
-    `columns()[..., i]`."""
+    """Candidate pages of a chunk; column i of votes is page `pages[i]`, or `columns()[..., i]`."""
 
     pages: range
     first: Tensor | None = None  # [B, M]: earlier pages are hidden from all queries; None: none are
@@ -181,7 +178,7 @@ class Candidates:
         return pages.flatten(3).add_(self.pages.start)
 
     def hidden(self) -> Tensor | None:
-        """Return the columns whose page is hidden from every query: bool [B, 1 or Hk, M, n or S *
+        """Return the columns whose page all queries are hidden from: bool [B, 1 or Hk, M, n or S *
         16]."""
         pages = self.columns()
         if pages is not None:
@@ -263,8 +260,8 @@ def _voters(q: Tensor, keys: Tensor, together: int) -> Iterator[tuple[slice, sli
 
 
 def _hidden(documents: Tensor | None, span: slice, page: int, pages: range) -> Tensor | None:
-    """Return a mask of the `pages` that end before the documents of a span of queries: bool [B, 1,
-    1, t, n]."""
+    """Return a mask [B, 1, 1, t, n] of `pages` that end before the documents of a span of
+    queries."""
     if documents is None:
         return None
     number = torch.arange(pages.start, pages.stop, device=documents.device)
@@ -272,8 +269,7 @@ def _hidden(documents: Tensor | None, span: slice, page: int, pages: range) -> T
 
 
 def _spans(tokens: int, page: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield spans of a chunk's tokens that vote together, about `most`: whole pages of queries, or
-    parts of one."""
+    """Yield spans of about `most` tokens that vote together: pages of queries, or parts of one."""
     whole = max(1, most // page) * page
     step = whole if UNDIVIDED * most >= page else max(LEAST, most)
     for first in range(0, tokens, whole):
@@ -300,8 +296,8 @@ def _scores(q: Tensor, keys: Tensor, scale: float, each: int) -> Tensor:
 
 
 def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
-    """Add weights [B, h, r, t, n] of m pages of queries, or of a part of one, to their votes [B, h,
-    m, n]."""
+    """Add weights [B, h, r, t, n] of m pages of queries, or a part of one, to votes [B, h, m,
+    n]."""
     ragged = -weights.shape[3] % page
     if weights.shape[3] > page and ragged:
         weights = pad(weights, (0, 0, 0, ragged), value=-torch.inf if largest else 0.0)
@@ -312,8 +308,7 @@ def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
         votes += weights.sum((2, 4))
 
 
-# With many candidates, superpages are ranked first, and then only the pages of the best are
-# compared.
+# Among many candidates, superpages are ranked, and only pages of the best are compared.
 
 
 def super_keys(representatives: Tensor, sparse: Sparse) -> Tensor:
@@ -334,9 +329,9 @@ def super_keys(representatives: Tensor, sparse: Sparse) -> Tensor:
 def largest_scores(
     q: Tensor, keys: Tensor, sizes: tuple[int, int, int], scale: float, documents: Tensor | None
 ) -> Tensor:
-    """Return the largest score [B, Hk, M, N] of a page of queries for superpages, -inf if none of
-    its queries sees one. `sizes` are the keys and tokens of a superpage, and Q; `documents` [B, C]
-    count from the first superpage."""
+    """Return the largest score [B, Hk, M, N] of a page of queries for superpages, -inf if it
+    sees none. `sizes`: keys and tokens of a superpage, and Q; `documents` [B, C] count from the
+    first."""
     each, page, together = sizes
     kv_heads, keys = keys.shape[1], keys.to(accumulate_dtype(q.dtype)).mT
     pages = range(keys.shape[3] // each)
@@ -353,7 +348,7 @@ def largest_scores(
 
 
 def best_superpages(scores: Tensor, count: int) -> Tensor:
-    """Return the best superpages, int32 [B, Hk, M, count], ascending, by scores [B, Hk, M, N]; of
+    """Return the best superpages int32 [B, Hk, M, count] by scores [B, Hk, M, N], ascending; of
     equals the lower."""
     found = Candidates(range(scores.shape[3]))
     return take_most(scores, found, _everywhere(count, scores), count)
@@ -416,8 +411,7 @@ def _refined_scores(
 
 
 def _everywhere(count: int, votes: Tensor) -> Tensor:
-    """Return a count for all rows; the device writes it, whereas torch.tensor would wait for a
-    copy."""
+    """Return a count for all rows, written by the device: torch.tensor would wait for a copy."""
     return torch.full((), count, device=votes.device)
 
 
@@ -477,8 +471,8 @@ class RandomPages:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A user's function from votes to pages: in any order, -1 for no page. Raises UnsupportedError
-    unless it returns a choice."""
+    """A user's function from votes to pages in any order, -1 for no page; UnsupportedError if
+    invalid."""
 
     function: Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n], their pages
 
@@ -491,8 +485,7 @@ class Checked:
 
 
 def check_choice(choice: Tensor, shape: tuple[int | None, ...], pages: range) -> None:
-    """Raise UnsupportedError unless these are whole numbers of `pages` or -1, each once in its
-    row."""
+    """Raise UnsupportedError unless these are whole numbers of `pages` or -1, unique in a row."""
     wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
     kind = str(choice.dtype) if isinstance(choice, Tensor) else type(choice).__name__
     if not isinstance(choice, Tensor) or choice.dtype not in (torch.int32, torch.int64):

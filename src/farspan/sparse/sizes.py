@@ -22,8 +22,7 @@ from farspan.spec import SUPERPAGE, LayerSpec, Sparse
 SLAB_BYTES = 2**26
 # 256 MiB of pages of 128 tokens with 128 + 128 dims of 2 bytes: for callers that pass nothing.
 MOST_UNITS = 2**12
-# A part's copies, gradients and masks. On a CPU 2 MiB and 128 MiB are equally fast; a GPU is
-# filled.
+# A part's copies, gradients and masks. On a CPU 2 MiB and 128 MiB are equally fast; it fills a GPU.
 PART_BYTES = {"cpu": 2**24, "cuda": 2**28}
 
 INDEX = 8  # bytes per index
@@ -73,8 +72,7 @@ class FarRow:
     def _forward(self, masked: bool) -> int:
         out = self.queries * (self.value_dim * self.width + self.wide)
         given = self.queries * self.head_dim * self.width + self._copies(masked)
-        # aten packs keys and values of 16 bits once more; with a mask, the LSEs of rows without
-        # keys are set in a copy.
+        # aten packs keys and values of 16 bits once more; a mask also takes a copy of the LSEs.
         packed = 0 if self.plain or self.width == self.wide else self._keys_and_values()
         return given + packed + out + self._plain() + masked * self.queries * self.wide
 
@@ -88,8 +86,8 @@ class FarRow:
         return computed
 
     def _joined(self, masked: bool) -> int:
-        """Return the bytes of a part's results, the earlier results, and its weights; once more if
-        its dtype is narrower."""
+        """Return the bytes of a part's results, earlier ones and weights; more if the dtype is
+        narrower."""
         narrow = self.width < self.wide and not self.plain
         part = self.value_dim * self.width + self.wide
         whole = (self.value_dim + 1) * self.wide
@@ -97,8 +95,8 @@ class FarRow:
         return self._part(masked) + self.queries * (part + whole + weights)
 
     def _joined_backward(self, masked: bool) -> int:
-        """Return the bytes of a part's gradients; sums of queries before it, or copies of narrow
-        ones of keys."""
+        """Return the bytes of a part's gradients, and earlier sums or copies of narrow ones of
+        keys."""
         gradients = self.queries * self.head_dim * self.width + self._keys_and_values()
         widest = self.queries * self.head_dim
         if self.width < self.wide:
@@ -264,8 +262,8 @@ def far_bytes(
 
 
 def _chunk_bytes(far: Far, backward: bool) -> int:
-    """Return the bytes of copies as long as the chunk, of inputs and joined results, if its last
-    page is ragged."""
+    """Return the bytes of copies of a whole chunk, of inputs and results, if its last page is
+    ragged."""
     if far.tokens % far.query_page == 0:
         return 0
     tokens, wide = far.batch * far.query_pages * far.query_page, far.row.wide
@@ -290,10 +288,9 @@ MASKS = 3  # bytes of masks per sample and key
 
 
 def choice_bytes(far: Far) -> int:
-    """Return the peak bytes of choosing a chunk's pages: an index's queries; while queries vote,
-    the mean keys in the accumulate dtype and parts of the scores; then votes, sorted, and their
-    masks. If superpages are ranked, the same for them; then for their pages, a part's copies of
-    mean keys."""
+    """Return the peak bytes of choosing a chunk's pages: an index's queries; during the votes, the
+    mean keys in the accumulate dtype and parts of the scores; then votes, sorted, and masks. Ranked
+    superpages take the same, then copies of their pages' mean keys."""
     wide, keys = far.row.wide, far.candidates * far.means
     copied, dim = far.width < wide, far.index_dim or far.head_dim
     if far.refined:
@@ -322,8 +319,7 @@ def fullest_choice_bytes(far: Far) -> int:
 
 
 def _refining_bytes(far: Far, dim: int) -> int:
-    """Return the bytes while pages of superpages vote by keys of `dim` dims, and while they are
-    chosen."""
+    """Return the bytes while pages of superpages vote by keys of `dim` dims, or are chosen."""
     wide, rows = far.row.wide, far.batch * far.kv_heads
     columns, means = far.refined * SUPERPAGE, SUPERPAGE * far.means
     row = rows * means * (dim + far.row.queries)
@@ -337,8 +333,7 @@ def _refining_bytes(far: Far, dim: int) -> int:
 
 
 def _voting(far: Far, keys: int) -> tuple[int, int]:
-    """Return the heads and tokens of the queries that vote at one time, compared with `keys` mean
-    keys."""
+    """Return the heads and tokens of the queries that vote at one time, by `keys` mean keys."""
     group, together = far.heads // far.kv_heads, far.query_page
     row = far.batch * group * keys
     heads = min(far.kv_heads, max(1, UNDIVIDED * SCORES // (row * together)))
@@ -349,8 +344,7 @@ def _voting(far: Far, keys: int) -> tuple[int, int]:
 
 
 def watch_bytes(far: Far, q_start: int) -> int:
-    """Return the peak bytes of measuring visible mass: scores of a few queries, and keys, in the
-    accumulate dtype."""
+    """Return the peak bytes of measuring visible mass: a few queries' scores, and wide keys."""
     keys = far.batch * min(q_start, WATCHED_KEYS)
     scores = far.heads * SAMPLES
     queries = far.batch * scores * far.head_dim
@@ -412,8 +406,7 @@ class PageShape(NamedTuple):
 
 
 class PageSizes(NamedTuple):
-    """Sizes that change from chunk to chunk, made by `veiled`; heads and scale, which do not, as
-    they are."""
+    """Sizes that change from chunk to chunk, made by `veiled`; heads and scale do not change."""
 
     queries: int  # tokens of the chunk
     tokens: int  # tokens of the sequence so far; no key beyond
@@ -480,8 +473,7 @@ ROW = 16  # bytes per query that a backward reads, without vectors
 
 
 def tile_edge(size: int) -> int:
-    """Return the smallest power of two of at least 16 and `size`: a valid edge of a matrix
-    product's tile."""
+    """Return the edge of a matrix product's tile: a power of two of at least 16 and `size`."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -494,8 +486,7 @@ def parts_of(head_dim: int) -> tuple[int, ...]:
 
 
 def choose_tiles(capability: tuple[int, int], head_dim: int, itemsize: int) -> PageTiles:
-    """Return the table's entry for a GPU's compute capability, a head size and the bytes of an
-    element."""
+    """Return the tiles for a GPU's compute capability, a head size and bytes of an element."""
     if itemsize > 2:
         return FULL_PRECISION
     return TILES[max(one for one in TILES if one <= capability)][max(64, tile_edge(head_dim))]

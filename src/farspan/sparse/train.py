@@ -46,9 +46,8 @@ def marks(run: RunConfig) -> dict[str, str]:
 
 
 def hides(run: RunConfig) -> bool:
-    """Return whether a query may miss a token that dense attention shows it. False is certain for
-    any chunk that a run short of memory falls back to: a chunk of one page has the most to choose
-    from."""
+    """Return whether a query may miss a token that dense attention shows it. False holds for any
+    chunk of a run short of memory: a chunk of one page has the most to choose from."""
     if run.sparse is None:
         return False
     pages = run.sparse.spec()
@@ -79,8 +78,8 @@ def what_changes(run: RunConfig, change: str) -> str:
 
 
 def other_chunk(before: int | None, now: Schedule) -> str:
-    """Return the effect of another chunk when a query sees all of its own; empty if the chunk is
-    the same."""
+    """Return the effect of another chunk if a query sees all of its own; empty if it is the
+    same."""
     if now.sparse is None or before in (None, now.chunk):
         return ""
     return (
@@ -125,8 +124,8 @@ def index_of(given: SparseConfig | None, blank: Any = None) -> Index | None:
 def selector_for(
     given: SparseConfig | None, schedule: Schedule, context: int, index: Index | None = None
 ) -> Any:
-    """Return the selector of a run's step, with the index that was read before; None: the votes'
-    best. Raises UnsupportedError."""
+    """Return the selector of a run's step, given its index; None: the most votes. Raises
+    UnsupportedError."""
     share = fraction_of(given, schedule, context)
     if schedule.sparse is None:
         return share
@@ -154,8 +153,7 @@ def mass_json(seen: Sequence[Seen]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class MassWatch:
-    """Warns when queries see too little attention mass: at once, then every `REMIND` steps at
-    most."""
+    """Warns when queries see too little attention mass: at once, then every `REMIND` steps."""
 
     below: float
     warned: int | None = None  # step of the last warning
@@ -220,7 +218,7 @@ class KeptMass:
         return next(b for i, b in enumerate(self.budgets) if self._keeps(self.mean(name, i), b))
 
     def enough_everywhere(self, name: str) -> tuple[int, int]:
-        """Return the smallest budget that keeps `ENOUGH` in every layer, and the layer that needs
+        """Return the smallest budget that is enough in every layer, and the layer that needs
         most."""
         place = next(
             i for i, b in enumerate(self.budgets) if self._keeps(self.worst(name, i)[0], b)
@@ -467,8 +465,7 @@ def whole_tokens(tokens: int, schedule: Schedule) -> int:
 
 
 def _loss(stages: CausalLMStages, hidden: Tensor, ids: Tensor) -> float:
-    """Return the loss of the last quarter of the tokens from the top layer's output [B, T,
-    hidden]."""
+    """Return the loss of the last quarter of the tokens from the top output [B, T, hidden]."""
     tokens, total = ids.shape[1], 0.0
     first = tokens - tokens // LAST
     for begin in range(first, tokens, LOGITS):
@@ -488,9 +485,9 @@ def sparse_losses(
     index: Index | None = None,
     begin: Callable[[str], None] = lambda _: None,
 ) -> dict[str, float]:
-    """Return the loss of the last quarter of the tokens with sparse attention in all of them, by
+    """Return the loss of the last quarter of the tokens with sparse attention throughout, by
     selector. `begin` is called with the name before each pass, which takes as long as the dense
-    pass."""
+    one."""
     sparse, found = schedule.sparse, {}
     assert sparse is not None
     ids = input_ids[:, : whole_tokens(input_ids.shape[1], schedule)]
