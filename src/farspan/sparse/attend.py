@@ -58,12 +58,12 @@ class FarKernel(Protocol):
     def votes(
         self, call: FarCall, sparse: Sparse, q: Tensor, means: Tensor, candidates: Candidates
     ) -> Tensor:
-        """Return votes as `sparse.pages.vote` does, or `vote_refined` with superpages, in fp32 or
-        more."""
+        """Return votes as `sparse.pages.vote` or, with superpages, `vote_refined`; at least
+        fp32."""
 
     def largest_scores(self, call: FarCall, q: Tensor, keys: Tensor, each: int) -> Tensor:
-        """Return scores as `sparse.pages.largest_scores` does; `call` is of superpages of `each`
-        keys."""
+        """Return `sparse.pages.largest_scores` for superpages of `each` keys, which `call`
+        describes."""
 
     def forward(
         self,
@@ -148,8 +148,7 @@ def compare(
     representatives: Tensor,
     candidates: Candidates,
 ) -> tuple[Tensor, Candidates]:
-    """Return the votes of queries, and their candidates: with many pages, those of the best
-    superpages."""
+    """Return the votes of queries, and their candidates: if many, pages of the best superpages."""
     count = sparse.refined(len(candidates.pages))
     if count:
         documents, each = call.documents, SUPERPAGE * sparse.page // sparse.super_tokens
@@ -171,8 +170,7 @@ def attend_sparse(
     pages: Pages,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out, in the dtype of q, and lse, in the accumulate dtype, over visible keys and
-    sinks."""
+    """Return out in q's dtype and lse in the accumulate dtype, over visible keys and sinks."""
     choice = _possible(call, choice)
     if choice.shape[3]:
         pages.begin(choice)
@@ -283,8 +281,7 @@ def seen_mass(
 
 
 def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor:
-    """Return the mask bool [B, Hk, S, S] of a sequence's choice [B, Hk, M, k] and document ids [B,
-    S]."""
+    """Return the mask bool [B, Hk, S, S] of a choice [B, Hk, M, k] and document ids [B, S]."""
     tokens, page, together = ids.shape[1], sparse.page, sparse.query_tokens
     pages = -(-tokens // page)
     marks = torch.zeros(*choice.shape[:3], pages + 1, dtype=torch.bool, device=choice.device)

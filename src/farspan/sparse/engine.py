@@ -508,8 +508,7 @@ class SparseRun:
             )
 
     def cell(self, i: Forward) -> SparseCell | None:
-        """Return the sparse side of a forward cell; None for a layer with a window, which is
-        dense."""
+        """Return the sparse side of a forward cell; None for a layer with a window."""
         program, storage = self.storage.program, self.storage
         spec = program.model.layers[i.layer]
         if spec.window is not None:

@@ -189,8 +189,7 @@ class _SlabRows:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Copies chosen pages: a slab's units once, then as many rows at a time as `part_bytes`
-    allow."""
+    """Copies a slab's units once, then attends as many rows at a time as `part_bytes` allow."""
 
     kernel: PageKernel
     part_bytes: int = PART_BYTES["cpu"]

@@ -51,8 +51,7 @@ from farspan.spec import MEAN, SUPERPAGE, Sparse, UnsupportedError
 
 
 class PageReads(NamedTuple):
-    """The pages that each query page reads (`PageTable`), and each query's first visible key or
-    None."""
+    """The pages that each query page reads (`PageTable`), and first visible keys or None."""
 
     choice: Any  # [B, Hk, M, k]
     slots: Any  # [B, Hk, M, k], or None: page p lies in slot p
@@ -61,8 +60,7 @@ class PageReads(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """The query pages that read each page (`Inverse`), and each query's first visible key or
-    None."""
+    """The query pages that read each page (`Inverse`), and first visible keys or None."""
 
     query_pages: Any
     pages: Any
@@ -197,8 +195,7 @@ class PageTable:
 
 
 def _refuse(wrong: Tensor, message: str) -> None:
-    """Raise UnsupportedError on a CPU. A GPU is not waited for: it stops when it reaches the
-    check."""
+    """Raise UnsupportedError on a CPU; a GPU stops when it reaches the check, without a wait."""
     if wrong.device.type == "cpu":
         if wrong:
             raise UnsupportedError(message)
@@ -309,8 +306,7 @@ def backward_launches(
     dq: Tensor,
     totals: PageGradients,
 ) -> Iterator[Launch]:
-    """Return the launches of a backward: rows [B, H, C, 4] fp32, read by the others; dQ; dK with
-    dV."""
+    """Return a backward's launches: rows [B, H, C, 4] fp32, for the others; dQ; dK with dV."""
     dout, q, out, lse = queries
     tiles, inverse = _tiles(call, q), call.table.inverse
     of_rows = {"lse": lse, "first_key": call.first_key, "rows": rows}

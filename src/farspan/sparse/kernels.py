@@ -43,8 +43,7 @@ def _size(veiled):
 
 @triton.jit
 def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
-    """Return addresses [rows, parts[part]] of a part of vectors at `offset` + row, and their
-    mask."""
+    """Return addresses [rows, parts[part]] of a part of vectors at `offset` + row, and a mask."""
     d = part * shape.parts[0] + tl.arange(0, shape.parts[part])
     mask = fits[:, None]
     if part * shape.parts[0] + shape.parts[part] > shape.head_dim:
@@ -396,8 +395,7 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
     if of_page < shape.tile_queries:
         steps = ((stop - start) * of_page + shape.tile_queries - 1) // shape.tile_queries
     if len(shape.parts) > 1:
-        # Zeros for a loop without iterations would follow it, and ptxas would wait for each
-        # product.
+        # Zeros for a loop without iterations would follow it; ptxas would wait for products.
         steps = tl.maximum(steps, 1)
     query_page = _visitors(visits, start, stop, 0, shape)
     for step in tl.range(0, steps, num_stages=shape.stages):

@@ -138,16 +138,14 @@ class Pages(KeyValues, Protocol):
         """Yield the announced choice in slabs, in order; K, V are valid until the next slab."""
 
     def sums(self, slab: Slab) -> tuple[Tensor, Tensor]:
-        """Return zeros for dK [U, P, D], dV [U, P, Dv] of the present slab, in the accumulate
-        dtype."""
+        """Return zeros for dK [U, P, D], dV [U, P, Dv] of the present slab, in the wide dtype."""
 
     def add(self, slab: Slab, dk: Tensor, dv: Tensor) -> None:
         """Add the gradients accumulated in `sums` to the totals of the slab's units."""
 
 
 def mean_keys(k: Tensor, tokens: int) -> Tensor:
-    """Return means [n, B, Hk, D] of every `tokens` keys of k [T, B, Hk, D], without a ragged
-    rest."""
+    """Return means [n, B, Hk, D] of every `tokens` keys of k [T, B, Hk, D], less a ragged rest."""
     whole = k.shape[0] // tokens
     parts = k[: whole * tokens].unflatten(0, (whole, tokens))
     return parts.mean(1, dtype=accumulate_dtype(k.dtype)).to(k.dtype)
@@ -178,8 +176,7 @@ class Candidates:
         return pages.flatten(3).add_(self.pages.start)
 
     def hidden(self) -> Tensor | None:
-        """Return the columns whose page all queries are hidden from: bool [B, 1 or Hk, M, n or S *
-        16]."""
+        """Return the columns whose page no query sees: bool [B, 1 or Hk, M, n or S * 16]."""
         pages = self.columns()
         if pages is not None:
             outside = pages >= self.pages.stop
@@ -260,8 +257,7 @@ def _voters(q: Tensor, keys: Tensor, together: int) -> Iterator[tuple[slice, sli
 
 
 def _hidden(documents: Tensor | None, span: slice, page: int, pages: range) -> Tensor | None:
-    """Return a mask [B, 1, 1, t, n] of `pages` that end before the documents of a span of
-    queries."""
+    """Return a mask [B, 1, 1, t, n] of `pages` before the documents of a span of queries."""
     if documents is None:
         return None
     number = torch.arange(pages.start, pages.stop, device=documents.device)
@@ -296,8 +292,7 @@ def _scores(q: Tensor, keys: Tensor, scale: float, each: int) -> Tensor:
 
 
 def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
-    """Add weights [B, h, r, t, n] of m pages of queries, or a part of one, to votes [B, h, m,
-    n]."""
+    """Add weights [B, h, r, t, n] of m pages of queries, or parts, to votes [B, h, m, n]."""
     ragged = -weights.shape[3] % page
     if weights.shape[3] > page and ragged:
         weights = pad(weights, (0, 0, 0, ragged), value=-torch.inf if largest else 0.0)
@@ -348,8 +343,7 @@ def largest_scores(
 
 
 def best_superpages(scores: Tensor, count: int) -> Tensor:
-    """Return the best superpages int32 [B, Hk, M, count] by scores [B, Hk, M, N], ascending; of
-    equals the lower."""
+    """Return the best superpages int32 [B, Hk, M, count], ascending, by scores [B, Hk, M, N]."""
     found = Candidates(range(scores.shape[3]))
     return take_most(scores, found, _everywhere(count, scores), count)
 
@@ -471,8 +465,7 @@ class RandomPages:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A user's function from votes to pages in any order, -1 for no page; UnsupportedError if
-    invalid."""
+    """A user's function from votes to pages, in any order, -1 for none; answers are checked."""
 
     function: Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n], their pages
 

@@ -86,8 +86,7 @@ class FarRow:
         return computed
 
     def _joined(self, masked: bool) -> int:
-        """Return the bytes of a part's results, earlier ones and weights; more if the dtype is
-        narrower."""
+        """Return the bytes of a part's results, earlier ones and weights, and narrower copies."""
         narrow = self.width < self.wide and not self.plain
         part = self.value_dim * self.width + self.wide
         whole = (self.value_dim + 1) * self.wide
@@ -95,8 +94,7 @@ class FarRow:
         return self._part(masked) + self.queries * (part + whole + weights)
 
     def _joined_backward(self, masked: bool) -> int:
-        """Return the bytes of a part's gradients, and earlier sums or copies of narrow ones of
-        keys."""
+        """Return the bytes of a part's gradients, and earlier sums or narrow copies of keys."""
         gradients = self.queries * self.head_dim * self.width + self._keys_and_values()
         widest = self.queries * self.head_dim
         if self.width < self.wide:
@@ -262,8 +260,7 @@ def far_bytes(
 
 
 def _chunk_bytes(far: Far, backward: bool) -> int:
-    """Return the bytes of copies of a whole chunk, of inputs and results, if its last page is
-    ragged."""
+    """Return the bytes of copies of a whole chunk if its last page is ragged."""
     if far.tokens % far.query_page == 0:
         return 0
     tokens, wide = far.batch * far.query_pages * far.query_page, far.row.wide

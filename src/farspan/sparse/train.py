@@ -78,8 +78,7 @@ def what_changes(run: RunConfig, change: str) -> str:
 
 
 def other_chunk(before: int | None, now: Schedule) -> str:
-    """Return the effect of another chunk if a query sees all of its own; empty if it is the
-    same."""
+    """Return the effect of a changed chunk on a sparse run; empty if the chunk is the same."""
     if now.sparse is None or before in (None, now.chunk):
         return ""
     return (
@@ -124,8 +123,7 @@ def index_of(given: SparseConfig | None, blank: Any = None) -> Index | None:
 def selector_for(
     given: SparseConfig | None, schedule: Schedule, context: int, index: Index | None = None
 ) -> Any:
-    """Return the selector of a run's step, given its index; None: the most votes. Raises
-    UnsupportedError."""
+    """Return the selector of a run's step; None: the most votes. Raises UnsupportedError."""
     share = fraction_of(given, schedule, context)
     if schedule.sparse is None:
         return share
@@ -218,8 +216,7 @@ class KeptMass:
         return next(b for i, b in enumerate(self.budgets) if self._keeps(self.mean(name, i), b))
 
     def enough_everywhere(self, name: str) -> tuple[int, int]:
-        """Return the smallest budget that is enough in every layer, and the layer that needs
-        most."""
+        """Return the smallest budget that is enough in every layer, and the neediest layer."""
         place = next(
             i for i, b in enumerate(self.budgets) if self._keeps(self.worst(name, i)[0], b)
         )
