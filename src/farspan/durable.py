@@ -141,10 +141,10 @@ def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
 
 
 def refuse_links(folder: Path, *others: Path) -> None:
-    """Raise UnsupportedError if anything under a folder is a link that leads out of it and the
-    `others`, or is neither a file nor a folder, such as a pipe, which never ends. A folder made by
-    another user may point at any file of this one. Links in `wandb` are exempt: its logs are links
-    to its cache."""
+    """Raise UnsupportedError if anything under a folder is a link that leads outside the folder and
+    the `others`, or is neither a file nor a folder, such as a pipe, which never ends. A folder made
+    by another user may point at any file of this one. Links in `wandb` are exempt: its logs are
+    links to its cache."""
     root = Path(os.path.realpath(folder))
     for place in root.rglob("*"):
         inside = place.relative_to(root).parts
@@ -294,7 +294,7 @@ KINDS = {dict: "an object", list: "a list", str: "text", int: "a whole number"}
 
 
 def parse_object(data: bytes, finite: bool = True, /, **kinds: type) -> dict[str, Any]:
-    """Return the object of a JSON text, whose fields must be of these `kinds` if present. Raises
+    """Return the object of a JSON text; `kinds` are the types of its fields, if present. Raises
     ValueError, naming the field, for other kinds, numbers that are not `finite`, and deep nesting,
     in which later work would fail."""
     try:

@@ -336,7 +336,7 @@ class TestIndex:
             ),
             (
                 replace(HEADS, head_dim=4),
-                "its layer 0 is for 2 heads .* of 4 dims, but the model has",
+                "its layer 0 is for 2 query heads .* of 4 dims, but the model has",
             ),
             (HEADS, "its keys have 3 dims in layer 0, but sparse.index_dim asks for 4; set that"),
         ],

@@ -363,7 +363,7 @@ class Saver:
         return None if self._gather is None else self._gather()
 
     def _together(self, work: Callable[[], T], what: str) -> T:
-        """Do the work on all ranks, or on rank 0 for all."""
+        """Run the work on all ranks, or on rank 0 for all."""
         if self._among is not self._world:
             return self._world.run_on_rank0(work, what)
         with activity(what):

@@ -393,9 +393,9 @@ def is_on_rank0_only(ranks: ParallelContext, model: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class Rank0Weights:
-    """The weights of a model, taken out of it: rank 0 holds them, and on every rank the model holds
-    meta tensors of the same shapes and dtypes. Rank 0 reads the model once, and no device holds
-    more than its shard and one whole weight."""
+    """The weights of a model, moved out: rank 0 holds them, and on every rank the model holds meta
+    tensors of the same shapes and dtypes. Rank 0 reads the model once, and no device holds more
+    than its shard and one whole weight."""
 
     ranks: ParallelContext
     forms: dict[str, WeightForm]  # by the first name of each weight

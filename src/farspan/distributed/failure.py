@@ -142,8 +142,8 @@ class BackgroundTask(Protocol):
     """Work that the thread of a FailureDetector does at each heartbeat."""
 
     def look(self, store: Store) -> None:
-        """Do the work of one heartbeat; called while no fault is known. May raise the store's
-        RuntimeError, and ValueError for entries that farspan did not write."""
+        """Run once per heartbeat while no fault is known. May raise the store's RuntimeError, and
+        ValueError for entries that farspan did not write."""
 
     def give_up(self) -> None:
         """End the work: no heartbeat follows, or a fault is known. May be called again."""
@@ -220,8 +220,8 @@ class FailureDetector:
             raise found from error
 
     def _end(self, error: BaseException | None) -> BaseException | None:
-        """Return the exception that this rank raises in place of its own `error`, and tell the
-        others that it has left. See Note: [The store]."""
+        """Return the exception that this rank raises for its own `error`, and tell the others that
+        it has left. See Note: [The store]."""
         found: list[BaseException] = []
 
         def part() -> None:
@@ -532,7 +532,7 @@ class CooperativeStop:
 
     @property
     def is_asked(self) -> bool:
-        """Whether this rank knows of a request to stop."""
+        """True once this rank knows of a request to stop."""
         return bool(self._asked) or self._said is not None
 
     def pass_place(self) -> int:

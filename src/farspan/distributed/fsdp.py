@@ -32,7 +32,7 @@ from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.collectives import Communicator
 from farspan.spec import UnsupportedError
 
-LINE = 16  # bytes: the widest load of a kernel; every parameter starts on a multiple of it
+LINE = 16  # bytes: the widest load of a kernel; every parameter starts at a multiple
 
 ParameterSlot = tuple[nn.Module, str]  # a module and the name of a parameter in it
 UnitParameters = dict[nn.Parameter, tuple[str, list[ParameterSlot]]]  # first name, and all slots
@@ -188,7 +188,7 @@ def whole_placement(shape: Sequence[int]) -> ShardPlacement:
 
 
 def placement_along(shape: Sequence[int], dim: int, ranges: Sequence[Range]) -> ShardPlacement:
-    """Return the placement of these ranges of dimension `dim` of a whole of `shape`, one after the
+    """Return the placement of `ranges` of dimension `dim` of a whole of `shape`, one after the
     other in the rank's tensor."""
     starts = accumulate((stop - start for start, stop in ranges), initial=0)
     boxes = []
@@ -351,9 +351,8 @@ class ShardedParameters:
 
     @torch.no_grad()
     def reduce(self, unit: int, totals: Totals) -> None:
-        """Reduce-scatter: add to `.grad` of sharded parameters the sums over ranks of these
-        gradients of whole parameters, in their dtype, in the order of ranks. Takes them out of
-        `totals`.
+        """Reduce-scatter: add the sums over ranks of whole parameters' gradients to `.grad` of the
+        sharded ones, in the gradients' dtype, in the order of ranks. Takes them out of `totals`.
 
         A rank without a gradient of a parameter contributes zeros; if no rank has one, `.grad`
         stays as it is. In ZERO_1 gradients add up until the step's end.
@@ -402,7 +401,7 @@ class ShardedParameters:
             self._release(unit)
             unit.held.clear()
 
-    # -- what is held ---------------------------------------------------------------------------
+    # -- held parameters ------------------------------------------------------------------------
 
     def whole(self, unit: int) -> dict[str, nn.Parameter]:
         """Return the whole parameters of a unit by the names of the model, the same objects for

@@ -201,7 +201,7 @@ def _number() -> int:
     return _boards
 
 
-# -- what they agree on --------------------------------------------------------------------------
+# -- agreement of the processes ------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -230,7 +230,7 @@ class DistributedContext:
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this process writes the run folder and prints."""
+        """True on the process that writes the run folder and prints."""
         return self.launch is None or self.launch.rank == 0
 
     @property

@@ -82,7 +82,7 @@ class TensorParallel:
     def shell(
         self, index: int, layer: Module, counts: Counts, inside: BlockWrapper | None = None
     ) -> Module:
-        """Return layer `index`, or a shell of it, for own tokens in and out: [B, counts[peer], h].
+        """Return layer `index`, or its shell, for own tokens in and out: [B, counts[peer], h].
 
         The layer's other inputs (position embeddings) cover the tokens of all peers, in their
         order; attention is called with those tokens and this rank's heads. `inside` may replace a
@@ -118,7 +118,7 @@ class ModuleProxy(nn.Module):
 
 
 class _SharedBlock(ModuleProxy):
-    """A block that takes a rank's own tokens and returns the outputs of these tokens."""
+    """A block that takes a rank's own tokens and returns their outputs."""
 
     def __init__(
         self, inner: nn.Module, bias: nn.Parameter | None, peers: Communicator, counts: Counts
@@ -303,8 +303,8 @@ def _scatter_sum(x: Tensor, peers: Communicator, counts: Counts, dim: int) -> Te
     return own.movedim(0, dim).contiguous()
 
 
-# A layer's number, and the layer or a shell of it -> its outputs for random hidden states [B, C,
-# h], in the dtype of its parameters, with dense attention that keeps no state between calls.
+# A layer's number, and the layer or its shell -> its outputs for random hidden states [B, C, h], in
+# the dtype of its parameters, with dense attention that keeps no state between calls.
 RunLayer = Callable[[int, nn.Module], Tensor]
 
 # Half of float32's digits: products of other shapes and norms in float32 differ by 1e-7.

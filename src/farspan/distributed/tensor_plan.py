@@ -65,7 +65,7 @@ class WideModule:
     """A module inside a block that reads the features of all ranks: a norm over all heads."""
 
     name: str
-    shape: tuple[int, ...]  # the trailing dimensions that it reads; the first of them is cut
+    shape: tuple[int, ...]  # trailing dimensions that it reads; the first is cut
 
 
 @dataclass(frozen=True, slots=True)

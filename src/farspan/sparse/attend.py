@@ -74,7 +74,7 @@ class FarKernel(Protocol):
         attended: tuple[Tensor, Tensor],
     ) -> None:
         """Join attention over the chosen pages into `attended`, out and lse in the accumulate
-        dtype: the results of a query that sees none of these keys stay as they are."""
+        dtype: results of a query that sees none of their keys stay unchanged."""
 
     def backward(
         self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages, dq: Tensor

@@ -139,7 +139,7 @@ class _Part:
     def add(self, total: Tensor, part: Tensor) -> None:
         """Add part [x, 1, k * P, D] to total [U, P, D] by unit, in the order of the entries.
 
-        Deterministic on either device: index_add_ is so on CPUs, where it is 15 times as fast as a
+        Deterministic on either device: index_add_ is so on CPUs, and 15 times as fast there as a
         sort and sums of segments, and index_put_, which sorts, on CUDA.
         """
         gradients = part.to(total.dtype).reshape(-1, *total.shape[1:])

@@ -79,7 +79,7 @@ class Totals(NamedTuple):
 LARGEST = 2**27 - 1  # of integers passed through `veiled`, which gives an int32
 
 
-# -- what each page of queries reads ------------------------------------------------------------
+# -- pages that each page of queries reads ------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ from farspan_memory.pytorch import (
 from farspan_memory.replay import ReplayPlan, iteration, load_plan, plan_iteration
 from farspan_memory.trace import Trace
 
-# Counted from 1. The first iteration also creates tensors that stay, such as optimizer states: the
-# plan of another iteration must not have them in its arena, where they would stay in the way.
+# Counted from 1. The first iteration also creates tensors that stay, such as optimizer states: in
+# the arena of another iteration's plan they would stay in the way.
 FIRST_REPLAYED = 2
 
 

@@ -58,7 +58,7 @@ class Solution:
 
     @property
     def optimal(self) -> bool:
-        """Whether it is proved that no placement is lower."""
+        """True if a proof exists that no placement is lower."""
         return self.placement.height == self.proved_bound
 
 

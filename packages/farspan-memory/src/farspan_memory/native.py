@@ -298,7 +298,7 @@ def whole(name: str, value: int, bits: int = 64) -> int:
 # -- the allocator ------------------------------------------------------------------------------
 
 
-# Events copied at a time: 8 MiB of them.
+# Events copied at a time: 8 MiB.
 EVENTS = 1 << 18
 
 

@@ -161,7 +161,7 @@ def pricing() -> str:
     return (
         f"Creates are calls of {MALLOC} or {CREATE}, releases of {FREE} or {RELEASE}. Costs are "
         "modelled: calls counted, times published ones. Waiting for the device is not in them. "
-        f"{known}. Assumed as costly as what they undo: {assumed}.\n"
+        f"{known}. Assumed as costly as the calls that they undo: {assumed}.\n"
     )
 
 
