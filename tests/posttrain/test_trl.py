@@ -187,7 +187,7 @@ def test_another_loss_is_refused_by_name(
 def test_offloading_is_refused(tmp_path: Path) -> None:
     args = SFTConfig(str(tmp_path), activation_offloading=True, use_cpu=True)
     model = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
-    with pytest.raises(UnsupportedError, match=r"activation_offloading: .* the schedule says"):
+    with pytest.raises(UnsupportedError, match=r"activation_offloading: .* the schedule decides"):
         farspan.Trainer(model=model, args=args, schedule=SCHEDULE)  # TRL's own needs a GPU for it
 
 

@@ -27,11 +27,19 @@ class ParallelContext:
     """This rank in a layout (torchtitan's ParallelDims), and its communicators along each axis.
 
     Invariant: every rank makes the same groups in the same order, as torch requires.
+
+    Args:
+        layout: The number of devices along each axis.
+        device: The device of this rank.
+        timeout: Of collectives along an axis; None: torch's default.
+
+    Raises:
+        UnsupportedError: No process group exists, or it has more or fewer ranks than `layout`.
     """
 
     layout: Layout
     device: torch.device
-    timeout: timedelta | None = None  # of collectives along an axis; None: torch's default
+    timeout: timedelta | None = None
     rank: Rank = field(init=False)
     groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
     made: dict[tuple[str, ...], Any] = field(default_factory=dict)  # by the axes with several ranks

@@ -241,7 +241,7 @@ def _(value: Exception) -> Any:
 
 
 def _name_of(kind: type) -> str:
-    """Return the name by which `_class` finds a class. Raises TypeError for classes of others."""
+    """Return the name by which `_class` finds a class. Raises TypeError for foreign classes."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _class(name) is not kind:
         raise TypeError(f"ranks exchange farspan's own classes, and {name} is not among them")

@@ -100,18 +100,22 @@ class LongContext:
     sees or predicts across padding, nor from one packed document to the next (position_ids that
     restart). Gradient checkpointing that the arguments turn on is left to the schedule, and
     autocast that a configuration turns on by itself (TRL's bf16) to the dtype of the weights, each
-    with a line of log. Raises UnsupportedError, at construction or at the first step, for settings
-    that it would compute otherwise. `schedule`, `kernels`, `selector`: as in a `Step`.
-
-    With several processes (torchrun, accelerate launch) `layout` sets how they share a step. Ranks
-    that share sequences get the same batches; those along `data` have their own, as the processes
-    of a plain Trainer. With `fsdp` weights, gradients and optimizer states are sharded over ranks;
-    checkpoints hold whole tensors, and a run may continue in another layout.
+    with a line of log.
 
     Before TRL's SFT, DPO, KTO, Reward, GRPO and RLOO trainers the losses and metrics are those of
     TRL's own code. A reference model, and the model without its adapters, run by the same schedule;
     DPO's and KTO's reference runs before the model, whose forward is then kept until its backward.
     Generation, of GRPO and RLOO, is the model's own.
+
+    Args:
+        schedule, kernels, selector: As in a `Step`.
+        layout: How several processes (torchrun, accelerate launch) share a step. Ranks that share
+            sequences get the same batches; those along `data` have their own, as the processes of a
+            plain Trainer. With its `fsdp` weights, gradients and optimizer states are sharded over
+            ranks; checkpoints hold whole tensors, and a run may continue in another layout.
+
+    Raises:
+        UnsupportedError: A setting would change the results (construction or first step).
     """
 
     # Set it if the overrides of `compute_loss`, `training_step` or `prediction_step` in the other
@@ -300,7 +304,6 @@ class LongContext:
         return torch.tensor(self._of_replicas(sum(found)), device=device)
 
     def _of_replicas(self, mine: int) -> int:
-        """Return the sum over ranks with sequences of their own."""
         if self._ranks is None:
             return mine
         found = torch.tensor([mine], device=self._ranks.device)
@@ -379,7 +382,6 @@ class LongContext:
         return written or self._moved
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave a model in main memory if the schedule says so."""
         if not self._on_host():
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 

@@ -47,7 +47,7 @@ KINDS = "queries", "keys"  # a layer's tensors
 
 @dataclass(frozen=True, slots=True)
 class LayerIndex:
-    """The maps of one layer."""
+    """The projections of one layer's queries and keys to the dims of an index."""
 
     queries: Tensor  # [Hk, r, D, d]
     keys: Tensor  # [Hk, D, d]

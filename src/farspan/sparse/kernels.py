@@ -359,8 +359,8 @@ def _owned(visits, row, start, sizes, shape: tl.constexpr):
 
 @triton.jit
 def _add(total, sums, visits, tiles: tl.constexpr, sizes, shape: tl.constexpr):
-    """Add to a program's keys of a total. Everything is read again (`volatile`): addresses held
-    through the loop cost 20 registers, which it does not have."""
+    """Add sums to a total, at the keys of a program. All inputs are read again (`volatile`):
+    addresses held through the loop cost 20 registers, which it does not have."""
     row = tl.load(visits.rows + tl.program_id(0) // tiles, volatile=True).to(tl.int64)
     start = tl.load(visits.starts + row)
     batch, kv_head, _, at, there = _owned(visits, row, start, sizes, shape)

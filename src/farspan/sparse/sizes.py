@@ -86,7 +86,7 @@ class FarRow:
         return computed
 
     def _joined(self, masked: bool) -> int:
-        """Return the bytes of a part's results, earlier ones and weights, and narrower copies."""
+        """Return the peak bytes of joining a part's results to earlier ones in the forward."""
         narrow = self.width < self.wide and not self.plain
         part = self.value_dim * self.width + self.wide
         whole = (self.value_dim + 1) * self.wide
@@ -94,7 +94,7 @@ class FarRow:
         return self._part(masked) + self.queries * (part + whole + weights)
 
     def _joined_backward(self, masked: bool) -> int:
-        """Return the bytes of a part's gradients, and earlier sums or narrow copies of keys."""
+        """Return the peak bytes of adding a part's gradients to earlier sums in the backward."""
         gradients = self.queries * self.head_dim * self.width + self._keys_and_values()
         widest = self.queries * self.head_dim
         if self.width < self.wide:

@@ -208,7 +208,7 @@ class KeptMass:
         return fmean(layer[place] for layer in self.kept[name])
 
     def worst(self, name: str, place: int) -> tuple[float, int]:
-        """Return the smallest share of a layer, and that layer."""
+        """Return the smallest share that any layer keeps, and that layer."""
         return min((row[place], n) for row, n in zip(self.kept[name], self.layers, strict=True))
 
     def enough(self, name: str) -> int:

@@ -128,7 +128,7 @@ class _Search:
             self.bound += -self.bound % self.step
 
     def halve(self) -> None:
-        """Try the height halfway, until none is left between or time is up."""
+        """Try heights halfway between the bounds, until none is left or time is up."""
         while self.given_up < self.best.height and perf_counter() < self.end:
             steps = (self.best.height - self.given_up) // self.step
             self.ask(self.given_up + (steps - 1) // 2 * self.step, SHARE)

@@ -177,7 +177,7 @@ class PlanRow(NamedTuple):
 
 
 class COptions(ctypes.Structure):
-    """farspan_options."""
+    """The C struct farspan_options."""
 
     _fields_ = (
         ("backend", ctypes.c_int32),
@@ -192,13 +192,13 @@ class COptions(ctypes.Structure):
 
 
 class CStatistics(ctypes.Structure):
-    """farspan_statistics."""
+    """The C struct farspan_statistics."""
 
     _fields_ = tuple((f.name, ctypes.c_uint64) for f in fields(Statistics))
 
 
 class CEvent(ctypes.Structure):
-    """farspan_event."""
+    """The C struct farspan_event."""
 
     _fields_ = (
         ("kind", ctypes.c_int64),
@@ -209,7 +209,7 @@ class CEvent(ctypes.Structure):
 
 
 class CRow(ctypes.Structure):
-    """farspan_row."""
+    """The C struct farspan_row."""
 
     _fields_ = tuple((name, ctypes.c_uint64) for name in PlanRow._fields)
 
@@ -340,7 +340,7 @@ class Allocator:
         self._call("free", pointer)
 
     def record_stream(self, pointer: int, stream: int) -> None:
-        """Keep the memory, once freed, from reuse before the stream has done its present work."""
+        """Keep the memory from reuse until the stream has done its work queued before the free."""
         self._call("record_stream", pointer, whole("stream", stream))
 
     def release(self, keep: int = 0) -> None:

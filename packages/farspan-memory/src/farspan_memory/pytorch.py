@@ -201,7 +201,8 @@ class NativeMemory:
         )
 
     def raise_out_of_memory_by(self, function: int) -> None:
-        """Make `function(const char*)` throw, rather than the library its std::runtime_error."""
+        """Set the C function that throws on out-of-memory; by default it throws
+        std::runtime_error."""
         self._library.farspan_torch_set_oom(ctypes.c_void_p(function))
 
     def of(self, device: int) -> Allocator:
