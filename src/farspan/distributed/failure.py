@@ -359,7 +359,7 @@ class FailureDetector:
             time.sleep(HEARTBEAT / 10)
 
     def _watch(self) -> None:
-        """See Note: [The thread]."""
+        """Send heartbeats until the end; see Note: [The thread]."""
         try:
             self._send_heartbeats()
         finally:

@@ -226,14 +226,14 @@ class KeptMass:
         return mass >= ENOUGH or budget == self.budgets[-1]  # all pages, up to rounding
 
     def best(self) -> str:
-        """The selector that keeps enough with the smallest budget; of equals the first."""
+        """Return the selector that keeps enough with the smallest budget; of equals the first."""
         return min(
             (name for name in self.names if name != RANDOM),
             key=lambda name: (self.enough(name), self.enough_everywhere(name)[0]),
         )
 
     def advised(self) -> Sparse | None:
-        """The advised settings for training; None: no budget below all pages keeps enough. A single
+        """Return settings for training; None: no budget below all pages keeps enough. A single
         layer may need a larger budget than the model on average."""
         name, everything = self.best(), self.budgets[-1]
         whole, layers = self.enough(name), self.enough_everywhere(name)[0]
@@ -243,7 +243,7 @@ class KeptMass:
         return replace(self.sparse, budget=budget, selector=name)
 
     def judged(self) -> int:
-        """The budget at which losses are compared: the advised one, else the largest below all."""
+        """Return the budget to compare losses at: the advised one, else the largest below all."""
         advised = self.advised()
         return self.budgets[-2] if advised is None else advised.budget
 
