@@ -338,7 +338,7 @@ class ShardedParameters:
         one.memory.untyped_storage().resize_(one.memory.nbytes)
         for cut in one.cuts:
             cut.whole.requires_grad_(cut.own.requires_grad)
-            # The host writes here behind its reading of gradients, which waits for this copy.
+            # The host writes here after it has read the gradients, which waits for this copy.
             mine = cut.shard.to(self.device, non_blocking=True)
             one.peers.gather_into(cut.place, mine)
         one.put(True)

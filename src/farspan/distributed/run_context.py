@@ -29,8 +29,8 @@ from farspan.durable import WriteFailed
 from farspan.program.layout import ALONE, Layout, Rank
 from farspan.spec import VERSION, UnsupportedError
 
-# Set by torchrun, and by any launcher that uses `env://`.
 _BACKLOG = 1024  # pending connections: one or two of each rank at the start
+# Set by torchrun, and by any launcher that uses `env://`.
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # short messages go through main memory
 

@@ -37,7 +37,7 @@ TOKENS = 1  # the dimension of a hidden state [B, C, h]
 HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 
 Module = TypeVar("Module", bound=nn.Module)
-BlockWrapper = Callable[[str, nn.Module], nn.Module]  # a block's name and what runs on all tokens
+BlockWrapper = Callable[[str, nn.Module], nn.Module]  # block's name, module on all tokens
 # (a wide module's name, a rank's features, their dimension) -> the features of all ranks
 GatherFeatures = Callable[[str, Tensor, int], Tensor]
 

@@ -149,7 +149,7 @@ def live_peak(requests: Sequence[PlacementRequest]) -> int:
     return peak
 
 
-Order = Callable[[PlacementRequest], tuple[int, ...]]  # a key: what sorts first is placed first
+Order = Callable[[PlacementRequest], tuple[int, ...]]  # a sort key: the smallest is placed first
 
 
 def largest_first(request: PlacementRequest) -> tuple[int, ...]:
