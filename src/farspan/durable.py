@@ -230,8 +230,7 @@ def clear(path: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder, or a link to one; a folder removed in part no longer has its name. Raises
-    WriteFailed."""
+    """Remove a folder, or a link; a half-removed folder loses its name. Raises WriteFailed."""
     try:
         if folder.is_symlink():
             folder.unlink()
@@ -352,8 +351,7 @@ def given_json(path: Path, **kinds: type) -> dict[str, Any]:
 
 
 def read_json(path: Path, *, finite: bool = True, **kinds: type) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None if the file is missing, unreadable or has another
-    form."""
+    """Return the object in a JSON file; None if the file is missing, unreadable or different."""
     try:
         return parse_object(path.read_bytes(), finite, **kinds) if path.is_file() else None
     except (OSError, ValueError):

@@ -79,8 +79,7 @@ Entries = Mapping[str, tuple[Tensor, ShardPlacement]]
 
 @dataclass(frozen=True, slots=True)
 class SavedBox:
-    """A part of a tensor, and its bytes' place in a file. `xxh3` is None if the file was
-    verified."""
+    """A part of a tensor, and its bytes' place in a file; `xxh3` is None in verified files."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -442,8 +441,7 @@ def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedConte
 
 
 def _overlaps(box: SavedBox, place: ShardPlacement) -> Iterator[ShardRegion]:
-    """Yield the parts of a saved box that a rank holds: their place in the rank's tensor and in the
-    box."""
+    """Yield the parts of a saved box that a rank holds, by place in its tensor and in the box."""
     for own in place.boxes:
         low = [max(a, b) for a, b in zip(own.there, box.offset, strict=True)]
         ends = zip(own.there, own.sizes, box.offset, box.shape, strict=True)
@@ -468,8 +466,7 @@ class _WantedBox:
     parts: list[ShardRegion]
 
     def copy(self, file: Any, rooms: local) -> None:
-        """Read the box, straight into its place if possible, else through the thread's buffer.
-        Raises UnsupportedError."""
+        """Read the box into its place, or the thread's buffer. Raises UnsupportedError."""
         dtype, first = self.saved.tensors[self.name].dtype, self.parts[0].of(self.live)
         straight = self.parts[0].sizes == self.box.shape and first.is_contiguous()
         straight = straight and (first.dtype, first.device.type) == (dtype, "cpu")
@@ -510,8 +507,7 @@ class _WantedBox:
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    """Return whether a tensor has NaN, by its maximum, which is NaN if any value is: one pass
-    without a temporary."""
+    """Return whether a tensor has NaN, by its maximum: one pass without a temporary."""
     if not tensor.is_floating_point():
         return False
     wide = tensor.float() if tensor.itemsize == 1 else tensor  # torch does not compare 8-bit floats

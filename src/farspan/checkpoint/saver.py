@@ -141,8 +141,7 @@ def folder_name(step: int) -> str:
 def latest_usable(
     paths: Sequence[Path], read: Callable[[Path], Restored], warn: Callable[[str], None]
 ) -> Restored | None:
-    """Return the result of `read` for the latest checkpoint that it does not refuse. Raises
-    UnsupportedError."""
+    """Return `read`'s result for the latest checkpoint it accepts. Raises UnsupportedError."""
     problems: dict[str, UnsupportedError] = {}
     for path in reversed(paths):
         try:
@@ -331,8 +330,7 @@ class Saver:
         return restored
 
     def save(self, folder: Path, rng: Tensors, state: Mapping[str, Any], step: int) -> None:
-        """Write the checkpoint of `step`, whole or not at all; call `prune` next. Raises
-        WriteFailed."""
+        """Write the checkpoint of `step`, whole or not at all; then `prune`. Raises WriteFailed."""
         path, own = folder / folder_name(step), {}
         for name in set(_generators(self._among).values()) & rng.keys():
             key = _own(self._among.number) + name.partition(":")[0]
@@ -422,8 +420,7 @@ def _generators(world: DistributedContext) -> dict[str, str]:
 
 
 def refuse_apart(folder: Path, world: DistributedContext) -> None:
-    """Raise UnsupportedError on all ranks if one does not see the files that rank 0 writes under
-    `folder`."""
+    """Raise UnsupportedError on all ranks if one does not see rank 0's files under `folder`."""
 
     def write() -> Path:
         path = folder / f"{PARTIAL}{secrets.token_hex(8)}"

@@ -43,8 +43,7 @@ class PendingExchange:
 
 @dataclass(slots=True)
 class Communicator:
-    """This rank and its peers along one axis; without a group the rank is alone and sends
-    nothing."""
+    """This rank and its peers along one axis; a rank without a group is alone and sends nothing."""
 
     group: dist.ProcessGroup | None
     sent: int = 0  # bytes, since the start

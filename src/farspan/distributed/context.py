@@ -141,8 +141,7 @@ class ParallelContext:
         )
 
     def _groups_of(self, scope: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """Return the groups of ranks that form a scope, one at each position along the other
-        axes."""
+        """Return the groups of ranks that form a scope, one per position on the other axes."""
         if scope not in self.scopes:
             numbers = range(self.layout.devices())
             self.scopes[scope] = sorted({Rank(self.layout, n).peers(*scope) for n in numbers})
@@ -259,8 +258,7 @@ class Agreement:
 
 @contextmanager
 def agreement(ranks: ParallelContext | None, call: str) -> Iterator[Agreement]:
-    """Compare facts as `ParallelContext.agreement` does; a process without other ranks compares
-    nothing."""
+    """Compare facts as `ParallelContext.agreement` does; without other ranks compare nothing."""
     if ranks is None:
         mine = Agreement(call)
         yield mine

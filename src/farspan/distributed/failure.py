@@ -52,8 +52,7 @@ UNNAMED = "its own work"
 
 
 def machine_name() -> str:
-    """Return a name that is the same on all ranks that see each other's processes, and on no
-    others."""
+    """Return a name shared by exactly the ranks that see each other's processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     with suppress(OSError):
         return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -435,8 +434,7 @@ class FailureDetector:
         return self._read_fault(store)
 
     def _read_fault(self, store: Store) -> Fault:
-        """Wait for the claimed fault and return it; if farspan did not write it, a fault of this
-        rank."""
+        """Wait for the claimed fault and return it, or one of this rank for a foreign entry."""
         text = store.get("fault").decode(errors="replace")
         try:
             rank, cause = json.loads(text)
@@ -497,8 +495,7 @@ def _is_timeout(error: BaseException) -> bool:
 
 
 def _status(process: int) -> str:
-    """Return the state of a process on this machine as psutil names it, or `GONE` if it has
-    ended."""
+    """Return the state of a process on this machine as psutil names it; `GONE` if ended."""
     try:
         state = str(psutil.Process(process).status())
     except psutil.NoSuchProcess:
@@ -514,8 +511,7 @@ class CooperativeStop:
     heartbeat thread calls `look`, and signal handlers may call `ask`."""
 
     def __init__(self, rank: int, ranks: int, patience: float) -> None:
-        """Create the state of a rank; `patience` is the seconds that it waits for the others'
-        answers."""
+        """Create the state of a rank, which waits `patience` seconds for the others' answers."""
         self._rank, self._ranks, self._patience = rank, ranks, patience
         self._changed = threading.Condition()
         self._asked = 0

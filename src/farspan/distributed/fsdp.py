@@ -45,8 +45,7 @@ def rows_of_rank(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def shard_bytes(shape: Sequence[int], itemsize: int, ranks: int) -> int:
-    """Return the bytes of a rank's rows of a parameter, padded to as many rows as the first rank
-    has."""
+    """Return the bytes of a rank's rows of a parameter, padded to as many as rank 0 has."""
     rows = shape[0] if shape else 1
     width = torch.Size(shape[1:]).numel()
     return -(-rows // ranks) * width * itemsize
@@ -163,8 +162,7 @@ class ShardPlacement:
     boxes: tuple[ShardRegion, ...]
 
     def rows(self, start: int, stop: int) -> "ShardPlacement":
-        """Return the placement of rows [start, stop) of the rank's tensor, which is cut once
-        more."""
+        """Return the placement of rows [start, stop) of the rank's tensor, if cut once more."""
         kept = []
         for box in self.boxes:
             first, last = max(box.here[0], start), min(box.here[0] + box.sizes[0], stop)
@@ -317,8 +315,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def fill(self, name: str, whole: Tensor) -> None:
-        """Copy this rank's rows from the whole value of a local parameter, given its name in the
-        model."""
+        """Copy this rank's rows from the whole value of the local parameter of that name."""
         for cut in (cut for unit in self._units for cut in unit.cuts if cut.name == name):
             local(cut.own).copy_(whole if self.stage is Stage.ZERO_0 else whole[slice(*cut.rows)])
 
@@ -330,8 +327,8 @@ class ShardedParameters:
 
     @torch.no_grad()
     def gather(self, unit: int) -> None:
-        """All-gather the whole parameters of a unit into its modules, bit for bit. See Note: [One
-        parameter at a time]."""
+        """All-gather whole parameters of a unit, bit for bit. See Note: [One parameter at a
+        time]."""
         one = self._units[unit]
         if self.gathered(unit) or one.memory is None:
             return
@@ -344,8 +341,7 @@ class ShardedParameters:
         one.put(True)
 
     def release(self, unit: int) -> None:
-        """Give the modules of a unit their sharded parameters back; stages that keep wholes do so
-        at the step's end."""
+        """Put a unit's sharded parameters back; stages that keep wholes wait for the step's end."""
         if self.stage is Stage.ZERO_3:
             self._release(self._units[unit])
 
@@ -404,13 +400,11 @@ class ShardedParameters:
     # -- held parameters ------------------------------------------------------------------------
 
     def whole(self, unit: int) -> dict[str, nn.Parameter]:
-        """Return the whole parameters of a unit by the names of the model, the same objects for
-        good."""
+        """Return the whole parameters of a unit by name; they stay the same objects for good."""
         return {cut.name: cut.whole for cut in self._units[unit].cuts}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters for an optimizer, by the names of the model: DTensors, but in
-        ZERO_0."""
+        """Return the optimizer's parameters by name in the model: DTensors, but in ZERO_0."""
         return {cut.name: cut.own for unit in self._units for cut in unit.cuts}
 
     def places(

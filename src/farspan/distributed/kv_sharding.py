@@ -163,8 +163,8 @@ class Ring:
             yield source, _PeerRows(k, v)
 
     def _pass_rows(self, parts: list[Tensor], source: int) -> "_Pass":
-        """Start to send K, V of `source`, of earlier chunks and of this one, and to receive those
-        of the peer before it."""
+        """Start to send K, V of `source`, both earlier and new, and to receive its
+        predecessor's."""
         earlier, own = self.rows[(source - 1) % self.peers.size]
         k, v = (x.new_empty(earlier + own, *x.shape[1:]) for x in parts[:2])
         places = [x[part] for part in (slice(earlier), slice(earlier, None)) for x in (k, v)]
@@ -205,8 +205,7 @@ class _PeerRows:
 
 @dataclass(slots=True)
 class _Pass:
-    """Tensors in flight to the next peer, kept until they are sent, and those from the previous
-    one."""
+    """Tensors kept in flight to the next peer, and those received from the previous one."""
 
     works: list[dist.Work]
     sent: Sequence[Tensor]
@@ -226,8 +225,7 @@ def _pass_on(
     places: Sequence[Tensor],
     received: tuple[Tensor, Tensor],
 ) -> _Pass:
-    """Start a pass. `places` are parts of `received`, in the shapes that the previous peer
-    sends."""
+    """Start a pass. `places` are parts of `received`, in the previous peer's shapes."""
     return _Pass(peers.pass_round(sent, places), sent, received)
 
 

@@ -75,8 +75,7 @@ def send(value: Any, to: int) -> None:
 
 
 def receive(source: int) -> Any:
-    """Return the value that rank `source` sends by `send`. Raises RankFailed if it is no
-    message."""
+    """Return the value that rank `source` sends by `send`. Raises RankFailed for no message."""
     return _take(source, partial(dist.recv, src=source))
 
 
@@ -95,8 +94,7 @@ def _take(source: int, move: Callable[[Tensor], Any]) -> Any:
 
 
 def _checked(size: int, sender: int) -> int:
-    """Return the bytes of a message. Raises RankFailed for a size that no message of farspan
-    has."""
+    """Return the bytes of a message. Raises RankFailed for a size that no message has."""
     if not 0 <= size <= MOST_BYTES:
         raise RankFailed(
             f"rank {sender} announced a message of {size:,} bytes, but those of farspan have at "

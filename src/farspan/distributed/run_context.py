@@ -37,9 +37,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # short messages go th
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnv:
-    """The place of this process among `ranks` processes; `local` is its index on its machine,
-    and so that of its GPU, and `near` is the number of processes there (torchrun's
-    LOCAL_WORLD_SIZE)."""
+    """The place of this process among `ranks` processes; `local` is its index, and its GPU's, on
+    its machine, which has `near` processes (torchrun's LOCAL_WORLD_SIZE)."""
 
     rank: int
     ranks: int
@@ -48,8 +47,7 @@ class LaunchEnv:
 
 
 def launch_env() -> LaunchEnv | None:
-    """Return the place of this process; None if no launcher started it and no process group
-    exists."""
+    """Return the place of this process; None without a launcher or process group."""
     if dist.is_initialized():
         rank = dist.get_rank()
         return _placed(rank, dist.get_world_size())
@@ -59,8 +57,7 @@ def launch_env() -> LaunchEnv | None:
 
 
 def _placed(rank: int, ranks: int) -> LaunchEnv:
-    """Return the place of a rank; all ranks are on one machine unless the launcher says
-    otherwise."""
+    """Return the place of a rank; by default all ranks are on one machine."""
     local, near = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", ranks)
     return LaunchEnv(rank, ranks, int(local), int(near))
 
@@ -289,13 +286,11 @@ class DistributedContext:
         return 0 if self.halt is None else self.halt.pass_place()
 
     def stop_requested(self) -> bool:
-        """Return whether this rank knows that all ranks will stop after a cell; others may not know
-        yet."""
+        """Return whether this rank knows that all will stop after a cell; others may not yet."""
         return self.halt is not None and self.layout.pipeline == 1 and self.halt.is_asked
 
     def first_given(self, found: T | None) -> tuple[int, T] | None:
-        """Return the number and the value of the first rank whose value is not None; None if all
-        are."""
+        """Return the number and the value of the first rank whose value is not None, if any."""
         everyone = enumerate(self.all_gather(found))
         return next(((number, one) for number, one in everyone if one is not None), None)
 

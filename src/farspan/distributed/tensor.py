@@ -197,8 +197,7 @@ def local_block(
 
 
 def twin(module: Module) -> Module:
-    """Return a copy whose children may be replaced; it shares its children and parameters with the
-    module."""
+    """Return a copy whose children may be replaced; it shares them and its parameters."""
     shell = copy.copy(module)
     shell.__dict__["_modules"] = dict(module._modules)
     return shell
@@ -313,8 +312,7 @@ PROBE_LIMIT = torch.finfo(torch.float32).eps ** 0.5
 
 @torch.no_grad()
 def check_layers(plan: TensorPlan, layers: nn.ModuleList, run: RunLayer) -> None:
-    """Raise UnsupportedError if the parts of a layer, before it is cut, do not add up to the
-    layer."""
+    """Raise UnsupportedError if the parts of an uncut layer do not add up to the layer."""
     known = set()
     for index, (layer, cuts) in enumerate(zip(layers, plan.layers, strict=True)):
         kind = layer_signature(layer, index)
@@ -422,8 +420,7 @@ def _dtype(layer: nn.Module) -> torch.dtype:
 
 
 def _randomise(layer: nn.Module) -> None:
-    """Draw random weights: zeros and ones of a fresh model would hide terms that are added
-    twice."""
+    """Draw random weights: zeros and ones would hide terms that are added twice."""
     for number, p in enumerate(layer.parameters()):
         generator = torch.Generator(p.device).manual_seed(number)
         noise = torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)

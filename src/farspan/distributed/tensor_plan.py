@@ -86,8 +86,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The parameters of a model that are sharded over `ranks` ranks, and the blocks of its
-    layers."""
+    """The sharded parameters of a model over `ranks` ranks, and the blocks of its layers."""
 
     ranks: int
     prefix: str  # name of the list of layers in the model
@@ -257,7 +256,7 @@ def _linear(where: str, leaf: str, style: str, block: nn.Module) -> nn.Linear:
 
 
 def _column(where: str, leaf: str, style: str, block: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the sharded parameters of a colwise module, or a parameter of the block itself such as
+    """Return the sharded parameters of a colwise module, or one of the block itself such as
     sinks."""
     own = block._parameters.get(leaf)
     if own is not None:
@@ -322,8 +321,7 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that is equal for equal settings; opaque objects are equal only to
-    themselves."""
+    """Return a value that is equal for equal settings; opaque objects equal only themselves."""
     if isinstance(value, PLAIN_SETTINGS):
         return value
     if isinstance(value, Tensor):

@@ -16,8 +16,7 @@ from farspan.lazy import load
 from farspan.program.layout import Layout
 from farspan.spec import UnsupportedError
 
-# TRL trainers that gather from all processes themselves, which would count a sequence several
-# times.
+# TRL trainers that gather from all processes themselves and would count a sequence repeatedly.
 _GATHER = ("GRPOTrainer", "RLOOTrainer")
 
 
@@ -61,8 +60,7 @@ def context_of(accelerator: Any, layout: Layout | None, kind: type) -> ParallelC
 
 
 def share(accelerator: Any, ranks: ParallelContext) -> None:
-    """Make the accelerator distribute batches, gather and average as if replicas were its
-    processes."""
+    """Make the accelerator distribute, gather and average as if replicas were its processes."""
     layout, number = ranks.layout, ranks.rank.along["data"]
     every = range(layout.devices())
     along = [type(ranks.rank)(layout, n).along for n in every]
@@ -101,8 +99,7 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
 
 
 def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
-    """Give every rank of a pipeline all gradients: only the stage of a layer computes the
-    layer's."""
+    """Give every rank of a pipeline all gradients: a layer's are computed by its stage alone."""
     peers = ranks.among("pipeline")
     if peers.size == 1:
         return

@@ -582,8 +582,7 @@ def _asks_for_values(kind: type) -> bool:
 
 
 class Trainer(LongContext, HuggingFaceTrainer):
-    """`transformers.Trainer` with a `schedule` in addition to its own arguments, as in
-    `farspan.Step`."""
+    """`transformers.Trainer` with farspan's steps; `schedule` is that of `farspan.Step`."""
 
 
 def _batch(

@@ -168,7 +168,7 @@ class Candidates:
     superpages: Tensor | None = None  # [B, Hk, M, S], ascending: only their pages are compared
 
     def columns(self) -> Tensor | None:
-        """Return the pages [B, Hk, M, S * 16] of the superpages; a ragged last one exceeds `pages`."""
+        """Return the pages [B, Hk, M, S * 16] of the superpages; a ragged last exceeds `pages`."""
         if self.superpages is None:
             return None
         within = torch.arange(SUPERPAGE, device=self.superpages.device)

@@ -232,8 +232,7 @@ def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
 
 
 def _once(name: str, given: int | None, options: AllocatorOptions) -> int:
-    """Return a keyword's value, or that in the options. Raises UnsupportedError if both are
-    given."""
+    """Return a keyword's value, or that in the options. Raises UnsupportedError for both."""
     value: int = getattr(options, name)
     if given is None:
         return value
