@@ -513,7 +513,7 @@ def test_a_record_is_taken_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for fields, words in (
         ({"tiny": True}, "no record of an H100 or an H200"),
         ({"machine": {"gpu": "NVIDIA A40"}}, "no record of an H100 or an H200"),
-        ({"model": {}}, "belongs to another model"),
+        ({"model": {}}, "of another model"),
     ):
         path.write_text(json.dumps(record | fields))
         with pytest.raises(ValueError, match=words):
