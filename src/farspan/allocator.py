@@ -1,7 +1,7 @@
-"""farspan-memory, a package of its own that may be installed: the one place that names it.
+"""Access to farspan-memory, an optional package of its own, which only this module names.
 
-It knows nothing of farspan. Its allocator serves a run (`allocator: stitch | replay`), and its
-command line is `farspan memory`.
+farspan-memory does not depend on farspan. Its allocator serves a run (`allocator: stitch |
+replay`), and its command line is `farspan memory`.
 """
 
 import sys
@@ -15,8 +15,8 @@ from farspan.spec import UnsupportedError
 
 @contextmanager
 def allocator_package(wanted: str = "memory") -> Iterator[Any]:
-    """Give `farspan_memory`; what it refuses inside the block is refused by farspan. Raises
-    UnsupportedError, which begins with what is `wanted` of it, where it is not installed."""
+    """Yield `farspan_memory`; its refusals inside the block become farspan's. Raises
+    UnsupportedError, which begins with the `wanted` feature, if the package is not installed."""
     try:
         refused: type[Exception] = load("farspan_memory", "UnsupportedError")
     except ModuleNotFoundError as error:

@@ -1,8 +1,5 @@
-"""Files that survive whatever happens next, in folders of others too.
-
-A file is made under another name without following a link, written, synced, and only then given its
-name. Torch is not needed for that.
-"""
+"""Durable files: written under another name, without following a link, synced, and then renamed.
+Needs no torch."""
 
 import hashlib
 import json
@@ -19,7 +16,8 @@ from typing import Any, BinaryIO
 
 from farspan.spec import UnsupportedError
 
-# A name that starts so is not finished, or is being deleted; a killed process leaves it behind.
+# A name with this prefix marks an unfinished file, or one being deleted; a killed process leaves it
+# behind.
 PARTIAL = ".partial-"
 
 
@@ -28,19 +26,19 @@ class WriteFailed(OSError):
 
 
 class NotDamaged(UnsupportedError):
-    """Why a checkpoint cannot be used here and now, although it may well be whole."""
+    """A checkpoint cannot be used here and now, but may well be whole."""
 
 
 class NotPrivate(OSError):
-    """Another user owns a file or folder, or may write it; the message names it and both."""
+    """Another user owns a file or folder, or may write to it; the message names both."""
 
 
-KEPT = Path("~/.cache/farspan")  # what stays between runs, unless another place is named
+KEPT = Path("~/.cache/farspan")  # files kept between runs, by default
 
 
 def private_folder(folder: Path) -> None:
-    """Makes `folder` for this user alone, or sees that only this user may write there. Raises
-    NotPrivate, and OSError where it cannot be made."""
+    """Make `folder` for this user alone, or check that only this user may write there. Raises
+    NotPrivate, and OSError if it cannot be made."""
     kept = KEPT.expanduser()
     own = folder.is_relative_to(kept)
     if own and folder != kept:
@@ -53,21 +51,21 @@ def private_folder(folder: Path) -> None:
                 f"others may write in {folder}; make it yours alone (chmod go-w), or name another "
                 "folder"
             )
-        folder.chmod(0o700)  # farspan's own, made by an earlier version with the umask's mode
+        folder.chmod(0o700)  # made by an earlier version of farspan with the umask's mode
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raises NotPrivate unless `path` is this user's, and so is what it is a link to."""
+    """Raise NotPrivate unless this user owns `path` and, if it is a link, its target."""
     for status in (path.lstat(), path.stat()):
         if status.st_uid != os.geteuid():
             raise NotPrivate(
-                f"{path} belongs to {_user(status.st_uid)}, and this is {_user(os.geteuid())}; "
-                "name a folder of your own"
+                f"{path} belongs to {_user(status.st_uid)}, but this process runs as "
+                f"{_user(os.geteuid())}; name a folder of your own"
             )
 
 
 def is_open(path: Path) -> bool:
-    """Whether others than its owner may write it."""
+    """Return whether users other than its owner may write to a file or folder."""
     return bool(path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
@@ -79,7 +77,7 @@ def _user(number: int) -> str:
 
 
 def create(path: Path) -> BinaryIO:
-    """Open a new file for writing, in place of what has its name: of a link, the link goes."""
+    """Open a new file for writing; an existing file or link of that name is removed first."""
     path.unlink(missing_ok=True)
     return path.open("xb")
 
@@ -110,7 +108,7 @@ def write_whole(path: Path, data: bytes) -> None:
 def write_output(path: Path, content: str | bytes, option: str) -> None:
     """Write a file that the user named by `option`; an earlier one stays until the new one is
     whole. Raises UnsupportedError, naming the option."""
-    # What names of files have that is no Unicode becomes a question mark.
+    # Bytes of file names that are not Unicode become question marks.
     data = content.encode("utf-8", "replace") if isinstance(content, str) else content
     try:
         if path.exists() and not path.is_file():
@@ -127,8 +125,8 @@ def write_output(path: Path, content: str | bytes, option: str) -> None:
 
 
 def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
-    """Raise UnsupportedError, naming the option, before what takes long, where no file can be
-    written, or a `new` one is there."""
+    """Raise UnsupportedError, naming the option, if no file can be written at `path`, or a `new`
+    one exists already. Call it before long work."""
     if path is None:
         return
     wrong, folder = "", path.parent
@@ -143,10 +141,10 @@ def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
 
 
 def refuse_links(folder: Path, *others: Path) -> None:
-    """Raises UnsupportedError where anything under a folder is a link that leads out of it and the
-    `others`: a folder that somebody else made may point at any file of the user's; or is neither a
-    file nor a folder, such as a pipe, which has no end. What is in `wandb` is left to that library,
-    whose logs are links to its cache."""
+    """Raise UnsupportedError if anything under a folder is a link that leads outside the folder and
+    the `others`, or is neither a file nor a folder, such as a pipe, which never ends. A folder made
+    by another user may point at any file of this one. Links in `wandb` are exempt: its logs are
+    links to its cache."""
     root = Path(os.path.realpath(folder))
     for place in root.rglob("*"):
         inside = place.relative_to(root).parts
@@ -156,14 +154,14 @@ def refuse_links(folder: Path, *others: Path) -> None:
         if place.is_symlink() and not any(map(real.is_relative_to, (root, *others))):
             raise UnsupportedError(
                 f"{folder / place.relative_to(root)} is a link to {os.readlink(place)}, outside of "
-                "its folder, which is neither read nor written; put the file itself there, or "
+                "its folder; farspan neither reads nor writes it: put the file itself there, or "
                 "remove the link"
             )
         refuse_pipes(folder / place.relative_to(root))
 
 
 def refuse_pipes(*places: Path) -> None:
-    """Raises NotDamaged where one of these is a pipe, say, which has no end."""
+    """Raise NotDamaged if a path is neither a file nor a folder: a pipe, say, never ends."""
     for place in places:
         if place.exists():
             with readable(place):
@@ -171,13 +169,13 @@ def refuse_pipes(*places: Path) -> None:
 
 
 _HELD = re.compile(r"/proc/self/fd/(\d+)")
-# Folders that are held open: by their place there, the name that the user gave and its real path.
+# Folders held open: the user's name and the real path, by /proc path.
 HELD: dict[str, tuple[str, str]] = {}
 
 
 def shown(text: object) -> str:
-    """Return a text with the folders in it that are held open by the names that they have now: the
-    user's, or another where they were renamed."""
+    """Return a text in which the paths of folders held open are replaced by their present names:
+    the user's, or the new ones after a rename."""
 
     def name(found: re.Match[str]) -> str:
         try:
@@ -192,8 +190,8 @@ def shown(text: object) -> str:
 
 @contextmanager
 def writing(folder: Path, *others: type[Exception]) -> Iterator[None]:
-    """Makes a folder, whose files get the umask's modes whoever writes them. What fails inside
-    removes it: the disk may be full. Raises WriteFailed."""
+    """Make a folder whose files get the umask's modes, even if a library writes them. An error
+    inside the block removes it: the disk may be full. Raises WriteFailed."""
     try:
         clear(folder)
         folder.mkdir(parents=True)
@@ -210,7 +208,7 @@ def writing(folder: Path, *others: type[Exception]) -> Iterator[None]:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Gives a finished file or folder its name, replacing what has it. Raises WriteFailed."""
+    """Give a finished file or folder its name, replacing any earlier one. Raises WriteFailed."""
     try:
         if partial.is_dir():
             for inner in partial.rglob("*"):
@@ -224,7 +222,7 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Remove a folder as far as that can be, a file, or a link itself."""
+    """Remove a folder as far as possible, a file, or a link itself."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -232,8 +230,7 @@ def clear(path: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Removes a folder; one that is half removed no longer has its name. Of a link to a folder,
-    the link. Raises WriteFailed."""
+    """Remove a folder, or a link; a half-removed folder loses its name. Raises WriteFailed."""
     try:
         if folder.is_symlink():
             folder.unlink()
@@ -250,7 +247,7 @@ def discard(folder: Path) -> None:
 
 
 def move(path: Path, place: Path) -> None:
-    """Gives a file or folder, if it is still there, another name beside it. Raises WriteFailed."""
+    """Rename a file or folder, if it still exists, within its folder. Raises WriteFailed."""
     try:
         if os.path.lexists(path):
             os.replace(path, place)
@@ -263,8 +260,8 @@ def move(path: Path, place: Path) -> None:
 
 
 def remove_leftovers(folder: Path, ours: re.Pattern[str]) -> None:
-    """Removes what a killed process left unfinished directly under `folder`: what has one of `ours`
-    behind `PARTIAL`. Any other is the user's."""
+    """Remove unfinished files that a killed process left directly under `folder`: names of
+    `PARTIAL` followed by a match of `ours`. All others belong to the user."""
     for path in folder.glob(f"{PARTIAL}*"):
         if not ours.fullmatch(path.name.removeprefix(PARTIAL)):
             continue
@@ -273,8 +270,8 @@ def remove_leftovers(folder: Path, ours: re.Pattern[str]) -> None:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raises UnsupportedError, naming the file, where it, or what is under it, is missing, and
-    NotDamaged where the system does not let it be read, or it is a pipe, say, which has no end."""
+    """Raise UnsupportedError, naming the file, if it or a file under it is missing, and NotDamaged
+    if the system does not let it be read, or it is a pipe, say, which never ends."""
     try:
         mode = path.stat().st_mode if os.path.lexists(path) else stat.S_IFREG
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -288,20 +285,20 @@ def readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-DEEPEST = 64  # levels of lists and objects within each other; farspan writes fewer than ten
-LARGEST = 1e300  # of a number: a float has little more, and JSON more than that
-# What code meets in a file whose values are of other kinds than it reads.
+DEEPEST = 64  # levels of nested lists and objects; farspan writes fewer than ten
+LARGEST = 1e300  # largest number; a float has little more range, and JSON more than a float
+# Errors of code that reads a file with values of the wrong kind.
 WRONG = AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError
 KINDS = {dict: "an object", list: "a list", str: "text", int: "a whole number"}
 
 
 def parse_object(data: bytes, finite: bool = True, /, **kinds: type) -> dict[str, Any]:
-    """Return the object of a JSON text; fields that it has are of these `kinds`. Raises ValueError,
-    naming the field, for others, numbers that are not `finite`, and deep nesting, in which later
-    work would fail."""
+    """Return the object of a JSON text; `kinds` are the types of its fields, if present. Raises
+    ValueError, naming the field, for other kinds, numbers that are not `finite`, and deep nesting,
+    in which later work would fail."""
     try:
         found = json.loads(data)
-    except (ValueError, RecursionError) as error:  # the latter by what is nested too deeply
+    except (ValueError, RecursionError) as error:  # the latter for deep nesting
         raise ValueError(f"cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError("expected a JSON object")
@@ -313,7 +310,7 @@ def parse_object(data: bytes, finite: bool = True, /, **kinds: type) -> dict[str
 
 
 def refuse_odd(value: Any, field: str = "", depth: int = 0, *, finite: bool = True) -> None:
-    """Raises ValueError, naming the field, for numbers that are not `finite`, and deep nesting.
+    """Raise ValueError, naming the field, for numbers that are not `finite`, and deep nesting.
     Overrides of a model may be infinite."""
     if depth > DEEPEST:
         raise ValueError(f"{field}: nested more than {DEEPEST} levels deep")
@@ -328,7 +325,7 @@ def refuse_odd(value: Any, field: str = "", depth: int = 0, *, finite: bool = Tr
 
 @contextmanager
 def parsing(path: Path) -> Iterator[None]:
-    """Raises UnsupportedError, naming the file, where what it says is not what is expected."""
+    """Turn errors of reading a file's content into UnsupportedError that names the file."""
     try:
         yield
     except UnsupportedError:
@@ -338,8 +335,8 @@ def parsing(path: Path) -> Iterator[None]:
 
 
 def expect_json(path: Path, **kinds: type) -> dict[str, Any]:
-    """Return the object in a JSON file, whoever wrote it. Raises UnsupportedError, naming the file
-    and the field, when there is no such thing."""
+    """Return the object in a JSON file of any origin. Raises UnsupportedError, naming the file and
+    the field, if it is missing or unusable."""
     with readable(path):
         data = path.read_bytes()
     try:
@@ -349,12 +346,12 @@ def expect_json(path: Path, **kinds: type) -> dict[str, Any]:
 
 
 def given_json(path: Path, **kinds: type) -> dict[str, Any]:
-    """As `expect_json`; empty where there is no such file."""
+    """Return the object in a JSON file as `expect_json` does; empty if the file does not exist."""
     return expect_json(path, **kinds) if os.path.lexists(path) else {}
 
 
 def read_json(path: Path, *, finite: bool = True, **kinds: type) -> dict[str, Any] | None:
-    """The object in a JSON file; None when there is no such thing, whatever is in its place."""
+    """Return the object in a JSON file; None if the file is missing, unreadable or different."""
     try:
         return parse_object(path.read_bytes(), finite, **kinds) if path.is_file() else None
     except (OSError, ValueError):
@@ -362,13 +359,13 @@ def read_json(path: Path, *, finite: bool = True, **kinds: type) -> dict[str, An
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
-    """What was written there is on the disk."""
+    """Sync a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -377,7 +374,7 @@ def sync(path: Path) -> None:
 
 
 def write_failure(path: Path, reason: str) -> WriteFailed:
-    """What is raised where a file could not be written."""
+    """Return the error for a file that could not be written."""
     return WriteFailed(
         f"cannot write {shown(path)}: {reason}; free some space or fix its permissions, then run "
         "the same command again"

@@ -1,5 +1,5 @@
-"""How much main memory a process may still take: what the machine has free, and what its control
-groups allow."""
+"""Main memory that a process may still take: the machine's free memory and the limits of its
+control groups."""
 
 from pathlib import Path
 
@@ -8,27 +8,27 @@ import psutil
 from farspan.spec import UnsupportedError
 
 MIB, GIB = 2**20, 2**30
-# More than any memory has; an "unlimited" control group of version 1 names a number near 2**63.
+# More than any machine has; an "unlimited" control group of version 1 has a limit near 2**63.
 UNLIMITED = 2**60
 
 
 class TooLarge(UnsupportedError):
-    """Main memory cannot hold what is asked for."""
+    """The requested bytes do not fit into main memory."""
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated before the kernel kills somebody. `root` is where /proc and
-    /sys are found."""
+    """Return the bytes that can be allocated before the kernel kills a process. /proc and /sys are
+    read under `root`."""
     free = int(psutil.virtual_memory().available)
     return min([free, *_group_headroom(root)])
 
 
 def describe_host(root: Path = Path("/")) -> dict[str, int]:
-    """Bytes of main memory as the kernel and the control groups show them. `total` may be less than
-    there is: some virtual machines show memory once it has been used."""
+    """Return bytes of main memory as the kernel and the control groups show them. `total` may be
+    less than the machine has: some virtual machines show memory once it has been used."""
     found, swap = psutil.virtual_memory(), psutil.swap_memory()
     shown = {name: int(getattr(found, name)) for name in ("total", "available", "free")}
-    cached = int(getattr(found, "cached", 0))  # of some systems only
+    cached = int(getattr(found, "cached", 0))  # on some systems only
     facts = {**shown, "cached": cached, "swap_free": int(swap.free)}
     if headroom := _group_headroom(root):
         facts["group"] = min(headroom)
@@ -42,8 +42,8 @@ def refuse_beyond(
     available: int | None = None,
     allowed: int | None = None,
 ) -> None:
-    """Raises TooLarge when `needed` bytes are more than what is available, or than what the user's
-    host_memory leaves of it; None: there is no such limit."""
+    """Raise TooLarge if `needed` bytes exceed the available ones, or those that the user's
+    host_memory leaves for the purpose; None: no such limit."""
     if allowed is not None and needed > allowed:
         raise TooLarge(
             f"host memory: {what} needs {_size(needed)} and host_memory leaves "
@@ -58,7 +58,8 @@ def refuse_beyond(
 
 
 def _size(number: int) -> str:
-    """Bytes in a unit that leaves something of them; the planner's own words lie above."""
+    """Return bytes in the largest unit that does not round them to 0. The planner's formatting is
+    in a higher layer."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
         if number >= unit:
             return f"{number / unit:.2f} {name}"
@@ -66,7 +67,7 @@ def _size(number: int) -> str:
 
 
 def _group_headroom(root: Path) -> list[int]:
-    """limit - usage of every control group this process is in, innermost first."""
+    """Return limit - usage of every control group of this process, innermost first."""
     found = []
     for folder, limit_name, usage_name in _group_folders(root):
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
@@ -91,7 +92,7 @@ def _group_folders(root: Path) -> list[tuple[Path, str, str]]:
         else:
             continue
         inner = top / path.lstrip("/")
-        # Limits of the groups around hold as well. In a container the path may not be mounted.
+        # Limits of the outer groups hold as well. In a container the path may not be mounted.
         chain = [inner, *[parent for parent in inner.parents if parent.is_relative_to(top)]]
         folders += [(folder, *names) for folder in chain if folder.is_dir()]
     return folders
@@ -100,12 +101,12 @@ def _group_folders(root: Path) -> list[tuple[Path, str, str]]:
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # "max" stands for no limit
+    except (OSError, ValueError):  # "max" means no limit
         return None
 
 
 def _reclaimable(folder: Path) -> int:
-    """File cache that the kernel gives up before it kills."""
+    """Return the bytes of file cache that the kernel frees before it kills a process."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:

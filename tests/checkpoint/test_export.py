@@ -98,7 +98,10 @@ def test_a_damaged_model_is_exported_again(tmp_path: Path, how: str) -> None:
     fit(run, reporter=quiet)
     said = "is gone" if how == "gone" else "has changed since it was exported"
     assert (
-        sum(f"{victim.name} {said}; its folder is now model.set-aside" in n for n in quiet.notes)
+        sum(
+            f"{victim.name} {said}; its folder has been renamed to model.set-aside" in n
+            for n in quiet.notes
+        )
         == 1
     )
     for name in ("config.json", "model.safetensors", "farspan.json"):
@@ -127,6 +130,4 @@ def test_what_somebody_put_into_the_models_folder_stays(tmp_path: Path, when: st
     assert (tmp_path / "run" / "model.set-aside" / "notes.txt").read_text() == "mine"
     assert load_file(model / "model.safetensors")
     assert not (model / "notes.txt").exists()
-    assert any(
-        "notes.txt, which farspan did not write: what was there is" in n for n in quiet.notes
-    )
+    assert any("notes.txt, which farspan did not write: the folder has" in n for n in quiet.notes)

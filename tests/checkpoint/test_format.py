@@ -265,7 +265,7 @@ def test_a_list_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "step"
     entries = a_checkpoint(path)
     before = (path / LIST).read_text()
-    file = "no place in a file of a checkpoint, or no XXH3"
+    file = "expected a file of the checkpoint, a byte offset and an XXH3"
     gaps, outside = "boxes do not cover a tensor", "is not within"
 
     def of_b(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
@@ -282,11 +282,11 @@ def test_a_list_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         (of_b(lambda b: b.update(boxes=b["boxes"] * 2)), gaps),
         (of_b(lambda b: b.update(boxes=None)), "damaged or changed"),
         (overlapping, "overlaps another"),
-        (of_b(lambda b: b.update(dtype="save")), "no dtype of a tensor"),
-        (of_b(lambda b: b.update(shape=[2**70])), "no shape of a tensor"),
-        (of_b(lambda b: b.update(shape=[-1])), "no shape of a tensor"),
-        (of_b(lambda b: b.update(shape=[4.0])), "no shape of a tensor"),
-        (of_b(lambda b: b.update(shape=[True])), "no shape of a tensor"),
+        (of_b(lambda b: b.update(dtype="save")), "not a dtype of a tensor"),
+        (of_b(lambda b: b.update(shape=[2**70])), "not a shape of a tensor"),
+        (of_b(lambda b: b.update(shape=[-1])), "not a shape of a tensor"),
+        (of_b(lambda b: b.update(shape=[4.0])), "not a shape of a tensor"),
+        (of_b(lambda b: b.update(shape=[True])), "not a shape of a tensor"),
         (of_box(shape=[3]), gaps),
         (of_box(shape=[5]), outside),
         (of_box(offset=[1]), outside),
@@ -303,9 +303,9 @@ def test_a_list_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         (of_box(file=".."), file),
         (of_box(xxh3=None), file),
         (of_box(xxh3=5), file),
-        (of_box(shape=[4.0]), "no place in a tensor"),
-        (of_box(offset=[0.0]), "no place in a tensor"),
-        (of_box(offset=[False]), "no place in a tensor"),
+        (of_box(shape=[4.0]), "not a box of a tensor"),
+        (of_box(offset=[0.0]), "not a box of a tensor"),
+        (of_box(offset=[False]), "not a box of a tensor"),
         (same_bytes, "share bytes"),
         (lambda listed: listed.update(tensors={"b": nested(900)}), "nested"),
         (of_box(start=10**6), "truncated or changed"),

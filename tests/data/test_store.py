@@ -432,7 +432,7 @@ def test_a_cache_of_another_user_is_refused(
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 12345)
     with pytest.raises(
-        UnsupportedError, match=r"data\.cache: .* belongs to .*, and this is user \d+; name"
+        UnsupportedError, match=r"data\.cache: .* belongs to .*, but this .*runs as user \d+; name"
     ):
         open_quietly(Texts(["one"]), tmp_path)
 
@@ -452,7 +452,7 @@ def test_what_another_user_put_there_is_refused(tmp_path: Path, given: str) -> N
     foreign = {"folder": path.parent, "file": path, "link": cache}[given]
     os.chown(foreign, 12345, 12345, follow_symlinks=False)
     with pytest.raises(
-        UnsupportedError, match=rf"data\.cache: {foreign} belongs to user 12345, and this is"
+        UnsupportedError, match=rf"data\.cache: {foreign} belongs to user 12345, but this process"
     ):
         open_quietly(source, cache)
     assert source.reads == 1

@@ -22,7 +22,7 @@ FIELD = (
     ),
     Fault(
         "ranks: what a stranger wrote ends the thread that watches them",
-        "except _MALFORMED as error:  # in what the task read",
+        "except _MALFORMED as error:  # raised for entries that the task read",
         "except ZeroDivisionError as error:",
         ("tests/distributed/test_messages.py::test_a_foreign_request_to_stop_is_named",),
     ),

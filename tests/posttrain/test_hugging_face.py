@@ -333,7 +333,7 @@ def test_checkpointing_of_the_arguments_is_left_to_the_schedule(
         trainer = make(**{"activation_checkpointing" if new else "gradient_checkpointing": True})
     trainer.train()
     assert [record.message for record in caplog.records if record.name.startswith("farspan")] == [
-        "gradient_checkpointing: turned off; the schedule says what is recomputed"
+        "gradient_checkpointing: turned off; the schedule decides what is recomputed"
     ]
     plain = make(Trainer)
     plain.train()

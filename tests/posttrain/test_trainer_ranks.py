@@ -219,7 +219,7 @@ def test_a_layout_must_fit_the_processes(tmp_path: Path) -> None:
         trained(str(tmp_path), "ring", {})  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match=r"layout: 2 devices, but 1 process\(es\)"):
         trained(str(tmp_path), Layout(ulysses=2), {})
-    with pytest.raises(RankError, match=r"layout: 2 processes were started; say how"):
+    with pytest.raises(RankError, match=r"layout: 2 processes were started; choose how"):
         run_ranks(2, trained, str(tmp_path), None, {})
 
 

@@ -164,7 +164,7 @@ def test_the_defaults_train(
     assert_same_logs(runs[1], runs[0], limit)
     said = [record.message for record in caplog.records if record.name.startswith("farspan")]
     assert len(said) == 2
-    assert said[0] == "gradient_checkpointing: turned off; the schedule says what is recomputed"
+    assert said[0] == "gradient_checkpointing: turned off; the schedule decides what is recomputed"
     assert words in said[1]
 
 
@@ -187,7 +187,7 @@ def test_another_loss_is_refused_by_name(
 def test_offloading_is_refused(tmp_path: Path) -> None:
     args = SFTConfig(str(tmp_path), activation_offloading=True, use_cpu=True)
     model = load_tiny(config=MODEL, dtype=torch.float32, seed=0)
-    with pytest.raises(UnsupportedError, match=r"activation_offloading: .* the schedule says"):
+    with pytest.raises(UnsupportedError, match=r"activation_offloading: .* the schedule decides"):
         farspan.Trainer(model=model, args=args, schedule=SCHEDULE)  # TRL's own needs a GPU for it
 
 
@@ -219,6 +219,6 @@ def test_the_routers_loss_is_refused_where_trl_adds_it(make: Make) -> None:
 def test_other_trainers_of_trl_are_refused(said: bool) -> None:
     other = type("Other", (farspan.LongContext, DistillationTrainer), {"plain_loss": said})
     with pytest.raises(
-        UnsupportedError, match="compute_loss: TRL's DistillationTrainer has a loss of its own"
+        UnsupportedError, match="compute_loss: TRL's DistillationTrainer computes its own loss"
     ):
         other(schedule=SCHEDULE)

@@ -403,12 +403,12 @@ class TestFolder:
     def test_it_holds_something_else(self, tmp_path: Path, name: str) -> None:
         (tmp_path / CONFIG).write_text(json.dumps({"format": FORMAT}))
         save_file({name: torch.zeros(2, 3, 4)}, tmp_path / TENSORS)
-        with pytest.raises(UnsupportedError, match=r"^index: .* has other tensors than queries"):
+        with pytest.raises(UnsupportedError, match=r"^index: .* has tensors other than queries"):
             Index.load(tmp_path)
 
     def test_its_keys_have_no_dims(self, tmp_path: Path) -> None:
         index_of_family("qwen2", dim=0).save(tmp_path)
-        with pytest.raises(UnsupportedError, match=r"^index: .* has other tensors than queries"):
+        with pytest.raises(UnsupportedError, match=r"^index: .* has tensors other than queries"):
             Index.load(tmp_path)
 
     @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 1])
@@ -417,7 +417,7 @@ class TestFolder:
         tensors = load_file(tmp_path / TENSORS)
         tensors["layers.0.keys"] = torch.full(tensors["layers.0.keys"].shape, wrong)
         save_file(tensors, tmp_path / TENSORS)
-        with pytest.raises(UnsupportedError, match=r"^index: layers.0.keys of .* other than fini"):
+        with pytest.raises(UnsupportedError, match=r"^index: layers.0.keys of .* must have fini"):
             Index.load(tmp_path)
 
 
@@ -447,12 +447,12 @@ class TestFit:
         spec = Step(model, Schedule()).model_spec.layers
         index = random_index(spec, 3)
         refused = {
-            r"it has no layer 3, and the model has 4": {n: index.layers[n] for n in (0, 1, 2)},
-            r"it has a layer 4, which this model has not": {**index.layers, 4: index.layers[0]},
-            r"its layer 0 is for 1 heads of queries": random_index(
+            r"it has no layer 3, but the model has 4": {n: index.layers[n] for n in (0, 1, 2)},
+            r"layer 4 does not exist in this model": {**index.layers, 4: index.layers[0]},
+            r"its layer 0 is for 1 query heads": random_index(
                 (replace(spec[0], query_heads=1, kv_heads=1), *spec[1:]), 3
             ).layers,
-            r"its keys have 2 dims in layer 0, where .* asks for 3; set that to 2": random_index(
+            r"its keys have 2 dims in layer 0, but .* asks for 3; set that to 2": random_index(
                 spec, 2
             ).layers,
         }
@@ -463,9 +463,9 @@ class TestFit:
 
     def test_one_is_asked_for(self) -> None:
         model, schedule = shared_model("qwen2"), SCHEDULES["device"]
-        with pytest.raises(UnsupportedError, match=r"sparse.selector is index, which has an ad"):
+        with pytest.raises(UnsupportedError, match=r"sparse.selector is index, which needs an ad"):
             Step(model, replace(schedule, sparse=INDEXED))
-        with pytest.raises(UnsupportedError, match=r"sparse.selector is submeans; set that to ind"):
+        with pytest.raises(UnsupportedError, match=r"sparse.selector is submeans; set it to ind"):
             Step(model, schedule, selector=index_of_family("qwen2"))
 
 

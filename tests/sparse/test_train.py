@@ -330,9 +330,15 @@ class TestIndex:
     @pytest.mark.parametrize(
         ("made", "message"),
         [
-            (None, "/index holds no index of format . .*; give the folder that one was saved to"),
-            (replace(HEADS, head_dim=4), "its layer 0 is for 2 heads .* of 4 dims, the model has"),
-            (HEADS, "its keys have 3 dims in layer 0, where sparse.index_dim asks for 4; set that"),
+            (
+                None,
+                "/index holds no index of format . .*; give the folder that an index was saved to",
+            ),
+            (
+                replace(HEADS, head_dim=4),
+                "its layer 0 is for 2 query heads .* of 4 dims, but the model has",
+            ),
+            (HEADS, "its keys have 3 dims in layer 0, but sparse.index_dim asks for 4; set that"),
         ],
     )
     def test_is_told_before_text_is_read(

@@ -178,7 +178,11 @@ def test_few_of_many_pages_of_queries_are_looked_at() -> None:
 @pytest.mark.parametrize(
     ("schedule", "tokens", "message"),
     [
-        (SCHEDULE, 4, r"sparse.page: a page of 4 tokens is no part of a text of 4; give more text"),
+        (
+            SCHEDULE,
+            4,
+            r"sparse.page: a page of 4 tokens does not fit into a text of 4; give more text",
+        ),
         (replace(SCHEDULE, sparse=replace(SPARSE, recent=48)), 60, "or recent=12 in --sparse"),
         (
             SCHEDULE,

@@ -131,7 +131,7 @@ def test_another_shape_is_refused_before_anything_is_copied(tmp_path: Path, stat
     with pytest.raises(UnsupportedError) as refused:
         fit(second(run, states=states, model=wide))
     assert "mlp" in str(refused.value)
-    assert "of another model" in str(refused.value)
+    assert "belongs to another model" in str(refused.value)
     assert "[32, 16], here float32[40, 16]" in str(refused.value)
     assert "name another run or checkpoint" in str(refused.value)
 

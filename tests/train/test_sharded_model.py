@@ -294,7 +294,7 @@ def test_nodes_without_a_common_disk_train_or_are_refused(tmp_path: Path) -> Non
     cut = a_run(tmp_path, "cut", parallel=Parallel(ulysses=2), **SHORT)
     for said in run_ranks(2, on_disks_of_their_own, cut):
         assert said.startswith("folder: rank 1 ("), said
-        assert "does not see what rank 0 writes in run/checkpoints" in said
+        assert "does not see the files that rank 0 writes in run/checkpoints" in said
     whole = replace(cut, parallel=Parallel(ulysses=2, fsdp=False), folder=str(tmp_path / "whole"))
     first, other = run_ranks(2, on_disks_of_their_own, whole)
     assert "checkpoints" in first

@@ -1,10 +1,10 @@
-"""The two forms that checkpoints had before version 0.2, which reads them still; 0.3 will not.
+"""The two checkpoint formats from before version 0.2, which still reads them; 0.3 will not.
 
     step-00000120/model.safetensors, optimizer.safetensors, rng.safetensors, state.json
                   manifest.json   of one process: size and SHA-256 of the others
 
     step-00000120/rank-00000.safetensors, rank-00001.safetensors, ..., state.json
-                  tensors.json    of ranks: where each tensor's boxes are, size and SHA-256 of files
+                  tensors.json    of ranks: each tensor's boxes, size and SHA-256 of files
 
 Their files are hashed before anything is copied, on the first rank.
 """
@@ -32,7 +32,7 @@ _PREFIXES = {"model": "model/", "optimizer": "optimizer/", "rng": "rng/00000/"}
 
 
 def read_earlier(path: Path, name: str, verify: bool) -> SavedCheckpoint:
-    """A checkpoint whose list has one of the earlier names. Raises UnsupportedError where it is
+    """Return a checkpoint whose list has one of the earlier names. Raises UnsupportedError if it is
     damaged; without `verify`, its files are not hashed."""
     where = path / name
     listed = expect_json(where)
@@ -42,7 +42,7 @@ def read_earlier(path: Path, name: str, verify: bool) -> SavedCheckpoint:
         files = {file: (of["bytes"], of["sha256"]) for file, of in listed["files"].items()}
         named = set(files) if name == MANIFEST else _files_of(listed["tensors"])
         if not {_STATE} | named <= files.keys() or not all(map(is_name, files)):
-            raise ValueError("not every file has its size and sum")
+            raise ValueError("a file has no size or no SHA-256")
     for file, (size, sha256) in files.items():
         with readable(path / file):
             right = (path / file).stat().st_size == size
@@ -70,7 +70,7 @@ def _files_of(listed: Mapping[str, Any]) -> set[str]:
 
 
 def _boxes_in(path: Path) -> dict[str, SavedTensor]:
-    """The tensors of a safetensors file, by its header."""
+    """Return the tensors of a safetensors file, as its header lists them."""
     with readable(path), path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(min(size, 2**27)))
@@ -81,7 +81,9 @@ def _boxes_in(path: Path) -> dict[str, SavedTensor]:
             box = SavedBox((0,) * len(shape), shape, path.name, start, None)
             boxes = () if 0 in shape else (box,)
             if type(start) is not int or start < 8 + size:
-                raise ValueError(f"no place in {path.name}: {entry['data_offsets']!r}")
+                raise ValueError(
+                    f"expected byte offsets in {path.name}, got {entry['data_offsets']!r}"
+                )
             refuse_gaps(shape, boxes)
             found[key] = SavedTensor(DTYPES[entry["dtype"]], shape, boxes)
     return found
@@ -96,7 +98,7 @@ def _tensor(
         there, offset = files[box["file"]][box["key"]], tuple(box["offset"])
         at = f"{name}@{','.join(map(str, offset))}"
         if box["key"] != at or (there.dtype, there.shape) != (dtype, tuple(box["shape"])):
-            raise ValueError(f"{box['key']!r} is not what or where it says")
+            raise ValueError(f"{box['key']!r} differs in dtype, shape or place from its file")
         boxes += [SavedBox(offset, own.shape, own.file, own.start, None) for own in there.boxes]
     refuse_gaps(shape, tuple(boxes))
     return SavedTensor(dtype, shape, tuple(boxes))

@@ -2,14 +2,14 @@
 
     step-00000120/rank-00000.safetensors   boxes of tensors, named `tensor@offset,offset`
                   rank-00001.safetensors
-                  checkpoint.json          where training stands; each tensor's dtype, shape and
-                                           boxes; where each box lies, and its XXH3
+                  checkpoint.json          the training state; each tensor's dtype, shape and
+                                           boxes; each box's file, byte offset and XXH3
 
-A run of one process is a world of one rank. Boxes are of at most 64 MiB where rows allow, so that a
-rank of another layout reads little more than its part, and each is hashed in the same pass that
-writes or reads it. The digests find damage; they keep no stranger out, but nothing that is read is
-ever run. The folder is written under another name and gets its own when every rank's files are on
-the disk: a rank that dies before leaves what was there.
+A run of one process has one rank. Boxes are of at most 64 MiB if rows allow, so that a rank of
+another layout reads little more than its part, and each is hashed in the same pass that writes or
+reads it. The digests find damage; they are no protection against tampering, but nothing read is
+ever executed. The folder is written under another name and renamed when every rank's files are on
+the disk: if a rank dies before, an earlier checkpoint stays intact.
 """
 
 import json
@@ -51,10 +51,10 @@ T = TypeVar("T")
 
 FORMAT = 2
 LIST = "checkpoint.json"
-BOX_BYTES = 2**26  # of which rows are put together in a box
-BLOCK = 2**20  # bytes that are hashed while they are in the processor's caches
-THREADS = 8  # that read boxes: a drive has more to give than one core takes
-MOST_ELEMENTS = 2**56  # of a tensor: with 8 bytes each its size is a number of 64 bits
+BOX_BYTES = 2**26  # bytes up to which rows share a box
+BLOCK = 2**20  # bytes hashed while they are in the processor's caches
+THREADS = 8  # threads that read boxes: one core does not saturate a drive
+MOST_ELEMENTS = 2**56  # elements of a tensor: at 8 bytes each its size still fits into 64 bits
 
 # Torch's dtypes as safetensors names them.
 DTYPES = {
@@ -73,13 +73,13 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# A rank's tensor, live, and where it lies in the whole.
+# A rank's live tensor, and its placement in the whole.
 Entries = Mapping[str, tuple[Tensor, ShardPlacement]]
 
 
 @dataclass(frozen=True, slots=True)
 class SavedBox:
-    """A part of a tensor, and where its bytes are. `xxh3` is None where its file was verified."""
+    """A part of a tensor, and its bytes' place in a file; `xxh3` is None in verified files."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class SavedBox:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A whole tensor, which its boxes fill."""
+    """A whole tensor, which its boxes cover."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -99,16 +99,16 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """What a checkpoint's list says."""
+    """The contents of a checkpoint's list."""
 
     path: Path
-    list: str  # name of its file
+    list: str  # name of the list's file
     state: dict[str, Any]
     tensors: dict[str, SavedTensor]
 
 
 def together(world: DistributedContext, work: Callable[[], T]) -> T:
-    """What `work` returns. Raises UnsupportedError on all ranks where it does on one."""
+    """Return the result of `work`. Raises UnsupportedError on all ranks if `work` does on one."""
     found, said = None, None
     try:
         found = work()
@@ -126,11 +126,11 @@ def together(world: DistributedContext, work: Callable[[], T]) -> T:
 def save_entries(
     path: Path, entries: Entries, state: Mapping[str, Any], world: DistributedContext
 ) -> None:
-    """Writes a checkpoint of every rank's `entries` and the first rank's `state` (JSON). `path` is
-    of a file system that all ranks share; what has that name is replaced.
+    """Write a checkpoint of every rank's `entries` and the first rank's `state` (JSON). `path` is
+    on a file system that all ranks share; an earlier checkpoint of that name is replaced.
 
-    Raises WriteFailed on every rank when it fails on one, which is named; `path` is then as it
-    was. A rank that died is an error of torch's, on the others, within the group's timeout.
+    Raises WriteFailed on every rank if the write fails on one, which is named; `path` is then
+    unchanged. If a rank dies, torch raises an error on the others within the group's timeout.
     """
     unfinished = path.with_name(PARTIAL + path.name)
     try:
@@ -148,7 +148,7 @@ def save_entries(
         written = [box for boxes, _ in found for box in boxes]
         world.run_on_rank0(lambda: _finish(unfinished, path, forms, written, state))
     except BaseException:
-        if world.is_rank0:  # the space is wanted: the disk may be full
+        if world.is_rank0:  # frees space: the disk may be full
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
@@ -162,7 +162,7 @@ def _make(folder: Path) -> None:
 
 
 def _write(path: Path, entries: Entries, world: DistributedContext) -> list[dict[str, Any]]:
-    """Writes this rank's share, and syncs it; its boxes as the list has them."""
+    """Write and sync this rank's share, and return its boxes as the list has them."""
     share = sorted(_share(entries, world), key=lambda one: -entries[one[0]][0].itemsize)
     sizes = [prod(box.sizes) * entries[name][0].itemsize for name, box in share]
     starts = list(accumulate(sizes, initial=0))
@@ -178,7 +178,7 @@ def _write(path: Path, entries: Entries, world: DistributedContext) -> list[dict
     text += b" " * (-len(text) % 8)
     found = []
     try:
-        # The digest of a box is computed while the system takes its bytes.
+        # The digest of a box is computed while the system writes its bytes.
         with path.open("xb") as file, ThreadPoolExecutor(1, "farspan-hash") as pool:
             file.write(len(text).to_bytes(8, "little") + text)
             for (name, box), start in zip(share, starts, strict=False):
@@ -196,14 +196,14 @@ def _write(path: Path, entries: Entries, world: DistributedContext) -> list[dict
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Of a contiguous tensor in main memory."""
+    """Return the bytes of a contiguous tensor in main memory."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def _share(entries: Entries, world: DistributedContext) -> list[tuple[str, ShardRegion]]:
-    """The boxes that this rank writes: each is written by one of the ranks that have it, and ranks
-    write about as much as each other."""
+    """Return the boxes that this rank writes: each box is written by one of the ranks that hold it,
+    and ranks write about equally many bytes."""
     own = {
         _key(name, box.there): (name, box)
         for name, (tensor, place) in entries.items()
@@ -228,7 +228,7 @@ def _share(entries: Entries, world: DistributedContext) -> list[tuple[str, Shard
 
 
 def _cut(box: ShardRegion, itemsize: int) -> Iterator[ShardRegion]:
-    """The box in parts of whole rows, of at most BOX_BYTES each, or one row."""
+    """Yield the box in parts of whole rows, of at most BOX_BYTES each, or one row."""
     if not box.sizes:
         yield box
         return
@@ -248,7 +248,7 @@ def _finish(
     written: list[dict[str, Any]],
     state: Mapping[str, Any],
 ) -> None:
-    """Writes the list behind all writes of all ranks, and publishes. Raises WriteFailed."""
+    """Write the list after all writes of all ranks, and publish the folder. Raises WriteFailed."""
     named = {name: form for own in forms for name, form in own.items()}
     tensors: dict[str, Any] = {
         name: {"dtype": dtype, "shape": shape, "boxes": []}
@@ -267,7 +267,7 @@ def _finish(
 
 
 def _sum(listed: Mapping[str, Any]) -> str:
-    """The XXH3 of a list, however its file is laid out."""
+    """Return the XXH3 of a list, independent of its file's formatting."""
     return xxh3_64_hexdigest(json.dumps(listed, sort_keys=True).encode("utf-8"))
 
 
@@ -280,7 +280,7 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def form_words(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """Such as `float32[8, 16]`."""
+    """Return dtype and shape as text, such as `float32[8, 16]`."""
     return f"{_word(dtype)}{list(shape)}"
 
 
@@ -288,8 +288,8 @@ def form_words(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 
 
 def read_list(path: Path) -> SavedCheckpoint:
-    """Of the checkpoint in a folder, whose files are there and as long as they must be. Raises
-    UnsupportedError where it is damaged."""
+    """Read the list of the checkpoint in a folder, and check that its files exist and have the
+    right sizes. Raises UnsupportedError if it is damaged."""
     where = path / LIST
     listed = expect_json(where)
     if listed.get("format") != FORMAT:
@@ -312,32 +312,34 @@ def _tensor(entry: Mapping[str, Any]) -> SavedTensor:
     for box in boxes:
         known = is_name(box.file) and type(box.start) is int and isinstance(box.xxh3, str)
         if not known or not 0 <= box.start < MOST_ELEMENTS:
-            raise ValueError(f"no place in a file of a checkpoint, or no XXH3: {box}")
+            raise ValueError(
+                f"expected a file of the checkpoint, a byte offset and an XXH3, got {box}"
+            )
     refuse_gaps(shape, boxes)
     return SavedTensor(dtype, shape, boxes)
 
 
 def is_name(file: object) -> bool:
-    """Whether it is the name of a file in a checkpoint, and no path."""
+    """Return whether a value is the name of a file in a checkpoint, and no path."""
     return isinstance(file, str) and re.fullmatch(r"[A-Za-z0-9_-]+(\.[a-z]+)?", file) is not None
 
 
 def type_of(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Dtype and shape of a listed tensor. Raises KeyError, TypeError, ValueError."""
+    """Return dtype and shape of a listed tensor. Raises KeyError, TypeError, ValueError."""
     dtype = getattr(torch, entry["dtype"], None)
     if dtype not in NAMES:
-        raise ValueError(f"no dtype of a tensor: {entry['dtype']!r}")
+        raise ValueError(f"not a dtype of a tensor: {entry['dtype']!r}")
     shape = tuple(entry["shape"])
     if not all(type(n) is int and n >= 0 for n in shape) or prod(shape) >= MOST_ELEMENTS:
-        raise ValueError(f"no shape of a tensor: {entry['shape']!r}")
+        raise ValueError(f"not a shape of a tensor: {entry['shape']!r}")
     return dtype, shape
 
 
 def refuse_gaps(shape: tuple[int, ...], boxes: tuple[SavedBox, ...]) -> None:
-    """Raises ValueError unless boxes lie within a tensor, each element of it in one of them."""
+    """Raise ValueError unless the boxes lie within a tensor and cover each element exactly once."""
     for box in boxes:
         if any(type(number) is not int for number in (*box.offset, *box.shape)):
-            raise ValueError(f"no place in a tensor: {box.offset}, {box.shape}")
+            raise ValueError(f"not a box of a tensor: {box.offset}, {box.shape}")
         ends = zip(box.offset, box.shape, shape, strict=True)
         if any(start < 0 or size < 1 or start + size > whole for start, size, whole in ends):
             raise ValueError(f"box {box.offset} of {box.shape} is not within {list(shape)}")
@@ -347,15 +349,15 @@ def refuse_gaps(shape: tuple[int, ...], boxes: tuple[SavedBox, ...]) -> None:
     for place, one in enumerate(rows):
         for other in islice(rows, place + 1, None):
             if shape and other.offset[0] >= one.offset[0] + one.shape[0]:
-                break  # nor do those behind it begin sooner
+                break  # later boxes begin no sooner
             sides = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
             if all(a < b + m and b < a + n for a, n, b, m in sides):
                 raise ValueError(f"box {other.offset} of {other.shape} overlaps another")
 
 
 def refuse_short(saved: SavedCheckpoint) -> None:
-    """Raises UnsupportedError where a file is missing, is not as long as its boxes, or has two in
-    one place."""
+    """Raise UnsupportedError if a file is missing, its size does not match its boxes, or two boxes
+    overlap in it."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for tensor in saved.tensors.values():
         for box in tensor.boxes:
@@ -381,14 +383,14 @@ def refuse_other_model(
     world: DistributedContext,
     any_dtype: bool = False,
 ) -> None:
-    """Raises NotDamaged on all ranks unless a checkpoint has the tensors of their `entries`, and no
+    """Raise NotDamaged on all ranks unless a checkpoint has the tensors of their `entries`, and no
     others but those whose names begin with one of `unread`."""
-    where = f"{saved.path / saved.list}: of another model"
+    where = f"{saved.path / saved.list}: belongs to another model"
 
     def look() -> bool:
         for name, (tensor, place) in entries.items():
             if 0 in place.shape:
-                continue  # nothing of it was saved
+                continue  # nothing was saved
             there = saved.tensors.get(name)
             if there is None:
                 raise NotDamaged(f"{where}: only the model has {name}")
@@ -407,11 +409,11 @@ def refuse_other_model(
 
 
 def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedContext) -> None:
-    """Copies a checkpoint into every rank's `entries`, converted to their dtypes; each box that a
+    """Copy a checkpoint into every rank's `entries`, converted to their dtypes; each box that a
     rank needs is read once, and hashed then.
 
-    Raises UnsupportedError on every rank when a box is damaged, or a weight is not a number:
-    `entries` then hold parts of the checkpoint, and are to be overwritten or given up.
+    Raises UnsupportedError on every rank if a box is damaged, or a weight is not a number:
+    `entries` then hold parts of the checkpoint, and must be overwritten or discarded.
     """
 
     def copy() -> bool:
@@ -422,8 +424,8 @@ def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedConte
             if (parts := list(_overlaps(box, place)))
         ]
         wanted.sort(key=lambda one: (one.box.file, one.box.start))
-        # A forked process makes torch's pool of threads anew at the first parallel operation, and
-        # does so unguarded: begun by several threads at once, 1 of 60 resumes failed in it.
+        # A forked process recreates torch's pool of threads at the first parallel operation,
+        # without a lock: if several threads begin at once, 1 of 60 resumes fails there.
         torch.set_num_threads(torch.get_num_threads())
         with ExitStack() as opened, ThreadPoolExecutor(THREADS, "farspan-read") as pool:
             files: dict[str, Any] = {}
@@ -432,14 +434,14 @@ def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedConte
                     files[name] = opened.enter_context((saved.path / name).open("rb", buffering=0))
             rooms = local()
             for _ in pool.map(lambda one: one.copy(files[one.box.file], rooms), wanted):
-                pass  # the first that is refused ends them
+                pass  # the first error ends the others
         return True
 
     together(world, copy)
 
 
 def _overlaps(box: SavedBox, place: ShardPlacement) -> Iterator[ShardRegion]:
-    """What a rank has of a saved box: where in the rank's tensor, and where in the box."""
+    """Yield the parts of a saved box that a rank holds, by place in its tensor and in the box."""
     for own in place.boxes:
         low = [max(a, b) for a, b in zip(own.there, box.offset, strict=True)]
         ends = zip(own.there, own.sizes, box.offset, box.shape, strict=True)
@@ -455,7 +457,7 @@ def _overlaps(box: SavedBox, place: ShardPlacement) -> Iterator[ShardRegion]:
 
 @dataclass(frozen=True, slots=True)
 class _WantedBox:
-    """A box that is read for some parts of a live tensor."""
+    """A saved box, and the parts of a live tensor to fill from it."""
 
     saved: SavedCheckpoint
     box: SavedBox
@@ -464,8 +466,7 @@ class _WantedBox:
     parts: list[ShardRegion]
 
     def copy(self, file: Any, rooms: local) -> None:
-        """Reads it, straight into its place where it can be, or by way of the thread's memory.
-        Raises UnsupportedError."""
+        """Read the box into its place, or the thread's buffer. Raises UnsupportedError."""
         dtype, first = self.saved.tensors[self.name].dtype, self.parts[0].of(self.live)
         straight = self.parts[0].sizes == self.box.shape and first.is_contiguous()
         straight = straight and (first.dtype, first.device.type) == (dtype, "cpu")
@@ -479,7 +480,9 @@ class _WantedBox:
                 f"{where}: its XXH3 is not the one in {self.saved.list}: damaged or changed"
             )
         if self.name.startswith("model/") and _has_nan(whole):
-            raise UnsupportedError(f"{where}: of no use: it has values that are not a number")
+            raise UnsupportedError(
+                f"{where}: has values that are not a number, which training cannot go on from"
+            )
         for part in () if straight else self.parts:
             inside = ShardRegion(part.there, part.here, part.sizes).of(whole)
             part.of(self.live).copy_(inside)
@@ -492,7 +495,7 @@ class _WantedBox:
         return room
 
     def _read(self, file: Any, memory: memoryview) -> bool:
-        """Fills memory with it; whether it is as it was written."""
+        """Read the box into memory, and return whether its digest matches."""
         digest, at = xxh3_64(), 0
         while at < len(memory):
             read = os.preadv(file.fileno(), [memory[at : at + BLOCK]], self.box.start + at)
@@ -504,9 +507,8 @@ class _WantedBox:
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    """By the largest value, which is not a number where one of them is not: a pass without a
-    temporary."""
+    """Return whether a tensor has NaN, by its maximum: one pass without a temporary."""
     if not tensor.is_floating_point():
         return False
-    wide = tensor.float() if tensor.itemsize == 1 else tensor  # torch compares no 8 bits
+    wide = tensor.float() if tensor.itemsize == 1 else tensor  # torch does not compare 8-bit floats
     return bool(wide.max().isnan())

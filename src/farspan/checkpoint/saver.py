@@ -1,5 +1,5 @@
-"""A run's checkpoints in its folder: saved whole or not at all, resumed from the latest that can be
-used, and pruned; and the model of one of them, exported as a folder that `from_pretrained` reads.
+"""A run's checkpoints in its folder: saved whole or not at all, resumed from the latest usable one,
+and pruned; and the model of a checkpoint, exported as a folder that `from_pretrained` reads.
 
 The tensors of a run are named
 
@@ -69,47 +69,47 @@ from farspan.spec import UnsupportedError
 T = TypeVar("T")
 
 Tensors = Mapping[str, Tensor]
-Best = int | None  # the step of the best checkpoint, where it is kept
+Best = int | None  # step of the best checkpoint, if one is kept
 RNG = "rng/"
-RNG_BYTES = 2**20  # more than any generator of torch has: 5056
-FROZEN = "frozen"  # of a checkpoint state: digest of the weights that it leaves out
-INDEX_OF_KEYS = "index"  # and of the index by which sparse attention compared pages
+RNG_BYTES = 2**20  # more than the largest state of a generator of torch, 5056
+FROZEN = "frozen"  # in a checkpoint's state: digest of the frozen weights, which it leaves out
+INDEX_OF_KEYS = "index"  # and of the index for page selection by sparse attention
 _NAME = re.compile("step-[0-9]{8}")  # of a checkpoint; see folder_name
-# What a killed process leaves behind `PARTIAL`: checkpoints, and the file of `refuse_apart`.
+# Names after `PARTIAL` that a killed process leaves: checkpoints, and the file of `refuse_apart`.
 CHECKPOINT_LEFTOVER = re.compile(rf"(old-)?{_NAME.pattern}|[0-9a-f]{{16}}")
-_ASIDE = ".set-aside"  # what may be whole has such a name where the run saves its step again
+_ASIDE = ".set-aside"  # suffix of a checkpoint that may be whole, when the run saves its step again
 _ADVICE = "move this folder away to resume from an older checkpoint, or start in another run folder"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """How far the run has come; with the seed it decides every batch that follows."""
+    """The progress of a run; with the seed it decides every batch that follows."""
 
     step: int = 0  # updates done, skipped ones included
-    tokens: int = 0  # read in them
+    tokens: int = 0  # tokens read in these updates
     skipped: int = 0
 
 
 def _train_state(path: Path, state: Mapping[str, Any]) -> TrainState:
-    """Where a checkpoint stands. Raises UnsupportedError when it does not say."""
+    """Return the progress that a checkpoint records. Raises UnsupportedError if it has none."""
     given: Any = state.get("position")
     whole = isinstance(given, dict) and given.keys() == {"step", "tokens", "skipped"}
     if not whole or any(type(value) is not int or value < 0 for value in given.values()):
         raise UnsupportedError(
-            f"{path}: position: expected step, tokens and skipped, numbers from 0, got {given!r}"
+            f"{path}: position: expected step, tokens and skipped, integers from 0, got {given!r}"
         )
     return TrainState(**given)
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a checkpoint says besides the tensors that are copied. Raises UnsupportedError where a
-    run cannot go on from there."""
+    """The progress, state and generators of a checkpoint. Raises UnsupportedError if a run cannot
+    continue from them."""
 
     path: Path
     state: dict[str, Any]
     rng: dict[str, Tensor]
-    kept: frozenset[str] = frozenset()  # later checkpoints that were passed over and may be whole
+    kept: frozenset[str] = frozenset()  # later checkpoints that were skipped and may be whole
     at: TrainState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,27 +121,27 @@ class Restored:
             )
         try:
             if "cpu" not in self.rng:
-                raise ValueError("none of the CPU")
+                raise ValueError("expected those of the CPU, got none")
             for name, state in self.rng.items():
                 device = torch.device(name)
                 if device.type == "cpu" or (device.index or 0) < torch.cuda.device_count():
                     torch.Generator(device).set_state(state)
         except (RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedError(
-                f"{self.path}: no random numbers to go on from: {error}"
+                f"{self.path}: its random number generators cannot be restored: {error}"
             ) from error
         object.__setattr__(self, "at", at)
 
 
 def folder_name(step: int) -> str:
-    """Of the checkpoint of a step, in its folder."""
+    """Return the folder name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def latest_usable(
     paths: Sequence[Path], read: Callable[[Path], Restored], warn: Callable[[str], None]
 ) -> Restored | None:
-    """What `read` makes of the latest of these that it does not refuse. Raises UnsupportedError."""
+    """Return `read`'s result for the latest checkpoint it accepts. Raises UnsupportedError."""
     problems: dict[str, UnsupportedError] = {}
     for path in reversed(paths):
         try:
@@ -162,8 +162,8 @@ def latest_usable(
 def open_checkpoint(
     path: Path, expected: Mapping[str, Any], world: DistributedContext
 ) -> SavedCheckpoint:
-    """What the list of a checkpoint says, in whatever form it is, whose state has what is
-    `expected`. Raises UnsupportedError on all ranks."""
+    """Open a checkpoint of any format whose state has the `expected` values. Raises
+    UnsupportedError on all ranks."""
 
     def read() -> SavedCheckpoint:
         name = manifest_path(path).name
@@ -175,21 +175,21 @@ def open_checkpoint(
 
 
 def manifest_path(path: Path) -> Path:
-    """The file of a checkpoint that says what all others hold. Raises UnsupportedError where its
-    folder cannot be read."""
+    """Return the file of a checkpoint that lists all others. Raises UnsupportedError if its folder
+    cannot be read."""
     with readable(path):
         names = os.listdir(path)
     return path / next((name for name in (LIST, TENSORS, MANIFEST) if name in names), LIST)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All under a folder, the oldest first; what has any other name is the user's. Raises
-    UnsupportedError where the folder cannot be read."""
+    """Return all checkpoints under a folder, the oldest first; other names belong to the user.
+    Raises UnsupportedError if the folder cannot be read."""
     return [path for path in named_checkpoints(folder) if not _is_in_the_way(path)]
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
-    """Whatever has a checkpoint's name under a folder. Raises UnsupportedError."""
+    """Return all paths with a checkpoint's name under a folder. Raises UnsupportedError."""
     with readable(folder):
         try:
             names = os.listdir(folder)
@@ -199,17 +199,17 @@ def named_checkpoints(folder: Path) -> list[Path]:
 
 
 def _is_in_the_way(path: Path) -> bool:
-    """Whether what has a checkpoint's name is known to be no folder. What cannot be looked at is
-    refused by who reads it, and is not taken for nothing."""
+    """Return whether a path with a checkpoint's name is known to be no folder. A path that cannot
+    be examined is left for its reader to refuse."""
     try:
         return not stat.S_ISDIR(path.stat().st_mode)
     except OSError as error:
-        return isinstance(error, FileNotFoundError)  # a link to what is not there
+        return isinstance(error, FileNotFoundError)  # a link without a target
 
 
 def _make_way(path: Path, kept: set[str]) -> None:
-    """Cleans up where a checkpoint is to be written. One of the same step that is among the `kept`
-    gets another name, and is no longer among them. Raises WriteFailed."""
+    """Clean up the path of a checkpoint to be written. A checkpoint of the same step that is among
+    the `kept` is renamed, and removed from them. Raises WriteFailed."""
     remove_leftovers(path.parent, CHECKPOINT_LEFTOVER)
     if path.name in kept:
         _set_aside(path)
@@ -217,7 +217,7 @@ def _make_way(path: Path, kept: set[str]) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    """Gives it a name that nothing has; that name. Raises WriteFailed."""
+    """Rename a path to an unused name, and return it. Raises WriteFailed."""
     names = (f"{path.name}{_ASIDE}{f'-{n}' if n > 1 else ''}" for n in count(1))
     free = (path.with_name(name) for name in names)
     place = next(place for place in free if not os.path.lexists(place))
@@ -226,8 +226,8 @@ def _set_aside(path: Path) -> Path:
 
 
 def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raises UnsupportedError where a checkpoint's state lacks what is expected, and NotDamaged
-    where it is of another run."""
+    """Raise UnsupportedError if a checkpoint's state lacks an expected key, and NotDamaged if the
+    state belongs to another run."""
     for key, value in expected.items():
         if key not in state:
             raise UnsupportedError(f"{path}: damaged: its {key} is missing")
@@ -235,34 +235,34 @@ def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, An
             if key == "data":
                 raise NotDamaged(
                     f"{path}: belongs to another run: the text under data.path, the tokenizer or "
-                    "the chat template has changed; restore what it was trained with, or give "
+                    "the chat template has changed; restore those of the training, or give "
                     "another folder for a new run"
                 )
             if key == FROZEN:
                 raise NotDamaged(
                     f"{path}: it was trained with other frozen weights than model.path has now; "
-                    "restore them, or another folder for a new run"
+                    "restore them, or give another folder for a new run"
                 )
             if key == INDEX_OF_KEYS:
                 raise NotDamaged(
                     f"{path}: it was trained with another index than sparse.index has now; give "
-                    "that one, or another folder for a new run"
+                    "that index, or another folder for a new run"
                 )
             raise NotDamaged(
-                f"{path}: belongs to another run: its {key} is {state.get(key)!r}, "
-                f"that of this run is {value!r}"
+                f"{path}: belongs to another run: its {key} is {state.get(key)!r}, and this run "
+                f"has {value!r}"
             )
 
 
 def model_tensors(model: nn.Module) -> Mapping[str, Tensor]:
-    """Parameters that are trained, each under its first name, and the buffers that belong to the
-    weights. Frozen ones come from where the run has them."""
+    """Return the trained parameters, each under its first name, and the buffers that belong to the
+    weights. Frozen parameters come from the source of the model."""
     own = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return {**own, **buffers_of(model)}
 
 
 def buffers_of(model: nn.Module) -> Mapping[str, Tensor]:
-    """Those that belong to the weights and are here."""
+    """Return the local buffers that belong to the weights."""
     kept = model.state_dict(keep_vars=True).keys()
     return {n: b for n, b in model.named_buffers() if n in kept and not b.is_meta}
 
@@ -270,8 +270,8 @@ def buffers_of(model: nn.Module) -> Mapping[str, Tensor]:
 def entries_of(
     model: Tensors, optimizer: Tensors, places: Mapping[str, ShardPlacement] | None = None
 ) -> Entries:
-    """The live tensors of a rank, and the `places` of their parameters in the whole; without any
-    they are whole."""
+    """Return the live tensors of a rank with their placements; `places` are those of parameters,
+    None: they are whole."""
     places = places or {}
 
     def place(tensor: Tensor, name: str) -> Any:
@@ -289,8 +289,8 @@ class Saver:
     """Saves a run and resumes it: `entries` are the tensors of this rank. All ranks make the same
     calls in the same order.
 
-    `gather` returns the whole weights on rank 0, and None on others, where ranks have parts of
-    them; without it every rank has all tensors whole, and rank 0 reads and writes for all.
+    `gather` returns the whole weights on rank 0, and None on others, if ranks hold parts of them;
+    without it every rank has all tensors whole, and rank 0 reads and writes for all.
     """
 
     def __init__(
@@ -306,11 +306,11 @@ class Saver:
     def resume(
         self, folder: Path, expected: Mapping[str, Any], warn: Callable[[str], None]
     ) -> Restored | None:
-        """Goes to the latest checkpoint under `folder` that can be used, and whose state has what
-        is `expected`, such as which run this is; None when there is none at all.
+        """Restore the latest usable checkpoint under `folder` whose state has the `expected`
+        values, such as the identity of the run; return None if there are no checkpoints.
 
-        One that cannot be used is passed over with a warning where an older one can. Otherwise
-        UnsupportedError says why, and the live tensors may be any.
+        An unusable one is skipped with a warning if an older one is usable. Otherwise
+        UnsupportedError gives the reason, and the live tensors may have any values.
         """
         if self._among is self._world:
             refuse_apart(folder, self._world)
@@ -323,15 +323,14 @@ class Saver:
         return self._restored(self._together(latest, "reading a checkpoint"))
 
     def begin(self, path: Path, expected: Mapping[str, Any]) -> Restored:
-        """Goes to this checkpoint, of whichever run. Raises UnsupportedError."""
+        """Restore this checkpoint, of any run. Raises UnsupportedError."""
         read = partial(self._read, path, expected)
         restored = self._restored(self._together(read, "reading a checkpoint"))
         assert restored is not None
         return restored
 
     def save(self, folder: Path, rng: Tensors, state: Mapping[str, Any], step: int) -> None:
-        """Writes the checkpoint of `step`, whole or not at all; `prune` follows. Raises
-        WriteFailed."""
+        """Write the checkpoint of `step`, whole or not at all; then `prune`. Raises WriteFailed."""
         path, own = folder / folder_name(step), {}
         for name in set(_generators(self._among).values()) & rng.keys():
             key = _own(self._among.number) + name.partition(":")[0]
@@ -344,9 +343,9 @@ class Saver:
         self._together(write, "writing a checkpoint")
 
     def prune(self, folder: Path, step: int, keep: int, best: Best, saved: bool = True) -> None:
-        """Keeps the latest `keep` up to `step`, and that of step `best`. A later one is removed,
-        too, once this step was `saved`: this run resumed from before it because it was damaged.
-        What was passed over and may be whole stays. Raises WriteFailed."""
+        """Keep the latest `keep` checkpoints up to `step`, and that of step `best`. Later ones are
+        removed, too, once this step was `saved`: this run resumed from before them because they
+        were damaged. Skipped checkpoints that may be whole stay. Raises WriteFailed."""
 
         def remove() -> None:
             known = [p for p in list_checkpoints(folder) if p.name not in self._kept]
@@ -358,11 +357,11 @@ class Saver:
         self._world.run_on_rank0(remove)
 
     def weights(self) -> Tensors | None:
-        """The whole weights on rank 0, if the model itself does not have them; else None."""
+        """Return the whole weights on rank 0, if the model itself does not have them; else None."""
         return None if self._gather is None else self._gather()
 
     def _together(self, work: Callable[[], T], what: str) -> T:
-        """Does it on all ranks, or on rank 0 for all."""
+        """Run the work on all ranks, or on rank 0 for all."""
         if self._among is not self._world:
             return self._world.run_on_rank0(work, what)
         with activity(what):
@@ -375,8 +374,8 @@ class Saver:
         return restored
 
     def _read(self, path: Path, expected: Mapping[str, Any]) -> Restored:
-        """Copies a checkpoint into the entries, the generators first: those of the first rank
-        where there was no such rank. Raises UnsupportedError on all ranks."""
+        """Copy a checkpoint into the entries, and the generators' states first; a rank that the
+        checkpoint lacks takes those of rank 0. Raises UnsupportedError on all ranks."""
         world = self._among
         saved = open_checkpoint(path, expected, world)
         refuse_other_model(saved, self._entries, (RNG,), world)
@@ -396,7 +395,9 @@ def _blank_generators(saved: SavedCheckpoint, world: DistributedContext) -> dict
     for kind in _generators(world):
         there = saved.tensors.get(start + kind)
         if there is None and kind == "cpu":
-            raise UnsupportedError(f"{where}: damaged: no random numbers of rank 0")
+            raise UnsupportedError(
+                f"{where}: damaged: the random number generators of rank 0 are missing"
+            )
         if there is not None:
             if there.dtype != torch.uint8 or prod(there.shape) > RNG_BYTES:
                 form = form_words(there.dtype, there.shape)
@@ -410,8 +411,8 @@ def _own(number: int) -> str:
 
 
 def _generators(world: DistributedContext) -> dict[str, str]:
-    """How a rank's generators are called in a checkpoint, and in its process. One process's were
-    called alike in both before version 0.2."""
+    """Return the names of a rank's generators in a checkpoint, each with its name in the process.
+    For one process both were the same before version 0.2."""
     if world.device.type == "cpu":
         return {"cpu": "cpu"}
     gpu = f"cuda:{world.device.index or 0}"
@@ -419,8 +420,7 @@ def _generators(world: DistributedContext) -> dict[str, str]:
 
 
 def refuse_apart(folder: Path, world: DistributedContext) -> None:
-    """Raises UnsupportedError on all ranks where one does not see what rank 0 writes under
-    `folder`."""
+    """Raise UnsupportedError on all ranks if one does not see rank 0's files under `folder`."""
 
     def write() -> Path:
         path = folder / f"{PARTIAL}{secrets.token_hex(8)}"
@@ -433,21 +433,21 @@ def refuse_apart(folder: Path, world: DistributedContext) -> None:
     if blind is not None:
         rank, node = blind
         raise UnsupportedError(
-            f"folder: rank {rank} ({node}) does not see what rank 0 writes in {folder}: ranks that "
-            "hold parts of the weights write one checkpoint together; give a folder on a disk that "
-            "all nodes share, or set parallel.fsdp to false, without tensor and pipeline, where "
-            "rank 0 writes alone"
+            f"folder: rank {rank} ({node}) does not see the files that rank 0 writes in {folder}: "
+            "ranks that hold parts of the weights write one checkpoint together; give a folder on "
+            "a disk that all nodes share, or set parallel.fsdp to false, without tensor and "
+            "pipeline, so that rank 0 writes alone"
         )
 
 
-# SOURCE has the SHA-256 of a checkpoint's manifest, which stands for all of its files, how the
-# model was trained, and the SHA-256 of each exported file that decides its weights. A folder
-# without it, or with another one, is not the result of this run: replaced.
-CARD = "README.md"  # what the hub shows of a model
+# SOURCE has the SHA-256 of a checkpoint's manifest, which stands for all its files, the settings of
+# its training, and the SHA-256 of each exported file that decides its weights. A folder without
+# SOURCE, or with another one, is not the result of this run and is replaced.
+CARD = "README.md"  # the model page on the hub
 
 
 def source_of(checkpoint: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
-    """What a folder says that was made of a checkpoint."""
+    """Return the record of an exported folder's origin."""
     return {
         **marks,
         "checkpoint": checkpoint.name,
@@ -458,8 +458,8 @@ def source_of(checkpoint: Path, marks: Mapping[str, Any]) -> dict[str, Any]:
 def is_exported(
     checkpoint: Path, folder: Path, marks: Mapping[str, Any], note: Callable[[str], None]
 ) -> bool:
-    """Whether `folder` was made of this very checkpoint and is whole; one that has changed since is
-    renamed, and `note` is told."""
+    """Return whether `folder` was exported from this very checkpoint and is whole; a folder that
+    has changed since is renamed, and `note` gets a message."""
     said = read_json(folder / SOURCE, files=dict) or {}
     files = said.pop(FILES, {})  # earlier versions wrote none
     if said != source_of(checkpoint, marks):
@@ -470,15 +470,15 @@ def is_exported(
         aside = _set_aside(folder)
         what = "has changed since it was exported" if changed[0] in found else "is gone"
         note(
-            f"warning: {folder / changed[0]} {what}; its folder is now {aside.name}, and the model "
-            "is exported again"
+            f"warning: {folder / changed[0]} {what}; its folder has been renamed to {aside.name}, "
+            "and the model is exported again"
         )
     return not changed
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of an exported model's weights, their index and configuration; people may edit the
-    tokenizer's files."""
+    """Return the SHA-256 of an exported model's weights, their index and configuration; users may
+    edit the tokenizer's files."""
     named = [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]
     named += [p for p in (folder / "config.json", folder / ADAPTER_CONFIG) if p.is_file()]
     return {path.name: digest(path) for path in sorted(named)}
@@ -495,10 +495,11 @@ def export(
     card: str | None = None,
     index: Index | None = None,
 ) -> None:
-    """Writes `folder`, which `from_pretrained` reads, of the model as it is at this checkpoint.
-    `marks` are what a reader is to know of how it was trained; `weights` are the whole ones of a
-    model that is sharded over ranks, `card` is its README, and `index` what it attended by. Raises
-    WriteFailed."""
+    """Write `folder`, which `from_pretrained` reads, with the present weights of the model.
+
+    `marks` record how it was trained; `weights` are the whole ones of a model that is sharded over
+    ranks, `card` is its README, and `index` that of its sparse attention. Raises WriteFailed.
+    """
     source = source_of(checkpoint, marks)
     unfinished = folder.with_name(f"{PARTIAL}{folder.name}")
     with writing(unfinished, SafetensorError), _without_bars():
@@ -520,12 +521,12 @@ def export(
     if not reads_back(tokenizer, folder):
         note(
             f"warning: transformers loads the tokenizer in {folder} as another class for this "
-            "model type; load it with PreTrainedTokenizerFast, or from where the run has it"
+            "model type; load it with PreTrainedTokenizerFast, or from the original model"
         )
 
 
 def _spare_what_is_theirs(folder: Path, new: Path, note: Callable[[str], None]) -> None:
-    """Sets a model's folder aside if it has what no export wrote: it would be deleted."""
+    """Rename a model's folder if it has files that no export wrote: they would be deleted."""
     if os.path.lexists(folder) and not folder.is_dir():
         theirs = [folder.name]
     else:
@@ -536,14 +537,14 @@ def _spare_what_is_theirs(folder: Path, new: Path, note: Callable[[str], None]) 
     if theirs:
         aside = _set_aside(folder)
         note(
-            f"warning: {folder} held {theirs[0]}, which farspan did not write: what was there is "
-            f"now {aside.name}"
+            f"warning: {folder} held {theirs[0]}, which farspan did not write: the folder has been "
+            f"renamed to {aside.name}"
         )
 
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Transformers' own progress bars would tear ours apart."""
+    """Hide the progress bars of transformers, which would break farspan's own."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -557,8 +558,8 @@ def _without_bars() -> Iterator[None]:
 
 
 def gather_model(sharded_model: ShardedModel, model: Any) -> dict[str, Tensor] | None:
-    """What `model.state_dict()` would be of the whole model, in main memory of rank 0; None on
-    others. All ranks call it."""
+    """Return the whole model's `state_dict()`, in main memory of rank 0; None on others. All ranks
+    call it."""
     found: dict[str, Tensor] = {}
 
     def keep(name: str, whole: Tensor) -> None:
@@ -578,8 +579,8 @@ def gather_model(sharded_model: ShardedModel, model: Any) -> dict[str, Tensor] |
 
 
 def gather_weights(sharded_model: ShardedModel, keep: Callable[[str, Tensor], None]) -> None:
-    """Every weight of this rank's pipeline stage whole, one unit on the device at a time; all ranks
-    call it. `keep` is called on the stage's first rank alone."""
+    """Gather every weight of this rank's pipeline stage, one unit on the device at a time; all
+    ranks call it. `keep` is called on the stage's first rank alone."""
     speaks = first_of_stage(sharded_model)
     for name, own in sharded_model.sharded.wholes():
         whole = own if sharded_model.tensor is None else sharded_model.tensor.whole(name, own)
@@ -588,12 +589,12 @@ def gather_weights(sharded_model: ShardedModel, keep: Callable[[str, Tensor], No
 
 
 def first_of_stage(sharded_model: ShardedModel) -> bool:
-    """Whether this rank is the one that speaks for its pipeline stage."""
+    """Return whether this rank is the first of its pipeline stage."""
     return all(i == 0 for axis, i in sharded_model.ranks.rank.along.items() if axis != "pipeline")
 
 
 def _in_order(model: Any, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under every name: tied weights have several, and are one tensor."""
+    """Return the weights under every name: tied weights have several names and are one tensor."""
     first = {id(p): name for name, p in model.named_parameters()}
     named = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     return {name: found[named.get(name, name)] for name in model.state_dict(keep_vars=True)}
@@ -608,7 +609,7 @@ def _send(tensors: Mapping[str, Tensor], to: int) -> None:
     messages.send(forms, to)
     for tensor in tensors.values():
         if tensor.numel():
-            # As bytes: every backend knows them, whatever the dtype.
+            # Every backend can send bytes, whatever the dtype.
             dist.send(tensor.contiguous().reshape(-1).view(torch.uint8), dst=to)
 
 

@@ -1,15 +1,14 @@
-"""A communicator: the ranks along an axis of a layout, and the collectives among them; and the
-pipeline, which sends chunks between stages.
+"""Collectives among the ranks along an axis of a layout, and sends between pipeline stages.
 
 Rows lie along dimension 0, of any further shape and dtype, contiguous; peers may have different
 numbers of rows, or none. `scatter_sum` adds parts in the order of ranks, so that sums are the same
 bits every time and on any number of nodes; `sum` leaves the order to the backend. `sent` counts the
-bytes that this rank gives to others.
+bytes that this rank sends to others.
 
 Pipeline stages are groups of layers: chunks go up, their gradients down. A stage waits for a send
-only when it is `CHUNKS_UNDER_WAY` further: what it holds of what it sent does not grow with the
-sequence. It receives in the order in which its neighbour sends: inputs in the order of chunks,
-gradients in the reverse one.
+only once `CHUNKS_UNDER_WAY` later ones have been posted, so the memory that pending sends hold does
+not grow with the sequence. It receives in the order in which its neighbour sends: inputs in the
+order of chunks, gradients in the reverse one.
 """
 
 from collections import deque
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from farspan.program.layout import CHUNKS_UNDER_WAY
 
-# Since torch 2.13 under another name.
+# torch 2.13 renamed it.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Counts = Sequence[int]  # rows of each peer
@@ -30,11 +29,11 @@ Counts = Sequence[int]  # rows of each peer
 
 @dataclass(frozen=True, slots=True)
 class PendingExchange:
-    """Rows on their way."""
+    """Rows that an asynchronous exchange receives."""
 
     rows: Tensor
-    work: dist.Work | None  # None: nobody else was to send any
-    sent: Tensor  # must live until they are there
+    work: dist.Work | None  # None: this rank is alone
+    sent: Tensor  # must live until the rows arrive
 
     def wait(self) -> Tensor:
         if self.work is not None:
@@ -44,7 +43,7 @@ class PendingExchange:
 
 @dataclass(slots=True)
 class Communicator:
-    """This rank and its peers along one axis; without a group it is alone and sends nothing."""
+    """This rank and its peers along one axis; a rank without a group is alone and sends nothing."""
 
     group: dist.ProcessGroup | None
     sent: int = 0  # bytes, since the start
@@ -55,21 +54,21 @@ class Communicator:
 
     @property
     def index(self) -> int:
-        """The index of this rank among them."""
+        """The index of this rank among its peers."""
         return 0 if self.group is None else self.group.rank()
 
     def number(self, index: int) -> int:
-        """The number among all ranks of the peer at this index."""
+        """Return the global rank of the peer at this index."""
         assert self.group is not None
         return dist.get_global_rank(self.group, index)
 
     def exchange(self, rows: Tensor, out: Counts, back: Counts) -> Tensor:
-        """All-to-all: `out[i]` rows, one peer after the other, go to peer i; `back[i]` rows come
-        from it and stand in the order of peers."""
+        """All-to-all: send `out[i]` rows, one peer after the other, to peer i, and return the rows
+        received, `back[i]` of peer i, in the order of peers."""
         return self.begin_exchange(rows, out, back).wait()
 
     def begin_exchange(self, rows: Tensor, out: Counts, back: Counts) -> "PendingExchange":
-        """The same, started when this returns."""
+        """Start `exchange` and return at once."""
         if self.size == 1:
             return PendingExchange(rows, None, rows)
         received = rows.new_empty(sum(back), *rows.shape[1:])
@@ -80,7 +79,7 @@ class Communicator:
         return PendingExchange(received, work, rows)
 
     def gather(self, rows: Tensor, counts: Counts) -> Tensor:
-        """All-gather: the rows of all peers in their order, `counts[i]` of peer i."""
+        """All-gather: return the rows of all peers in their order, `counts[i]` of peer i."""
         assert rows.shape[0] == counts[self.index], (rows.shape, counts)
         if self.size == 1:
             return rows
@@ -95,23 +94,23 @@ class Communicator:
         return torch.cat([whole[i * most : i * most + n] for i, n in enumerate(counts)])
 
     def gather_into(self, whole: Tensor, rows: Tensor) -> None:
-        """All-gather of as many rows from each, into a tensor that is there."""
+        """All-gather equally many rows of each peer into an existing tensor."""
         all_gather(whole, rows, group=self.group)
         self._count(rows, rows.shape[0] * (self.size - 1))
 
     def send(self, tensor: Tensor, number: int) -> dist.Work | None:
-        """Send to a peer by its number among all ranks. The tensor must live until the work is
-        done; None: it is."""
+        """Start to send to a peer, given its global rank. The tensor must live until the work is
+        done; None: the send is complete."""
         self.sent += tensor.nbytes
         return dist.isend(tensor, number, group=self.group)
 
     def receive(self, place: Tensor, number: int) -> None:
-        """Wait for a tensor from a peer, by its number among all ranks."""
+        """Wait for a tensor from a peer, given its global rank."""
         dist.recv(place, number, group=self.group)
 
     def pass_round(self, sent: Sequence[Tensor], places: Sequence[Tensor]) -> list[dist.Work]:
-        """Start to send these to the next peer, and to fill `places` with what the one before
-        sends. Neither side posts tensors without rows; both know the counts."""
+        """Start to send tensors to the next peer and to receive into `places` from the previous
+        one. Neither side posts tensors without rows; both know the counts."""
         ahead = self.number((self.index + 1) % self.size)
         behind = self.number((self.index - 1) % self.size)
         gone = [dist.P2POp(dist.isend, x, ahead, self.group) for x in sent if x.numel()]
@@ -121,8 +120,8 @@ class Communicator:
         return works
 
     def scatter_sum(self, rows: Tensor, counts: Counts) -> Tensor:
-        """Reduce-scatter: of the rows of all peers' tensors, summed, the `counts[i]` that follow
-        those of peers before i go to peer i. In the dtype of `rows`."""
+        """Reduce-scatter: sum the peers' tensors in the dtype of `rows` and return this rank's rows
+        of the sum. `counts[i]` rows, one peer after the other, belong to peer i."""
         own = counts[self.index]
         parts = self.exchange(rows, counts, [own] * self.size).unflatten(0, (self.size, own))
         total = parts[0].clone()
@@ -131,7 +130,7 @@ class Communicator:
         return total
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """All-reduce, in place."""
+        """All-reduce in place and return the tensor."""
         if self.size == 1:
             return tensor
         dist.all_reduce(tensor, group=self.group)
@@ -144,25 +143,25 @@ class Communicator:
 
 @dataclass(slots=True)
 class Pipeline:
-    """This stage among the others, for one step."""
+    """One pipeline stage's sends to and receives from its neighbours during a step."""
 
     peers: Communicator
-    sending: deque[tuple[dist.Work | None, Tensor]] = field(default_factory=deque)  # until it left
+    sending: deque[tuple[dist.Work | None, Tensor]] = field(default_factory=deque)  # pending sends
 
     def send(self, tensor: Tensor, *, up: bool) -> None:
-        """Send to the stage after this one (`up`), or before it."""
+        """Start to send to the next stage (`up`), or to the previous one."""
         tensor = tensor.contiguous()
         self.sending.append((self.peers.send(tensor, self._other(up)), tensor))
         while len(self.sending) > CHUNKS_UNDER_WAY:
             self._wait()
 
     def receive(self, place: Tensor, *, up: bool) -> Tensor:
-        """Receive what the stage before sent up, or the one after it down."""
+        """Receive from the previous stage (`up`), or from the next one."""
         self.peers.receive(place, self._other(not up))
         return place
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all sends are complete."""
         while self.sending:
             self._wait()
 

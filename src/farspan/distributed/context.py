@@ -1,6 +1,5 @@
-"""This process among the ranks of a layout: the groups it communicates in, and what rank 0 does for
-all ranks, such as broadcasting weights that it alone has loaded.
-"""
+"""This process in a layout: its process groups, and work that rank 0 does for all ranks, such as
+broadcasting weights that it alone has loaded."""
 
 import hashlib
 import json
@@ -28,15 +27,23 @@ class ParallelContext:
     """This rank in a layout (torchtitan's ParallelDims), and its communicators along each axis.
 
     Invariant: every rank makes the same groups in the same order, as torch requires.
+
+    Args:
+        layout: The number of devices along each axis.
+        device: The device of this rank.
+        timeout: Of collectives along an axis; None: torch's default.
+
+    Raises:
+        UnsupportedError: No process group exists, or it has more or fewer ranks than `layout`.
     """
 
     layout: Layout
     device: torch.device
-    timeout: timedelta | None = None  # of collectives along an axis; None: torch's default
+    timeout: timedelta | None = None
     rank: Rank = field(init=False)
     groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
-    made: dict[tuple[str, ...], Any] = field(default_factory=dict)  # by axes of several ranks
-    agreed: int = 0  # exchanges so far, the same on every rank
+    made: dict[tuple[str, ...], Any] = field(default_factory=dict)  # by the axes with several ranks
+    agreed: int = 0  # number of exchanges so far, the same on every rank
     scopes: dict[tuple[str, ...], list[tuple[int, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -49,7 +56,7 @@ class ParallelContext:
         if ranks != self.layout.devices():
             raise UnsupportedError(
                 f"layout: {self.layout.devices()} devices, but {ranks} ranks were started; start "
-                f"as many, or make the product of {', '.join(reversed(AXES))} {ranks}"
+                f"as many ranks, or make the product of {', '.join(reversed(AXES))} {ranks}"
             )
         self.rank = Rank(self.layout, dist.get_rank())
         for axis in AXES:
@@ -58,9 +65,9 @@ class ParallelContext:
             self.among(*axes)
 
     def among(self, *axes: str, alone: bool = True) -> Communicator:
-        """The communicator of the ranks that differ from this one in these axes alone. The first
-        call for them is a collective of all ranks. With `alone` it may have no process group if
-        this rank is the only one."""
+        """Return the communicator of the ranks that differ from this one in these axes alone. The
+        first call with these axes is a collective of all ranks. With `alone` the communicator may
+        have no process group if this rank is the only one."""
         axes = tuple(axis for axis in AXES if axis in axes)
         if axes not in self.groups:
             self.groups[axes] = Communicator(None)
@@ -70,8 +77,8 @@ class ParallelContext:
         return peers
 
     def _group(self, axes: tuple[str, ...], alone: bool) -> dist.ProcessGroup | None:
-        """One process group for all axes that have the same ranks: a gloo group takes threads and
-        half a second, and five axes of most layouts have one rank."""
+        """Return one process group for all axes that have the same ranks: a gloo group takes
+        threads and half a second, and five axes of most layouts have one rank."""
         several = tuple(axis for axis in axes if getattr(self.layout, axis) > 1)
         if not several and alone:
             return None
@@ -86,7 +93,7 @@ class ParallelContext:
         return self.made[several]
 
     def figures(self, mine: Sequence[int]) -> list[list[int]]:
-        """The numbers that each rank gives, as many each, in the order of ranks."""
+        """Return the numbers of each rank, in the order of ranks; all ranks give equally many."""
         record_sync()
         peers = self.among(*AXES)
         rows = torch.tensor([mine], dtype=torch.int64, device=self.device)
@@ -95,9 +102,9 @@ class ParallelContext:
 
     @contextmanager
     def agreement(self, call: str) -> Iterator["Agreement"]:
-        """Compare what the block says of a call with what other ranks say of theirs, at its end.
+        """Compare this rank's facts about a call with those of the other ranks when the block ends.
 
-        A rank whose block raises gives its words to the others, which raise them, too, so the block
+        A rank whose block raises sends its message to the others, which raise it too, so the block
         must not communicate. See Note: [One exchange].
 
         Raises UnsupportedError on all ranks if a block has raised on one, or facts differ.
@@ -126,7 +133,7 @@ class ParallelContext:
             raise UnsupportedError(self._difference(everyone))
 
     def _unlike(self, table: list[list[int]]) -> bool:
-        """Whether the digests of a scope differ between ranks that must have the same."""
+        """Return whether the digests of a scope differ between ranks that must agree."""
         return any(
             len({table[n][number] for n in peers}) > 1
             for number, scope in enumerate(SCOPES)
@@ -134,14 +141,14 @@ class ParallelContext:
         )
 
     def _groups_of(self, scope: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """The ranks of a scope, in each place along the other axes."""
+        """Return the groups of ranks that form a scope, one per position on the other axes."""
         if scope not in self.scopes:
             numbers = range(self.layout.devices())
             self.scopes[scope] = sorted({Rank(self.layout, n).peers(*scope) for n in numbers})
         return self.scopes[scope]
 
     def _texts(self, mine: str) -> list[str]:
-        """The text of each rank."""
+        """Return the text of each rank."""
         peers = self.among(*AXES)
         own = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8)
         sizes = [size for (size,) in self.figures([len(own)])]
@@ -149,7 +156,7 @@ class ParallelContext:
         return [bytes(part.tolist()).decode() for part in whole.split(sizes)]
 
     def _difference(self, everyone: list[dict[str, Any]]) -> str:
-        """Words for what ranks have said, the same on every rank."""
+        """Return the message that names how the ranks differ, the same on every rank."""
         refused = [(n, said["refusal"]) for n, said in enumerate(everyone) if "refusal" in said]
         if refused:
             return "; ".join(f"rank {number}: {words}" for number, words in refused)
@@ -161,18 +168,18 @@ class ParallelContext:
                 if any(len({values[n] for n in peers}) > 1 for peers in self._groups_of(scope)):
                     found.append(_between(name, values))
         if found and found[0].startswith("call: "):
-            found = found[:1]  # the facts of other calls are others
+            found = found[:1]  # facts of different calls cannot be compared
         more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        return "; ".join(found[:SHOWN]) + f"{more}; give every rank the same"
+        return "; ".join(found[:SHOWN]) + f"{more}; every rank must be given the same"
 
     def refuse_unlike(self, what: str, value: "Fact") -> None:
-        """Raises UnsupportedError on all ranks if `value` differs among them."""
+        """Raise UnsupportedError on all ranks if `value` differs among them."""
         with self.agreement(what) as same:
             same.add({what: value})
 
 
-# Ranks among which a fact is the same: all of them; those of one batch; those of one pipeline
-# stage, which run the same layers; those that hold the same weights where nothing is sharded.
+# Ranks among which a fact is the same: all ranks; those of one batch; those of one pipeline stage,
+# which run the same layers; those that hold the same weights if nothing is sharded.
 EVERYWHERE, OF_BATCH, OF_STAGE, OF_WEIGHTS = SCOPES = (
     AXES,
     (*SEQUENCE, "pipeline"),
@@ -186,7 +193,7 @@ PIECE = 2**15  # elements of a tensor that one exchange compares: 30 ms for 300 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Facts whose digest is known, with what names them where they differ."""
+    """Facts with a digest computed earlier, and a function that describes them if they differ."""
 
     digest: bytes
     words: Callable[[], Mapping[str, str]]
@@ -197,14 +204,14 @@ Fact = str | Tensor | Mapping[str, Tensor] | Described
 
 @dataclass(slots=True)
 class Agreement:
-    """What a rank says of a call that it is about to make.
+    """The facts of a rank about a call that it is about to make.
 
-    Note: [One exchange]. Ranks exchange a row of integers: whether one refuses, a digest of the
-    facts of each scope, and the figures. Where all is well that is the one collective. Otherwise
-    all of them see so in the rows, and exchange facts and words as JSON to name what differs.
+    Note: [One exchange]. Ranks exchange a row of integers: a flag for a refusal, a digest of the
+    facts of each scope, and the figures. If all agree, that is the only collective. Otherwise all
+    ranks see it in the rows, and exchange facts and messages as JSON to name the difference.
 
-    Note: [Contents]. A tensor by itself is compared whole. Of those in a mapping, each exchange
-    compares the next `PIECE` elements: small ones whole each time, large ones in turns.
+    Note: [Contents]. A single tensor is compared whole. For tensors in a mapping, each exchange
+    compares the next `PIECE` elements: small tensors whole each time, large ones in turns.
     """
 
     call: str
@@ -216,11 +223,11 @@ class Agreement:
         self.add({"call": self.call})
 
     def add(self, facts: Mapping[str, Fact], scope: tuple[str, ...] = EVERYWHERE) -> None:
-        """Have these facts, by their names, be the same on the ranks of a scope."""
+        """Require these facts, by name, to be the same on the ranks of a scope."""
         self.facts.setdefault(scope, {}).update(facts)
 
     def digest(self, scope: tuple[str, ...], turn: int) -> int:
-        """A number that differs where facts do."""
+        """Return a number that differs if the facts of a scope do."""
         found = hashlib.blake2b(digest_size=8)
         for name, fact in self.facts.get(scope, {}).items():
             found.update(f"\0{name}\0".encode())
@@ -234,7 +241,7 @@ class Agreement:
         return int.from_bytes(found.digest(), signed=True)
 
     def words(self, turn: int) -> dict[str, dict[str, str]]:
-        """The facts in words, for an error that names what differs."""
+        """Return the facts as text, for an error that names the difference."""
         said: dict[str, dict[str, str]] = {}
         for scope, facts in self.facts.items():
             own = said.setdefault(_key_of(scope), {})
@@ -251,7 +258,7 @@ class Agreement:
 
 @contextmanager
 def agreement(ranks: ParallelContext | None, call: str) -> Iterator[Agreement]:
-    """The same where a process may be alone, which has nothing to compare."""
+    """Compare facts as `ParallelContext.agreement` does; without other ranks compare nothing."""
     if ranks is None:
         mine = Agreement(call)
         yield mine
@@ -262,7 +269,7 @@ def agreement(ranks: ParallelContext | None, call: str) -> Iterator[Agreement]:
 
 
 def _pieces(tensors: Mapping[str, Tensor], turn: int) -> Iterator[bytes]:
-    """Bytes of each tensor's next piece. See Note: [Contents]."""
+    """Yield the bytes of each tensor's next piece. See Note: [Contents]."""
     found: dict[torch.device, list[Tensor]] = {}
     for name, tensor in tensors.items():
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode()
@@ -291,7 +298,7 @@ _DIGEST = "digest "
 
 
 def _between(name: str, values: list[str]) -> str:
-    """Words for a fact that differs."""
+    """Return the message for a fact that differs."""
     kinds = {v: [n for n, other in enumerate(values) if other == v] for v in values}
     if all(value.startswith(_DIGEST) or len(value) > WIDTH for value in kinds):
         return f"{name}: differs between " + " and ".join(f"ranks {of}" for of in kinds.values())
@@ -307,10 +314,10 @@ WIDTH = 200  # characters of a value that an error shows
 
 
 def weight_facts(model: nn.Module) -> dict[str, "Fact"]:
-    """Every weight in words, for ranks that have all of them whole.
+    """Return a description of every weight, for ranks that each have the whole model.
 
-    Compared are checksums: sums over the bits of each parameter, weighted by their place along each
-    dimension, a pass over the weights for each dimension.
+    Weights are compared by checksums: sums over the bits of each parameter, weighted by their
+    position along each dimension, which take one pass over the weights per dimension.
     """
     return {
         name: f"{tuple(p.shape)} {p.dtype} {p.requires_grad} {_parameter_checksum(p)}"
@@ -344,8 +351,9 @@ def run_on_rank0(
     raised: tuple[type[Exception], ...] = (UnsupportedError,),
     what: str = "its work for all ranks",
 ) -> T:
-    """The value that `work` returns on rank 0, on every rank; the others wait for it. An exception
-    of the types in `raised` is raised on every rank. `what`: label for the timeout message."""
+    """Return on every rank the value that `work` returns on rank 0; the others wait for it. An
+    exception of the types in `raised` is raised on every rank. `what`: label for the timeout
+    message."""
     said: tuple[Any, Exception | None] = None, None
     if dist.get_rank() == 0:
         try:
@@ -361,7 +369,7 @@ def run_on_rank0(
 
 def broadcast_bits(tensor: Tensor) -> None:
     """Copy rank 0's bits into every rank's tensor."""
-    # As bytes: every backend knows them, whatever the dtype.
+    # Every backend can send bytes, whatever the dtype.
     there = tensor.detach()
     flat = there.contiguous().reshape(-1).view(torch.uint8)
     dist.broadcast(flat, src=0)
@@ -373,8 +381,8 @@ WeightForm = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, requires
 
 
 def is_on_rank0_only(ranks: ParallelContext, model: nn.Module) -> bool:
-    """Whether rank 0 alone has the weights; False: every rank has all of them. All ranks call it.
-    Raises UnsupportedError for anything else."""
+    """Return whether rank 0 alone has the weights; False: every rank has them all. All ranks call
+    it. Raises UnsupportedError for anything else."""
     here = {not p.is_meta for p in model.parameters()}
     peers = ranks.among(*AXES)
     mine = torch.tensor([len(here) > 1, True in here], dtype=torch.int32, device=ranks.device)
@@ -391,9 +399,9 @@ def is_on_rank0_only(ranks: ParallelContext, model: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class Rank0Weights:
-    """The weights of a model, taken out of it: rank 0 holds them, and on every rank the model holds
-    meta tensors of the same shapes and dtypes. Rank 0 reads the model once, and no device holds
-    more of it than its shard and one weight."""
+    """The weights of a model, moved out: rank 0 holds them, and on every rank the model holds meta
+    tensors of the same shapes and dtypes. Rank 0 reads the model once, and no device holds more
+    than its shard and one whole weight."""
 
     ranks: ParallelContext
     forms: dict[str, WeightForm]  # by the first name of each weight
@@ -401,15 +409,15 @@ class Rank0Weights:
 
     @classmethod
     def of(cls, ranks: ParallelContext, model: nn.Module) -> "Rank0Weights":
-        """Take the weights out of rank 0's model; the buffers of all ranks become those of rank 0,
-        on the device. Raises UnsupportedError if the ranks' models have different modules."""
+        """Take the weights out of rank 0's model and copy rank 0's buffers to the device of every
+        rank. Raises UnsupportedError if the ranks' models have different modules."""
         named = dict(model.named_parameters())
         places = dict(model.named_parameters(remove_duplicate=False))
         shapes = {n: str(tuple(x.shape)) for n, x in (*places.items(), *model.named_buffers())}
         with ranks.agreement("parallelize: handing out the weights") as same:
             same.add(shapes)
-        # Dtypes and ties are those of what was loaded: some families keep some weights wider, and
-        # a head that the files have apart from the embeddings is not tied to them.
+        # Dtypes and ties follow the loaded model: some families keep some weights wider, and a head
+        # that the files store apart from the embeddings is not tied to them.
         forms, ties = run_on_rank0(lambda: (_forms(named), _ties(named, places)))
         blanks = {
             name: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), trained)
@@ -423,9 +431,9 @@ class Rank0Weights:
         return cls(ranks, forms, {n: p.detach() for n, p in named.items()} if first else {})
 
     def give(self, take: Callable[[str, Tensor], None]) -> None:
-        """Call `take` on every rank with the name of each weight and the whole of it on the device.
-        The tensor is freed before the next one unless `take` keeps it. All ranks call this once:
-        rank 0 drops each weight that it has broadcast."""
+        """Call `take` on every rank with the name and the whole value of each weight, on the
+        device. The tensor is freed before the next one unless `take` keeps it. All ranks call this
+        once: rank 0 drops each weight after its broadcast."""
         for name, (shape, dtype, _) in self.forms.items():
             take(name, self._whole(name, shape, dtype))
 
@@ -441,7 +449,7 @@ class Rank0Weights:
 def broadcast_from_rank0(
     ranks: ParallelContext, model: nn.Module, home: torch.device | None = None
 ) -> None:
-    """Give every rank all weights, on its device, or at `home`. All ranks call it."""
+    """Broadcast all weights to every rank, on its device or on `home`. All ranks call it."""
     if not is_on_rank0_only(ranks, model):
         return
     weights = Rank0Weights.of(ranks, model)
@@ -462,13 +470,13 @@ def _forms(named: Mapping[str, nn.Parameter]) -> dict[str, WeightForm]:
 
 
 def _ties(named: Mapping[str, nn.Parameter], places: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """The first name of the parameter at each name."""
+    """Return the first name of the parameter at each name."""
     first = {id(p): name for name, p in named.items()}
     return {name: first[id(p)] for name, p in places.items()}
 
 
 def _replace(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Replace parameters under all of their names: tied weights have several."""
+    """Replace parameters under all their names: tied weights have several."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter in others:

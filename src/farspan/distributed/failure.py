@@ -1,25 +1,25 @@
-"""Which rank failed and why, and ranks that stop together: what ranks tell each other through the
-store of their process group.
+"""Failures and stops of ranks, exchanged through the store of their process group.
 
 A rank that raises writes its cause into the store before it leaves. The collectives of the others
 then fail or time out; they read the store and raise an error that names the rank and its cause. A
 killed rank writes nothing: ranks on its machine see that its process is gone, all others that its
 heartbeat stops. A rank that lives but is late has a heartbeat too, which carries the number of
 synchronisations it has reached and its activity. All ranks synchronise in the same order outside of
-steps, so the rank with the fewest is the one that the others wait for.
+steps, so the others wait for the rank with the fewest.
 
-Note: [The store]. It is a server of rank 0's process, or of torchrun's; while that is frozen, or
-the link to it is down, calls of the store neither return nor raise. Only the heartbeat's thread and
-one for the end of a run call it, and a further thread counts for how long no heartbeat has come
-through. After the collectives' timeout, or after `SILENCE` once one of them has failed, the process
-ends without the store: what it may say of the others it has read before.
+Note: [The store]. The store is a server in rank 0's process, or in torchrun's; while that is
+frozen, or the link to it is down, calls of the store neither return nor raise. Only the heartbeat
+thread and a thread for the end of a run call it, and a further thread measures the time since the
+last heartbeat that succeeded. After the collectives' timeout, or after `SILENCE` once one of them
+has failed, the process ends without the store; it then reports faults of other ranks that it has
+read before.
 
-Note: [The thread]. A rank that waits in a collective reads nothing. A thread beside it sends its
-heartbeat, and ends the process when a fault is known and the collective still waits: one of NCCL
-does, until its timeout.
+Note: [The thread]. A rank that waits in a collective reads nothing. A thread of each rank sends its
+heartbeat, and ends the process when a fault is known and the collective still waits: a collective
+of NCCL does, until its timeout.
 
 Note: [Stopping together]. A rank may not leave a step alone: the others would wait for it in a
-collective. But all of them pass the same checkpoints in the same order, and every collective begun
+collective. But all ranks pass the same checkpoints in the same order, and every collective begun
 before a checkpoint has been begun by all. So they count the checkpoints and stop at the same one:
 
     rank 0   ..7..8..9..|10          9 was its last when it read the request, which it writes down
@@ -52,7 +52,7 @@ UNNAMED = "its own work"
 
 
 def machine_name() -> str:
-    """The same on all ranks that see each other's processes, and on no others."""
+    """Return a name shared by exactly the ranks that see each other's processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     with suppress(OSError):
         return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -61,9 +61,9 @@ def machine_name() -> str:
 
 @dataclass(slots=True)
 class SyncRecord:
-    """How far this process is, which is in one process group."""
+    """The progress of this process, which is in one process group."""
 
-    syncs: int = 0  # synchronisations that it has reached
+    syncs: int = 0  # synchronisations reached
     activity: str = UNNAMED
 
 
@@ -77,7 +77,7 @@ def record_sync() -> None:
 
 @contextmanager
 def activity(what: str) -> Iterator[None]:
-    """Name what this rank does inside the block, for the others' error if it takes too long."""
+    """Name this rank's activity inside the block, for the others' error if it takes too long."""
     before, sync_record.activity = sync_record.activity, what
     try:
         yield
@@ -85,17 +85,17 @@ def activity(what: str) -> Iterator[None]:
         sync_record.activity = before
 
 
-Store = Any  # of torch.distributed, whose stubs lack some of its methods
+Store = Any  # torch.distributed's; its stubs lack some methods
 
-HEARTBEAT = 0.5  # seconds between two signs of life
-HEARTBEAT_TIMEOUT = 4.0  # without one, after which a rank does not answer: eight of them
-SILENCE = 3.0  # seconds without an answer of the store, once a collective has failed
-GRACE = 10.0  # from a fault to the end of a process that still waits; torchrun kills after 30
+HEARTBEAT = 0.5  # seconds between heartbeats
+HEARTBEAT_TIMEOUT = 4.0  # seconds without a heartbeat after which a rank counts as silent
+SILENCE = 3.0  # seconds without an answer of the store, after a collective has failed
+GRACE = 10.0  # seconds a process may still wait after a fault; torchrun kills after 30
 FAILED = 1
 GONE, SILENT = "gone", "does not answer"
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
-# Of errors that torch raises as a bare RuntimeError when a peer is gone or too late.
+# Parts of the bare RuntimeErrors that torch raises when a peer is gone or too late.
 _SIGNS = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "NCCL")
 _TOO_LONG = "longer than ranks wait for each other; raise parallel.timeout in the run file"
 _SHARED = "all ranks raised the same error; rank 0 reports it"
@@ -110,7 +110,12 @@ _FOREIGN = (
 )
 
 
-_MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)  # what reading that raises
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+)  # raised by reading them
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,7 @@ class Fault:
 
 
 class _Home(NamedTuple):
-    """Where a rank's process is."""
+    """The location of a rank's process."""
 
     machine: str  # see `machine_name`
     process: int
@@ -133,23 +138,23 @@ class _Home(NamedTuple):
 
 
 class BackgroundTask(Protocol):
-    """What else the thread of a FailureDetector does."""
+    """Work that the thread of a FailureDetector does at each heartbeat."""
 
     def look(self, store: Store) -> None:
-        """Called at every heartbeat while no fault is known. May raise the store's RuntimeError,
-        and ValueError for what farspan did not write."""
+        """Run once per heartbeat while no fault is known. May raise the store's RuntimeError, and
+        ValueError for entries that farspan did not write."""
 
     def give_up(self) -> None:
-        """No heartbeat follows, or a fault is known. May be called again."""
+        """End the work: no heartbeat follows, or a fault is known. May be called again."""
 
 
 class FailureDetector:
     """Tells every rank which one failed first. As a context it publishes an exception that leaves
-    it, or raises RankFailed where another rank failed before.
+    the block, or raises RankFailed if another rank failed before.
 
     `leave` ends this process when it waits for a rank that failed, or when the store has not
     answered for `patience` seconds; None: it waits until its collective fails. `task` runs at every
-    heartbeat. `store_of` says whose the store is, if not rank 0's.
+    heartbeat. `store_of` names the owner of the store, if not rank 0.
     """
 
     def __init__(
@@ -165,26 +170,26 @@ class FailureDetector:
         self._task = task
         self._patience, self._store_of = patience, store_of
         self.rank, self.ranks = rank, ranks
-        self._store = store.clone()  # a client of its own: the group's waits within calls
+        self._store = store.clone()  # a client of its own: calls of the group's client wait
         self._heartbeat_store = store.clone()
         self._leave = leave
         self._known: Fault | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
-        self._beats: int | None = 0  # heartbeats that came through; None: no more will
+        self._beats: int | None = 0  # successful heartbeats; None: no more follow
         self._silence = 0.0  # seconds since the last one
         sync_record.syncs = 0  # the ranks of this group count together
         self._home = _Home(machine_name(), os.getpid(), platform.node())
         self._where = self._meet()
 
     def _meet(self) -> list[_Home]:
-        """Where each rank is. All ranks call it: whatever happens later, they have read it. Raises
-        RankFailed where one does not come."""
+        """Return the location of each rank. All ranks call it, and when it returns, all have read
+        the locations. Raises RankFailed if a rank does not come."""
         keys = [f"where/{rank}" for rank in range(self.ranks)]
         self._store.set(keys[self.rank], json.dumps(self._home))
         try:
             homes = self._store.multi_get(keys)
-        except dist.DistStoreError as error:  # it waited for one
+        except dist.DistStoreError as error:  # raised when the wait for a rank times out
             why = "has not joined the others in time: it has ended, or is frozen; see its log"
             for absent in (rank for rank, key in enumerate(keys) if not self._store.check([key])):
                 raise Fault(absent, why).error() from error
@@ -214,14 +219,14 @@ class FailureDetector:
             raise found from error
 
     def _end(self, error: BaseException | None) -> BaseException | None:
-        """What this rank raises for `error`, its own; the others know that it has left. See Note:
-        [The store]."""
+        """Return the exception that this rank raises for its own `error`, and tell the others that
+        it has left. See Note: [The store]."""
         found: list[BaseException] = []
 
         def part() -> None:
             if error is not None:
                 found.append(self._verdict(error))
-            with suppress(RuntimeError):  # the store may have left first
+            with suppress(RuntimeError):  # the owner of the store may have left first
                 self._store.set(f"left/{self.rank}", "")
                 if error is not None and self.rank == 0:
                     self._stay()
@@ -236,19 +241,19 @@ class FailureDetector:
         return self._no_answer() if silent else error
 
     def _verdict(self, error: BaseException) -> BaseException:
-        """The error that this rank raises for `error`, its own."""
+        """Return the exception that this rank raises for its own `error`."""
         words = _words(error)
         try:
             waited = _of_a_collective(error)
             fault = self._wait_for_cause() if waited else None
             self._store.set(f"word/{self.rank}", words)
             fault = fault or self._claim(self._store, self._own(error, words))
-            # Of a rank that came too late, the others know better why its collective failed.
+            # If another rank's error says that this one came too late, the others know better why.
             if fault.cause != words and (fault.rank != self.rank or waited):
                 return fault.error()
             if self.rank and self._is_said(words):
                 error.add_note(_SHARED)
-        except RuntimeError as lost:  # of the store
+        except RuntimeError as lost:  # raised by the store
             if self._known is not None:
                 return error if self._known.cause == words else self._known.error()
             if self._is_host_gone():
@@ -260,7 +265,7 @@ class FailureDetector:
         return error
 
     def _is_host_gone(self) -> bool:
-        """Whether rank 0 had the store, and its process ends."""
+        """Return whether rank 0 owned the store and its process has ended."""
         if self._store_of is not None or self.rank == 0:
             return False
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT / 2  # it closes its files first
@@ -269,7 +274,7 @@ class FailureDetector:
         return not self._lives(0)
 
     def _no_answer(self) -> RankFailed:
-        """The store is silent: what is known of whoever has it."""
+        """Return the error for a store that does not answer, with the state of its owner."""
         if self._known is not None:
             return self._known.error()
         if self._store_of is None and self.rank:
@@ -281,7 +286,7 @@ class FailureDetector:
         )
 
     def _silent(self, rank: int) -> Fault:
-        """Of a rank that gives no sign of life: what can be seen of its process."""
+        """Return the fault of a rank without heartbeats, with the state of its process."""
         if not self._lives(rank):
             return _exited(rank)
         home = self._where[rank]
@@ -292,14 +297,14 @@ class FailureDetector:
         return Fault(rank, f"{SILENT}: {why}")
 
     def _own(self, error: BaseException, words: str) -> Fault:
-        """The fault that this rank reports if no other was first."""
+        """Return the fault that this rank reports if no other was first."""
         if not _is_timeout(error):
             return Fault(self.rank, words)
         return Fault(self.rank, f"waited for another rank {_TOO_LONG}")
 
     def _wait_for_cause(self) -> Fault | None:
-        """The rank that failed, or else the one that was late, after a collective failed; None when
-        all others live, have reached as many synchronisations and report nothing."""
+        """Return the fault of the rank that failed, or of the one that was late, after a collective
+        failed. None: all others live, have reached as many synchronisations and report nothing."""
         late = self._behind()
         before = {rank: self._store.add(f"heartbeat/{rank}", 0) for rank in self._others()}
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT
@@ -310,7 +315,7 @@ class FailureDetector:
                 found = self._claim(self._store, self._silent(stopped[0]))
             if found is not None:
                 return found
-            still = self._behind()  # of several that were late, the last
+            still = self._behind()  # the last of several late ranks
             late = {rank: what for rank, what in late.items() if rank in still} or late
             time.sleep(HEARTBEAT / 10)
         for rank, count in before.items():
@@ -321,19 +326,19 @@ class FailureDetector:
         return None
 
     def _behind(self) -> dict[int, str]:
-        """The activity of each rank that has reached fewer synchronisations than this one; the rank
-        with the fewest first."""
+        """Return the activity of each rank that has reached fewer synchronisations than this one;
+        the rank with the fewest comes first."""
         met: dict[int, int] = {}
         at: dict[int, str] = {}
         for rank in self._others():
             if self._store.check([f"at/{rank}"]):
-                with suppress(*_MALFORMED):  # it is for words alone
+                with suppress(*_MALFORMED):  # used in messages only
                     count, what = json.loads(self._store.get(f"at/{rank}"))
                     met[rank], at[rank] = int(count), str(what)
         return {r: at[r] for r in sorted(met, key=met.__getitem__) if met[r] < sync_record.syncs}
 
     def _is_said(self, words: str) -> bool:
-        """Whether rank 0 raises the same error, perhaps a little later."""
+        """Return whether rank 0 raises the same error, perhaps a little later."""
         deadline = time.monotonic() + 2 * HEARTBEAT
         while not self._store.check(["word/0"]) and time.monotonic() < deadline:
             time.sleep(HEARTBEAT / 10)
@@ -343,7 +348,7 @@ class FailureDetector:
         """Wait for the others: rank 0 may own the store, which ends with it."""
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT
         fault = self._fault(self._store)
-        hangs = None  # the rank that will not leave
+        hangs = None  # a rank that does not leave
         if fault is not None and fault.cause.startswith(SILENT):
             hangs = fault.rank
         waiting = [rank for rank in self._others() if rank != hangs]
@@ -353,7 +358,7 @@ class FailureDetector:
             time.sleep(HEARTBEAT / 10)
 
     def _watch(self) -> None:
-        """See Note: [The thread]."""
+        """Send heartbeats until the end; see Note: [The thread]."""
         try:
             self._send_heartbeats()
         finally:
@@ -362,8 +367,8 @@ class FailureDetector:
                 self._task.give_up()
 
     def _listen(self) -> None:
-        """See Note: [The store]. It counts its own rounds: where this process was frozen, the store
-        did not fail to answer."""
+        """Measure how long the store has not answered, see Note: [The store]. It counts its own
+        rounds: while this process was frozen, the store did not fail to answer."""
         before = self._beats
         while not self._stop.wait(HEARTBEAT / 2) and self._beats is not None:
             self._silence = self._silence + HEARTBEAT / 2 if self._beats == before else 0.0
@@ -383,8 +388,8 @@ class FailureDetector:
                 self._beats += 1
             except RuntimeError:
                 if self._known is None:
-                    return  # with the store: the collectives will tell
-            except _MALFORMED as error:  # in what the task read
+                    return  # the store is gone: the collectives will fail
+            except _MALFORMED as error:  # raised for entries that the task read
                 self._known = Fault(self.rank, f"{_FOREIGN}: {error}")
             known_for += HEARTBEAT if self._known else 0.0
             if self._known is not None and self._leave is not None and known_for >= GRACE:
@@ -400,25 +405,25 @@ class FailureDetector:
             self._task.give_up()
 
     def _missed(self, store: Store) -> Fault | None:
-        """A rank whose process ended without reporting an error."""
+        """Return the fault of a rank whose process ended without reporting an error."""
         for rank in self._others():
-            # In this order: it says so before it is gone.
+            # The order matters: a rank reports that it leaves before its process ends.
             if not self._lives(rank) and not self._has_left(rank, store):
                 return self._claim(store, _exited(rank))
         return None
 
     def _lives(self, rank: int) -> bool:
-        """Whether its process lives, as far as this one can see."""
+        """Return whether a rank's process lives, as far as this one can see."""
         home = self._where[rank]
         return home.machine != self._home.machine or _status(home.process) != GONE
 
     def _is_stopped(self, rank: int) -> bool:
-        """Whether this process sees that a signal has stopped that rank's."""
+        """Return whether a rank's process is stopped by a signal, as far as this one can see."""
         home = self._where[rank]
         return home.machine == self._home.machine and _status(home.process) in STOPPED
 
     def _claim(self, store: Store, fault: Fault) -> Fault:
-        """The first fault of all: `fault`, if no rank claimed one before."""
+        """Return the first fault of the run: `fault`, unless a rank claimed one before."""
         if store.add("faults", 1) == 1:
             store.set("fault", json.dumps([fault.rank, fault.cause]))
         return self._read_fault(store)
@@ -429,7 +434,7 @@ class FailureDetector:
         return self._read_fault(store)
 
     def _read_fault(self, store: Store) -> Fault:
-        """The fault that is claimed, once it is there; a rank's own where it is nothing of ours."""
+        """Wait for the claimed fault and return it, or one of this rank for a foreign entry."""
         text = store.get("fault").decode(errors="replace")
         try:
             rank, cause = json.loads(text)
@@ -445,18 +450,18 @@ class FailureDetector:
 
 
 def is_shared(error: BaseException) -> bool:
-    """Whether every rank raised the same error, so that rank 0 may report it for all."""
+    """Return whether every rank raised the same error, so that rank 0 may report it for all."""
     return _SHARED in getattr(error, "__notes__", ())
 
 
 def exit_process(error: RankFailed) -> None:
-    """End the process, whatever it waits for."""
+    """Print the error and end the process, even if it waits in a collective."""
     print(f"farspan: {error}", file=sys.stderr, flush=True)
     os._exit(FAILED)
 
 
 def _exited(rank: int) -> Fault:
-    """Of a rank whose process is gone."""
+    """Return the fault of a rank whose process is gone."""
     return Fault(rank, "exited without reporting an error (killed?)")
 
 
@@ -469,7 +474,7 @@ def _words(error: BaseException) -> str:
 
 
 def _is_plain(error: BaseException) -> bool:
-    """Whether its message needs no type in front: ours do not."""
+    """Return whether the message needs no type in front, as those of farspan's errors."""
     return type(error).__module__.startswith("farspan.")
 
 
@@ -485,12 +490,12 @@ def _of_a_collective(error: BaseException) -> bool:
 
 
 def _is_timeout(error: BaseException) -> bool:
-    """Whether a collective of gloo's timed out."""
+    """Return whether a collective of gloo timed out."""
     return isinstance(error, RuntimeError) and "Timed out" in str(error)
 
 
 def _status(process: int) -> str:
-    """Of a process on this machine, in psutil's words; `GONE` where it has ended."""
+    """Return the state of a process on this machine as psutil names it; `GONE` if ended."""
     try:
         state = str(psutil.Process(process).status())
     except psutil.NoSuchProcess:
@@ -502,17 +507,17 @@ _WANTED = "halt"
 
 
 class CooperativeStop:
-    """One rank's side of Note: [Stopping together]. The main thread calls `pass_place`, the thread
-    with the heartbeat `look`, and signal handlers too may call `ask`."""
+    """One rank's side of Note: [Stopping together]. The main thread calls `pass_place`, the
+    heartbeat thread calls `look`, and signal handlers may call `ask`."""
 
     def __init__(self, rank: int, ranks: int, patience: float) -> None:
-        """`patience`: seconds that a rank waits for the others' answers."""
+        """Create the state of a rank, which waits `patience` seconds for the others' answers."""
         self._rank, self._ranks, self._patience = rank, ranks, patience
         self._changed = threading.Condition()
         self._asked = 0
         self._passed = 0
-        self._said: int | None = None  # what was passed when this rank read the request
-        self._place: tuple[int, int] | None = None  # where all stop, and the number to stop with
+        self._said: int | None = None  # checkpoints passed when this rank read the request
+        self._place: tuple[int, int] | None = None  # common checkpoint, number to stop with
         self._alone = False
         self._missing = "all ranks"
 
@@ -523,13 +528,13 @@ class CooperativeStop:
 
     @property
     def is_asked(self) -> bool:
-        """Whether this rank knows that somebody has asked."""
+        """True once this rank knows of a request to stop."""
         return bool(self._asked) or self._said is not None
 
     def pass_place(self) -> int:
-        """The number to stop with if all ranks stop here, 0 if they go on. All ranks call it at the
-        same places, between which they begin the same collectives. It waits only after a request.
-        Raises RankFailed if another rank does not answer."""
+        """Return the number to stop with if all ranks stop here, 0 if they go on. All ranks call it
+        at the same checkpoints, between which they begin the same collectives. It waits only after
+        a request. Raises RankFailed if another rank does not answer."""
         with self._changed:
             self._passed += 1
             if self._said is None or self._alone:
@@ -545,7 +550,7 @@ class CooperativeStop:
 
     def look(self, store: Store) -> None:
         """Exchange requests at every heartbeat. Raises RuntimeError if the store is gone, and
-        ValueError for what no rank wrote."""
+        ValueError for entries that no rank wrote."""
         if self._place is not None:
             return
         if self._said is None:
@@ -566,7 +571,7 @@ class CooperativeStop:
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """Nothing looks any more: a rank or the store is gone. Collectives will fail."""
+        """Stop waiting for the others: a rank or the store is gone, so collectives will fail."""
         with self._changed:
             self._alone = True
             self._changed.notify_all()

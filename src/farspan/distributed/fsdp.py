@@ -1,20 +1,20 @@
-"""Weights, gradients and optimizer states sharded over ranks as FSDP2 does it (ZeRO, arXiv
-1910.02054), and gathered and reduced when the program says so.
+"""Weights, gradients and optimizer states sharded over ranks as by FSDP2 (ZeRO, arXiv 1910.02054),
+and gathered and reduced at the program's operations.
 
 A unit is a decoder layer, or everything outside the layers. Each of its parameters becomes a
 DTensor sharded along dimension 0: rank r of P holds rows [r * c, (r + 1) * c), c = ceil(rows / P),
 as `fully_shard` leaves it, with fewer rows or none on the last ranks. See docs/decisions/023.
-`ShardPlacement` says where a rank's part of a tensor lies in the whole.
+`ShardPlacement` locates a rank's part of a tensor in the whole.
 
-Note: [One parameter at a time]. Gathered rows of all ranks, padded to c each, are the parameter and
-then padding. So each is gathered straight into its place, and summed from where it was added up: a
-unit needs no second copy of its weights or of its gradients.
+Note: [One parameter at a time]. The gathered rows of all ranks, padded to c each, are the parameter
+followed by padding. So each parameter is gathered straight into its place, and summed from where
+its gradient was accumulated: a unit needs no second copy of its weights or gradients.
 
 Note: [Wholes keep their storage]. A unit's whole parameters are views of one storage, which is
-emptied when the unit is released and has the same bytes when it is gathered again. Whole
-parameters are the same objects for good: accumulators are found by them, and graphs that saved
-them run backward in a later pass. They have version counters of their own, so that filling the
-storage does not count as a change.
+emptied when the unit is released and has the same bytes when it is gathered again. Whole parameters
+stay the same objects for good: accumulators are found by them, and graphs that saved them run
+backward in a later pass. They have version counters of their own, so that filling the storage does
+not count as a change.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -32,22 +32,20 @@ from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.collectives import Communicator
 from farspan.spec import UnsupportedError
 
-LINE = 16  # bytes: the widest load of a kernel; every parameter starts on a multiple of it
+LINE = 16  # bytes: the widest load of a kernel; every parameter starts at a multiple
 
 ParameterSlot = tuple[nn.Module, str]  # a module and the name of a parameter in it
-UnitParameters = dict[
-    nn.Parameter, tuple[str, list[ParameterSlot]]
-]  # first name, and everywhere it is
+UnitParameters = dict[nn.Parameter, tuple[str, list[ParameterSlot]]]  # first name, and all slots
 
 
 def rows_of_rank(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The rows [start, stop) of `rank`, split as torch.chunk does."""
+    """Return the rows [start, stop) of `rank`, split as torch.chunk does."""
     each = -(-rows // ranks)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
 def shard_bytes(shape: Sequence[int], itemsize: int, ranks: int) -> int:
-    """Of a rank's rows of a parameter, padded to as many as the first rank has."""
+    """Return the bytes of a rank's rows of a parameter, padded to as many as rank 0 has."""
     rows = shape[0] if shape else 1
     width = torch.Size(shape[1:]).numel()
     return -(-rows // ranks) * width * itemsize
@@ -67,9 +65,9 @@ def find_parameters(
     field: str = "fsdp",
     otherwise: str = "fsdp: false",
 ) -> list[UnitParameters]:
-    """The parameters of each unit, with their first names and everywhere they are; none of layers
-    that are not `here`. Raises UnsupportedError, beginning with `field`, for what cannot be moved
-    unit by unit: a parameter that several layers have, or two that have memory in common."""
+    """Return the parameters of each unit, with their first names and all slots; layers not in
+    `here` get none. Raises UnsupportedError, beginning with `field`, for parameters that cannot be
+    moved unit by unit: one that several layers share, or two that overlap in memory."""
     unit_of: dict[int, int] = {}
     for index, layer in enumerate(layers):
         for module in layer.modules():
@@ -98,7 +96,7 @@ def find_parameters(
 
 
 def parameter_slots(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Every parameter by its name in the model: where it is, which it is, and of which kind."""
+    """Return the module, identity, dtype, shape and requires_grad of every parameter, by name."""
     return {
         f"{path}.{leaf}" if path else leaf: (module, id(p), p.dtype, p.shape, p.requires_grad)
         for path, module in model.named_modules()
@@ -108,11 +106,11 @@ def parameter_slots(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def _refuse_overlaps(units: Sequence[UnitParameters], field: str, otherwise: str) -> None:
-    """Elsewhere, each would be updated alone, where an update of one was one of the other."""
+    """Refuse parameters that share memory: they would be moved and updated apart."""
     found = []
     for unit in units:
         for x, (name, _) in unit.items():
-            if x.numel() and x.data_ptr():  # it has memory
+            if x.numel() and x.data_ptr():  # has memory
                 steps = zip(x.shape, x.stride(), strict=True)
                 last = sum((extent - 1) * step for extent, step in steps)
                 found.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize, name))
@@ -143,14 +141,14 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ShardRegion:
-    """A part of a tensor, contiguous in every dimension, here and in the whole."""
+    """A box of a tensor, contiguous in every dimension, in the rank's tensor and in the whole."""
 
-    here: tuple[int, ...]  # where it starts in the rank's tensor
-    there: tuple[int, ...]  # where it starts in the whole
+    here: tuple[int, ...]  # start in the rank's tensor
+    there: tuple[int, ...]  # start in the whole
     sizes: tuple[int, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A view of it in the rank's tensor."""
+        """Return a view of the region in the rank's tensor."""
         for dim, (start, size) in enumerate(zip(self.here, self.sizes, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor
@@ -158,13 +156,13 @@ class ShardRegion:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """A rank's part of a tensor of `shape`; without boxes it has none of it."""
+    """A rank's part of a tensor of `shape`; without boxes the rank has none."""
 
     shape: tuple[int, ...]
     boxes: tuple[ShardRegion, ...]
 
     def rows(self, start: int, stop: int) -> "ShardPlacement":
-        """The place of rows [start, stop) of the rank's tensor, which is cut once more."""
+        """Return the placement of rows [start, stop) of the rank's tensor, if cut once more."""
         kept = []
         for box in self.boxes:
             first, last = max(box.here[0], start), min(box.here[0] + box.sizes[0], stop)
@@ -181,14 +179,15 @@ class ShardPlacement:
 
 
 def whole_placement(shape: Sequence[int]) -> ShardPlacement:
-    """Of a tensor that the rank holds whole."""
+    """Return the placement of a tensor that the rank holds whole."""
     zeros = (0,) * len(shape)
     boxes = (ShardRegion(zeros, zeros, tuple(shape)),) if 0 not in shape else ()
     return ShardPlacement(tuple(shape), boxes)
 
 
 def placement_along(shape: Sequence[int], dim: int, ranges: Sequence[Range]) -> ShardPlacement:
-    """Of these ranges of dimension `dim` of a whole of `shape`, one behind the other."""
+    """Return the placement of `ranges` of dimension `dim` of a whole of `shape`, one after the
+    other in the rank's tensor."""
     starts = accumulate((stop - start for start, stop in ranges), initial=0)
     boxes = []
     for here, (start, stop) in zip(starts, ranges, strict=False):
@@ -199,22 +198,22 @@ def placement_along(shape: Sequence[int], dim: int, ranges: Sequence[Range]) -> 
     return ShardPlacement(tuple(shape), tuple(boxes))
 
 
-SLICE = 2**26  # bytes of a sum that are on their way at once
+SLICE = 2**26  # bytes of a sum in flight at once
 
 Totals = MutableMapping[nn.Parameter, Tensor]
 
 
 class Stage(StrEnum):
-    """What is cut, in ZeRO's names and FSDP2's terms. Gradients are the same bits in every stage,
-    but those of several micro-batches in ZERO_1, which adds in another order.
+    """The tensors that are sharded, in ZeRO's names and FSDP2's terms. Gradients are the same bits
+    in every stage, except over several micro-batches in ZERO_1, which adds in another order.
 
-    Optimizer states are cut from ZERO_1 on, as the parameters that an optimizer is given.
+    Optimizer states are sharded from ZERO_1 on, because the optimizer's parameters are.
     """
 
-    ZERO_0 = "zero-0"  # nothing: replicas whose gradients are summed, as in DDP
-    # Weights lie cut between steps and whole within one, and gradients are whole and summed once
-    # for all micro-batches: set_requires_gradient_sync(False) until the last. The paper's ZeRO-1
-    # keeps weights whole between steps too; of FSDP2 nobody gets that.
+    ZERO_0 = "zero-0"  # nothing sharded: replicas whose gradients are summed, as in DDP
+    # Weights are sharded between steps and whole within a step, and gradients are whole and summed
+    # once for all micro-batches: set_requires_gradient_sync(False) until the last. The paper's
+    # ZeRO-1 keeps weights whole between steps too, which FSDP2 does not offer.
     ZERO_1 = "zero-1"
     ZERO_2 = "zero-2"  # the same, gradients reduced each step: reshard_after_forward=False
     ZERO_3 = "zero-3"  # weights whole during a pass over their group: reshard_after_forward=True
@@ -222,13 +221,13 @@ class Stage(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class _ShardedParameter:
-    """A parameter of a unit."""
+    """A parameter of a unit, with its shard and its place in the gathered memory."""
 
     name: str
     slots: list[ParameterSlot]
-    own: nn.Parameter  # what an optimizer is given: the shard, or the whole in ZERO_0
+    own: nn.Parameter  # the optimizer's: the shard, or the whole in ZERO_0
     whole: nn.Parameter
-    rows: tuple[int, int]  # of the whole, that are this rank's
+    rows: tuple[int, int]  # this rank's rows of the whole
     shard: Tensor  # uint8: these rows, padded
     place: Tensor  # uint8 [ranks * shard]: the whole, padded
 
@@ -238,7 +237,7 @@ class _FsdpUnit:
     peers: Communicator
     mesh: DeviceMesh
     cuts: list[_ShardedParameter] = field(default_factory=list)
-    memory: Tensor | None = None  # uint8, of wholes; its storage is empty unless gathered
+    memory: Tensor | None = None  # uint8, of whole parameters; its storage is empty unless gathered
     gathered: bool = False
     held: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # totals of ZERO_1
 
@@ -253,8 +252,8 @@ class ShardedParameters:
     """The parameters of a model, sharded over the ranks of `peers`.
 
     Unit l is `layers[l]`; unit `outer` is everything else. Layers of a pipeline's other stages are
-    left alone. Parameters without requires_grad are sharded too, buffers stay. A parameter of the
-    meta device has no values until it is filled. Every rank makes the same calls in the same
+    left alone. Parameters without requires_grad are sharded too, buffers are not. A parameter on
+    the meta device has no values until it is filled. Every rank makes the same calls in the same
     order.
     """
 
@@ -270,17 +269,17 @@ class ShardedParameters:
         outer: Communicator | None = None,
         here: Collection[int] | None = None,
     ) -> None:
-        """Cuts the model in place, unit by unit. `device` is where whole parameters are; with
-        `offload` what lies here between steps, and so the optimizer's states, is in main memory.
-        `outer` are the ranks that share what is outside the layers, where that is more of them: of
-        all stages of a pipeline; `here` says which layers this one has, None: all.
+        """Cut the model in place, unit by unit. `device` has the whole parameters; with `offload`
+        the shards, and so the optimizer states, lie in main memory between steps. `outer` are the
+        ranks that share the unit outside the layers, if more than `peers`: those of all stages of a
+        pipeline; `here` are the layers of this rank, None: all.
 
         Raises UnsupportedError for a parameter that cannot be sharded.
         """
         self.peers, self.device, self.stage, self.offload = peers, device, stage, offload
         self.outer = len(layers)
         self._home = torch.device("cpu") if offload else device
-        # Shards that live in main memory are of a mesh of CPUs: their operations stay there.
+        # Shards in main memory belong to a mesh of CPUs, so that their operations stay there.
         inner = peers, self._mesh(peers)
         beyond = inner if outer is None else (outer, self._mesh(outer))
         self._units = [*(_FsdpUnit(*inner) for _ in layers), _FsdpUnit(*beyond)]
@@ -291,8 +290,8 @@ class ShardedParameters:
 
     def refuse_replaced(self, model: nn.Module) -> None:
         """Raise UnsupportedError if a parameter was replaced, added, removed, frozen or given other
-        memory since the model was sharded: gradients and gathered weights are those of the old
-        ones. No unit is gathered."""
+        memory since the model was sharded: gradients and gathered weights belong to the old ones.
+        No unit is gathered."""
         now = parameter_slots(model)
         for name in {**self._slots, **now}:
             old, new = self._slots.get(name), now.get(name)
@@ -301,8 +300,8 @@ class ShardedParameters:
                 if old is not None and new is not None and old[:2] == new[:2]:
                     how = "changed its dtype, shape or requires_grad"
                 raise UnsupportedError(
-                    f"{name}: {how} after parallelize, which has shared out the parameters that "
-                    "the model had; edit the model first, or write into the parameter (copy_)"
+                    f"{name}: {how} after parallelize, which has sharded the parameters that the "
+                    "model had; edit the model first, or write into the parameter (copy_)"
                 )
         for cut in (cut for unit in self._units for cut in unit.cuts):
             mine = local(cut.own)
@@ -310,49 +309,49 @@ class ShardedParameters:
                 continue
             if mine.data_ptr() != cut.shard.data_ptr() or mine.dtype != cut.whole.dtype:
                 raise UnsupportedError(
-                    f"{cut.name}: its data was replaced after parallelize, which gathers the "
-                    "memory that it gave; write into the parameter (copy_)"
+                    f"{cut.name}: its data was replaced after parallelize, which gathers from the "
+                    "memory of the old data; write into the parameter (copy_)"
                 )
 
     @torch.no_grad()
     def fill(self, name: str, whole: Tensor) -> None:
-        """Takes this rank's rows of a parameter that is here, by its name in the model."""
+        """Copy this rank's rows from the whole value of the local parameter of that name."""
         for cut in (cut for unit in self._units for cut in unit.cuts if cut.name == name):
             local(cut.own).copy_(whole if self.stage is Stage.ZERO_0 else whole[slice(*cut.rows)])
 
     # -- the program ----------------------------------------------------------------------------
 
     def gathered(self, unit: int) -> bool:
-        """Whether the modules of a unit have whole parameters now."""
+        """Return whether the modules of a unit have whole parameters now."""
         return self.stage is Stage.ZERO_0 or self._units[unit].gathered
 
     @torch.no_grad()
     def gather(self, unit: int) -> None:
-        """All-gather: the modules of a unit have whole parameters, by the same bits. See Note:
-        [One parameter at a time]."""
+        """All-gather whole parameters of a unit, bit for bit. See Note: [One parameter at a
+        time]."""
         one = self._units[unit]
         if self.gathered(unit) or one.memory is None:
             return
         one.memory.untyped_storage().resize_(one.memory.nbytes)
         for cut in one.cuts:
             cut.whole.requires_grad_(cut.own.requires_grad)
-            # The host writes here behind its reading of gradients, which waits for this copy.
+            # The host writes here after it has read the gradients, which waits for this copy.
             mine = cut.shard.to(self.device, non_blocking=True)
             one.peers.gather_into(cut.place, mine)
         one.put(True)
 
     def release(self, unit: int) -> None:
-        """The modules have cut parameters again; in stages that keep wholes, at the step's end."""
+        """Put a unit's sharded parameters back; stages that keep wholes wait for the step's end."""
         if self.stage is Stage.ZERO_3:
             self._release(self._units[unit])
 
     @torch.no_grad()
     def reduce(self, unit: int, totals: Totals) -> None:
-        """Reduce-scatter: adds to `.grad` of cut parameters the sums over ranks of these gradients
-        of whole ones, in their dtype, in the order of ranks. Takes them out of `totals`.
+        """Reduce-scatter: add the sums over ranks of whole parameters' gradients to `.grad` of the
+        sharded ones, in the gradients' dtype, in the order of ranks. Takes them out of `totals`.
 
-        A rank that has none of a parameter gives zeros; where no rank has one, `.grad` stays as it
-        is. In ZERO_1 they add up until the step's end.
+        A rank without a gradient of a parameter contributes zeros; if no rank has one, `.grad`
+        stays as it is. In ZERO_1 gradients add up until the step's end.
         """
         one = self._units[unit]
         found = {cut.whole: totals.pop(cut.whole) for cut in one.cuts if cut.whole in totals}
@@ -373,9 +372,10 @@ class ShardedParameters:
         places: Mapping[nn.Parameter, Tensor],
         before: Mapping[nn.Parameter, Tensor],
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """In ZERO_0, of each parameter that a rank has a total of: the sum over ranks, in their
-        order, and of the tensor in `before`; to be taken before the next is asked for, and by all
-        ranks to the end. Takes them out of `totals`; one that is missing is made in its place."""
+        """Yield, in ZERO_0, each parameter with a gradient on some rank, and the sum of `before`
+        and the ranks' totals, in the order of ranks. Use a sum before asking for the next; all
+        ranks iterate to the end. Takes the gradients out of `totals`; a missing one is made in its
+        place."""
         one = self._units[unit]
         for cut in self._summed(one, totals):
             total = totals.pop(cut.whole, None)
@@ -384,34 +384,34 @@ class ShardedParameters:
 
     @torch.no_grad()
     def end(self, *, sync: bool = True) -> None:
-        """A step is over: every unit is released. In ZERO_1 gradients are reduced if `sync`: give
-        False after all but the last of the micro-batches of an update."""
+        """End a step: release every unit. In ZERO_1 gradients are reduced if `sync`: pass False
+        after all but the last of the micro-batches of an update."""
         for unit in self._units:
             self._release(unit)
             if self.stage is Stage.ZERO_1 and sync:
                 self._reduce(unit, unit.held)
 
     def abandon(self) -> None:
-        """A step was not finished: every unit is released, held gradients are dropped."""
+        """End an unfinished step: release every unit and drop held gradients."""
         for unit in self._units:
             self._release(unit)
             unit.held.clear()
 
-    # -- what is held ---------------------------------------------------------------------------
+    # -- held parameters ------------------------------------------------------------------------
 
     def whole(self, unit: int) -> dict[str, nn.Parameter]:
-        """The whole parameters of a unit by the names of the model, the same objects for good."""
+        """Return the whole parameters of a unit by name; they stay the same objects for good."""
         return {cut.name: cut.whole for cut in self._units[unit].cuts}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What an optimizer is given, by the names of the model: DTensors, but in ZERO_0."""
+        """Return the optimizer's parameters by name in the model: DTensors, but in ZERO_0."""
         return {cut.name: cut.own for unit in self._units for cut in unit.cuts}
 
     def places(
         self, before: Mapping[str, ShardPlacement] | None = None
     ) -> dict[str, ShardPlacement]:
-        """Where this rank's part of each parameter lies in the whole; `before` are the places of
-        parameters that were parts already when they came here."""
+        """Return the placement of this rank's part of each parameter; `before` has the placements
+        of parameters that were already parts before sharding."""
         found = {}
         for cut in (cut for unit in self._units for cut in unit.cuts):
             place = (before or {}).get(cut.name) or whole_placement(cut.whole.shape)
@@ -419,8 +419,8 @@ class ShardedParameters:
         return found
 
     def wholes(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, one unit at a time; valid until the next is asked for. Every rank
-        goes through it to the end, whatever it does with them."""
+        """Yield every parameter whole, one unit at a time; valid until the next is asked for. Every
+        rank must iterate to the end, even if it uses none."""
         for index, unit in enumerate(self._units):
             before = unit.gathered
             self.gather(index)
@@ -499,7 +499,7 @@ class ShardedParameters:
 
     def _release(self, unit: _FsdpUnit) -> None:
         if unit.memory is not None:
-            if unit.gathered:  # else memory may have run out on the way there
+            if unit.gathered:  # else memory may have run out while gathering
                 unit.put(False)
             unit.memory.untyped_storage().resize_(0)
 
@@ -508,14 +508,14 @@ class ShardedParameters:
             self._add(unit, cut, self._sum(unit, cut, totals.pop(cut.whole, None)))
 
     def _summed(self, unit: _FsdpUnit, totals: Totals) -> list[_ShardedParameter]:
-        """What some rank has a gradient of."""
+        """Return the parameters that some rank has a gradient of."""
         cuts = [cut for cut in unit.cuts if cut.own.requires_grad]
         if not cuts:
             totals.clear()
             return []
         have = [cut.whole in totals for cut in cuts]
         counts = unit.peers.sum(torch.tensor(have, dtype=torch.int32, device=self.device))
-        # Who has them all needs not wait for a device to say so.
+        # A rank with all gradients need not wait for the device to know.
         found = have if all(have) else counts.tolist()
         return [cut for cut, count in zip(cuts, found, strict=True) if count]
 
@@ -526,8 +526,8 @@ class ShardedParameters:
         total: Tensor | None,
         before: Tensor | None = None,
     ) -> Tensor:
-        """This rank's rows of the sum over ranks, to which those of `before` are added; all rows in
-        ZERO_0, in the memory of `total` where they fill it."""
+        """Return this rank's rows of the sum over ranks, plus its rows of `before`; all rows in
+        ZERO_0, in the memory of `total` if they fill it."""
         ranks, shape = unit.peers.size, cut.whole.shape
         rows = shape[0] if shape else 1
         width = cut.whole.numel() // max(rows, 1)
@@ -559,7 +559,7 @@ class ShardedParameters:
         return own[: count * width].view(count, *shape[1:])
 
     def _add(self, unit: _FsdpUnit, cut: _ShardedParameter, total: Tensor) -> None:
-        """In the dtype of the total, rounded once."""
+        """Add to the shard's gradient in the dtype of the total, rounded once."""
         total = total.to(self._home)
         if cut.own.grad is not None:
             total += local(cut.own.grad)
@@ -570,21 +570,21 @@ class ShardedParameters:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds, sharing its memory; outside of autograd."""
+    """Return the part of a tensor that this rank holds, sharing its memory; outside of autograd."""
     with torch.no_grad():
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype `.grad` is to have: `grad_dtype`, or that of sums where it is None, which lets
-    `.grad` be wider than the gradients that autograd gives."""
+    """Return the dtype of `.grad`: `grad_dtype`, or that of sums if it is None, which lets `.grad`
+    be wider than the gradients that autograd gives."""
     wanted = parameter.grad_dtype
     return accumulate_dtype(parameter.dtype) if wanted is None else wanted
 
 
 def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of this rank's part of gradients, a float64 scalar on `device`. Sums over
-    the ranks that hold other parts are the caller's, as are parts that several ranks hold."""
+    """Return the sum of squares of this rank's part of gradients, a float64 scalar on `device`. The
+    caller sums over the ranks that hold other parts, and handles parts that several ranks hold."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float64)
@@ -593,7 +593,7 @@ def square_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _typed_view(memory: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A view of `memory` from byte `start` on, with a version counter of its own."""
+    """Return a view of `memory` from byte `start` on, with a version counter of its own."""
     shape = torch.Size(shape)
     view = torch.empty(0, dtype=dtype, device=memory.device)
     strides = torch.empty(shape, device="meta").stride()

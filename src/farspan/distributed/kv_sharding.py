@@ -1,29 +1,30 @@
 """Attention of one cell with K, V of each chunk sharded over ranks: queries travel to the keys, or
 keys round a ring.
 
-A rank holds K, V of its part of every chunk (program/attention_blocks.py) and dK, dV of them.
+A rank holds K, V of its part of every chunk (program/attention_blocks.py) and their dK, dV.
 `KVShards` gathers queries, and keys never move:
 
     forward     gather q | attend to own keys | all-to-all of partial O, LSE | merge
     backward    gather q, O, dO, LSE | dQ of all queries, dK, dV of own keys | sum dQ at its owner
 
 Partial O and LSE and sums of dQ are in the accumulate dtype, and are taken in the order of ranks.
-What a rank sends does not grow with the prefix.
+The bytes that a rank sends do not grow with the prefix.
 
 In a `Ring` (Liu et al. 2023) queries stay. In step s a rank attends to the rows of the rank s
-places before it, which are on their way to the next rank meanwhile. In the backward they travel
-once more, and dK, dV of theirs follow them, in the accumulate dtype and summed in the order of the
-ring, one hop further, to the rank that holds them:
+places before it, while it sends them on to the next rank. In the backward they travel once more,
+and their dK, dV follow them, in the accumulate dtype and summed in the order of the ring, one hop
+further, to the rank that holds them:
 
     step        0             1                           2                           home
     compute     own rows      rows of rank - 1            rows of rank - 2            add dK, dV
     K, V        own sent      those sent                  |
     dK, dV      |             | those sent, made in 1     | theirs added and sent     |
 
-What a rank sends grows with the prefix.
+The bytes that a rank sends grow with the prefix.
 
 Legend: B batch, C tokens of the chunk, n queries, T rows, H query heads, Hk key-value heads, D head
-dim; rows of tokens are [tokens, B, heads, D]."""
+dim; rows of tokens are [tokens, B, heads, D].
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -48,11 +49,11 @@ from farspan.program.attention_blocks import Block
 
 @runtime_checkable
 class WholeRows(KeyValues, Protocol):
-    """Keys and values of earlier chunks that can be had whole, as they travel."""
+    """Keys and values of earlier chunks that can be read whole, in the form that ranks send."""
 
     def prefix_rows(self) -> tuple[Tensor, Tensor]:
-        """K [T, B, Hk, D] and V [T, B, Hk, Dv] of all rows before the chunk's own, where there are
-        any; valid until the cell is done."""
+        """Return K [T, B, Hk, D] and V [T, B, Hk, Dv] of all rows before the chunk's own, if any;
+        valid until the cell is done."""
 
     def add_rows(self, dk: Tensor, dv: Tensor) -> None:
         """Add to dK, dV of the same rows, in the accumulate dtype. Called once in a backward, after
@@ -62,10 +63,10 @@ class WholeRows(KeyValues, Protocol):
 @dataclass(frozen=True, slots=True)
 class Ring:
     """Attention of one chunk round the ring. Calls hold the blocks of this rank's queries against
-    its own rows, and their q_start is the first of its queries."""
+    its own rows, and their q_start is the first query of this rank."""
 
     peers: Communicator
-    rows: Sequence[tuple[int, int]]  # that each of them holds: before the chunk, and of the chunk
+    rows: Sequence[tuple[int, int]]  # of each rank: rows before the chunk, rows of the chunk
     blocks: Callable[[int], tuple[Block, ...]]  # of this rank's queries, in the rows of a peer
 
     @torch.no_grad()
@@ -78,8 +79,8 @@ class Ring:
         key_values: WholeRows,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `chunk.attend`, for the queries q [B, H, n, D] and keys k, v [B, Hk, n, D] of
-        this rank's part of the chunk: over the keys of all."""
+        """Return out and lse over the keys of all ranks, as `chunk.attend` does, for the queries q
+        [B, H, n, D] and keys k, v [B, Hk, n, D] of this rank's part of the chunk."""
         out, lse = self.attend_blocks(call, q, k, v, key_values)
         if sinks is not None:
             out, lse = add_sinks(out, lse, sinks)
@@ -89,7 +90,7 @@ class Ring:
     def attend_blocks(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, key_values: WholeRows
     ) -> tuple[Tensor, Tensor]:
-        """The same without sinks, before it is rounded."""
+        """Return the outputs of `attend` without sinks, before rounding."""
         others = self._others(k, v, key_values)
         out, lse = attend_blocks(call, q, k, v, key_values)
         out = out.to(lse.dtype)
@@ -107,9 +108,9 @@ class Ring:
         key_values: WholeRows,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `chunk.attend_backward`: dq, dk and dv of this rank's part of the chunk,
-        complete, and what its queries give to d sinks. Gradients of its earlier rows, from its own
-        queries and from others', go to `key_values`."""
+        """Return the complete dq, dk and dv of this rank's part of the chunk, and its queries'
+        share of d sinks, as `chunk.attend_backward` does. Gradients of this rank's earlier rows,
+        from the queries of all ranks, go to `key_values`."""
         q, k, v = of_keys
         others = self._others(k, v, key_values)
         dq, dk, dv, _ = attend_backward(call, dout, q, k, v, attended, key_values)
@@ -134,14 +135,14 @@ class Ring:
         return dq, dk, dv, dsinks
 
     def _call(self, call: AttentionCall, source: int) -> AttentionCall:
-        """Against the rows of another peer, all of which are earlier keys."""
+        """Return the call against the rows of another peer, all of which are earlier keys."""
         return replace(call, blocks=self.blocks(source), k_start=sum(self.rows[source]))
 
     def _others(
         self, k: Tensor, v: Tensor, key_values: WholeRows
     ) -> Iterator[tuple[int, "_PeerRows"]]:
-        """Every other peer and its rows, the one before this one first. Own rows are on their way
-        when this returns, and so are those of the next peer while one's are used."""
+        """Yield every other peer and its rows, the previous one first. Own rows are in flight when
+        this returns, and so are those of the next peer while one's are used."""
         if self.peers.size == 1:
             return iter(())
         index = self.peers.index
@@ -162,15 +163,15 @@ class Ring:
             yield source, _PeerRows(k, v)
 
     def _pass_rows(self, parts: list[Tensor], source: int) -> "_Pass":
-        """Send K, V of `source`, of earlier chunks and of this one; those of the peer before it
-        arrive."""
+        """Start to send K, V of `source`, both earlier and new, and to receive its
+        predecessor's."""
         earlier, own = self.rows[(source - 1) % self.peers.size]
         k, v = (x.new_empty(earlier + own, *x.shape[1:]) for x in parts[:2])
         places = [x[part] for part in (slice(earlier), slice(earlier, None)) for x in (k, v)]
         return _pass_on(self.peers, parts, places, (k, v))
 
     def _pass_gradients(self, rows: "_PeerRows", source: int) -> "_Pass":
-        """Send dK, dV of `source`; those of the peer before it arrive."""
+        """Start to send dK, dV of `source` and to receive those of the peer before it."""
         count = sum(self.rows[(source - 1) % self.peers.size])
         dk, dv = (x.new_empty(count, *x.shape[1:]) for x in rows.gradients)
         return _pass_on(self.peers, rows.gradients, (dk, dv), (dk, dv))
@@ -197,21 +198,21 @@ class _PeerRows:
             total[start:stop, rows] += part.permute(2, 0, 1, 3)
 
     def add(self, dk: Tensor, dv: Tensor) -> None:
-        """Of all rows, from peers that had them before."""
+        """Add dK, dV of all rows from peers that computed them earlier."""
         for total, part in zip(self.gradients, (dk, dv), strict=True):
             total += part
 
 
 @dataclass(slots=True)
 class _Pass:
-    """Tensors on their way to the next peer, which are kept as long, and from the last one."""
+    """Tensors kept in flight to the next peer, and those received from the previous one."""
 
     works: list[dist.Work]
     sent: Sequence[Tensor]
     received: tuple[Tensor, Tensor]
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """What has come."""
+        """Wait for the transfers and return the received tensors."""
         for work in self.works:
             work.wait()
         self.sent = ()
@@ -224,7 +225,7 @@ def _pass_on(
     places: Sequence[Tensor],
     received: tuple[Tensor, Tensor],
 ) -> _Pass:
-    """Start it. `places` are parts of `received`, of the shapes that the peer before sends."""
+    """Start a pass. `places` are parts of `received`, in the previous peer's shapes."""
     return _Pass(peers.pass_round(sent, places), sent, received)
 
 
@@ -240,11 +241,11 @@ class KVShards:
     """Attention of one chunk among the shards. Calls hold the blocks of all the chunk's queries
     against the keys that this rank holds, in its rows; their q_start is that of the chunk.
 
-    With a `ring` the shards' queries are those of one of its ranks, and each shard has a ring.
+    With a `ring` the shards share the queries of one of its ranks, and each shard has a ring.
     """
 
     peers: Communicator
-    counts: Counts  # tokens of the chunk that each of them has
+    counts: Counts  # tokens of the chunk on each rank
     ring: Ring | None = None
 
     @torch.no_grad()
@@ -257,8 +258,9 @@ class KVShards:
         key_values: KeyValues,
         sinks: Tensor | None = None,
     ) -> Attended:
-        """As `chunk.attend`, for the queries q [B, H, n, D] of this rank's part and its
-        keys k, v [B, Hk, t, D] of the chunk: out [B, H, n, Dv] and lse over the keys of all."""
+        """Return out [B, H, n, Dv] and lse over the keys of all ranks, as `chunk.attend` does, for
+        the queries q [B, H, n, D] of this rank's part and its keys k, v [B, Hk, t, D] of the
+        chunk."""
         of_all = _heads_first(self.peers.gather(_token_first(q), self.counts))
         if self.ring is None:
             out, lse = attend_blocks(call, of_all, k, v, key_values)
@@ -279,8 +281,9 @@ class KVShards:
         key_values: KeyValues,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `chunk.attend_backward`: dq of own queries, dk, dv of own keys, complete, and
-        what own queries give to d sinks. `attended` is what `attend` returned."""
+        """Return the complete dq of own queries and dk, dv of own keys, and the share of own
+        queries in d sinks, as `chunk.attend_backward` does. `attended` is the result of
+        `attend`."""
         q, k, v = of_keys
         of_queries = [_token_first(x) for x in (q, attended[0], dout, attended[1])]
         gathered = _unpack(self.peers.gather(_pack(of_queries), self.counts), of_queries)
@@ -296,8 +299,8 @@ class KVShards:
         return dq, dk, dv, dsinks
 
     def _merged(self, out: Tensor, lse: Tensor) -> Attended:
-        """Of this rank's queries over the keys of all, from partial results of all queries over the
-        keys of one; out is [B, n, H, Dv] in memory."""
+        """Return out and lse of this rank's queries over the keys of all ranks, from each rank's
+        partial results over its own keys; out is [B, n, H, Dv] in memory."""
         both = torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
         own, size = self.counts[self.peers.index], self.peers.size
         rows = self.peers.exchange(_token_first(both), self.counts, [own] * size)
@@ -317,7 +320,7 @@ def _whole(key_values: KeyValues) -> WholeRows:
 
 
 def _token_first(x: Tensor) -> Tensor:
-    """[B, H, C, D] or [B, H, C] as rows of tokens."""
+    """Return [B, H, C, D] or [B, H, C] as rows of tokens."""
     return (x.permute(2, 0, 1, 3) if x.ndim == 4 else x.permute(2, 0, 1)).contiguous()
 
 
@@ -326,22 +329,22 @@ def _heads_first(rows: Tensor) -> Tensor:
 
 
 def _pack(tensors: list[Tensor]) -> Tensor:
-    """Rows of several tensors, of any dtypes, as rows of bytes."""
+    """Return rows of several tensors, of any dtypes, as rows of bytes."""
     return torch.cat([_as_bytes(rows) for rows in tensors], 1)
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
-    """[n, ...] as [n, bytes]. Dimensions of one element may have any stride in what is contiguous,
-    and a view as bytes wants a last one of 1."""
+    """Return [n, ...] as [n, bytes]. Dimensions of one element may have any stride in a contiguous
+    tensor, and a view as bytes needs a last stride of 1."""
     flat = rows.flatten(1)
     return flat.as_strided(flat.shape, (flat.shape[1], 1)).view(torch.uint8)
 
 
 def _unpack(rows: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """The inverse; `like` has the dtypes and the shapes of rows."""
+    """Return the tensors that `_pack` joined; `like` has the dtypes and the shapes of rows."""
     sizes = [x.shape[1:].numel() * x.element_size() for x in like]
     return [
-        # A copy of its own is where its dtype may begin.
+        # The copy is aligned for its dtype.
         part.contiguous().view(x.dtype).unflatten(1, x.shape[1:])
         for part, x in zip(rows.split(sizes, 1), like, strict=True)
     ]

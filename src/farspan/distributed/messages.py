@@ -56,7 +56,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def broadcast(value: Any) -> Any:
-    """Return the value of rank 0 on every rank; the `value` of the others is not looked at.
+    """Return the value of rank 0 on every rank; the others' `value` is ignored.
 
     Raises:
         TypeError: Rank 0's value holds something other than data.
@@ -75,7 +75,7 @@ def send(value: Any, to: int) -> None:
 
 
 def receive(source: int) -> Any:
-    """Return what rank `source` sends by `send`. Raises RankFailed where it is no message."""
+    """Return the value that rank `source` sends by `send`. Raises RankFailed for no message."""
     return _take(source, partial(dist.recv, src=source))
 
 
@@ -94,11 +94,11 @@ def _take(source: int, move: Callable[[Tensor], Any]) -> Any:
 
 
 def _checked(size: int, sender: int) -> int:
-    """Return the bytes of a message. Raises RankFailed for what no message of farspan's has."""
+    """Return the bytes of a message. Raises RankFailed for a size that no message has."""
     if not 0 <= size <= MOST_BYTES:
         raise RankFailed(
-            f"rank {sender} announced a message of {size:,} bytes, and farspan's have at most "
-            f"{MOST_BYTES:,}; another program has joined the process group of this run"
+            f"rank {sender} announced a message of {size:,} bytes, but those of farspan have at "
+            f"most {MOST_BYTES:,}; another program has joined the process group of this run"
         )
     return size
 
@@ -111,23 +111,23 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def encode(value: Any) -> bytes:
-    """Return `value` as a message. Raises TypeError where it holds something other than data."""
+    """Return `value` as a message. Raises TypeError if it holds something other than data."""
     try:
         return json.dumps(_plain(value)).encode()
     except RecursionError as error:
         raise TypeError(
-            "ranks exchange data, and this is nested too deeply, or in itself"
+            "ranks exchange data, and this value is nested too deeply, or contains itself"
         ) from error
 
 
 def decode(data: bytes, sender: int) -> Any:
-    """Return the value of a message. Raises RankFailed, naming the sender, where it is none."""
+    """Return the value of a message. Raises RankFailed, naming the sender, if it is malformed."""
     try:
         return _value(json.loads(data))
-    except Exception as error:  # whatever a stranger's bytes make of the parts
+    except Exception as error:  # foreign bytes may raise anything
         shown = data[:40] + b"..." if len(data) > 40 else data
         raise RankFailed(
-            f"rank {sender} sent {shown!r}, which is no message of farspan's "
+            f"rank {sender} sent {shown!r}, which is not a message of farspan "
             f"({type(error).__name__}: {error}); another program, or another version of farspan, "
             "has joined the process group of this run"
         ) from error
@@ -145,7 +145,7 @@ def _plain(value: Any) -> Any:
 
 
 def _no_data(value: Any) -> TypeError:
-    return TypeError(f"ranks exchange data, and {type(value).__name__} is none: {value!r:.80}")
+    return TypeError(f"ranks exchange data, and {type(value).__name__} is not data: {value!r:.80}")
 
 
 @_plain.register(bool | int | float | str | None)
@@ -156,13 +156,13 @@ def _(value: Any) -> Any:
 @_plain.register
 def _(value: np.generic) -> Any:
     if value.dtype.kind not in "biufSU" or isinstance(value, np.longdouble):
-        raise _no_data(value)  # `item` is another time, or drops names of fields
+        raise _no_data(value)  # `item` changes times, or drops field names
     return _plain(value.item())
 
 
 @_plain.register(Enum)
 def _enum(value: Enum) -> Any:
-    if value.name not in type(value).__members__:  # several flags at once
+    if value.name not in type(value).__members__:  # several flags combined
         raise _no_data(value)
     return {"enum": [_name_of(type(value)), value.name]}
 
@@ -194,7 +194,7 @@ def _(value: Mapping[Any, Any]) -> Any:
 
 @_plain.register
 def _(value: Path) -> Any:
-    return {"path": shown(value)}  # a descriptor is of this process alone
+    return {"path": shown(value)}  # a file descriptor means nothing to other processes
 
 
 @_plain.register
@@ -215,7 +215,7 @@ def _(value: torch.device) -> Any:
 @_plain.register
 def _(value: np.ndarray) -> Any:
     if type(value) not in (np.ndarray, np.memmap) or value.dtype.kind in "OV":
-        raise _no_data(value)  # a mask, or names of fields, would not be sent
+        raise _no_data(value)  # would lose a mask, or field names
     content = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
     return {"array": [value.dtype.str, list(value.shape), content]}
 
@@ -239,10 +239,10 @@ def _(value: Exception) -> Any:
 
 
 def _name_of(kind: type) -> str:
-    """Return the name by which `_class` finds a class. Raises TypeError for any but farspan's."""
+    """Return the name by which `_class` finds a class. Raises TypeError for foreign classes."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _class(name) is not kind:
-        raise TypeError(f"ranks exchange farspan's own classes, and {name} is none")
+        raise TypeError(f"ranks exchange farspan's own classes, and {name} is not among them")
     return name
 
 
@@ -262,14 +262,14 @@ def _class(name: str) -> Any:
     """Return the class `module:Qualified.Name`. Raises TypeError unless it is farspan's data."""
     module, _, path = name.partition(":")
     if not _OWN.fullmatch(module):
-        raise TypeError(f"{name} is no class of farspan's")
+        raise TypeError(f"{name} is not a class of farspan")
     first, *inner = path.split(".")
     found: Any = load(module, first)
     for part in inner:
         found = vars(found)[part]
     data = is_dataclass(found) or (isinstance(found, type) and issubclass(found, (Enum, tuple)))
     if not isinstance(found, type) or not (data or issubclass(found, _ERRORS)):
-        raise TypeError(f"{name} is no class of data")
+        raise TypeError(f"{name} is not a class of data")
     return found
 
 
@@ -279,7 +279,7 @@ def _instance(content: Any) -> Any:
     kind = _class(name)
     names = kind._fields if issubclass(kind, tuple) else [own.name for own in fields(kind)]
     if set(given) != set(names):
-        raise TypeError(f"{name} has other fields than {sorted(given)}")
+        raise TypeError(f"the fields of {name} differ from {sorted(given)}")
     values = [_value(given[own]) for own in names]
     if issubclass(kind, tuple):
         return tuple.__new__(kind, values)
@@ -293,7 +293,7 @@ def _error(content: Any) -> Exception:
     name, given = content
     kind = _class(name)
     if not issubclass(kind, _ERRORS):
-        raise TypeError(f"{name} is no error")
+        raise TypeError(f"{name} is not an error")
     made: Exception = kind.__new__(kind, *map(_value, given))
     made.args = tuple(map(_value, given))
     return made
@@ -303,14 +303,14 @@ def _member(content: Any) -> Enum:
     name, member = content
     kind = _class(name)
     if not issubclass(kind, Enum):
-        raise TypeError(f"{name} is no enumeration")
+        raise TypeError(f"{name} is not an enumeration")
     return kind[member]
 
 
 def _dtype(name: Any) -> torch.dtype:
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
+        raise TypeError(f"{name} is not a dtype")
     return found
 
 
@@ -322,7 +322,7 @@ def _array(content: Any) -> np.ndarray:
 def _tensor(content: Any) -> Tensor:
     dtype, shape, data = content
     content = bytearray(base64.b64decode(data))
-    if not content:  # which frombuffer refuses
+    if not content:  # refused by frombuffer
         return torch.empty(0, dtype=_dtype(dtype)).reshape(shape)
     return torch.frombuffer(content, dtype=_dtype(dtype)).reshape(shape)
 

@@ -1,5 +1,5 @@
-"""The processes that share one run: how a launcher such as torchrun made them and their group, what
-they agree on, and when they stop."""
+"""The processes that share one run: their launch by torchrun or another launcher, their process
+group, their agreement on settings, and their common stops."""
 
 import os
 import socket
@@ -29,16 +29,16 @@ from farspan.durable import WriteFailed
 from farspan.program.layout import ALONE, Layout, Rank
 from farspan.spec import VERSION, UnsupportedError
 
+_BACKLOG = 1024  # pending connections: one or two of each rank at the start
 # Set by torchrun, and by any launcher that uses `env://`.
-_BACKLOG = 1024  # connections that wait: one or two of each rank at the start
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # small talk goes through main memory
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # short messages go through main memory
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnv:
-    """One of `ranks` processes; `local` is its index on its machine, and so that of its GPU, and
-    `near` is the number of processes there (torchrun's LOCAL_WORLD_SIZE)."""
+    """The place of this process among `ranks` processes; `local` is its index, and its GPU's, on
+    its machine, which has `near` processes (torchrun's LOCAL_WORLD_SIZE)."""
 
     rank: int
     ranks: int
@@ -47,7 +47,7 @@ class LaunchEnv:
 
 
 def launch_env() -> LaunchEnv | None:
-    """The place of this process; None if no launcher started it and no process group exists."""
+    """Return the place of this process; None without a launcher or process group."""
     if dist.is_initialized():
         rank = dist.get_rank()
         return _placed(rank, dist.get_world_size())
@@ -57,7 +57,7 @@ def launch_env() -> LaunchEnv | None:
 
 
 def _placed(rank: int, ranks: int) -> LaunchEnv:
-    """All ranks are on one machine unless the launcher says otherwise."""
+    """Return the place of a rank; by default all ranks are on one machine."""
     local, near = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", ranks)
     return LaunchEnv(rank, ranks, int(local), int(near))
 
@@ -70,8 +70,8 @@ def process_group(
     FailureDetector, and yield the CooperativeStop of its ranks.
 
     A collective fails after `seconds`. An error inside the block names the first rank that failed.
-    Raises RankFailed where the ranks do not come together; where the store is silent meanwhile, the
-    process ends, unless the group was there.
+    Raises RankFailed if the ranks do not come together; if the store is silent meanwhile, the
+    process ends, unless the group existed before.
     """
     was_there = dist.is_initialized()
     if device.type == "cuda":
@@ -113,9 +113,9 @@ def process_group(
 
 @contextmanager
 def _joining(place: LaunchEnv, seconds: float) -> Iterator[None]:
-    """Calls the store before a FailureDetector watches. One that answers does so within `seconds`;
-    of one that does not, the calls neither return nor raise, and the process ends. Raises
-    RankFailed for what they raise."""
+    """Guard calls of the store before a FailureDetector watches. A store that answers does so
+    within `seconds`; calls of a silent one neither return nor raise, so the process ends. Raises
+    RankFailed for errors of the calls."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     host = _launcher() or f"rank 0, which has the store of all ranks at {where},"
     silent = RankFailed(
@@ -129,7 +129,7 @@ def _joining(place: LaunchEnv, seconds: float) -> Iterator[None]:
         yield
     except RankFailed:
         raise
-    # Of torch.distributed; gloo reserves the bytes that a foreign address announces.
+    # torch.distributed's errors; gloo reserves as many bytes as a foreign address announces.
     except (RuntimeError, MemoryError) as error:
         words = str(error).strip().split("\n", 1)[0]
         why = f"{words}; {host} or another rank has not started, has ended or is frozen"
@@ -141,8 +141,8 @@ def _joining(place: LaunchEnv, seconds: float) -> Iterator[None]:
 
 
 def _store(place: LaunchEnv, timeout: timedelta) -> PrefixStore:
-    """The key-value store of all ranks. torchrun's agent keeps one store through all attempts, with
-    the addresses of dead ranks, so each attempt has a prefix of its own."""
+    """Return the key-value store of all ranks. torchrun's agent keeps one store through all
+    attempts, with the addresses of dead ranks, so each attempt has a prefix of its own."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_master = place.rank == 0 and _launcher() is None
     store = TCPStore(
@@ -158,12 +158,12 @@ def _store(place: LaunchEnv, timeout: timedelta) -> PrefixStore:
 
 
 def _listen(host: str, port: int, is_far: bool) -> int | None:
-    """Return a socket that listens at MASTER_ADDR's own address alone, where TCPStore would listen
-    on every interface. None where this machine has no such address (a service's name, say), where
-    ranks are far and only this machine reaches it, or where the port is this process's already."""
+    """Return a socket that listens at MASTER_ADDR's own address alone; TCPStore would listen on
+    every interface. None if this machine has no such address (a service's name, say), if some ranks
+    are on other machines and the address is local, or if this process already uses the port."""
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:  # TCPStore names the host that is unknown
+    except OSError:  # TCPStore names the unknown host
         return None
     loopback = all(str(place[4][0]).startswith(("127.", "::1")) for place in places)
     if loopback and is_far and host not in ("localhost", "127.0.0.1", "::1"):
@@ -181,7 +181,7 @@ def _listen(host: str, port: int, is_far: bool) -> int | None:
 
 
 def _launcher() -> str | None:
-    """The launcher's store, in words; None where rank 0 has the store."""
+    """Return a description of the launcher's store; None if rank 0 has the store."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return f"the launcher's store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -191,13 +191,14 @@ _boards = 0
 
 
 def _number() -> int:
-    """Every FailureDetector of a group has keys of its own: ranks open them in the same order."""
+    """Return the number of the next FailureDetector, which names its keys: ranks open detectors in
+    the same order."""
     global _boards
     _boards += 1
     return _boards
 
 
-# -- what they agree on --------------------------------------------------------------------------
+# -- agreement of the processes ------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -206,16 +207,16 @@ OWN = ("data.cache",)  # keys that may differ from rank to rank
 
 
 class StopPoint(Enum):
-    """Where all ranks may leave what they are at."""
+    """Points at which all ranks may leave a step or an evaluation."""
 
     BATCH = auto()  # before each batch of a step or an evaluation
-    CELL = auto()  # behind a cell of a step
-    HELD_OUT_CELL = auto()  # of an evaluation
+    CELL = auto()  # after a cell of a step
+    HELD_OUT_CELL = auto()  # after a cell of an evaluation
 
 
 @dataclass(slots=True)
 class DistributedContext:
-    """This process among those of its run. All of them make the same calls in the same order."""
+    """This process in its run. All processes of a run make the same calls in the same order."""
 
     device: torch.device
     launch: LaunchEnv | None = None  # None: alone
@@ -226,7 +227,7 @@ class DistributedContext:
 
     @property
     def is_rank0(self) -> bool:
-        """Whether it writes the folder and prints."""
+        """True on the process that writes the run folder and prints."""
         return self.launch is None or self.launch.rank == 0
 
     @property
@@ -236,48 +237,48 @@ class DistributedContext:
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return 1 if self.launch is None else self.launch.ranks
 
     @property
     def local_size(self) -> int:
-        """How many of them are on this machine."""
+        """The number of processes on this machine."""
         return 1 if self.launch is None else self.launch.near
 
     @property
     def replica(self) -> int:
-        """Index of this rank's replica along `data`."""
+        """The index of this rank's replica along `data`."""
         return 0 if self.ranks is None else self.ranks.rank.along["data"]
 
     @property
     def replicas(self) -> int:
-        """How many replicas there are along `data`."""
+        """The number of replicas along `data`."""
         return self.layout.data
 
     def set_layout(self, layout: Layout) -> None:
-        """From now on ranks have their places in a layout."""
+        """Place the ranks in a layout from now on."""
         if self.launch is not None:
             timeout = timedelta(seconds=self.timeout)
             self.ranks, self.layout = ParallelContext(layout, self.device, timeout), layout
 
     def maximum(self, value: int) -> int:
-        """The largest value that any rank gives."""
+        """Return the largest value of any rank."""
         return max(self.all_gather(value))
 
     def minimum(self, value: int) -> int:
-        """The smallest value that any rank gives."""
+        """Return the smallest value of any rank."""
         return min(self.all_gather(value))
 
     def request_stop(self, number: int) -> None:
-        """Asks all ranks to leave the step for this signal. A signal handler may call it."""
+        """Ask all ranks to leave the step for this signal. A signal handler may call it."""
         if self.halt is not None:
             self.halt.ask(number)
 
     def must_stop(self, place: StopPoint) -> int:
-        """The signal's number if all ranks leave the step here, else 0. Only points that every rank
-        passes are counted."""
-        # Stages of a pipeline have cells of their own, and the last held-out sequence, which one of
-        # the replicas has, may be shorter than the others.
+        """Return the signal's number if all ranks leave the step here, else 0. Only points that
+        every rank passes are counted."""
+        # Each pipeline stage has cells of its own, and the last held-out sequence, of one replica
+        # only, may be shorter than the others.
         if place is not StopPoint.BATCH and self.layout.pipeline > 1:
             return 0
         if place is StopPoint.HELD_OUT_CELL and self.replicas > 1:
@@ -285,16 +286,16 @@ class DistributedContext:
         return 0 if self.halt is None else self.halt.pass_place()
 
     def stop_requested(self) -> bool:
-        """Whether all ranks will stop behind a cell: this one knows, others may not yet."""
+        """Return whether this rank knows that all will stop after a cell; others may not yet."""
         return self.halt is not None and self.layout.pipeline == 1 and self.halt.is_asked
 
     def first_given(self, found: T | None) -> tuple[int, T] | None:
-        """The number and the value of the first rank that gives one; None if none does."""
+        """Return the number and the value of the first rank whose value is not None, if any."""
         everyone = enumerate(self.all_gather(found))
         return next(((number, one) for number, one in everyone if one is not None), None)
 
     def gather_replicas(self, items: list[T]) -> list[T]:
-        """The items of all replicas, one after the other."""
+        """Return the items of all replicas, one replica after the other."""
         if self.ranks is None:
             return items
         found = self.all_gather(items)
@@ -302,18 +303,19 @@ class DistributedContext:
         return [item for rank in firsts for item in found[rank]]
 
     def all_gather(self, value: T) -> list[T]:
-        """The value of each rank, in their order."""
+        """Return the value of each rank, in the order of ranks."""
         return [value] if self.launch is None else _everyone(value)
 
     def sum_over_replicas(self, count: int) -> int:
-        """The sum over replicas."""
+        """Return the sum of a count over replicas."""
         if self.ranks is None:
             return count
         return int(self.ranks.among("data").sum(torch.tensor([count], device=self.ranks.device)))
 
-    def run_on_rank0(self, work: Callable[[], T], what: str = "what it does for all") -> T:
-        """What `work` returns on rank 0, on every rank; the others wait for it. UnsupportedError
-        and WriteFailed are raised on every rank too. `what` names the work if it takes too long."""
+    def run_on_rank0(self, work: Callable[[], T], what: str = "its work for all ranks") -> T:
+        """Return on every rank the value that `work` returns on rank 0; the others wait for it.
+        UnsupportedError and WriteFailed are raised on every rank too. `what`: label for the timeout
+        message."""
         return (
             work()
             if self.launch is None
@@ -321,14 +323,14 @@ class DistributedContext:
         )
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Copies rank 0's tensors into those of every rank."""
+        """Copy rank 0's tensors into those of every rank."""
         if self.launch is None:
             return
         for tensor in tensors:
             broadcast_bits(tensor)
 
     def refuse_unlike(self, what: str, value: str) -> None:
-        """Raises UnsupportedError on all ranks if their values differ."""
+        """Raise UnsupportedError on all ranks if their values differ."""
         if self.ranks is not None:
             self.ranks.refuse_unlike(what, value)
 
@@ -337,9 +339,12 @@ class DistributedContext:
 def join_run(
     launch: LaunchEnv | None, device: torch.device, values: Mapping[str, Any], timeout: float
 ) -> Iterator[DistributedContext]:
-    """This process and the others that were started with it, once their runs are known to be the
-    same. `device` is what the run names, `values` are the run's leaves by their dotted keys.
-    Raises UnsupportedError if ranks differ, and RankFailed if another rank failed."""
+    """Yield the context of this process, once all processes of the run are known to have the same
+    settings.
+
+    `device` is the run file's, `values` are the run's leaves by their dotted keys. Raises
+    UnsupportedError if ranks differ, and RankFailed if another rank failed.
+    """
     if launch is None:
         yield DistributedContext(device)
         return
@@ -350,7 +355,7 @@ def join_run(
 
 
 def _own_device(name: str, device: torch.device, launch: LaunchEnv) -> torch.device:
-    """The device of this process. Raises UnsupportedError if another rank has it too."""
+    """Return the device of this process. Raises UnsupportedError if another rank has it too."""
     if device.type != "cuda" or (device.index is not None and launch.ranks == 1):
         return device
     if device.index is not None:
@@ -367,7 +372,7 @@ def _own_device(name: str, device: torch.device, launch: LaunchEnv) -> torch.dev
 
 
 def _refuse_unlike(values: Mapping[str, Any]) -> None:
-    """Raises UnsupportedError if a rank has another run or other versions than rank 0."""
+    """Raise UnsupportedError if a rank has another run or other versions than rank 0."""
     given = {key: value for key, value in values.items() if key not in OWN}
     mine = {**given, "farspan": VERSION, "torch": torch.__version__}
     all_of = _everyone(mine)
@@ -382,7 +387,7 @@ def _refuse_unlike(values: Mapping[str, Any]) -> None:
 
 
 def _everyone(value: T) -> list[T]:
-    """What each rank of the process group gives, in their order."""
+    """Return the value of each rank of the process group, in their order."""
     return messages.gather(value)
 
 

@@ -1,9 +1,9 @@
-"""Tensor parallelism with sequence parallelism (arXiv 2205.05198, 4.2): a decoder layer whose
-weights are sharded over ranks, on tokens that the ranks share.
+"""Tensor parallelism with sequence parallelism (arXiv 2205.05198, 4.2): the weights of a decoder
+layer are sharded over ranks, and so are its tokens.
 
-Every rank has its own tokens outside of the blocks, attention and MLP: residuals and norms run on
-them. A block gathers the tokens of all its peers, computes its own heads or features of them, and
-scatters the sums. In the backward gathering becomes scattering and the reverse.
+Outside of the blocks, attention and MLP, every rank has its own tokens, on which residuals and
+norms run. A block gathers the tokens of all its peers, computes its own heads or features of them,
+and scatters the sums. In the backward, gathering becomes scattering and the reverse.
 
 A layer runs in a shell, a shallow copy with stand-ins for its blocks, which is dropped with the
 cell. The model keeps its modules; only its parameters become slices.
@@ -33,12 +33,12 @@ from farspan.distributed.tensor_plan import (
 from farspan.spec import UnsupportedError
 
 TOKENS = 1  # the dimension of a hidden state [B, C, h]
-# Attributes that count heads, of attention and of its configuration.
+# Attributes that count heads, in attention and its configuration.
 HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 
 Module = TypeVar("Module", bound=nn.Module)
-BlockWrapper = Callable[[str, nn.Module], nn.Module]  # a block's name and what runs on all tokens
-# (a wide module's name, a rank's features, their dimension) -> those of all ranks
+BlockWrapper = Callable[[str, nn.Module], nn.Module]  # block's name, module on all tokens
+# (a wide module's name, a rank's features, their dimension) -> the features of all ranks
 GatherFeatures = Callable[[str, Tensor, int], Tensor]
 
 
@@ -50,7 +50,7 @@ class TensorParallel:
     peers: Communicator
 
     def cut_layers(self, layers: nn.ModuleList) -> None:
-        """Replace the parameters that are cut by this rank's slices of them, once."""
+        """Replace the sharded parameters by this rank's slices, once."""
         for layer, plan in zip(layers, self.plan.layers, strict=True):
             for name, cut in plan.cuts.items():
                 module, leaf = _weight_place(layer, name)
@@ -59,17 +59,18 @@ class TensorParallel:
                 module._parameters[leaf] = nn.Parameter(own, requires_grad=whole.requires_grad)
 
     def is_cut(self, name: str) -> bool:
-        """Is this parameter of the model cut? If so, its gradient is complete on every rank. The
-        gradient of any other parameter is complete when summed over the peers."""
+        """Return whether this parameter of the model is sharded. If so, its gradient is complete on
+        every rank. The gradient of any other parameter is complete when summed over the peers."""
         return name in self.plan.cuts
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's slice of a tensor like the parameter: the tensor itself if it is not cut."""
+        """Return this rank's slice of a tensor like the parameter, or the tensor itself if the
+        parameter is not sharded."""
         cut = self.plan.cuts.get(name)
         return whole if cut is None else cut.slice(whole, self.peers.index, self.peers.size)
 
     def whole(self, name: str, local: Tensor) -> Tensor:
-        """The tensor of which every peer has its slice. All peers call it, name after name."""
+        """Return the tensor of which each peer has a slice. All peers call it, name after name."""
         cut = self.plan.cuts.get(name)
         if cut is None:
             return local
@@ -81,11 +82,11 @@ class TensorParallel:
     def shell(
         self, index: int, layer: Module, counts: Counts, inside: BlockWrapper | None = None
     ) -> Module:
-        """Layer `index`, or a shell of it, for own tokens in and out: [B, counts[peer], h].
+        """Return layer `index`, or its shell, for own tokens in and out: [B, counts[peer], h].
 
-        What else the layer is called with (position embeddings) is that of the tokens of all peers,
-        in their order; attention is asked for with those tokens and this rank's heads. `inside`
-        may put something in the place of a block that runs on all tokens, such as tiles.
+        The layer's other inputs (position embeddings) cover the tokens of all peers, in their
+        order; attention is called with those tokens and this rank's heads. `inside` may replace a
+        block that runs on all tokens, by tiles for example.
         """
 
         def gather(_: str, x: Tensor, dim: int) -> Tensor:
@@ -103,7 +104,7 @@ class TensorParallel:
 
 
 class ModuleProxy(nn.Module):
-    """Stands in a module's place: families read attributes of their layers' children."""
+    """Stands in for a module: model families read attributes of their layers' children."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -117,7 +118,7 @@ class ModuleProxy(nn.Module):
 
 
 class _SharedBlock(ModuleProxy):
-    """A block that is given a rank's own tokens and gives what belongs to them."""
+    """A block that takes a rank's own tokens and returns their outputs."""
 
     def __init__(
         self, inner: nn.Module, bias: nn.Parameter | None, peers: Communicator, counts: Counts
@@ -138,10 +139,10 @@ class _SharedBlock(ModuleProxy):
 
 
 class _Wide(nn.Module):
-    """Gives a module the features of all ranks, and goes on with the rank's own.
+    """Runs a module on the features of all ranks, and returns the rank's own.
 
-    Backward it is given the gradients of all features too: the module computes the very bits that
-    it does uncut, and no rank's part of a sum is rounded to what the module computes in.
+    The backward gathers the gradients of all features too: the module computes the very bits that
+    it does when whole, and no rank's part of a sum is rounded to the module's dtype.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class _Wide(nn.Module):
         size = x.shape[dim]
         place = _WeightPlace(self._wide.name, dim, self._index * size, size, self._gather)
         module = twin(self.inner)
-        # Every rank has the gradients of all these weights, and gives those of its own features.
+        # Every rank has the gradients of all these weights; each keeps those of its own features.
         module.__dict__["_parameters"] = {
             name: p if p is None else _only(p, place.start, size)
             for name, p in self.inner._parameters.items()
@@ -178,7 +179,8 @@ class _LocalHeads:
 def local_block(
     module: nn.Module, block: TensorBlock, ranks: int, index: int, gather: GatherFeatures
 ) -> nn.Module:
-    """A shell of a block whose parameters are slices: its share of the sum, without the bias."""
+    """Return a shell of a block whose parameters are slices; it computes its share of the sum,
+    without the bias."""
     shell = twin(module)
     last = twin(module.get_submodule(block.last))
     last.__dict__["_parameters"] = {**last._parameters, "bias": None}
@@ -195,7 +197,7 @@ def local_block(
 
 
 def twin(module: Module) -> Module:
-    """A module whose children may be replaced; they and its parameters are the module's own."""
+    """Return a copy whose children may be replaced; it shares them and its parameters."""
     shell = copy.copy(module)
     shell.__dict__["_modules"] = dict(module._modules)
     return shell
@@ -215,7 +217,7 @@ def _weight_place(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _only(weight: Tensor, start: int, size: int) -> Tensor:
-    """The same numbers, of which those of some rows alone have a gradient."""
+    """Return the same values, of which only some rows have a gradient."""
     before, own, after = weight.split([start, size, weight.shape[0] - start - size])
     return torch.cat([before.detach(), own, after.detach()])
 
@@ -238,7 +240,8 @@ class _WeightPlace:
 
 
 class _Every(torch.autograd.Function):
-    """The features of all ranks; each goes on with the same, so backward its own are complete."""
+    """Gathers the features of all ranks; all ranks continue with the same ones, so in the backward
+    each rank's own gradients are complete."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: _WeightPlace) -> Tensor:
@@ -251,7 +254,7 @@ class _Every(torch.autograd.Function):
 
 
 class _Own(torch.autograd.Function):
-    """A rank's own features of all; backward, the gradients of all."""
+    """Selects a rank's own features; the backward gathers the gradients of all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: _WeightPlace) -> Tensor:
@@ -264,7 +267,7 @@ class _Own(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """What all peers have along a dimension; backward, the sums of what is theirs."""
+    """Gathers the peers' parts along a dimension; the backward sums and scatters them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Communicator, counts: Counts, dim: int) -> Tensor:
@@ -277,7 +280,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _ScatterSum(torch.autograd.Function):
-    """The sum over peers of what is this rank's; backward, what all peers have."""
+    """Sums over peers and keeps this rank's part; the backward gathers the parts of all peers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Communicator, counts: Counts, dim: int) -> Tensor:
@@ -299,17 +302,17 @@ def _scatter_sum(x: Tensor, peers: Communicator, counts: Counts, dim: int) -> Te
     return own.movedim(0, dim).contiguous()
 
 
-# A layer's number, and itself or a shell of it -> what it gives for random hidden states
-# [B, C, h], in the dtype of its parameters, with dense attention that keeps no state between calls.
+# A layer's number, and the layer or its shell -> its outputs for random hidden states [B, C, h], in
+# the dtype of its parameters, with dense attention that keeps no state between calls.
 RunLayer = Callable[[int, nn.Module], Tensor]
 
-# Half of float32's digits: products of other shapes and norms in float32 round apart by 1e-7.
+# Half of float32's digits: products of other shapes and norms in float32 differ by 1e-7.
 PROBE_LIMIT = torch.finfo(torch.float32).eps ** 0.5
 
 
 @torch.no_grad()
 def check_layers(plan: TensorPlan, layers: nn.ModuleList, run: RunLayer) -> None:
-    """Raises UnsupportedError where a layer, before it is cut, is not what its parts add up to."""
+    """Raise UnsupportedError if the parts of an uncut layer do not add up to the layer."""
     known = set()
     for index, (layer, cuts) in enumerate(zip(layers, plan.layers, strict=True)):
         kind = layer_signature(layer, index)
@@ -347,7 +350,7 @@ def _run_sharded(
 
 @dataclass(slots=True)
 class _AllRanksFeatures:
-    """What every rank was seen to give a module that reads the features of all."""
+    """The inputs of every rank to modules that read the features of all."""
 
     ranks: int
     seen: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -362,7 +365,7 @@ class _AllRanksFeatures:
 
 
 class _AllRanksBlock(ModuleProxy):
-    """A block as all ranks compute it, their outputs added."""
+    """A block as all ranks compute it, with their outputs added."""
 
     def __init__(self, module: nn.Module, block: TensorBlock, cuts: LayerPlan, ranks: int) -> None:
         super().__init__(module)
@@ -380,7 +383,7 @@ class _AllRanksBlock(ModuleProxy):
         ]
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        # Each turn, what one more module in a row reads of the other ranks is what they give it.
+        # Each pass, one more module in a row reads the inputs that the other ranks gave it.
         for _ in self._block.wide:
             for part in self._parts:
                 part(*arguments, **keywords)
@@ -393,7 +396,7 @@ class _AllRanksBlock(ModuleProxy):
 
 
 def _sliced(module: nn.Module, name: str, cuts: LayerPlan, rank: int, ranks: int) -> nn.Module:
-    """A shell of a block in which parameters are one rank's slices."""
+    """Return a shell of a block in which parameters are one rank's slices."""
     shell = twin(module)
     holders: dict[str, nn.Module] = {"": shell}
     shell.__dict__["_parameters"] = dict(module._parameters)
@@ -417,7 +420,7 @@ def _dtype(layer: nn.Module) -> torch.dtype:
 
 
 def _randomise(layer: nn.Module) -> None:
-    """Random weights: a fresh model's zeros and ones would hide what is added twice."""
+    """Draw random weights: zeros and ones would hide terms that are added twice."""
     for number, p in enumerate(layer.parameters()):
         generator = torch.Generator(p.device).manual_seed(number)
         noise = torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
@@ -425,6 +428,6 @@ def _randomise(layer: nn.Module) -> None:
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|."""
+    """Return |found - expected| / |expected|."""
     error = float((found.double() - expected.double()).norm())
     return error / float(expected.double().norm())

@@ -1,17 +1,17 @@
-"""How decoder layers are sharded over the ranks of `tensor`, from the model's own plan.
+"""Sharding of decoder layers over the ranks of `tensor`, from the model's own plan.
 
 transformers names, family by family, the linear modules that are sharded by outputs ("colwise") and
 by inputs ("rowwise"): `base_model_tp_plan`. A block, a layer's attention or MLP, begins with the
-former and ends with one of the latter, so that its output is the sum over ranks of what each
-computes from its own heads or features (Megatron-LM 3). Nothing outside the layers is sharded:
-every rank has the whole embedding and head, whose tokens the ranks share anyway.
+former and ends with one of the latter, so that its output is the sum over ranks of the outputs for
+each rank's own heads or features (Megatron-LM 3). Nothing outside the layers is sharded: every rank
+has the whole embedding and head, whose tokens the ranks share anyway.
 
 Where transformers gathers the activations between the two ("colwise_gather_output",
 "rowwise_split_input"), they stay sharded here: outputs of several kinds in one weight are cut kind
-by kind, and a norm over the features of all ranks gathers its input. `tensor.check_layers` finds
-out whether a block so cut is the block.
+by kind, and a norm over the features of all ranks gathers its input. `tensor.check_layers` verifies
+that the parts of a block add up to the block.
 
-`layer_signature` says which layers are made alike, so that only one of them is checked.
+`layer_signature` tells which layers are built alike, so that one of each kind is checked.
 """
 
 import re
@@ -36,14 +36,14 @@ INSTEAD = "use ulysses instead of tensor"
 
 @dataclass(frozen=True, slots=True)
 class ParameterCut:
-    """How a parameter is cut along one dimension: each rank has an equal slice of every part."""
+    """The cut of a parameter along one dimension: each rank has an equal slice of every part."""
 
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole parameter
     dim: int
     parts: tuple[int, ...]  # their sum is shape[dim]
 
     def slice(self, whole: Tensor, index: int, ranks: int) -> Tensor:
-        """What rank `index` of `ranks` has of it, in memory of its own."""
+        """Return the slices of rank `index` of `ranks`, in memory of its own."""
         assert tuple(whole.shape) == self.shape, (whole.shape, self.shape)
         own = []
         for piece in whole.split(self.parts, self.dim):
@@ -52,7 +52,7 @@ class ParameterCut:
         return torch.cat(own, self.dim).contiguous()
 
     def join(self, slices: Sequence[Tensor]) -> Tensor:
-        """The whole, from what each rank has."""
+        """Return the whole parameter from the slices of all ranks."""
         sizes = [size // len(slices) for size in self.parts]
         pieces = [own.split(sizes, self.dim) for own in slices]
         return torch.cat(
@@ -65,7 +65,7 @@ class WideModule:
     """A module inside a block that reads the features of all ranks: a norm over all heads."""
 
     name: str
-    shape: tuple[int, ...]  # the trailing dimensions that it reads; the first of them is cut
+    shape: tuple[int, ...]  # trailing dimensions that it reads; the first is cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class TensorBlock:
     """A child of a layer that all tokens enter, and whose outputs are summed over ranks."""
 
     name: str
-    last: str  # its rowwise module
+    last: str  # name of its rowwise module
     attends: bool
     wide: tuple[WideModule, ...]
 
@@ -81,22 +81,22 @@ class TensorBlock:
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
     blocks: tuple[TensorBlock, ...]
-    cuts: dict[str, ParameterCut]  # by the parameter's name in the layer
+    cuts: dict[str, ParameterCut]  # by parameter name in the layer
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Which parameters of a model are sharded over `ranks` ranks, and how its layers then run."""
+    """The sharded parameters of a model over `ranks` ranks, and the blocks of its layers."""
 
     ranks: int
-    prefix: str  # of the layers, in the model
+    prefix: str  # name of the list of layers in the model
     layers: tuple[LayerPlan, ...]
 
     @cached_property
     def cuts(self) -> dict[str, ParameterCut]:
-        """By the parameter's name in the model. The gradient of any other parameter of a layer is
-        complete only when summed over the ranks of `tensor`: norms see a rank's own tokens, those
-        inside attention its own heads, and a rowwise bias is added to its own tokens."""
+        """The cuts by parameter name in the model. The gradient of any other parameter of a layer
+        is complete only when summed over the ranks of `tensor`: norms see a rank's own tokens,
+        those inside attention its own heads, and a rowwise bias is added to its own tokens."""
         return {
             f"{self.prefix}.{index}.{name}": cut
             for index, layer in enumerate(self.layers)
@@ -105,10 +105,10 @@ class TensorPlan:
 
 
 def plan_tensor(model: nn.Module, layers: nn.ModuleList, ranks: int) -> TensorPlan:
-    """The plan of a causal LM whose list of decoder layers is `layers`.
+    """Return the plan of a causal LM whose list of decoder layers is `layers`.
 
-    Raises UnsupportedError for a model without a plan, and for what its plan asks for inside a
-    layer that is not done here exactly.
+    Raises UnsupportedError for a model without a plan, and for styles inside a layer that farspan
+    cannot shard exactly.
     """
     prefix, decoder = _owner(model, layers)
     config: Any = decoder.config
@@ -134,9 +134,9 @@ def plan_tensor(model: nn.Module, layers: nn.ModuleList, ranks: int) -> TensorPl
 
 @dataclass(frozen=True, slots=True)
 class _PlanReader:
-    """Reads the model's plan for one layer after the other."""
+    """Reads the model's plan, layer by layer."""
 
-    styles: dict[str, str]  # by the name in the layer, with * for numbers
+    styles: dict[str, str]  # by name in the layer, with * for numbers
     ranks: int
     heads: int
     kv_heads: int
@@ -163,7 +163,7 @@ class _PlanReader:
         return LayerPlan(tuple(blocks), cuts)
 
     def _named(self, layer: nn.Module) -> Iterator[tuple[str, str]]:
-        """What of the layer the plan names, modules and parameters, with its style."""
+        """Yield the modules and parameters of the layer that the plan names, with their styles."""
         names = [name for name, _ in layer.named_modules()]
         names += [name for name, _ in layer.named_parameters()]
         for name in names:
@@ -204,7 +204,7 @@ class _PlanReader:
         return TensorBlock(name, last[0], attends, tuple(_wide(module, widths, styles)))
 
     def _parts(self, style: str, outputs: int, features: int, attends: bool) -> tuple[int, ...]:
-        """The kinds of outputs that stand one after the other in one weight."""
+        """Return the sizes of the kinds of outputs, such as Q, K and V, in one weight."""
         if style == "colwise":
             return (outputs,)
         of_keys = features // self.heads * self.kv_heads
@@ -224,7 +224,7 @@ class _PlanReader:
 
 
 def _owner(model: nn.Module, layers: nn.ModuleList) -> tuple[str, nn.Module]:
-    """The name of the list of layers, and the module that holds it."""
+    """Return the name of the list of layers, and the module that holds it."""
     for name, module in model.named_modules():
         if module is layers:
             return name, model.get_submodule(name.rpartition(".")[0])
@@ -232,7 +232,7 @@ def _owner(model: nn.Module, layers: nn.ModuleList) -> tuple[str, nn.Module]:
 
 
 def _styles(decoder: nn.Module, layers: str) -> dict[str, str]:
-    # A decoder's own plan also has what was set on the instance.
+    # A decoder's own plan also has entries set on the instance.
     config: Any = decoder.config
     plans = (getattr(config, "base_model_tp_plan", None), getattr(decoder, "_tp_plan", None))
     start = f"{layers}.*."
@@ -256,7 +256,8 @@ def _linear(where: str, leaf: str, style: str, block: nn.Module) -> nn.Linear:
 
 
 def _column(where: str, leaf: str, style: str, block: nn.Module) -> dict[str, nn.Parameter]:
-    """What is cut of a colwise module, or a parameter of the block's own such as sinks."""
+    """Return the sharded parameters of a colwise module, or one of the block itself such as
+    sinks."""
     own = block._parameters.get(leaf)
     if own is not None:
         return {leaf: own}
@@ -273,7 +274,7 @@ def _wide(block: nn.Module, widths: set[int], styles: dict[str, str]) -> Iterato
 
 
 def _refuse_whole_attention(where: str, layer: nn.Module, blocks: Sequence[TensorBlock]) -> None:
-    """Attention that is not sharded would see only the rank's own tokens."""
+    """Refuse attention that is not sharded: it would see only the rank's own tokens."""
     cut = {block.name for block in blocks if block.attends}
     for name, child in layer.named_children():
         if name not in cut and any(hasattr(module, "is_causal") for module in child.modules()):
@@ -292,10 +293,11 @@ def _refuse_tied(model: nn.Module, plan: TensorPlan) -> None:
             raise UnsupportedError(f"tensor: {other} and {name} are tied; untie them, or {INSTEAD}")
 
 
-# What families call a layer's place in its model, for its cache: it makes no layer another one.
+# Names that model families give to a layer's index in its model, for its cache; layers that differ
+# in these alone are alike.
 INDEX_NAMES = {
     "layer_idx", "layer_id", "layer_num", "layer_number", "layer_index", "block_id", "block_index",
-    "target_name",  # among what peft 0.21 made an adapter with
+    "target_name",  # set by peft 0.21 on adapters
 }  # fmt: skip
 NO_SETTINGS = INDEX_NAMES | set(vars(nn.Module()))
 PLAIN_SETTINGS = (
@@ -305,8 +307,9 @@ PLAIN_SETTINGS = (
 
 
 def layer_signature(layer: nn.Module, index: int) -> tuple[Any, ...]:
-    """Modules, tensors and settings of a layer: SmolLM3's with and without rotation differ by one
-    flag. With a hook or a forward of its own a layer is like no other."""
+    """Return the modules, tensors and settings of a layer, equal for layers that compute alike:
+    those of SmolLM3 with and without rotation differ by one flag. A layer with a hook or a replaced
+    forward equals no other."""
     modules = tuple((type(module), *_settings(module)) for module in layer.modules())
     parameters = tuple((*p.shape, p.requires_grad) for p in layer.parameters())
     buffers = tuple(tuple(b.shape) for b in layer.buffers())
@@ -318,7 +321,7 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Equal where two settings are: of what cannot be looked into, where they are one object."""
+    """Return a value that is equal for equal settings; opaque objects equal only themselves."""
     if isinstance(value, PLAIN_SETTINGS):
         return value
     if isinstance(value, Tensor):
@@ -336,7 +339,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_customised(layer: nn.Module) -> bool:
-    """Does somebody's hook or replaced forward make this layer one of its own?"""
+    """Return whether a hook or a replaced forward makes this layer differ from all others."""
     return any(
         bool(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m))
         for m in layer.modules()

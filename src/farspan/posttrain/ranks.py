@@ -1,5 +1,5 @@
-"""A Trainer on several ranks: those that share a sequence are one process to it, and replicas with
-sequences of their own are as many."""
+"""A Trainer on several ranks: ranks that share a sequence act as one of its processes, and each
+replica with sequences of its own is one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +16,13 @@ from farspan.lazy import load
 from farspan.program.layout import Layout
 from farspan.spec import UnsupportedError
 
-# Trainers of TRL that gather from processes by themselves, which would count a sequence several
-# times.
+# TRL trainers that gather from all processes themselves and would count a sequence repeatedly.
 _GATHER = ("GRPOTrainer", "RLOOTrainer")
 
 
 def context_of(accelerator: Any, layout: Layout | None, kind: type) -> ParallelContext | None:
-    """The ranks of a Trainer's processes; None of one. Raises UnsupportedError where they cannot
-    share a step of this kind of Trainer."""
+    """Return the ranks of a Trainer's processes; None for one process. Raises UnsupportedError if
+    they cannot share a step of this kind of Trainer."""
     processes = accelerator.num_processes
     if layout is not None and not isinstance(layout, Layout):
         raise UnsupportedError(
@@ -34,13 +33,13 @@ def context_of(accelerator: Any, layout: Layout | None, kind: type) -> ParallelC
         return None
     if layout is None:
         raise UnsupportedError(
-            f"layout: {processes} processes were started; say how they share a step, such as "
+            f"layout: {processes} processes were started; choose how they share a step, such as "
             f"layout=farspan.Layout(ulysses={processes}), or data={processes} for replicas"
         )
     if layout.devices() != processes:
         raise UnsupportedError(
             f"layout: {layout.devices()} devices, but {processes} process(es) were started; start "
-            f"as many: torchrun --nproc-per-node {layout.devices()} script.py"
+            f"as many processes: torchrun --nproc-per-node {layout.devices()} script.py"
         )
     if layout.data < processes and any(base.__name__ in _GATHER for base in kind.__mro__):
         raise UnsupportedError(
@@ -61,7 +60,7 @@ def context_of(accelerator: Any, layout: Layout | None, kind: type) -> ParallelC
 
 
 def share(accelerator: Any, ranks: ParallelContext) -> None:
-    """Has the accelerator deal batches, gather and average as if replicas were its processes."""
+    """Make the accelerator distribute, gather and average as if replicas were its processes."""
     layout, number = ranks.layout, ranks.rank.along["data"]
     every = range(layout.devices())
     along = [type(ranks.rank)(layout, n).along for n in every]
@@ -69,7 +68,7 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
     kind: Any = type(accelerator)
 
     class Replicas(kind):
-        """Of all processes those that have sequences of their own."""
+        """The accelerator state in which replicas count as processes."""
 
         @property
         def num_processes(self) -> int:
@@ -80,27 +79,27 @@ def share(accelerator: Any, ranks: ParallelContext) -> None:
             return number
 
         def gather(self, tensor: Any) -> Any:
-            """Of each replica the tensors of one rank, one behind the other."""
+            """Gather the tensors of one rank of each replica, one replica after the other."""
 
             def chosen(found: Tensor) -> Tensor:
                 return found.unflatten(0, (layout.devices(), -1))[first].flatten(0, 1)
 
-            apply = load("accelerate.utils", "recursively_apply")  # farspan is there without it
+            apply = load("accelerate.utils", "recursively_apply")  # accelerate is optional
             return apply(chosen, super().gather(tensor))
 
         def prepare_model(self, model: nn.Module, *args: Any, **keywords: Any) -> Any:
-            """The model as it is: a step sums gradients over ranks."""
+            """Return the model unwrapped: a step sums gradients over ranks."""
             return super().prepare_model(model, *args, **keywords | {"evaluation_mode": True})
 
         def backward(self, loss: Tensor, **keywords: Any) -> None:
-            """The mean over replicas, of which a step adds up the gradients."""
+            """Run backward on the mean loss over replicas, whose gradients a step adds up."""
             super().backward(loss / layout.data, **keywords)
 
     accelerator.__class__ = Replicas
 
 
 def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
-    """Has every rank of a pipeline all gradients: of a layer its own stage alone has one."""
+    """Give every rank of a pipeline all gradients: a layer's are computed by its stage alone."""
     peers = ranks.among("pipeline")
     if peers.size == 1:
         return
@@ -115,8 +114,8 @@ def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
 
 @contextmanager
 def trained_as(flags: dict[nn.Parameter, bool]) -> Iterator[None]:
-    """Inside it parameters are trained or not, as they were when they were shared: peft freezes
-    adapters while they are off."""
+    """Restore inside the block the requires_grad of parameters at the time they were sharded: peft
+    freezes adapters while they are off."""
     before = {parameter: parameter.requires_grad for parameter in flags}
     try:
         for parameter, is_trained in flags.items():
@@ -128,7 +127,7 @@ def trained_as(flags: dict[nn.Parameter, bool]) -> Iterator[None]:
 
 
 def whole_state(model: nn.Module, sharded: ShardedModel) -> dict[str, Tensor]:
-    """The model's state in main memory, with every parameter whole. All ranks call it."""
+    """Return the model's state in main memory, with every parameter whole. All ranks call it."""
     own = sharded.sharded.parameters()
     wholes = {id(own[name]): whole.cpu().clone() for name, whole in sharded.sharded.wholes()}
     names = dict(model.named_parameters(remove_duplicate=False))
@@ -139,7 +138,7 @@ def whole_state(model: nn.Module, sharded: ShardedModel) -> dict[str, Tensor]:
 
 
 def cut_what_is_loaded(model: nn.Module) -> None:
-    """Has the model cut whole weights that `load_state_dict` is given."""
+    """Make `load_state_dict` of a sharded model take whole weights and keep this rank's part."""
 
     def cut(module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -150,8 +149,8 @@ def cut_what_is_loaded(model: nn.Module) -> None:
 
 
 def keep_states_whole(optimizer: torch.optim.Optimizer) -> None:
-    """Has the optimizer's `state_dict` hold whole tensors, so that all ranks must ask for it, and
-    cut those that it is given."""
+    """Make the optimizer's `state_dict` return whole tensors, so that all ranks must call it, and
+    cut the whole tensors that it loads."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def gathered(_: Any, found: dict[str, Any]) -> dict[str, Any]:

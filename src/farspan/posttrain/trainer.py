@@ -1,11 +1,11 @@
-"""transformers' Trainer, whose steps are farspan's.
+"""transformers' Trainer, with farspan's steps.
 
     class LongDPOTrainer(farspan.LongContext, DPOTrainer): ...
 
-Everything but the forward and backward stays the Trainer's: data, optimizer, schedule of the rate,
-clipping, logging, callbacks and checkpoints. The loss of a plain Trainer is a step's, in one pass.
-TRL's trainers compute their own, and their metrics, from what their model returns: the forward of
-that model is replaced by a step's values, whose backward is the rest of the step.
+Everything but the forward and backward stays the Trainer's: data, optimizer, learning rate
+schedule, clipping, logging, callbacks and checkpoints. A plain Trainer's loss is computed by the
+step, in one pass. TRL's trainers compute their own losses and metrics from their model's outputs:
+the forward of that model is replaced by a step's values, whose backward is the rest of the step.
 """
 
 import copy
@@ -56,16 +56,16 @@ from farspan.spec import Kernels, Schedule, Tier, UnsupportedError
 
 LOG = logging.getLogger(__name__)
 _READ = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
-# What collators add that says no more than position_ids do.
+# Keys that collators add and that position_ids already imply.
 _IMPLIED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
-# Arguments of a Trainer that change what is computed, the value that is needed, and what to do.
+# Arguments of a Trainer that change the computation, the value that farspan needs, and the remedy.
 _ARGUMENTS = {
     "fp16": (False, "load the model with dtype=torch.bfloat16 instead"),
     "bf16_full_eval": (False, "evaluation computes in the dtype of the weights"),
     "fp16_full_eval": (False, "evaluation computes in the dtype of the weights"),
     "torch_compile": (False, "give kernels=Kernels(compile=True) of farspan.spec"),
     "use_liger_kernel": (False, "farspan has kernels of its own, which `kernels` chooses"),
-    "activation_offloading": (False, "the schedule says what goes to main memory"),
+    "activation_offloading": (False, "the schedule decides what goes to main memory"),
     "label_smoothing_factor": (0.0, "the loss is the plain one"),
     "loss_type": ("nll", "the loss is the plain one; newer releases of TRL have others"),
     "cast_lm_head_to_fp32": (False, "logits are computed in the dtype of the weights"),
@@ -73,20 +73,20 @@ _ARGUMENTS = {
     "fsdp": (None, "layout=farspan.Layout(...) cuts weights over ranks"),
     "n_gpu": (1, "set CUDA_VISIBLE_DEVICES to one"),
 }
-# Others that mean the same: no GPU is as good as one, and TRL had the plain loss under two names.
+# Values with the same meaning: no GPU equals one, and TRL had the plain loss under two names.
 _AS_GOOD = {("n_gpu", 0), ("loss_type", "chunked_nll")}
-# Optimizers that update within the backward of the Trainer itself.
+# Optimizers that update within the Trainer's own backward.
 _IN_BACKWARD = ("lomo", "layerwise")
-_MOVED = "farspan-weights-on-host"  # in a checkpoint, where the planner had moved them
-# Trainers whose loss is the plain one, as long as the arguments say nothing else.
+_MOVED = "farspan-weights-on-host"  # in a checkpoint if the planner had moved the weights
+# Trainers whose loss is the plain one, unless the arguments ask for another.
 _PLAIN = {("transformers.trainer", "Trainer"), ("trl.trainer.sft_trainer", "SFTTrainer")}
-# What of another Trainer is not called.
+# Methods of another Trainer that are not called.
 _REPLACED = ("training_step", "prediction_step", "_get_num_items_in_batch")
-# Trainers of TRL that compute their loss from what their model returns for each token, and in which
-# release they began to ask it for that alone.
+# TRL trainers that compute their loss from their model's outputs for each token, and the first
+# release in which they request nothing else.
 _BY_VALUES = tuple(f"{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO"))
 _FUSED, _SINCE = "add_fused_lm_head", "1.16"
-# Of those with a reference, where they take its log-probabilities if these were computed before.
+# For those with a reference model, the batch keys of its log-probabilities if computed before.
 _REFERENCE = {"DPOTrainer": ("ref_chosen_logps", "ref_rejected_logps")}
 _REFERENCE |= {"KTOTrainer": ("ref_logps", "ref_KL_logps")}
 
@@ -94,28 +94,32 @@ _Predicted = tuple[Tensor | None, Tensor | None, Tensor | None]  # loss, outputs
 
 
 class LongContext:
-    """Goes before a Trainer among the bases of a class: its steps then run by `schedule`.
+    """Mixin that runs a Trainer's steps by `schedule`; it precedes the Trainer among the bases.
 
-    The gradients are those of the plain Trainer, on sequences that it has no memory for. Nothing is
-    seen or predicted across padding, nor from one packed document to the next (position_ids that
+    The gradients are those of the plain Trainer, on sequences that it has no memory for. No token
+    sees or predicts across padding, nor from one packed document to the next (position_ids that
     restart). Gradient checkpointing that the arguments turn on is left to the schedule, and
     autocast that a configuration turns on by itself (TRL's bf16) to the dtype of the weights, each
-    with a line of log. Raises UnsupportedError, when it is made or at the first step, for what
-    would be computed otherwise than is asked. `schedule`, `kernels`, `selector`: as in a `Step`.
-
-    Of several processes (torchrun, accelerate launch) `layout` says how they share a step. Ranks
-    that share sequences are given the same batches; those along `data` have their own, as the
-    processes of a plain Trainer. With `fsdp` weights, gradients and optimizer states are cut over
-    ranks; what is saved is whole, and a run may go on in another layout.
+    with a line of log.
 
     Before TRL's SFT, DPO, KTO, Reward, GRPO and RLOO trainers the losses and metrics are those of
     TRL's own code. A reference model, and the model without its adapters, run by the same schedule;
-    DPO's and KTO's reference is asked before the model, whose forward then stands until its
-    backward. Generation, of GRPO and RLOO, is the model's own.
+    DPO's and KTO's reference runs before the model, whose forward is then kept until its backward.
+    Generation, of GRPO and RLOO, is the model's own.
+
+    Args:
+        schedule, kernels, selector: As in a `Step`.
+        layout: How several processes (torchrun, accelerate launch) share a step. Ranks that share
+            sequences get the same batches; those along `data` have their own, as the processes of a
+            plain Trainer. With its `fsdp` weights, gradients and optimizer states are sharded over
+            ranks; checkpoints hold whole tensors, and a run may continue in another layout.
+
+    Raises:
+        UnsupportedError: A setting would change the results (construction or first step).
     """
 
-    # What the other Trainer's class has of its own in place of `compute_loss`, `training_step` or
-    # `prediction_step` computes the plain loss and nothing else.
+    # Set it if the overrides of `compute_loss`, `training_step` or `prediction_step` in the other
+    # Trainer's class compute the plain loss and nothing else.
     plain_loss = False
 
     accelerator: Any
@@ -126,7 +130,7 @@ class LongContext:
     model_accepts_loss_kwargs: bool
     neftune_noise_alpha: Any
     current_gradient_accumulation_steps: int
-    ref_model: Any  # and of TRL's
+    ref_model: Any  # in TRL's trainers as well
     precompute_ref_logps: bool
     _prepare_inputs: Callable[..., dict[str, Any]]
 
@@ -147,13 +151,13 @@ class LongContext:
         self._ranks: ParallelContext | None = None
         self._sharded: ShardedModel | None = None
         self._forwards: list[_Forward] = []
-        self._calls, self._number = (-1, 0), 0  # updates so far and calls since; of all calls
-        self._moved = False  # by the planner: the model's weights, to main memory
+        self._calls, self._number = (-1, 0), 0  # updates and calls since the last one; all calls
+        self._moved = False  # whether the planner has moved the model's weights to main memory
         super().__init__(*args, **kwargs)
-        refuse_adapters(self.model)  # before a batch has what prompt tuning makes of its tokens
+        refuse_adapters(self.model)  # before prompt tuning changes the tokens of a batch
         self._one_pass: Step | None = None
-        self._one_pass_of: Any = None  # the model that it is of
-        # The Trainer's own would come by a hook, other noise in every pass.
+        self._one_pass_of: Any = None  # the model that this step is for
+        # The Trainer would add a hook that draws other noise in every pass.
         self.neftune_noise_alpha = None
         self._refuse_other_arguments()
         self._leave_checkpointing()
@@ -169,19 +173,19 @@ class LongContext:
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
                 self._forwards.append(_Forward(model, self._step_of, self._forwards))
-        for forward in self._forwards:  # of equal weights a reference then has the same bits
+        for forward in self._forwards:  # a reference with equal weights then has equal bits
             forward.head = self._forwards[0].head
-            weakref.finalize(self, setattr, forward, "step", None)  # its memory
+            weakref.finalize(self, setattr, forward, "step", None)  # frees the step's memory
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's accelerator, which leaves a model in main memory that is to stay there, and
-        every forward as it is."""
+        """Create the Trainer's accelerator, which leaves a model in main memory there if the
+        schedule says so, and does not wrap forwards."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.native_amp = False
         self._ranks = context_of(self.accelerator, self._layout, type(self))
         if self._ranks is not None:
             share(self.accelerator, self._ranks)
-        if self._on_host():  # it would place batches and states as well
+        if self._on_host():  # else it would place batches and states as well
             self.accelerator.device_placement = False
 
     def training_step(
@@ -190,10 +194,10 @@ class LongContext:
         inputs: dict[str, Any],
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Loss of one batch, over the trained tokens of all batches of the update; gradients are
-        in `.grad`."""
+        """Return the loss of one batch, over the trained tokens of all batches of the update;
+        gradients are in `.grad`."""
         self._count_draws()
-        self._refuse_other_arguments()  # somebody may have changed them since
+        self._refuse_other_arguments()  # the user may have changed them since
         if self._by_values:
             own: Any = super()
             loss: Tensor = own.training_step(model, inputs, num_items_in_batch)
@@ -205,13 +209,13 @@ class LongContext:
         return loss
 
     def _follow_weights(self) -> None:
-        """Moves the optimizer's states once the planner has moved the weights."""
+        """Move the optimizer's states once the planner has moved the weights."""
         steps = (self._one_pass, *(forward.step for forward in self._forwards[:1]))
         now = any(step is not None and step.plan and step.weights is not None for step in steps)
         if now and not self._moved:
             self._moved = True
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-            optimizer.load_state_dict(optimizer.state_dict())  # to where the weights are
+            optimizer.load_state_dict(optimizer.state_dict())  # to the device of the weights
 
     def _one_pass_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None
@@ -238,8 +242,8 @@ class LongContext:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> "_Predicted":
-        """Loss of one batch. Raises UnsupportedError where outputs are wanted: a vocabulary wide
-        row for every token is what a long sequence has no room for."""
+        """Return the loss of one batch. Raises UnsupportedError if outputs are requested: one row
+        of vocabulary size per token does not fit for a long sequence."""
         self._refuse_other_arguments()
         rewards = any(forward.classifies for forward in self._forwards)
         if not prediction_loss_only and not rewards:
@@ -259,13 +263,13 @@ class LongContext:
         if self._of_replicas(trained_token_count(batch[1], batch[2])) == 0:
             loss = torch.full_like(
                 loss, torch.nan
-            )  # as the plain Trainer's, whose mean leaves it out
+            )  # as the plain Trainer, whose mean leaves it out
         return loss, None, None
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **keywords: Any) -> Any:
-        """The Trainer's own. A reference's log-probabilities are computed first and handed to it:
-        between the model's forward and its backward they would take the memory in which the forward
-        stands, and it would run again."""
+        """Compute the Trainer's own loss. A reference model's log-probabilities are computed first
+        and passed on: between the model's forward and its backward they would take the memory that
+        keeps the forward, which would have to run again."""
         compute = super().compute_loss  # type: ignore[misc]
         names = next(
             (_REFERENCE[k.__name__] for k in type(self).__mro__ if k.__name__ in _REFERENCE), ()
@@ -281,15 +285,16 @@ class LongContext:
             self.precompute_ref_logps = False
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> Any:
-        """TRL's own, which it may also ask for all data as it is made."""
+        """Compute TRL's log-probabilities of the reference, which it may request for a whole
+        dataset in advance."""
         self._replace_forwards()
         return super().compute_ref_log_probs(model, inputs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(
         self, batch_samples: list[dict[str, Any]], device: torch.device
     ) -> Tensor | None:
-        """Trained tokens of all batches of an update: what its loss is divided by, unless the user
-        asks for the mean of each batch."""
+        """Return the number of trained tokens in all batches of an update, which divides its loss,
+        unless the user asks for the mean of each batch."""
         counts = batch_samples and "labels" in batch_samples[0]
         if not counts or not self.model_accepts_loss_kwargs:
             return None
@@ -299,14 +304,13 @@ class LongContext:
         return torch.tensor(self._of_replicas(sum(found)), device=device)
 
     def _of_replicas(self, mine: int) -> int:
-        """The sum over ranks with sequences of their own."""
         if self._ranks is None:
             return mine
         found = torch.tensor([mine], device=self._ranks.device)
         return int(self._ranks.among("data").sum(found))
 
     def _farspan(self) -> Step:
-        # `model_init`, and a search for hyperparameters, put another model in the place of one.
+        # `model_init`, and a search for hyperparameters, replace the model.
         if self._one_pass is None or self._one_pass_of is not self.model:
             self._one_pass, self._one_pass_of = self._step_of(self.model), self.model
         return self._one_pass
@@ -327,7 +331,7 @@ class LongContext:
         return step
 
     def _count_draws(self) -> None:
-        """Has steps drop in this call what they would in a training that goes on."""
+        """Make the dropout of this call's steps that of a continued training."""
         updates, calls = self._calls
         now = self.state.global_step
         self._calls = now, calls + 1 if updates == now else 0
@@ -340,13 +344,13 @@ class LongContext:
         ranks = self._ranks
         if ranks is None or not ranks.layout.cuts_weights() or self._sharded:
             return
-        # The planner, which knows of batches only at the first, leaves weights where they are then.
+        # The planner sees a batch only at the first step, and leaves weights in place then.
         written = self._schedule if isinstance(self._schedule, Schedule) else Schedule()
         self._sharded = parallelize(self.model, written, ranks, kernels=self._kernels)
         cut_what_is_loaded(self.model)
 
     def create_optimizer(self, *args: Any, **keywords: Any) -> Any:
-        """The Trainer's own, whose saved states are whole."""
+        """Create the Trainer's own optimizer, with whole tensors in its saved state."""
         optimizer = super().create_optimizer(*args, **keywords)  # type: ignore[misc]
         if self._sharded is not None:
             keep_states_whole(optimizer)
@@ -359,13 +363,14 @@ class LongContext:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._sharded is not None and not self.args.should_save:
-            self.optimizer.state_dict()  # all ranks give their part of it
+            self.optimizer.state_dict()  # collective: all ranks take part
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if self._moved and self.args.should_save:
             (Path(output_dir) / _MOVED).touch()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """The Trainer's own, with weights and states in main memory where the planner had them."""
+        """Load the Trainer's own states; weights and states go to main memory if the planner had
+        moved them there."""
         of_planner = self._schedule == AUTO and self._ranks is None and checkpoint is not None
         if of_planner and (Path(str(checkpoint)) / _MOVED).exists():
             self._moved = True
@@ -377,12 +382,11 @@ class LongContext:
         return written or self._moved
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leaves a model in main memory that is to stay there."""
         if not self._on_host():
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def _refuse_other_methods(self) -> None:
-        """Raises UnsupportedError where the class computes another loss, as far as can be seen."""
+        """Raise UnsupportedError if the class is seen to compute another loss."""
         kinds = type(self).__mro__
         behind = kinds[kinds.index(LongContext) + 1 :]
         others = [kind for kind in kinds if kind is not LongContext]
@@ -392,9 +396,10 @@ class LongContext:
                     continue
                 if kind.__module__.partition(".")[0] == "trl":
                     raise UnsupportedError(
-                        f"{name}: TRL's {kind.__name__} has a loss of its own, from what its model "
-                        f"does not return here; use one of {', '.join(_BY_VALUES)} of TRL {_SINCE} "
-                        "or newer, or call Step.logprobs and farspan.losses in a loop of your own"
+                        f"{name}: TRL's {kind.__name__} computes its own loss from model outputs "
+                        f"that farspan does not return; use one of {', '.join(_BY_VALUES)} of TRL "
+                        f"{_SINCE} or newer, or call Step.logprobs and farspan.losses in a loop of "
+                        "your own"
                     )
                 if not self.plain_loss:
                     raise UnsupportedError(
@@ -407,7 +412,7 @@ class LongContext:
             if name == "loss_type" and self._by_values:
                 continue
             given = getattr(self.args, name, needed)
-            off = given is None or not (given or needed)  # False, 0 and no name all say so
+            off = given is None or not (given or needed)  # False, 0 and an empty name count as off
             if given != needed and not off and (name, given) not in _AS_GOOD:
                 raise UnsupportedError(
                     f"{name}: a step of farspan needs {needed}, got {given}: {instead}"
@@ -422,7 +427,7 @@ class LongContext:
         if replicas > 1 and not self.args.average_tokens_across_devices:
             raise UnsupportedError(
                 "average_tokens_across_devices: a step of several replicas needs True, got False: "
-                "its loss is the mean over the trained tokens of all"
+                "its loss is the mean over the trained tokens of all replicas"
             )
         if getattr(self, "compute_loss_func", None) is not None:
             raise UnsupportedError("compute_loss_func: the loss is the plain one; leave it out")
@@ -434,21 +439,21 @@ class LongContext:
             )
 
     def _leave_checkpointing(self) -> None:
-        """Turns off the gradient checkpointing that the arguments would turn on."""
-        names = ("gradient_checkpointing", "activation_checkpointing")  # of before and since 5.23
+        """Turn off the gradient checkpointing that the arguments would turn on."""
+        names = ("gradient_checkpointing", "activation_checkpointing")  # renamed in 5.23
         if not any(getattr(self.args, name, None) for name in names):
             return
-        LOG.warning("gradient_checkpointing: turned off; the schedule says what is recomputed")
-        self.args = copy.copy(self.args)  # another Trainer may be given the same
+        LOG.warning("gradient_checkpointing: turned off; the schedule decides what is recomputed")
+        self.args = copy.copy(self.args)  # another Trainer may share the same arguments
         for name in names:
             if hasattr(self.args, name):
                 setattr(self.args, name, False)
-        if hasattr(self.model, "disable_input_require_grads"):  # TRL has adapters ask for them
+        if hasattr(self.model, "disable_input_require_grads"):  # TRL enables it for adapters
             self.model.disable_input_require_grads()
 
     def _leave_autocast(self) -> None:
-        """Has the weights' own dtype be that of a step. Raises UnsupportedError where the user
-        means another and it was not the configuration that turned it on."""
+        """Replace autocast by the dtype of the weights. Raises UnsupportedError if the user asked
+        for another dtype and the configuration did not turn autocast on by itself."""
         if not self.args.bf16:
             return
         dtype = self.model.dtype
@@ -468,8 +473,8 @@ class LongContext:
 
 
 class _Forward:
-    """Takes the place of the forward of a model that TRL gave a fused head, or of one that
-    classifies: what that returns for each token, or sequence, a step computes."""
+    """Replaces the forward of a model that TRL gave a fused head, or of a classifier: a step
+    computes the outputs for each token, or sequence."""
 
     def __init__(
         self,
@@ -477,13 +482,14 @@ class _Forward:
         step_of: Callable[..., Step],
         beside: "list[_Forward]",
     ) -> None:
-        """`beside` are all of a Trainer, which use the same memory in turn."""
+        """Replace the forward of `model`; `beside` has all replaced forwards of a Trainer, which
+        share memory in turn."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._own = base.forward
         self._function = getattr(self._own, "__func__", None)
         told = inspect.getclosurevars(self._function).nonlocals if self._function else {}
         self._model, self._base, self._beside = model, base, beside
-        self._step_of = weakref.WeakMethod(step_of)  # of a trainer that may go before its model
+        self._step_of = weakref.WeakMethod(step_of)  # the trainer may be freed first
         self._trained = {p: p.requires_grad for p in model.parameters()}
         self.step: Step | None = None
         self.classifies = "outputs" not in told
@@ -515,7 +521,7 @@ class _Forward:
         return type(self._base).forward.__get__(copy.deepcopy(self._base, memo))
 
     def _log_probs(self, inputs: dict[str, Any], count: Any) -> Any:
-        """What TRL's fused head returns, [batch, tokens - 1] each."""
+        """Return the outputs of TRL's fused head, [batch, tokens - 1] each."""
         ids, labels, documents = _batch(inputs, self._base.config)
         targets = shift_labels(labels, documents)
         mask = targets[:, :-1] != IGNORED
@@ -530,16 +536,18 @@ class _Forward:
         return output(loss=-found["log_probs"].sum() / total, label_mask=mask, **found)
 
     def _rewards(self, inputs: dict[str, Any]) -> SequenceClassifierOutputWithPast:
-        """Logits [batch, labels] of each sequence, at its last token that is no padding."""
+        """Return logits [batch, labels] of each sequence, at its last token that is not padding."""
         if inputs.pop("labels", None) is not None:
-            raise UnsupportedError("labels: a reward model has a loss of pairs; leave labels out")
+            raise UnsupportedError(
+                "labels: the loss of a reward model compares pairs; leave labels out"
+            )
         ids, _, documents = _batch({**inputs, "labels": inputs["input_ids"]}, self._base.config)
         values = self._values(ids, None, documents)
         padding = self._base.config.get_text_config().pad_token_id
         if padding is None and len(ids) > 1:
             raise UnsupportedError(
-                f"pad_token_id: {type(self._base).__name__} has none, by which it finds where a "
-                "sequence ends; set model.config.pad_token_id"
+                f"pad_token_id: {type(self._base).__name__} has none, but needs it to find the end "
+                "of a sequence; set model.config.pad_token_id"
             )
         places = torch.arange(ids.shape[1], device=ids.device)
         last = places[-1:] if padding is None else (places * (ids != padding)).argmax(1)
@@ -552,7 +560,7 @@ class _Forward:
 
     def _values(self, *inputs: Tensor | None) -> Tensor:
         with nullcontext() if torch.is_grad_enabled() else trained_as(self._trained):
-            for forward in self._beside:  # first the model's, whose memory all use
+            for forward in self._beside:  # the model's first, whose memory all share
                 if forward.step is None:
                     first = self._beside[0].step
                     memory = None if first is None else first.memory
@@ -564,8 +572,8 @@ class _Forward:
 
 
 def _asks_for_values(kind: type) -> bool:
-    """Does this trainer of TRL compute its loss from what its model returns for each token? One
-    that TRL derives from those that do (GKDTrainer) reads logits."""
+    """Return whether this TRL trainer computes its loss from its model's outputs for each token.
+    Trainers that TRL derives from such ones (GKDTrainer) read logits."""
     own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl")
     base = next(own, object)
     if base.__name__ not in _BY_VALUES:
@@ -574,14 +582,14 @@ def _asks_for_values(kind: type) -> bool:
 
 
 class Trainer(LongContext, HuggingFaceTrainer):
-    """`transformers.Trainer`, with `schedule` beside its own arguments, as in `farspan.Step`."""
+    """`transformers.Trainer` with farspan's steps; `schedule` is that of `farspan.Step`."""
 
 
 def _batch(
     inputs: Mapping[str, Any], config: PretrainedConfig
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs, labels and documents, [batch, tokens] each, of what a collator made for a model of
-    this configuration."""
+    """Return inputs, labels and documents, [batch, tokens] each, from a collator's batch for a
+    model of this configuration."""
     unknown = {k for k, v in inputs.items() if v is not None} - _READ - _IMPLIED
     if unknown:
         raise UnsupportedError(f"inputs: a step does not read {sorted(unknown)[0]}; leave it out")
@@ -595,7 +603,7 @@ def _batch(
     told = sorted(key for key in _IMPLIED if inputs.get(key) is not None)
     if positions is None and told:
         raise UnsupportedError(
-            f"{told[0]}: documents are told apart by position_ids that restart; have the collator "
+            f"{told[0]}: documents are told apart by position_ids that restart; make the collator "
             "return them too"
         )
     if positions is not None and positions.shape not in (ids.shape, (1, ids.shape[1])):
@@ -613,7 +621,7 @@ def _batch(
         if positions is None and not rope_types(config) and not bool(read[:, 0].all()):
             raise UnsupportedError(
                 f"attention_mask: {config.model_type} has no RoPE, and left padding would move its "
-                "tokens' positions; pad right, or have the collator return position_ids"
+                "tokens' positions; pad right, or make the collator return position_ids"
             )
         labels = labels.masked_fill(~read, IGNORED)
         begins[:, 1:] = read[:, 1:] != read[:, :-1]

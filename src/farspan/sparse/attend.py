@@ -1,4 +1,4 @@
-"""Page-sparse attention of one cell, beside attention/chunk.py and with its conventions.
+"""Page-sparse attention of one cell, next to attention/chunk.py and with its conventions.
 
     keys      sinks | candidates: some pages for each page of queries | recent | the chunk's own
     computed  near  | far                                             | near   | near
@@ -7,14 +7,14 @@ Near keys are the same for all queries: dense attention (attention/chunk.py) ove
 keys are the chosen pages, which a `FarKernel` reads: `gathered.Gathered` copies them and runs
 everywhere, `kernel_calls.TritonFar` reads them in place. The two join by their LSEs, and the
 backward of each part takes out and LSE of the whole, so that gradients are exact for the function
-that the choice makes. `sparse_reference` is that function, dense and differentiable.
+that the choice defines. `sparse_reference` is that function, dense and differentiable.
 
 A cell's first forward calls `choose`, right after its queries are known, and keeps the choice;
-rebuild and backward get it back. Layers with a window are exact as they are: not for here.
+rebuild and backward reuse it. Layers with a window have dense attention.
 
-How much of dense attention the sparse one sees is measured on a few queries: what is seen holds
-exp(lse_seen - lse_all) of a query's softmax. lse_seen is known already, so only the LSE over all
-keys is computed.
+The share of dense attention that the sparse one sees is measured on a few queries: the visible keys
+hold exp(lse_seen - lse_all) of a query's softmax. lse_seen is known already, so only the LSE over
+all keys is computed.
 
 Shapes: q [B, H, C, D], out [B, H, C, Dv], lse [B, H, C], choice [B, Hk, M, k].
 """
@@ -35,13 +35,13 @@ from farspan.spec import SUPERPAGE, Sparse
 
 @dataclass(frozen=True, slots=True)
 class FarCall:
-    """What attention to chosen pages is, besides queries, keys and values."""
+    """The settings of attention to chosen pages."""
 
     scale: float
     page: int  # tokens
     documents: Tensor | None = None  # [B, C]: first token of each query's document
     query_page: int | None = None  # tokens of a page of queries; None: as `page`
-    fused: bool = False  # parts are joined by kernels where there are some
+    fused: bool = False  # let kernels join the parts, on devices with kernels
 
     @property
     def query_tokens(self) -> int:
@@ -49,8 +49,7 @@ class FarCall:
 
 
 class FarKernel(Protocol):
-    """Attention to chosen pages, which `pages` was told of (`Pages.begin`). Kernels are stateless
-    values."""
+    """Attention to chosen pages, which `Pages.begin` announced. Kernels are stateless values."""
 
     @property
     def softcap(self) -> float | None:
@@ -59,10 +58,12 @@ class FarKernel(Protocol):
     def votes(
         self, call: FarCall, sparse: Sparse, q: Tensor, means: Tensor, candidates: Candidates
     ) -> Tensor:
-        """As `sparse.pages.vote`, or `vote_refined` with superpages; fp32 or wider."""
+        """Return votes as `sparse.pages.vote` or, with superpages, `vote_refined`; at least
+        fp32."""
 
     def largest_scores(self, call: FarCall, q: Tensor, keys: Tensor, each: int) -> Tensor:
-        """As `sparse.pages.largest_scores` for superpages of `each` keys; `call` is of them."""
+        """Return `sparse.pages.largest_scores` for superpages of `each` keys, which `call`
+        describes."""
 
     def forward(
         self,
@@ -73,13 +74,12 @@ class FarKernel(Protocol):
         attended: tuple[Tensor, Tensor],
     ) -> None:
         """Join attention over the chosen pages into `attended`, out and lse in the accumulate
-        dtype: nothing changes for a query that sees no key of them."""
+        dtype: results of a query that sees none of their keys stay unchanged."""
 
     def backward(
         self, call: FarCall, queries: BackwardQueries, choice: Tensor, pages: Pages, dq: Tensor
     ) -> None:
-        """Add to dq, in the accumulate dtype; dK, dV of the pages go to `pages.sums`, then
-        `pages.add`."""
+        """Add to dq, in the accumulate dtype; dK, dV go to `pages.sums`, then `pages.add`."""
 
 
 Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
@@ -87,8 +87,7 @@ Attended = tuple[Tensor, Tensor, Tensor]  # out, lse, choice
 
 @dataclass(frozen=True, slots=True)
 class SparseCall:
-    """What sparse attention of one chunk is, besides its tensors. One serves all dense layers that
-    have the same scale and heads."""
+    """The settings of sparse attention of one chunk, for all layers of the same scale and heads."""
 
     sparse: Sparse
     near: AttentionCall
@@ -109,14 +108,14 @@ def sparse_call(
     kernel: FarKernel,
     documents: Tensor | None = None,
 ) -> SparseCall:
-    """The sparse form of a chunk's dense call. `documents` [B, C] int64, on the queries' device:
-    the first token of each query's document; None if each row is one."""
+    """Return the sparse form of a chunk's dense call. `documents` [B, C] int64, on the queries'
+    device: the first token of each query's document; None if each row is one."""
     assert dense.q_start % sparse.page == 0, (dense.q_start, sparse.page)
     blocks = near_blocks(dense.blocks, sparse, dense.q_start)
     pages = sparse.candidates(dense.q_start)
     first = None
     if documents is not None:
-        # Documents ascend: the first query of a page sees the most.
+        # Document starts ascend: the first query of a page sees the most.
         first = documents[:, :: sparse.query_tokens] // sparse.page
     return SparseCall(
         sparse,
@@ -130,7 +129,7 @@ def sparse_call(
 
 @torch.no_grad()
 def choose(call: SparseCall, q: Tensor, pages: Pages) -> Tensor:
-    """The choice [B, Hk, M, k] of a chunk's queries q [B, H, C, D]."""
+    """Return the choice [B, Hk, M, k] of a chunk's queries q [B, H, C, D]."""
     candidates = call.candidates
     representatives = pages.representatives(candidates.pages)
     if not candidates.pages:
@@ -149,8 +148,7 @@ def compare(
     representatives: Tensor,
     candidates: Candidates,
 ) -> tuple[Tensor, Candidates]:
-    """The votes of queries, and for which candidates they are: for the pages of the best superpages
-    where there are many."""
+    """Return the votes of queries, and their candidates: if many, pages of the best superpages."""
     count = sparse.refined(len(candidates.pages))
     if count:
         documents, each = call.documents, SUPERPAGE * sparse.page // sparse.super_tokens
@@ -172,7 +170,7 @@ def attend_sparse(
     pages: Pages,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out, in the dtype of q, and lse, in the accumulate dtype, over all that is seen and sinks."""
+    """Return out in q's dtype and lse in the accumulate dtype, over visible keys and sinks."""
     choice = _possible(call, choice)
     if choice.shape[3]:
         pages.begin(choice)
@@ -196,10 +194,10 @@ def attend_sparse_backward(
     pages: Pages,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv and d sinks of the chunk, all in the accumulate dtype.
+    """Return dq, dk, dv and d sinks of the chunk, all in the accumulate dtype.
 
-    `attended` is what `attend_sparse` returned, and the choice it was given. What the chunk's
-    queries give to earlier keys goes to `pages`: `add_gradient` for near ones, `add` for far ones.
+    `attended` has the results of `attend_sparse`, and the choice it was called with. The chunk's
+    gradients of earlier keys go to `pages`: `add_gradient` for near ones, `add` for far ones.
     """
     out, lse, choice = attended
     choice = _possible(call, choice)
@@ -214,8 +212,7 @@ def attend_sparse_backward(
 
 
 def _possible(call: SparseCall, choice: Tensor) -> Tensor:
-    """Without the -1 at the ends of all rows of a choice that is wider than there are candidates:
-    rows with -1 need masks."""
+    """Return a choice without columns that no candidate can fill: rows with -1 need masks."""
     return choice[..., : len(call.candidates.pages)]
 
 
@@ -224,14 +221,14 @@ def _possible(call: SparseCall, choice: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Mass:
-    """Attention mass that is seen, over sampled queries and all heads; 1 where nothing is lost."""
+    """Visible attention mass, over sampled queries and all heads; 1 if nothing is lost."""
 
     mean: float
     minimum: float
 
 
 def sampled(tokens: int, samples: int) -> range:
-    """Evenly spaced tokens of a chunk, its last among them: those see the most."""
+    """Return evenly spaced tokens of a chunk, with its last token, which sees the most."""
     step = max(1, tokens // max(1, samples))
     return range((tokens - 1) % step, tokens, step)
 
@@ -247,12 +244,12 @@ def seen_mass(
     spans: Iterable[tuple[int, int]],
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Mass of these tokens of a chunk, whose q [B, H, C, D], own k and lse are given: the mean and
-    the minimum, [2] in the accumulate dtype, for which the CPU has not waited.
+    """Return the attention mass that these tokens of a chunk see, given its q [B, H, C, D], own k
+    and lse: the mean and the minimum, [2] in the accumulate dtype, without making the CPU wait.
 
     `spans` are ranges that cover all earlier keys, in ascending order, as `key_values` serves them.
-    It reads all earlier keys once: with K on host it costs as much transfer as dense attention, so
-    ask now and then.
+    All earlier keys are read once: with K on host that costs as much transfer as dense attention,
+    so measure rarely.
     """
     dtype = accumulate_dtype(q.dtype)
     sample = torch.arange(tokens.start, tokens.stop, tokens.step, device=q.device)
@@ -284,7 +281,7 @@ def seen_mass(
 
 
 def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor:
-    """choice [B, Hk, M, k] of a whole sequence, document ids [B, S] -> bool [B, Hk, S, S]."""
+    """Return the mask bool [B, Hk, S, S] of a choice [B, Hk, M, k] and document ids [B, S]."""
     tokens, page, together = ids.shape[1], sparse.page, sparse.query_tokens
     pages = -(-tokens // page)
     marks = torch.zeros(*choice.shape[:3], pages + 1, dtype=torch.bool, device=choice.device)
@@ -300,8 +297,8 @@ def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor
 def sparse_reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float, sinks: Tensor | None
 ) -> Tensor:
-    """q [B, H, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv], mask from `seen_mask`, cap inf if there is
-    none -> [B, H, S, Dv]."""
+    """Return sparse attention [B, H, S, Dv] for q [B, H, S, D], k [B, Hk, S, D], v [B, Hk, S, Dv]
+    and a mask from `seen_mask`; `cap` is inf without soft-capping."""
     k, v, mask = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v, mask))
     scores = scale * q @ k.mT
     scores = scores if cap == torch.inf else cap * torch.tanh(scores / cap)

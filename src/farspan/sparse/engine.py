@@ -1,10 +1,10 @@
-"""Page-sparse attention in the engine: a cell's and a run's part of it, and how chosen pages come
-from a program's buffers (OOMB 4.2).
+"""Page-sparse attention in the engine: its state in a cell and in a run, and the transfer of chosen
+pages from a program's buffers (OOMB 4.2).
 
-Near keys stream in through the prefix as in dense attention, only fewer of them. Chosen pages whose
-K, V are on the device are read where they lie, or gathered in line. Those on host come through two
-slots, a slab in each (`sparse.pages`), each once, while near keys or the slab before are attended
-to; in a backward, sums of their gradients go back behind the computation:
+Near keys stream in through the prefix as in dense attention, only fewer. Chosen pages whose K, V
+are on the device are read in place, or gathered in line. Those on host come through two slots, each
+holding a slab (`sparse.pages`), and each page comes once, while near keys or the previous slab are
+attended to; in a backward, sums of their gradients go back behind the computation:
 
     compute   choose | near keys | slab 0   | slab 1           the first time
     fetch               slab 0     slab 1
@@ -12,9 +12,9 @@ to; in a backward, sums of their gradients go back behind the computation:
     fetch     slab 0, slab 1                       slab 2
     evict                                          sums of 0
 
-How many units there are decides how much is asked for, so the CPU must know it: it waits for the
-number, once a step and cell, behind the choice and not behind near keys, which are under way then.
-Cells that ask again know it, and begin when they begin.
+The number of units decides the size of a transfer, so the CPU must know it: it waits for the
+number, once a step and cell, after the choice, while near keys are being attended to. Later passes
+of the cell know the number, and start the transfer when they begin.
 
 Legend: B batch, C tokens of the chunk, H query heads, Hk key-value heads, P tokens a page, D head
 dim, Dv value dim, M pages of queries, k chosen pages, U units.
@@ -70,46 +70,46 @@ ROWS = ("k", "v", "dk", "dv")  # parts of a slot that are rows of keys or values
 
 @dataclass(slots=True)
 class Means:
-    """Mean keys of a layer's pages, or keys of its index, in their buffer, a cell a chunk
+    """Mean keys of a layer's pages, or keys of its index, in their buffer, one cell per chunk
     (`engine.buffers.ProgramBuffers.cells`)."""
 
     cells: Tensor  # [chunks, n * R, B, Hk, D], n pages of a full chunk, R mean keys of each
-    tokens: int  # of each mean
+    tokens: int  # tokens per mean
     each: int  # R
     index: LayerIndex | None = None
 
     def write(self, chunk: int, k: Tensor) -> None:
-        """Note the means of a chunk's k [C, B, Hk, D]."""
+        """Store the means of a chunk's k [C, B, Hk, D]."""
         found = mean_keys(k, self.tokens) if self.index is None else self.index.of_keys(k)
         self.cells[chunk, : len(found)] = found
 
     def read(self, pages: range) -> Tensor:
-        """[B, Hk, len(pages) * R, D], a view where the cells lie side by side."""
+        """Return mean keys [B, Hk, len(pages) * R, D], a view if the cells are adjacent."""
         found = self.cells.flatten(0, 1)[pages.start * self.each : pages.stop * self.each]
         return found.permute(1, 2, 0, 3)
 
 
 @dataclass(slots=True)
 class _PageSlot:
-    """One slot; its events are of the present generation."""
+    """One slot; its events belong to the present slab."""
 
     name: str
-    arrived: Any = None  # its slab
-    read: Any = None  # the last use of that
-    left: Any = None  # the sums: all of them are at home
+    arrived: Any = None  # event: the slab has arrived
+    read: Any = None  # event: the last use of the slab
+    left: Any = None  # event: all its sums have been copied to host
 
 
 @dataclass(slots=True)
 class PageSlots:
-    """The slots for chosen pages, which the cells of a step take in turn, and how many units each
-    cell has: the second time that it asks for its pages, nobody has to wait for that."""
+    """The slots for chosen pages, which the cells of a step take in turn, and the number of units
+    of each cell: when a cell asks for its pages again, the CPU need not wait for that number."""
 
     storage: ProgramBuffers
     ring: deque[_PageSlot] = field(default_factory=lambda: deque(map(_PageSlot, names.PAGES)))
     counts: dict[tuple[int, int], int] = field(default_factory=dict)  # by layer and chunk
 
     def take(self) -> _PageSlot:
-        """The slot whose turn it is; what is fetched from now on comes after its last use."""
+        """Return the next slot; later fetches into it wait for its last use."""
         self.ring.rotate(-1)
         slot, copies = self.ring[-1], self.storage.copies
         copies.wait(Lane.FETCH, slot.read, Hazard.STILL_READ)
@@ -120,12 +120,12 @@ class PageSlots:
 
 @dataclass(frozen=True, slots=True)
 class _ComingPages:
-    """A slab on its way through a slot."""
+    """A slab in transfer through a slot."""
 
     slot: _PageSlot
     slab: Slab
     places: Tensor  # [U * P], rows of the layer's buffers
-    sums: tuple[Tensor, Tensor] | None  # of a backward
+    sums: tuple[Tensor, Tensor] | None  # in a backward
 
 
 @dataclass(slots=True)
@@ -135,15 +135,15 @@ class BufferPages:
     prefix: KVPrefix
     slots: PageSlots
     chunk: int
-    far: Far | None  # None: there is nothing to choose
+    far: Far | None  # None: no pages to choose from
     sparse: Sparse
-    means: Means | None = None  # None: nothing is chosen here
+    means: Means | None = None  # None: no choice is made here
     choice: Tensor | None = None  # [B, Hk, M, k], from `begin` on
-    counted: Callable[[], Tensor] | None = None  # of its units, where nobody knows it yet
-    chosen: Any = None  # the event of a choice that is made in this cell
-    runs: Iterator[Units] = field(default_factory=lambda: iter(()))  # slabs still to come
+    counted: Callable[[], Tensor] | None = None  # counts its units; None: the count is known
+    chosen: Any = None  # event of a choice that this cell makes
+    runs: Iterator[Units] = field(default_factory=lambda: iter(()))  # later slabs
     coming: deque[_ComingPages] = field(default_factory=deque)
-    here: _ComingPages | None = None  # the slab at hand
+    here: _ComingPages | None = None  # the present slab
 
     # -- near keys -------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class BufferPages:
         return self.means.read(pages)
 
     def begin(self, choice: Tensor) -> None:
-        """A cell whose choice is known begins before its attention does, and only once."""
+        """Start a cell whose choice is known, before its attention and only once."""
         if self.choice is not None:
             return
         self.choice = choice
@@ -215,7 +215,7 @@ class BufferPages:
         if self.here is None:
             places = self._places(slab.units)
             for total, gradient in zip(totals, gradients, strict=True):
-                # Units are distinct: nothing is added twice to one place, so no order matters.
+                # Units are distinct: no place gets two additions, so their order does not matter.
                 total.index_add_(0, places, gradient)
             return
         copies = self.prefix.storage.copies
@@ -272,14 +272,14 @@ class BufferPages:
         return _ComingPages(slot, Slab(units, keys, values), parts["places"], of_backward)
 
     def _parts(self, slot: _PageSlot, units: int, entries: int) -> dict[str, Tensor]:
-        """What the slot holds of a slab: numbers flat, of keys and values rows."""
+        """Return views of the slot's parts for a slab: numbers flat, keys and values as rows."""
         assert self.far is not None
         storage, far = self.prefix.storage, self.far
         backward = self.prefix.gradients_in is not None
         sizes = slot_parts(far, units, entries, backward=backward)
         starts = accumulate(map(aligned, sizes.values()), initial=0)
         whole, found = storage.cell(slot.name, self.chunk), {}
-        # What is too short would be made longer by what writes to it, into what lies behind.
+        # An operation that writes to a view too short would enlarge it, over its neighbours.
         assert sum(map(aligned, sizes.values())) <= len(whole), f"{slot.name}: {units} units"
         for (name, size), start in zip(sizes.items(), starts, strict=False):
             part = whole[start : start + size]
@@ -301,7 +301,7 @@ class BufferPages:
             yield Slab(some, *self._gathered(some))
 
     def _gathered(self, units: Units) -> tuple[Tensor, Tensor]:
-        """K [U, P, D] and V [U, P, Dv], gathered on the device."""
+        """Gather K [U, P, D] and V [U, P, Dv] on the device."""
         places = self._places(units)
         k, v = (
             rows.index_select(0, places).unflatten(0, (len(units), self.sparse.page))
@@ -310,7 +310,7 @@ class BufferPages:
         return k, v
 
     def _rows(self, name: str) -> tuple[Tensor, Tensor]:
-        """K [T * B * Hk, D] and V of one of the layer's buffers, where they lie."""
+        """Return K [T * B * Hk, D] and V of one of the layer's buffers, in place."""
         home = self.prefix.everything(name)
         return home["k"].flatten(0, 2), home["v"].flatten(0, 2)
 
@@ -332,7 +332,7 @@ class BufferPages:
 # -- cells and runs -----------------------------------------------------------------------------
 
 
-PageFunction = Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n] and their pages, to a choice
+PageFunction = Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n] and their pages -> a choice
 OWN_SELECTORS = (TopK, Fraction, RandomPages, Checked)
 
 
@@ -346,18 +346,17 @@ class Seen:
 
 
 def selector_of(given: Selector | PageFunction | None, schedule: Schedule) -> Selector:
-    """The selector of a step: the pages with most votes, unless the user has another. Raises
-    UnsupportedError unless there is an index where the schedule names one, and only there; and for
-    one that could not learn by it."""
+    """Return the selector of a step: the most votes, unless the user passes another. Raises
+    UnsupportedError if an index is missing, not in the schedule, or could not learn."""
     sparse = schedule.sparse
     assert sparse is not None, "attention is sparse"
     if sparse.indexed != isinstance(given, Index):
         raise UnsupportedError(
-            "selector: sparse.selector is index, which has an adapter; give one, such as "
+            "selector: sparse.selector is index, which needs an adapter; give one, such as "
             "`Index.load(folder)`"
             if sparse.indexed
-            else f"selector: an index chooses pages, and sparse.selector is {sparse.selector}; set "
-            "that to index"
+            else f"selector: an index chooses pages, but sparse.selector is {sparse.selector}; set "
+            "it to index"
         )
     if isinstance(given, Index):
         if given.learns():
@@ -367,10 +366,10 @@ def selector_of(given: Selector | PageFunction | None, schedule: Schedule) -> Se
 
 
 def refuse_keys_on_host(schedule: Schedule) -> None:
-    """Raise UnsupportedError where an index would have no keys to learn from."""
+    """Raise UnsupportedError if keys are on host, where an index cannot learn from them."""
     if schedule.kv is Tier.HOST:
         raise UnsupportedError(
-            "index: it learns from keys on the device, and they are on host; set schedule.kv to "
+            "index: it learns from keys on the device, but they are on host; set schedule.kv to "
             "device, or train the index beforehand"
         )
 
@@ -393,28 +392,28 @@ class SparseCell:
     pages: Callable[[KVPrefix], BufferPages]
     chunk: int
     means: Means | None = None
-    choice: Tensor | None = None  # [B, Hk, M, k] in its buffer; None: there is nothing to choose
-    chooses: bool = False  # what is in it is still to be chosen
+    choice: Tensor | None = None  # [B, Hk, M, k] in its buffer; None: no pages to choose from
+    chooses: bool = False  # the choice is still to be made
     watch: Callable[[SparseCall, Tensor, Tensor, Tensor, Tensor | None], None] | None = None
-    index: LayerIndex | None = None  # by which pages are compared; None: by their means
-    learner: LayerIndex | None = None  # the same where it learns
+    index: LayerIndex | None = None  # compares pages; None: their means do
+    learner: LayerIndex | None = None  # the index if it learns
     at_hand: BufferPages | None = None  # from `begin` on
 
     def begin(self, prefix: KVPrefix) -> None:
-        """The cell will attend, or run backward: pages that are known may be on their way."""
+        """Prepare for the cell's attention or backward: known pages are fetched ahead."""
         self.at_hand = self.pages(prefix)
         if self.choice is not None and not self.chooses:
             self.at_hand.begin(self.choice)
 
     def note(self, k: Tensor) -> None:
-        """A chunk's k [C, B, Hk, D] was written."""
+        """Store the means of a chunk's k [C, B, Hk, D], which was just written."""
         if self.means is not None:
             self.means.write(self.chunk, k)
 
     def attend(
         self, dense: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `attention.chunk.attend`."""
+        """Return out and lse as `attention.chunk.attend` does."""
         call, pages = self.call(dense), self.at_hand
         assert pages is not None
         chose = self.chooses
@@ -436,7 +435,7 @@ class SparseCell:
         self, learner: LayerIndex, call: SparseCall, q: Tensor, lse: Tensor, pages: BufferPages
     ) -> None:
         there, choice = pages.resident(), self._choice(q, pages)
-        assert there is not None, "keys on host are refused before"
+        assert there is not None, "keys on host are refused earlier"
         for number in sampled(choice.shape[2], LESSONS):
             learn(learner, lesson(call, q, lse, choice, number, there.k))
 
@@ -448,7 +447,7 @@ class SparseCell:
         attended: tuple[Tensor, Tensor],
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `attention.chunk.attend_backward`; `of_keys` is q, k and v."""
+        """Return gradients as `attention.chunk.attend_backward` does; `of_keys` is q, k and v."""
         call, pages, (q, k, v) = self.call(dense), self.at_hand, of_keys
         assert pages is not None
         given: Attended = (*attended, self._choice(q, pages))
@@ -477,8 +476,7 @@ def _keep(found: Tensor, kept: Tensor) -> None:
 
 @dataclass(slots=True)
 class SparseRun:
-    """The sparse attention of one run of a program. Calls are shared by the layers of a chunk that
-    are alike."""
+    """The sparse attention of one run of a program. Equal layers of a chunk share calls."""
 
     storage: ProgramBuffers
     slots: StagingBuffers
@@ -487,11 +485,11 @@ class SparseRun:
     kernels: AttentionKernels
     documents: Callable[[int], Tensor | None]  # of a chunk: see `sparse_call`
     watched: tuple[int, int] | None = None  # the cell whose seen mass is measured
-    seen: Callable[[], Seen] | None = None  # the CPU waits where it asks
+    seen: Callable[[], Seen] | None = None  # makes the CPU wait
     page_slots: PageSlots = field(init=False)
-    index: Mapping[int, LayerIndex] | None = field(init=False, default=None)  # where cells compute
-    learner: Index | None = field(init=False, default=None)  # the same where it learns
-    chunk: int = -1  # the one at hand
+    index: Mapping[int, LayerIndex] | None = field(init=False, default=None)  # as cells use it
+    learner: Index | None = field(init=False, default=None)  # the index if it learns
+    chunk: int = -1  # the present chunk
     calls: dict[tuple[LayerSpec, float], SparseCall] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -505,12 +503,12 @@ class SparseRun:
                 self.learner = self.select
         if self.learner and self.storage.program.share.rank.layout.devices() > 1:
             raise UnsupportedError(
-                "index: each rank would learn from what it attends to itself, and nobody adds the "
-                "gradients up; train the index beforehand, in one process"
+                "index: each rank would learn from its own attention alone, without summing "
+                "gradients over ranks; train the index beforehand, in one process"
             )
 
     def cell(self, i: Forward) -> SparseCell | None:
-        """The sparse side of a forward cell; None where the layer has a window: that is exact."""
+        """Return the sparse side of a forward cell; None for a layer with a window."""
         program, storage = self.storage.program, self.storage
         spec = program.model.layers[i.layer]
         if spec.window is not None:
@@ -532,7 +530,7 @@ class SparseRun:
         return SparseCell(call, pages, i.chunk, means, choice, i.chooses, watch, index, learner)
 
     def choice(self, i: Forward | Backward) -> Tensor | None:
-        """The choice [B, Hk, M, k] of a cell, where it is kept; None: it has none."""
+        """Return the choice [B, Hk, M, k] of a cell; None: it has none."""
         if i.choice is None:
             return None
         program, spec = self.storage.program, self.storage.program.model.layers[i.layer]
@@ -565,8 +563,8 @@ class SparseRun:
     def _watch(
         self, i: Forward, call: SparseCall, q: Tensor, k: Tensor, lse: Tensor, sinks: Tensor | None
     ) -> None:
-        """Measure what the cell sees of a few of its queries. It reads all keys before the chunk,
-        of one cell a step."""
+        """Measure the attention mass that a few queries of the cell see. Reads all keys before the
+        chunk, for one cell a step."""
         start = call.near.q_start
         block = min(self.storage.program.schedule.kv_block, WATCHED_KEYS)
         spans = [(first, min(first + block, start)) for first in range(0, start, block)]
@@ -583,8 +581,8 @@ def _seen(i: Forward, mass: Tensor) -> Seen:
 
 
 def watched_cell(program: Program, step: int) -> tuple[int, int] | None:
-    """The cell that a step measures: of the last chunk, which misses most, and of one layer after
-    the other. None where nothing is chosen."""
+    """Return the cell that a step measures: of the last chunk, which misses most, in one layer
+    after the other. None if no cell chooses pages."""
     chosen = [i for i in program.instructions if isinstance(i, Forward) and i.chooses]
     if not chosen:
         return None

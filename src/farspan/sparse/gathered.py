@@ -6,9 +6,10 @@ copies of its pages make it a small dense attention, and some rows x are attende
 
     q_xRQD [x, r, Q, D]    k_xSD, v_xSD [x, 1, k * P, D]    out [x, r, Q, Dv], lse [x, r, Q]
 
-`part_bytes` bounds what such a part holds; units come slab by slab (`Pages.slabs`), and a row is
-attended to those of its pages that a slab has. The rows of a part have as many of them: k is one
-number. Masks are built only where a document begins within a chosen page or behind it."""
+`part_bytes` bounds the bytes of such a part; units come slab by slab (`Pages.slabs`), and a row is
+attended to those of its pages that a slab has. The rows of a part have equally many pages, so k is
+one number. Masks are built only if a document begins within a chosen page or after it.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class FlashPages:
             q, k, v, attn_mask=self._float(mask, q.dtype), scale=scale
         )
         if mask is not None:
-            # The op gives out 0, but lse 0 too, to a query without keys.
+            # The op returns out 0, but also lse 0, for a query without keys.
             lse = lse.masked_fill(~mask.any(3), -torch.inf)
         return out, lse
 
@@ -96,7 +97,7 @@ class PlainPages:
     def _scores(
         self, q: Tensor, k: Tensor, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor | float]:
-        """Capped and masked scores, and d capped / d uncapped before the mask."""
+        """Return capped and masked scores, and d capped / d uncapped before the mask."""
         dtype = accumulate_dtype(q.dtype)
         scores = q.to(dtype) @ k.to(dtype).mT * scale
         slope: Tensor | float = 1.0
@@ -106,9 +107,9 @@ class PlainPages:
         return scores if mask is None else scores.masked_fill(~mask, -torch.inf), slope
 
 
-# Dense attention of rows x, each with its own keys: out and lse of these keys alone, or dq, dk, dv.
-# `mask` is bool [x, 1, Q, S], true where a query sees a key. A query that sees none gives lse -inf,
-# out zero and gradients zero.
+# Dense attention of rows x, each with its own keys: returns out and lse over these keys alone, or
+# dq, dk, dv. `mask` is bool [x, 1, Q, S], true if a query sees a key. A query that sees none gets
+# lse -inf, out zero and gradients zero.
 PageKernel = FlashPages | PlainPages
 
 
@@ -116,29 +117,29 @@ PageKernel = FlashPages | PlainPages
 class _Part:
     """Some rows of a slab."""
 
-    places: tuple[Tensor, Tensor, Tensor]  # where they are in [B, Hk, M, ...], each [x]
+    places: tuple[Tensor, Tensor, Tensor]  # their indices in [B, Hk, M, ...], each [x]
     index: Tensor  # [x, k]: their units
     mask: Tensor | None  # [x, 1, Q, k * P]
 
     def queries(self, x: Tensor) -> Tensor:
-        """[B, Hk, M, r, Q, ...] -> [x, r, Q, ...]. A kernel takes any strides but the innermost."""
+        """Select [B, Hk, M, r, Q, ...] -> [x, r, Q, ...], of any strides but the innermost."""
         rows = x[self.places]
         return rows if rows.stride(-1) == 1 else rows.contiguous()
 
     def copies(self, of_units: Tensor) -> Tensor:
-        """[U, P, D] -> [x, 1, k * P, D]."""
+        """Copy [U, P, D] -> [x, 1, k * P, D]."""
         copies = of_units.index_select(0, self.index.flatten())
         return copies.view(len(self.index), 1, -1, of_units.shape[2])
 
     def put(self, totals: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-        """Write back what `queries` gave of totals."""
+        """Write rows from `queries` back into the totals."""
         for total, x in zip(totals, rows, strict=True):
             total[self.places] = x
 
     def add(self, total: Tensor, part: Tensor) -> None:
         """Add part [x, 1, k * P, D] to total [U, P, D] by unit, in the order of the entries.
 
-        Deterministic on either device: index_add_ is so on CPUs, where it is 15 times as fast as a
+        Deterministic on either device: index_add_ is so on CPUs, and 15 times as fast there as a
         sort and sums of segments, and index_put_, which sorts, on CUDA.
         """
         gradients = part.to(total.dtype).reshape(-1, *total.shape[1:])
@@ -158,7 +159,7 @@ class _SlabRows:
     starts: Tensor | None  # [B, M, Q]: first token of each query's document
 
     def alike(self) -> Iterator[tuple[Tensor, bool]]:
-        """Those of [B, Hk, M], flat, that have as many pages, and whether they need masks."""
+        """Yield rows [B, Hk, M], flat, of equal numbers of pages, and whether they need masks."""
         index = self.units.index
         kinds = 2 * (index >= 0).sum(3)
         if self.starts is not None:
@@ -188,8 +189,7 @@ class _SlabRows:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Implements `FarKernel`. Gathers a slab's units once, and attends as many of its rows at a
-    time as `part_bytes` allow."""
+    """Copies a slab's units once, then attends as many rows at a time as `part_bytes` allow."""
 
     kernel: PageKernel
     part_bytes: int = PART_BYTES["cpu"]
@@ -267,7 +267,7 @@ class Gathered:
     def _parts(
         self, of_slab: _SlabRows, slab: Slab, queries: Tensor, *, backward: bool
     ) -> Iterator[tuple[Tensor, bool]]:
-        """Rows that are attended together, and whether they need a mask."""
+        """Yield the rows of each part, and whether they need a mask."""
         dims = slab.keys.shape[2], slab.values.shape[2]
         row = FarRow(
             queries.shape[3],
@@ -279,14 +279,14 @@ class Gathered:
             isinstance(self.kernel, PlainPages),
         )
         for rows, masked in of_slab.alike():
-            # As many as there may be of rows whose pages are all in one slab: a plan knows no less.
+            # As many as fit if all pages of a row are in one slab: a plan assumes no less.
             count = max(1, self.part_bytes // row.bytes(masked=masked, backward=backward))
             for start in range(0, len(rows), count):
                 yield rows[start : start + count], masked
 
 
 def select_far(device_type: str, head_dim: int, value_dim: int, softcap: float | None) -> FarKernel:
-    """A kernel for these heads that every machine has."""
+    """Return a kernel for these heads that every machine can run."""
     most = PART_BYTES.get(device_type, PART_BYTES["cuda"])
     if device_type == "cpu" and head_dim == value_dim and softcap is None:
         return Gathered(FlashPages(), most)
@@ -304,19 +304,19 @@ def _slab_rows(call: FarCall, slab: Slab, choice: Tensor) -> _SlabRows:
 
 
 def _whole(x: Tensor, choice: Tensor, call: FarCall) -> Tensor:
-    """x [B, H, C, ...] with zeros for the queries that a ragged last page lacks: then a copy."""
+    """Return x [B, H, C, ...]; if a ragged last page lacks queries, a copy padded by zeros."""
     ragged = choice.shape[2] * call.query_tokens - x.shape[2]
     return pad(x, (0, 0) * (x.ndim - 3) + (0, ragged)) if ragged else x
 
 
 def _put_back(into: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
-    """What `_whole` had to copy."""
+    """Copy the results back from the tensors that `_whole` padded."""
     for x, whole in zip(into, wholes, strict=True):
         if whole is not x:
             x.copy_(whole[:, :, : x.shape[2]])
 
 
 def _by_page(whole: Tensor, choice: Tensor) -> Tensor:
-    """[B, H, M * Q, ...] -> [B, Hk, M, r, Q, ...], a view."""
+    """View [B, H, M * Q, ...] as [B, Hk, M, r, Q, ...]."""
     kv_heads, pages = choice.shape[1:3]
     return whole.unflatten(2, (pages, -1)).unflatten(1, (kv_heads, -1)).transpose(2, 3)

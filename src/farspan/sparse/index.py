@@ -1,15 +1,16 @@
-"""An index of keys: few dims of queries and keys, learned, by which pages are compared in place of
-the model's own (selector `index`; after MiniMax Sparse Attention and DeepSeek's indexer).
+"""An index of keys: learned projections of queries and keys to a few dims, by which pages are
+compared instead of the model's own queries and keys (selector `index`; after MiniMax Sparse
+Attention and DeepSeek's indexer).
 
-A layer's index is linear maps of what attention has (after rotary embedding), of each head of
-queries and of keys, to d dims. A page scores with a query as the largest over its tokens of
-scale * (q Q) . (k K), and votes as `sparse.pages.vote` counts them.
-Nothing of the model changes: the maps are an adapter, saved in a folder of their own.
+A layer's index maps the inputs of attention (after rotary embedding), each head of queries and of
+keys, linearly to d dims. The score of a page for a query is the largest of its tokens' scale * (q
+Q) . (k K), and the page votes as in `sparse.pages.vote`. The model does not change: the maps are an
+adapter, saved in a folder of their own.
 
-They learn what the model's own attention gives to the pages that were chosen: the Kullback-Leibler
-divergence of a page's weights by the index from the mass that a head gives it, both over those
-pages, of some queries a cell. Queries and keys are constants of it, so that the model's gradients
-are the same bits, whether an index learns beside it or not.
+They learn the mass that the model's own attention gives to the chosen pages: the loss is the
+Kullback-Leibler divergence of a page's weights by the index from the mass that a head gives it,
+both over those pages, of some queries a cell. Queries and keys are constants in it, so that the
+model's gradients are the same bits, whether an index learns during a step or not.
 
 Legend: B batch, T tokens, H query heads, Hk key-value heads, r = H / Hk, D head dim, d dims of the
 index.
@@ -41,12 +42,12 @@ from farspan.spec import LayerSpec, UnsupportedError
 
 CONFIG, TENSORS = "index_config.json", "index.safetensors"
 FORMAT = 2  # of the folder; 1 had one query for all heads of a group
-KINDS = "queries", "keys"  # of a layer's tensors
+KINDS = "queries", "keys"  # a layer's tensors
 
 
 @dataclass(frozen=True, slots=True)
 class LayerIndex:
-    """The maps of one layer."""
+    """The projections of one layer's queries and keys to the dims of an index."""
 
     queries: Tensor  # [Hk, r, D, d]
     keys: Tensor  # [Hk, D, d]
@@ -56,26 +57,26 @@ class LayerIndex:
         return self.keys.shape[2]
 
     def is_whole(self) -> bool:
-        """Do the shapes fit each other?"""
+        """Return whether the shapes fit each other."""
         heads, _, dims, dim = self.queries.shape if self.queries.ndim == 4 else (0, 0, 0, 0)
         return heads * dim > 0 and self.keys.shape == (heads, dims, dim)
 
     @torch.no_grad()
     def of_queries(self, q: Tensor) -> Tensor:
-        """q [B, H, T, D] -> [B, H, T, d], in its dtype."""
+        """Project q [B, H, T, D] -> [B, H, T, d], in its dtype."""
         found = q.new_empty(*q.shape[:3], self.dim)
-        for row, result in zip(q, found, strict=True):  # all rows together would be copied first
+        for row, result in zip(q, found, strict=True):  # a product of all rows would copy them
             torch.bmm(row, self.queries.flatten(0, 1), out=result)
         return found
 
     @torch.no_grad()
     def of_keys(self, k: Tensor) -> Tensor:
-        """k [T, B, Hk, D] -> [T, B, Hk, d], in its dtype."""
+        """Project k [T, B, Hk, D] -> [T, B, Hk, d], in its dtype."""
         found = torch.bmm(k.flatten(0, 1).transpose(0, 1), self.keys)
         return found.transpose(0, 1).unflatten(0, k.shape[:2])
 
     def compared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """What is compared of a whole sequence's q [B, H, T, D] and k [B, Hk, T, D], in d dims."""
+        """Project a whole sequence's q [B, H, T, D] and k [B, Hk, T, D] to d dims."""
         maps = self.to(q.device, q.dtype)
         return q @ maps.queries.flatten(0, 1), k @ maps.keys
 
@@ -85,10 +86,10 @@ class LayerIndex:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Index:
-    """Implements `sparse.pages.Selector`: has a step compare pages by an index."""
+    """Learned maps that compare pages in a step; implements `sparse.pages.Selector`."""
 
-    layers: Mapping[int, LayerIndex]  # by number: those without a window
-    select: Selector | None = None  # reads the votes; None: the pages with most, as a step has it
+    layers: Mapping[int, LayerIndex]  # by layer number: those without a window
+    select: Selector | None = None  # reads the votes; None: the step's choice of the most votes
     placed: dict[Any, Any] = field(default_factory=dict, compare=False)  # see `at`
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
@@ -103,11 +104,11 @@ class Index:
         return max(layer.dim for layer in self.layers.values())
 
     def parameters(self) -> list[Tensor]:
-        """What an optimizer is given; maps learn where these require gradients."""
+        """Return the parameters for an optimizer; maps learn if they require gradients."""
         return [x for layer in self.layers.values() for x in (layer.queries, layer.keys)]
 
     def learning(self) -> Self:
-        """The same maps, which learn from now on."""
+        """Return the same maps, which learn from now on."""
         for parameter in self.parameters():
             parameter.requires_grad_()
         return self
@@ -120,14 +121,18 @@ class Index:
 
     @torch.no_grad()
     def at(self, device: torch.device, dtype: torch.dtype) -> Mapping[int, LayerIndex]:
-        """The maps where cells compute. They are copied once for all steps there, and again after
-        they have changed; each time where they learn, as fused optimizers leave `_version` as it
-        was."""
+        """Return the maps on the device and in the dtype of cells. Frozen maps are copied once for
+        all steps, and again after they have changed; learning maps each time, because fused
+        optimizers leave `_version` as it was."""
         now = [(id(x), 0 if x.is_inference() else x._version) for x in self.parameters()]
         before, found, _ = self.placed.get((device, dtype), (None, {}, None))
         if before != now or self.learns():
             found = {number: maps.to(device, dtype) for number, maps in self.layers.items()}
-            self.placed[device, dtype] = now, found, self.layers  # nobody else gets their ids
+            self.placed[device, dtype] = (
+                now,
+                found,
+                self.layers,
+            )  # keeps their ids in use
         return found
 
     def refuse_misfit(self, layers: tuple[LayerSpec, ...], dim: int) -> None:
@@ -135,13 +140,13 @@ class Index:
         wanted = {n for n, layer in enumerate(layers) if layer.attends() and layer.window is None}
         if missing := sorted(wanted - self.layers.keys()):
             raise UnsupportedError(
-                f"index: it has no layer {missing[0]}, and the model has {len(layers)}; give the "
-                "index that was made for this model"
+                f"index: it has no layer {missing[0]}, but the model has {len(layers)} layers; "
+                "give the index that was made for this model"
             )
         if more := sorted(self.layers.keys() - wanted):
             raise UnsupportedError(
-                f"index: it has a layer {more[0]}, which this model has not, or with a window; "
-                "give the index that was made for this model"
+                f"index: layer {more[0]} does not exist in this model or has a window; give the "
+                "index that was made for this model"
             )
         for number in sorted(wanted):
             spec, own = layers[number], self.layers[number]
@@ -150,19 +155,18 @@ class Index:
             shape = spec.query_heads, spec.kv_heads, spec.head_dim
             if (kv_heads * group, kv_heads, dims) != shape:
                 raise UnsupportedError(
-                    f"index: its layer {number} is for {kv_heads * group} heads of queries and "
-                    f"{kv_heads} of keys of {dims} dims, the model has {shape[0]} and {shape[1]} "
-                    f"of {shape[2]}; give the index that was made for this model"
+                    f"index: its layer {number} is for {kv_heads * group} query heads and "
+                    f"{kv_heads} key heads of {dims} dims, but the model has {shape[0]} and "
+                    f"{shape[1]} of {shape[2]}; give the index that was made for this model"
                 )
             if found != narrow:
                 raise UnsupportedError(
-                    f"index: its keys have {found} dims in layer {number}, where sparse.index_dim "
+                    f"index: its keys have {found} dims in layer {number}, but sparse.index_dim "
                     f"asks for {narrow}; set that to {found}"
                 )
 
     def save(self, folder: Path | str) -> None:
-        """Write the adapter, a folder with its tensors in float32 and a small config. Raises
-        WriteFailed."""
+        """Write the adapter, a folder of float32 tensors and a small config. Raises WriteFailed."""
         about = {"format": FORMAT, "kind": "farspan index", "dim": self.dim}
         folder = Path(folder)
         with writing(folder, SafetensorError):
@@ -170,7 +174,7 @@ class Index:
             write_bytes(folder / CONFIG, (json.dumps(about) + "\n").encode())
 
     def digest(self) -> str:
-        """SHA-256 of what is saved, wherever that lies."""
+        """Return the SHA-256 of the adapter's tensors, independent of their folder."""
         found = hashlib.sha256()
         for name, tensor in sorted(self._tensors().items()):
             found.update(f"{name} {list(tensor.shape)}".encode() + tensor.numpy().tobytes())
@@ -185,13 +189,13 @@ class Index:
 
     @classmethod
     def load(cls, folder: Path | str) -> Self:
-        """Read an adapter. Raises UnsupportedError for what is none."""
+        """Read an adapter. Raises UnsupportedError if the folder holds none."""
         folder = Path(folder)
         about = read_json(folder / CONFIG)
         if about is None or about.get("format") != FORMAT:
             raise UnsupportedError(
                 f"index: {folder} holds no index of format {FORMAT} ({CONFIG}); give the folder "
-                "that one was saved to, or make one with farspan index"
+                "that an index was saved to, or make one with farspan index"
             )
         try:
             tensors = load_file(folder / TENSORS)
@@ -206,13 +210,13 @@ class Index:
             found = {n: LayerIndex(*(tensors[f"layers.{n}.{k}"] for k in KINDS)) for n in numbers}
         if not found or not all(layer.is_whole() for layer in found.values()):
             raise UnsupportedError(
-                f"index: {folder / TENSORS} has other tensors than queries and keys of layers; "
+                f"index: {folder / TENSORS} has tensors other than queries and keys of layers; "
                 "give the folder that an index was saved to"
             )
         for name, tensor in tensors.items():
             if not tensor.is_floating_point() or not tensor.float().isfinite().all():
                 raise UnsupportedError(
-                    f"index: {name} of {folder / TENSORS} ({tensor.dtype}) has other than finite "
+                    f"index: {name} of {folder / TENSORS} ({tensor.dtype}) must have finite "
                     "floating-point numbers; save the index again"
                 )
         return cls(found)
@@ -220,17 +224,17 @@ class Index:
 
 # -- learning --------------------------------------------------------------------------------------
 
-LESSONS = 4  # pages of queries of a cell that an index learns from
-HIDDEN = -1e30  # the score of a page that a query does not see: finite, for rows of such alone
+LESSONS = 4  # pages of queries that an index learns from, per cell
+HIDDEN = -1e30  # score of a page that a query does not see: finite, for rows without visible pages
 
 
 class Taught(NamedTuple):
-    """Queries that chose together, and what they saw."""
+    """Queries that chose together, and the keys that they saw."""
 
     q: Tensor  # [B, H, Q, D]
     k: Tensor  # [B, Hk, n, P, D], of the chosen pages
-    lse: Tensor  # [B, H, Q], of all that attention shows them
-    seen: Tensor  # bool, [B, Hk, Q, n, P] or what expands to it
+    lse: Tensor  # [B, H, Q], over all visible keys
+    seen: Tensor  # bool, [B, Hk, Q, n, P] or a shape that expands to it
     scale: float
     softcap: float | None = None
 
@@ -238,8 +242,9 @@ class Taught(NamedTuple):
 def lesson(
     call: SparseCall, q: Tensor, lse: Tensor, choice: Tensor, number: int, k: Tensor
 ) -> Taught:
-    """Of page `number` of a chunk's queries q [B, H, C, D], whose lse [B, H, C] is of all that they
-    see, with the choice [B, Hk, M, n] and the keys k [T, B, Hk, D] that lie before the chunk."""
+    """Return the training example of page `number` of a chunk's queries q [B, H, C, D], whose lse
+    [B, H, C] is over all visible keys, with the choice [B, Hk, M, n] and the keys k [T, B, Hk, D]
+    before the chunk."""
     (batch, heads), page = choice.shape[:2], call.far.page
     span = slice(number * call.far.query_tokens, (number + 1) * call.far.query_tokens)
     pages = choice[:, :, number].long()
@@ -254,8 +259,8 @@ def lesson(
 
 
 def divergence(maps: LayerIndex, taught: Taught) -> Tensor:
-    """The sum over queries and their heads of sum(m log(m / M) - m log p), where m is the mass of
-    each page, M their sum, and p the softmax of the index's scores."""
+    """Return the sum over queries and their heads of sum(m log(m / M) - m log p), where m is the
+    mass of each page, M their sum, and p the softmax of the index's scores."""
     mass = _mass(taught)
     q = taught.q.to(mass.dtype) @ maps.queries.flatten(0, 1)
     k = taught.k.to(mass.dtype).flatten(2, 3) @ maps.keys
@@ -267,7 +272,7 @@ def divergence(maps: LayerIndex, taught: Taught) -> Tensor:
 
 @torch.no_grad()
 def _mass(taught: Taught) -> Tensor:
-    """That which each head gives each page, [B, Hk, r, Q, n]."""
+    """Return the attention mass that each head gives each page, [B, Hk, r, Q, n]."""
     kv_heads, dtype = taught.k.shape[1], taught.lse.dtype
     q, lse = (_stacked(x.to(dtype), kv_heads) for x in (taught.q, taught.lse))
     scores = (q @ taught.k.to(dtype).flatten(2, 3).mT).mul_(taught.scale)
@@ -278,19 +283,19 @@ def _mass(taught: Taught) -> Tensor:
 
 
 def _stacked(x: Tensor, kv_heads: int) -> Tensor:
-    """[B, H, Q, ...] -> [B, Hk, r * Q, ...]: a group's keys are read once, not copied for each."""
+    """Reshape [B, H, Q, ...] -> [B, Hk, r * Q, ...], so that a group's keys are read once."""
     return x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
 def _pages_of(scores: Tensor, taught: Taught) -> Tensor:
-    """[B, Hk, r * Q, n * P] -> [B, Hk, r, Q, n, P]"""
+    """Reshape [B, Hk, r * Q, n * P] -> [B, Hk, r, Q, n, P]."""
     return scores.unflatten(3, taught.k.shape[2:4]).unflatten(2, (-1, taught.q.shape[2]))
 
 
 def learn(maps: LayerIndex, taught: Taught) -> None:
     """Add the gradient of the divergence to `.grad` of the maps."""
     leaves = [x for x in (maps.queries, maps.keys) if x.requires_grad]
-    # A cell that keeps what its own graph saves keeps nothing of this one.
+    # Saved-tensor hooks of the cell must not see the tensors of this graph.
     with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
         wide = maps.to(taught.q.device, taught.lse.dtype)
         found = torch.autograd.grad(divergence(wide, taught), leaves)
@@ -302,22 +307,23 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-PLACES = 4  # of a context where a text is read
+PLACES = 4  # positions in a context at which a text is read
 
 
 @torch.no_grad()
 def principal_index(
     model: nn.Module, input_ids: Tensor, dim: int, context: int | None = None
 ) -> Index:
-    """An index that has not learned yet: the `dim` dims in which products of queries and keys on a
-    text input_ids [B, T] vary most, of each head of keys and all its queries.
+    """Return an index that has not learned yet: the `dim` dims in which products of queries and
+    keys on a text input_ids [B, T] vary most, for each head of keys and all its queries.
 
     With second moments A of queries and C of centred keys, the singular values of A^(1/2) C^(1/2)
-    say how much a dim gives; what is the same for all keys of a query does not matter. Rotary
-    embedding turns queries and keys by their positions, slow dims over a whole sequence: the text
-    is read at `PLACES` places of a sequence of `context` tokens, T if that is None. Attention is
-    computed at once, T x T: a few thousand tokens are enough. Heads of fewer dims have all of
-    theirs. Raises UnsupportedError."""
+    measure the share of a dim; terms that all keys of a query share do not matter. Rotary embedding
+    turns queries and keys by their positions, slow dims over a whole sequence: the text is read at
+    `PLACES` positions of a sequence of `context` tokens, T if None. Attention is computed at once,
+    T x T: a few thousand tokens are enough. Heads with fewer dims keep all. Raises
+    UnsupportedError.
+    """
     if not isinstance(dim, int) or dim < 1:
         raise UnsupportedError(f"dim: expected a whole number of at least 1, got {dim!r}")
     read: dict[int, _Moments] = {}
@@ -334,13 +340,13 @@ def principal_index(
         return attended(reference, q, k, v, scale, keywords)
 
     stages = CausalLMStages(model)
-    make_inputs(input_ids, input_ids, None, stages.vocab)  # refuses what are no tokens of it
+    make_inputs(input_ids, input_ids, None, stages.vocab)  # refuses ids outside the vocabulary
     tokens = input_ids.shape[1]
     context = tokens if context is None else context
     if not isinstance(context, int) or context < tokens:
         raise UnsupportedError(
             f"context: expected a whole number of at least the text's {tokens} tokens, got "
-            f"{context!r}; give the longest that will be trained, or a shorter text"
+            f"{context!r}; give the longest context of the training, or a shorter text"
         )
     refuse_context(stages.model, context)
     last = context - tokens
@@ -360,7 +366,7 @@ def principal_index(
 
 @dataclass(slots=True)
 class _Moments:
-    """Of queries [B, H, T, D] and keys [B, Hk, T, D], in float64."""
+    """Second moments of queries [B, H, T, D] and keys [B, Hk, T, D], in float64."""
 
     group: int
     queries: Tensor  # means of products of a query's elements, [Hk, D, D]
@@ -375,7 +381,7 @@ class _Moments:
         return cls(group, q.mT @ q / q.shape[1], k.mT @ k / k.shape[1], k.mean(1, keepdim=True))
 
     def add(self, other: Self) -> None:
-        """Those of another place: means become sums, which `principal` divides."""
+        """Add the moments at another position: means become sums, which `principal` divides."""
         self.queries += other.queries
         self.keys += other.keys
         self.key += other.key
@@ -391,14 +397,13 @@ class _Moments:
 
 
 def _roots(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """The square root of symmetric matrices [n, D, D], and its inverse, of directions that are
-    there."""
+    """Return square roots and inverse roots of symmetric [n, D, D], on their nonzero directions."""
     values, vectors = torch.linalg.eigh(moments)
-    least = 1e-9 * values.amax(1, keepdim=True) + 1e-30  # of a head whose keys are all the same
+    least = 1e-9 * values.amax(1, keepdim=True) + 1e-30  # for a head whose keys are all equal
     values = values.clamp(min=least).sqrt().unsqueeze(1)
     return vectors * values @ vectors.mT, vectors / values @ vectors.mT
 
 
 def reading(selector: object, function: Any) -> Any:
-    """The function in the place of what reads a selector's votes."""
+    """Return an index that reads its votes by `function`; without an index, the function itself."""
     return replace(selector, select=function) if isinstance(selector, Index) else function

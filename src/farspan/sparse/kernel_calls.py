@@ -1,7 +1,8 @@
-"""Attention of a chunk over its chosen pages by the Triton kernels: what the engine calls on CUDA.
+"""Attention of a chunk over its chosen pages by the Triton kernels, as the engine calls it on CUDA.
 
 Only the chosen pages: the chunk's own tokens, the recent ones and the sink pages are dense, and
-join by `merge_`; attention sinks join by `add_sinks`; the backward takes the out and lse of it all.
+join by `merge_`; attention sinks join by `add_sinks`; the backward takes the out and lse of the
+whole attention.
 
     call = PagedCall(PageTable(choice, page, tokens, keys.shape[0]), scale)
     out, lse = attend_pages(call, q, keys, values)
@@ -15,10 +16,10 @@ adds to the totals once, so there are no atomics and the result does not depend 
 
 Letters: B batch rows, H query heads, Hk heads of keys and values, C tokens of the chunk, D head
 size, M query pages, k chosen pages, S slots. Shapes: q, out, dout, dq [B, H, C, D], keys, values
-and totals [T, B, Hk, D] (page p at tokens [p * page, (p + 1) * page), or where `slots` say), lse
-[B, H, C] natural; inner stride 1, other strides as they are, in elements. Heads of 8 to 256, keys
-as wide as values, no soft-capping, bf16 or fp16 (fp32 for checks). Compute capability 8.0 or more.
-Importing this module does not import Triton.
+and totals [T, B, Hk, D] (page p at tokens [p * page, (p + 1) * page), or at its entry in `slots`),
+lse [B, H, C] natural; inner stride 1, other strides as they are, in elements. Heads of 8 to 256,
+keys as wide as values, no soft-capping, bf16 or fp16 (fp32 for checks). Compute capability 8.0 or
+more. Importing this module does not import Triton.
 """
 
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ from farspan.spec import MEAN, SUPERPAGE, Sparse, UnsupportedError
 
 
 class PageReads(NamedTuple):
-    """What each query page reads (`PageTable`), and the first key each query sees, or None."""
+    """The pages that each query page reads (`PageTable`), and first visible keys or None."""
 
     choice: Any  # [B, Hk, M, k]
     slots: Any  # [B, Hk, M, k], or None: page p lies in slot p
@@ -59,7 +60,7 @@ class PageReads(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """Who reads each page (`Inverse`), and the first key each query sees, or None."""
+    """The query pages that read each page (`Inverse`), and first visible keys or None."""
 
     query_pages: Any
     pages: Any
@@ -75,10 +76,10 @@ class Totals(NamedTuple):
     dv: Heads
 
 
-LARGEST = 2**27 - 1  # of what is veiled: `veiled` gives an int32
+LARGEST = 2**27 - 1  # of integers passed through `veiled`, which gives an int32
 
 
-# -- what each page of queries reads ------------------------------------------------------------
+# -- pages that each page of queries reads ------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Inverse:
     Rows r = (b * Hk + h) * S + slot own visits [starts[r], starts[r + 1]).
     """
 
-    query_pages: Tensor  # [B * Hk * M * k]; those of entries without a page come last
+    query_pages: Tensor  # [B * Hk * M * k]; entries without a page come last
     pages: Tensor  # [B * Hk * M * k], the visited page of the sequence
     starts: Tensor  # [B * Hk * S + 1]
     rows: Tensor  # [B * Hk * S], the most visited first: the longest program does not start last
@@ -96,10 +97,11 @@ class Inverse:
 
 @dataclass(frozen=True)
 class PageTable:
-    """A choice as one call of the kernels reads it: of a chunk in a layer, or a slab's part of it.
+    """A choice in the form that one call of the kernels reads: of a chunk in a layer, or a slab's
+    part.
 
-    Page p is tokens [p * page, (p + 1) * page) of the sequence; query page m is tokens
-    [m * query_page, (m + 1) * query_page) of the chunk. All chosen pages lie before the chunk: the
+    Page p is tokens [p * page, (p + 1) * page) of the sequence; query page m is tokens [m *
+    query_page, (m + 1) * query_page) of the chunk. All chosen pages lie before the chunk: the
     kernels have no causal mask. Without `slots` page p lies at tokens [p * page, ...) of the buffer
     of keys and values; with it, entry e's page lies at [slots[e] * page, ...).
     """
@@ -108,7 +110,7 @@ class PageTable:
     page: int  # tokens
     tokens: int  # of the sequence so far: the last page may be shorter than the others
     buffer_tokens: int  # of the buffer of keys and values
-    slots: Tensor | None = None  # [B, Hk, M, k] int32, or None where page p lies in slot p
+    slots: Tensor | None = None  # [B, Hk, M, k] int32; None: page p lies in slot p
     query_page: int | None = None  # tokens of the chunk that choose together; None: as `page`
 
     def __post_init__(self) -> None:
@@ -131,7 +133,7 @@ class PageTable:
 
     @property
     def query_tokens(self) -> int:
-        """Of a query page."""
+        """Tokens of a query page."""
         return self.page if self.query_page is None else self.query_page
 
     @property
@@ -149,8 +151,8 @@ class PageTable:
 
     @cached_property
     def runs(self) -> Tensor | None:
-        """int32 [B, Hk, M, 2]: where the entries of a query page begin, and how many there are to
-        the last that has a page; None: all of them. What lies in slots may be of few."""
+        """The first entry of a query page, and the number of entries to the last with a page: int32
+        [B, Hk, M, 2]; None: all entries. Slots may hold pages of a few entries only."""
         if self.slots is None:
             return None
         some = (self.choice >= 0).int()
@@ -160,7 +162,7 @@ class PageTable:
 
     @cached_property
     def inverse(self) -> Inverse:
-        """Built by one stable sort, without waiting for the device."""
+        """The visits of each page, from one stable sort, without waiting for the device."""
         batch, kv_heads, query_pages, chosen = self.choice.shape
         rows, slots = batch * kv_heads, self.slot_count
         device = self.choice.device
@@ -187,14 +189,13 @@ class PageTable:
             if not right or table.ndim != 4 or not table.is_contiguous() or not table.numel():
                 raise UnsupportedError(
                     f"{name}: expected a contiguous int32 [B, Hk, M, k] with k of 1 or more, got "
-                    f"{table.dtype} {tuple(table.shape)}; convert it, or leave out the call "
-                    "where nothing is chosen"
+                    f"{table.dtype} {tuple(table.shape)}; convert it, or leave out the call if no "
+                    "pages are chosen"
                 )
 
 
 def _refuse(wrong: Tensor, message: str) -> None:
-    """Raise UnsupportedError on a CPU. A GPU is not waited for: it stops at the check when it gets
-    there."""
+    """Raise UnsupportedError on a CPU; a GPU stops when it reaches the check, without a wait."""
     if wrong.device.type == "cpu":
         if wrong:
             raise UnsupportedError(message)
@@ -207,7 +208,7 @@ def _refuse(wrong: Tensor, message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PagedCall:
-    """What attention over chosen pages is, besides its tensors."""
+    """The settings of attention over chosen pages."""
 
     table: PageTable
     scale: float
@@ -218,7 +219,7 @@ class PagedCall:
 
 
 class PageGradients(NamedTuple):
-    """Where dK and dV of all pages are summed: fp32 [T, B, Hk, D], set to zero by their owner."""
+    """The sums of dK and dV of all pages: fp32 [T, B, Hk, D], set to zero by their owner."""
 
     dk: Tensor
     dv: Tensor
@@ -227,7 +228,7 @@ class PageGradients(NamedTuple):
 def supports(
     device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: float | None
 ) -> bool:
-    """Whether `attend_pages` takes such heads on this device."""
+    """Return whether `attend_pages` supports such heads on this device."""
     if softcap is not None or dtype not in DTYPES or find_spec("triton") is None:
         return False
     if head_dim != value_dim or head_dim % 8 or not 8 <= head_dim <= 256:
@@ -235,17 +236,16 @@ def supports(
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     tiles = choose_tiles(torch.cuda.get_device_capability(device), head_dim, dtype.itemsize)
-    # PyTorch has the number, and its types do not.
+    # PyTorch has the number, but its type stubs lack it.
     gpu: Any = torch.cuda.get_device_properties(device)
     return shared_bytes(tiles, head_dim, dtype.itemsize) <= gpu.shared_memory_per_block_optin
 
 
 def attend_pages(call: PagedCall, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """out, in the dtype of q, and lse fp32 over the chosen pages alone. Both are fresh.
+    """Return out, in the dtype of q, and lse fp32 over the chosen pages alone. Both are fresh.
 
-    A query that sees nothing has out 0 and lse -inf, which `merge_` gives no weight. out is
-    [B, C, H, D] in memory. Raises UnsupportedError for tensors that do not fit each other or the
-    kernels.
+    A query that sees no key has out 0 and lse -inf, which `merge_` gives no weight. out is [B, C,
+    H, D] in memory. Raises UnsupportedError for tensors that do not fit each other or the kernels.
     """
     _check(call, q, keys, values)
     out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
@@ -262,9 +262,9 @@ def attend_pages_backward(
     values: Tensor,
     totals: PageGradients,
 ) -> Tensor:
-    """dq, fp32 and fresh, of the chosen pages; adds their dk and dv to `totals`.
+    """Return dq, fp32 and fresh, of the chosen pages, and add their dk and dv to `totals`.
 
-    out is in the dtype of q, lse fp32. Totals of pages that nobody chose are neither read nor
+    out is in the dtype of q, lse fp32. Totals of pages that no query chose are neither read nor
     written. The same inputs give the same bits.
     """
     dout, q, out, lse = queries
@@ -306,7 +306,7 @@ def backward_launches(
     dq: Tensor,
     totals: PageGradients,
 ) -> Iterator[Launch]:
-    """rows [B, H, C, 4] fp32, which the others read; then dQ; then dK with dV."""
+    """Return a backward's launches: rows [B, H, C, 4] fp32, for the others; dQ; dK with dV."""
     dout, q, out, lse = queries
     tiles, inverse = _tiles(call, q), call.table.inverse
     of_rows = {"lse": lse, "first_key": call.first_key, "rows": rows}
@@ -323,7 +323,7 @@ def backward_launches(
     )
     sums = Totals(_tokens_first(totals.dk), _tokens_first(totals.dv))
     of_dkv = {"totals": sums, "rows": rows, "visits": visits}
-    # The most visited pages come first, so those that anyone visits are among the first of these.
+    # The most visited pages come first, so all visited pages are among the first of these.
     visited = min(inverse.rows.numel(), inverse.query_pages.numel())
     grid = visited * -(-call.table.page // _shape(call, q, tiles.dkv).tile_keys), 1
     yield _launch("dkv_kernel", grid, arguments | of_dkv, call, q, tiles.dkv, dout)
@@ -357,7 +357,8 @@ def _launch(
 
 
 def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False) -> PageShape:
-    """`several`: a tile may hold rows of several query pages, so it need not shrink to one."""
+    """Return the shape of a kernel's tiles; `several`: a tile may hold rows of several query pages,
+    so it need not shrink to one."""
     table, group = call.table, q.shape[1] // call.table.choice.shape[1]
     rows = group * table.query_tokens
     return PageShape(
@@ -373,13 +374,13 @@ def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False)
 
 
 def _warps(shape: PageShape, tile: PageTile) -> int:
-    """A tile that shrank has 16 rows a warp at least: more would compute the same twice."""
+    """Return the warps of a tile, at least 16 rows each: more would compute the same twice."""
     shrunk = shape.tile_queries < tile.queries
     return min(tile.warps, max(4, shape.tile_queries // 16)) if shrunk else tile.warps
 
 
 def _query_grid(call: PagedCall, q: Tensor, tile: PageTile) -> tuple[int, int]:
-    """(tiles of all query pages, B * Hk)."""
+    """Return the grid (tiles of all query pages, B * Hk)."""
     shape = _shape(call, q, tile)
     batch, kv_heads, query_pages, _ = call.table.choice.shape
     tiles = -(-shape.group * shape.query_page // shape.tile_queries)
@@ -399,7 +400,7 @@ def _pages(call: PagedCall) -> PageReads:
 
 
 def _tokens_first(x: Tensor) -> Heads:
-    """[T, B, Hk, D] as the kernels address it."""
+    """Return [T, B, Hk, D] in the form that the kernels address."""
     token, batch, head, _ = x.stride()
     return Heads(x, batch, head, token)
 
@@ -478,11 +479,12 @@ def fused_votes(
     superpages: Tensor | None = None,
     weighted: bool = True,
 ) -> Tensor:
-    """Votes [B, Hk, M, n] fp32 of q [B, H, C, D] for n `pages`, as `pages.vote` counts them, or
-    [B, Hk, M, S * 16] for those of `superpages` [B, Hk, M, S]; not `weighted`, largest scores.
+    """Return votes [B, Hk, M, n] fp32 of q [B, H, C, D] for n `pages`, as `pages.vote` does, or [B,
+    Hk, M, S * 16] for those of `superpages` [B, Hk, M, S]; largest scores unless `weighted`.
 
-    representatives [B, Hk, n * s, D]: a page's score is the largest of its s ones', side by side.
-    They are rounded to the dtype of q. Nothing but votes and an LSE a query is written."""
+    representatives [B, Hk, n * s, D]: a page's score is the largest of its s ones, which are
+    adjacent. They are rounded to the dtype of q. Only votes and an LSE a query are written.
+    """
     (batch, heads, tokens, head_dim), kv_heads = q.shape, representatives.shape[1]
     first = None if call.documents is None else call.documents.int().contiguous()
     tile = tile or vote_tile(head_dim, q.element_size())
@@ -517,7 +519,7 @@ def fused_votes(
 
 @dataclass(frozen=True, slots=True)
 class TritonFar:
-    """Implements `FarKernel` where `supports` says so."""
+    """Implements `FarKernel` for heads that `supports` accepts."""
 
     tiles: PageTiles | None = None  # None: those of the GPU's table
     softcap: None = None
@@ -580,7 +582,7 @@ class TritonFar:
         return self._call(call, table)
 
     def _gathered(self, call: FarCall, choice: Tensor, slab: Slab) -> PagedCall:
-        """The call on a slab's copies: of the choice, what lies there."""
+        """Return the call on a slab's copies, with the entries of the choice that the slab has."""
         slots = slab.units.index.int().contiguous()
         here = choice.masked_fill(slots < 0, -1).contiguous()
         tokens = len(slab.keys) * call.page
@@ -594,6 +596,6 @@ class TritonFar:
 
 
 def _as_buffer(of_units: Tensor, choice: Tensor) -> Tensor:
-    """[U, P, D] as [U * P, B, Hk, D]: each row and head sees all slots and uses its own."""
+    """View [U, P, D] as [U * P, B, Hk, D]: each row and head sees all slots and uses its own."""
     rows, heads = choice.shape[:2]
     return of_units.flatten(0, 1)[:, None, None].expand(-1, rows, heads, -1)

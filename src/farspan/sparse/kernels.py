@@ -1,26 +1,27 @@
 """Attention of query pages over chosen pages, in Triton: forward, dQ, and dK with dV.
 
 One tile of queries is rows of one query page and one head of keys and values: the r query heads
-that share it lie one after the other, row = head * query_page + token. K and V are read where they
-lie. A tile of vectors is a tuple of the parts of their width (`PageShape`): a product of two is the
-sum over parts, and sums of vectors are a tuple, too.
+that share it lie one after the other, row = head * query_page + token. K and V are read in place. A
+tile of vectors is a tuple of the parts of their width (`PageShape`): a product of two is the sum
+over parts, and sums of vectors are a tuple, too.
 
     forward   one program per (tile, b, h): over the pages its query page chose
-    rows      what the two others read of a query: lse, rowsum(dO * O), its first key
+    rows      per query, for the two others: lse, rowsum(dO * O), its first key
     dQ        the same program, from the out and lse of the whole softmax
     dK, dV    one program per (page, b, h): over the query pages that chose it and all r heads, in
               the order of `Inverse`; adds to the totals once. No atomics: the same bits each time
 
-What a loop loads runs beside the products of the two tiles before it. The compiler does so only
-where addresses do not come from a load of the same iteration: the number of the next page is
-carried from the one before.
+The loads of a loop run during the products of the two tiles before. The compiler does so only if
+addresses do not come from a load of the same iteration: the number of the next page is carried from
+the previous iteration.
 
 Written for Triton 3.6 to 3.9: pointers, not block pointers; keyword arguments; arguments in named
 tuples (see kernel_calls.py).
 
 Numbers: products are in the inputs' dtype with fp32 sums (`ieee`: no TF32 for fp32 inputs); scores,
-softmax and totals are fp32. Scores are kept in base 2 (exp2 is one instruction); lse is natural.
-A row that sees nothing has out 0 and lse -inf, and no gradient."""
+softmax and totals are fp32. Scores are kept in base 2 (exp2 is one instruction); lse is natural. A
+row that sees no key has out 0 and lse -inf, and no gradient.
+"""
 
 import triton
 import triton.language as tl
@@ -31,19 +32,18 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-NOWHERE = tl.constexpr(2**20)  # a query page behind every chunk
+NOWHERE = tl.constexpr(2**20)  # a query page after every chunk
 
 
 @triton.jit
 def _size(veiled):
-    """An integer of `Sizes`."""
+    """Return an integer of `Sizes`."""
     return veiled >> 4
 
 
 @triton.jit
 def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
-    """Addresses of a part of vectors at `offset` + row, [rows, parts[part]], and which of them are
-    there."""
+    """Return addresses [rows, parts[part]] of a part of vectors at `offset` + row, and a mask."""
     d = part * shape.parts[0] + tl.arange(0, shape.parts[part])
     mask = fits[:, None]
     if part * shape.parts[0] + shape.parts[part] > shape.head_dim:
@@ -53,7 +53,7 @@ def _vectors(x, offset, row, fits, part: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def _load(x, offset, row, fits, shape: tl.constexpr):
-    """The parts of a tile of vectors, zeros where they do not fit."""
+    """Load the parts of a tile of vectors, zeros for elements that do not fit."""
     tile = ()
     for part in tl.static_range(len(shape.parts)):
         at, mask = _vectors(x, offset, row, fits, part, shape)
@@ -70,8 +70,8 @@ def _store(x, offset, row, fits, tile, shape: tl.constexpr):
 
 @triton.jit
 def _query_rows(query_page, row, sizes, shape: tl.constexpr):
-    """Head in the group, token in the chunk, and whether there is such a query, of rows of a query
-    page, or of each its own."""
+    """Return the head in the group, the token in the chunk, and the validity of rows of a query
+    page, or of one query page per row."""
     head = row // shape.query_page
     token = query_page * shape.query_page + row % shape.query_page
     fits = (head < shape.group) & (token < _size(sizes.queries))
@@ -80,13 +80,13 @@ def _query_rows(query_page, row, sizes, shape: tl.constexpr):
 
 @triton.jit
 def _place(x, batch, kv_head, heads):
-    """Where the first of `heads` heads of a group lies."""
+    """Return the offset of the first of `heads` heads of a group."""
     return batch.to(tl.int64) * x.batch + kv_head.to(tl.int64) * heads * x.head
 
 
 @triton.jit
 def _rows_of_program(sizes, shape: tl.constexpr):
-    """Rows, query page, batch row and head of keys and values of a program of forward or dQ."""
+    """Return rows, query page, batch row and head of K, V of a program of forward or dQ."""
     rows: tl.constexpr = shape.group * shape.query_page
     tiles: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
     tile, query_page = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -97,7 +97,7 @@ def _rows_of_program(sizes, shape: tl.constexpr):
 
 @triton.jit
 def _entries(table, query_page, sizes):
-    """Where the entries of a program's query page begin, and how many there are."""
+    """Return the first entry of a program's query page, and the number of entries."""
     row = tl.program_id(1).to(tl.int64) * _size(sizes.query_pages) + query_page
     first, count = row * _size(sizes.chosen), _size(sizes.chosen)
     if table.runs is not None:
@@ -108,7 +108,7 @@ def _entries(table, query_page, sizes):
 
 @triton.jit
 def _chosen_page(table, entry):
-    """Page in the sequence, -1 for none, and slot in the buffer."""
+    """Return the page in the sequence, -1 for none, and the slot in the buffer."""
     page = tl.load(table.choice + entry)
     slot = page
     if table.slots is not None:
@@ -118,8 +118,7 @@ def _chosen_page(table, entry):
 
 @triton.jit
 def _keys_of(page, slot, tile, sizes, shape: tl.constexpr):
-    """First token in the sequence and in the buffer of a tile of a page, and which keys there
-    are."""
+    """Return a tile's first token in the sequence and in the buffer, and a mask of its keys."""
     first = tile * shape.tile_keys
     count = tl.where(page < 0, 0, tl.minimum(shape.page, _size(sizes.tokens) - page * shape.page))
     fits = tl.arange(0, shape.tile_keys) < count - first
@@ -134,8 +133,8 @@ def _first_keys(first_key, batch, token, fits, sizes):
 
 @triton.jit
 def _product(a, b, start):
-    """a @ b.T over all parts, whose sums begin at `start` where there is one. Of fp32 they begin at
-    0: such checks are of their last bits."""
+    """Return a @ b.T over all parts, with sums that begin at `start` if given. fp32 sums begin at
+    0: their use is to check last bits."""
     late: tl.constexpr = start is not None and a[0].dtype == tl.float32
     product = None if late else start
     for part in tl.static_range(len(a)):
@@ -147,15 +146,15 @@ def _product(a, b, start):
 
 @triton.jit
 def _zeros(rows: tl.constexpr, tile):
-    """Sums for such vectors."""
+    """Return zero sums for such vectors."""
     return [tl.full([rows, part.shape[1]], 0.0, tl.float32) for part in tile]
 
 
 @triton.jit
 def _add_product(sums, weights, tile):
-    """sums + weights @ tile, part by part. The last part comes first: where rows are few, Triton
-    deals all products of a loop to warps as suits the last one. By 16 rows of 16 dimensions four
-    warps would compute the same: 2.5 times the work of 128 dimensions for 80."""
+    """Return sums + weights @ tile, part by part. The last part comes first: with few rows, Triton
+    distributes all products of a loop over warps to suit the last one. For 16 rows of 16 dimensions
+    four warps would compute the same: 2.5 times the work of 128 dimensions for 80."""
     weights, added = weights.to(tile[0].dtype), ()
     for part in tl.static_range(len(tile) - 1, -1, -1):
         sum_of_part = tl.dot(weights, tile[part], sums[part], input_precision="ieee")
@@ -192,7 +191,7 @@ def forward_kernel(q, keys, values, out, lse, table, sizes, shape: tl.constexpr)
             seen = seen & (key + within[None, :] >= first[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         new_most = tl.maximum(most, tl.max(scores, 1))
-        # -inf - -inf is nan: rows that have seen nothing are compared with 0 instead.
+        # -inf - -inf is nan: rows without visible keys so far are compared with 0 instead.
         base = tl.where(new_most == float("-inf"), 0.0, new_most)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(most - base)
@@ -216,8 +215,8 @@ def forward_kernel(q, keys, values, out, lse, table, sizes, shape: tl.constexpr)
 
 @triton.jit
 def rows_kernel(dout, out, lse, first_key, rows, sizes, shape: tl.constexpr):
-    """What the two others read of a query, as `_row_values` gives it: without the fp32 copies of dO
-    and O. A row without any key gets -inf, so that its weights are 0."""
+    """Compute the values per query that the two others read, as `_row_values` returns them, without
+    fp32 copies of dO and O. A row without any key gets -inf, so that its weights are 0."""
     row, query_page, batch, kv_head = _rows_of_program(sizes, shape)
     head, token, fits = _query_rows(query_page, row, sizes, shape)
     dout_tile, out_tile = _load_both(dout, out, batch, kv_head, head, token, fits, shape)
@@ -236,11 +235,12 @@ def rows_kernel(dout, out, lse, first_key, rows, sizes, shape: tl.constexpr):
 
 @triton.jit
 def _row_values(rows, offset, row, fits):
-    """-lse / scale, -delta and the first key of queries, zeros where they do not fit.
+    """Return -lse / scale, -delta and the first key of queries, zeros for rows that do not fit.
 
-    One number of 16 bytes a query: of three tensors there would be three times the copies of four
-    bytes, and their addresses. A product begins with -lse / scale or -delta as its sum, which
-    saves the registers of a subtraction."""
+    One load of 16 bytes a query: three tensors would take three times the copies of four bytes, and
+    their addresses. A product begins with -lse / scale or -delta as its sum, which saves the
+    registers of a subtraction.
+    """
     at = rows + offset * 4 + row[:, None] * 4 + tl.arange(0, 4)[None, :]
     four = tl.load(at, mask=fits[:, None], other=0.0)
     even, odd = tl.split(tl.reshape(four, [four.shape[0], 2, 2]))
@@ -251,7 +251,7 @@ def _row_values(rows, offset, row, fits):
 
 @triton.jit
 def _load_both(x, y, batch, kv_head, head, token, fits, shape: tl.constexpr):
-    """Rows of two tensors of queries."""
+    """Load rows of two tensors of queries."""
     place, rows = _place(x, batch, kv_head, shape.group), head * x.head + token * x.token
     x_tile = _load(x, place, rows, fits, shape)
     place, rows = _place(y, batch, kv_head, shape.group), head * y.head + token * y.token
@@ -293,11 +293,12 @@ def dq_kernel(q, keys, values, dout, dq, rows, table, sizes, shape: tl.constexpr
 
 @triton.jit
 def _visitors(visits, start, stop, step, shape: tl.constexpr):
-    """Query page of a tile of a page's visits, or of each of its rows.
+    """Return the query page of a tile of a page's visits, or of each of its rows.
 
-    A tile is of one query page, but where that has fewer rows: then the rows of all visits lie one
-    after the other and a tile takes those of several. Behind the last there is a page without
-    queries."""
+    A tile belongs to one query page, unless query pages have fewer rows: then the rows of all
+    visits lie one after the other and a tile spans several. After the last visit comes a page
+    without queries.
+    """
     rows: tl.constexpr = shape.group * shape.query_page
     if rows >= shape.tile_queries:
         parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
@@ -311,10 +312,12 @@ def _visitors(visits, start, stop, step, shape: tl.constexpr):
 
 @triton.jit
 def _rows_of_tile(step, shape: tl.constexpr):
-    """Head in the group and token in the query page of a tile's rows: of the first, and from there.
+    """Return the head in the group and the token in the query page of a tile's first row, and of
+    its rows relative to the first.
 
-    What is the same for all rows is one number; the rest is the same for all tiles, but of several
-    query pages or of parts of uneven ones."""
+    The former is one number for all rows; the latter is the same for all tiles, except for tiles of
+    several query pages or of parts of uneven ones.
+    """
     rows: tl.constexpr = shape.group * shape.query_page
     parts: tl.constexpr = (rows + shape.tile_queries - 1) // shape.tile_queries
     part, within = step % parts, tl.arange(0, shape.tile_queries)
@@ -336,7 +339,7 @@ def _rows_of_tile(step, shape: tl.constexpr):
 
 @triton.jit
 def _rows_from(x, place, head, token, shape: tl.constexpr):
-    """Where the first row of a tile lies, or each row's query page."""
+    """Return the offset of a tile's first row, or of each row's query page."""
     at = place + tl.cast(head, tl.int64) * x.head + tl.cast(token, tl.int64) * x.token
     if shape.group * shape.query_page < shape.tile_queries:
         at = at[:, None]
@@ -345,8 +348,8 @@ def _rows_from(x, place, head, token, shape: tl.constexpr):
 
 @triton.jit
 def _owned(visits, row, start, sizes, shape: tl.constexpr):
-    """Batch row, head, first token in the sequence and in the buffer, and which keys there are, of
-    a program of dK, dV."""
+    """Return batch row, head, first token in the sequence and in the buffer, and a mask of the keys
+    of a program of dK, dV."""
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     batch_head, slot = row // _size(sizes.slots), row % _size(sizes.slots)
     page = tl.load(visits.pages + start)
@@ -356,8 +359,8 @@ def _owned(visits, row, start, sizes, shape: tl.constexpr):
 
 @triton.jit
 def _add(total, sums, visits, tiles: tl.constexpr, sizes, shape: tl.constexpr):
-    """Add to a program's keys of a total. All is read again (`volatile`): addresses that are held
-    through the loop cost 20 registers, which it does not have."""
+    """Add sums to a total, at the keys of a program. All inputs are read again (`volatile`):
+    addresses held through the loop cost 20 registers, which it does not have."""
     row = tl.load(visits.rows + tl.program_id(0) // tiles, volatile=True).to(tl.int64)
     start = tl.load(visits.starts + row)
     batch, kv_head, _, at, there = _owned(visits, row, start, sizes, shape)
@@ -370,7 +373,7 @@ def _add(total, sums, visits, tiles: tl.constexpr, sizes, shape: tl.constexpr):
 
 @triton.jit
 def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.constexpr):
-    """Owns its keys of the totals: nobody else touches them."""
+    """Compute dK and dV of one page; the program owns its keys of the totals."""
     tiles: tl.constexpr = (shape.page + shape.tile_keys - 1) // shape.tile_keys
     row = tl.load(visits.rows + tl.program_id(0) // tiles).to(tl.int64)
     start, stop = tl.load(visits.starts + row), tl.load(visits.starts + row + 1)
@@ -392,7 +395,7 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
     if of_page < shape.tile_queries:
         steps = ((stop - start) * of_page + shape.tile_queries - 1) // shape.tile_queries
     if len(shape.parts) > 1:
-        # Zeros for a loop of no step would lie behind it, and ptxas have each product waited for.
+        # Zeros for a loop without iterations would follow it; ptxas would wait for products.
         steps = tl.maximum(steps, 1)
     query_page = _visitors(visits, start, stop, 0, shape)
     for step in tl.range(0, steps, num_stages=shape.stages):
@@ -412,7 +415,7 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
         if of_page < shape.tile_queries:
             at_row = at_row[:, None]
         lse, delta, first = _row_values(rows, at_row, heads * _size(sizes.queries) + tokens, fits)
-        # Keys that are not there have zeros for products. Their sums are never stored.
+        # Missing keys are zeros in products. Their sums are never stored.
         sum_from = tl.broadcast_to(lse[None, :], [shape.tile_keys, shape.tile_queries])
         scores = _product(k_tile, q_tile, sum_from) * scale
         if visits.first_key is not None:
@@ -420,7 +423,7 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
         weights = tl.exp2(scores)
         sum_from = tl.broadcast_to(delta[None, :], [shape.tile_keys, shape.tile_queries])
         dscores = weights * _product(v_tile, dout_tile, sum_from)
-        # The two last: weights and their gradients are 32 registers as bf16, and 64 as fp32.
+        # These two come last: weights and their gradients are 32 registers as bf16, and 64 as fp32.
         dv = _add_product(dv, weights, dout_tile)
         dk = _add_product(dk, dscores, q_tile)
     _add(totals.dk, [part * sizes.scale for part in dk], visits, tiles, sizes, shape)
@@ -441,7 +444,7 @@ def dkv_kernel(q, keys, values, dout, totals, rows, visits, sizes, shape: tl.con
 
 @triton.jit
 def _pages(superpages, query_page, column, sizes, shape: tl.constexpr):
-    """The page of each column of votes; behind all where there is none."""
+    """Return the page of each column of votes, a page after all others for columns without one."""
     page = column
     if superpages is not None:
         each = _size(sizes.columns) // shape.superpage
@@ -455,7 +458,7 @@ def _pages(superpages, query_page, column, sizes, shape: tl.constexpr):
 
 @triton.jit
 def _best_scores(q_tile, representatives, place, page, sizes, shape: tl.constexpr):
-    """Scores of a tile of pages in base 2, [tile_queries, tile_keys]."""
+    """Return scores of a tile of pages in base 2, [tile_queries, tile_keys]."""
     row = (page * shape.each).to(tl.int64) * representatives.token
     there = page < _size(sizes.pages)
     if shape.each == 1:
@@ -472,7 +475,7 @@ def _best_scores(q_tile, representatives, place, page, sizes, shape: tl.constexp
 
 @triton.jit
 def _seen_pages(first_key, batch, token, fits, page, sizes, shape: tl.constexpr):
-    """Which pages of a tile there are, and hold a key that a query may see."""
+    """Return a mask of the pages of a tile that exist and hold a key that a query may see."""
     seen = (page < _size(sizes.pages))[None, :]
     if first_key is not None:
         first = _first_keys(first_key, batch, token, fits, sizes) // shape.page

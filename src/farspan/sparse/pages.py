@@ -1,22 +1,23 @@
-"""Pages of keys and values: which of them a page of queries attends, by votes of its queries and
-selectors that read them; how sparse attention asks for them, and a storage in memory.
+"""Pages of keys and values: votes of queries for pages, selectors that turn votes into a choice,
+and the interface by which sparse attention reads chosen pages.
 
-Legend: T tokens, B batch, H query heads, Hk key-value heads, r = H / Hk, C tokens of the chunk,
-P tokens a page, Q a page of queries (`Sparse.query_tokens`), M = ceil(C / Q) of those (the last may
-be ragged), n candidate pages, R mean keys of a page, k chosen ones, D head dim, Dv value dim, N
-superpages of 16 candidates (the last may be ragged), S of them whose pages are compared.
+Legend: T tokens, B batch, H query heads, Hk key-value heads, r = H / Hk, C tokens of the chunk, P
+tokens a page, Q a page of queries (`Sparse.query_tokens`), M = ceil(C / Q) pages of queries (the
+last may be ragged), n candidate pages, R mean keys of a page, k chosen ones, D head dim, Dv value
+dim, N superpages of 16 candidates (the last may be ragged), S superpages whose pages are compared.
 
-A choice is int32 [B, Hk, M, k]: numbers of pages of the sequence, ascending, then -1 where there
-are fewer than k. It is made once, in a chunk's first forward; rebuild and backward get the same.
+A choice is int32 [B, Hk, M, k]: numbers of pages of the sequence, ascending, then -1 if there are
+fewer than k. It is made once, in a chunk's first forward; rebuild and backward reuse it.
 
-A unit is one page of one batch row and one key-value head, K [P, D] and V [P, Dv]: the least that
-is chosen alone. Units are asked for once each, however many pages of queries chose them, so that a
-storage on host moves them in one batched gather and back in one write without collisions. Where
-there are more than memory is to hold, they are taken in slabs, consecutive runs of them: all pages
-of queries that chose any of a slab attend to those, and the slabs' parts are joined.
+A unit is one page of one batch row and one key-value head, K [P, D] and V [P, Dv]: the smallest
+part that is chosen alone. Each unit is requested once, however many pages of queries chose it, so
+that a storage on host moves all in one batched gather and back in one write without collisions. If
+there are more than memory should hold, they are taken in slabs, consecutive runs of units: all
+pages of queries that chose any of a slab attend to it, and the results for the slabs are joined.
 
-Who attends says what was chosen before it needs the pages (`Pages.begin`), so that they may be on
-their way while near keys are attended to."""
+Attention announces a choice before it needs the pages (`Pages.begin`), so that they can be fetched
+while near keys are attended to.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from farspan.attention.chunk import KeyValues
 from farspan.sparse.sizes import LEAST, UNDIVIDED
 from farspan.spec import MEAN, SUPERPAGE, Sparse, UnsupportedError
 
-MOST_PAGES = 2**31  # more than an int32 names: no device is asked for the largest of a choice
+MOST_PAGES = 2**31  # above any int32: avoids asking the device for the largest page of a choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +44,20 @@ class Units:
     rows: Tensor  # [U] int64
     heads: Tensor  # [U]
     pages: Tensor  # [U]
-    index: Tensor  # [B, Hk, M, k]: which unit each entry of the choice is, -1 where it is -1
+    index: Tensor  # [B, Hk, M, k]: the unit of each entry of the choice, -1 for entries of -1
 
     def __len__(self) -> int:
         return len(self.pages)
 
     def places(self, page: int, batch: int, heads: int) -> Tensor:
-        """The rows [U * P] that hold the units in a buffer [T, B, Hk, D] seen as [T * B * Hk, D]:
-        what one `index_select` gathers, 2.5 times as fast as indexing three dimensions."""
+        """Return the rows [U * P] that hold the units in a buffer [T, B, Hk, D] viewed as [T * B *
+        Hk, D]: one `index_select` gathers them, 2.5 times as fast as indexing three dimensions."""
         token = self.pages[:, None] * page + torch.arange(page, device=self.pages.device)
         token.mul_(batch).add_(self.rows[:, None]).mul_(heads).add_(self.heads[:, None])
         return token.flatten()
 
     def slabs(self, most_units: int) -> Iterator["Units"]:
-        """In order, as many as are left but `most_units`; none of no unit."""
+        """Yield the units in order, in slabs of at most `most_units`; no slab without units."""
         if 0 < len(self) <= most_units:
             yield self
             return
@@ -68,8 +69,8 @@ class Units:
 
 
 def units_of(choice: Tensor, count: int | None = None) -> Units:
-    """choice [B, Hk, M, k] -> its units. `count` says how many those are, where that is known; else
-    the CPU waits for the device once, to know it."""
+    """Return the units of a choice [B, Hk, M, k]. `count` is their number, if known; else the CPU
+    waits for the device once, to read it."""
     if choice.numel() == 0:
         nothing = torch.empty(0, dtype=torch.int64, device=choice.device)
         return Units(nothing, nothing, nothing, choice.long())
@@ -84,15 +85,15 @@ def units_of(choice: Tensor, count: int | None = None) -> Units:
 
 
 def count_of(choice: Tensor) -> Tensor:
-    """How many units a choice has, [1], for which nobody waits."""
+    """Return the number of units of a choice, [1], without making the CPU wait."""
     if choice.numel() == 0:
         return torch.zeros(1, dtype=torch.int64, device=choice.device)
     return _ranked(choice)[2][-1:].clone()
 
 
 def _ranked(choice: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Entries in the order of their units, where each comes from, and the place of its unit, from
-    1; 0 where there is none."""
+    """Return the entries in the order of their units, each one's origin, and the place of its unit,
+    from 1; 0 for entries without a page."""
     batch, heads = choice.shape[:2]
     owner = torch.arange(batch * heads, device=choice.device).view(batch, heads, 1, 1)
     number = torch.where(choice < 0, -1, owner * MOST_PAGES + choice).flatten()
@@ -107,13 +108,13 @@ def _ranked(choice: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class Slab:
     """Units that were gathered together."""
 
-    units: Units  # `index` is -1 where an entry's unit is of another slab
+    units: Units  # `index` is -1 for entries whose unit is in another slab
     keys: Tensor  # [U, P, D]
     values: Tensor  # [U, P, Dv]
 
 
 class Resident(NamedTuple):
-    """Pages where they lie, in tensors [T, B, Hk, D] of the device of the queries."""
+    """Pages in place, in tensors [T, B, Hk, D] on the device of the queries."""
 
     k: Tensor
     v: Tensor
@@ -125,27 +126,26 @@ class Pages(KeyValues, Protocol):
     """K, V of the tokens before a chunk, block by block and page by page, and their gradients."""
 
     def representatives(self, pages: range) -> Tensor:
-        """Mean keys of these pages [B, Hk, n * R, D], R a page, in the dtype of keys."""
+        """Return mean keys of these pages [B, Hk, n * R, D], R a page, in the dtype of keys."""
 
     def begin(self, choice: Tensor) -> None:
-        """The pages of this choice [B, Hk, M, k] will be asked for next."""
+        """Announce that the pages of this choice [B, Hk, M, k] are needed next."""
 
     def resident(self) -> Resident | None:
-        """All pages where they lie, for a kernel that can read them there; None: to be gathered."""
+        """Return all pages in place, for a kernel that can read them there; None: gather them."""
 
     def slabs(self) -> Iterator[Slab]:
-        """That choice in slabs, in order; K, V of one are valid until the next is asked for."""
+        """Yield the announced choice in slabs, in order; K, V are valid until the next slab."""
 
     def sums(self, slab: Slab) -> tuple[Tensor, Tensor]:
-        """Zeros for dK [U, P, D] and dV [U, P, Dv] of the slab at hand, in the accumulate dtype."""
+        """Return zeros for dK [U, P, D], dV [U, P, Dv] of the present slab, in the wide dtype."""
 
     def add(self, slab: Slab, dk: Tensor, dv: Tensor) -> None:
-        """Add to the sums of the slab's units what was gathered in those of `sums`."""
+        """Add the gradients accumulated in `sums` to the totals of the slab's units."""
 
 
 def mean_keys(k: Tensor, tokens: int) -> Tensor:
-    """Means [n, B, Hk, D] of every `tokens` keys of k [T, B, Hk, D], in its dtype; no mean of a
-    ragged rest."""
+    """Return means [n, B, Hk, D] of every `tokens` keys of k [T, B, Hk, D], less a ragged rest."""
     whole = k.shape[0] // tokens
     parts = k[: whole * tokens].unflatten(0, (whole, tokens))
     return parts.mean(1, dtype=accumulate_dtype(k.dtype)).to(k.dtype)
@@ -153,7 +153,7 @@ def mean_keys(k: Tensor, tokens: int) -> Tensor:
 
 # -- which are chosen ------------------------------------------------------------------------------
 
-# The most scores at one time: on a CPU what its cache holds (1 MB in fp32, twice as fast as 32 MB),
+# The most scores at one time: on a CPU its cache holds them (1 MB in fp32, twice as fast as 32 MB),
 # elsewhere 128 MB.
 SCORES = {"cpu": 2**18}
 SCORES_ELSEWHERE = 2**25
@@ -161,15 +161,14 @@ SCORES_ELSEWHERE = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The pages a chunk chooses from; column i of votes is page `pages[i]`, or with superpages
-    `columns()[..., i]`."""
+    """Candidate pages of a chunk; column i of votes is page `pages[i]`, or `columns()[..., i]`."""
 
     pages: range
-    first: Tensor | None = None  # [B, M]: no query of the page sees pages before; None: sees all
+    first: Tensor | None = None  # [B, M]: earlier pages are hidden from all queries; None: none are
     superpages: Tensor | None = None  # [B, Hk, M, S], ascending: only their pages are compared
 
     def columns(self) -> Tensor | None:
-        """Pages [B, Hk, M, S * 16] of the superpages; the last may be no candidates."""
+        """Return the pages [B, Hk, M, S * 16] of the superpages; a ragged last exceeds `pages`."""
         if self.superpages is None:
             return None
         within = torch.arange(SUPERPAGE, device=self.superpages.device)
@@ -177,7 +176,7 @@ class Candidates:
         return pages.flatten(3).add_(self.pages.start)
 
     def hidden(self) -> Tensor | None:
-        """Columns whose page is hidden from every query: bool [B, 1 or Hk, M, n or S * 16]."""
+        """Return the columns whose page no query sees: bool [B, 1 or Hk, M, n or S * 16]."""
         pages = self.columns()
         if pages is not None:
             outside = pages >= self.pages.stop
@@ -190,12 +189,12 @@ class Candidates:
         return (pages < self.first[..., None]).unsqueeze(1)
 
     def numbers(self, columns: Tensor) -> Tensor:
-        """Pages of these columns [B, Hk, M, k]."""
+        """Return the pages of these columns [B, Hk, M, k]."""
         pages = self.columns()
         return columns + self.pages.start if pages is None else pages.gather(3, columns)
 
     def spread(self, votes: Tensor) -> Tensor:
-        """Votes of all candidates [B, Hk, M, n]: 0 for pages that were not compared."""
+        """Return votes of all candidates [B, Hk, M, n]: 0 for pages that were not compared."""
         pages = self.columns()
         if pages is None:
             return votes
@@ -209,7 +208,7 @@ class Selector(Protocol):
     """Chooses pages. Its answer depends on nothing but its arguments and its own fields."""
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
-        """votes [B, Hk, M, columns of the candidates] -> a choice among `candidates`."""
+        """Return a choice among `candidates` for votes [B, Hk, M, columns of the candidates]."""
 
 
 def vote(
@@ -220,15 +219,16 @@ def vote(
     documents: Tensor | None,
     first: int,
 ) -> Tensor:
-    """Votes [B, Hk, M, n], in the accumulate dtype, of the queries for pages from `first` on.
+    """Return votes [B, Hk, M, n], in the accumulate dtype, of the queries for pages from `first`
+    on.
 
     q [B, H, C, D], representatives [B, Hk, n * R, D], documents [B, C] the first token of each
-    query's document. A page scores with a query as the largest of scale q . representative over
-    its R mean keys (the scale is that of attention), and the query gives weights to the pages it
-    sees, a softmax over their scores; one that sees none of them does not vote. With `mean` (R = 1)
+    query's document. The score of a page for a query is the largest of scale q . representative
+    over its R mean keys (the scale is that of attention), and the query weighs the pages that it
+    sees by a softmax over their scores; a query that sees none does not vote. With `mean` (R = 1)
     the vote of a page of queries is the sum of those weights over its Q tokens and the r heads
-    (OOMB equation 4), with `submeans` the largest of them: what one token of one head needs is
-    found, however little the others care.
+    (OOMB equation 4), with `submeans` the largest: a page that one token of one head needs is
+    found, even if the others give it little weight.
     """
     batch, _, tokens, _ = q.shape
     kv_heads, each = representatives.shape[1], sparse.page // sparse.mean_tokens
@@ -244,8 +244,8 @@ def vote(
 
 
 def _voters(q: Tensor, keys: Tensor, together: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Tokens, key-value heads and pages of queries of those of q [B, H, C, D] that are compared
-    with keys [B, Hk, D, n * R] at one time."""
+    """Yield the tokens, key-value heads and pages of queries of the parts of q [B, H, C, D] that
+    are compared with keys [B, Hk, D, n * R] at one time."""
     (batch, heads, tokens, _), kv_heads = q.shape, keys.shape[1]
     most = SCORES.get(q.device.type, SCORES_ELSEWHERE)
     row = batch * (heads // kv_heads) * max(1, keys.shape[3])
@@ -257,7 +257,7 @@ def _voters(q: Tensor, keys: Tensor, together: int) -> Iterator[tuple[slice, sli
 
 
 def _hidden(documents: Tensor | None, span: slice, page: int, pages: range) -> Tensor | None:
-    """Which of `pages` end before the documents of a span of queries: bool [B, 1, 1, t, n]."""
+    """Return a mask [B, 1, 1, t, n] of `pages` before the documents of a span of queries."""
     if documents is None:
         return None
     number = torch.arange(pages.start, pages.stop, device=documents.device)
@@ -265,8 +265,7 @@ def _hidden(documents: Tensor | None, span: slice, page: int, pages: range) -> T
 
 
 def _spans(tokens: int, page: int, most: int) -> Iterator[tuple[int, int]]:
-    """Tokens of a chunk that vote together, about `most`: whole pages of queries, or parts of
-    one."""
+    """Yield spans of about `most` tokens that vote together: pages of queries, or parts of one."""
     whole = max(1, most // page) * page
     step = whole if UNDIVIDED * most >= page else max(LEAST, most)
     for first in range(0, tokens, whole):
@@ -276,25 +275,24 @@ def _spans(tokens: int, page: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _weights(q: Tensor, keys: Tensor, scale: float, each: int, hidden: Tensor | None) -> Tensor:
-    """What queries [B, h, r, t, D] give to pages, [B, h, r, t, n], by keys [B, h, D, n * R], R =
-    `each`; `hidden` is bool [B, 1, 1, t, n]."""
+    """Return the weights [B, h, r, t, n] of queries [B, h, r, t, D] for pages, by keys [B, h, D, n
+    * R], R = `each`; `hidden` is bool [B, 1, 1, t, n]."""
     scores = _scores(q, keys, scale, each)
     if hidden is None:
         return scores.softmax(-1)
-    # A row that is hidden as a whole is nan for a moment.
+    # The softmax gives nan for a row that is hidden entirely.
     return scores.masked_fill_(hidden, -torch.inf).softmax(-1).masked_fill_(hidden, 0.0)
 
 
 def _scores(q: Tensor, keys: Tensor, scale: float, each: int) -> Tensor:
-    """Of queries [B, h, r, t, D] for pages, [B, h, r, t, n]; see `_weights`."""
+    """Return the scores [B, h, r, t, n] of queries [B, h, r, t, D] for pages; see `_weights`."""
     # The heads of a group stacked: their keys are read once, not copied for each.
     scores = ((q.to(keys.dtype) * scale).flatten(2, 3) @ keys).unflatten(2, q.shape[2:4])
     return scores.unflatten(4, (-1, each)).amax(5) if each > 1 else scores
 
 
 def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
-    """Count weights [B, h, r, t, n] of m pages of queries, or of a part of one, in their votes
-    [B, h, m, n]."""
+    """Add weights [B, h, r, t, n] of m pages of queries, or parts, to votes [B, h, m, n]."""
     ragged = -weights.shape[3] % page
     if weights.shape[3] > page and ragged:
         weights = pad(weights, (0, 0, 0, ragged), value=-torch.inf if largest else 0.0)
@@ -305,14 +303,13 @@ def _pool(votes: Tensor, weights: Tensor, page: int, *, largest: bool) -> None:
         votes += weights.sum((2, 4))
 
 
-# Where there are many candidates, superpages are ranked first, and then only the pages of the best
-# are compared.
+# Among many candidates, superpages are ranked, and only pages of the best are compared.
 
 
 def super_keys(representatives: Tensor, sparse: Sparse) -> Tensor:
-    """Keys that rank superpages, [B, Hk, N * R', D] of representatives [B, Hk, n * R, D], in their
-    dtype: means of 4 tokens, less the mean of all of them, which is in no page's favour but in some
-    heads'. A ragged last superpage repeats its last mean."""
+    """Return keys that rank superpages, [B, Hk, N * R', D], from representatives [B, Hk, n * R, D],
+    in their dtype: means of 4 tokens, less the mean of all, which favours no page but dominates
+    some heads' scores. A ragged last superpage repeats its last mean."""
     each = sparse.super_tokens // sparse.mean_tokens
     parts = representatives.unflatten(2, (-1, each))
     count = parts.shape[2]
@@ -327,9 +324,9 @@ def super_keys(representatives: Tensor, sparse: Sparse) -> Tensor:
 def largest_scores(
     q: Tensor, keys: Tensor, sizes: tuple[int, int, int], scale: float, documents: Tensor | None
 ) -> Tensor:
-    """The largest score [B, Hk, M, N] of a page of queries for superpages, -inf where none of its
-    queries sees one. `sizes` are the keys and tokens of a superpage, and Q; `documents` [B, C]
-    count from the first superpage."""
+    """Return the largest score [B, Hk, M, N] of a page of queries for superpages, -inf if it
+    sees none. `sizes`: keys and tokens of a superpage, and Q; `documents` [B, C] count from the
+    first."""
     each, page, together = sizes
     kv_heads, keys = keys.shape[1], keys.to(accumulate_dtype(q.dtype)).mT
     pages = range(keys.shape[3] // each)
@@ -346,7 +343,7 @@ def largest_scores(
 
 
 def best_superpages(scores: Tensor, count: int) -> Tensor:
-    """scores [B, Hk, M, N] -> int32 [B, Hk, M, count], ascending; of equals the lower."""
+    """Return the best superpages int32 [B, Hk, M, count], ascending, by scores [B, Hk, M, N]."""
     found = Candidates(range(scores.shape[3]))
     return take_most(scores, found, _everywhere(count, scores), count)
 
@@ -359,7 +356,7 @@ def vote_refined(
     documents: Tensor | None,
     candidates: Candidates,
 ) -> Tensor:
-    """Votes [B, Hk, M, S * 16] for the pages of superpages, as `vote` counts them."""
+    """Return votes [B, Hk, M, S * 16] for the pages of superpages, as `vote` does."""
     assert candidates.superpages is not None
     columns = candidates.columns()
     assert columns is not None
@@ -391,8 +388,8 @@ def vote_refined(
 def _refined_scores(
     q: Tensor, representatives: Tensor, candidates: Candidates, run: slice
 ) -> Tensor:
-    """Of the queries [B, Hk, m, r * t, D] of a run of pages of queries, for the pages of their
-    superpages: [B, Hk, m, r * t, S * 16]."""
+    """Return scores [B, Hk, m, r * t, S * 16] of the queries [B, Hk, m, r * t, D] of a run of pages
+    of queries for the pages of their superpages."""
     assert candidates.superpages is not None
     superpages = candidates.superpages[:, :, run].long()
     last, each = representatives.shape[2] - 1, representatives.shape[2] // len(candidates.pages)
@@ -408,13 +405,13 @@ def _refined_scores(
 
 
 def _everywhere(count: int, votes: Tensor) -> Tensor:
-    """A count for all rows; written by the device, where torch.tensor would wait for a copy."""
+    """Return a count for all rows, written by the device: torch.tensor would wait for a copy."""
     return torch.full((), count, device=votes.device)
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """The pages with most votes; of equals the lower."""
+    """Chooses the pages with most votes; of equals the lower."""
 
     pages: int
 
@@ -425,9 +422,10 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class Fraction:
-    """A share of all pages that a page of queries could see, those with most votes: block-sparse
-    attention of a given sparsity (FPDT 5.6 and table 4, which do not say by which rule blocks are
-    chosen). The time of a step grows with the square of the tokens, as dense attention's does."""
+    """Chooses a fixed share of the pages that a page of queries could see, those with most votes:
+    block-sparse attention of a given sparsity (FPDT 5.6 and table 4, which do not state how blocks
+    are chosen). The time of a step grows with the square of the tokens, as that of dense
+    attention."""
 
     sparsity: float  # 0: dense attention
 
@@ -439,7 +437,7 @@ class Fraction:
             )
 
     def __call__(self, votes: Tensor, candidates: Candidates) -> Tensor:
-        # A decimal means what it says: 1 - 0.9 is a tenth, of 10 pages one and not two.
+        # A decimal is taken exactly: 1 - 0.9 is a tenth, so of 10 pages one and not two.
         kept = 1 - Ratio(str(self.sparsity))
         pages = len(candidates.pages)
         most = min(ceil(kept * pages), votes.shape[3])
@@ -452,7 +450,7 @@ class Fraction:
 
 @dataclass(frozen=True, slots=True)
 class RandomPages:
-    """As many pages as `TopK`, whatever the votes are: the control that a retrieval must beat."""
+    """Chooses as many pages as `TopK`, at random: the baseline that a retrieval must beat."""
 
     pages: int
     seed: int
@@ -467,8 +465,7 @@ class RandomPages:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A function of a user: any order, -1 for no page. Raises UnsupportedError for what is no
-    choice."""
+    """A user's function from votes to pages, in any order, -1 for none; answers are checked."""
 
     function: Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n], their pages
 
@@ -481,8 +478,7 @@ class Checked:
 
 
 def check_choice(choice: Tensor, shape: tuple[int | None, ...], pages: range) -> None:
-    """Raise UnsupportedError unless these are whole numbers of `pages` or -1, each once in its
-    row."""
+    """Raise UnsupportedError unless these are whole numbers of `pages` or -1, unique in a row."""
     wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
     kind = str(choice.dtype) if isinstance(choice, Tensor) else type(choice).__name__
     if not isinstance(choice, Tensor) or choice.dtype not in (torch.int32, torch.int64):
@@ -505,9 +501,9 @@ def check_choice(choice: Tensor, shape: tuple[int | None, ...], pages: range) ->
 
 
 def take_most(votes: Tensor, candidates: Candidates, counts: Tensor, most: int) -> Tensor:
-    """In each row the `counts` <= `most` pages with most votes, ties to the lower page.
+    """Return in each row the `counts` <= `most` pages with most votes, ties to the lower page.
 
-    Exactly so on every device: topk alone leaves open which of two equals it takes.
+    This holds on every device: topk alone leaves open which of two equals it takes.
     """
     columns, hidden = votes.shape[3], candidates.hidden()
     if most == 0:

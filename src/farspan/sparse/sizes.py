@@ -1,12 +1,11 @@
-"""Bytes that attention to chosen pages holds at one time where it copies them, and that choosing
-them and measuring what the choice sees take; and tiles of the kernels that read them where they
-are. Without torch.
+"""Peak bytes of page-sparse attention that copies chosen pages, of choosing pages and of measuring
+visible mass; and tiles of the kernels that read pages in place. Without torch.
 
-What a chunk chose is taken in slabs of so many units at most (a unit is K, V of one page of one
-batch row and key-value head). A slab's units are gathered once; then rows (a row is one page of
-queries of one key-value head) are attended in parts, for which each row's pages of the slab are
-copied side by side, and joined to what was attended before. Neither slabs nor parts grow with the
-prefix or the chunk.
+The pages that a chunk chose are taken in slabs of limited numbers of units (a unit is K, V of one
+page of one batch row and key-value head). A slab's units are gathered once; then rows (a row is one
+page of queries of one key-value head) are attended in parts, for which each row's pages of the slab
+are copied next to each other, and the results are joined to earlier ones. Neither slabs nor parts
+grow with the prefix or the chunk.
 """
 
 from dataclasses import dataclass, replace
@@ -15,31 +14,32 @@ from typing import NamedTuple
 from farspan.program.program import aligned
 from farspan.spec import SUPERPAGE, LayerSpec, Sparse
 
-# K, V gathered at one time; a backward holds their sums of gradients too, twice to thrice as much,
-# and from host one slab comes while another is attended to. 64K tokens of a 7B model fill one, so
-# that memory is flat from there on; from host it takes 1.3 ms at 50 GB/s, long beside the start of
-# a copy, and it has the pages of four pages of queries at least: a kernel's programs fill a GPU.
+# K, V gathered at one time; a backward holds their sums of gradients too, two to three times as
+# much, and from host one slab comes while another is attended to. 64K tokens of a 7B model fill
+# one, so that memory is flat from there on; from host it takes 1.3 ms at 50 GB/s, long compared
+# with the start of a copy, and it has the pages of four pages of queries at least: a kernel's
+# programs fill a GPU.
 SLAB_BYTES = 2**26
 # 256 MiB of pages of 128 tokens with 128 + 128 dims of 2 bytes: for callers that pass nothing.
 MOST_UNITS = 2**12
-# A part's copies, gradients and masks. On a CPU 2 MiB and 128 MiB are as fast; a GPU is filled.
+# A part's copies, gradients and masks. On a CPU 2 MiB and 128 MiB are equally fast; it fills a GPU.
 PART_BYTES = {"cpu": 2**24, "cuda": 2**28}
 
-INDEX = 8  # bytes of an index
-# Numbers that finding units and borders of slabs takes an entry of the choice at most: held while
-# pages are gathered and attended, and only before.
+INDEX = 8  # bytes per index
+# Most numbers per entry of the choice while units and borders of slabs are found: the first held
+# while pages are gathered and attended, the second only before.
 HELD, FOUND = 10, 16
 
 
 def slab_units(slab_bytes: int, page: int, dims: int, width: int) -> int:
-    """`most_units` for so many bytes of K, V; `dims` are those of a key and a value together,
-    `width` the bytes of an element."""
+    """Return `most_units` for slabs of `slab_bytes` of K, V; `dims` are those of a key and a value
+    together, `width` the bytes of an element."""
     return max(1, slab_bytes // (page * dims * width))
 
 
 @dataclass(frozen=True, slots=True)
 class FarRow:
-    """One page of queries of a key-value head and the pages it chose."""
+    """One page of queries of a key-value head and the pages that it chose."""
 
     group: int  # query heads of the key-value head
     query_page: int  # tokens
@@ -48,7 +48,7 @@ class FarRow:
     head_dim: int
     value_dim: int
     width: int  # bytes of an element
-    plain: bool = False  # scores are written out (PlainPages)
+    plain: bool = False  # scores are written to memory (PlainPages)
 
     @property
     def wide(self) -> int:
@@ -64,7 +64,7 @@ class FarRow:
         return self.group * self.query_page
 
     def bytes(self, *, masked: bool, backward: bool) -> int:
-        """What a row holds of its part at the fullest moment: while it is attended or joined."""
+        """Return the peak bytes of a row of a part, while it is attended or joined."""
         if backward:
             return max(self._backward(masked), self._joined_backward(masked))
         return max(self._forward(masked), self._joined(masked))
@@ -72,8 +72,7 @@ class FarRow:
     def _forward(self, masked: bool) -> int:
         out = self.queries * (self.value_dim * self.width + self.wide)
         given = self.queries * self.head_dim * self.width + self._copies(masked)
-        # aten packs keys and values of 16 bits once more; a mask gives rows without keys their LSE
-        # in a copy.
+        # aten packs keys and values of 16 bits once more; a mask also takes a copy of the LSEs.
         packed = 0 if self.plain or self.width == self.wide else self._keys_and_values()
         return given + packed + out + self._plain() + masked * self.queries * self.wide
 
@@ -87,7 +86,7 @@ class FarRow:
         return computed
 
     def _joined(self, masked: bool) -> int:
-        """A part's results, those before it, and its weights; once more where it is narrower."""
+        """Return the peak bytes of joining a part's results to earlier ones in the forward."""
         narrow = self.width < self.wide and not self.plain
         part = self.value_dim * self.width + self.wide
         whole = (self.value_dim + 1) * self.wide
@@ -95,7 +94,7 @@ class FarRow:
         return self._part(masked) + self.queries * (part + whole + weights)
 
     def _joined_backward(self, masked: bool) -> int:
-        """A part's gradients; sums of queries before it, or copies of narrow ones of keys."""
+        """Return the peak bytes of adding a part's gradients to earlier sums in the backward."""
         gradients = self.queries * self.head_dim * self.width + self._keys_and_values()
         widest = self.queries * self.head_dim
         if self.width < self.wide:
@@ -114,13 +113,13 @@ class FarRow:
     def _copies(self, masked: bool) -> int:
         copies = self._index() + self._keys_and_values()
         if masked:
-            # A bool and a float a score, and where each query's document begins.
+            # A bool and a float per score, and the start of each query's document.
             copies += self.query_page * (self.keys * (1 + self.width) + INDEX)
         return copies
 
     def _plain(self) -> int:
-        """Six matrices of scores at most, keys and values or their gradients of each head of a
-        group, twice, and what comes in, in the accumulate dtype."""
+        """Return the bytes of PlainPages: six matrices of scores at most, keys and values or their
+        gradients of each head of a group, twice, and the inputs, in the accumulate dtype."""
         if not self.plain:
             return 0
         dims = self.head_dim + self.value_dim
@@ -130,7 +129,7 @@ class FarRow:
 
 @dataclass(frozen=True, slots=True)
 class Far:
-    """Attention of a chunk to chosen pages, as memory sees it."""
+    """The sizes of attention of a chunk to chosen pages that decide its memory."""
 
     batch: int
     heads: int  # of queries
@@ -140,14 +139,14 @@ class Far:
     width: int  # bytes of an element
     page: int  # tokens
     query_page: int  # tokens
-    means: int  # keys that stand for a page in votes
-    chosen: int  # pages that a page of queries of a key-value head chooses at most
+    means: int  # keys that represent a page in votes
+    chosen: int  # most pages that a page of queries of a key-value head chooses
     tokens: int  # of the chunk
     candidates: int  # pages to choose from
-    plain: bool = False  # PlainPages: soft caps, or values not as wide as keys
+    plain: bool = False  # PlainPages: soft caps, or values narrower or wider than keys
     index_dim: int = 0  # of an index's queries and keys; 0: the model's own vote
     refined: int = 0  # superpages whose pages are compared after a ranking; 0: all pages are
-    ranking: int = 0  # keys that stand for a page there
+    ranking: int = 0  # keys that represent a page there
 
     @property
     def row(self) -> FarRow:
@@ -160,11 +159,11 @@ class Far:
 
     @property
     def entries(self) -> int:
-        """Of a choice."""
+        """Entries of a choice."""
         return self.batch * self.kv_heads * self.query_pages * self.chosen
 
     def units(self, most_units: int) -> int:
-        """Units of a slab at most."""
+        """Return the largest number of units of a slab."""
         owners = self.batch * self.kv_heads
         return min(most_units, owners * min(self.candidates, self.query_pages * self.chosen))
 
@@ -172,8 +171,8 @@ class Far:
 def far_of(
     heads: LayerSpec, sparse: Sparse, run: tuple[int, int], start: int, tokens: int
 ) -> Far | None:
-    """The far part of the chunk of `tokens` at `start`, in a layer of these heads; `run` is batch
-    and bytes of an element. None where there is nothing to choose."""
+    """Return the far part of the chunk of `tokens` at `start`, in a layer of these heads; `run` is
+    batch and bytes of an element. None without pages to choose from."""
     if heads.window is not None or not sparse.width(start):
         return None
     return Far(
@@ -197,13 +196,13 @@ def far_of(
 
 
 def most_units_of(far: Far) -> int:
-    """Units that a step gathers at one time."""
+    """Return the largest number of units that a step gathers at one time."""
     return slab_units(SLAB_BYTES, far.page, far.head_dim + far.value_dim, far.width)
 
 
 def slot_parts(far: Far, units: int, entries: int, *, backward: bool) -> dict[str, int]:
-    """Bytes of what a slot holds of a slab: its units' numbers, the index of its entries, the rows
-    that the units are in, K, V, and in a backward the sums of their gradients."""
+    """Return the bytes of each part of a slot for a slab: its units' numbers, the index of its
+    entries, the rows that the units are in, K, V, and in a backward the sums of their gradients."""
     tokens = units * far.page
     parts = {
         "numbers": 3 * INDEX * units,
@@ -219,7 +218,7 @@ def slot_parts(far: Far, units: int, entries: int, *, backward: bool) -> dict[st
 
 
 def slot_bytes(far: Far, *, backward: bool) -> int:
-    """Bytes of a slot for any slab of a chunk."""
+    """Return the bytes of a slot for any slab of a chunk."""
     parts = slot_parts(far, far.units(most_units_of(far)), far.entries, backward=backward)
     return sum(map(aligned, parts.values()))
 
@@ -232,10 +231,10 @@ def far_bytes(
     backward: bool,
     in_slots: bool = False,
 ) -> int:
-    """Bytes that the far part of a chunk's forward or backward holds at most at one time, on a
-    CPU, besides what it joins; slabs left out where they are `in_slots`.
+    """Return the peak bytes of the far part of a chunk's forward or backward, on a CPU, without the
+    tensors that it joins; slabs excluded if they are `in_slots`.
 
-    Reached where all pages of a slab are distinct and it is as large as may be. Besides, aten's
+    Reached if all pages of a slab are distinct and it has its largest size. In addition, aten's
     flash attention takes up to 0.3 MB a thread.
     """
     if not far.chosen or not far.candidates:
@@ -248,11 +247,11 @@ def far_bytes(
         min(rows, max(1, part // size)) * size
         for size in (row.bytes(masked=masked, backward=backward) for masked in (False, True))
     )
-    # A place for each token of a unit, while pages are gathered and while gradients are added.
+    # An index for each token of a unit, while pages are gathered and while gradients are added.
     moving = INDEX * units * far.page
     found = INDEX * FOUND * entries
     if in_slots:
-        found, moving = found + moving, 0  # of the slab that comes
+        found, moving = found + moving, 0  # of the next slab
     # A kernel that reads pages in place has results for the whole chunk.
     fresh = far.batch * far.tokens * far.heads
     fresh *= far.head_dim * row.wide if backward else far.value_dim * far.width + row.wide
@@ -261,8 +260,7 @@ def far_bytes(
 
 
 def _chunk_bytes(far: Far, backward: bool) -> int:
-    """Copies as long as the chunk, of what comes in and what is joined, where its last page is
-    ragged."""
+    """Return the bytes of copies of a whole chunk if its last page is ragged."""
     if far.tokens % far.query_page == 0:
         return 0
     tokens, wide = far.batch * far.query_pages * far.query_page, far.row.wide
@@ -276,21 +274,20 @@ def _chunk_bytes(far: Far, backward: bool) -> int:
 # -- choosing -------------------------------------------------------------------------------------
 
 # Elements of scores that votes hold at one time on a CPU, or one page of queries' if that is more.
-# On a GPU they are more (sparse.pages), which no plan counts.
+# On a GPU there are more (sparse.pages), which no plan counts.
 SCORES = 2**18
-# A page of queries may have so many times more before it is divided: it is as fast, and matrix
+# A page of queries may exceed that by this factor before it is divided: that is as fast, and matrix
 # products of fewer than 16 queries are not.
 UNDIVIDED, LEAST = 4, 16
-SAMPLES = 16  # queries of a cell whose seen mass is measured
-WATCHED_KEYS = 1024  # that they are compared with at one time
-MASKS = 3  # bytes of masks, a sample and key
+SAMPLES = 16  # queries of a cell whose visible mass is measured
+WATCHED_KEYS = 1024  # keys per comparison with them
+MASKS = 3  # bytes of masks per sample and key
 
 
 def choice_bytes(far: Far) -> int:
-    """Bytes that choosing a chunk's pages holds at most: an index's queries; while queries vote,
-    the mean keys in the accumulate dtype and parts of the scores; then votes, sorted, and masks of
-    them. Where superpages are ranked, the same of them; then of their pages, a part's copies of
-    mean keys."""
+    """Return the peak bytes of choosing a chunk's pages: an index's queries; during the votes, the
+    mean keys in the accumulate dtype and parts of the scores; then votes, sorted, and masks. Ranked
+    superpages take the same, then copies of their pages' mean keys."""
     wide, keys = far.row.wide, far.candidates * far.means
     copied, dim = far.width < wide, far.index_dim or far.head_dim
     if far.refined:
@@ -303,15 +300,15 @@ def choice_bytes(far: Far) -> int:
     given = 2 * far.batch * heads * queries * dim
     indexed = far.batch * far.heads * far.tokens * far.index_dim * far.width
     votes = far.batch * far.kv_heads * far.query_pages * far.candidates
-    # A score a mean key; where a page has several, the rest is of pages.
+    # One score per mean key; if a page has several, later tensors have one element per page.
     scores = far.batch * heads * queries * (keys + 2 * far.candidates)
     voting = means + given + scores + 2 * votes
     return indexed + max(wide * voting, votes * (2 * wide + 3 * INDEX))
 
 
 def fullest_choice_bytes(far: Far) -> int:
-    """The most that choosing holds in a chunk or in one before it: the last that compares all pages
-    may hold more than a later one that ranks superpages."""
+    """Return the peak bytes of choosing in a chunk or in any earlier one: the last chunk that
+    compares all pages may hold more than a later one that ranks superpages."""
     if not far.refined:
         return choice_bytes(far)
     flat = replace(far, refined=0, candidates=2 * SUPERPAGE * far.refined - 1)
@@ -319,7 +316,7 @@ def fullest_choice_bytes(far: Far) -> int:
 
 
 def _refining_bytes(far: Far, dim: int) -> int:
-    """While pages of superpages vote by keys of so many dims, and when they are chosen."""
+    """Return the bytes while pages of superpages vote by keys of `dim` dims, or are chosen."""
     wide, rows = far.row.wide, far.batch * far.kv_heads
     columns, means = far.refined * SUPERPAGE, SUPERPAGE * far.means
     row = rows * means * (dim + far.row.queries)
@@ -333,7 +330,7 @@ def _refining_bytes(far: Far, dim: int) -> int:
 
 
 def _voting(far: Far, keys: int) -> tuple[int, int]:
-    """Heads and tokens of the queries that vote at one time, for so many mean keys."""
+    """Return the heads and tokens of the queries that vote at one time, by `keys` mean keys."""
     group, together = far.heads // far.kv_heads, far.query_page
     row = far.batch * group * keys
     heads = min(far.kv_heads, max(1, UNDIVIDED * SCORES // (row * together)))
@@ -344,8 +341,7 @@ def _voting(far: Far, keys: int) -> tuple[int, int]:
 
 
 def watch_bytes(far: Far, q_start: int) -> int:
-    """Bytes that measuring the seen mass holds at most: scores of a few queries, and keys, in the
-    accumulate dtype."""
+    """Return the peak bytes of measuring visible mass: a few queries' scores, and wide keys."""
     keys = far.batch * min(q_start, WATCHED_KEYS)
     scores = far.heads * SAMPLES
     queries = far.batch * scores * far.head_dim
@@ -354,9 +350,9 @@ def watch_bytes(far: Far, q_start: int) -> int:
 
 
 def lesson_bytes(far: Far) -> int:
-    """Bytes that one lesson of an index holds at most: keys of the pages that one page of queries
-    chose, in the accumulate dtype too where that is wider; masks and indices of them; scores of all
-    heads for the masses, then those of the index and their gradients."""
+    """Return the peak bytes of one training example of an index: keys of the pages that one page of
+    queries chose, in the accumulate dtype too if that is wider; their masks and indices; scores of
+    all heads for the masses, then those of the index and their gradients."""
     keys = far.batch * far.kv_heads * far.chosen * far.page
     copied = (far.width < far.row.wide) * far.head_dim * far.row.wide
     queries, group = far.query_page, far.heads // far.kv_heads
@@ -374,7 +370,7 @@ def lesson_bytes(far: Far) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PageTile:
-    """One kernel's tile: rows of queries by keys of a page, and how it runs."""
+    """One kernel's tile: rows of queries by keys of a page, and its warps and stages."""
 
     queries: int  # rows, a power of two, 16 or more
     keys: int  # a power of two, 16 or more
@@ -390,51 +386,50 @@ class PageTiles:
 
 
 class PageShape(NamedTuple):
-    """What the code is compiled for."""
+    """Compile-time constants of the kernels."""
 
     page: int
     query_page: int
-    group: int  # query heads of a head of keys and values
+    group: int  # query heads per head of keys and values
     head_dim: int
     parts: tuple[int, ...]  # of a vector, `parts_of`
     tile_queries: int
     tile_keys: int
     stages: int
-    alike: bool = False  # dO lies as q does
+    alike: bool = False  # dO has the layout of q
     each: int = 1  # representatives of a page
-    largest: bool = False  # of the weights of a page of queries, not their sum
+    largest: bool = False  # the largest weight of a page of queries, not the sum
     superpage: int = SUPERPAGE  # pages
 
 
 class PageSizes(NamedTuple):
-    """What changes from chunk to chunk, made by `veiled`; heads and scale, which do not, as they
-    are."""
+    """Sizes that change from chunk to chunk, made by `veiled`; heads and scale do not change."""
 
     queries: int  # tokens of the chunk
     tokens: int  # tokens of the sequence so far; no key beyond
     query_pages: int  # M
     chosen: int  # k
-    slots: int  # pages that the buffer of keys and values holds
+    slots: int  # pages in the buffer of keys and values
     kv_heads: int
     scale: float
 
 
 class VoteSizes(NamedTuple):
-    """What the kernels of votes are called with."""
+    """Arguments of the kernels of votes."""
 
     queries: int
     query_pages: int
-    pages: int  # n, to choose from
-    columns: int  # of votes: those pages, or those of the superpages
-    first: int  # of them, in the sequence
+    pages: int  # n, number of candidate pages
+    columns: int  # of votes: one per candidate page, or per page of the superpages
+    first: int  # first candidate page in the sequence
     kv_heads: int
     scale: float
 
 
-# By compute capability and padded head size; a chip that is not here takes the last before it.
-# All have three tiles in flight or more, and shared memory holds them. At 128 tokens a page only
-# dK, dV spill on 9.0: with documents 140 bytes a thread at most; without, 24 by Triton 3.9 and none
-# by 3.6 (tests/sparse/test_triton_compile.py).
+# By compute capability and padded head size; a chip without an entry takes that of the previous
+# capability. All have three tiles in flight or more, and shared memory holds them. At 128 tokens a
+# page only dK, dV spill on 9.0: with documents 140 bytes a thread at most; without, 24 by Triton
+# 3.9 and none by 3.6 (tests/sparse/test_triton_compile.py).
 _SMALL = {
     64: PageTiles(PageTile(64, 64, 4, 3), PageTile(64, 64, 4, 3), PageTile(64, 64, 4, 3)),
     128: PageTiles(PageTile(64, 32, 4, 3), PageTile(64, 32, 4, 3), PageTile(32, 64, 4, 3)),
@@ -452,7 +447,7 @@ TILES = {
         256: PageTiles(PageTile(64, 32, 4, 3), PageTile(32, 32, 4, 3), PageTile(32, 32, 4, 3)),
     },
     (8, 6): _SMALL,
-    (9, 0): {  # the fastest that were measured (benchmarks/results/sparse_kernels_h100.json)
+    (9, 0): {  # the fastest of those measured (benchmarks/results/sparse_kernels_h100.json)
         **_LARGE,
         64: PageTiles(PageTile(64, 64, 4, 3), PageTile(64, 64, 4, 3), PageTile(64, 64, 4, 3)),
         128: replace(_LARGE[128], forward=PageTile(64, 64, 4, 3)),
@@ -466,29 +461,29 @@ FULL_PRECISION = PageTiles(PageTile(32, 32, 4, 1), PageTile(32, 32, 4, 1), PageT
 
 VOTE_TILE = PageTile(128, 64, 8, 3)  # `keys` are pages
 SMALL_VOTE_TILE = PageTile(32, 32, 4, 3)  # heads wider than 128, or fp32
-# Wide ones in two parts: of two products in a row that are square, Triton deals only rows to warps,
-# and two would compute the same 16.
+# Wide heads in two parts: of two consecutive square products, Triton distributes only rows to
+# warps, and two would compute the same 16.
 PARTED_VOTE_TILE = PageTile(32, 64, 4, 3)
 
 
-ROW = 16  # bytes of what a backward reads of a query, besides vectors
+ROW = 16  # bytes per query that a backward reads, without vectors
 
 
 def tile_edge(size: int) -> int:
-    """The next power of two from 16 on: what a tile of a matrix product can be."""
+    """Return the edge of a matrix product's tile: a power of two of at least 16 and `size`."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def parts_of(head_dim: int) -> tuple[int, ...]:
-    """Dimensions of the one or two tiles that hold vectors, powers of two. There are two where that
-    pads less: 80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64, but 112 are in 128."""
+    """Return the dimensions of the one or two tiles that hold vectors, powers of two. There are two
+    if that pads less: 80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64, but 112 are in 128."""
     whole = tile_edge(head_dim)
     two = whole // 2, tile_edge(head_dim - whole // 2)
     return two if sum(two) < whole else (whole,)
 
 
 def choose_tiles(capability: tuple[int, int], head_dim: int, itemsize: int) -> PageTiles:
-    """The table's entry for a GPU's compute capability, heads of head_dim, elements of bytes."""
+    """Return the tiles for a GPU's compute capability, a head size and bytes of an element."""
     if itemsize > 2:
         return FULL_PRECISION
     return TILES[max(one for one in TILES if one <= capability)][max(64, tile_edge(head_dim))]
@@ -501,10 +496,10 @@ def vote_tile(head_dim: int, itemsize: int) -> PageTile:
 
 
 def shared_bytes(tiles: PageTiles, head_dim: int, itemsize: int) -> int:
-    """Of shared memory that a program of the kernels takes at most: what it holds throughout, as
-    many tiles of what it walks over as are in flight, and weights, which some chips multiply from
-    there. A forward holds one tile of queries and walks over two of keys and values; the others
-    hold two and walk over two."""
+    """Return the most bytes of shared memory that a program of the kernels takes: tensors held
+    throughout, as many tiles of the inner loop as are in flight, and weights, which some chips
+    multiply from there. A forward holds one tile of queries and walks over two of keys and values;
+    the others hold two and walk over two."""
     vector = sum(parts_of(head_dim)) * itemsize
     forward, dq, dkv = tiles.forward, tiles.dq, tiles.dkv
     of_query = 2 * vector + ROW
@@ -517,5 +512,5 @@ def shared_bytes(tiles: PageTiles, head_dim: int, itemsize: int) -> int:
 
 
 def _weights(tile: PageTile, itemsize: int) -> int:
-    """Bytes."""
+    """Return the bytes of a tile's weights in shared memory."""
     return tile.queries * tile.keys * itemsize

@@ -1,5 +1,5 @@
-"""Sparse attention in a run: its schedule and selector, the mark on its outputs, the warning, and
-the budget that a model and a text ask for."""
+"""Sparse attention in a run: its schedule and selector, the marks on outputs, the warning about
+lost attention mass, and the budget that suits a model and a text."""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -41,13 +41,13 @@ REMIND = 100  # steps between two warnings: attention changes slowly, and layers
 
 
 def marks(run: RunConfig) -> dict[str, str]:
-    """What every output of a run with sparse attention holds; nothing for a dense one."""
+    """Return the marks on every output of a run with sparse attention; none for a dense one."""
     return {} if run.sparse is None else {"attention": "sparse"}
 
 
 def hides(run: RunConfig) -> bool:
-    """May a query miss a token that dense attention shows it? False is certain, whatever chunk a
-    run that is short of memory comes to: one of a page has the most to choose from."""
+    """Return whether a query may miss a token that dense attention shows it. False holds for any
+    chunk of a run short of memory: a chunk of one page has the most to choose from."""
     if run.sparse is None:
         return False
     pages = run.sparse.spec()
@@ -57,28 +57,28 @@ def hides(run: RunConfig) -> bool:
 
 
 def opening_words(run: RunConfig) -> str:
-    """What a run with sparse attention says of it when it begins. The run has some."""
+    """Return the opening message of a run about its sparse attention, which it must have."""
     assert run.sparse is not None
     words = sparse_words(run.sparse.spec(), hides=hides(run)) + sparsity_words(run)
     return f"{words}; {NOT_DENSE}" if hides(run) else words
 
 
 def sparsity_words(run: RunConfig) -> str:
-    """How many of the pages are chosen, where the run says so."""
+    """Return the share of chosen pages in words, if the run sets it."""
     if run.sparse is None or run.sparse.sparsity is None:
         return ""
     return f", chosen at a sparsity of {run.sparse.sparsity:g}"
 
 
 def what_changes(run: RunConfig, change: str) -> str:
-    """What follows from a change between two parts of a run that is allowed."""
+    """Return the effect of a permitted change between two parts of a run."""
     if run.sparse is not None and change.startswith("schedule."):
         return "sparse attention sees other tokens if the chunk changes, and gradients differ then"
     return "the gradients are the same up to rounding, the bits are not"
 
 
 def other_chunk(before: int | None, now: Schedule) -> str:
-    """What another chunk means where a query sees all of its own; empty where it is the same."""
+    """Return the effect of a changed chunk on a sparse run; empty if the chunk is the same."""
     if now.sparse is None or before in (None, now.chunk):
         return ""
     return (
@@ -88,9 +88,9 @@ def other_chunk(before: int | None, now: Schedule) -> str:
 
 
 def fraction_of(given: SparseConfig | None, schedule: Schedule, context: int) -> Fraction | None:
-    """What chooses pages in place of the votes' best. Raises UnsupportedError where the share that
-    is asked for is more than the budget: cut to that, it would be another share. Asked of the
-    smallest chunk there is, since a run that is short of memory may come to it."""
+    """Return the selector of a fixed share of pages, if the run asks for one. Raises
+    UnsupportedError if the share exceeds the budget, which would cut it to another share. The
+    smallest chunk decides, because a run short of memory may fall back to it."""
     sparse = schedule.sparse
     if sparse is None or given is None or given.sparsity is None:
         return None
@@ -106,8 +106,8 @@ def fraction_of(given: SparseConfig | None, schedule: Schedule, context: int) ->
 
 
 def index_of(given: SparseConfig | None, blank: Any = None) -> Index | None:
-    """The index of a run; None: it has none. Raises UnsupportedError, naming the run file's field,
-    where it cannot be read, or is not for the model, which is given without its weights."""
+    """Return the index of a run; None: it has none. Raises UnsupportedError, naming the run file's
+    field, if it cannot be read or does not fit the model (`blank` has no weights)."""
     if given is None or given.index is None:
         return None
     layers = None if blank is None else attention_of(deepcopy(blank))
@@ -123,8 +123,7 @@ def index_of(given: SparseConfig | None, blank: Any = None) -> Index | None:
 def selector_for(
     given: SparseConfig | None, schedule: Schedule, context: int, index: Index | None = None
 ) -> Any:
-    """The selector of a run's step, with the index that was read before; None: the votes' best.
-    Raises UnsupportedError."""
+    """Return the selector of a run's step; None: the most votes. Raises UnsupportedError."""
     share = fraction_of(given, schedule, context)
     if schedule.sparse is None:
         return share
@@ -133,13 +132,13 @@ def selector_for(
 
 
 def _sparsity_for(most: int, pages: int) -> float:
-    """The least in four digits that leaves at most so many pages."""
+    """Return the least sparsity in four digits that leaves at most `most` pages."""
     return ceil(10_000 * (1 - Ratio(most, pages))) / 10_000
 
 
 def mass_json(seen: Sequence[Seen]) -> dict[str, Any]:
-    """The attention mass that a step's watched cells saw, for metrics.jsonl: over all of them, the
-    least of a query, and the layer of that one. Empty where no cell hid anything."""
+    """Return the attention mass that a step's watched cells saw, for metrics.jsonl: the mean over
+    all, the minimum of a query, and its layer. Empty if no cell hid any page."""
     if not seen:
         return {}
     least = min(seen, key=lambda cell: cell.mass.minimum)
@@ -152,13 +151,13 @@ def mass_json(seen: Sequence[Seen]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class MassWatch:
-    """Warns when too little of attention is seen: at once, then every `REMIND` steps at most."""
+    """Warns when queries see too little attention mass: at once, then every `REMIND` steps."""
 
     below: float
-    warned: int | None = None  # the step
+    warned: int | None = None  # step of the last warning
 
     def warning(self, step: int, seen: Sequence[Seen]) -> str | None:
-        """What a person is to be told after this step, if anything."""
+        """Return the warning for the user after this step, if any."""
         if not seen:
             return None
         worst = min(seen, key=lambda cell: cell.mass.mean)
@@ -177,47 +176,47 @@ class MassWatch:
 # -- which budget keeps enough of dense attention -------------------------------------------------
 
 RANDOM = "random"
-ENOUGH = 0.9  # of the mass; `SparseConfig.warn_below` is the same by default
-QUERY_PAGES = 16  # whose choices are looked at
-LAST = 4  # losses are those of the last quarter of the tokens, which have most to choose from
+ENOUGH = 0.9  # of the mass; the default of `SparseConfig.warn_below`
+QUERY_PAGES = 16  # pages of queries whose choices are measured
+LAST = 4  # losses are those of the last quarter of the tokens, with the most pages to choose from
 LOGITS = 512  # tokens at one time
 
 
 @dataclass(frozen=True, slots=True)
 class KeptMass:
-    """Share of dense attention's mass that queries see with sparse attention, by who chooses pages,
-    by layer and by budget: means over queries and heads. 1: nothing is lost."""
+    """Share of dense attention's mass that queries see with sparse attention, by selector, layer
+    and budget: means over queries and heads. 1: nothing is lost."""
 
     sparse: Sparse  # without its budget and selector
     chunk: int
     tokens: int
     queries: int
-    pages: int  # to choose from
+    pages: int  # candidate pages
     budgets: tuple[int, ...]  # tokens, ascending, from none to all pages
-    layers: tuple[int, ...]  # those that choose, from 0
+    layers: tuple[int, ...]  # layers with a choice of pages, from 0
     others: int  # layers with a window, or without attention
-    kept: dict[str, list[list[float]]]  # by name: layers, and in each budgets
-    dense_loss: float  # of the last quarter of the tokens
+    kept: dict[str, list[list[float]]]  # by name: one list per layer, one value per budget
+    dense_loss: float  # loss of the last quarter of the tokens
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Who chooses: selectors, and random pages."""
+        """Names of the selectors, random pages included."""
         return tuple(self.kept)
 
     def mean(self, name: str, place: int) -> float:
-        """Over the layers, at `budgets[place]`."""
+        """Return the mean over the layers, at `budgets[place]`."""
         return fmean(layer[place] for layer in self.kept[name])
 
     def worst(self, name: str, place: int) -> tuple[float, int]:
-        """The least of a layer, and which that is."""
+        """Return the smallest share that any layer keeps, and that layer."""
         return min((row[place], n) for row, n in zip(self.kept[name], self.layers, strict=True))
 
     def enough(self, name: str) -> int:
-        """The smallest budget that keeps `ENOUGH` in the whole model."""
+        """Return the smallest budget that keeps `ENOUGH` in the whole model."""
         return next(b for i, b in enumerate(self.budgets) if self._keeps(self.mean(name, i), b))
 
     def enough_everywhere(self, name: str) -> tuple[int, int]:
-        """The smallest budget that keeps it in every layer, and the layer that needs most."""
+        """Return the smallest budget that is enough in every layer, and the neediest layer."""
         place = next(
             i for i, b in enumerate(self.budgets) if self._keeps(self.worst(name, i)[0], b)
         )
@@ -227,15 +226,15 @@ class KeptMass:
         return mass >= ENOUGH or budget == self.budgets[-1]  # all pages, up to rounding
 
     def best(self) -> str:
-        """The selector that keeps enough with least; of equals the first."""
+        """Return the selector that keeps enough with the smallest budget; of equals the first."""
         return min(
             (name for name in self.names if name != RANDOM),
             key=lambda name: (self.enough(name), self.enough_everywhere(name)[0]),
         )
 
     def advised(self) -> Sparse | None:
-        """What to train with; None: no budget below all pages keeps enough. A budget that the whole
-        model can do without may be one that a layer needs."""
+        """Return settings for training; None: no budget below all pages keeps enough. A single
+        layer may need a larger budget than the model on average."""
         name, everything = self.best(), self.budgets[-1]
         whole, layers = self.enough(name), self.enough_everywhere(name)[0]
         if whole == everything:
@@ -244,7 +243,7 @@ class KeptMass:
         return replace(self.sparse, budget=budget, selector=name)
 
     def judged(self) -> int:
-        """The budget at which losses are compared: the advised one, else the largest below all."""
+        """Return the budget to compare losses at: the advised one, else the largest below all."""
         advised = self.advised()
         return self.budgets[-2] if advised is None else advised.budget
 
@@ -264,25 +263,26 @@ class KeptMass:
 
 
 def ladder(pages: int, page: int) -> tuple[int, ...]:
-    """Budgets in tokens: none, one page, twice as many each time, all."""
+    """Return budgets in tokens: none, one page, then doubled each time up to all pages."""
     counts = [0, *(1 << power for power in range(pages.bit_length()) if 1 << power < pages), pages]
     return tuple(count * page for count in counts)
 
 
 @dataclass(slots=True)
 class _Reader:
-    """Attention that is dense, and looks at what sparse attention would lose of it.
+    """Dense attention that also measures the mass that sparse attention would lose.
 
     Legend: B batch, H query heads, Hk K, V heads, T tokens, D head dim, M pages of Q queries of the
-    last chunk, which misses most; n pages to choose from."""
+    last chunk, which misses most; n candidate pages.
+    """
 
     sparse: Sparse
     start: int  # first token of the last chunk
     positions: Tensor  # [M, Q], int64
     kernels: AttentionKernels
     seed: int
-    index: Index | None  # compares as a selector, too
-    kept: dict[str, list[Tensor]]  # by name: of each layer [n + 1], by pages chosen
+    index: Index | None  # compared as a selector, too
+    kept: dict[str, list[Tensor]]  # by name: one [n + 1] per layer, by number of pages chosen
 
     def attend(
         self,
@@ -295,7 +295,7 @@ class _Reader:
         scale: float,
         **keywords: Any,
     ) -> Tensor:
-        """As the model's own, [B, T, H, Dv]."""
+        """Return attention [B, T, H, Dv] as the model's own does, and measure it."""
         sinks, tokens = keywords.get("s_aux"), q.shape[2]
         if spec.window is None:
             for name, mass in self.masses(layer, q, k, scale, spec.softcap, sinks).items():
@@ -315,9 +315,9 @@ class _Reader:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> dict[str, Tensor]:
-        """What is seen with 0 to n chosen pages, [n + 1], the mean over queries and heads, by who
-        chooses. The largest of votes are chosen: those of a budget are among those of a larger one,
-        so one order of the pages tells of all budgets."""
+        """Return the mass seen with 0 to n chosen pages, [n + 1], the mean over queries and heads,
+        by selector. The pages with the largest votes are chosen: those of a budget are among those
+        of a larger one, so one order of the pages serves all budgets."""
         far = self._far(q, k, scale, softcap, sinks)
         queries = q.shape[0] * q.shape[1] * self.positions.numel()
         near, found = queries - far.sum(), {}
@@ -331,8 +331,8 @@ class _Reader:
     def _far(
         self, q: Tensor, k: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """What dense attention gives to each page [B, Hk, M, n], summed over the queries of a page
-        and the heads that share K, V."""
+        """Return dense attention's mass on each page [B, Hk, M, n], summed over the queries of a
+        page and the heads that share K, V."""
         dtype, page = accumulate_dtype(q.dtype), self.sparse.page
         pages, kv_heads = self.sparse.candidates(self.start), k.shape[1]
         keys, found = k.to(dtype).mT, []
@@ -352,7 +352,7 @@ class _Reader:
         return torch.stack(found, 2)
 
     def _votes(self, name: str, layer: int, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        """[B, Hk, M, n]"""
+        """Return the votes [B, Hk, M, n] of a selector."""
         pages = self.sparse.candidates(self.start)
         if name == RANDOM:
             shape = *k.shape[:2], len(self.positions), len(pages)
@@ -376,10 +376,10 @@ def kept_masses(
     seed: int,
     index: Index | None = None,
 ) -> KeptMass:
-    """What each selector and budget keeps of dense attention, those of an `index` among them if it
-    is given, by one dense pass over these tokens [batch, tokens], a layer at a time; a last page
-    that is not whole is left out. Page, recent tokens, sinks and chunk are the schedule's. Raises
-    UnsupportedError where there is nothing to choose."""
+    """Return the share of dense attention's mass that each selector and budget keeps, by one dense
+    pass over these tokens [batch, tokens], a layer at a time; an `index` is measured as a selector,
+    too, and a last page that is not whole is left out. Page, recent tokens, sinks and chunk are the
+    schedule's. Raises UnsupportedError without pages to choose from."""
     stages, sparse = CausalLMStages(model), schedule.sparse
     assert sparse is not None
     specs = describe(stages).layers
@@ -431,19 +431,19 @@ def kept_masses(
 
 
 def choosers(index: Index | None) -> tuple[str, ...]:
-    """Whose choices are compared, by name."""
+    """Return the names of the compared selectors."""
     return *SELECTORS, *((INDEX,) if index is not None else ()), RANDOM
 
 
 def whole_tokens(tokens: int, schedule: Schedule) -> int:
-    """Those in whole pages. Raises UnsupportedError where the last chunk has no pages to choose
-    from, with what gives it some."""
+    """Return the number of tokens in whole pages. Raises UnsupportedError, with a remedy, if the
+    last chunk has no pages to choose from."""
     sparse = schedule.sparse
     assert sparse is not None
     if tokens <= sparse.page:
         raise UnsupportedError(
-            f"sparse.page: a page of {sparse.page:,} tokens is no part of a text of {tokens:,}; "
-            "give more text with a longer --context, or a smaller page"
+            f"sparse.page: a page of {sparse.page:,} tokens does not fit into a text of "
+            f"{tokens:,}; give more text with a longer --context, or a smaller page"
         )
     whole = tokens // sparse.page * sparse.page
     start = (whole - 1) // schedule.chunk * schedule.chunk
@@ -462,7 +462,7 @@ def whole_tokens(tokens: int, schedule: Schedule) -> int:
 
 
 def _loss(stages: CausalLMStages, hidden: Tensor, ids: Tensor) -> float:
-    """Of the last quarter of the tokens, by what the top layer gives [B, T, hidden]."""
+    """Return the loss of the last quarter of the tokens from the top output [B, T, hidden]."""
     tokens, total = ids.shape[1], 0.0
     first = tokens - tokens // LAST
     for begin in range(first, tokens, LOGITS):
@@ -482,8 +482,9 @@ def sparse_losses(
     index: Index | None = None,
     begin: Callable[[str], None] = lambda _: None,
 ) -> dict[str, float]:
-    """The loss of the last quarter of the tokens with sparse attention in all of them, by who
-    chooses. `begin` is told before each, which takes as long as the dense pass."""
+    """Return the loss of the last quarter of the tokens with sparse attention throughout, by
+    selector. `begin` is called with the name before each pass, which takes as long as the dense
+    one."""
     sparse, found = schedule.sparse, {}
     assert sparse is not None
     ids = input_ids[:, : whole_tokens(input_ids.shape[1], schedule)]

@@ -1,6 +1,6 @@
 """Memory that does not fragment: traces, static plans, and a native allocator for PyTorch.
 
-What needs torch is imported when it is first read; `__init__.pyi` tells type checkers its types.
+Names that need torch are imported on first use; `__init__.pyi` tells type checkers their types.
 """
 
 from importlib import import_module

@@ -2,7 +2,7 @@
 
 farspan_memory.install("stitch")      before CUDA starts
 ...
-farspan_memory.begin_iteration()      before each step: where a plan starts over
+farspan_memory.begin_iteration()      before each step: a plan starts over
 """
 
 import contextlib
@@ -39,26 +39,26 @@ from farspan_memory.pytorch import (
 from farspan_memory.replay import ReplayPlan, iteration, load_plan, plan_iteration
 from farspan_memory.trace import Trace
 
-# Counted from 1. The first iteration also makes what stays, such as optimizer states: a plan of
-# another iteration must not have them in its arena, where they would be in the way ever after.
+# Counted from 1. The first iteration also creates tensors that stay, such as optimizer states: in
+# the arena of another iteration's plan they would stay in the way.
 FIRST_REPLAYED = 2
 
 
 @dataclass(slots=True)
 class Session:
-    """The native allocators of a process, and how far each device's iterations have come.
+    """The native allocators of a process, and the number of iterations of each device.
 
-    Invariant: `begun` counts the iterations of a device since it forgot; `plans` has the plan that
+    Invariant: `begun` counts the iterations of a device since `forget`; `plans` has the plan that
     each follows.
     """
 
     memory: NativeMemory
-    given: ReplayPlan | None = None  # without one a replay learns its own
+    given: ReplayPlan | None = None  # None: a replay learns its own plan
     begun: dict[int, int] = field(default_factory=dict)
     plans: dict[int, ReplayPlan] = field(default_factory=dict)
 
     def begin_iteration(self, device: int) -> None:
-        """A step begins: a plan starts over, and a recording gets a mark."""
+        """Begin a step: a plan starts over, and a recording gets a mark."""
         number = self.begun[device] = self.begun.get(device, 0) + 1
         if self.memory.mode == "replay":
             self._prepare_replay(device, number)
@@ -71,16 +71,15 @@ class Session:
         elif self.given is None and number == FIRST_REPLAYED:
             allocator.record()
         elif self.given is None and number == FIRST_REPLAYED + 1:
-            allocator.begin_iteration()  # its mark ends the recorded one
+            allocator.begin_iteration()  # its mark ends the recorded iteration
             allocator.record(False)
             self._follow(device, plan_iteration(iteration(self.memory.recorded(device))))
 
     def _follow(self, device: int, plan: ReplayPlan) -> None:
-        """From the iteration on that begins next. Where there is no room for the arena, a stream
-        cannot be waited for, or tensors of the plan before are still there, stitching goes on as it
-        was, and a warning says so."""
+        """Follow a plan from the next iteration on. If the arena does not fit, a stream cannot be
+        waited for, or tensors of the previous plan are alive, stitching goes on with a warning."""
         try:
-            self.memory.of(device).release()  # the arena needs the chunks that served without it
+            self.memory.of(device).release()  # the arena needs the chunks used without it
             self.memory.follow(device, plan)
         except NativeError as error:
             warnings.warn(f"replay: the plan does not match this run: {error}", stacklevel=4)
@@ -88,30 +87,30 @@ class Session:
         self.plans[device] = plan
 
     def forget(self, device: int) -> None:
-        """The steps that follow are of another kind. A replay begins as at first."""
+        """Prepare for steps of another kind: a replay begins anew."""
         if self.memory.mode == "replay":
             allocator = self.memory.of(device)
             allocator.record(False)
-            # Tensors of the plan that are still there keep its arena until the next one is made.
+            # Live tensors of the plan keep its arena until the next one is made.
             with contextlib.suppress(NativeError):
                 allocator.plan((), 0)
         self.begun.pop(device, None)
         self.plans.pop(device, None)
 
     def recorded(self, device: int, number: int | None = None) -> Trace:
-        """All that was recorded, or one whole iteration of it (-1: the last)."""
+        """Return the whole recording, or one whole iteration (-1: the last)."""
         trace = self.memory.recorded(device, f"device {device}")
         return trace if number is None else iteration(trace, number)
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What took effect."""
+    """The settings in effect."""
 
     mode: str
     options: AllocatorOptions
     library: Path
-    out_of_memory: str  # the exception that a program sees, and why when it is not torch's own
+    out_of_memory: str  # the exception that a program gets, and the reason if it is not torch's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +134,20 @@ def install(
     capacity: int | None = None,
     options: AllocatorOptions | None = None,
 ) -> Installed:
-    """Makes the native allocator PyTorch's CUDA allocator. Call it before CUDA starts.
+    """Make the native allocator PyTorch's CUDA allocator. Call it before CUDA starts.
 
-    `mode`: "record" stitches and records what is asked for; "stitch" is GMLake's stitching;
-    "replay" serves each tensor of `plan` at its address, from the second iteration on, and stitches
-    the others; without a plan it records its second iteration and plans for itself. A plan is a
-    value of plan_iteration(), or a file of `farspan-memory place` with the `trace` it was made of.
-    `chunk`: bytes of a physical chunk, a multiple of 2 MiB, which is the default. `capacity`: bytes
-    to be reserved on a device at most; by default all it has. `options` has the rest, and may have
-    these two in their place. Raises UnsupportedError, and then nothing has changed.
+    Args:
+        mode: "record" stitches and records all requests; "stitch" is GMLake's stitching; "replay"
+            serves each tensor of `plan` at its address, from the second iteration on, and stitches
+            the others; without a plan it records its second iteration and plans for itself.
+        plan: A value of plan_iteration(), or a file of `farspan-memory place`.
+        trace: The trace that the plan file was made from.
+        chunk: Bytes of a physical chunk, a multiple of 2 MiB, which is the default.
+        capacity: Most bytes to reserve on a device; by default all it has.
+        options: All further options; they may set `chunk` and `capacity` instead.
+
+    Raises:
+        UnsupportedError: The allocator cannot be installed; nothing has changed then.
     """
     _refuse_unwanted(mode, plan, trace)
     base = options or AllocatorOptions()
@@ -167,48 +171,48 @@ def install(
 
 
 def uninstall() -> None:
-    """PyTorch's own allocator again. Raises UnsupportedError once CUDA has started."""
+    """Restore PyTorch's own allocator. Raises UnsupportedError once CUDA has started."""
     _current().plugged.restore()
     _CURRENT.clear()
 
 
 def installed() -> Installed | None:
-    """What took effect in this process; None while the allocator is PyTorch's own."""
+    """Return the settings in effect in this process; None while the allocator is PyTorch's own."""
     return _CURRENT[0].installed if _CURRENT else None
 
 
 def begin_iteration(device: int | None = None) -> None:
-    """A step begins on the device (the current one): a plan starts over, a recording gets a mark.
+    """Begin a step on the device (the current one): a plan starts over, a recording gets a mark.
     Raises UnsupportedError without an installed allocator."""
     _current().session.begin_iteration(_index(device))
 
 
 def forget(device: int | None = None) -> None:
-    """The steps that follow are of another kind: the plan is dropped, its arena is given back and
-    a new one is begun with as at first. Raises UnsupportedError without an installed allocator."""
+    """Prepare for steps of another kind: the plan is dropped, its arena is given back and a new
+    plan is learned. Raises UnsupportedError without an installed allocator."""
     _current().session.forget(_index(device))
 
 
 def statistics(device: int | None = None) -> Statistics:
-    """What the native allocator of the device counts. Raises UnsupportedError without one."""
+    """Return the counters of the device's native allocator. Raises UnsupportedError without one."""
     return _current().session.memory.statistics(_index(device))
 
 
 def recorded(device: int | None = None, iteration: int | None = None) -> Trace:
-    """What the device was asked for: all of it, or one whole iteration (-1: the last). Raises
-    UnsupportedError without an installed allocator, or when that iteration was not recorded."""
+    """Return the device's recording: all of it, or one whole iteration (-1: the last). Raises
+    UnsupportedError without an installed allocator, or if that iteration was not recorded."""
     return _current().session.recorded(_index(device), iteration)
 
 
 def followed(device: int | None = None) -> ReplayPlan | None:
-    """The plan that the device follows; None before its second iteration."""
+    """Return the plan that the device follows; None before its second iteration."""
     return _current().session.plans.get(_index(device))
 
 
 def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
-    """Runs a Python program in this process under the recording allocator, as `python SCRIPT`
-    would: it imports what lies beside it. Returns what the GPU that is current at its end was asked
-    for. Raises UnsupportedError, or what the program raises."""
+    """Run a Python program in this process under the recording allocator, and return the trace of
+    the GPU that is current at its end. The program runs as by `python SCRIPT`: it can import
+    modules of its folder. Raises UnsupportedError, or any error of the program."""
     if not script.is_file():
         raise UnsupportedError(f"record: {script} is not a file")
     install("record")
@@ -228,12 +232,14 @@ def record_script(script: Path, arguments: Sequence[str] = ()) -> Trace:
 
 
 def _once(name: str, given: int | None, options: AllocatorOptions) -> int:
-    """A keyword's value, or that in the options. Raises UnsupportedError for what both say."""
+    """Return a keyword's value, or that in the options. Raises UnsupportedError for both."""
     value: int = getattr(options, name)
     if given is None:
         return value
     if value != getattr(AllocatorOptions(), name):
-        raise UnsupportedError(f"{name}: {given} is given, and {value} in options; give it once")
+        raise UnsupportedError(
+            f"{name}: {given} is given, and {value} in options; give one of them"
+        )
     return given
 
 
@@ -245,11 +251,13 @@ def _refuse_unwanted(mode: str, plan: object, trace: object) -> None:
             f"plan: only mode replay follows a plan, and the mode is {mode}; drop plan"
         )
     if isinstance(plan, Path | str) != (trace is not None):
-        raise UnsupportedError("trace: a plan file needs the trace it was made from; give both")
+        raise UnsupportedError(
+            "trace: a plan file needs the trace that it was made from; give both"
+        )
     if _CURRENT:
         raise UnsupportedError(
-            f"allocator: {_CURRENT[0].installed.mode} is installed in this process; there can be "
-            "one, and uninstall() is possible until CUDA starts"
+            f"allocator: {_CURRENT[0].installed.mode} is installed already; a process has one "
+            "allocator, and uninstall() works until CUDA starts"
         )
 
 

@@ -1,4 +1,4 @@
-"""`farspan-memory`: allocations recorded, static plans for them, allocators compared on them."""
+"""`farspan-memory`: record allocations, plan static addresses for them, and compare allocators."""
 
 import ctypes
 import json
@@ -40,14 +40,14 @@ from farspan_memory.report import compare_view, page, picture, remark
 from farspan_memory.snapshot import trace_snapshot, write_snapshot
 from farspan_memory.trace import Malloc, Trace, TraceFormat, read_format, read_trace, write_trace
 
-USAGE, FAILED = 2, 1  # exit codes: what was asked cannot be done; it was done and is not good
-# Of the time, when `auto` has layers to fall back on.
+USAGE, FAILED = 2, 1  # exit codes: the request cannot be met; the result is not good
+# Share of the time for the exact method if `auto` can fall back on layers.
 EXACT_SHARE = 0.75
 STDOUT, STDERR = 1, 2
 
 
 def typer_app(**options: Any) -> typer.Typer:
-    """An application without the trimmings that would hide a traceback."""
+    """Return an application that shows plain tracebacks."""
     return typer.Typer(add_completion=False, pretty_exceptions_enable=False, **options)
 
 
@@ -85,15 +85,17 @@ def place_command(
     method: Annotated[
         Method,
         typer.Option(
-            help="flat: greedy orders; exact: then a search, with proof; bilevel: a layer once, "
-            "then layers (MEMO); mip: MEMO's program as written, for small cases; auto: exact, and "
-            "bilevel where that proves nothing."
+            help="flat: greedy orders; exact: then a search, with proof; bilevel: one plan per "
+            "kind of layer, then the layers (MEMO); mip: MEMO's program as published, for "
+            "small cases; auto: exact, and bilevel if that proves nothing."
         ),
     ] = Method.AUTO,
-    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds of placing.")] = 60.0,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Most seconds to spend.")] = 60.0,
     alignment: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Of addresses, bytes; default {ALIGNMENT}, of a CSV 1."),
+        typer.Option(
+            min=1, help=f"Alignment of addresses in bytes; default {ALIGNMENT}, for a CSV 1."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan as JSON.")
@@ -141,12 +143,12 @@ def exact(question: PlacementOptions) -> tuple[Solution, str]:
 
 
 def bilevel(question: PlacementOptions) -> tuple[Solution, str]:
-    """Raises UnsupportedError for a trace that no layer is marked in."""
+    """Place by layers. Raises UnsupportedError for a trace without marks of layers."""
     layers = segments(question.trace)
     if not layers:
         raise UnsupportedError(
-            "method: bilevel needs marks of layers in the trace, such as `# mark layer 3 forward`; "
-            "there are none; use exact"
+            "method: bilevel needs marks of layers in the trace, such as `# mark layer 3 "
+            "forward`, but it has none; use exact"
         )
     return place_bilevel(question.requests, layers, question.seconds).solution, Method.BILEVEL
 
@@ -159,8 +161,8 @@ def mip(question: PlacementOptions) -> tuple[Solution, str]:
 
 @contextmanager
 def _c_output_aside() -> Iterator[None]:
-    """What C prints goes to stderr: HiGHS prints a line of its own where sizes are far apart, and
-    stdout may be the JSON."""
+    """Send C's stdout to stderr: HiGHS prints a line of its own for sizes far apart, and stdout may
+    be the JSON."""
     kept = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)
     try:
@@ -172,7 +174,7 @@ def _c_output_aside() -> Iterator[None]:
 
 
 def auto(question: PlacementOptions) -> tuple[Solution, str]:
-    """Exact; what it does not prove, bi-level may still lower."""
+    """Place exactly; if that proves nothing, try to lower the result by layers."""
     layers = segments(question.trace)
     seconds = question.seconds * (EXACT_SHARE if layers else 1.0)
     found = place_exactly(question.requests, seconds, question.capacity)
@@ -196,7 +198,7 @@ METHODS: dict[Method, Callable[[PlacementOptions], tuple[Solution, str]]] = {
 def placement_json(
     question: PlacementOptions, found: Solution, method: str, alignment: int
 ) -> dict[str, Any]:
-    """Bytes; an address for each malloc, in order."""
+    """Return a plan as JSON: bytes, and an address for each malloc, in order."""
     placement, capacity = found.placement, question.capacity
     return {
         "trace": question.trace.name,
@@ -243,18 +245,20 @@ Traces = Annotated[
     typer.Argument(help="Files of `farspan-memory record`, or memory snapshots of PyTorch."),
 ]
 Capacity = Annotated[
-    str | None, typer.Option(help="One more run, on a device with this memory: 80GB, 80GiB.")
+    str | None, typer.Option(help="Also run on a device with this memory: 80GB, 80GiB.")
 ]
-Chunk = Annotated[str, typer.Option(help="Chunks of stitching, a row for each.")]
+Chunk = Annotated[str, typer.Option(help="Chunk sizes of stitching, a row for each.")]
 Conf = Annotated[
     str,
     typer.Option(
-        help=f"Of PyTorch's allocators, as in PYTORCH_CUDA_ALLOC_CONF: {', '.join(NAMES)}."
+        help=f"Settings of PyTorch's allocators, as in PYTORCH_CUDA_ALLOC_CONF: {', '.join(NAMES)}."
     ),
 ]
 Report = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Memory over time as a picture: REPORT.html or .svg."),
+    typer.Option(
+        "--output", "-o", help="Write a picture of memory over time: REPORT.html or .svg."
+    ),
 ]
 
 
@@ -283,7 +287,7 @@ def compare_command(
 
 
 def answer_json(comparisons: list[AllocatorComparison]) -> dict[str, Any]:
-    """Every comparison, and where unit costs come from."""
+    """Return every comparison as JSON, and the sources of unit costs."""
     return {
         "comparisons": [found.to_json() | {"remark": remark(found)} for found in comparisons],
         "costs": {call: cost.source for call, cost in PUBLISHED.items()},
@@ -299,7 +303,9 @@ def record_command(
         typer.Argument(help="A Python program to run on this GPU and to record."),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Of the program, after --.")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Arguments of the program, after --.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Write the allocations and releases of a program that runs on this GPU."""
@@ -309,7 +315,8 @@ def record_command(
 
 
 def write_and_tell(trace: Trace, output: Path, began: float, as_json: bool) -> None:
-    """Write a trace and print its summary; `began` is when its making did, by time.monotonic()."""
+    """Write a trace and print its summary; `began` is the start of the recording by
+    time.monotonic()."""
     write_trace(trace, output)
     mallocs = [event for event in trace.events if isinstance(event, Malloc)]
     found = {
@@ -343,7 +350,7 @@ app.command("compare")(compare_command)
 
 
 def main() -> None:
-    """Entry point: what is refused is one clear line, never a traceback."""
+    """Entry point: a refusal prints one clear line, never a traceback."""
     try:
         app()
     except UnsupportedError as error:

@@ -1,6 +1,5 @@
-"""What the package raises where a request cannot be met."""
+"""Errors of the package."""
 
 
 class UnsupportedError(ValueError):
-    """The request cannot be met; the message names the field, what was expected and what to
-    change."""
+    """The request cannot be met; the message names the field, the expected value and the remedy."""

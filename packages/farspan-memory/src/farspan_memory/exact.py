@@ -3,23 +3,23 @@
 `place_exactly`: the least height, and whether it is proved.
 
     lower bound |-----?-----|------?-------| greedy      "does it fit?" is asked at the bound first,
-                 no          asked  yes                  then halfway between what does not fit and
-                                                         the lowest that was found
+                 no          asked  yes                  then halfway between the highest "no" and
+                                                         the lowest height found
 
 Minimising from above wastes the time: of MiniMalloc's eleven hard instances, asked at the bound,
-all are solved in seconds where a search that lowers a first solution step by step proved none.
+all are solved in seconds, while a search that lowers a first solution step by step proved none.
 
 `place_bilevel` (MEMO 4.2): a layer's tensors once, then layers as single requests.
 
-    memory                            First level: what lives and dies within one pass of a layer
-      |   +------+  +------+          (a segment) is placed by itself, once for all segments with
-      |   | F0   |  | F1   |          the same requests. Second level: each segment is one pseudo
-      |   +------+--+------+--        request as high as its plan, beside everything that crosses
-      |   | x0      |  x1             a border: the residual stream, its gradient, what backward
-      +---+---------+----------> time reads, gathered parameters.
+    memory                            First level: tensors made and freed in one pass of a layer
+      |   +------+  +------+          (a segment) are placed by themselves, once for all segments
+      |   | F0   |  | F1   |          with the same requests. Second level: each segment is one
+      |   +------+--+------+--        request as high as its plan, among all tensors that cross
+      |   | x0      |  x1             a border: the residual stream, its gradient, tensors that
+      +---+---------+----------> time backward reads, gathered parameters.
 
-Nothing that crosses a border may share addresses with the pseudo request while it lives, even
-where the segment would have room: that is what the flat plan wins.
+A tensor that crosses a border cannot share addresses with the pseudo request while it lives, even
+if the segment has room: the flat plan can save that.
 """
 
 import math
@@ -41,47 +41,48 @@ from farspan_memory.placement import (
 )
 from farspan_memory.trace import Malloc, Mark, Trace
 
-# Of the time, what greedy orders may take before the search: 20,000 requests need a few seconds.
+# Share of the time for greedy orders before the search: 20,000 requests need a few seconds.
 GREEDY_SHARE = 0.5
-# Of the time left, what one height between the bound and the lowest found may take.
+# Share of the remaining time for one height between the bound and the lowest found.
 SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A placement, and what is known of it."""
+    """A placement, and the known bound on its height."""
 
     placement: Placement
     proved_bound: int  # no placement is lower than this
     seconds: float
-    nodes: int = 0  # of the search
+    nodes: int = 0  # visited by the search
 
     @property
     def optimal(self) -> bool:
-        """Is it proved that no placement is lower?"""
+        """True if a proof exists that no placement is lower."""
         return self.placement.height == self.proved_bound
 
 
 def place_flat(requests: Sequence[PlacementRequest], seconds: float = math.inf) -> Solution:
-    """All requests at once, greedily."""
+    """Place all requests at once, greedily."""
     begin = perf_counter()
     found = place_greedily(requests, seconds)
     return Solution(found, least_height(requests, found), perf_counter() - begin)
 
 
 def least_height(requests: Sequence[PlacementRequest], found: Placement) -> int:
-    """What no placement is below: the most bytes alive, and any request by itself, since one that
-    lives for no time has an address too."""
+    """Return a lower bound on any placement's height: the most bytes alive, and any request by
+    itself, since one with an empty lifetime has an address too."""
     return max([found.lower_bound, *(r.size for r in requests)])
 
 
 def place_exactly(
     requests: Sequence[PlacementRequest], seconds: float = 60.0, capacity: int | None = None
 ) -> Solution:
-    """The lowest placement found in `seconds`. With a capacity, the first that fits into it: asked
-    before anything else, so that all the time is for this question.
+    """Return the lowest placement found in `seconds`. With a capacity, return the first that fits
+    into it: that question comes first and gets all the time.
 
-    Raises NativeError where the native library is absent."""
+    Raises NativeError without the native library.
+    """
     begin = perf_counter()
     flat = place_flat(requests, seconds * GREEDY_SHARE)
     search = _Search(requests, flat, begin + seconds)
@@ -95,10 +96,10 @@ def place_exactly(
 
 
 class _Search:
-    """Heights tried so far.
+    """The heights tried so far.
 
-    Invariant: `best` is the lowest placement found, nothing is lower than `bound`, and heights
-    below `given_up` were asked for and are not tried again.
+    Invariant: `best` is the lowest placement found, no placement is lower than `bound`, and heights
+    below `given_up` were tried and are not tried again.
     """
 
     def __init__(self, requests: Sequence[PlacementRequest], flat: Solution, end: float) -> None:
@@ -108,7 +109,7 @@ class _Search:
         self.bound = self.given_up = flat.proved_bound
         self.end = end
         self.nodes = 0
-        # Every height that a placement can have is a sum of sizes.
+        # Every possible height of a placement is a sum of sizes.
         self.step = math.gcd(*(r.size for r in requests)) or 1
 
     def ask(self, height: int, share: float) -> None:
@@ -127,7 +128,7 @@ class _Search:
             self.bound += -self.bound % self.step
 
     def halve(self) -> None:
-        """Ask halfway, until nothing is left between or time is up."""
+        """Try heights halfway between the bounds, until none is left or time is up."""
         while self.given_up < self.best.height and perf_counter() < self.end:
             steps = (self.best.height - self.given_up) // self.step
             self.ask(self.given_up + (steps - 1) // 2 * self.step, SHARE)
@@ -153,7 +154,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Bilevel:
-    """What the decomposition did."""
+    """The result of a placement over two levels."""
 
     solution: Solution
     segments: int
@@ -162,7 +163,8 @@ class Bilevel:
 
 
 def segments(trace: Trace) -> tuple[Segment, ...]:
-    """Stretches between marks that are named after a layer's forward or backward pass."""
+    """Return the stretches between marks that are named after a layer's forward or backward
+    pass."""
     marks = [(at, e.name) for at, e in enumerate(trace.events) if isinstance(e, Mark)]
     stops = [*(at for at, _ in marks), len(trace.events)][1:]
     requests = trace.requests()
@@ -172,15 +174,15 @@ def segments(trace: Trace) -> tuple[Segment, ...]:
     for (start, name), stop in zip(marks, stops, strict=True):
         if LAYER.match(name):
             inside = (position[at] for at in range(start, stop) if at in position)
-            # A tensor that is never freed has its death at the end of the trace, where the last
-            # segment stops: it lives on.
+            # A tensor that is never freed dies at the end of the trace, the stop of the last
+            # segment: it is not local to that segment.
             local = tuple(i for i in inside if requests[i].dies < stop)
             found.append(Segment(name, start, stop, local))
     return tuple(found)
 
 
 def signature(requests: Sequence[PlacementRequest], local: Sequence[int]) -> Signature:
-    """Sizes and the order of births and deaths: equal for segments that one plan serves."""
+    """Return sizes and the order of births and deaths: equal for segments that one plan serves."""
     times = sorted({t for i in local for t in (requests[i].born, requests[i].dies)})
     rank = {time: index for index, time in enumerate(times)}
     return tuple((requests[i].size, rank[requests[i].born], rank[requests[i].dies]) for i in local)
@@ -192,8 +194,8 @@ def place_bilevel(
     seconds: float = 60.0,
     solve: Solve = place_exactly,
 ) -> Bilevel:
-    """The requests placed over two levels; each level is solved by `solve`, which gets half of the
-    time for all distinct segments and half for the second level."""
+    """Place the requests over two levels. `solve` places each level, with half of the time for all
+    distinct segments and half for the second level."""
     begin = perf_counter()
     named = [(s, signature(requests, s.local)) for s in found if s.local]
     distinct = dict.fromkeys(sign for _, sign in named)
@@ -226,7 +228,7 @@ def place_bilevel(
 def _pseudo(
     requests: Sequence[PlacementRequest], segment: Segment, plan: Placement
 ) -> PlacementRequest:
-    """The segment as one request, alive while any of its tensors is."""
+    """Return the segment as one request, alive while any of its tensors is."""
     lives = [requests[i] for i in segment.local]
     return PlacementRequest(plan.height, min(r.born for r in lives), max(r.dies for r in lives))
 
@@ -234,8 +236,8 @@ def _pseudo(
 def _solution(
     requests: Sequence[PlacementRequest], addresses: list[int], seconds: float
 ) -> Solution:
-    """Optimal only where it reaches the bound of all requests: the levels' own optima prove
-    nothing about the whole."""
+    """Return the solution, optimal only if it reaches the bound of all requests: optima of the
+    levels prove nothing about the whole."""
     alive = live_peak(requests)
     placement = placed_at(requests, addresses, alive)
     return Solution(placement, least_height(requests, placement), seconds)

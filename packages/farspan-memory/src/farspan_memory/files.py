@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and a folder for this user alone."""
+"""Files written whole or not at all, and folders for this user alone."""
 
 import hashlib
 import os
@@ -9,17 +9,17 @@ from pathlib import Path
 
 from farspan_memory.errors import UnsupportedError
 
-PARTIAL = ".partial-"  # before the name of a file that is not finished
+PARTIAL = ".partial-"  # before the name of an unfinished file
 
 
 class NotPrivate(OSError):
-    """Another user owns a file or folder, or may write it; the message names it."""
+    """Another user owns a file or folder, or may write to it; the message names it."""
 
 
 def write_output(path: Path, content: str | bytes, option: str) -> None:
     """Write a file that the user named by `option`; an earlier one stays until the new one is
     whole. Raises UnsupportedError, naming the option."""
-    # What names of files have that is no Unicode becomes a question mark.
+    # Bytes of file names that are not Unicode become question marks.
     data = content.encode("utf-8", "replace") if isinstance(content, str) else content
     partial = path.with_name(PARTIAL + path.name)
     try:
@@ -43,7 +43,7 @@ def write_output(path: Path, content: str | bytes, option: str) -> None:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Give a finished file its name once it is on the disk, replacing what has that name."""
+    """Give a finished file its name once it is on the disk, replacing any earlier one."""
     _sync(partial)
     os.replace(partial, path)
     _sync(path.parent)
@@ -58,14 +58,14 @@ def _sync(path: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def private_folder(folder: Path) -> None:
-    """Make `folder` for this user alone, or see that only this user may write there. Raises
-    NotPrivate, and OSError where it cannot be made."""
+    """Make `folder` for this user alone, or check that only this user may write there. Raises
+    NotPrivate, and OSError if it cannot be made."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     refuse_foreign(folder)
     if is_open(folder):
@@ -75,14 +75,16 @@ def private_folder(folder: Path) -> None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise NotPrivate unless `path` is this user's, and so is what it is a link to."""
+    """Raise NotPrivate unless this user owns `path` and, if it is a link, its target."""
     mine = os.geteuid()
     for owner in {path.lstat().st_uid, path.stat().st_uid} - {mine}:
-        raise NotPrivate(f"{path} belongs to {_user(owner)}, and this is {_user(mine)}")
+        raise NotPrivate(
+            f"{path} belongs to {_user(owner)}, but this process runs as {_user(mine)}"
+        )
 
 
 def is_open(path: Path) -> bool:
-    """Whether others than its owner may write it."""
+    """Return whether users other than its owner may write to a file or folder."""
     return bool(path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 

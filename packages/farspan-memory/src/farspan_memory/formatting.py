@@ -1,6 +1,6 @@
-"""Bytes and seconds as people read and write them, and tables of one look.
+"""Text forms of bytes and seconds, and tables in one style.
 
-K, M, G and T are powers of 1024 where they mean KiB to TiB; KB to TB are powers of 1000.
+K, M, G and T are powers of 1024 in KiB to TiB and alone; KB to TB are powers of 1000.
 """
 
 import re
@@ -14,18 +14,19 @@ from rich.text import Text
 from farspan_memory.errors import UnsupportedError
 
 MIB, GIB = 2**20, 2**30
-UNLIMITED = 2**60  # bytes: more than any memory has
+UNLIMITED = 2**60  # bytes: more than any machine has
 UNITS = {"": 1, "b": 1} | {
     f"{prefix}{base}": factor**power
     for power, prefix in enumerate("kmgt", 1)
     for base, factor in (("", 1024), ("ib", 1024), ("b", 1000))
 }
-WIDE = 10_000  # columns where nobody looks at them: no line is wrapped
+WIDE = 10_000  # columns of output that is not a terminal: no line is wrapped
 _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([a-z]*?)(?:\s*bytes)?")
 
 
 def read_bytes(given: str, name: str) -> int:
-    """Bytes from text such as 80GB, 128GiB, 128G. Raises UnsupportedError naming the option."""
+    """Return bytes from text such as 80GB, 128GiB, 128G. Raises UnsupportedError naming the
+    option."""
     match = _WRITTEN.fullmatch(given.strip().lower())
     if match is not None and match[2] in UNITS:
         amount = Fraction(re.sub("[_,]", "", match[1])) * UNITS[match[2]]
@@ -37,7 +38,7 @@ def read_bytes(given: str, name: str) -> int:
 
 
 def write_bytes(size: float) -> str:
-    """Three figures or so, in the largest binary unit of which there is at least one."""
+    """Return about three figures, in the largest binary unit that does not exceed the size."""
     amount, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(amount) < 1024:
@@ -47,7 +48,7 @@ def write_bytes(size: float) -> str:
 
 
 def write_seconds(seconds: float) -> str:
-    """Seconds, or minutes and hours where there are many."""
+    """Return seconds as text, in minutes and hours if long."""
     if seconds < 1:
         return f"{1000 * seconds:.3g} ms"
     if seconds < 120:
@@ -58,7 +59,8 @@ def write_seconds(seconds: float) -> str:
 
 
 def lines_table(title: str, *columns: str) -> Table:
-    """Without rules; the first column to the left, the others to the right, none of them cut."""
+    """Return a table without rules; the first column to the left, the others to the right, no cell
+    is cut."""
     heading = Text(title, "bold", no_wrap=True, overflow="ignore")  # however narrow the columns
     table = Table(title=heading, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
     for place, name in enumerate(columns):
@@ -67,8 +69,7 @@ def lines_table(title: str, *columns: str) -> Table:
 
 
 def show(view: RenderableType) -> None:
-    """Print for a person at a terminal; for whatever else reads it, lines that are neither padded
-    nor wrapped."""
+    """Print for a terminal; for other outputs, print lines that are neither padded nor wrapped."""
     console = Console()
     if console.is_terminal:
         console.print(view)

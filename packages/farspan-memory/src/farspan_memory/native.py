@@ -1,7 +1,7 @@
 """The native allocator by ctypes: GMLake's stitching, a recorder, and replay of a static plan.
 
-The library is plain C (native/include/farspan_memory.h) and knows nothing of Python. It is built
-with the package; where that had no compiler, library() says what is missing.
+The library is plain C (native/include/farspan_memory.h) and independent of Python. It is built with
+the package; without a compiler it is absent, and library() names the remedy.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ UNPLANNED = 2**64 - 1
 
 
 class NativeError(UnsupportedError):
-    """The native allocator is not there, was given something it refuses, or its backend failed."""
+    """The native allocator is absent, refused an argument, or its backend failed."""
 
 
 class NativeOutOfMemory(NativeError):
@@ -29,7 +29,7 @@ class NativeOutOfMemory(NativeError):
 
 
 class UnknownPointer(NativeError):
-    """A pointer that is not live: never given out by this allocator, or freed before."""
+    """A pointer that is not live: from another allocator, or freed before."""
 
 
 class Broken(NativeError):
@@ -37,9 +37,9 @@ class Broken(NativeError):
 
 
 class Backend(IntEnum):
-    """Where chunks come from."""
+    """The source of physical chunks."""
 
-    NULL = 0  # nowhere: bookkeeping only, addresses that must not be touched
+    NULL = 0  # none: bookkeeping only, addresses that must not be touched
     POSIX = 1  # one memfd, mapped at several addresses
     CUDA = 2  # virtual memory management of the driver
 
@@ -58,7 +58,7 @@ class Policy(IntFlag):
 
 
 class BackendCall(IntEnum):
-    """Calls of a backend that a test can let fail."""
+    """Calls of a backend that a test can make fail."""
 
     RESERVE = 0
     CREATE = 1
@@ -68,7 +68,7 @@ class BackendCall(IntEnum):
 
 
 class EventKind(IntEnum):
-    """What an Event is."""
+    """The kinds of an Event."""
 
     MALLOC = 1
     FREE = 2
@@ -77,7 +77,7 @@ class EventKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AllocatorOptions:
-    """How an allocator is made. Sizes in bytes; 0 is the default named in the header."""
+    """The settings of an allocator. Sizes in bytes; 0 is the default named in the header."""
 
     backend: Backend = Backend.NULL
     device: int = 0
@@ -96,7 +96,7 @@ class AllocatorOptions:
     library: str | None = None
 
     def struct(self) -> "COptions":
-        """For a call of the library."""
+        """Return the options as the library's struct."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "library"}
         for name, value in values.items():
             whole(name, value, bits=31 if name in ("backend", "device") else 64)
@@ -105,7 +105,8 @@ class AllocatorOptions:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Bytes are now, peaks since reset_peaks(), all others are counts since the beginning."""
+    """Counters of an allocator: bytes are current values, peaks since reset_peaks(), all others are
+    counts since the beginning."""
 
     requested: int
     allocated: int
@@ -176,7 +177,7 @@ class PlanRow(NamedTuple):
 
 
 class COptions(ctypes.Structure):
-    """farspan_options."""
+    """The C struct farspan_options."""
 
     _fields_ = (
         ("backend", ctypes.c_int32),
@@ -191,13 +192,13 @@ class COptions(ctypes.Structure):
 
 
 class CStatistics(ctypes.Structure):
-    """farspan_statistics."""
+    """The C struct farspan_statistics."""
 
     _fields_ = tuple((f.name, ctypes.c_uint64) for f in fields(Statistics))
 
 
 class CEvent(ctypes.Structure):
-    """farspan_event."""
+    """The C struct farspan_event."""
 
     _fields_ = (
         ("kind", ctypes.c_int64),
@@ -208,7 +209,7 @@ class CEvent(ctypes.Structure):
 
 
 class CRow(ctypes.Structure):
-    """farspan_row."""
+    """The C struct farspan_row."""
 
     _fields_ = tuple((name, ctypes.c_uint64) for name in PlanRow._fields)
 
@@ -221,7 +222,8 @@ ERRORS: dict[int, type[NativeError]] = {
 
 
 def _signatures() -> dict[str, tuple[object, ...]]:
-    """Arguments by name; what is not here takes none. All of those listed return a status."""
+    """Return the argument types by function name; others take none. All functions listed return a
+    status."""
     a, u64, i32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
     out, rows = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(CRow)
     return {
@@ -244,9 +246,9 @@ def _signatures() -> dict[str, tuple[object, ...]]:
 
 @cache
 def library(path: Path = LIBRARY) -> ctypes.CDLL:
-    """The library, its functions declared. Raises NativeError when it is absent or of another
+    """Load the library and declare its functions. Raises NativeError if it is absent or of another
     version of the package."""
-    build = "install g++ and CMake 3.20 or newer, then farspan-memory anew"
+    build = "install g++ and CMake 3.20 or newer, then reinstall farspan-memory"
     if not path.exists():
         raise NativeError(f"the native allocator is not built: {path} is missing; {build}")
     try:
@@ -276,18 +278,18 @@ def library(path: Path = LIBRARY) -> ctypes.CDLL:
 
 
 def verify(found: ctypes.CDLL, status: int) -> None:
-    """Raises the error of a call that failed."""
+    """Raise the error of a call that failed."""
     if status:
         raise ERRORS.get(status, NativeError)(found.farspan_error().decode())
 
 
 def rows(plan: Sequence[PlanRow]) -> ctypes.Array[CRow]:
-    """A plan as the library takes it."""
+    """Return a plan as an array for the library."""
     return (CRow * len(plan))(*(CRow(*row) for row in plan))
 
 
 def whole(name: str, value: int, bits: int = 64) -> int:
-    """The value, when the library's bits hold it; ctypes would take its low bits."""
+    """Return the value if it fits into the library's bits; ctypes would take its low bits."""
     if not 0 <= value < 2**bits:
         raise NativeError(f"{name}: expected 0 to 2**{bits} - 1, got {value}")
     return value
@@ -296,7 +298,7 @@ def whole(name: str, value: int, bits: int = 64) -> int:
 # -- the allocator ------------------------------------------------------------------------------
 
 
-# Events copied at a time: 8 MiB of them.
+# Events copied at a time: 8 MiB.
 EVENTS = 1 << 18
 
 
@@ -307,7 +309,7 @@ class Allocator:
     """
 
     def __init__(self, options: AllocatorOptions, path: Path = LIBRARY) -> None:
-        """Raises NativeError when the library or the backend is absent."""
+        """Create an allocator. Raises NativeError if the library or the backend is absent."""
         self._library = library(path)
         made = ctypes.c_void_p()
         self.options = options
@@ -318,33 +320,36 @@ class Allocator:
 
     @classmethod
     def borrowed(cls, handle: int, options: AllocatorOptions, path: Path = LIBRARY) -> Self:
-        """An allocator that somebody else destroys, such as that of farspan_torch_allocator."""
+        """Return a view of an allocator that its creator destroys, such as
+        farspan_torch_allocator's."""
         self = cls.__new__(cls)
         self._library, self._handle, self.options = library(path), handle, options
         self._owned = False
         return self
 
     def malloc(self, size: int, stream: int = 0) -> int:
-        """The address of `size` bytes for work on the stream; 0 for size 0. Raises OutOfMemory."""
+        """Return the address of `size` bytes for work on the stream; 0 for size 0. Raises
+        OutOfMemory."""
         made = ctypes.c_void_p()
         size, stream = whole("size", size), whole("stream", stream)
         self._call("malloc", size, stream, ctypes.byref(made))
         return made.value or 0
 
     def free(self, pointer: int) -> None:
-        """Raises UnknownPointer for what is not live here."""
+        """Free memory. Raises UnknownPointer for a pointer that is not live here."""
         self._call("free", pointer)
 
     def record_stream(self, pointer: int, stream: int) -> None:
-        """The memory is not reused before the stream's work at the time of its free is done."""
+        """Keep the memory from reuse until the stream has done its work queued before the free."""
         self._call("record_stream", pointer, whole("stream", stream))
 
     def release(self, keep: int = 0) -> None:
-        """Idle chunks go back to the backend until `keep` bytes are reserved."""
+        """Give idle chunks back to the backend until `keep` bytes are reserved."""
         self._call("release", whole("keep", keep))
 
     def set_capacity(self, capacity: int) -> None:
-        """Physical bytes at most; what is reserved beyond stays until released."""
+        """Limit the physical bytes; memory already reserved beyond the limit stays until
+        released."""
         self._call("set_capacity", whole("capacity", capacity))
 
     def statistics(self) -> Statistics:
@@ -356,19 +361,19 @@ class Allocator:
         self._library.farspan_reset_peaks(self._live())
 
     def check(self) -> None:
-        """Raises Broken, naming the invariant that does not hold. Slow."""
+        """Raise Broken, naming the invariant that does not hold. Slow."""
         self._call("check")
 
     def record(self, on: bool = True) -> None:
-        """Starts a recording, forgetting the one before, or stops it."""
+        """Start a recording, discarding the previous one, or stop it."""
         self._library.farspan_record(self._live(), on)
 
     def mark(self, number: int) -> None:
-        """Puts a mark into the recording."""
+        """Put a mark into the recording."""
         self._library.farspan_mark(self._live(), whole("number", number))
 
     def events(self) -> Iterator[NativeEvent]:
-        """The recording so far."""
+        """Yield the events recorded so far."""
         block = (CEvent * EVENTS)()
         start = 0
         while n := self._library.farspan_read_events(self._live(), start, block, EVENTS):
@@ -376,28 +381,28 @@ class Allocator:
             start += n
 
     def plan(self, plan: Sequence[PlanRow], arena: int) -> None:
-        """Follows the rows from the next iteration on; () for none. Raises NativeError for a row
-        beyond the arena, OutOfMemory when the capacity has no room for it."""
+        """Follow the rows from the next iteration on; () for none. Raises NativeError for a row
+        beyond the arena, OutOfMemory if the capacity has no room for the arena."""
         self._call("set_plan", rows(plan), len(plan), whole("arena", arena))
 
     def begin_iteration(self) -> None:
-        """The plan starts over."""
+        """Begin an iteration: the plan starts over."""
         self._library.farspan_begin_iteration(self._live())
 
     def fail_at(self, call: BackendCall, nth: int, times: int = 1) -> None:
-        """For tests: the nth next call of that kind fails, and `times - 1` after it."""
+        """Make the nth next call of that kind fail, and `times - 1` after it; for tests."""
         self._call("fail_at", call, whole("nth", nth), whole("times", times))
 
     def hold_events(self, on: bool = True) -> None:
-        """For tests without CUDA: no event completes by itself."""
+        """Keep events from completing by themselves; for tests without CUDA."""
         self._call("hold_events", on)
 
     def set_capturing(self, stream: int, on: bool = True) -> None:
-        """For tests without CUDA: the stream captures a graph."""
+        """Make the stream capture a graph; for tests without CUDA."""
         self._call("set_capturing", whole("stream", stream), on)
 
     def close(self) -> None:
-        """Everything goes back, live pointers too."""
+        """Destroy the allocator and return all memory, that of live pointers too."""
         if self._handle is not None and self._owned:
             self._library.farspan_destroy(self._handle)
         self._handle = None

@@ -7,9 +7,9 @@
       |   | a |      c      |
       +---+---+-------------+----> time
 
-`place_greedily` tries seven orders: none wins everywhere, and what is left above the lower bound is
-for `exact`. First fit and the search run in the native library.
-`sweep_placement` checks a placement and shares nothing with what places.
+`place_greedily` tries seven orders: none wins everywhere, and `exact` searches the rest of the way
+to the lower bound. First fit and the search run in the native library. `sweep_placement` checks a
+placement and shares no code with the solvers.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ MOST_BYTES = 2**62
 
 
 class Feasibility(IntEnum):
-    """What became of the question whether requests fit under a height."""
+    """The answers to whether requests fit under a height."""
 
     FITS = 0
     NO_FIT = 1  # proved
@@ -51,7 +51,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """The answer, addresses where it is FITS, and the nodes of the search."""
+    """The answer, addresses if it is FITS, and the nodes of the search."""
 
     answer: Feasibility
     addresses: tuple[int, ...]
@@ -59,12 +59,12 @@ class FitResult:
 
 
 def greedy(columns: Columns, order: Sequence[int], best: bool = False) -> list[int]:
-    """Addresses when each request, in this order, goes to the lowest gap that is free for its
-    whole lifetime; or to the smallest one (best fit), the lowest of equals. Raises NativeError
-    without the library, and UnsupportedError for sizes that add up to more than it counts."""
+    """Return addresses when each request, in this order, goes to the lowest gap that is free for
+    its whole lifetime; or to the smallest gap (best fit), the lowest of equals. Raises NativeError
+    without the library, and UnsupportedError for sizes whose sum overflows."""
     if sum(columns.size) >= MOST_BYTES:
         raise UnsupportedError(
-            f"placement: expected sizes of less than {MOST_BYTES:,} bytes in all, got "
+            f"placement: expected sizes of less than {MOST_BYTES:,} bytes in total, got "
             f"{sum(columns.size):,}"
         )
     native = _native()
@@ -76,7 +76,7 @@ def greedy(columns: Columns, order: Sequence[int], best: bool = False) -> list[i
 
 
 def fit(columns: Columns, height: int, seconds: float) -> FitResult:
-    """Is there a placement of at most `height` bytes? Raises NativeError without the library."""
+    """Search for a placement of at most `height` bytes. Raises NativeError without the library."""
     native = _native()
     if sum(columns.size) >= MOST_BYTES:
         return FitResult(Feasibility.UNKNOWN, (), 0)
@@ -105,7 +105,8 @@ def _verify(status: int) -> None:
 
 @cache
 def _native() -> ctypes.CDLL:
-    """The library with the solver's functions declared. Raises NativeError where it is absent."""
+    """Return the library with the solver's functions declared. Raises NativeError if it is
+    absent."""
     native = library()
     column = ctypes.POINTER(ctypes.c_int64)
     count = ctypes.c_int64
@@ -121,7 +122,7 @@ def _native() -> ctypes.CDLL:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """Memory wanted for a while."""
+    """Memory needed for a period."""
 
     size: int  # bytes
     born: int
@@ -136,7 +137,7 @@ class Placement:
 
 
 def live_peak(requests: Sequence[PlacementRequest]) -> int:
-    """The most bytes alive at one time."""
+    """Return the most bytes alive at one time."""
     changes: dict[int, int] = {}
     for request in requests:
         changes[request.born] = changes.get(request.born, 0) + request.size
@@ -148,7 +149,7 @@ def live_peak(requests: Sequence[PlacementRequest]) -> int:
     return peak
 
 
-Order = Callable[[PlacementRequest], tuple[int, ...]]  # a key: what sorts first is placed first
+Order = Callable[[PlacementRequest], tuple[int, ...]]  # a sort key: the smallest is placed first
 
 
 def largest_first(request: PlacementRequest) -> tuple[int, ...]:
@@ -165,9 +166,9 @@ def lowest_of(
     best_fit: bool = False,
     end: float = inf,
 ) -> Placement:
-    """The lowest greedy placement over the orders, the first of equals; no order is tried after
-    one that reaches the lower bound, nor, but the first, when the next one would pass `end` of
-    perf_counter if it took as long as the one before. 50,000 requests take 5 s an order."""
+    """Return the lowest greedy placement over the orders, the first of equals. It stops after an
+    order that reaches the lower bound; any order but the first is skipped if, at the pace of the
+    previous one, it would pass `end` of perf_counter. 50,000 requests take 5 s an order."""
     bound = live_peak(requests)
     best: Placement | None = None
     columns = to_columns(requests)
@@ -188,19 +189,19 @@ def lowest_of(
 def placed_at(
     requests: Sequence[PlacementRequest], addresses: Sequence[int], bound: int
 ) -> Placement:
-    """The placement with these addresses."""
+    """Return the placement with these addresses."""
     tops = (a + r.size for a, r in zip(addresses, requests, strict=True))
     return Placement(tuple(addresses), max(tops, default=0), bound)
 
 
 def to_columns(requests: Sequence[PlacementRequest]) -> Columns:
-    """The requests as the solver reads them."""
+    """Return the requests as the solver reads them."""
     return Columns(
         [r.size for r in requests], [r.born for r in requests], [r.dies for r in requests]
     )
 
 
-# Best fit looks at every buffer that stands; beyond this it costs seconds and seldom wins.
+# Best fit looks at every placed buffer; beyond this it costs seconds and seldom wins.
 BEST_FIT_REQUESTS = 2000
 
 
@@ -236,8 +237,8 @@ ORDERS: tuple[Order, ...] = (
 
 
 def place_greedily(requests: Sequence[PlacementRequest], seconds: float = inf) -> Placement:
-    """The lowest of first fit over all orders and, for small problems, of best fit. At least one
-    order is tried, the others while there is time."""
+    """Return the lowest of first fit over all orders and, for small problems, of best fit. At least
+    one order is tried, the others while there is time."""
     begin = perf_counter()
     end = begin + seconds
     found = lowest_of(requests, ORDERS, end=end)
@@ -258,14 +259,15 @@ class PlacementError(ValueError):
 
 def sweep_placement(requests: Sequence[PlacementRequest], placement: Placement) -> None:
     """Raise PlacementError unless no two buffers that live at one time share an address, the height
-    is what the addresses reach and the lower bound is the most bytes alive.
+    is that of the highest address and the lower bound is the most bytes alive.
 
-    In n log n: a buffer that is born is compared with its two neighbours among those alive, which
-    do not overlap. 20,000 requests take 0.1 s."""
+    In n log n: a new buffer is compared with its two neighbours among those alive, which do not
+    overlap. 20,000 requests take 0.1 s.
+    """
     addresses = placement.addresses
     if len(addresses) != len(requests):
         raise PlacementError(f"{len(addresses)} addresses for {len(requests)} requests")
-    moments: list[tuple[int, bool, int]] = []  # time, is it a birth, who; deaths come first
+    moments: list[tuple[int, bool, int]] = []  # time, whether a birth, request; deaths come first
     reached = 0
     for index, (request, address) in enumerate(zip(requests, addresses, strict=True)):
         if request.size < 0 or request.dies < request.born or address < 0:
@@ -285,8 +287,8 @@ def _sweep(
     requests: Sequence[PlacementRequest],
     addresses: Sequence[int],
 ) -> int:
-    """The most bytes alive. Raises PlacementError for two that share addresses."""
-    standing: list[tuple[int, int, int]] = []  # low, high, who; disjoint, so sorted by both
+    """Return the most bytes alive. Raises PlacementError for two requests that share addresses."""
+    standing: list[tuple[int, int, int]] = []  # low, high, request; disjoint, so sorted by both
     alive = most = 0
     for _, birth, index in moments:
         low, size = addresses[index], requests[index].size

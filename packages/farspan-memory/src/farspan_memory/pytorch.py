@@ -1,11 +1,11 @@
-"""How the native allocator plugs into PyTorch (2.11 to 2.13): entry points, statistics, errors.
+"""The native allocator in PyTorch (2.11 to 2.13): entry points, statistics, errors.
 
 torch.cuda.memory reads its allocator's statistics through names in torch._C, which raise "does not
-yet support" for a pluggable allocator. Those names are replaced, so that all that torch builds on
-them (memory_stats, memory_allocated, memory_summary, the peaks, torch.accelerator) works.
+yet support" for a pluggable allocator. Those names are replaced, so that all functions of torch
+built on them (memory_stats, memory_allocated, memory_summary, the peaks, torch.accelerator) work.
 
-`NativeMemory` holds one native allocator a device. It knows nothing of torch: the same object
-serves PyTorch's CUDA allocator and, in tests, its CPU allocator. The CUDA driver says before CUDA
+`NativeMemory` holds one native allocator a device and is independent of torch: the same object
+serves PyTorch's CUDA allocator and, in tests, its CPU allocator. The CUDA driver tells before CUDA
 starts whether a device maps virtual memory.
 
 A pluggable allocator that returns no memory gives PyTorch a null pointer, so it has to throw. The
@@ -45,7 +45,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class EntryPoints:
-    """Addresses of native functions with the signatures that PyTorch asks for."""
+    """Addresses of native functions with the signatures that PyTorch expects."""
 
     allocate: int  # void* (size_t, int device, cudaStream_t)
     free: int  # void (void*, size_t, int device, cudaStream_t)
@@ -56,22 +56,22 @@ class EntryPoints:
 class Plugged:
     """PyTorch with another allocator.
 
-    Invariant: `kept` holds what was replaced in torch, under the owner and name it had.
+    Invariant: `kept` holds the replaced functions of torch, by owner and name.
     """
 
     before: Any  # PyTorch's own allocator
-    ours: Any  # PyTorch keeps no reference of its own to what Python made
+    ours: Any  # PyTorch keeps no reference to the Python object
     kept: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def replace(self, owner: Any, name: str, function: Function) -> None:
-        """Puts `function` in the place of a name that this torch has."""
+        """Replace a name that this torch has."""
         if hasattr(owner, name):
             self.kept.append((owner, name, getattr(owner, name)))
             setattr(owner, name, function)
 
     def restore(self) -> None:
-        """PyTorch as it was. Raises UnsupportedError once CUDA has started: it never changes it
-        then."""
+        """Restore PyTorch as it was. Raises UnsupportedError once CUDA has started, when the
+        allocator cannot change any more."""
         if torch.cuda.is_initialized():
             raise UnsupportedError(
                 "allocator: CUDA has started, and PyTorch cannot change its allocator after that; "
@@ -84,7 +84,7 @@ class Plugged:
 
 
 def refuse_unready() -> None:
-    """Raises UnsupportedError where PyTorch cannot take an allocator, or cannot any more."""
+    """Raise UnsupportedError if PyTorch cannot take an allocator, or no longer can."""
     if not hasattr(torch._C, "_cuda_customAllocator"):
         raise UnsupportedError(
             f"allocator: this PyTorch ({torch.__version__}) is built without CUDA, and only "
@@ -98,8 +98,7 @@ def refuse_unready() -> None:
 
 
 def plug_in(entries: EntryPoints) -> Plugged:
-    """Makes the functions PyTorch's CUDA allocator. Raises UnsupportedError when PyTorch will
-    not."""
+    """Make the functions PyTorch's CUDA allocator. Raises UnsupportedError if PyTorch refuses."""
     before = torch._C._cuda_getAllocator()
     ours = torch._C._cuda_customAllocator(entries.allocate, entries.free)
     for setter, address in entries.hooks.items():
@@ -118,7 +117,7 @@ def lend_statistics(
     reset_peaks: Callable[[int], None],
     reset_counts: Callable[[int], None],
 ) -> None:
-    """torch's statistics of a device come from `read`, nested as torch has them."""
+    """Make torch read a device's statistics from `read`, nested as torch's own."""
     for prefix, names in (
         ("_cuda_", ("memoryStats", "resetPeakMemoryStats", "resetAccumulatedMemoryStats")),
         ("_accelerator_", ("getDeviceStats", "resetPeakStats", "resetAccumulatedStats")),
@@ -128,8 +127,8 @@ def lend_statistics(
 
 
 def limit_free_memory(plugged: Plugged, headroom: Callable[[int], int | None]) -> None:
-    """torch.cuda.mem_get_info tells no more memory free than the allocator may still take:
-    `headroom(device)`, None where only the device is the limit."""
+    """Limit the free memory of torch.cuda.mem_get_info to the bytes that the allocator may still
+    take: `headroom(device)`, None if only the device is the limit."""
     ask = torch.cuda.memory.mem_get_info
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
@@ -146,12 +145,12 @@ HOOKS = {
     "set_record_stream_fn": "record_stream",
     "set_reset_fn": "reset",
     "set_memory_fraction_fn": "memory_fraction",
-    # Which capture of a CUDA graph begins, ends and is over.
+    # Entry points for the begin, the end and the release of a CUDA graph's capture.
     "set_begin_allocate_to_pool": "begin_pool",
     "set_end_allocate_to_pool_fn": "end_pool",
     "set_release_pool": "release_pool",
 }
-# Counters of torch.cuda.memory_stats with a meaning here, and ours.
+# Counters of torch.cuda.memory_stats with a native equivalent.
 COUNTERS = {
     "num_alloc_retries": "retries",
     "num_ooms": "out_of_memory",
@@ -159,7 +158,7 @@ COUNTERS = {
     "num_device_alloc": "creates",
     "num_device_free": "destroys",
 }
-# Of torch's, and what is counted here: now and at its peak, since the beginning and given back.
+# torch's name, and the native counters: current, peak, total and freed.
 STATS = {
     "allocation": (None, None, "mallocs", "frees"),
     "segment": (None, None, "creates", "destroys"),
@@ -176,13 +175,13 @@ NO_SPLIT_LIMIT = -1
 
 
 class NativeMemory:
-    """The library, told once how its allocators are made.
+    """The native allocators of all devices, made with the same options.
 
     Invariant: an allocator is made at a device's first use and lives as long as the process.
     """
 
     def __init__(self, mode: str, options: AllocatorOptions, path: Path = LIBRARY) -> None:
-        """Raises NativeError when the library is absent or refuses the options."""
+        """Set the options. Raises NativeError if the library is absent or refuses them."""
         if mode not in MODES:
             raise NativeError(f"mode: expected {', '.join(MODES)}, got {mode!r}")
         self.mode = mode
@@ -191,10 +190,10 @@ class NativeMemory:
         self._library = library(path)
         self._made_by = options.struct()  # the library keeps its pointer to a driver's name
         verify(self._library, self._library.farspan_torch_configure(self._made_by, MODES[mode]))
-        self._counted: dict[int, Statistics] = {}  # by device, when its counts were reset
+        self._counted: dict[int, Statistics] = {}  # by device, at the last reset of its counts
 
     def entries(self) -> EntryPoints:
-        """What PyTorch is to call."""
+        """Return the functions for PyTorch to call."""
         return EntryPoints(
             self._address("alloc"),
             self._address("free"),
@@ -202,11 +201,12 @@ class NativeMemory:
         )
 
     def raise_out_of_memory_by(self, function: int) -> None:
-        """`function(const char*)` throws in place of the library's std::runtime_error."""
+        """Set the C function that throws on out-of-memory; by default it throws
+        std::runtime_error."""
         self._library.farspan_torch_set_oom(ctypes.c_void_p(function))
 
     def of(self, device: int) -> Allocator:
-        """The allocator of a device, made now if it is not yet. Raises NativeError."""
+        """Return the allocator of a device, made on first use. Raises NativeError."""
         made = ctypes.c_void_p()
         status = self._library.farspan_torch_allocator(device, ctypes.byref(made))
         verify(self._library, status)
@@ -215,33 +215,33 @@ class NativeMemory:
         return Allocator.borrowed(made.value, self.options, self._path)
 
     def follow(self, device: int, plan: ReplayPlan) -> None:
-        """Serves the device by the plan from its next iteration on. Raises NativeError."""
+        """Follow the plan on the device from its next iteration on. Raises NativeError."""
         status = self._library.farspan_torch_set_plan(
             device, rows(plan.rows), len(plan.rows), plan.arena
         )
         verify(self._library, status)
 
     def recorded(self, device: int, name: str = "") -> Trace:
-        """What the device was asked for since its recording began."""
+        """Return the device's recording as a trace."""
         return trace_of(self.of(device).events(), name)
 
     def begin_iteration(self, device: int) -> None:
-        """A step begins: a plan starts over, and a recording gets a mark."""
+        """Begin a step: a plan starts over, and a recording gets a mark."""
         self.of(device).begin_iteration()
 
     def statistics(self, device: int) -> Statistics:
-        """Bytes now and at their peaks, and counts."""
+        """Return current bytes, peaks, and counts."""
         return self.of(device).statistics()
 
     def headroom(self, device: int) -> int | None:
-        """Bytes that may still be reserved; None where only the device is the limit."""
+        """Return the bytes that may still be reserved; None if only the device is the limit."""
         if not self.options.capacity:
             return None
         return max(0, self.options.capacity - self.statistics(device).reserved)
 
     def torch_statistics(self, device: int) -> dict[str, Any]:
-        """As torch.cuda.memory_stats_as_nested_dict has them. There is one pool here, told as
-        the large one; what is not counted is zero."""
+        """Return statistics as torch.cuda.memory_stats_as_nested_dict does. The one pool here is
+        reported as the large one; counters without an equivalent are zero."""
         now, then = self.statistics(device), self._counted.get(device)
 
         def since(name: str) -> int:
@@ -262,11 +262,11 @@ class NativeMemory:
         return found | {"max_split_size": NO_SPLIT_LIMIT, "num_oom_rejections": 0}
 
     def reset_peaks(self, device: int) -> None:
-        """Peaks start from now."""
+        """Restart peaks from now."""
         self.of(device).reset_peaks()
 
     def reset_counts(self, device: int) -> None:
-        """torch's counts start from now; statistics() goes on from the beginning."""
+        """Restart torch's counts from now; statistics() counts from the beginning."""
         self._counted[device] = self.statistics(device)
 
     def _address(self, name: str) -> int:
@@ -285,7 +285,8 @@ VIRTUAL_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 
 def refuse_without_virtual_memory(library: str = DRIVER) -> None:
-    """Asks every visible device; starts the driver, but no device. Raises UnsupportedError."""
+    """Raise UnsupportedError if a visible device lacks virtual memory management. Starts the
+    driver, but no device."""
     try:
         driver = ctypes.CDLL(library)
     except OSError as error:
@@ -306,7 +307,7 @@ def refuse_without_virtual_memory(library: str = DRIVER) -> None:
         if not able.value:
             raise UnsupportedError(
                 f"allocator: device {ordinal} has no virtual memory management (attribute "
-                f"{VIRTUAL_MEMORY}), which stitching is made of; keep PyTorch's own allocator there"
+                f"{VIRTUAL_MEMORY}), which stitching needs; keep PyTorch's own allocator there"
             )
 
 
@@ -337,14 +338,14 @@ extern "C" __attribute__((visibility("default"))) void {SYMBOL}(const char* text
 
 @dataclass(frozen=True, slots=True)
 class Raiser:
-    """The function that throws, or why there is none and a RuntimeError is thrown instead."""
+    """The function that throws torch's error, or the reason for a RuntimeError instead."""
 
     address: int | None  # of void (*)(const char*)
     reason: str = ""
 
 
 def out_of_memory_raiser(cache: Path = CACHE, compilers: tuple[str, ...] = COMPILERS) -> Raiser:
-    """Compiled against this process's torch, or found in `cache` from an earlier time."""
+    """Compile the function against this process's torch, or take it from `cache`."""
     root = Path(torch.__file__).parent
     if not (root / "include/c10/util/Exception.h").is_file():
         return Raiser(None, f"{root} has no headers")
@@ -360,9 +361,9 @@ def out_of_memory_raiser(cache: Path = CACHE, compilers: tuple[str, ...] = COMPI
 
 
 def _built(compiler: str, root: Path, cache: Path) -> Path:
-    """The library for this torch; another torch has another c10. Its name has its digest: one that
-    has another, or that others could have written, is built anew. Raises NotPrivate where another
-    user owns it, or its folder."""
+    """Return the library for this torch, built if necessary; another torch has another c10. The
+    file name has its digest: a file with another digest, or that others could have written, is
+    built anew. Raises NotPrivate if another user owns the file or its folder."""
     identity = "\n".join((SOURCE, torch.__version__, str(root), compiler))
     key = hashlib.sha256(identity.encode()).hexdigest()[:20]
     private_folder(cache)
@@ -392,14 +393,14 @@ def _named(key: str, library: Path) -> str:
 
 
 def flags(root: Path) -> list[str]:
-    """How code that includes torch's headers is compiled into a library."""
+    """Return the compiler flags for a library that includes torch's headers."""
     abi = int(torch.compiled_with_cxx11_abi())
     visible = ["-shared", "-fPIC", "-fvisibility=hidden", "-O1"]
     return ["-std=c++20", *visible, f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-I{root / 'include'}"]
 
 
 def links(root: Path) -> list[str]:
-    """torch's own c10, found where this torch has it."""
+    """Return the linker flags for torch's own c10."""
     return [f"-L{root / 'lib'}", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
 
 

@@ -1,4 +1,4 @@
-"""From what a step asked for to where its tensors go the next time, and static plans as files.
+"""Plans from recorded iterations: addresses for the tensors of the next ones, and plan files.
 
     iteration   begins                                      ends
     transient     |------|   |-----|  |-----------|          |    gets an address in the arena
@@ -11,9 +11,9 @@ A file is JSON, for one program only:
      "peak": ..., "lower_bound": ..., "optimal": ..., "method": ..., "tensors": [[size, stream,
      address], ...]}
 
-A tensor a malloc, in the order of the program. `program` digests sizes, streams and the order of
-births and deaths: a plan is right for a program that asks for the same, whatever its tensors are
-called.
+One entry of `tensors` per malloc, in the order of the program. `program` digests sizes, streams and
+the order of births and deaths: a plan is valid for a program with the same requests, whatever the
+names of its tensors.
 """
 
 import hashlib
@@ -40,15 +40,15 @@ from farspan_memory.trace import LAST_STREAM, FreeEvent, Malloc, Mark, Trace, re
 from farspan_memory.trace import Event as TraceEvent
 
 FORMAT, VERSION = "farspan memory plan", 1
-MOST = 2**63 - 1  # bytes that the native allocator can count
+MOST = 2**63 - 1  # most bytes that the native allocator can count
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """Where each malloc of a program goes."""
+    """The address of each malloc of a program."""
 
     program: str  # digest of the trace
-    alignment: int  # addresses and sizes are multiples of it
+    alignment: int  # bytes; addresses and sizes are multiples
     peak: int  # bytes of the arena
     lower_bound: int  # most bytes alive at one time, sizes rounded up
     optimal: bool
@@ -57,7 +57,7 @@ class PlacementPlan:
 
 
 def digest(trace: Trace) -> str:
-    """What the program asks for, names of tensors and marks left out."""
+    """Return the digest of the program's requests, without names of tensors and marks."""
     found = hashlib.sha256()
     numbers: dict[int, int] = {}
     mallocs = 0
@@ -74,14 +74,14 @@ def digest(trace: Trace) -> str:
 
 
 def rounded(requests: Sequence[PlacementRequest], alignment: int) -> tuple[PlacementRequest, ...]:
-    """Sizes rounded up: then every address of a placement without gaps is a multiple too."""
+    """Round sizes up: then every address of a placement without gaps is a multiple too."""
     return tuple(replace(r, size=-(-r.size // alignment) * alignment) for r in requests)
 
 
 def make_plan(
     trace: Trace, placement: Placement, alignment: int, optimal: bool, method: str
 ) -> PlacementPlan:
-    """The placement of the trace's rounded requests as a plan."""
+    """Return the placement of the trace's rounded requests as a plan."""
     mallocs = [event for event in trace.events if isinstance(event, Malloc)]
     rows = tuple(
         PlanRow(malloc.size, malloc.stream, address)
@@ -92,21 +92,23 @@ def make_plan(
 
 
 def write_plan(plan: PlacementPlan, path: Path) -> None:
-    """Raises UnsupportedError where the file cannot be written."""
+    """Write a plan. Raises UnsupportedError if the file cannot be written."""
     content = {"format": FORMAT, "version": VERSION} | asdict(plan)
     write_output(path, json.dumps(content) + "\n", "output")
 
 
 def read_plan(path: Path, trace: Trace) -> PlacementPlan:
-    """The plan, checked against the trace. That one above the lower bound is optimal took a search
-    to prove, and is believed unless nothing lies at address 0. Raises UnsupportedError for what is
-    no plan, a plan of another version or another program, and for one that does not hold
-    together."""
+    """Read a plan and check it against the trace.
+
+    That a plan above the lower bound is optimal took a search to prove, and is believed unless no
+    tensor lies at address 0. Raises UnsupportedError for a file that is not a plan, a plan of
+    another version or another program, and an inconsistent one.
+    """
     plan = _parse(path)
     if plan.program != digest(trace):
         raise UnsupportedError(
             f"{path}: the plan belongs to another program: it has {len(plan.tensors)} tensors and "
-            f"digest {plan.program[:12]}, the trace {trace.name or 'given'} has "
+            f"digest {plan.program[:12]}, but the trace {trace.name or 'given'} has "
             f"{len(trace.requests())} and {digest(trace)[:12]}; place the trace again"
         )
     try:
@@ -117,23 +119,25 @@ def read_plan(path: Path, trace: Trace) -> PlacementPlan:
 
 
 def _check(plan: PlacementPlan, trace: Trace) -> None:
-    """Raises PlacementError for rows that are not the trace's or not at the plan's alignment, for
-    tensors that overlap, and for a peak or a lower bound that is another."""
+    """Raise PlacementError for rows that differ from the trace or from the plan's alignment, for
+    tensors that overlap, and for a wrong peak or lower bound."""
     requests = rounded(trace.requests(), plan.alignment)
     addresses = tuple(row.address for row in plan.tensors)
     sweep_placement(requests, Placement(addresses, plan.peak, plan.lower_bound))
     if plan.optimal and min(addresses, default=0) > 0:
-        raise PlacementError(f"the plan is marked optimal, but nothing lies below {min(addresses)}")
+        raise PlacementError(
+            f"the plan is marked optimal, but no tensor lies below {min(addresses)}"
+        )
     mallocs = (event for event in trace.events if isinstance(event, Malloc))
     for number, (row, malloc) in enumerate(zip(plan.tensors, mallocs, strict=True)):
         if (row.size, row.stream) != (malloc.size, malloc.stream):
             raise PlacementError(
-                f"tensor {number} has {row.size} bytes on stream {row.stream}, the trace's "
+                f"tensor {number} has {row.size} bytes on stream {row.stream}, but the trace has "
                 f"{malloc.size} on {malloc.stream}"
             )
         if row.address % plan.alignment:
             raise PlacementError(
-                f"tensor {number} at {row.address}, not a multiple of {plan.alignment}"
+                f"tensor {number} is at {row.address}, not a multiple of {plan.alignment}"
             )
 
 
@@ -185,16 +189,16 @@ def _count(value: Any, most: int = MOST) -> int:
 
 UNIT = 512  # bytes; the native allocator rounds requests up to a multiple
 BEGIN = "iteration"
-# Of a search while a program waits; whole steps of large models take less than one.
+# Seconds of a search while a program waits; whole steps of large models take less than one.
 SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """One iteration's mallocs in order, each with its place or without one; those of no bytes,
-    which no allocator is asked for, left out.
+    """One iteration's mallocs in order, each with its place or unplanned; without those of no
+    bytes, which allocators never see.
 
-    Raises UnsupportedError for a place that the arena does not have or that is not aligned.
+    Raises UnsupportedError for a place outside the arena or not aligned.
     """
 
     rows: tuple[PlanRow, ...]
@@ -212,12 +216,12 @@ class ReplayPlan:
 
     @property
     def planned(self) -> int:
-        """Mallocs that have a place."""
+        """Number of mallocs that have a place."""
         return sum(row.address != UNPLANNED for row in self.rows)
 
 
 def trace_of(events: Iterable[NativeEvent], name: str = "") -> Trace:
-    """A native recording as a trace. Frees of what was there before it are left out."""
+    """Return a native recording as a trace. Frees of older memory are left out."""
     found: list[Malloc | FreeEvent | Mark] = []
     alive: set[int] = set()
     for event in events:
@@ -233,10 +237,9 @@ def trace_of(events: Iterable[NativeEvent], name: str = "") -> Trace:
 
 
 def iteration(trace: Trace, number: int = -1) -> Trace:
-    """One whole iteration of several, from behind its mark to the next one; by default the last.
+    """Return one whole iteration, from its mark to the next one; by default the last.
 
-    Frees of older tensors are left out. Raises UnsupportedError when the trace has no such
-    iteration.
+    Frees of older tensors are left out. Raises UnsupportedError if the trace has no such iteration.
     """
     first, last = _borders(trace, number)
     alive: set[int] = set()
@@ -251,11 +254,11 @@ def iteration(trace: Trace, number: int = -1) -> Trace:
 
 
 def plan_iteration(trace: Trace, smallest: int = 1, seconds: float = SECONDS) -> ReplayPlan:
-    """Places what an iteration both makes and frees, from `smallest` bytes on, as low as a search
-    of so many seconds finds; on the stream that asks for the most.
+    """Place the tensors that an iteration both makes and frees, from `smallest` bytes on, as low as
+    a search of `seconds` finds; on the stream with the most bytes.
 
-    A tensor that outlives the iteration would be in the way of the next one's. Streams that had the
-    same bytes by turns would wait for each other.
+    A tensor that outlives the iteration would be in the way of the next one's. Streams that take
+    turns on the same bytes would wait for each other.
     """
     mallocs = _mallocs(trace.events)
     asked = Counter[int]()
@@ -280,10 +283,10 @@ def plan_iteration(trace: Trace, smallest: int = 1, seconds: float = SECONDS) ->
 
 
 def load_plan(plan: Path, trace: Path) -> ReplayPlan:
-    """A file of `farspan-memory place` for replay, with the trace that it was made of: that says
-    which tensors outlive a step, and whether the plan is of this program at all.
+    """Load a file of `farspan-memory place` for replay, with the trace that it was made of: the
+    trace tells which tensors outlive a step, and whether the plan belongs to this program.
 
-    Where the trace has marks of iterations, the rows are those of its last whole one. Raises
+    If the trace has marks of iterations, the rows are those of its last whole one. Raises
     UnsupportedError, also for a plan of another program.
     """
     of = read_trace(trace)
@@ -291,7 +294,8 @@ def load_plan(plan: Path, trace: Path) -> ReplayPlan:
 
 
 def replay_plan(plan: PlacementPlan, trace: Trace) -> ReplayPlan:
-    """The last iteration of a plan for the whole trace; the whole when it has no marks of any."""
+    """Return the last iteration of a plan for the whole trace; the whole plan without iteration
+    marks."""
     marked = Mark(BEGIN) in trace.events
     first, last = _borders(trace) if marked else (0, len(trace.events))
     before = len(_mallocs(trace.events[:first]))
@@ -302,7 +306,7 @@ def replay_plan(plan: PlacementPlan, trace: Trace) -> ReplayPlan:
 
 
 def _lowered(rows: Sequence[PlanRow], requests: Sequence[PlacementRequest]) -> ReplayPlan:
-    """The rows in an arena no larger than they need."""
+    """Return the rows in an arena no larger than they need."""
     placed = [row for row in rows if row.address != UNPLANNED]
     base = min((row.address for row in placed), default=0)
     lowered = tuple(

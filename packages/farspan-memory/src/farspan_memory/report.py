@@ -25,9 +25,10 @@ from farspan_memory.formatting import lines_table, write_bytes, write_seconds
 MODELLED, REAL, PLANNED, PROVED = "modelled", "real code", "a plan", "proved"
 POLICY = (
     "Stitching is run as it is installed: it takes new memory while there is room, and stitches "
-    "when there is none, so that what it reserves without a limit is no measure of what it needs. "
+    "only when there is none, so the memory that it reserves without a limit does not measure its "
+    "needs. "
 )
-# An allocator calls one of a pair: that of segments, or that of chunks.
+# An allocator uses one of each pair: calls for segments, or for chunks.
 CALLS = {
     "creates": (MALLOC, CREATE),
     "maps": (MAP,),
@@ -37,7 +38,7 @@ CALLS = {
 
 
 def compare_view(comparisons: Sequence[AllocatorComparison]) -> RenderableType:
-    """Each trace: memory, calls, and what to make of it; how calls are priced, once."""
+    """Return tables for each trace: memory, calls, and a remark; the sources of call costs once."""
     parts: list[RenderableType] = []
     for found in comparisons:
         parts += [subject(found), memory_table(found), Text()]
@@ -54,7 +55,7 @@ def compare_view(comparisons: Sequence[AllocatorComparison]) -> RenderableType:
 
 
 def subject(found: AllocatorComparison) -> Text:
-    """What was compared."""
+    """Return the title of a comparison."""
     text = Text(found.trace or "trace", "bold")
     text.append(f": {found.events:,} mallocs and frees, at most ", "not bold")
     text.append(f"{write_bytes(found.live_peak)} alive\n", "not bold")
@@ -62,10 +63,11 @@ def subject(found: AllocatorComparison) -> Text:
 
 
 def memory_table(found: AllocatorComparison) -> Table:
-    """What each reserves without a limit, and the least capacity it completes with."""
+    """Return the memory that each allocator reserves without a limit, and the least capacity it
+    completes with."""
     title = f"memory; the least capacity is found to {write_bytes(found.step)}"
     table = lines_table(title, *COLUMNS)
-    table.collapse_padding = True  # a terabyte of it fits 80 columns
+    table.collapse_padding = True  # a column of terabytes fits 80 columns
     for row in memory_rows(found):
         table.add_row(*row)
     return table
@@ -89,7 +91,7 @@ def memory_rows(found: AllocatorComparison) -> Iterator[tuple[str, ...]]:
 
 
 def calls_table(title: str, runs: Sequence[tuple[str, AllocatorRun]]) -> Table:
-    """Calls of the driver over the whole trace, and what they cost."""
+    """Return the driver calls over the whole trace, and their cost."""
     table = lines_table(title, "allocator", *CALLS, "cost")
     for name, run in runs:
         counts = [sum(run.calls.get(call, 0) for call in calls) for calls in CALLS.values()]
@@ -99,7 +101,7 @@ def calls_table(title: str, runs: Sequence[tuple[str, AllocatorRun]]) -> Table:
 
 
 def given_table(found: AllocatorComparison) -> Table:
-    """How each fares with the capacity that was asked about."""
+    """Return the results with the requested capacity."""
     runs = given_runs(found)
     title = f"with {write_bytes(runs[0][1].capacity or 0)}"
     table = lines_table(title, "allocator", "completes", "retries", "reserved")
@@ -110,24 +112,24 @@ def given_table(found: AllocatorComparison) -> Table:
 
 
 def given_runs(found: AllocatorComparison) -> list[tuple[str, AllocatorRun]]:
-    """Those with the capacity that was asked about, if any was."""
+    """Return the runs with the requested capacity, if there was one."""
     return [(result.name, result.given) for result in found.results if result.given]
 
 
 def known_by(result: AllocatorResult) -> str:
-    """Whether the numbers are a model's or those of the code that runs on a GPU."""
+    """Return whether the numbers are a model's or those of the code that runs on a GPU."""
     if result.name == PLAN:
         return PROVED if result.proved else PLANNED
     return MODELLED if result.modelled else REAL
 
 
 def over(capacity: int, live: int) -> str:
-    """A capacity as a multiple of the live peak."""
+    """Return a capacity as a multiple of the live peak."""
     return f"{capacity / live:.3f}x" if live else "1.000x"
 
 
 def remark(found: AllocatorComparison) -> str:
-    """Whether stitching gains anything over expandable segments; nothing where one is missing."""
+    """Return whether stitching gains anything over expandable segments; empty if one is missing."""
     expandable, stitching = found.least_of(EXPANDABLE), found.least_of(STITCHING)
     if expandable is None or stitching is None:
         return ""
@@ -149,7 +151,7 @@ def _needs(result: AllocatorResult) -> str:
 
 
 def pricing() -> str:
-    """Where the unit costs come from."""
+    """Return the sources of the unit costs."""
     assumed = ", ".join(call for call, cost in PUBLISHED.items() if cost.source.startswith(ASSUMED))
     known = "; ".join(
         f"{call}: {cost.source}"
@@ -159,18 +161,18 @@ def pricing() -> str:
     return (
         f"Creates are calls of {MALLOC} or {CREATE}, releases of {FREE} or {RELEASE}. Costs are "
         "modelled: calls counted, times published ones. Waiting for the device is not in them. "
-        f"{known}. Assumed as costly as what they undo: {assumed}.\n"
+        f"{known}. Assumed as costly as the calls that they undo: {assumed}.\n"
     )
 
 
-WIDTH, PANEL, GAP = 960, 96, 34  # of the picture, of an allocator's panel and below it
+WIDTH, PANEL, GAP = 960, 96, 34  # of the picture; of an allocator's panel; below a panel
 LEFT, RIGHT, HEAD = 84, 16, 40
-MARKS = 16  # the most that are drawn; more would be a grey field
+MARKS = 16  # most marks that are drawn; more would be a grey field
 INK, GRID, LIVE, RESERVED, LOST = "#1f2933", "#d5dbe1", "#8fb8de", "#b3261e", "#f3d9d7"
 
 
 def picture(comparisons: Sequence[AllocatorComparison]) -> str:
-    """All traces below each other, as one SVG document."""
+    """Return all traces below each other, as one SVG document."""
     parts, top = [], 0
     for number, found in enumerate(comparisons):
         parts.append(f'<g transform="translate(0 {top})">{_trace(found, f"live{number}")}</g>')
@@ -183,7 +185,7 @@ def picture(comparisons: Sequence[AllocatorComparison]) -> str:
 
 
 def page(comparisons: Sequence[AllocatorComparison]) -> str:
-    """The picture and its numbers as an HTML document."""
+    """Return the picture and its numbers as an HTML document."""
     tables = "\n".join(_table(found) for found in comparisons)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
@@ -195,7 +197,7 @@ def page(comparisons: Sequence[AllocatorComparison]) -> str:
 
 
 def _trace(found: AllocatorComparison, live: str) -> str:
-    """The panels of a trace; its live bytes are drawn once, by the name `live`."""
+    """Return the panels of a trace; its live bytes are drawn once, by the name `live`."""
     most = max([found.live_peak, *(max(shown(r), default=0) for r in found.results)]) or 1
     title = f"{found.trace or 'trace'}: {found.events:,} mallocs and frees"
     parts = [
@@ -242,7 +244,7 @@ def _panel(found: AllocatorComparison, result: AllocatorResult, most: int, live:
 
 
 def shown(result: AllocatorResult) -> tuple[int, ...]:
-    """The curve under the capacity asked about, or else without a limit."""
+    """Return the curve under the requested capacity, or else without a limit."""
     return (result.given or result.unlimited).curve
 
 
@@ -255,7 +257,7 @@ def _y(size: float, most: int) -> float:
 
 
 def _steps(values: Sequence[int], samples: int, most: int) -> list[str]:
-    """Corners of a staircase: each value holds for its sample."""
+    """Return the corners of a staircase: each value holds for its sample."""
     corners, start = [], 0
     for value, same in groupby(values):
         end, y = start + len(list(same)), _y(value, most)
@@ -285,7 +287,7 @@ def _tick(share: float, most: int) -> str:
 
 
 def _marks(found: AllocatorComparison) -> list[str]:
-    """Borders of the trace, where they are few: else those of its steps."""
+    """Return the marks of the trace if they are few, else those of its steps."""
     marks = found.marks
     if len(marks) > MARKS:
         marks = tuple(mark for mark in marks if mark[1].startswith("step"))

@@ -1,8 +1,8 @@
-"""A placed trace as a snapshot of PyTorch's, which pytorch.org/memory_viz and its kin draw.
+"""A placed trace as a memory snapshot of PyTorch, for pytorch.org/memory_viz and similar viewers.
 
 The format is that of `torch.cuda.memory._snapshot()`: dicts, lists, texts and numbers, pickled by a
-protocol that the viewer's own reader knows (2 to 4). That reader changes the entries that it reads:
-no entry may stand twice.
+protocol that the viewer's own reader supports (2 to 4). That reader changes the entries that it
+reads: no entry may occur twice.
 """
 
 import pickle
@@ -21,13 +21,13 @@ Frames = list[dict[str, Any]]
 
 
 def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
-    """Raises UnsupportedError where the file cannot be written."""
+    """Write a snapshot. Raises UnsupportedError if the file cannot be written."""
     write_output(path, pickle.dumps(snapshot, protocol=PROTOCOL), "snapshot")
 
 
 def trace_snapshot(trace: Trace, placement: Placement) -> dict[str, Any]:
-    """The tensors of a trace at the addresses of a placement of its requests, in order. A tensor's
-    frames say after which mark it came; a moment is an event."""
+    """Return the tensors of a trace at the addresses of a placement of its requests, in order. A
+    tensor's frames name the mark that it follows; time counts events."""
     mark, alive = "", dict[int, tuple[int, int, Frames]]()  # tensor: address, size, frames
     entries = [_entry("segment_alloc", ARENA, placement.height, [], 0)]
     addresses = iter(placement.addresses)
@@ -67,7 +67,7 @@ def _entry(action: str, address: int, size: int, frames: Frames, time: int) -> d
 
 
 def _segment(height: int, left: Sequence[tuple[int, int, Frames]]) -> dict[str, Any]:
-    """The arena as it is in the end, with the tensors that are left in it by address."""
+    """Return the arena at the end, with the remaining tensors by address."""
     blocks, at = list[dict[str, Any]](), ARENA
     for address, size, frames in left:
         if address > at:

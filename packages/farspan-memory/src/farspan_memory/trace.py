@@ -1,11 +1,11 @@
-"""A trace: what a program asked of its allocator, in order (MEMO 4.3.2); and the files of traces.
+"""Traces: a program's requests to its allocator, in order (MEMO 4.3.2), and files of traces.
 
     event   0         1         2         3         4
             malloc a  mark m    malloc b  free a    malloc a
     a       |-----------------------------|         |-------> never freed: to the end
     b                           |------------------------->
 
-Time counts events. A tensor's number may be given again once it was freed.
+Time counts events. A tensor's number may be reused after it was freed.
 
     # trace 7B plain 65536            id,lower,upper,size
     malloc 17 4194304 stream 1        0,0,4,4096
@@ -13,14 +13,13 @@ Time counts events. A tensor's number may be given again once it was freed.
     free 17
     # end 3
 
-MEMO's text is what is written here: a line an event; `stream` is left out where it is 0; a free may
-name the size again, as MEMO's does; other lines with # are comments. What begins with `# trace`
-ends with `# end` and the number of its events. MiniMalloc's CSV has one line a tensor, alive in
-[lower, upper), and ends with a line break. PyTorch's memory snapshots
-(`torch.cuda.memory._dump_snapshot`) are pickles, or the same values as JSON. A pickle may run any
-code that it names; a snapshot consists of dicts, lists, texts and numbers alone, so the reader here
-knows no names at all, and refuses every one. The content of a file decides which of these it is,
-not its name.
+Text files are in MEMO's format: one line per event; `stream` is omitted for 0; a free may repeat
+the size, as MEMO's does; other lines with # are comments. A file that begins with `# trace` ends
+with `# end` and the number of its events. MiniMalloc's CSV has one line a tensor, alive in [lower,
+upper), and ends with a line break. PyTorch's memory snapshots (`torch.cuda.memory._dump_snapshot`)
+are pickles, or the same values as JSON. A pickle may run any code that it names; a snapshot
+consists of dicts, lists, texts and numbers alone, so the reader here knows no names and refuses
+every one. The content of a file decides its format, not its name.
 """
 
 import csv
@@ -38,13 +37,13 @@ from farspan_memory.errors import UnsupportedError
 from farspan_memory.files import write_output
 from farspan_memory.placement import PlacementRequest, live_peak
 
-LARGEST = 2**50  # bytes of one request; more is a broken trace: no machine has a pebibyte
+LARGEST = 2**50  # bytes of one request; more means a broken trace: no machine has a pebibyte
 LAST_STREAM = 2**64 - 1  # a stream is an address to CUDA
 
 
 @dataclass(frozen=True, slots=True)
 class Malloc:
-    """Memory wanted, before any rounding."""
+    """A request for memory, before any rounding."""
 
     tensor: int
     size: int  # bytes
@@ -53,15 +52,15 @@ class Malloc:
 
 @dataclass(frozen=True, slots=True)
 class FreeEvent:
-    """The tensor's memory given back."""
+    """The release of a tensor's memory."""
 
     tensor: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A border between events: "layer 3 forward", "step 2". What follows, up to the next mark,
-    is its segment; bi-level plans place one segment at a time (MEMO 4.2)."""
+    """A border between events: "layer 3 forward", "step 2". The events up to the next mark are its
+    segment; bi-level plans place one segment at a time (MEMO 4.2)."""
 
     name: str
 
@@ -86,7 +85,8 @@ class Trace:
             raise UnsupportedError(f"trace {self.name or 'without a name'}: event {index}: {words}")
 
     def requests(self) -> tuple[PlacementRequest, ...]:
-        """One for each malloc, in order; what is never freed dies at the end."""
+        """Return one request for each malloc, in order; a tensor that is never freed dies at the
+        end."""
         end = len(self.events)
         deaths: dict[int, int] = {}  # index of a malloc to that of its free
         alive: dict[int, int] = {}  # tensor to index of its malloc
@@ -102,13 +102,13 @@ class Trace:
         )
 
     def live_peak(self) -> int:
-        """The most bytes alive at one time: no allocator needs less."""
+        """Return the most bytes alive at one time: no allocator needs less."""
         return live_peak(self.requests())
 
 
 def from_events(events: Iterable[Any], name: str) -> Trace:
-    """The trace of another recorder's events by their fields: a malloc has a `tensor` and a `size`,
-    perhaps a `stream`, a free a `tensor` alone, a mark a `name`."""
+    """Return the trace of another recorder's events by their fields: a malloc has a `tensor` and a
+    `size`, perhaps a `stream`, a free a `tensor` alone, a mark a `name`."""
     found: list[Event] = []
     for event in events:
         if hasattr(event, "size"):
@@ -119,7 +119,7 @@ def from_events(events: Iterable[Any], name: str) -> Trace:
 
 
 def faults(events: Iterable[Event]) -> Iterator[tuple[int, str]]:
-    """What no allocator can serve: the number of the event, counted from 0, and why."""
+    """Yield the events that no allocator can serve: the number, counted from 0, and the reason."""
     alive: set[int] = set()
     freed: set[int] = set()
     for index, event in enumerate(events):
@@ -142,7 +142,7 @@ def faults(events: Iterable[Event]) -> Iterator[tuple[int, str]]:
 # -- PyTorch's memory snapshots -----------------------------------------------------------------
 
 
-PICKLE = b"\x80"  # the opcode that says which protocol follows; of protocols from 2 on
+PICKLE = b"\x80"  # the opcode before the protocol's number, in protocols from 2 on
 ALLOC, FREED = "alloc", "free_requested"  # `free_completed` comes when other streams are done
 OTHERS = {
     "free_completed",
@@ -154,12 +154,12 @@ OTHERS = {
     "oom",
     "user_defined",
 }
-IN_USE = "active_allocated"  # the state of a block that somebody has
-SHOWN = 80  # characters of an entry that is not one
+IN_USE = "active_allocated"  # the state of a block in use
+SHOWN = 80  # characters of an invalid entry in messages
 
 
 class _NoNames(pickle.Unpickler):
-    """Reads values and nothing that would have to be looked up."""
+    """Reads plain values, and refuses names that would have to be imported."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise UnsupportedError(f"the pickle names {module}.{name}; a memory snapshot names nothing")
@@ -171,21 +171,21 @@ class _NoNames(pickle.Unpickler):
 
 
 def is_snapshot(content: bytes) -> bool:
-    """Does it look like a snapshot, pickled or as JSON?"""
+    """Return whether a file looks like a snapshot, pickled or as JSON."""
     return content.startswith(PICKLE) or content.lstrip()[:1] in (b"{", b"[")
 
 
 def read_snapshot(content: bytes, name: str, device: int | None = None) -> Trace:
-    """The mallocs and frees of one device; the first with any, if none is given.
+    """Return the mallocs and frees of one device; the first with any, if none is given.
 
-    What was allocated before the recording began, and is freed in it or is alive at its end, is
-    asked for at the beginning. Raises UnsupportedError naming the file and the entry.
+    Memory allocated before the recording began, and freed in it or alive at its end, is requested
+    at the beginning. Raises UnsupportedError naming the file and the entry.
     """
     return from_snapshot(_values(content, name), name, device)
 
 
 def from_snapshot(found: Any, name: str, device: int | None = None) -> Trace:
-    """The same of a snapshot in memory (`torch.cuda.memory._snapshot()`)."""
+    """Return the trace of a snapshot in memory (`torch.cuda.memory._snapshot()`)."""
     traces = found.get("device_traces") if isinstance(found, dict) else found
     if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
         raise UnsupportedError(
@@ -209,9 +209,9 @@ class _Reading:
         self.name, self.device = name, device
         self.tensors: dict[int, int] = {}  # address to tensor
         self.freed: set[int] = set()  # addresses whose last tensor was freed
-        self.streams: dict[int, int] = {0: 0}  # the allocator's number of a stream to ours
+        self.streams: dict[int, int] = {0: 0}  # the allocator's number of a stream to the trace's
         self.before: list[Event] = []
-        self.told: list[str] = []  # of each of these, where
+        self.told: list[str] = []  # location of each event
         self.events: list[Event] = []
         self.next = 0
 
@@ -230,7 +230,8 @@ class _Reading:
         return Trace(events, self.name)
 
     def _add_older(self, where: str, segment: Any) -> None:
-        """What was there before the first entry and still is: only the segments know of it."""
+        """Add the memory allocated before the first entry and still alive: only the segments list
+        it."""
         if not isinstance(segment, dict):
             raise UnsupportedError(f"{where}: expected a segment, got {_shown(segment)}")
         if _number(segment, "device", where, 0) != self.device:
@@ -259,7 +260,7 @@ class _Reading:
         return f"{self.name}: device {self.device}: entry {number}"
 
     def _read(self, number: int, entry: Any) -> bool:
-        """Whether the entry is an event."""
+        """Read an entry, and return whether it is an event."""
         if not isinstance(entry, dict) or not isinstance(entry.get("action"), str):
             raise UnsupportedError(
                 f"{self._where(number)}: expected an entry with an action, got {_shown(entry)}"
@@ -306,7 +307,7 @@ def _shown(value: Any) -> str:
 
 
 def _values(content: bytes, name: str) -> Any:
-    """The values of a pickle that names nothing, or of JSON."""
+    """Return the values of a pickle without names, or of JSON."""
     if not content.startswith(PICKLE):
         try:
             return json.loads(content)
@@ -316,7 +317,7 @@ def _values(content: bytes, name: str) -> Any:
         return _NoNames(io.BytesIO(content)).load()
     except UnsupportedError as error:
         raise UnsupportedError(f"{name}: {error}") from None
-    except Exception as error:  # whatever a broken pickle makes of the stack and the memo
+    except Exception as error:  # a broken pickle may raise anything
         raise UnsupportedError(
             f"{name}: the pickle cannot be read, or was cut off: {type(error).__name__}: {error}"
         ) from error
@@ -332,7 +333,7 @@ _FREE = re.compile(r"free\s+(\d{1,30})(?:\s+\d{1,30})?", re.ASCII)
 
 
 class TraceFormat(Enum):
-    """What a file with a trace is."""
+    """The formats of trace files."""
 
     TEXT = "MEMO's text"
     CSV = "MiniMalloc's CSV"
@@ -340,13 +341,13 @@ class TraceFormat(Enum):
 
 
 def read_trace(path: str | Path) -> Trace:
-    """The trace in a file of any of the formats. Raises UnsupportedError naming the file and the
-    line."""
+    """Read the trace in a file of any of the formats. Raises UnsupportedError naming the file and
+    the line."""
     return read_format(path)[0]
 
 
 def read_format(path: str | Path) -> tuple[Trace, TraceFormat]:
-    """The same, and which format it is in."""
+    """Read a trace, and return it with its format."""
     path = Path(path)
     try:
         content = path.read_bytes()
@@ -370,7 +371,7 @@ def read_format(path: str | Path) -> tuple[Trace, TraceFormat]:
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """As text. Raises UnsupportedError where the file cannot be written."""
+    """Write a trace as text. Raises UnsupportedError if the file cannot be written."""
     write_output(Path(path), to_text(trace), "trace")
 
 
@@ -383,7 +384,8 @@ def _is_csv(text: str) -> bool:
 
 
 def to_text(trace: Trace) -> str:
-    """The trace in MEMO's format. Raises UnsupportedError for a name that is no single line."""
+    """Return the trace in MEMO's format. Raises UnsupportedError for a name that does not fit on
+    one line."""
     named = _line(trace.name or "without a name")
     lines = [NAME + named, *map(_event_line, trace.events), f"{END}{len(trace.events)}"]
     return "".join(f"{line}\n" for line in lines)
@@ -410,9 +412,9 @@ def _line(name: str) -> str:
 
 
 def from_text(text: str, name: str) -> Trace:
-    """The trace of MEMO's format. Raises UnsupportedError naming `name` and the line."""
+    """Parse a trace in MEMO's format. Raises UnsupportedError naming `name` and the line."""
     events: list[Event] = []
-    places: list[int] = []  # of each event, its line
+    places: list[int] = []  # line of each event
     called, end = "", 0
     lines = text.removeprefix("\ufeff").split("\n")
     for number, line in enumerate(map(str.strip, lines), 1):
@@ -459,7 +461,7 @@ def _event(line: str, where: str) -> Event:
 
 
 def _checked(events: Iterable[Event], places: list[int], name: str, called: str) -> Trace:
-    """The trace, or what is wrong in terms of the file's lines."""
+    """Return the trace, or raise an error that names the file's line."""
     events = tuple(events)
     for index, words in faults(events):
         raise UnsupportedError(f"{name}:{places[index]}: {words}")
@@ -470,8 +472,8 @@ def _checked(events: Iterable[Event], places: list[int], name: str, called: str)
 
 
 def to_csv(trace: Trace) -> str:
-    """One line a malloc, numbered in order; times count mallocs and frees. Marks and streams are
-    left out: the format has no place for them."""
+    """Return one line per malloc, numbered in order; times count mallocs and frees. Marks and
+    streams are left out: the format has no place for them."""
     events = tuple(event for event in trace.events if not isinstance(event, Mark))
     rows = (
         f"{number},{r.born},{r.dies},{r.size}\n"
@@ -481,8 +483,8 @@ def to_csv(trace: Trace) -> str:
 
 
 def from_csv(text: str, name: str) -> Trace:
-    """The trace of MiniMalloc's format; further columns are ignored. What dies at a time is freed
-    before what is born then is asked for. Raises UnsupportedError naming `name` and the line."""
+    """Parse a trace in MiniMalloc's format; further columns are ignored. At equal times, frees come
+    before mallocs. Raises UnsupportedError naming `name` and the line."""
     rows = csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
     try:
         head = [field.strip() for field in next(rows)]
@@ -498,7 +500,7 @@ def from_csv(text: str, name: str) -> Trace:
         ]
     except csv.Error as error:
         raise UnsupportedError(f"{name}:{rows.line_num}: {error}") from error
-    if not text.endswith(("\n", "\r")):  # of the last number some digits may be missing
+    if not text.endswith(("\n", "\r")):  # digits of the last number may be missing
         raise UnsupportedError(
             f"{name}:{rows.line_num}: the file is cut off: its last line must end with a line break"
         )

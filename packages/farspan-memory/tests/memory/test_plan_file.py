@@ -97,7 +97,7 @@ def damage(**changes: Any) -> dict[str, Any]:
         (damage(tensors=[[1, 0, 0], [1, 2, 512], [1, 0, 0]]), "damaged: tensor 0 has 1 bytes"),
         (damage(tensors=[[100, 0, 1024], [600, 3, 0], [5, 0, 1024]]), "tensor 1 .* on stream 3"),
         (damage(tensors=[[100, 0, 1025], [600, 2, 0], [5, 0, 1024]], peak=1537), "not a multiple"),
-        (damage(tensors=SHIFTED, peak=2560, optimal=True), "marked optimal, but nothing lies"),
+        (damage(tensors=SHIFTED, peak=2560, optimal=True), "marked optimal, but no tensor lies"),
         (damage(lower_bound=1), "damaged: lower bound 1, but 1536 bytes are alive"),
         (damage(tensors=[[100, 0, 2**70]]), "damaged.*expected at most"),
         (damage(tensors=[[100, 2**64, 0]]), "damaged.*expected at most"),

@@ -145,7 +145,7 @@ def test_once_cuda_has_started_it_stays(cuda: FakeCuda) -> None:
 @pytest.mark.usefixtures("cuda")
 def test_there_is_one() -> None:
     memory.install("record")
-    with pytest.raises(UnsupportedError, match="record is installed in this process"):
+    with pytest.raises(UnsupportedError, match="record is installed already"):
         memory.install("stitch")
 
 
@@ -192,7 +192,7 @@ def test_an_unknown_mode_is_refused() -> None:
 @pytest.mark.parametrize("given", [{"plan": "plan.json"}, {"trace": "trace"}])
 def test_a_plan_file_comes_with_its_trace(given: dict[str, Any]) -> None:
     with pytest.raises(
-        UnsupportedError, match="trace: a plan file needs the trace it was made from"
+        UnsupportedError, match="trace: a plan file needs the trace that it was made from"
     ):
         memory.install("replay", **given)
 

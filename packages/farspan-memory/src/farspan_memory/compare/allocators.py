@@ -1,8 +1,8 @@
-"""Models of PyTorch's allocators: where their blocks lie, and when they call the driver.
+"""Models of PyTorch's allocators: the place of their blocks, and their calls of the driver.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp in PyTorch 2.11 to 2.13. Not modelled:
-graph capture, private pools, peers. Addresses are never given twice, which the driver may do; they
-decide between equals alone.
+graph capture, private pools, peers. Addresses are never reused, as the driver may do; they only
+decide between equal blocks.
 
     segment, from one cudaMalloc          free lists, one a stream and kind of pool
     +-----------+------+-----------+      small: requests to 1 MiB, segments of 2 MiB
@@ -10,8 +10,8 @@ decide between equals alone.
     +-----------+------+-----------+             else the request rounded up to 2 MiB
 
 The caching allocator gives a request the smallest free block that holds it, of equals the one at
-the lowest address; a free block joins its free neighbours. A segment goes back only as one whole
-free block, and only when cudaMalloc failed.
+the lowest address; a free block joins its free neighbours. A segment is released only as one whole
+free block, and only after cudaMalloc failed.
 
     expandable segment, one a stream and kind of pool: addresses for 9/8 of the device
     +------------------+-------------+------------------------------------------+
@@ -19,11 +19,12 @@ free block, and only when cudaMalloc failed.
     +------------------+-------------+------------------------------------------+
     pages: 2 MiB for requests to 1 MiB, 20 MiB for all others
 
-With expandable segments a request that no free block holds has pages mapped at the lowest address
-where free and unmapped blocks make room for it. A max_split_size limits which free block serves a
-request, but neither the splitting nor what pages are mapped behind. When the device is full, every
-page that is free as a whole is unmapped, and the request tried once more. The capacity is what the
-driver has, not a memory fraction, which PyTorch compares in steps of 2 MiB before it maps pages.
+With expandable segments, a request that fits into no free block has pages mapped at the lowest
+address where free and unmapped blocks make room for it. A max_split_size limits the free blocks
+that serve a request, but neither their splitting nor the pages mapped after them. When the device
+is full, every page that is free as a whole is unmapped, and the request tried once more. The
+capacity is the driver's, not a memory fraction, which PyTorch compares in steps of 2 MiB before it
+maps pages.
 """
 
 from bisect import bisect_left, insort
@@ -44,7 +45,7 @@ UNMAP, RELEASE, VACATE = "cuMemUnmap", "cuMemRelease", "cuMemAddressFree"
 
 MIN_BLOCK = 512
 LARGE_SEGMENT = 20 * MIB
-LEAST_SEGMENT = 10 * MIB  # such a segment serves requests up to here
+LEAST_SEGMENT = 10 * MIB  # requests up to this share such a segment
 LEAST_LIMIT = 20 * MIB
 
 # Name in PYTORCH_CUDA_ALLOC_CONF: field, and bytes of its unit.
@@ -59,14 +60,15 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Bytes unless a name says otherwise; the defaults are PyTorch's."""
+    """Settings of PyTorch's allocators, in bytes unless a name says otherwise; the defaults are
+    PyTorch's."""
 
-    max_split: int = UNLIMITED  # blocks from here are neither split nor given to smaller requests
-    max_rounding: int = LARGE_SEGMENT  # what a request from there may leave unused of its block
+    max_split: int = UNLIMITED  # larger blocks are neither split nor given to smaller requests
+    max_rounding: int = LARGE_SEGMENT  # unused bytes that a large request may leave in its block
     large_segment: int = LARGE_SEGMENT
     divisions: int = 0  # sizes between two powers of two; 0 to round up to 512 bytes instead
-    collect_at: float = 0.0  # share of the capacity from which old segments are given back; 0 never
-    event_delay: int = 16  # mallocs until the work of a recorded stream is taken to be over
+    collect_at: float = 0.0  # share of the capacity at which old segments are released; 0: never
+    event_delay: int = 16  # mallocs until the work of a recorded stream counts as finished
 
     def __post_init__(self) -> None:
         split, rounding = self.max_split, self.max_rounding
@@ -81,7 +83,7 @@ class Settings:
         _expect("garbage_collection_threshold", 0 <= share < 1, "0 up to 1", share)
 
     def rounded(self, size: int) -> int:
-        """Bytes of the block for a request of `size` > 0 bytes."""
+        """Return the bytes of the block for a request of `size` > 0 bytes."""
         if self.divisions > 1 and size > MIN_BLOCK * self.divisions:
             power = 1 << (size.bit_length() - 1)
             part = power // self.divisions
@@ -95,8 +97,8 @@ def _expect(name: str, valid: bool, expected: str, value: float) -> None:
 
 
 def read_settings(text: str) -> Settings:
-    """From `max_split_size_mb:512,garbage_collection_threshold:0.8`. Raises UnsupportedError naming
-    the part that is not understood."""
+    """Parse settings such as `max_split_size_mb:512,garbage_collection_threshold:0.8`. Raises
+    UnsupportedError naming the invalid part."""
     given: dict[str, int | float] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, _, value = part.partition(":")
@@ -116,14 +118,14 @@ def read_settings(text: str) -> Settings:
 # -- the caching allocator ----------------------------------------------------------------------
 
 
-SMALL_REQUEST = MIB  # the largest that the small pools serve
+SMALL_REQUEST = MIB  # largest request of the small pools
 SMALL_SEGMENT = 2 * MIB
-OWN_SEGMENT = 10 * MIB  # from here a request has a segment of its own size
+OWN_SEGMENT = 10 * MIB  # a request of at least this size has a segment of its own
 ROUND = 2 * MIB
 
 
 class SimulatedOutOfMemory(Exception):
-    """The device is full, also after everything unused was given back."""
+    """The device is full, even after all unused memory was released."""
 
 
 @dataclass(slots=True, eq=False)
@@ -147,17 +149,17 @@ class CachedBlock:
     before: "CachedBlock | None" = None
     after: "CachedBlock | None" = None
     free: bool = False
-    mapped: bool = True  # expandable segments alone have others
+    mapped: bool = True  # only expandable segments have unmapped blocks
     asked: int = 0  # bytes before rounding
-    streams: set[int] = field(default_factory=set)  # that also use it
-    age: int = 0  # searches so far when it came into its free list
+    streams: set[int] = field(default_factory=set)  # further streams that use it
+    age: int = 0  # number of searches when it entered its free list
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRow:
     """A block as the checker reads it."""
 
-    segment: int  # its address
+    segment: int  # address of the segment
     segment_size: int
     address: int
     size: int
@@ -174,21 +176,21 @@ class CachingAllocator:
 
     def __init__(self, capacity: int = UNLIMITED, settings: Settings | None = None) -> None:
         self.capacity, self.settings = capacity, settings or Settings()
-        self.live = self.reserved = self.reserved_peak = 0  # bytes; live ones as asked for
-        self.retries = 0  # times everything unused was given back to serve a request
-        self.calls: Counter[tuple[str, int]] = Counter()  # of the driver, with the bytes of each
+        self.live = self.reserved = self.reserved_peak = 0  # bytes; live ones before rounding
+        self.retries = 0  # times that all unused memory was released to serve a request
+        self.calls: Counter[tuple[str, int]] = Counter()  # of the driver, by bytes
         self.segments: dict[int, int] = {}  # address to bytes
         self.blocks: dict[int, CachedBlock] = {}  # by address
-        self._held: dict[int, CachedBlock | None] = {}  # by tensor; nothing for 0 bytes
+        self._held: dict[int, CachedBlock | None] = {}  # by tensor; None for 0 bytes
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._waiting: deque[tuple[int, CachedBlock]] = (
             deque()
-        )  # freed, other streams still at work
+        )  # freed, while other streams still work on them
         self._mallocs = self._searches = 0
-        self._top = 0  # the lowest address never given
+        self._top = 0  # lowest address never used
 
     def malloc(self, tensor: int, size: int, stream: int = 0) -> None:
-        """Raises OutOfMemory; everything unused has been given back by then."""
+        """Allocate a tensor. Raises OutOfMemory, after all unused memory has been released."""
         self._mallocs += 1
         while self._waiting and self._waiting[0][0] <= self._mallocs:
             self._recycle(self._waiting.popleft()[1])
@@ -208,7 +210,7 @@ class CachingAllocator:
         self._held[tensor] = block
 
     def free(self, tensor: int) -> None:
-        """The tensor's block goes to its free list once the recorded streams are done."""
+        """Free a tensor: its block joins its free list once the recorded streams are done."""
         block = self._held.pop(tensor)
         if block is None:
             return
@@ -219,20 +221,20 @@ class CachingAllocator:
             self._recycle(block)
 
     def record_stream(self, tensor: int, stream: int) -> None:
-        """Another stream uses the tensor: its memory is reused only when that work is over."""
+        """Record a use by another stream: the memory is reused only after that work."""
         block = self._held[tensor]
         if block is not None and stream != block.pool.stream:
             block.streams.add(stream)
 
     def empty_cache(self) -> None:
-        """Give back everything unused; waits for the streams."""
+        """Release all unused memory; waits for the streams."""
         while self._waiting:
             self._recycle(self._waiting.popleft()[1])
         for pool in self._pools.values():
             self._release(pool)
 
     def rows(self) -> Iterator[BlockRow]:
-        """Every block of every segment, for the checker."""
+        """Yield every block of every segment, for the checker."""
         held = {id(block) for block in self._held.values()}
         for block in self.blocks.values():
             pool = block.pool
@@ -246,11 +248,11 @@ class CachingAllocator:
             yield BlockRow(block.segment, size, block.address, block.size, state, listed)
 
     def listed(self) -> int:
-        """How many blocks the free lists name."""
+        """Return the number of blocks in the free lists."""
         return sum(len(pool.free) + len(pool.unmapped) for pool in self._pools.values())
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Best fit, unless that block is refused."""
+        """Return the best fit, unless that block is refused."""
         self._searches += not pool.small
         index = bisect_left(pool.free, (size, 0))
         if index == len(pool.free) or self._refused(size, pool.free[index][0]):
@@ -258,13 +260,13 @@ class CachingAllocator:
         return self._take(pool, index)
 
     def _refused(self, size: int, fits: int) -> bool:
-        """With a max_split_size, a block from there on serves no smaller request and no larger one
-        that would leave too much of it unused."""
+        """Return whether max_split_size forbids a block: large blocks serve no smaller request, and
+        no larger one that would leave too many bytes unused."""
         limit = self.settings.max_split
         return size < limit <= fits or limit <= size <= fits - self.settings.max_rounding
 
     def _grow(self, pool: Pool, size: int) -> CachedBlock:
-        """A new segment; where the device is full, after giving back what is unused."""
+        """Return a new segment; if the device is full, release unused memory first."""
         if self.settings.collect_at > 0 and self.capacity < UNLIMITED:
             self._collect()
         block = self._new_block(pool, size)
@@ -292,7 +294,7 @@ class CachingAllocator:
         return self._new_segment(pool, size)
 
     def _new_segment(self, pool: Pool, size: int) -> CachedBlock:
-        """A block that is all of a new segment, in no list."""
+        """Return a block that is all of a new segment, in no list."""
         block = CachedBlock(self._top, size, pool, self._top)
         self.segments[self._top] = size
         self.blocks[self._top] = block
@@ -305,7 +307,7 @@ class CachingAllocator:
         return size < self.settings.max_split and rest > SMALL_REQUEST
 
     def _release(self, pool: Pool) -> None:
-        """cudaFree each segment that is one free block."""
+        """Call cudaFree for each segment that is one free block."""
         for _, address in tuple(pool.free):
             block = self.blocks[address]
             if block.before is None and block.after is None:
@@ -318,8 +320,8 @@ class CachingAllocator:
         self._reserve(-block.size)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """With a max_split_size, first give back blocks beyond it: one that is large enough, else
-        the largest ones until they are together; whether that can be enough."""
+        """Release blocks beyond max_split_size first: one that is large enough, else the largest
+        until their sum is; return whether the sum can be enough."""
         limit = self.settings.max_split
         if limit == UNLIMITED:
             return False
@@ -335,8 +337,8 @@ class CachingAllocator:
         return found >= wanted
 
     def _collect(self) -> None:
-        """garbage_collection_threshold: above it, free whole segments of at least average age,
-        which is the searches since they became free, until enough or nothing is freed."""
+        """Apply garbage_collection_threshold: above it, free whole segments of at least average
+        age, counted in searches since they became free, until enough are freed or none is left."""
         target = self.reserved - int(self.settings.collect_at * self.capacity)
         whole = [
             block
@@ -358,18 +360,18 @@ class CachingAllocator:
         self.reserved_peak = max(self.reserved_peak, self.reserved)
 
     def _take(self, pool: Pool, index: int) -> CachedBlock:
-        """Out of the free list."""
+        """Take a block out of the free list."""
         block = self.blocks[pool.free.pop(index)[1]]
         block.free = False
         return block
 
     def _cut(self, block: CachedBlock, size: int) -> None:
-        """The rest behind the first `size` bytes becomes a free block."""
+        """Free the rest after the first `size` bytes of a block."""
         rest = self._cut_off(block, size)
         self._list(rest)
 
     def _cut_off(self, block: CachedBlock, size: int) -> CachedBlock:
-        """The rest behind the first `size` bytes as a block of its own, in no list."""
+        """Return the rest after the first `size` bytes as a block of its own, in no list."""
         rest = CachedBlock(block.address + size, block.size - size, block.pool, block.segment)
         rest.mapped = block.mapped
         rest.before, rest.after = block, block.after
@@ -380,7 +382,7 @@ class CachingAllocator:
         return rest
 
     def _recycle(self, block: CachedBlock) -> None:
-        """A block nobody uses joins its free neighbours and the free list."""
+        """Join an unused block to its free neighbours and the free list."""
         if block.streams:
             block.streams.clear()
         self._join(block)
@@ -391,7 +393,7 @@ class CachingAllocator:
         insort(block.pool.free, (block.size, block.address))
 
     def _join(self, block: CachedBlock) -> None:
-        """Swallow the neighbours that are free and mapped, or unmapped, as the block is."""
+        """Merge the neighbours that are free and mapped, or unmapped, as the block is."""
         before, after = block.before, block.after
         if before is not None and before.free and before.mapped is block.mapped:
             self._unlist(before)
@@ -422,21 +424,24 @@ class CachingAllocator:
 
 
 class ExpandableAllocator(CachingAllocator):
-    """Invariant: as the caching allocator's; unmapped blocks begin and end at borders of pages,
-    and no two of them stay apart."""
+    """PyTorch's allocator with expandable segments.
+
+    Invariant: as the caching allocator's; unmapped blocks begin and end at borders of pages, and no
+    two unmapped neighbours stay apart.
+    """
 
     def __init__(self, capacity: int = UNLIMITED, settings: Settings | None = None) -> None:
-        # Expandable blocks are never collected for their age.
+        # The age of expandable blocks never causes their collection.
         given = replace(settings or Settings(), collect_at=0.0)
         super().__init__(capacity, given)
 
     def page(self, pool: Pool) -> int:
-        """Bytes that are mapped at a time."""
+        """Return the bytes that are mapped at a time."""
         return SMALL_SEGMENT if pool.small else self.settings.large_segment
 
     def _find(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Best fit, where a block before unmapped addresses counts as large as it can grow; nothing
-        where the one found is refused."""
+        """Return the best fit; a block before unmapped addresses counts as large as it can grow.
+        None if the block is refused."""
         free = pool.free
         index = bisect_left(free, (size, 0))
         if index == len(free):
@@ -454,13 +459,13 @@ class ExpandableAllocator(CachingAllocator):
         return rest >= MIN_BLOCK
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Blocks of expandable segments are passed over."""
+        """Release nothing: blocks of expandable segments are exempt."""
         del pool, size
         return False
 
     def _new_block(self, pool: Pool, size: int) -> CachedBlock | None:
-        """Free and unmapped blocks that are together large enough, mapped and made one; what was
-        mapped before the device was full stays, as free blocks."""
+        """Map free and unmapped blocks that are together large enough, and join them; pages mapped
+        before the device was full stay, as free blocks."""
         block = self._lowest(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -475,7 +480,8 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _lowest(self, pool: Pool, size: int) -> CachedBlock:
-        """Where to map: the first of a row of free and unmapped blocks with room for `size`."""
+        """Return the first block to map: the start of a row of free and unmapped blocks with room
+        for `size`."""
         for address in pool.unmapped:
             block = self.blocks[address]
             if block.before is not None and block.before.free:
@@ -497,8 +503,8 @@ class ExpandableAllocator(CachingAllocator):
         return room >= size
 
     def _map(self, block: CachedBlock, size: int) -> bool:
-        """Pages for the first `size` bytes of an unmapped block, or none if the device is full. The
-        block becomes the mapped one, free, with its free neighbours in it."""
+        """Map pages for the first `size` bytes of an unmapped block, or none if the device is full.
+        The block becomes the mapped one, free, and includes its free neighbours."""
         page = self.page(block.pool)
         pages = -(-size // page)
         fit = min(pages, (self.capacity - self.reserved) // page)

@@ -1,11 +1,11 @@
 """One trace through PyTorch's caching allocator and its expandable segments (both modelled), the
-native allocator's stitching, and a static plan: what each reserves, the least memory it completes
-with, and the calls of the driver it makes.
+native allocator's stitching, and a static plan: reserved memory, the least memory for the trace,
+and calls of the driver.
 
-What the driver's calls cost is published: GMLake's Table 1 gives each in units of one cuMalloc of
-2 GiB, for 2 GiB made of handles of 2, 128 and 1,024 MiB. The unit in seconds comes from a run of
-its release: a stitch of 256 handles of 2 MiB, mapped and made accessible, took 20.435 ms, where the
-table has 0.70 + 96.8 units for 1,024.
+Costs of the driver's calls are published: GMLake's Table 1 gives each in units of one cuMalloc of 2
+GiB, for 2 GiB made of handles of 2, 128 and 1,024 MiB. The unit in seconds comes from a run of its
+release: a stitch of 256 handles of 2 MiB, mapped and made accessible, took 20.435 ms, and the table
+has 0.70 + 96.8 units for 1,024.
 """
 
 import math
@@ -38,7 +38,7 @@ from farspan_memory.placement import sweep_placement
 from farspan_memory.replay import rounded
 from farspan_memory.trace import FreeEvent, Malloc, Mark, Trace
 
-# -- what calls of the driver cost ------------------------------------------------------------
+# -- costs of driver calls --------------------------------------------------------------------
 
 STITCH_SECONDS, STITCHED = 20.435e-3, 256
 UNIT = STITCH_SECONDS / STITCHED * 1024 / (0.70 + 96.8)  # seconds of a cuMalloc of 2 GiB: 0.84 ms
@@ -47,18 +47,18 @@ TABLE = "GMLake, Table 1"
 RUN = "antgroup/glake issue 22"
 ASSUMED = "assumed"
 
-Calls = Mapping[tuple[str, int], int]  # call and bytes of its handle, 0 for any: how often
+Calls = Mapping[tuple[str, int], int]  # call and bytes of its handle, 0 for any: number of calls
 
 
 @dataclass(frozen=True, slots=True)
 class DriverCost:
-    """Seconds of a call for handles of some sizes; between two of them a power of the size."""
+    """Seconds of a call for handles of some sizes; a power law of the size between two of them."""
 
     points: tuple[tuple[int, float], ...]  # bytes of a handle, ascending, and seconds
     source: str
 
     def seconds(self, size: int) -> float:
-        """Of one call; beyond the ends as at the end."""
+        """Return the seconds of one call; beyond the ends the end's value."""
         if size <= self.points[0][0]:
             return self.points[0][1]
         for (low, before), (high, after) in pairwise(self.points):
@@ -69,15 +69,15 @@ class DriverCost:
 
 
 def _of_table(*units: float) -> tuple[tuple[int, float], ...]:
-    """Units of all handles of 2 GiB to seconds of one call."""
+    """Convert units for all handles of 2 GiB to seconds of one call."""
     sizes = (2 * MIB, 128 * MIB, 1024 * MIB)
     return tuple(
         (size, UNIT * unit * size / (2048 * MIB)) for size, unit in zip(sizes, units, strict=True)
     )
 
 
-# One cuMemSetAccess may cover many handles; nobody published what that costs, and PyTorch says of
-# such changes that they take as long as there are handles. So one is charged for each handle.
+# One cuMemSetAccess may cover many handles; its cost is not published, and a comment in PyTorch
+# says that such changes take time in proportion to the handles. So each handle is charged one call.
 PUBLISHED: Mapping[str, DriverCost] = {
     MALLOC: DriverCost(((0, UNIT),), f"{TABLE}, for 2 GiB, at any size; its unit from {RUN}"),
     FREE: DriverCost(((0, UNIT),), f"{ASSUMED} as cudaMalloc; it waits for the device besides"),
@@ -92,20 +92,20 @@ PUBLISHED: Mapping[str, DriverCost] = {
 
 
 def driver_seconds(calls: Calls, costs: Mapping[str, DriverCost] = PUBLISHED) -> float:
-    """What the calls take, waiting for the device left out."""
+    """Return the seconds of the calls, without waits for the device."""
     return sum(count * costs[call].seconds(size) for (call, size), count in calls.items())
 
 
 # -- allocators --------------------------------------------------------------------------------
 
 CHUNKS = (2 * MIB, 32 * MIB)  # of stitching: the paper's, and one for long contexts
-TAIL = 2 * MIB  # of a block that fills no whole chunk; the default of native.Options
+TAIL = 2 * MIB  # bytes of a block that fills no whole chunk; the default of native.Options
 
 CACHING, EXPANDABLE, STITCHING = "caching allocator", "expandable segments", "stitching"
 
 
 class Served(Protocol):
-    """An allocator as far as a trace is concerned. malloc raises SimulatedOutOfMemory."""
+    """The interface that serves a trace. malloc raises SimulatedOutOfMemory."""
 
     @property
     def reserved(self) -> int: ...
@@ -125,13 +125,13 @@ class Contender:
     """An allocator to be compared; `make` takes the capacity in bytes."""
 
     name: str
-    modelled: bool  # a model of it, not its code
+    modelled: bool  # a model, not the allocator's own code
     make: Callable[[int], AbstractContextManager[Served]]
 
 
 class Stitching:
-    """The native allocator over its null backend: all of its code, no memory; under the policy that
-    install() gives it."""
+    """The native allocator over its null backend: all its code, no memory; under install()'s
+    policy."""
 
     def __init__(self, capacity: int, chunk: int) -> None:
         self._chunk = chunk
@@ -192,7 +192,7 @@ class Stitching:
 def contenders(
     chunks: Sequence[int] = CHUNKS, settings: Settings | None = None
 ) -> tuple[Contender, ...]:
-    """All that serve a trace event by event; the settings are those of PyTorch's."""
+    """Return all allocators that serve a trace event by event; the settings are for PyTorch's."""
 
     def stitching(chunk: int) -> Contender:
         name = f"{STITCHING}, {chunk / MIB:g} MiB"
@@ -208,14 +208,14 @@ def contenders(
 # -- comparison ---------------------------------------------------------------------------------
 
 
-STEP, LEAST_STEP = 32 * MIB, 2 * MIB  # to which the least capacity is found
-FINE = 1000  # steps in a live peak, where it is small
-ARENA_CHUNK = 32 * MIB  # handles that a plan's arena is made of
+STEP, LEAST_STEP = 32 * MIB, 2 * MIB  # precision of the least capacity
+FINE = 1000  # steps in a small live peak
+ARENA_CHUNK = 32 * MIB  # handles of a plan's arena
 ALIGNMENT = 512  # of a plan's addresses, as PyTorch's
-PLAN_SECONDS = 20.0  # that a plan may be searched for
+PLAN_SECONDS = 20.0  # most seconds to search for a plan
 SAMPLES = 1000  # points of a curve
-AS_GOOD = 0.01  # share of the live peak that counts as no difference
-FREED = -1  # the size in the step of a free
+AS_GOOD = 0.01  # share of the live peak that counts as equal
+FREED = -1  # stands for the size in the step of a free
 
 PLAN = "static plan"
 
@@ -229,49 +229,49 @@ class AllocatorRun:
     capacity: int | None  # bytes; None without a limit
     completed: bool
     reserved_peak: int  # bytes
-    retries: int  # times everything unused was given back, after waiting for the device
+    retries: int  # times that all unused memory was released, after waiting for the device
     calls: Mapping[str, int]  # of the driver; one cuMemSetAccess for each handle made accessible
-    seconds: float  # what the calls cost by PUBLISHED
-    curve: tuple[int, ...]  # reserved bytes after each of the samples' shares of the events
+    seconds: float  # cost of the calls by PUBLISHED
+    curve: tuple[int, ...]  # reserved bytes after each sample of the events
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatorResult:
-    """What one allocator made of a trace."""
+    """The runs of one allocator on a trace."""
 
     name: str
     modelled: bool
     unlimited: AllocatorRun  # on a device that is never full
     smallest: AllocatorRun  # with the least capacity found
-    given: AllocatorRun | None  # with the capacity that was asked about
-    proved: bool = False  # that no allocator needs less, up to rounding
+    given: AllocatorRun | None  # with the requested capacity
+    proved: bool = False  # whether no allocator needs less, up to rounding
 
     def fragmentation(self, live: int) -> float:
-        """1 - live peak / reserved peak, without a limit."""
+        """Return 1 - live peak / reserved peak, without a limit."""
         reserved = self.unlimited.reserved_peak
         return 1 - live / reserved if reserved else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatorComparison:
-    """A trace through all of them."""
+    """A trace through all allocators."""
 
     trace: str
     events: int
-    live_peak: int  # bytes, as asked for
-    live: tuple[int, ...]  # the most alive in each of the samples
-    marks: tuple[tuple[float, str], ...]  # where in the trace, 0 to 1, and what
-    step: int  # bytes to which the least capacity was found
+    live_peak: int  # bytes, before rounding
+    live: tuple[int, ...]  # most bytes alive in each sample
+    marks: tuple[tuple[float, str], ...]  # position in the trace, 0 to 1, and name
+    step: int  # bytes; precision of the least capacity
     results: tuple[AllocatorResult, ...]
 
     def least_of(self, kind: str) -> AllocatorResult | None:
-        """Of the allocators of a kind the one that completes with the least memory."""
+        """Return the allocator of a kind that completes with the least memory."""
         found = [result for result in self.results if result.name.startswith(kind)]
         return min(found, key=lambda result: result.smallest.capacity or 0, default=None)
 
     def expandable_as_good(self) -> bool | None:
-        """Whether expandable segments complete with the memory that stitching needs, up to a share
-        AS_GOOD of the live peak; None unless both were compared."""
+        """Return whether expandable segments complete with the memory that stitching needs, up to a
+        share AS_GOOD of the live peak; None unless both were compared."""
         expandable, stitching = self.least_of(EXPANDABLE), self.least_of(STITCHING)
         if expandable is None or stitching is None:
             return None
@@ -279,7 +279,7 @@ class AllocatorComparison:
         return more <= AS_GOOD * self.live_peak
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the curves."""
+        """Return all results but the curves as JSON."""
         return {
             "trace": self.trace,
             "events": self.events,
@@ -315,8 +315,8 @@ def compare(
     capacity: int | None = None,
     step: int | None = None,
 ) -> AllocatorComparison:
-    """The trace through each rival and the static plan; `capacity` is one more to run under,
-    `step` the bytes to which the least one is found."""
+    """Run the trace through each rival and the static plan; `capacity` is one more to run under,
+    `step` the precision in bytes of the least capacity."""
     steps = steps_of(trace)
     live = live_curve(steps)
     peak = max(live, default=0)
@@ -335,7 +335,7 @@ def compare(
 
 
 def steps_of(trace: Trace) -> list[Step]:
-    """Mallocs and frees, so that a replay looks at nothing else."""
+    """Return the mallocs and frees as plain steps, for fast replay."""
     found: list[Step] = []
     for event in trace.events:
         if isinstance(event, Malloc):
@@ -346,7 +346,7 @@ def steps_of(trace: Trace) -> list[Step]:
 
 
 def marks_of(trace: Trace, events: int) -> tuple[tuple[float, str], ...]:
-    """Where the marks stand, as shares of all events."""
+    """Return the positions of the marks, as shares of all events."""
     found, before = [], 0
     for event in trace.events:
         if isinstance(event, Mark):
@@ -357,12 +357,12 @@ def marks_of(trace: Trace, events: int) -> tuple[tuple[float, str], ...]:
 
 
 def stride(steps: Sequence[Step]) -> int:
-    """Events of a sample."""
+    """Return the number of events in a sample."""
     return max(1, -(-len(steps) // SAMPLES))
 
 
 def live_curve(steps: Sequence[Step]) -> tuple[int, ...]:
-    """The most bytes alive in each sample."""
+    """Return the most bytes alive in each sample."""
     sizes: dict[int, int] = {}
     live, every, found = 0, stride(steps), []
     for start in range(0, len(steps), every):
@@ -381,7 +381,7 @@ def live_curve(steps: Sequence[Step]) -> tuple[int, ...]:
 def contend(
     rival: Contender, steps: Sequence[Step], peak: int, capacity: int | None, step: int
 ) -> AllocatorResult:
-    """Without a limit, with the least capacity, and with the one asked about."""
+    """Run a rival without a limit, with the least capacity, and with the requested one."""
     unlimited = run(rival, steps, None)
     low = -(-peak // step)
     high = max(low, -(-unlimited.reserved_peak // step))
@@ -391,7 +391,7 @@ def contend(
 
 
 def run(rival: Contender, steps: Sequence[Step], capacity: int | None) -> AllocatorRun:
-    """The trace, or what of it is served before memory is out."""
+    """Serve the trace, or its start until memory is out."""
     with rival.make(UNLIMITED if capacity is None else capacity) as served:
         curve, completed = serve(served, steps)
         calls = {key: count for key, count in served.calls.items() if count}
@@ -410,7 +410,7 @@ def run(rival: Contender, steps: Sequence[Step], capacity: int | None) -> Alloca
 
 
 def serve(served: Served, steps: Sequence[Step]) -> tuple[list[int], bool]:
-    """Reserved bytes after each sample, and whether all events were served."""
+    """Return reserved bytes after each sample, and whether all events were served."""
     malloc, free, every = served.malloc, served.free, stride(steps)
     curve: list[int] = []
     try:
@@ -427,9 +427,9 @@ def serve(served: Served, steps: Sequence[Step]) -> tuple[list[int], bool]:
 
 
 def least(rival: Contender, steps: Sequence[Step], low: int, high: int, step: int) -> AllocatorRun:
-    """The run with a capacity that completes where one step less does not, between `low` and
-    `high` steps and beyond if need be. What is served by giving memory back need not grow with
-    the capacity, so a smaller one might complete again."""
+    """Return the run with a capacity that completes, of which one step less does not, searched
+    between `low` and `high` steps and beyond if necessary. Releasing memory makes completion not
+    monotonic in the capacity, so a smaller one might complete again."""
     best = run(rival, steps, high * step)
     while not best.completed:
         low, high = high + 1, 2 * high
@@ -445,7 +445,8 @@ def least(rival: Contender, steps: Sequence[Step], low: int, high: int, step: in
 
 
 def planned(trace: Trace, samples: int, capacity: int | None) -> AllocatorResult:
-    """The static plan: one arena, mapped once, in which nothing is ever searched."""
+    """Return the result of the static plan: one arena, mapped once, in which no search is
+    needed."""
     requests = rounded(trace.requests(), ALIGNMENT)
     solution = place_exactly(requests, PLAN_SECONDS)
     sweep_placement(requests, solution.placement)

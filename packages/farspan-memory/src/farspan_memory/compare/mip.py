@@ -1,18 +1,18 @@
-"""Placement by a mixed-integer program, beside which the search is measured.
+"""Placement by a mixed-integer program, a reference for the search.
 
-The program of MEMO 4.2 as it is written, by an open solver (HiGHS in scipy).
+The program of MEMO 4.2 as published, by an open solver (HiGHS in scipy).
 
     min M   with   A_i + S_i <= M                                   for each i
                    A_i + S_i <= A_j + z_ij M_cap                    for each pair (i, j) in E
                    A_j + S_j <= A_i + (1 - z_ij) M_cap              for each pair (i, j) in E
                    0 <= M <= M_cap,  A_i >= 0,  z_ij in {0, 1}
 
-E are the pairs that live at one time. (The paper prints A_j in the first line; nothing else there
-has a j, so A_i is meant.) M_cap switches a row off, and what it leaves of the bound is nothing
-until z is decided: the program certifies small cases, some 40 requests, and is there for that.
-Sizes are whole numbers, in units of their greatest common divisor, so that heights differ by a unit
-at least. The solver's numbers are right up to a tolerance; what it says of the optimum counts where
-the tolerance is below a unit, which is for arenas of less than a million units.
+E are the pairs that live at one time. (The paper prints A_j in the first line; no other symbol
+there has a j, so A_i is meant.) M_cap switches a row off, so the relaxed program has no useful
+bound until z is decided: it certifies small cases, of some 40 requests, which is its purpose. Sizes
+are whole numbers, in units of their greatest common divisor, so that heights differ by a unit at
+least. The solver's numbers are right up to a tolerance; its optimum counts if the tolerance is
+below a unit, which holds for arenas of less than a million units.
 """
 
 import math
@@ -35,10 +35,10 @@ from farspan_memory.placement import (
 )
 
 Pairs = list[tuple[int, int]]
-# More makes rows by the million, of which no solver makes anything in a useful time.
+# More pairs make millions of rows, which no solver handles in a useful time.
 MOST_PAIRS = 50_000
-# HiGHS takes a z for whole and a row for kept that are off by so much, and stops that close to the
-# optimum (primal_feasibility_tolerance, mip_feasibility_tolerance, mip_abs_gap).
+# HiGHS accepts a z as whole and a row as satisfied within this tolerance, and stops that close to
+# the optimum (primal_feasibility_tolerance, mip_feasibility_tolerance, mip_abs_gap).
 TOLERANCE = 1e-6
 
 
@@ -54,7 +54,7 @@ class MixedIntegerProgram:
 
 
 def overlapping(requests: Sequence[PlacementRequest]) -> Pairs:
-    """E: the pairs that live at one time."""
+    """Return E: the pairs that live at one time."""
     return [
         (i, j)
         for j, b in enumerate(requests)
@@ -64,7 +64,8 @@ def overlapping(requests: Sequence[PlacementRequest]) -> Pairs:
 
 
 def count_overlapping(requests: Sequence[PlacementRequest]) -> int:
-    """How many pairs E has, in n log n: all but those where one dies before the other is born."""
+    """Return the number of pairs in E, in n log n: all pairs but those where one dies before the
+    other is born."""
     alive = [r for r in requests if r.born < r.dies]
     deaths = sorted(r.dies for r in alive)
     apart = sum(bisect_right(deaths, r.born) for r in alive)
@@ -74,8 +75,8 @@ def count_overlapping(requests: Sequence[PlacementRequest]) -> int:
 def write_program(
     requests: Sequence[PlacementRequest], unit: int, capacity: int
 ) -> MixedIntegerProgram:
-    """The rows of the program; sizes and M_cap in units of `unit` bytes, of which every size is a
-    multiple."""
+    """Return the rows of the program; sizes and M_cap in units of `unit` bytes, which divides every
+    size."""
     count, pairs = len(requests), overlapping(requests)
     sizes = [r.size // unit for r in requests]
     cap = capacity // unit
@@ -95,12 +96,13 @@ def write_program(
 def place_by_mip(
     requests: Sequence[PlacementRequest], seconds: float = 60.0, capacity: int | None = None
 ) -> Solution:
-    """The program's solution, or the greedy one where that is lower or the only one in time; it is
-    proved only where the solver's bound reaches it beyond its tolerance, or the most bytes alive
-    do. M_cap is what greedy placement needs, which is tighter than any device, or the capacity.
+    """Return the program's solution, or the greedy one if it is lower or no other came in time.
 
-    Raises UnsupportedError without scipy, for too many pairs, and when no placement within the
-    capacity was found, which does not say that there is none."""
+    It is proved only if the solver's bound reaches its height beyond the tolerance, or the most
+    bytes alive do. M_cap is the height of greedy placement, which is tighter than any device, or
+    the capacity. Raises UnsupportedError without scipy, for too many pairs, and if no placement
+    within the capacity was found, which does not prove that none exists.
+    """
     begin = perf_counter()
     pairs = count_overlapping(requests)
     if pairs > MOST_PAIRS:
@@ -131,15 +133,15 @@ def place_by_mip(
 
 
 def _proved(bound: float | None, cap: int) -> int:
-    """Units that every placement needs after the solver's bound: no less of it than its rows and
-    its z, which count M_cap times, may be off."""
+    """Return the units that every placement needs by the solver's bound, less the tolerance of its
+    rows and of its z, which count M_cap times."""
     if bound is None or not math.isfinite(bound):
         return 0
     return math.ceil(bound - TOLERANCE * (2 + cap))
 
 
 def _solve_mip(program: MixedIntegerProgram, count: int, seconds: float) -> Any:
-    """Runs HiGHS. x is continuous for A and M, binary for z."""
+    """Run HiGHS. x is continuous for A and M, binary for z."""
     try:
         optimize, matrix = import_module("scipy.optimize"), import_module("scipy.sparse").csr_array
     except ImportError as error:
@@ -164,9 +166,9 @@ def _solve_mip(program: MixedIntegerProgram, count: int, seconds: float) -> Any:
 def _exact_addresses(
     requests: Sequence[PlacementRequest], program: MixedIntegerProgram, x: Sequence[float]
 ) -> Placement | None:
-    """Whole bytes: the order that z decides, each buffer as low as what lies below it allows;
-    nothing where that is no order, since sizes below the tolerance decide none. The solver's own
-    addresses are right up to a millionth of M_cap only."""
+    """Return whole-byte addresses: in the order that z decides, each buffer as low as the buffers
+    below it allow. None if z gives no order, since sizes below the tolerance decide none. The
+    solver's own addresses are right up to a millionth of M_cap only."""
     below: dict[int, list[int]] = {i: [] for i in range(len(requests))}
     for z, (i, j) in enumerate(program.pairs, len(requests) + 1):
         low, high = (i, j) if x[z] < 0.5 else (j, i)
