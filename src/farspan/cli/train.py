@@ -157,7 +157,13 @@ def data_command(
     settings: Settings = None,
 ) -> None:
     """Show a run file's sequences: which documents, and which of their tokens are trained."""
-    chosen = load_run(run, settings or ())
+    chosen, given = load_run(run, settings or ()), settings or ()
+    named = any(one.partition("=")[0].strip() in ("data.cache", "data") for one in given)
+    if run.name == "config.yaml" and chosen.data.cache != DataConfig.cache and not named:
+        raise UnsupportedError(
+            f"{run}: data.cache: tokens would be written to {chosen.data.cache}, which the file of "
+            f"a run folder does not decide; give --set data.cache={chosen.data.cache}, or another"
+        )
     with ReadingLine(sys.stderr) as told:
         lines = list(load("farspan.train.setup", "show_data")(chosen, sequence, held_out, told))
     for line in lines:
