@@ -339,6 +339,18 @@ def test_the_file_of_a_run_folder_trusts_no_code(tmp_path: Path, command: list[s
     assert trusted == load_run(tmp_path / "run.yaml") == run
 
 
+def test_the_file_of_a_run_folder_names_no_cache(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    folder = Path(run.folder)
+    folder.mkdir()
+    (folder / "config.yaml").write_text(write_mapping(to_mapping(run)))
+    with pytest.raises(UnsupportedError, match=r"data\.cache: .* give --set data\.cache="):
+        app(["data", str(folder / "config.yaml")], standalone_mode=False)
+    given = ["--set", f"data.cache={tmp_path / 'own'}"]
+    app(["data", str(folder / "config.yaml"), *given], standalone_mode=False)
+    assert (tmp_path / "own").is_dir()
+
+
 def test_links_deep_in_a_run_folder_are_refused(tmp_path: Path, victim: Path) -> None:
     """By whoever reads or sends what is there."""
     run = tiny_run(tmp_path, steps=3)

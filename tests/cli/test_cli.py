@@ -158,6 +158,26 @@ def test_a_file_that_may_not_be_read_is_one_line(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.startswith("farspan: /other/model: Permission denied; fix")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        ImportError("libgfortran.so.5: failed to map segment from shared object"),
+    ],
+)
+def test_a_limit_of_memory_is_one_line(
+    capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    def refuse() -> None:
+        raise error
+
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(refuse)
+    said = capsys.readouterr().err
+    assert said.startswith("farspan: main memory: this process may take no more")
+    assert "ulimit -v" in said
+
+
 def test_train_from_a_run_file_to_a_model_that_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,10 @@ QUESTIONS: list[tuple[str, tuple[str, int]]] = [
     (f"{SMALL} --context 8K --gpu 8", refused("give --gpus 8, and the card with --machine")),
     (f"{SMALL} --context 8K --gpus h100", refused("--gpu h100")),
     (f"{SMALL} --context 8K --gpus 4090", refused("--gpu 4090")),
+    (f"{SMALL} --context 8K --gpu 4090 --gpus 4090", refused("--gpu 4090")),
+    (f"{SMALL} --context 8K --gpu 4090 --nf4", refused("give --quantize")),
+    (f"{SMALL} --context 8K --gpu 4090 --qlora --write q.yaml", ("q.yaml: written", 0)),
+    (f"{SMALL} --context 64K --gpu h200 --write long.yaml", ("stretches its RoPE to 64K", 0)),
     (f"{SMALL} --context 8K --gpu 8xh100 --gpus 4", refused("give one of them")),
     (f"{SMALL} --context 8K --gpu '8 H100s'", ("8 x h100", 0)),
     (f"{SMALL} --context 8K --gpu GB200", refused("give --gpu b200")),
@@ -115,6 +119,23 @@ def test_a_question_has_an_answer(
         said = done.output
         assert len(said.splitlines()) <= 25
     assert words in " ".join(said.split())
+
+
+def test_an_option_for_an_argument_is_told_the_whole_command() -> None:
+    with pytest.raises(UnsupportedError, match=r"give farspan init MODEL DATA$"):
+        cli.app(["init", "--model", "X"], standalone_mode=False)
+
+
+@pytest.mark.parametrize("machine", ["rtx4090", "gb10"])
+def test_what_is_short_can_be_bought(machine: str) -> None:
+    """More main memory where it is no part of the device, and never more than servers have."""
+    plan = farspan.plan("Qwen3-32B", context="128K", machine=machine)
+    assert not plan.fits
+    first = str(plan).splitlines()[0]
+    assert ("device memory" in first) is False
+    assert "-" not in "".join(line for line in str(plan).splitlines() if line.startswith("memory"))
+    offered = [r.options for r in plan.remedies if "--host-memory" in r.options]
+    assert bool(offered) == (machine == "rtx4090")
 
 
 # Questions with nothing named: what is chosen, and what is short, is the planner's.

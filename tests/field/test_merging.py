@@ -177,7 +177,10 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     (run / "model").symlink_to(adapters)
     with pytest.raises(UnsupportedError, match=r"run/model is a link to"):
         merge(run, tmp_path / "out")
-    (adapters / "notes.txt").unlink()
+    (adapters / "notes.txt").rename(tmp_path / "base" / "notes.txt")
+    with pytest.raises(UnsupportedError, match=r"base/notes.txt is a link to"):
+        merge(adapters, tmp_path / "out")  # of a base that the adapters name
+    (tmp_path / "base" / "notes.txt").unlink()
     snapshot = tmp_path / "models--x" / "snapshots" / "1234"
     blobs = tmp_path / "models--x" / "blobs"
     snapshot.mkdir(parents=True)

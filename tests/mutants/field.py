@@ -191,7 +191,7 @@ FIELD = (
     Fault(
         "folders: a profile is kept by following what has its name",
         'write_bytes(apart, json.dumps(to_json([profile])[0]).encode("utf-8"))',
-        "apart.write_text(json.dumps(to_json([found])[0]))",
+        "apart.write_text(json.dumps(to_json([profile])[0]))",
         ("tests/test_folders.py::test_no_command_writes_elsewhere_or_through_a_link",),
     ),
     Fault(

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -368,6 +369,7 @@ def test_a_full_disk_ends_the_run_and_the_same_command_goes_on(tmp_path: Path) -
     assert "resuming after step 2 of 5" in quiet.notes
 
 
+GROWN = "from farspan.train.memory import grow_stack; grow_stack()"
 DEEP = """
 import mmap, re, resource, sys
 from pathlib import Path
@@ -402,3 +404,5 @@ def test_a_full_address_space_is_an_error_and_no_segmentation_fault() -> None:
         for how in ("grown", "as it was")
     }
     assert codes == {"grown": 0, "as it was": -signal.SIGSEGV}
+    small = "ulimit -s 512; exec " + shlex.join([sys.executable, "-c", GROWN])
+    assert subprocess.run(["bash", "-c", small], check=False).returncode == 0

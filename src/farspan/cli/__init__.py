@@ -270,6 +270,12 @@ def main(called: Callable[[], Any] = app) -> None:
         words = f"farspan: {error.filename}: {error.strerror}; fix its permissions, or name another"
         print(words, file=sys.stderr)
         sys.exit(USAGE)
+    except (MemoryError, ImportError) as error:
+        if isinstance(error, ImportError) and "map segment" not in str(error):
+            raise
+        words = f"main memory: this process may take no more ({error or 'none is left'}); raise "
+        print(f"farspan: {words}its limit (`ulimit -v`), or use less", file=sys.stderr)
+        sys.exit(FAILED)
     except SystemExit as done:
         sys.stdout.flush()
         if not done.code and 1 in Lasting.lost:

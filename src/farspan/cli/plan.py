@@ -19,7 +19,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
-from farspan.cli.train import with_sparse, with_strategy
+from farspan.cli.train import Telling, with_sparse, with_strategy
 from farspan.data.config import DataConfig, LossConfig, RecordFormat
 from farspan.durable import check_place, write_output
 from farspan.formatting import (
@@ -34,7 +34,7 @@ from farspan.formatting import (
 )
 from farspan.lazy import load
 from farspan.planner.api import AS_IN_RUN_FILES, HERE, Request
-from farspan.planner.machines import BUSY_RATES, HOST_RESERVE, count_of, names_card
+from farspan.planner.machines import HOST_RESERVE, count_of, names_card
 from farspan.planner.machines import names as machine_names
 from farspan.planner.plans import LEAST, best_plan, longest_contexts
 from farspan.planner.remedies import LORA, RANK
@@ -382,7 +382,8 @@ ELSEWHERE = {
     "--device-memory": "--vram --gpu-memory --gpu-mem --memory",
     "--host-memory": "--ram --cpu-memory --main-memory --system-memory",
     "--lora": "--lora-rank --lora-r --rank --peft --adapter --adapters",
-    "--quantize": "--load-in-4bit --bits --quantization --quant --4bit --load-in-8bit --8bit",
+    "--quantize": "--nf4 --int4 --load-in-4bit --bits --quantization --quant --4bit --load-in-8bit "
+    "--8bit",
     "--dtype bf16 or fp32": "--precision --bf16 --fp16 --fp32 --fp8 --half --mixed-precision "
     "--torch-dtype",
     "--optimizer": "--optim",
@@ -411,6 +412,9 @@ class PlanCommand(TyperCommand):
                 meant = MEANT.get(plain, "")
                 if meant.split(" ")[0] not in own:
                     meant = "".join(get_close_matches(plain, own, n=1, cutoff=NEAR))
+                if meant and not meant.startswith("-"):  # an argument
+                    words = [one.upper() for one in own if not one.startswith("-")]
+                    meant = " ".join(["farspan", str(self.name), *words])
                 give = f"give {meant}" if meant else f"farspan {self.name} --help has all"
                 raise UnsupportedError(f"{name}: no such option of farspan {self.name}; {give}")
             given.append(word)
@@ -537,7 +541,7 @@ def devices_of(gpus: str | None, machine: str) -> int | None:
     if gpus is None:
         return counted
     named = count_of(gpus)
-    if named or not gpus.strip().lstrip("-").isdecimal() or (machine == HERE and names_card(gpus)):
+    if named or not gpus.strip().lstrip("-").isdecimal() or names_card(gpus):
         of = f"--gpus {named} --gpu CARD" if named else f"--gpu {shlex.quote(gpus)}"
         raise UnsupportedError(
             f"gpus: expected a number of devices, got {gpus!r}; for a card: {of}"
@@ -705,6 +709,8 @@ def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command:
     fill = [
         f"  put {what} in the place of {w} in {path}" for w, what in places.items() if w in text
     ]
+    if "overrides" in values.get("model", {}):
+        fill.append(f"  model.overrides in {path} stretches its RoPE to {in_k(tokens)} tokens")
     return [f"{path}: written; next:", *fill, f"  farspan data {path}", *start]
 
 
@@ -725,7 +731,11 @@ def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
     model: dict[str, Any] = {"path": hub_name("model", name), "dtype": question.dtype}
     model |= {} if revision is None else {"revision": revision}
     model |= {"lora": {"rank": given["lora"]}} if given.get("lora") else {}
-    model |= {"quantize": given["quantize"]} if question.nf4 else {}
+    model |= {"quantize": Quantization.NF4.value} if question.nf4 else {}
+    longest = question.longest()
+    if longest and question.run.tokens > longest and not question.learned_positions():
+        stretched = load("farspan.train.plan_run", "stretched_by")
+        model |= {"overrides": stretched(given["model"], question.run.tokens)}
     values: dict[str, Any] = {"model": model, "data": {"path": given.get("data", DATA)}}
     if question.loss.is_cut:
         values |= {"loss": changed(loss := loss_of_run(question.loss))}
@@ -781,18 +791,3 @@ def init_command(
     answer.show(everything=False, after=len(lines), run_file=output)
     print(*lines, sep="\n")
     raise typer.Exit(0 if chosen.fits else FAILED)
-
-
-class Telling:
-    """Hears what of this machine is measured, which takes up to a minute: that it happens is said
-    once, beside the answer."""
-
-    def __init__(self) -> None:
-        self.words: list[str] = []  # for the answer itself
-        self.said = False
-
-    def __call__(self, what: str) -> None:
-        if not self.said:
-            print(*fold(f"this machine: {what}"), sep="\n", file=sys.stderr)
-        self.said = True
-        self.words += [what] * (what == BUSY_RATES)

@@ -14,8 +14,9 @@ import typer
 from farspan.cli import Settings, typer_app
 from farspan.data.config import DataConfig, SourceKind
 from farspan.durable import write_output
-from farspan.formatting import EXAMPLE, OFF, ON, read_sparse, write_number
+from farspan.formatting import EXAMPLE, OFF, ON, fold, read_sparse, write_number
 from farspan.lazy import load
+from farspan.planner.machines import BUSY_RATES
 from farspan.planner.request import SHARE
 from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.run import REPORT, read_run, run_page, runs_json
@@ -157,11 +158,32 @@ def data_command(
     settings: Settings = None,
 ) -> None:
     """Show a run file's sequences: which documents, and which of their tokens are trained."""
-    chosen = load_run(run, settings or ())
+    chosen, given = load_run(run, settings or ()), settings or ()
+    named = any(one.partition("=")[0].strip() in ("data.cache", "data") for one in given)
+    if run.name == "config.yaml" and chosen.data.cache != DataConfig().cache and not named:
+        raise UnsupportedError(
+            f"{run}: data.cache: tokens would be written to {chosen.data.cache}, which the file of "
+            f"a run folder does not decide; give --set data.cache={chosen.data.cache}, or another"
+        )
     with ReadingLine(sys.stderr) as told:
         lines = list(load("farspan.train.setup", "show_data")(chosen, sequence, held_out, told))
     for line in lines:
         print(line.rstrip())
+
+
+class Telling:
+    """Hears what of this machine is measured, which takes up to a minute: that it happens is said
+    once, beside the answer."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []  # for the answer itself
+        self.said = False
+
+    def __call__(self, what: str) -> None:
+        if not self.said:
+            print(*fold(f"this machine: {what}"), sep="\n", file=sys.stderr)
+        self.said = True
+        self.words += [what] * (what == BUSY_RATES)
 
 
 class ReadingLine:

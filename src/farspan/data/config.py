@@ -39,6 +39,11 @@ class SourceKind(StrEnum):
     JSONL = "jsonl"  # JSON lines, each a document
     DATASET = "dataset"  # a Hugging Face dataset, each row a document
 
+    @classmethod
+    def _missing_(cls, value: object) -> "SourceKind | None":
+        """Return `auto` for the name of a format that files are known by."""
+        return cls.AUTO if value in ("parquet", "arrow", "csv", "json") else None
+
 
 class RecordFormat(StrEnum):
     """Contents of a JSON line or of a dataset's row."""

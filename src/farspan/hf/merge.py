@@ -79,13 +79,14 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
     adapters = _adapters_in(source)
     if os.path.lexists(folder):
         raise UnsupportedError(f"output: {folder} is there already; name a folder that is not")
-    cached = adapters.parent.name == "snapshots"  # in the hub's cache, with links to its own blobs
-    refuse_links(adapters, *[adapters.resolve().parents[1] / "blobs"] * cached)
+    _refuse_links(adapters)
     config = expect_json(adapters / ADAPTER_CONFIG)
     told = given_json(adapters / SOURCE, overrides=dict)
     overrides = told.pop("overrides", {})
     told.pop(FILES, None)
     model = _base_folder(config, base, adapters)
+    if base is None:  # adapters of somebody else may name any folder
+        _refuse_links(model)
     partial = folder.with_name(f"{PARTIAL}{folder.name}")
     with open_tensors(adapters / ADAPTER_TENSORS) as tensors:
         names = list(tensors.keys())
@@ -108,6 +109,13 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
     publish(partial, folder)
     modules = {name.partition(".lora_")[0] for name in names}
     return Merged(folder, len(modules), plain)
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise UnsupportedError where a link leads out of a folder. In the hub's cache a snapshot has
+    links to the blobs of its own repository."""
+    cached = folder.parent.name == "snapshots"
+    refuse_links(folder, *[folder.resolve().parents[1] / "blobs"] * cached)
 
 
 def _adapters_in(source: Path) -> Path:

@@ -25,6 +25,7 @@ MOST_DEVICES = 64
 LEAST_CONTEXT = 1024  # tokens
 LORA, RANK = "--lora", 16  # the adapters that are tried
 WEIGHTS = f"--weights {Tier.HOST}"
+LARGEST_HOST = 6 * 1024 * GIB  # of a node; what servers are sold with
 LARGER = 1.1  # least ratio of a larger card's memory
 TIMED = 3  # changes whose step is planned
 TRIES = 250  # changes: 4 seconds at 16 ms each, for Llama-3-70B on eight cards
@@ -197,9 +198,13 @@ def _quantized_on_host(question: Question) -> Changes:
 
 def _memory(question: Question) -> Changes:
     machine = question.machine
+    if machine.unified and not machine.on_cpu:
+        return  # it is soldered to the device
     whole = machine.host_bytes + machine.host_reserve
     for times in (2, 4, 8):
         text, size = _at_least(times * whole)
+        if size > LARGEST_HOST:
+            return
         larger = with_main_memory(machine, size)
         yield Remedy(f"--host-memory {text}", True), replace(question, machine=larger)
 

@@ -318,11 +318,16 @@ class Plan:
         sparse = self.schedule.sparse
         return sparse is not None and sparse.hides(self.question.run.tokens, self.schedule.chunk)
 
-    def rank(self) -> tuple[int, float]:
+    def rank(self) -> tuple[int, float, float]:
         """Return a key that sorts plans: those that fit and leave the margin, the fastest first,
-        then the tight ones, then the others by the bytes that they lack."""
-        over = -min(0, self.device.left) - min(0, self.host.left)
-        return -self.fit, self.seconds.total if self.fits else over
+        then the tight ones, then the others by the bytes that they lack on the device, and by those
+        that they lack in main memory, which a machine can be given more of. Both count together if
+        they are one memory."""
+        if self.fits:
+            return -self.fit, self.seconds.total, 0.0
+        device, host = -min(0, self.device.left), -min(0, self.host.left)
+        together = self.question.machine.unified
+        return -self.fit, device + host * together, host * (not together)
 
     def update_seconds(self) -> float:
         """Return the seconds of a training step: the batches of an update, and the update."""

@@ -177,10 +177,10 @@ def _folded(text: str) -> list[str]:
 
 def _tier_lines(plan: Plan, most: tuple[int, int]) -> Iterator[str]:
     """Yield the bytes of both tiers, or of the short ones, with their `most` largest causes."""
-    names = ("device", "main memory")
+    tiers = (("device", plan.device), ("main memory", plan.host))
     if plan.question.machine.unified:
-        names = ("memory, device tier", "memory, host tier")
-    for name, budget, many in zip(names, (plan.device, plan.host), most, strict=True):
+        tiers = (("memory, the device's part", plan.device), ("memory, the host's part", plan.host))
+    for (name, budget), many in zip(tiers, most, strict=True):
         if plan.fits or budget.left < 0:
             yield from _budget_lines(name, budget, many)
 
@@ -195,7 +195,8 @@ def _budget_lines(tier: str, budget: Budget, most: int) -> list[str]:
     named = [
         f"  {name:<36} {write_bytes(size):>10}  {bar(size / whole)}".rstrip() for name, size in rows
     ]
-    return [f"{tier}: {write_bytes(budget.total)} of {write_bytes(budget.limit)}", *named]
+    limit = write_bytes(max(0, budget.limit))
+    return [f"{tier}: {write_bytes(budget.total)} of {limit}", *named]
 
 
 def _step_words(plan: Plan) -> str:

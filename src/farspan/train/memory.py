@@ -3,6 +3,8 @@ allocator."""
 
 import ctypes
 import os
+import resource
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -129,8 +131,12 @@ class _OnStack(ctypes.Structure):
 
 def grow_stack() -> None:
     """Have the main thread's stack take 1 MiB now: where all of a limited address space is in use
-    (`ulimit -v`), the system ends a process whose stack grows by SIGSEGV."""
-    ctypes.CDLL(None).getpid(_OnStack())  # an argument, which is copied there
+    (`ulimit -v`), the system ends a process whose stack grows by SIGSEGV. Other threads have their
+    stacks from the start, and a stack that may not take 4 MiB (`ulimit -s`) is left alone."""
+    most, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    small = most != resource.RLIM_INFINITY and most < 4 * MIB
+    if threading.current_thread() is threading.main_thread() and not small:
+        ctypes.CDLL(None).getpid(_OnStack())  # an argument, which is copied there
 
 
 def trimming() -> Any:

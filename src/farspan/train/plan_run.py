@@ -8,14 +8,14 @@ from transformers import PretrainedConfig
 
 from farspan.engine.profile import profiles_of_model
 from farspan.formatting import write_seconds
-from farspan.hf.load import blank_model, config_for_planning
+from farspan.hf.load import blank_model, config_for_planning, load_config
 from farspan.hf.quantized import format_of, refuse_untrainable, refuse_whole
-from farspan.hf.unsupported import refuse_dropout, refuse_model
+from farspan.hf.unsupported import refuse_dropout, refuse_model, stretched
 from farspan.planner.api import HERE, Request, as_run
 from farspan.planner.machines import with_kernels
 from farspan.planner.plans import best_plan, longest_contexts, plan_as_written
 from farspan.planner.request import Plan, Question
-from farspan.profile.catalog import hub_name
+from farspan.profile.catalog import find_config, hub_name
 from farspan.profile.store import Profiles
 from farspan.program.layout import (
     ALONE,
@@ -264,3 +264,9 @@ def _layout(given: Given, gpus: int | None, model: ModelSpec, machine: MachineSp
     if given is None and gpus is None:
         return ALONE
     return sequence_layout(model, gpus or machine.devices)
+
+
+def stretched_by(model: str, tokens: int) -> dict[str, Any]:
+    """Return the overrides with which a model, named as `find_config` takes it, has positions for
+    documents of this many tokens."""
+    return stretched(load_config(path=None, config=find_config(model), overrides={}), tokens)
