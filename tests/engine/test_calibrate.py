@@ -230,7 +230,7 @@ def test_a_home_that_cannot_be_written_ends_nothing(
     here(device=CPU)
     here(device=CPU)
     assert len(measured) == 2
-    assert "what was measured is not kept" in caplog.text
+    assert "the measurements are not kept" in caplog.text
 
 
 def scripted(*seconds: float) -> tuple[Bench, Callable[[], None]]:
