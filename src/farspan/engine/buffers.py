@@ -306,7 +306,6 @@ class KVPrefix:
         return self.storage.rows(name, span, self.layer, mapped=mapped)
 
     def on_host(self, name: str) -> bool:
-        """Return whether this buffer is on the host."""
         return self.storage.program.buffers[name].tier is Tier.HOST
 
 

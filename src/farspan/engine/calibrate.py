@@ -157,11 +157,8 @@ def calibrate(
 ) -> MachineFile:
     """Measure one device and main memory: at most about a minute, or a few seconds if `quick`.
 
-    Args:
-        device: The device to measure.
-        dtypes: Dtypes to measure; None: bfloat16 and float32, and float64 on a CPU unless `quick`.
-        progress: Receives a message before each measurement.
-        quick: Take fewer and shorter measurements.
+    Without `dtypes` it measures bfloat16 and float32, and float64 on a CPU unless `quick`.
+    `progress` receives a message before each measurement.
 
     Returns:
         This node with all its devices, each as fast as the measured one. `sources` names values

@@ -93,7 +93,6 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 @torch.no_grad()
 def call_accumulated(parameters: Iterable[nn.Parameter]) -> None:
-    """Call the parameters' post-accumulate-grad hooks."""
     for parameter in parameters:
         for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
             hook(parameter)

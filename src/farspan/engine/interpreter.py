@@ -512,7 +512,6 @@ class Interpreter:
         return [p for p in self.boundary.layers[layer].parameters() if p.requires_grad]
 
     def _restore(self, i: Backward, cell: ChunkAttention | RecurrentCell, graph: Graph) -> None:
-        """Restore the tensors that a kept graph saved."""
         if graph.saved is not None:
             assert i.activations is not None
             hidden = self.hidden.pop(i.layer, None)

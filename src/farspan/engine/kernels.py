@@ -61,20 +61,12 @@ def select_kernel(
     choice: AttentionKernel = AttentionKernel.AUTO,
     queries: tuple[int, ...] | None = None,
 ) -> BlockKernel:
-    """Select the fastest exact kernel for these heads, or the chosen one.
-
-    cuDNN's backward is not deterministic, so it is left out under
+    """Select the fastest exact kernel for these heads, or the chosen one. Vendor kernels need a
+    CUDA `capability` of (8, 0) or more; heads of widths that they do not take are padded
+    (`Padded`). cuDNN's backward is not deterministic, so it is left out under
     `torch.use_deterministic_algorithms`, and after `torch.backends.cuda.enable_cudnn_sdp(False)`.
-
-    Args:
-        capability: Compute capability of the CUDA device; vendor kernels need (8, 0). Heads of
-            other widths than a vendor kernel takes are padded (`Padded`).
-        queries: Lengths of whole chunks.
-
-    Raises:
-        UnsupportedError: The dtype is no floating type of 16 bits or more, or the chosen kernel
-            cannot run here.
-    """
+    `queries` are the lengths of whole chunks. Raises UnsupportedError for a dtype that is no
+    floating type of 16 bits or more, and for a chosen kernel that cannot run here."""
     half = dtype in (torch.bfloat16, torch.float16)
     if not half and dtype not in (torch.float32, torch.float64):
         raise UnsupportedError(

@@ -242,8 +242,8 @@ def parallelize(
     keep: bool = False,
     kernels: Kernels | None = None,
 ) -> ShardedModel:
-    """Shard a model over ranks, in place. Later steps may use another schedule if a pipeline keeps
-    its stages.
+    """Shard a model over ranks, in place. Steps may follow another schedule if a pipeline keeps its
+    stages.
 
     Either all ranks have loaded the whole model, or rank 0 alone, on any device, and the parameters
     of the other ranks are on the meta device: then no device ever holds more than its shards and
@@ -251,16 +251,14 @@ def parallelize(
 
     Args:
         schedule: With `schedule.weights` HOST the shards stay in main memory.
-        ranks: Tensor parallelism slices the weights of layers; the rest is sharded as by FSDP2 if
-            the layout has `fsdp`.
+        ranks: Tensor parallelism slices layers' weights; the rest is sharded as by FSDP2 if `fsdp`.
         stage: Another ZeRO stage than the layout's.
         offload: Keep the sharded weights, their gradients and so optimizer states in main memory.
         keep: Keep layers of other pipeline stages, which otherwise move to the meta device.
         kernels: The kernels of the steps; give steps the same.
 
     Raises:
-        UnsupportedError: The model or its weights differ between ranks, or cannot be sharded
-            exactly.
+        UnsupportedError: Ranks' models or weights differ, or cannot be sharded exactly.
     """
     several = ranks.layout.devices() > 1  # programs of a single rank gather nothing
     with ranks.agreement("parallelize") as same:
@@ -422,7 +420,6 @@ class ShardedUpdate:
                 piece.grad = None if own.grad is None else local(own.grad)
 
     def clear(self) -> None:
-        """Drop all gradients."""
         for name, own in self.sharded_model.sharded.parameters().items():
             own.grad = self.pieces[name].grad = None
 

@@ -90,7 +90,6 @@ def _one_by_one(
     documents: tuple[tuple[int, ...], ...],
     logits_of: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Return the logits of every document, run alone."""
     rows = []
     for row, starts in enumerate(documents):
         cuts = pairwise((*starts, batch.input_ids.shape[1]))
@@ -229,7 +228,6 @@ class Function:
         return SparseReference(self.schedule.sparse, self.schedule.chunk, lambda *_: next(left))
 
     def selector(self, model: nn.Module, batch: int, tokens: int) -> Selector | PageFunction | None:
-        """Return the selector of the step."""
         if self.choices is None:
             return self.given
         program = build_program(

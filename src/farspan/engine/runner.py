@@ -183,7 +183,6 @@ class ProgramRunner:
         return None if self._seen is None else self._seen()
 
     def arena_bytes(self) -> dict[Tier, int]:
-        """Return the present bytes of the arenas."""
         return {tier: arena.nbytes for tier, arena in self.arenas.items()}
 
     def release(self) -> None:
@@ -222,7 +221,6 @@ class ProgramRunner:
         )
 
     def _accumulator(self) -> GradientAccumulator:
-        """Return the accumulator for the gradients of one backward."""
         sharded = self.sharded_model
         hooked = () if sharded else (p for p in self.boundary.model.parameters() if is_hooked(p))
         return GradientAccumulator(None if sharded is None else sharded.reduce, hooked)
@@ -288,7 +286,6 @@ class ProgramRunner:
         head: LossHead | ValueHead,
         gradients: GradientAccumulator,
     ) -> Interpreter:
-        """Return the interpreter of the program on these inputs."""
         prepared.storage.copies = self.copies  # others while recording or replaying
         return Interpreter(
             boundary=self.boundary,
@@ -308,7 +305,6 @@ class ProgramRunner:
         )
 
     def _after(self, prepared: PreparedProgram) -> Callable[[Instruction], None]:
-        """Return the callback for issued instructions."""
         counter = Counter(prepared, self.progress)
         if self.watch is None or not prepared.program.trains():
             return counter

@@ -118,9 +118,33 @@ class Step(ProgramRunner):
     row than a planned one runs by the same schedule, so call the longest batch first; a larger one,
     or one that trains more parameters, is planned again.
 
-    Raises UnsupportedError if the model cannot be trained exactly in chunks, the schedule does not
-    fit it, or no schedule fits the machine. If a step raises, `.grad` is undefined and must be
-    cleared.
+    Args:
+        model: A causal LM of transformers, or a wrapper of one such as PEFT's.
+        schedule: A `Schedule`, or "auto". With `schedule.weights` HOST the model moves to main
+            memory.
+        progress: Called after every cell; may raise to abandon the step.
+        poison: Fill the arenas with NaN before every step: nothing may depend on their old content.
+        overlap: Copy in parallel with the computation, the default on CUDA. The results have the
+            same bits (on CUDA with `kernels.deterministic`, else up to rounding).
+        kernels: Implementations of attention and other operations.
+        selector: With `schedule.sparse`, chooses pages instead of the votes: one of
+            `farspan.sparse.pages`, or a function of its arguments alone, from votes [B, Hk, M, n]
+            and the range of their n pages to int32 [B, Hk, M, k] of pages or -1, k at most `budget
+            // page`.
+        ranks: All ranks make the same call with the same sequences (replicas along `data` with
+            their own) and get the same loss; weights and gradients stay whole on each rank, unless
+            `parallelize` has sharded the model.
+        device: The device that computes, if weights are in main memory.
+        weights: The streamed weights of another step of this model.
+        head: The function that `values` calls.
+        memory: Memory to share with another step, such as one of this model's reference.
+        seed: Seed of dropout, next to the call's number (`drawn`) and a token's place.
+        neftune_alpha: Noise on embeddings in training is at most this over sqrt(tokens * hidden).
+
+    Raises:
+        UnsupportedError: The model cannot be trained exactly in chunks, the schedule does not fit
+            it, or no schedule fits the machine. If a step raises, `.grad` is undefined and must be
+            cleared.
     """
 
     # Bytes of main memory that a step's forecast may use; None: all of it.
@@ -145,34 +169,6 @@ class Step(ProgramRunner):
         seed: int = 0,
         neftune_alpha: float | None = None,
     ) -> None:
-        """Prepare the model for steps by a schedule.
-
-        Args:
-            model: A causal LM of transformers, or one in a wrapper such as PEFT's.
-            schedule: A `Schedule`, or "auto" for the planner's choice. With `schedule.weights` HOST
-                the model is moved to main memory.
-            progress: Called after every cell; may raise to abandon the step.
-            poison: Fill the arenas with NaN before every step, to show that nothing depends on
-                their old content.
-            overlap: Run copies in parallel with the computation, the default on CUDA. The results
-                have the same bits (on CUDA with `kernels.deterministic`, else up to rounding).
-            kernels: Implementations of attention and other operations.
-            selector: Replaces the choice of pages by votes, with `schedule.sparse`: one of
-                `farspan.sparse.pages`, or a function of its arguments alone, from votes [B, Hk, M,
-                n] and the range of their n pages to a choice, int32 [B, Hk, M, k] of pages or -1, k
-                at most `budget // page`.
-            ranks: All ranks make the same call with the same sequences (replicas along `data` with
-                their own) and get the same loss; weights and gradients stay whole on each rank,
-                unless `parallelize` has sharded the model.
-            device: The device that computes, with weights in main memory.
-            weights: The streamed weights of another step of this model.
-            head: The function that `values` calls.
-            memory: Memory of another step, such as one of this model's reference: the two take
-                turns in it, as calls of one step do.
-            seed: Dropout follows from it, the call's number (`drawn`) and a token's place.
-            neftune_alpha: Noise on embeddings in training is at most this over sqrt(tokens *
-                hidden).
-        """
         context = ranks.ranks if isinstance(ranks, ShardedModel) else ranks
         self._wanted, self._overlap = kernels or Kernels(), overlap
         with agreement(context, "Step") as same:
@@ -205,7 +201,6 @@ class Step(ProgramRunner):
         return keep(model, self._schedule or Schedule(), ranks)
 
     def _stages(self) -> CausalLMStages:
-        """Return the stages of the model in its present state."""
         ranks, model = self.sharded_model, self._model
         found = CausalLMStages(model, None if ranks is None else ranks.sharded.device)
         if self._on_host or self._device is not None:
@@ -380,9 +375,6 @@ class Step(ProgramRunner):
 
         Returns:
             The mean loss over trained tokens, a scalar.
-
-        Raises:
-            UnsupportedError: An argument, or the model in its present state, cannot be trained.
         """
         with self._agreement("step") as same:
             if not torch.is_grad_enabled():
@@ -460,14 +452,13 @@ class Step(ProgramRunner):
             labels: [batch, tokens], or [batch, tokens, k] for k ids a token; None: the tokens
                 themselves.
             temperature: Divides the logits.
-            entropy: Also return the entropy of each token's distribution over the vocabulary.
+            entropy: Also return the entropy of each token's distribution, [batch, tokens].
 
         Returns:
-            In the shape of labels, at each token the log-probability of the next token's label; 0
-            without a next token or for -100. With `entropy` a pair with [batch, tokens].
+            In the shape of labels, the log-probability of the next token's label; 0 without one or
+            for -100.
 
         Raises:
-            UnsupportedError: As for a step.
             RuntimeError: In a backward after the weights have changed.
         """
         with self._agreement("logprobs") as same:
@@ -492,16 +483,9 @@ class Step(ProgramRunner):
         k: int,
         vocab: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the k likeliest next ids of each token, [batch, tokens, k] int64, and their
-        log-probabilities.
-
-        Args:
-            k: Ids per token.
-            vocab: Consider the first `vocab` ids alone; None: all.
-
-        Returns:
-            Ids and log-probabilities, without gradients, such as a student is distilled from.
-        """
+        """Return the k likeliest next ids of each token and their log-probabilities, without
+        gradients. Both are [batch, tokens, k], ids int64, such as a student is distilled from. With
+        `vocab` only the first `vocab` ids count."""
         with self._agreement("top_logprobs") as same:
             function = TopIds(k=k, vocab=vocab)
             asked_for = self._asked(same, function, input_ids, input_ids.long(), document_ids)
@@ -514,19 +498,11 @@ class Step(ProgramRunner):
         targets: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """Return the values of `head` for every token, [batch, tokens, k], with gradients as for
-        `logprobs`.
-
-        The head is called on some tokens at a time, with their hidden states after the model's
-        final norm [n, hidden] and their `targets` [n, ...], and returns [n, k]. If it is an
-        `nn.Module` its parameters are trained too.
-
-        Args:
-            targets: [batch, tokens, ...], not shifted; None: the tokens themselves.
-
-        Raises:
-            UnsupportedError: This Step has no head.
-        """
+        """Return the values of `head` for every token, [batch, tokens, k], with gradients as
+        `logprobs`. The head is called on some tokens at a time, with their hidden states after the
+        model's final norm [n, hidden] and their `targets` [n, ...] (from [batch, tokens, ...], not
+        shifted; None: the tokens), and returns [n, k]. If it is an `nn.Module` its parameters are
+        trained too. Raises UnsupportedError without a head."""
         with self._agreement("values") as same:
             if self.head is None:
                 raise UnsupportedError("head: this Step has none; give Step(..., head=function)")
@@ -765,7 +741,6 @@ def _written(schedule: Schedule | str, selector: object) -> tuple[Schedule | Non
 
 
 def _drops(model: nn.Module) -> bool:
-    """Return whether the model has an active dropout."""
     dropouts = (m for m in model.modules() if isinstance(m, nn.Dropout))
     return any(m.p > 0 and m.training for m in dropouts)
 

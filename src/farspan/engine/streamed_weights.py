@@ -402,7 +402,6 @@ class StreamedWeights:
         return self._received
 
     def abandon(self) -> None:
-        """Abandon an unfinished step."""
         self._put(used=False)
         self._left.clear()
 
@@ -462,7 +461,6 @@ def computing_device(
 
 
 def _addresses(weight: nn.Parameter) -> list[int]:
-    """Return the addresses of the parts of a weight."""
     return [part.data_ptr() for part in parts_of(weight)]
 
 

@@ -99,7 +99,6 @@ class Arena:
             self._slab = slab[:size]
 
     def release(self) -> None:
-        """Free the memory."""
         self._mapped = None
         self._slab = torch.empty(0, dtype=torch.uint8, device=self._device)
         if self._unlock is not None:

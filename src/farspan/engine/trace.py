@@ -317,7 +317,6 @@ def _describe(values: Iterable[Any], key: list[Any]) -> bool:
 
 
 def in_backward() -> bool:
-    """Return whether autograd is running a backward."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -486,13 +486,11 @@ def _rounded(model: nn.Module, data: Data, plains: _Side, steps: _Side) -> Judge
 
 
 def _plain(model: nn.Module, data: Data, attend: Attention) -> Outcome:
-    """Return loss and gradients by plain autograd."""
     loss = reference_loss(model, *data, attend=attend)
     return loss.detach(), gradients_of(model, loss)
 
 
 def _stepped(model: nn.Module, function: Function, data: Data) -> Outcome:
-    """Return loss and gradients by the step."""
     selector = function.selector(model, *data[0].shape)
     with own_gradients(model):
         loss = Step(model, function.schedule, poison=True, selector=selector)(*data)

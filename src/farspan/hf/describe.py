@@ -313,7 +313,6 @@ def _stand_in(model: PreTrainedModel) -> None:
 
 
 def _tables(model: PreTrainedModel) -> list[Any]:
-    """Return the weights of embeddings and of the head."""
     found = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     head = model.get_output_embeddings()
     return found if head is None else [*found, head.weight]

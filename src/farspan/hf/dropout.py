@@ -215,7 +215,6 @@ class Draws:
         return Numbers(keys, self.row + self.place.row, self.place.first, self.fused)
 
     def forward(self, name: str, module: nn.Dropout, x: Tensor) -> Tensor:
-        """Run a dropout module on x."""
         out: Tensor = _Dropped.apply(x, module.p, self.numbers(name, x))
         return out
 

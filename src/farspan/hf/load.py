@@ -188,19 +188,16 @@ def load_model(
     nf4: bool = False,
     known: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
-    """Load a model in training mode.
+    """Load a model in training mode. Only safetensors weights are read.
 
-    Modules that text does not reach, such as an encoder of images, are frozen. Only safetensors
-    weights are read.
+    Modules that text does not reach, such as an encoder of images, are frozen. Warns of saved
+    weights that the model has no place for.
 
     Args:
         seed: Seed of random weights.
         weights: Saved, random or none.
         nf4: Pack saved weights of linear modules to four bits an element as they are read.
         known: The result of `load_config` for the same arguments, if already read.
-
-    Returns:
-        The model on `device`. Warns of saved weights that the model has no place for.
 
     Raises:
         UnsupportedError: The folder holds no weights, or not all that the model has.

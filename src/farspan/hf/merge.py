@@ -65,7 +65,6 @@ class Merged:
     streamed: bool  # one weight at a time; else in memory, by peft
 
     def describe(self) -> str:
-        """Return one line for the user."""
         how = "" if self.streamed else ", by peft in memory"
         return f"adapters of {self.modules} modules merged{how}; the model is in {self.folder}"
 
@@ -85,7 +84,7 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
     """
     adapters = _adapters_in(source)
     if os.path.lexists(folder):
-        raise UnsupportedError(f"output: {folder} already exists; name a folder that does not")
+        raise UnsupportedError(f"output: {folder} is there already; name a folder that is not")
     cached = adapters.parent.name == "snapshots"  # in the hub's cache, with links to its own blobs
     refuse_links(adapters, *[adapters.resolve().parents[1] / "blobs"] * cached)
     config = expect_json(adapters / ADAPTER_CONFIG)

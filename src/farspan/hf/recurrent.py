@@ -157,7 +157,6 @@ def state_spec(states: Mapping[str, Tensor]) -> tuple[StateTensor, ...]:
 
 
 def state_dtype(state: StateTensor, model: torch.dtype) -> torch.dtype:
-    """Return the dtype of a state."""
     widths = {4: torch.float32, 8: torch.float64}
     return model if state.element_bytes == model.itemsize else widths[state.element_bytes]
 

@@ -53,8 +53,6 @@ class LayerCall:
     caches: frozenset[str] = frozenset()  # keywords that pass a cache to the layer
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "LayerCall":
-        """Return the call with its tensors changed."""
-
         def changed(leaf: Any) -> Any:
             return change(leaf) if isinstance(leaf, Tensor) else leaf
 
@@ -523,7 +521,6 @@ def compile_layers(stages: CausalLMStages) -> None:
 
 
 def is_compiled(layer: nn.Module) -> bool:
-    """Return whether a module of the layer is compiled."""
     return any(module._compiled_call_impl is not None for module in layer.modules())
 
 

@@ -447,5 +447,4 @@ def _adder(total: dict[nn.Parameter, Tensor]) -> Any:
 def answer_densely(
     _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
 ) -> Tensor:
-    """Answer an attention call densely over its own keys."""
     return attended(reference, q, k, v, scale, keywords)
