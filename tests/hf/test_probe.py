@@ -46,7 +46,7 @@ class TestWhatCouldNotBeNoticedByName:
             model.get_parameter(name).view(-1)[3] = value
         words = refusal(model)
         assert f"model: {name} holds NaN or infinity, 1 of its " in words
-        assert "take another one" in words
+        assert "use another one" in words
 
     def test_adapters_inside_the_layers_are_exact(self) -> None:
         model = make_model("llama")

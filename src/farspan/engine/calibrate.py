@@ -195,7 +195,7 @@ def calibrate(
 
 @dataclass(slots=True)
 class Calibration:
-    """A calibration in several passes, which measure settled values no more."""
+    """A calibration in several passes, each of which measures only unsettled values."""
 
     bench: Bench
     dtypes: tuple[torch.dtype, ...]

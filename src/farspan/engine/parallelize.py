@@ -89,8 +89,7 @@ class ShardedModel:
             )
 
     def compare(self, same: Agreement, stages: CausalLMStages, *, weights: bool) -> None:
-        """Add buffers, and with `weights` the weights each rank holds whole, to the ranks'
-        comparison."""
+        """Add the model's buffers to the ranks' comparison, and its whole weights if `weights`."""
         left = _BY_LENGTH if chooses_by_length(stages.model.config) else ()
         buffers = stages.model.named_buffers()
         numbers: dict[str, Tensor] = {n: x for n, x in buffers if not n.endswith(left)}
@@ -242,12 +241,11 @@ def parallelize(
     keep: bool = False,
     kernels: Kernels | None = None,
 ) -> ShardedModel:
-    """Shard a model over ranks, in place. Steps may follow another schedule if a pipeline keeps its
-    stages.
+    """Shard a model over ranks, in place.
 
-    Either all ranks have loaded the whole model, or rank 0 alone, on any device, and the parameters
-    of the other ranks are on the meta device: then no device ever holds more than its shards and
-    one weight. Give the parameters to an optimizer afterwards.
+    All ranks have loaded the whole model, or rank 0 alone, on any device, and others on the meta
+    device: then no device ever holds more than its shards and one weight. Make the optimizer from
+    the parameters afterwards. Steps may use another schedule with the same pipeline stages.
 
     Args:
         schedule: With `schedule.weights` HOST the shards stay in main memory.

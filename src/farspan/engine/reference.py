@@ -243,7 +243,7 @@ class Function:
         return reading(self.given, lambda votes, pages: choices[next(left)])  # noqa: ARG005
 
     def rule(self) -> str:
-        """Return the end of a rule: the comparison that is made."""
+        """Describe the comparison, as the end of a limit's rule."""
         if self.schedule.sparse is None:
             return ""
         if self.choices is None:

@@ -248,8 +248,8 @@ class StreamedWeights:
         return [[p.own for p in one.parameters if p.trained] for one in units]
 
     def norms(self) -> dict[int, Tensor]:
-        """Return the norm of `.grad` by the id of the user's parameter, as computed on the device.
-        Only parameters whose `.grad` is the unchanged sum of the latest step."""
+        """Return the norms of gradients by the id of the user's parameter, as computed on the
+        device. They cover parameters whose `.grad` is the unchanged sum of the latest step."""
         return {
             id(p.own): p.norm
             for p in self._all()

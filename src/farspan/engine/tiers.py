@@ -79,7 +79,7 @@ class Arena:
 
     @property
     def is_pageable(self) -> bool:
-        """True for main memory of a GPU's copies that could not be locked."""
+        """True if main memory for a GPU's copies could not be locked."""
         return self._cuda is not None and self.nbytes > 0 and self._unlock is None
 
     def reserve(self, size: int) -> None:
@@ -309,7 +309,7 @@ class CopyEngine:
         self.evicted += values.nbytes
 
     def note(self, target: Tensor, source: Tensor) -> None:
-        """Copy within the device on the fetching lane, so that later fetches follow it."""
+        """Copy within the device on the fetching lane, in the order of fetches."""
         with self.on(Lane.FETCH):
             target.copy_(source)
 

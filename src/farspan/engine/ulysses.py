@@ -120,7 +120,7 @@ class HeadExchange:
         return values if self.ulysses is None else self.ulysses.heads_of(values)
 
     def of_all_heads(self, values: Tensor, like: Tensor) -> Tensor:
-        """Return [H] with this rank's values in their places, and zeros."""
+        """Return values of all heads, [H]: this rank's, and zeros elsewhere."""
         if self.ulysses is None:
             return values
         whole = like.new_zeros(like.shape)

@@ -50,8 +50,8 @@ PLAIN = Linears()
 
 
 def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
-    """Return the module, or a shell of it if a rule knows it or modules inside. The shell's modules
-    have the forwards of the first rules that know them."""
+    """Return a shell of the module if a rule knows it or a module inside, else the module. The
+    shell's modules have the forwards of the first rules that know them."""
     rules = tuple(rules)
     # A parametrized module has its own class, which is not copied. A forward set on the module
     # itself calls its own children.
@@ -211,7 +211,8 @@ def _activated(act: Act, x: Tensor) -> Tensor:
 
 
 def _gates(module: nn.Module, names: tuple[str, ...], act: Act) -> bool:
-    """Return whether these are its gate, up and down, or its joint gate and up, and down."""
+    """Return whether the named modules are an MLP's gate, up and down, or joint gate-up and
+    down."""
     *ups, down = names
     outer = INNER if len(ups) == 2 else 2 * INNER
     matrices = {name: _random(outer, WIDTH, seed=4 + i) for i, name in enumerate(ups)}

@@ -352,8 +352,7 @@ def _with_random_weights(
 
 
 def _auto(config: PretrainedConfig) -> Any:
-    """Return the auto class; a model that also reads images may be known as a language model only
-    as a whole."""
+    """Return the auto class of a configuration: that of image-text models if no other knows it."""
     seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if seeing and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForImageTextToText

@@ -80,7 +80,7 @@ NOT_OF_FAMILIES = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A value of an override, and where transformers reads it."""
+    """An override's value, and the fields of the configuration that it sets."""
 
     name: str  # as the user wrote it, such as model.overrides.rope_scaling.factor
     paths: tuple[tuple[str, ...], ...]  # such as rope_parameters, full_attention, factor
@@ -471,8 +471,8 @@ def _is_default(
     change: Change,
     whole: dict[str, Any],
 ) -> bool:
-    """Return whether the model reads the value, which happens to be its default, such as yarn's
-    beta_fast of 32. Then another value makes another model."""
+    """Return whether the model reads the value as its default, such as yarn's beta_fast of 32:
+    another value then makes another model."""
     if not isinstance(change.value, bool | int | float):
         return False
     value = change.value
@@ -580,7 +580,7 @@ def _field(config: Any, name: str) -> str | None:
 
 
 def _long_tables(module: nn.Module) -> list[bytes]:
-    """Return the tables of a RoPE for long sequences, which it makes when it meets one."""
+    """Return a RoPE's tables for long sequences, which it makes only when it meets one."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds if isinstance(kinds, dict) else {None: kinds}
     config: Any = getattr(module, "config", None)
