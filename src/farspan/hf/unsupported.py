@@ -75,8 +75,8 @@ def refuse_model(model: PreTrainedModel) -> None:
             )
         if last == "indexer" and list(module.parameters()):
             raise UnsupportedError(
-                f"model: {name} attends to tokens that {path} chooses, and does not pass the "
-                "choice to the attention interface; expected a model whose layers attend to all "
+                f"model: {name} attends to the tokens that {path} chooses, and does not pass "
+                "them to the attention interface; expected a model whose layers attend to all "
                 "tokens or to a window"
             )
     # Gemma4's "vision" applies to the tokens of an image alone.
