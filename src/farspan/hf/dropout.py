@@ -177,7 +177,7 @@ class Place:
     row: int = 0  # of the batch, the first
 
     def part(self, start: int, stop: int) -> "Place":
-        """Return the place of tokens [start, stop) of these."""
+        """Return the place of the tokens [start, stop) within it."""
         return Place(self.first + start, min(stop, self.tokens) - start, self.row)
 
 
@@ -238,7 +238,7 @@ def refuse_noise(alpha: float | None) -> float | None:
 def _given_other(name: str, x: Tensor) -> UnsupportedError:
     return UnsupportedError(
         f"model: {name} is given {list(x.shape)} and not the tokens of a chunk in their order, "
-        "[batch, tokens, ...], so what it drops cannot be repeated; set its probability to 0"
+        "[batch, tokens, ...], so its draws cannot be repeated; set its probability to 0"
     )
 
 
@@ -259,7 +259,7 @@ def drawing(model: PreTrainedModel, draws: Draws | None) -> Iterator[None]:
 @contextmanager
 def still(model: PreTrainedModel) -> Iterator[None]:
     """Run the body with dropouts that drop nothing, but return new tensors. Cells can then be
-    examined, and autograd saves what it saves in training."""
+    examined, and autograd saves the same tensors as in training."""
 
     def forward(name: str, x: Tensor) -> Tensor:
         if x.ndim < 3:

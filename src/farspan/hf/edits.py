@@ -1,6 +1,6 @@
 """Detect edits of a model by comparing everything that decides how a step runs.
 
-A step is prepared for a model's state: its modules, what they do with tokens, the attention they
+A step is prepared for a model's state: its modules, their effect on tokens, the attention they
 request. `look` collects everything that a preparation may read, except the values of weights, which
 every update changes: modules and parameters by identity, hooks, forwards that were set on
 instances, classes, attributes, configurations and buffers. Two looks are equal unless the model was

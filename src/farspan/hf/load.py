@@ -86,7 +86,7 @@ def load_config(
         overrides: Fields that replace those of config.json; in a nested configuration or the
             parameters of RoPE, only the named entries change.
         drawn: Whether weights are random although `path` may have some.
-        dtype: Dtype of the weights, which an override of it must agree with.
+        dtype: Dtype of the weights, which overrides must agree with.
 
     Raises:
         UnsupportedError: The model is unknown, an override is no field of its config or makes no
@@ -402,7 +402,7 @@ def _with_saved_weights(
 
 
 def _few(names: set[str]) -> str:
-    """Return the first of these names, and the number of further ones."""
+    """Return the first names as text, and the number of the others."""
     shown = sorted(names)[:NAMES_SHOWN]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -45,8 +45,8 @@ INDEX_FOLDER = "index"  # next to them: the index of sparse attention
 PREFIX = "base_model.model."  # before the model's own name in a name of peft's
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".index.json")
-# Fields of an adapter_config.json that may have any value: lora_alpha / r * B(A) is still what is
-# added to W. With another value in any other field peft merges.
+# Fields of an adapter_config.json that may have any value: W still gets lora_alpha / r * B(A).
+# With another value in any other field peft merges.
 EITHER = frozenset(
     (
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),

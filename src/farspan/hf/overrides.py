@@ -1,5 +1,5 @@
 """Apply `model.overrides` as transformers reads the same fields in config.json, and check that each
-of them acts.
+acts.
 
 transformers converts some fields as it reads a file: layer kinds from a window, RoPE's parameters
 from `rope_theta` and `rope_scaling`. So the file's fields are changed and read again, rather than
@@ -427,7 +427,7 @@ def refuse_idle(
 
     Args:
         make: Makes a model of a configuration, without weights.
-        build: Makes the configuration of these changes.
+        build: Makes the configuration with some changes.
         changes: All changes.
         drawn: Whether weights are random rather than read.
 

@@ -1,7 +1,7 @@
 """Prove that a model can run in chunks by running it on a handful of tokens.
 
 Attention is computed densely. The model runs as a whole, then stage by stage, then every kind of
-layer alone. If two of these differ, something mixes tokens outside of attention, or attention
+layer alone. If two results differ, something mixes tokens outside of attention, or attention
 bypasses the interface, and the model is refused. Stage by stage the operations are the same, and so
 is the rounding.
 
@@ -468,7 +468,7 @@ def _refuse_gradients_between_tokens(stages: CausalLMStages, index: int, hidden:
         (found,) = torch.autograd.grad(total, leaf, retain_graph=True)
         if bool(found[:, there].any()):
             raise UnsupportedError(
-                f"model: layer {index} of {type(stages.model).__name__} mixes tokens beside the "
+                f"model: layer {index} of {type(stages.model).__name__} mixes tokens outside the "
                 "attention interface (by a convolution or a scan of its own, or a statistic over "
                 "tokens), which chunks would cut off"
             )

@@ -28,7 +28,7 @@ MISSING = (
 )
 WHOLE = (
     "model.lora: missing, and weights that are quantised cannot be trained themselves; give "
-    "model.lora, such as rank: 16, for adapters beside them, or {instead}"
+    "model.lora, such as rank: 16, for adapters on them, or {instead}"
 )
 # Formats without gradients, by the names in checkpoints; transformers itself refuses others.
 UNTRAINED = ("mxfp4", "nvfp4")

@@ -88,7 +88,7 @@ class _Record:
 
 class StandIn(nn.Module):
     """Replaces a module in a shell and has its attributes, such as a layer's attention type, on
-    which families branch. The module is no submodule of it."""
+    which families branch. The module is not registered as a submodule."""
 
     def __init__(self, module: nn.Module):
         super().__init__()

@@ -195,7 +195,7 @@ def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
 
 
 def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
-    """Return the likely children of a model without values, where nothing can be proven. Gradients
+    """Return the likely children of a model without values, which allow no proof. Gradients
     are taken to depend on a child's output if autograd saves it."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     for index, kind in enumerate(stages.kinds()):

@@ -453,7 +453,7 @@ def describe_positions(model: PreTrainedModel | PretrainedConfig) -> list[str]:
     config = (model.config if isinstance(model, PreTrainedModel) else model).get_text_config()
     limit, found = context_limit(model), ropes(config)
     if limit is None and not found:
-        return ["positions: the model has no table of them, and a document any length"]
+        return ["positions: the model has no position table, so a document may have any length"]
     many = "any number of positions" if limit is None else f"{limit:,} positions"
     if not found:
         return [f"positions: no RoPE; a document may have {many}"]
@@ -525,7 +525,7 @@ def _not_honoured(module: nn.Module) -> UnsupportedError:
     return UnsupportedError(
         f"rope_parameters.rope_type: {type(module).__name__} chooses the table of {LONG_ROPE!r} "
         "by the longest position in its own way, so a chunk's table is not a part of the "
-        "sequence's; expected one rotary embedding beside the layers whose frequencies alone "
+        "sequence's; expected one rotary embedding next to the layers whose frequencies alone "
         "depend on it (yarn extends the context and is exact)"
     )
 
