@@ -196,8 +196,8 @@ def test_what_a_busy_machine_gave_is_used_once(
     assert found.rates.keys() == {"float32"}
     assert said[-1] == BUSY_RATES  # for whoever answers with them
     assert caplog.messages == [
-        "the machine was busy: fetch varied by 37.2x; run farspan calibrate when it is idle; what "
-        "was measured is used once and not kept"
+        "the machine was busy: fetch varied by 37.2x; run farspan calibrate when it is idle; "
+        "these measurements are used once and not kept"
     ]
     assert not list(home.rglob("*.json"))
     here(lambda _: None, CPU, [torch.float32])
@@ -230,7 +230,7 @@ def test_a_home_that_cannot_be_written_ends_nothing(
     here(device=CPU)
     here(device=CPU)
     assert len(measured) == 2
-    assert "what was measured is not kept" in caplog.text
+    assert "the measurements are not kept" in caplog.text
 
 
 def scripted(*seconds: float) -> tuple[Bench, Callable[[], None]]:
@@ -370,7 +370,7 @@ def test_a_contradiction_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_contradiction_that_stays_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = Unsteady(monkeypatch, contradictory())
     with pytest.raises(
-        UnsupportedError, match=r"too busy: rates\.bfloat16\.matmul.* when it is idle"
+        UnsupportedError, match=r"each other \(rates\.bfloat16\.matmul.* when it is idle"
     ):
         calibrate(CPU, quick=True)
     assert looked.looks == 5

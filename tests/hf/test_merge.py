@@ -132,7 +132,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
         merge(adapters, out, "no/where/at all")
     narrow = tmp_path / "narrow"
     make_model("qwen2", hidden_size=16).save_pretrained(narrow)
-    with pytest.raises(UnsupportedError, match="another model; give theirs as --base"):
+    with pytest.raises(UnsupportedError, match="another model; give their model as --base"):
         merge(adapters, out, str(narrow))
     config = json.loads((adapters / "adapter_config.json").read_text())
     (adapters / "adapter_config.json").write_text(

@@ -46,7 +46,7 @@ class TestWhatCouldNotBeNoticedByName:
             model.get_parameter(name).view(-1)[3] = value
         words = refusal(model)
         assert f"model: {name} holds NaN or infinity, 1 of its " in words
-        assert "take another one" in words
+        assert "use another one" in words
 
     def test_adapters_inside_the_layers_are_exact(self) -> None:
         model = make_model("llama")
@@ -77,7 +77,7 @@ class TestWhatCouldNotBeNoticedByName:
         model.model.layers[1].mlp.register_forward_hook(
             lambda _, __, out: out + 0.05 * nn.functional.pad(out, (0, 0, 1, 0))[:, :-1]
         )
-        assert "mixes tokens beside the attention" in refusal(model)
+        assert "mixes tokens outside the attention" in refusal(model)
 
     def test_mixing_that_a_setting_turns_on_in_one_layer(self) -> None:
         """Layers are made alike where their settings are, too: the first does not stand for all."""

@@ -110,7 +110,7 @@ class TestModels:
         model = make_model("llama")
         model.model.layers[1].mlp.register_forward_hook(mix)
         message = refusal(model)
-        assert "layer 1 of LlamaForCausalLM mixes tokens beside" in message
+        assert "layer 1 of LlamaForCausalLM mixes tokens outside" in message
 
     @pytest.mark.parametrize("share", [1e-9, -1e-9])
     def test_that_hardly_mix_tokens(self, share: float) -> None:

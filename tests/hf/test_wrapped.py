@@ -135,7 +135,7 @@ def test_layers_that_are_held_elsewhere_are_named() -> None:
 
     model.model.__class__ = Holding
     with pytest.raises(
-        UnsupportedError, match="something holds the layers beside the decoder's list"
+        UnsupportedError, match="something outside the decoder's list holds the layers"
     ):
         Step(model, SCHEDULE)
 

@@ -76,8 +76,8 @@ FIELD = (
     ),
     Fault(
         "machines: rates of a busy machine are kept",
-        '; what was measured is used once and not kept", words)\n        return file.spec',
-        '; what was measured is used once and not kept", words)',
+        '; these measurements are used once and not kept", words)\n        return file.spec',
+        '; these measurements are used once and not kept", words)',
         ("tests/engine/test_calibrate.py::test_what_a_busy_machine_gave_is_used_once",),
     ),
     Fault(

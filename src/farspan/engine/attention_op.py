@@ -1,12 +1,12 @@
-"""What happens when a layer, run on a chunk, asks for attention.
+"""Answer the attention calls of a layer that runs on a chunk.
 
 `AttentionContext` belongs to one run of a program: it makes the `ChunkAttention` of each cell, a
 (layer, chunk), which answers the layer's call. `_Attend` is the autograd function below that call,
 and `farspan.attention` computes.
 
 Legend: B batch, C tokens of the chunk, H query heads, Hk key-value heads, D head dim. The model
-hands over q [B, H, C, D] and k, v [B, Hk, C, D]; buffers hold k, v [C, B, Hk, D], out [B, C, H, Dv]
-and lse [B, H, C].
+passes q [B, H, C, D] and k, v [B, Hk, C, D]; buffers hold k, v [C, B, Hk, D], out [B, C, H, Dv] and
+lse [B, H, C].
 """
 
 from collections.abc import Callable, Sequence
@@ -56,11 +56,11 @@ from farspan.spec import LayerSpec, Tier, UnsupportedError
 
 Rows = dict[str, Tensor]
 
-QUERIES = ("tensor", "ulysses", "shards")  # ranks that bring queries to the keys of one
+QUERIES = ("tensor", "ulysses", "shards")  # ranks that bring queries to another rank's keys
 
 
 class KVWritten(Exception):
-    """K and V of the cell are written, and nothing else of it is wanted."""
+    """Stop the layer: K and V of the cell are written, and the rest of its output is not needed."""
 
 
 @dataclass(slots=True)
@@ -68,21 +68,21 @@ class ChunkAttention:
     """The attention of one (layer, chunk), from its forward to its backward."""
 
     mode: AttentionMode
-    call: Callable[[float], AttentionCall]  # from the scale the model asks for
+    call: Callable[[float], AttentionCall]  # takes the model's softmax scale
     key_values: KVPrefix  # of earlier chunks
     write_kv: Rows | None = None
-    attention: Rows | None = None  # where O, LSE go (COMPUTE) or are (GIVEN)
+    attention: Rows | None = None  # holds O, LSE: written (COMPUTE) or read (GIVEN)
     held: tuple[Tensor, Tensor] | None = None  # O, LSE [B, H, C, Dv], [B, H, C]
     kept: bool = False  # the graph outlives the chunk
-    own_kv: Rows | None = None  # of a kept graph, at its backward
-    own_dkv: Rows | None = None  # complete but for this cell's share, at its backward
+    own_kv: Rows | None = None  # of a kept graph, set for its backward
+    own_dkv: Rows | None = None  # sums from later chunks, set for the backward
     sparse: SparseCell | None = None  # None: dense
-    spread: KVShards | Ring | None = None  # where keys are spread over ranks
-    exchange: HeadExchange | None = None  # of tokens for heads; None: this rank has all heads
+    spread: KVShards | Ring | None = None  # for keys spread over ranks
+    exchange: HeadExchange | None = None  # tokens for heads; None: this rank has all heads
     graph: bool = False  # a backward will follow
-    at_hand: Rows | None = None  # the chunk's K, V, where its buffer has them on the device
-    pieces: tuple[Piece, ...] = ()  # in which heads are exchanged where it attends
-    dtype: torch.dtype | None = None  # of K, V, and so of their gradients
+    at_hand: Rows | None = None  # the chunk's K, V if their buffer is on the device
+    pieces: tuple[Piece, ...] = ()  # pieces in which heads are exchanged during attention
+    dtype: torch.dtype | None = None  # of K, V and of their gradients
 
     def __call__(
         self, _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
@@ -98,34 +98,34 @@ class ChunkAttention:
         return _Attend.apply(q, k, v, keywords.get("s_aux"), self, self.call(scale))
 
     def is_dense(self) -> bool:
-        """This rank holds all keys, and queries see all of them."""
+        """Return whether this rank holds all keys, and queries see all of them."""
         return self.spread is None and self.sparse is None
 
     def to_heads(
         self, exchange: HeadExchange, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of this rank's heads; K, V go to their buffer."""
+        """Return q, k and v of this rank's heads, and write K, V to their buffer."""
         if self.mode is not AttentionMode.COMPUTE and not self.graph:
             if self.write_kv is not None:
                 self.write(*exchange.to_heads(k, v))
-            return q, k, v  # nobody reads them
+            return q, k, v  # attention is not computed, so no heads are exchanged
         at_hand = self.kv_at_hand()
         if at_hand is not None:
             (q,) = exchange.to_heads(q)
             return q, *at_hand
         q, k, v = exchange.to_heads(q, k, v)
         self.write(k, v)
-        # All three are of one message, which a graph that saved a view of q would hold.
+        # All three are views of one message; a graph that saved the view q would hold all of it.
         return q.contiguous() if self.graph else q, k, v
 
     def kv_at_hand(self) -> tuple[Tensor, Tensor] | None:
-        """The chunk's K, V of this rank's heads, where an earlier pass left them."""
+        """Return the chunk's K, V of this rank's heads if an earlier pass left them in a buffer."""
         if self.at_hand is None:
             return None
         return self.at_hand["k"].permute(1, 2, 0, 3), self.at_hand["v"].permute(1, 2, 0, 3)
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        """Put the chunk's K, V into their buffer, if the cell has one."""
+        """Write the chunk's K, V into their buffer, if the cell has one."""
         if self.write_kv is None:
             return
         self.write_kv["k"].copy_(k.detach().permute(2, 0, 1, 3))
@@ -136,7 +136,7 @@ class ChunkAttention:
     def attend(
         self, call: AttentionCall, of_keys: OfKeys, prefix: KVPrefix | KVHeads, sinks: Tensor | None
     ) -> Attended:
-        """O and LSE of these heads, computed."""
+        """Compute O and LSE of these heads."""
         if isinstance(self.spread, Ring):
             return self.spread.attend(call, *of_keys, self.key_values, sinks)
         if self.spread is not None:
@@ -146,18 +146,18 @@ class ChunkAttention:
         return attend(call, *of_keys, prefix, sinks)
 
     def keep(self, out: Tensor, lse: Tensor) -> Attended:
-        """O and LSE in their buffer, if they have one."""
+        """Copy O and LSE into their buffer, if the cell has one, and return that copy."""
         self.key_values.done()
         if self.attention is None:
             self.held = out, lse
             return out, lse
         self.attention["out"].copy_(out.transpose(1, 2))
         self.attention["lse"].copy_(lse)
-        # From here on the kept copy is the output: a graph that saves it saves a reference.
+        # From here on the copy is the output: a graph that saves it saves a reference.
         return self.given()
 
     def given(self) -> Attended:
-        """O and LSE as their buffer has them."""
+        """Return O and LSE from their buffer."""
         assert self.attention is not None
         self.held = self.attention["out"].transpose(1, 2), self.attention["lse"]
         return self.held
@@ -171,7 +171,7 @@ class ChunkAttention:
         prefix: KVPrefix | KVHeads,
         sinks: Tensor | None,
     ) -> AttentionGradients:
-        """dq, dk, dv and d sinks of these heads; those of earlier keys go to their sums."""
+        """Return dq, dk, dv, dsinks of these heads; add gradients of earlier keys to their sums."""
         whole = self.key_values
         if isinstance(self.spread, Ring):
             return self.spread.attend_backward(call, dout, of_keys, attended, whole, sinks)
@@ -182,20 +182,21 @@ class ChunkAttention:
         return attend_backward(call, dout, *of_keys, attended, prefix, sinks, narrow=True)
 
     def with_later(self, dk: Tensor, dv: Tensor, heads: slice) -> list[Tensor]:
-        """dK, dV of the chunk's own keys, of these heads, with what later chunks gave them."""
+        """Return dK, dV of the chunk's own keys for these heads, with later chunks' gradients
+        added."""
         assert self.own_dkv is not None
         later = (self.own_dkv[name].permute(1, 2, 0, 3)[:, heads] for name in ("k", "v"))
         return [(own + rest).to(self.dtype) for own, rest in zip((dk, dv), later, strict=True)]
 
     def overlapped(self) -> OverlappedUlysses | None:
-        """What exchanges heads in pieces while it attends; None: all come and go at once."""
+        """Return the exchange of heads in pieces during attention; None: all heads at once."""
         if self.exchange is None or len(self.pieces) < 2:
             return None
         return OverlappedUlysses(self.pieces, self.exchange, self.key_values)
 
 
 class _Attend(torch.autograd.Function):
-    """Attention over the prefix, with dK and dV of earlier chunks added to their buffer."""
+    """Attention over the prefix; its backward adds dK and dV of earlier chunks to their buffer."""
 
     @staticmethod
     def forward(
@@ -223,8 +224,8 @@ class _Attend(torch.autograd.Function):
                 cell.write(k, v)
             else:
                 q, k, v = cell.to_heads(cell.exchange, q, k, v)
-            # A kept graph reads K, V from their buffer: one layout for both, or kernels round
-            # apart.
+            # A kept graph reads K, V from their buffer: kernels round differently on another
+            # layout.
             k, v = k.contiguous(), v.contiguous()
             if cell.mode is AttentionMode.HELD:
                 assert cell.held is not None
@@ -237,7 +238,7 @@ class _Attend(torch.autograd.Function):
                 out, lse = cell.keep(*cell.attend(call, (q, k, v), cell.key_values, own_sinks))
             own = out if cell.exchange is None else cell.exchange.to_tokens(out)[0]
         ctx.cell, ctx.call = cell, call
-        # A kept graph leaves what buffers hold to them: K, V always, O and LSE when they are kept.
+        # A kept graph does not save tensors that buffers hold: K, V always, O and LSE if kept.
         keys = (None, None) if cell.kept else (k, v)
         output = (None, None) if cell.kept and cell.attention is not None else (out, lse)
         ctx.save_for_backward(q, sinks, *keys, *output)
@@ -292,8 +293,8 @@ def _of(sinks: Tensor | None, heads: slice) -> Tensor | None:
 
 @dataclass(slots=True)
 class AttentionContext:
-    """The attention of one run of a program: which keys cells see, on which rank, by which kernel,
-    and in which buffers. Blocks of one chunk are remembered."""
+    """Keys, ranks, kernels and buffers of the attention in one run of a program. The blocks of the
+    current chunk are cached."""
 
     program: Program
     inputs: StepInputs
@@ -305,7 +306,7 @@ class AttentionContext:
     sparse: SparseRun | None = None
     chunk: int = -1
     blocks: dict[tuple[int | None, int, int], tuple[Block, ...]] = field(default_factory=dict)
-    shares: bool = field(init=False)  # the tokens of the sequence, with other ranks
+    shares: bool = field(init=False)  # other ranks have tokens of the same sequence
 
     def __post_init__(self) -> None:
         self.shares = self.ranks is not None and self.ranks.layout.sequence() > 1
@@ -313,8 +314,8 @@ class AttentionContext:
     # -- cells -----------------------------------------------------------------------------------
 
     def begin(self, i: Forward, held: tuple[Tensor, Tensor] | None) -> ChunkAttention:
-        """The cell of a forward, whose keys may be on their way; `held` are O and LSE that an
-        earlier pass left."""
+        """Return the cell of a forward and start fetching its keys; `held` has O and LSE of an
+        earlier pass."""
         cell = ChunkAttention(
             i.mode,
             partial(self.call, i.layer, i.chunk),
@@ -333,7 +334,8 @@ class AttentionContext:
         return cell
 
     def begin_backward(self, i: Backward, cell: ChunkAttention) -> None:
-        """Give a cell what its backward reads; keys and the sums of theirs may be on their way."""
+        """Give a cell the tensors of its backward; fetches of keys and of their gradient sums
+        start."""
         cell.key_values = self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
         if cell.sparse is not None and self.sparse is not None:
             cell.sparse.choice = self.sparse.choice(i)
@@ -344,7 +346,7 @@ class AttentionContext:
             cell.attention = self._rows(i.attention, i.chunk, i.layer)
 
     def _fetch(self, cell: ChunkAttention, layer: int, chunk: int) -> None:
-        """Keys of earlier chunks may be on their way before the cell asks for them."""
+        """Start fetching keys of earlier chunks before the cell asks for them."""
         if cell.key_values.on_host(cell.key_values.keys_in):
             blocks = self.blocks_of(layer, chunk, self._ring_index())
             cell.key_values.begin(streamed_spans(blocks, self._own_row(chunk)))
@@ -358,10 +360,10 @@ class AttentionContext:
         before, fused = self._own_row(chunk), self.kernels.fused
         return KVPrefix(self.storage, self.slots, layer, name, gradients, before, fused)
 
-    # -- what a cell attends to ------------------------------------------------------------------
+    # -- keys and queries of a cell ----------------------------------------------------------------
 
     def call(self, layer: int, chunk: int, scale: float) -> AttentionCall:
-        """Attention of this rank's queries against the keys that it holds itself."""
+        """Return the attention of this rank's queries against the keys that this rank holds."""
         spec = self.program.model.layers[layer]
         if spec not in self.kernel_of:
             self.kernel_of[spec] = self.kernels.of(spec, self.program)
@@ -376,12 +378,12 @@ class AttentionContext:
         )
 
     def queries(self, chunk: int) -> Range:
-        """Positions of the queries that meet this rank's keys."""
+        """Return the positions of the queries that meet this rank's keys."""
         whole = self.program.chunks[chunk]
         return self.program.share.rank.tokens(whole, *QUERIES) if self.shares else whole
 
     def blocks_of(self, layer: int, chunk: int, ring: int) -> tuple[Block, ...]:
-        """Blocks of the queries against the keys of the rank at this place of the ring."""
+        """Return the blocks of the queries against the keys of the rank at index `ring`."""
         program = self.program
         spec, sparse = program.model.layers[layer], program.schedule.sparse
         if chunk != self.chunk:
@@ -399,19 +401,19 @@ class AttentionContext:
         return self.blocks[key]
 
     def runs(self, chunk: int) -> Sequence[tuple[Run, ...]] | None:
-        """The documents of the queries' rows; None: each row is one."""
+        """Return the documents of each row's queries; None: each row is one document."""
         rows, (start, stop) = self.inputs.documents, self.queries(chunk)
         if rows is None or start == stop:
             return None
         return [document_runs(row, start, stop) for row in rows]
 
     def documents(self, chunk: int) -> Tensor | None:
-        """The first token of each query's document [B, C], int64, on the inputs' device; None: each
-        row is one."""
+        """Return the first token of each query's document [B, C], int64, on the inputs' device.
+        None: each row is one document."""
         start, stop = self.queries(chunk)
         if self.inputs.documents is None or start == stop:
             return None
-        # From what is on the device: copying it there would have the CPU wait in every cell.
+        # Computed from a tensor on the device: a copy would make the CPU wait in every cell.
         positions = self.inputs.position_ids[:, start:stop]
         return torch.arange(start, stop, device=positions.device) - positions
 
@@ -421,16 +423,16 @@ class AttentionContext:
     # -- among ranks -----------------------------------------------------------------------------
 
     def is_filler(self, chunk: int) -> bool:
-        """Whether this rank, with its tensor peers, has no token of the chunk. Modules cannot run
-        on none, so it runs one of no effect: attention and buffers leave it out, and its gradient
-        is zero."""
+        """Return whether this rank and its tensor peers have no token of the chunk. Modules cannot
+        run on zero tokens, so the rank runs one without effect (a filler): attention and buffers
+        leave it out, and its gradient is zero."""
         if not self.shares:
             return False
         start, stop = self.program.share.rank.tokens(self.program.chunks[chunk], "tensor")
         return start == stop
 
     def _share_cell(self, i: Forward, cell: ChunkAttention) -> None:
-        """Give a cell what it needs of other ranks, which share its tokens, heads or keys."""
+        """Set the cell's exchanges with other ranks, which share its tokens, heads or keys."""
         program, rank = self.program, self.program.share.rank
         cell.exchange = self._exchange(rank, i.chunk)
         cell.spread = self._spread(rank, i.layer, i.chunk)
@@ -439,7 +441,7 @@ class AttentionContext:
             cell.at_hand = self._rows(i.prefix, i.chunk, i.layer)
 
     def _exchange(self, rank: Rank, chunk: int) -> HeadExchange:
-        """What turns the chunk's tokens into this rank's heads."""
+        """Return the exchange of the chunk's tokens for this rank's heads."""
         assert self.ranks is not None
         ulysses = None
         if rank.layout.ulysses > 1:
@@ -448,7 +450,8 @@ class AttentionContext:
         return HeadExchange(ulysses, rank.layout.tensor * self.is_filler(chunk))
 
     def _spread(self, rank: Rank, layer: int, chunk: int) -> KVShards | Ring | None:
-        """What attends where keys are spread over ranks; None: this rank has all of its heads'."""
+        """Return the attention over keys spread over ranks; None: this rank has all keys of its
+        heads."""
         assert self.ranks is not None
         ring = None
         if rank.layout.ring > 1:
@@ -470,6 +473,6 @@ class AttentionContext:
         return Held(self._share(ring).keys.ranges)
 
     def _share(self, ring: int) -> Share:
-        """Of the rank at this place of the ring."""
+        """Return the share of the rank at index `ring` of the ring."""
         rank = self.program.share.rank
         return share_of(self.program.chunks, Rank(rank.layout, rank.peers("ring")[ring]))

@@ -1,22 +1,21 @@
-"""The tensors of a program's buffers as views of the arenas, and the K, V prefix of a cell in them.
+"""Map a program's buffers to tensor views of the arenas, and stream the K, V prefix of a cell.
 
 A buffer holds its tensors token first, [T, B, ...]: the rows of a chunk, or of any range of keys,
 are one contiguous piece for every batch size, and a copy across the link is one copy. Attention
-reads K, V as a permuted view, [B, H, T, D]. x and O, LSE are only ever read by whole chunks, so
-within a chunk's piece they have the model's layout: x [B, C, hidden], O [B, C, H, Dv], LSE
-[B, H, C].
+reads K, V as a permuted view, [B, H, T, D]. x and O, LSE are only read by whole chunks, so within a
+chunk's piece they have the model's layout: x [B, C, hidden], O [B, C, H, Dv], LSE [B, H, C].
 
 K, V of earlier chunks, and the sums of their gradients, are on the device, where a range of keys is
-a view, or on host, from where blocks are streamed through two staging buffers (FPDT 4.2). Both
+a view, or on the host, from which blocks are streamed through two staging buffers (FPDT 4.2). Both
 give the same bits.
 
     fetch     kv 0, dkv 0 | kv 1, dkv 1 |              kv 2, dkv 2 |
     compute                 attend 0, add | attend 1, add            | attend 2, add
     evict                                 | dkv 0         | dkv 1
 
-Blocks 0 and 1 are fetched when the cell begins, block b + 1 as soon as block b - 1 is done with; a
-block's sums of dK, dV go back behind the computation. Each use of a staging buffer is a generation
-with its own events.
+Blocks 0 and 1 are fetched when the cell begins, block b + 1 as soon as block b - 1 is released; a
+block's sums of dK, dV are evicted while the next block is computed. Each use of a staging buffer is
+a generation with its own events.
 """
 
 from collections import deque
@@ -38,7 +37,7 @@ from farspan.spec import Tier
 
 
 class ProgramBuffers:
-    """The memory of one program's runs."""
+    """Tensor views of one program's buffers, and copies between them."""
 
     def __init__(
         self, program: Program, arenas: dict[Tier, Arena], dtype: torch.dtype, copies: CopyEngine
@@ -53,7 +52,7 @@ class ProgramBuffers:
         self._regions: dict[tuple[str, int], list[tuple[Region, int, torch.dtype]]] = {}
 
     def _regions_of(self, name: str, layer: int) -> list[tuple[Region, int, torch.dtype]]:
-        """A layer's tensors in a buffer, each with the bytes of its row and its dtype."""
+        """Return a layer's tensors in a buffer, each with its bytes per row and its dtype."""
         if (name, layer) not in self._regions:
             buffer, program = self.program.buffers[name], self.program
             spec, held = program.model.layers[layer], buffer.stop - buffer.start
@@ -76,11 +75,9 @@ class ProgramBuffers:
         at_start: bool = False,
         mapped: bool = False,
     ) -> dict[str, Tensor]:
-        """The tensors of `buffer` for these rows (program.layout), each [T, B, ...].
-
-        A slot holds whatever chunk was put there last, from its first row on: `at_start`. For
-        `mapped` see `Arena.view`.
-        """
+        """Return the tensors of buffer `name` for these rows (program.layout), each [T, B, ...]. A
+        slot holds only the latest chunk, from its first row on: pass `at_start`. For `mapped` see
+        `Arena.view`."""
         buffer = self.program.buffers[name]
         arena = self.arenas[buffer.tier]
         start = 0 if at_start else span[0] - buffer.start
@@ -95,7 +92,8 @@ class ProgramBuffers:
         return views
 
     def chunk(self, name: str, chunk: int, layer: int) -> dict[str, Tensor]:
-        """The tensors of a chunk in a buffer or a slot: K, V [C, B, Hk, D], others as above."""
+        """Return the tensors of a chunk in a buffer or slot: K, V [C, B, Hk, D], others as
+        above."""
         buffer = self.program.buffers[name]
         span = self._rows_of[buffer.kind][chunk]
         rows = self.rows(name, span, layer, at_start=is_slot(buffer))
@@ -104,13 +102,13 @@ class ProgramBuffers:
         return {part: _chunk_view(part, tensor) for part, tensor in rows.items()}
 
     def cell(self, name: str, chunk: int) -> Tensor:
-        """The raw bytes of a chunk's cell."""
+        """Return the raw bytes of a chunk's cell."""
         buffer = self.program.buffers[name]
         start, stop = cell_place(self.program, buffer, chunk)
         return self.arenas[buffer.tier].view(buffer.address + start, (stop - start,), torch.uint8)
 
     def cells(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """All cells of a buffer, which are alike, each a tensor of this shape: [cells, *shape]."""
+        """Return all cells of a buffer of equal cells as one tensor [cells, *shape]."""
         buffer = self.program.buffers[name]
         assert not buffer.cell_row, name
         size = aligned(buffer.cell_bytes)
@@ -134,7 +132,7 @@ class ProgramBuffers:
             move(rows, here[name])
 
     def clear(self, name: str) -> None:
-        """Zero a whole buffer of the device."""
+        """Zero a whole buffer on the device."""
         buffer = self.program.buffers[name]
         assert buffer.tier is Tier.DEVICE, f"{name}: the CPU would not wait for copies"
         self.arenas[buffer.tier].view(buffer.address, (buffer.bytes,), torch.uint8).zero_()
@@ -148,7 +146,7 @@ def _chunk_view(part: str, rows: Tensor) -> Tensor:
 
 
 def is_slot(buffer: Buffer) -> bool:
-    """A slot serves any layer and chunk."""
+    """Return whether the buffer is a slot, which serves any layer and chunk."""
     return buffer.layer < 0
 
 
@@ -157,15 +155,15 @@ Span = tuple[int, int]
 
 @dataclass(slots=True)
 class StagingBuffer:
-    """One slot; its events are of the present generation."""
+    """A staging slot with the events of its present generation."""
 
     name: str
-    arrived: Any = None  # its fetch
-    done: Any = None  # the last use of what was fetched: the next generation may be
+    arrived: Any = None  # event of its fetch
+    done: Any = None  # event of its last use, after which the slot may be filled again
 
 
 class StagingBuffers:
-    """The slots for blocks, which the cells of a step take in turn."""
+    """Staging slots for streamed blocks, which the cells of a step take in turn."""
 
     def __init__(self, copies: CopyEngine) -> None:
         self.copies = copies
@@ -174,7 +172,7 @@ class StagingBuffers:
         }
 
     def take(self, ring: tuple[str, ...], hazard: Hazard) -> StagingBuffer:
-        """The slot whose turn it is; what is fetched from now on comes after its last use."""
+        """Return the next slot; fetches issued from now on wait for its last use."""
         slots = self._rings[ring]
         slots.rotate(-1)
         slot = slots[-1]
@@ -188,12 +186,13 @@ class _PendingBlock:
 
     span: Span
     keys: StagingBuffer
-    totals: StagingBuffer | None  # of dK, dV, in a backward
+    totals: StagingBuffer | None  # sums of dK, dV, in a backward
 
 
 @dataclass(slots=True)
 class KVPrefix:
-    """Implements `attention.chunk.KeyValues` over a program's buffers."""
+    """K, V of a cell's earlier chunks in a program's buffers; implements
+    `attention.chunk.KeyValues`."""
 
     storage: ProgramBuffers
     slots: StagingBuffers
@@ -201,25 +200,25 @@ class KVPrefix:
     keys_in: str
     gradients_in: str | None = None
     before: int = 0  # rows before the chunk's own
-    fused: bool = False  # gradients are added by farspan's own kernel, where the device has it
-    spans: Iterator[Span] = field(default_factory=lambda: iter(()))  # still to be fetched
+    fused: bool = False  # farspan's own kernel adds gradients, if the device has it
+    spans: Iterator[Span] = field(default_factory=lambda: iter(()))  # not fetched yet
     coming: deque[_PendingBlock] = field(default_factory=deque)
-    here: _PendingBlock | None = None  # the block at hand
+    here: _PendingBlock | None = None  # block in use
 
     def begin(self, spans: Iterable[Span]) -> None:
-        """The cell will ask for these blocks in this order: fetch the first of them."""
+        """Fetch the first blocks of `spans`, in the order in which the cell will read them."""
         if self.on_host(self.keys_in):
             self.spans = iter(spans)
             for _ in names.KV_BLOCKS:
                 self._fetch_next()
 
     def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """K [B, Hk, T, D] and V [B, Hk, T, Dv] of tokens [start, stop)."""
+        """Return K [B, Hk, T, D] and V [B, Hk, T, Dv] of tokens [start, stop)."""
         rows = self.tensors(start, stop)
         return rows["k"].permute(1, 2, 0, 3), rows["v"].permute(1, 2, 0, 3)
 
     def tensors(self, start: int, stop: int) -> dict[str, Tensor]:
-        """All that the layer has of tokens [start, stop), each [T, B, ...]."""
+        """Return all of the layer's tensors for tokens [start, stop), each [T, B, ...]."""
         if self.on_host(self.keys_in):
             self.done()
             self.here = self.coming.popleft()
@@ -233,7 +232,7 @@ class KVPrefix:
         self._add(start, stop, lambda total: _add(total, rows, dk, dv, self.fused))
 
     def add(self, start: int, stop: int, gradients: dict[str, Tensor]) -> None:
-        """Add to the gradients of tensors of tokens [start, stop), each [T, B, ...]."""
+        """Add gradients of tokens [start, stop), each [T, B, ...], by the tensor's name."""
 
         def add_all(total: dict[str, Tensor]) -> None:
             for name, gradient in gradients.items():
@@ -257,20 +256,20 @@ class KVPrefix:
         slot.done = copies.record(Lane.EVICT)
 
     def prefix_rows(self) -> tuple[Tensor, Tensor]:
-        """K [T, B, Hk, D] and V [T, B, Hk, Dv] of all rows before the chunk's own, where they
-        lie."""
+        """Return views of K [T, B, Hk, D] and V [T, B, Hk, Dv] of all rows before the chunk's
+        own."""
         rows = self.storage.rows(self.keys_in, (0, self.before), self.layer)
         return rows["k"], rows["v"]
 
     def add_rows(self, dk: Tensor, dv: Tensor) -> None:
-        """Add to dK, dV of the same rows."""
+        """Add to dK, dV of the rows of `prefix_rows`."""
         assert self.gradients_in is not None
         home = self.storage.rows(self.gradients_in, (0, self.before), self.layer)
         home["k"].add_(dk)
         home["v"].add_(dv)
 
     def done(self) -> None:
-        """The block at hand is no longer needed: another one may come."""
+        """Release the current block and fetch another."""
         if self.here is not None:
             self.here.keys.done = self.storage.copies.record(Lane.COMPUTE)
             self.here = None
@@ -301,19 +300,18 @@ class KVPrefix:
         return self.storage.rows(slot.name, (0, stop - start), self.layer, at_start=True)
 
     def everything(self, name: str) -> dict[str, Tensor]:
-        """All rows of one of the layer's buffers, where they lie, as tensors of the device."""
+        """Return all rows of one of the layer's buffers without a copy, readable by the device."""
         buffer = self.storage.program.buffers[name]
         span, mapped = (buffer.start, buffer.stop), self.on_host(name)
         return self.storage.rows(name, span, self.layer, mapped=mapped)
 
     def on_host(self, name: str) -> bool:
-        """Is this buffer on host?"""
         return self.storage.program.buffers[name].tier is Tier.HOST
 
 
 @dataclass(frozen=True, slots=True)
 class KVHeads:
-    """Some K, V heads of a prefix on the device."""
+    """A slice of the K, V heads of a prefix on the device."""
 
     prefix: KVPrefix
     heads: slice
@@ -337,7 +335,7 @@ def _add(total: dict[str, Tensor], rows: slice, dk: Tensor, dv: Tensor, fused: b
 
 
 def streamed_spans(blocks: tuple[Block, ...], q_start: int) -> list[Span]:
-    """Ranges of earlier keys in the order in which attention asks for them: blocks that overlap are
-    asked for together."""
+    """Return the ranges of earlier keys in the order in which attention reads them; blocks that
+    overlap form one range."""
     visits = overlapping(block for block in blocks if block.k_start < q_start)
     return [(visit[0].k_start, max(block.k_stop for block in visit)) for visit in visits]

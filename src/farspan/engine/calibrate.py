@@ -1,10 +1,10 @@
 """Measure this machine for `farspan plan` and `farspan train`.
 
-Every rate is that of the code that the engine runs: torch's products in the orders a linear layer
-needs, attention through `select_kernel`, elementwise work that allocates its results, copies
+Every rate is measured on the code that the engine runs: torch's products in the orders a linear
+layer needs, attention through `select_kernel`, elementwise work that allocates its results, copies
 between the arenas of a step, cells of a tiny model. Sizes grow until one call takes too long, so
-that the curves of a laptop and of an H100 both end where the machine is as fast as it gets. On a
-GPU the attention kernels that are installed are compared.
+that the curves of a laptop and of an H100 both end where the machine reaches its full speed. On a
+GPU the installed attention kernels are compared.
 """
 
 import hashlib
@@ -70,23 +70,23 @@ from farspan.spec import (
 
 LOG = logging.getLogger(__name__)
 CANDIDATES = [kernel for kernel in AttentionKernel if kernel is not AttentionKernel.AUTO]
-KERNEL_TOKENS = (2048, 8192, 16384)  # of the calls that they are compared on
+KERNEL_TOKENS = (2048, 8192, 16384)  # of the calls that compare kernels
 KERNEL_MODEL = ModelSpec("", 0, 0, (LayerSpec(1, 1, HEAD_DIM, HEAD_DIM),), 2)
 
 
 @dataclass(frozen=True, slots=True)
 class FastestKernel:
-    """Of a device's attention kernels in one dtype."""
+    """The fastest attention kernel of a device in one dtype."""
 
-    kernel: AttentionKernel | None = None  # None: there is nothing to choose from
-    deterministic: float = 1.0  # times as long takes the fastest one whose bits are the same
+    kernel: AttentionKernel | None = None  # None: no kernels to choose from
+    deterministic: float = 1.0  # time of the fastest deterministic kernel over that of `kernel`
 
 
 def fastest_attention(
     bench: Bench, dtype: torch.dtype, progress: Callable[[str], None]
 ) -> FastestKernel:
-    """The kernel that is done first with a forward and a backward of a rectangle and of a square,
-    of each length in TOKENS; those that are not here, or fail, have lost."""
+    """Return the kernel that runs a forward and a backward fastest, over a rectangle and a square
+    of each length in KERNEL_TOKENS. Kernels that are missing or fail are skipped."""
     if bench.on_cpu or dtype not in (torch.bfloat16, torch.float16):
         return FastestKernel()
     seconds: dict[AttentionKernel, float] = {}
@@ -101,12 +101,12 @@ def fastest_attention(
                     measuring_kernel(bench, dtype, kernel),
                 ):
                     found[kernel] = _kernel_seconds(bench, dtype)
-            except (UnsupportedError, RuntimeError, AssertionError):  # as kernels say no
+            except (UnsupportedError, RuntimeError, AssertionError):  # a kernel refused
                 continue
     if not seconds:
         return FastestKernel()
     best = min(seconds, key=lambda kernel: seconds[kernel])
-    # What a run takes there: the fastest, or flash attention where that is cuDNN.
+    # A deterministic run takes the fastest, or flash attention if the fastest is cuDNN.
     second = best if best in same else AttentionKernel.FLASH
     slower = same[second] / seconds[best] if second in same else 1.0
     return FastestKernel(best, max(1.0, slower))
@@ -125,7 +125,7 @@ def _kernel_seconds(bench: Bench, dtype: torch.dtype) -> float:
 def measuring_kernel(
     bench: Bench, dtype: torch.dtype, kernel: AttentionKernel | None
 ) -> Iterator[None]:
-    """Inside it the bench's attention is that of a kernel."""
+    """Measure the bench's attention with this kernel inside the context."""
     bench.kernel = kernel or AttentionKernel.AUTO
     try:
         with AttentionKernels(bench.device, dtype, bench.kernel).ready():
@@ -135,8 +135,8 @@ def measuring_kernel(
 
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-CHUNKS = 4  # of the steps that cells are issued in
-LATENCY = 2e-5  # of a collective, which one process cannot measure
+CHUNKS = 4  # of the steps that time a cell
+LATENCY = 2e-5  # seconds of a collective, which one process cannot measure
 ASSUMED = {
     "peer": "assumed: through main memory, as fast as the slower direction",
     "network": "assumed: as the link; one process cannot measure it",
@@ -157,11 +157,16 @@ def calibrate(
 ) -> MachineFile:
     """Measure one device and main memory: at most about a minute, or a few seconds if `quick`.
 
-    The result is this node with all its devices, each as fast as the one that was measured. What
-    one process cannot measure is assumed; `sources` says which. Without `dtypes` it measures
-    bfloat16 and float32, and float64 on a CPU unless `quick`. What differs from one look to the
-    next is looked at again; `spread` says by how much it did. Raises UnsupportedError when rates
-    contradict each other all the same: the machine was too busy.
+    Without `dtypes` it measures bfloat16 and float32, and float64 on a CPU unless `quick`.
+    `progress` receives a message before each measurement.
+
+    Returns:
+        This node with all its devices, each as fast as the measured one. `sources` names values
+        that one process cannot measure, which are assumed. Values that vary are measured again;
+        `spread` says by how much they vary.
+
+    Raises:
+        UnsupportedError: Rates still contradict each other: the machine was too busy.
     """
     if dtypes is None:
         dtypes = DTYPES[:2] if quick or device.type != "cpu" else DTYPES
@@ -182,15 +187,15 @@ def calibrate(
             break
     if wrong is not None:
         raise UnsupportedError(
-            f"machine: what was measured contradicts itself, so it was too busy: {wrong}; measure "
-            "again when it is idle, or name a machine"
+            f"machine: the measurements contradict each other ({wrong}); the machine was probably "
+            "busy: measure again when it is idle, or name a machine"
         )
     return file
 
 
 @dataclass(slots=True)
 class Calibration:
-    """A calibration pass by pass: what has settled is not looked at again."""
+    """A calibration in several passes, each of which measures only unsettled values."""
 
     bench: Bench
     dtypes: tuple[torch.dtype, ...]
@@ -201,10 +206,10 @@ class Calibration:
     _overhead: float = field(init=False, default=0.0)
 
     def look(self, progress: Progress = lambda _: None) -> None:
-        """One pass over everything."""
+        """Measure everything once."""
         for dtype in self.dtypes:
             said, name = _after(f"{_name(dtype)}: ", progress), _name(dtype)
-            if name not in self._fastest:  # once: a curve is of one kernel
+            if name not in self._fastest:  # once: one curve describes one kernel
                 self._fastest[name] = fastest_attention(self.bench, dtype, said)
             fastest = self._fastest[name]
             with measuring_kernel(self.bench, dtype, fastest.kernel):
@@ -218,7 +223,7 @@ class Calibration:
         self._overhead = _cell_seconds(self.bench)
 
     def file(self) -> MachineFile:
-        """What all passes together found."""
+        """Return the machine file from all passes."""
         link, record = self._links, versions()
         assert link is not None, "look first"
         on_cpu, device = self.bench.on_cpu, self.bench.device
@@ -258,12 +263,16 @@ def here(
     device: torch.device | None = None,
     dtypes: Sequence[torch.dtype] = DTYPES[:2],
 ) -> MachineSpec:
-    """The machine at hand with this device, a GPU where there is one: as `farspan calibrate` wrote
-    it; else measured quickly, once, in these dtypes, and kept beside that file.
+    """Return the measured rates of this machine with this device, by default a GPU if it has one.
 
-    What was measured with other hardware, threads of a CPU or version of torch is not believed.
-    `progress` first hears that it is measured, and where it is kept. Raises UnsupportedError when a
-    file that does not say what it was measured on is of a machine of another kind.
+    They come from the file that `farspan calibrate` wrote; else they are measured quickly, once, in
+    these dtypes, and kept next to that file. Measurements with other hardware, CPU threads or
+    another version of torch are ignored. `progress` first receives that a measurement starts, and
+    the path that keeps it.
+
+    Raises:
+        UnsupportedError: The file does not say which hardware it describes, and it is of another
+            kind.
     """
     usual = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device, path, now = device or usual, user_file(), versions()
@@ -275,7 +284,7 @@ def here(
 
 
 def _basis(record: dict[str, Any], device: torch.device) -> str | None:
-    """What a measurement holds for; None where nobody wrote it down."""
+    """Return the hardware and versions for which a measurement holds; None if not recorded."""
     if not record:
         return None
     on_cpu = device.type == "cpu"
@@ -301,7 +310,7 @@ def _kept(
     now: dict[str, Any],
     progress: Progress,
 ) -> MachineSpec:
-    """What was measured before, and now what of it is missing."""
+    """Return the kept measurements of this machine, after measuring the missing dtypes."""
     # Several machines may share a home.
     key = hashlib.sha256(str(_basis(now, device)).encode()).hexdigest()[:12]
     path, before = folder / f"measured-{key}.json", None
@@ -310,26 +319,26 @@ def _kept(
     known = {} if before is None else before.spec.rates
     missing = [dtype for dtype in dtypes if _name(dtype) not in known]
     if before is not None and not missing:
-        memory = available_host_bytes()  # as much as there is now
+        memory = available_host_bytes()  # current main memory
         on_device = memory if before.spec.unified else before.spec.device_bytes
         return replace(before.spec, host_bytes=memory, device_bytes=on_device)
     names = " and ".join(map(_name, missing))
     progress(
         f"not measured yet for this {device.type} and torch {torch.__version__}: measuring {names} "
-        f"quickly, kept in {path} if the machine is idle (farspan calibrate takes longer and is "
-        "surer)"
+        f"quickly, kept in {path} if the machine is idle (farspan calibrate takes longer and "
+        "is more accurate)"
     )
     file = calibrate(device, missing, progress, quick=True)
     file = replace(file, spec=replace(file.spec, rates={**known, **file.spec.rates}))
     if (words := busy_words(file.spread, "run farspan calibrate")) is not None:
         progress(BUSY_RATES)
-        LOG.warning("%s; what was measured is used once and not kept", words)
+        LOG.warning("%s; these measurements are used once and not kept", words)
         return file.spec
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(to_json(file), indent=1).encode("utf-8"))
-    except OSError as error:  # another measures again
-        LOG.warning("what was measured is not kept: %s", error)
+    except OSError as error:  # the next run measures again
+        LOG.warning("the measurements are not kept: %s", error)
     return file.spec
 
 
@@ -357,7 +366,7 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
         softmax_forward=_softmax(bench, path, dtype, curves, backward=False),
         softmax_backward=_softmax(bench, path, dtype, curves, backward=True),
         logit=logit(bench, f"{path}.logit", dtype),
-        # On a CPU a plan has what torch allocates, and this is what kernels do within.
+        # On a CPU a plan counts torch's allocations, which include the workspace of kernels.
         attention_workspace=0.0 if bench.on_cpu else workspace(bench, dtype),
     )
 
@@ -365,15 +374,15 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
 def _softmax(
     bench: Bench, path: str, dtype: torch.dtype, curves: dict[str, Curve], *, backward: bool
 ) -> float:
-    """No longer than the whole call, which a difference of two calls can seem to be."""
+    """Return seconds of softmax, a difference of two calls, at most those of the whole call."""
     way = "backward" if backward else "forward"
     found = softmax(bench, f"{path}.softmax_{way}", dtype, backward=backward)
     return min(found, pair_seconds(curves[f"attention_{way}"], HEAD_DIM, backward=backward))
 
 
 def _peak(bench: Bench, dtype: torch.dtype, curves: Iterable[Curve]) -> float:
-    """The datasheet's rate where a preset knows the GPU; the fastest call where none does, or where
-    it is faster still: nothing that ran can be above the peak."""
+    """Return the datasheet's rate if a preset knows the GPU, or the fastest call if that is faster.
+    Without a preset it is the fastest call."""
     preset = None if bench.on_cpu else preset_of_gpu(torch.cuda.get_device_name(bench.device))
     known = machine(preset).rates if preset is not None else {}
     datasheet = known[_name(dtype)].peak if _name(dtype) in known else 0.0
@@ -385,11 +394,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _cell_seconds(bench: Bench) -> float:
-    """Seconds until a cell is issued: of steps with next to nothing to compute, by a tiny model.
-
-    On a GPU it is one in bfloat16, in chunks that the vendors' attention kernels take, since what
-    is launched is what is counted. A CPU issues with the cores that compute: a few tokens, there.
-    """
+    """Return the seconds to issue a cell, from steps of a tiny model with almost nothing to
+    compute. A GPU runs it in bfloat16, in chunks that the vendors' attention kernels accept, since
+    kernel launches are counted. A CPU issues with the cores that compute, so its chunks have a few
+    tokens."""
     dtype, chunk = torch.bfloat16, bench.effort.chunk
     if bench.on_cpu:
         dtype, chunk = torch.float32, 16
@@ -411,8 +419,7 @@ def _cell_seconds(bench: Bench) -> float:
 
 
 def _reserve(device: torch.device) -> int:
-    """Device bytes that are taken beside torch's own: the context, the libraries, other
-    processes."""
+    """Return the device bytes taken outside torch: the context, the libraries, other processes."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)

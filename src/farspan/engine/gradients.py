@@ -1,12 +1,12 @@
-"""Gradients of a cell: its autograd graph, sums of weight gradients, and products that add to them.
+"""Compute gradients of a cell: its autograd graph, and the sums of weight gradients.
 
 Weight gradients are accumulated over chunks in fp32 and rounded into `.grad` once. Adding those of
-1,024 chunks in bf16 costs 4 to 15% relative error; in fp32 nothing that bf16 could show (measured
-on 64 to 1,024 tiles).
+1,024 chunks in bf16 costs 4 to 15% relative error; in fp32 the error is below bf16's resolution
+(measured on 64 to 1,024 tiles).
 
 A gradient that autograd returns is written, read and added: 2 + 10 bytes an element in bf16, and a
-layer's are alive together (0.5 GB of a 7B model). `AccumulatingLinears` add the product to the sum
-itself.
+layer's gradients are alive together (0.5 GB for a 7B model). `AccumulatingLinears` add the product
+to the sum directly.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,13 +25,13 @@ from farspan.attention.backends import accumulate_dtype
 from farspan.hf.fused_layers import Linears
 from farspan.kernels.operations import Act, swiglu_again
 
-# Adds to `.grad` of a unit's parameters what all ranks have of them, and takes theirs out.
+# Sum a unit's accumulators over ranks, add the sums to `.grad`, and remove them from the dict.
 Reduce = Callable[[int, dict[nn.Parameter, Tensor]], None]
 
 
 @contextmanager
 def own_gradients(model: nn.Module) -> Iterator[None]:
-    """Inside it no parameter has a gradient of before, and afterwards none of what came."""
+    """Run the body with all gradients unset, and restore the earlier ones afterwards."""
     before = {p: p.grad for p in model.parameters()}
     model.zero_grad(set_to_none=True)
     try:
@@ -42,23 +42,21 @@ def own_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def add_product(total: Tensor, dout: Tensor, x: Tensor, *, fresh: bool) -> None:
-    """total += dout.T @ x, of one dtype or of a narrower one, in one product; with `fresh` what
-    total holds is not read."""
+    """Compute total += dout.T @ x in one product, from operands of the same or a narrower dtype.
+    With `fresh` the old value of `total` is not read."""
     beta = 0 if fresh else 1
     if total.dtype == x.dtype:
         torch.addmm(total, dout.t(), x, beta=beta, out=total)
-    elif not total.is_meta:  # whose operator is wrong in PyTorch 2.11; nothing is allocated by it
+    elif not total.is_meta:  # PyTorch 2.11 has a wrong meta operator; it allocates nothing
         torch.ops.aten.addmm.dtype_out(total, dout.t(), x, total.dtype, beta=beta, out=total)
 
 
 @contextmanager
 def uncast(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside it autograd gives gradients in their parameter's own dtype, whatever `grad_dtype` is,
-    and calls no hooks of parameters: a call's gradient is complete when all its chunks are.
-
-    They are widened as they are added: a cast before would take 18 bytes an element in place of
-    10, and hold a layer's gradients in fp32 beside the sums.
-    """
+    """Run the body with gradients in their parameter's dtype, whatever `grad_dtype` is, and without
+    hooks of parameters. A call's gradient is complete when all its chunks are. Gradients are
+    widened as they are added: a cast before would take 18 bytes an element instead of 10, and hold
+    a layer's gradients in fp32 next to the sums."""
     parameters = list(parameters)
     wide = [p for p in parameters if p.dtype != p.grad_dtype == accumulate_dtype(p.dtype)]
     hooks = {p: p._backward_hooks for p in parameters if p._backward_hooks}
@@ -76,14 +74,14 @@ def uncast(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def is_hooked(parameter: nn.Parameter) -> bool:
-    """Whether hooks of a parameter see its gradient before it is accumulated."""
+    """Return whether hooks of a parameter see its gradient before it is accumulated."""
     return parameter.requires_grad and bool(parameter._backward_hooks)
 
 
 @torch.no_grad()
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add a call's complete gradient to `.grad` as autograd does: hooks of the parameter come
-    first, and may give another."""
+    """Add a call's complete gradient to `.grad` as autograd does: the parameter's hooks run first
+    and may replace it."""
     for hook in (parameter._backward_hooks or {}).values():
         given = hook(gradient)
         gradient = gradient if given is None else given
@@ -95,34 +93,33 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 @torch.no_grad()
 def call_accumulated(parameters: Iterable[nn.Parameter]) -> None:
-    """Call the hooks that parameters have for when their gradient was accumulated."""
     for parameter in parameters:
         for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
             hook(parameter)
 
 
 class GradientAccumulator:
-    """Adds to `.grad` like `loss.backward()` does.
-
-    A parameter whose gradient dtype (`grad_dtype`, or its own) is fp32 or wider accumulates in
-    `.grad` itself; any other gets an fp32 accumulator that lives until its group is closed. Where
-    several ranks have a part of each gradient every one does, and `reduce` adds them up. Those of
-    `hooked` parameters are complete, and accumulated, at the end of the call.
-    """
+    """Accumulates weight gradients over chunks and adds them to `.grad` like `loss.backward()`. A
+    parameter whose gradient dtype (`grad_dtype`, or its own) is fp32 or wider accumulates in
+    `.grad` itself; any other gets an fp32 accumulator that lives until its group is closed. If
+    several ranks have a part of each gradient, all parameters get an accumulator, and `reduce` sums
+    over ranks. Gradients of `hooked` parameters are complete, and accumulated, at the end of the
+    call."""
 
     def __init__(self, reduce: Reduce | None = None, hooked: Iterable[nn.Parameter] = ()) -> None:
-        self.received: dict[nn.Parameter, None] = {}  # which have a gradient, in order
+        self.received: dict[nn.Parameter, None] = {}  # parameters with a gradient, in order
         self._hooked = set(hooked)
         self._open: dict[nn.Parameter, Tensor] = {}
         self._places: dict[nn.Parameter, Tensor] = {}
         self._reduce = reduce
 
     def place(self, parameter: nn.Parameter, total: Tensor, *, fresh: bool) -> None:
-        """Have a parameter's gradients added up in `total`, to what it holds unless `fresh`."""
+        """Accumulate a parameter's gradients in `total`, on top of its present value unless
+        `fresh`."""
         (self._places if fresh else self._open)[parameter] = total
 
     def take(self, parameter: nn.Parameter) -> Tensor | None:
-        """The sum of a parameter's gradients, which is no longer added to; None: it has none."""
+        """Remove and return the sum of a parameter's gradients; None: it has none."""
         self._places.pop(parameter, None)
         return self._open.pop(parameter, None)
 
@@ -134,7 +131,7 @@ class GradientAccumulator:
     def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         total, fresh = self._sum(parameter)
         if fresh:
-            # Not the tensor autograd gave: it may be shared or laid out otherwise.
+            # Copy, since autograd's tensor may be shared or have another layout.
             total.copy_(gradient)
         else:
             total.add_(gradient)
@@ -146,7 +143,7 @@ class GradientAccumulator:
         add_product(total, dout, x, fresh=fresh)
 
     def _sum(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
-        """What a parameter's gradients are added to, and whether it holds nothing yet."""
+        """Return the accumulator of a parameter, and whether it is still empty."""
         if parameter in self._places:
             self._open[parameter] = self._places.pop(parameter)
             return self._open[parameter], True
@@ -155,7 +152,7 @@ class GradientAccumulator:
         wide = accumulate_dtype(parameter.dtype)
         apart = self._reduce is not None or parameter in self._hooked
         self.received[parameter] = None
-        # A parameter whose gradient dtype is open takes the sums as they are.
+        # A parameter without a fixed gradient dtype takes the sums in theirs.
         if parameter.grad_dtype in (None, wide) and not apart:
             found = parameter.grad
             if found is None:
@@ -176,14 +173,14 @@ class GradientAccumulator:
             parameter.grad = total.to(parameter.grad_dtype or total.dtype)
 
     def finish(self) -> None:
-        """Accumulate the gradients of hooked parameters: the call is over."""
+        """Accumulate the gradients of hooked parameters at the end of the call."""
         for parameter in self._hooked:
             total = self._open.pop(parameter, None)
             if total is not None:
                 accumulate(parameter, total.to(parameter.grad_dtype or total.dtype))
 
     def reduce(self, unit: int) -> None:
-        """The same with the accumulators of all ranks."""
+        """Sum a unit's accumulators over ranks into `.grad`."""
         assert self._reduce is not None
         self._reduce(unit, self._open)
 
@@ -192,8 +189,8 @@ RunChunk = Callable[[Tensor], Tensor]  # a layer on its chunk
 
 
 class GraphEntry(torch.autograd.Function):
-    """The way into a cell's graph. The graph holds no tensor for it, so that the layer's input may
-    leave the device while the graph waits; the gradient is handed to `sink`."""
+    """The entry of a cell's graph, which hands the gradient of the layer's input to `sink`. The
+    graph holds no tensor for the input, so the input may leave the device before the backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, sink: list[Tensor]) -> Tensor:
@@ -209,14 +206,14 @@ class GraphEntry(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Inlet:
-    """Where a tensor entered a graph, and its gradient comes out."""
+    """The entry of a tensor into a graph, which receives its gradient."""
 
     anchor: Tensor
-    sink: list[Tensor]  # empty until the backward, and after it where nothing depends on the tensor
+    sink: list[Tensor]  # empty before the backward, and after it if nothing depends on the tensor
 
 
 def enter(tensor: Tensor) -> tuple[Tensor, Inlet]:
-    """The tensor as a graph reads it; autograd must be on."""
+    """Return the tensor as an input of the graph, and its inlet; autograd must be on."""
     inlet = Inlet(tensor.new_zeros(0, requires_grad=True), [])
     return GraphEntry.apply(inlet.anchor, tensor, inlet.sink), inlet
 
@@ -233,7 +230,7 @@ class Graph:
 def build_graph(
     run: RunChunk, hidden: Tensor, saved: SavedActivations | None = None
 ) -> tuple[Graph, Tensor]:
-    """Run a layer with its graph; what autograd saves goes to `saved` if there is one."""
+    """Run a layer and return its graph and output; autograd saves to `saved` if given."""
     with torch.enable_grad():
         entered, inlet = enter(hidden)
         with nullcontext() if saved is None else saved.hooks():
@@ -249,9 +246,9 @@ def differentiate(
     left: Sequence[GradientEdge] = (),
     inlets: Iterable[Inlet] = (),
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """Gradients of a cell's weights, and that of its input. `given` are those of its output and of
-    what else it `left`; it is emptied, since autograd frees a gradient that nobody holds. Those of
-    what else came in are in their inlets."""
+    """Return the gradients of a cell's weights and that of its input. `given` has the gradients of
+    the output and of `left`; the list is emptied so that autograd can free them. The gradients of
+    other inputs are in `inlets`."""
     found = torch.autograd.grad(
         [graph.out, *left],
         [*parameters, graph.inlet.anchor, *(inlet.anchor for inlet in inlets)],
@@ -262,13 +259,14 @@ def differentiate(
     return found[: len(parameters)], gradient
 
 
-PROBE_ROWS = 16  # rows and columns of the product that is tried
+PROBE_ROWS = 16  # rows and columns of the probed product
 
 
 @cache
 def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device adds products of this dtype to wider sums, seen once: cuBLAS does since
-    PyTorch 2.11. On a CPU it is left out: plans count what autograd holds there."""
+    """Return whether the device adds products of this dtype to wider sums. A product is tried once:
+    cuBLAS does since PyTorch 2.11. A CPU always returns False: plans count autograd's gradients
+    there."""
     if device.type != "cuda":
         return False
     x = (
@@ -283,22 +281,22 @@ def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
         add_product(total, x, x, fresh=False)
     except (NotImplementedError, RuntimeError):
         return False
-    # Of numbers up to 16, exact in bf16; sums of 16 products in another order.
+    # Operands up to 16 are exact in bf16; sums of 16 products may differ in order.
     eps = torch.finfo(torch.float32).eps
     return bool(((total - expected).abs() <= PROBE_ROWS * eps * expected).all())
 
 
 @dataclass(slots=True)
 class AccumulatingLinears(Linears):
-    """How the linear modules of a step run: what they and the step share."""
+    """The forward and backward of a step's linear modules, which add weight gradients to sums."""
 
-    adds: bool = True  # products add to sums; else autograd has the gradients
-    gradients: GradientAccumulator | None = None  # of the step that runs
-    unread: bool = False  # nobody reads what the layer at hand gives
+    adds: bool = True  # products add to sums; False: autograd returns the gradients
+    gradients: GradientAccumulator | None = None  # of the running step
+    unread: bool = False  # nothing reads the output of the running layer
 
     def forward_of(self, module: nn.Module) -> Callable[..., Any] | None:
-        """The forward of a linear module's shell (`hf.fused_layers.Rule`). One whose class has a
-        forward of its own has none."""
+        """Return the forward for a linear module's shell (`hf.fused_layers.Rule`). None if the
+        module's class overrides nn.Linear.forward."""
         return self.forward if self.adds and _is_linear(module) else None
 
     def forward(self, module: nn.Linear, x: Tensor) -> Tensor:
@@ -308,8 +306,8 @@ class AccumulatingLinears(Linears):
         return out
 
     def pair(self, gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The second adds its gradient of x to the first's in its product, where autograd would
-        read both and write a third."""
+        """Run both modules on x; in the backward the second adds its gradient of x to the first's.
+        Autograd would read both gradients and write a third."""
         both = (gate, up)
         if not all(self.adds and self._may(m, x) and m.bias is None for m in both):
             return gate(x), up(x)
@@ -317,16 +315,17 @@ class AccumulatingLinears(Linears):
         return out
 
     def last(self, down: nn.Module, gate: Tensor, up: Tensor, act: Act) -> Any:
-        """The value is only added to what the layer gives: it is left out where nobody reads that,
-        29% of the products of a 7B layer that runs again for its backward, and act(gate) * up is
-        made in the backward of the gate. What reads the value all the same finds NaN."""
+        """Run the last linear module, or skip its product if nothing reads the layer's output. The
+        output is only added to the layer's. Without it a 7B layer that runs again for its backward
+        has 29% fewer products; act(gate) * up is computed in the backward of the gate. A reader of
+        the skipped value finds NaN."""
         if not (self.unread and self._may(down, gate)):
             return Linears.last(self, down, gate, up, act)
         return _Unread.apply(gate, up, down.weight, down.bias, act, self)
 
     def _may(self, module: nn.Module, x: Tensor) -> bool:
-        """Whether all that calling a module would do is known here: no hooks, and no forward but
-        that of a linear module's class or of its shell."""
+        """Return whether calling the module has no other effect: it has no hooks, and its forward
+        is that of nn.Linear or of its shell."""
         forward = module.__dict__.get("forward")
         ours = forward is None or getattr(forward, "__func__", None) == self.forward
         hooks = (*_HOOKS, "_forward_hooks_always_called")
@@ -334,7 +333,8 @@ class AccumulatingLinears(Linears):
         return ours and bare and _is_linear(module) and _is_trained(module, x)
 
     def add(self, weight: nn.Parameter, dout: Tensor, x: Tensor) -> Tensor | None:
-        """The gradient of a weight, for autograd; None where its product adds to the sum."""
+        """Add the product to the sum and return None, or return the weight's gradient for
+        autograd."""
         if not self.adds:
             return dout.t() @ x
         assert self.gradients is not None, "no step runs"
@@ -350,8 +350,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_trained(module: nn.Module, x: Tensor) -> bool:
-    """Whether autograd would give its weight a gradient that nobody but the sum is to have: a hook
-    of the weight's own is called with it, and what is computed is no parameter."""
+    """Return whether autograd would give the weight a gradient for the sum alone. A hook of the
+    weight has to see the gradient, and a computed weight is no parameter."""
     weight = module._parameters.get("weight")
     if weight is None or not weight.requires_grad or weight._backward_hooks:
         return False
@@ -367,7 +367,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, how: AccumulatingLinears
     ) -> Tensor:
-        ctx.weight, ctx.how = weight, how  # a parameter: nothing moves it out of the graph
+        ctx.weight, ctx.how = weight, how  # not saved: saved tensors may be moved
         ctx.save_for_backward(x)
         return functional.linear(x, weight, bias)
 
@@ -381,7 +381,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Pair(torch.autograd.Function):
-    """Two linear modules without bias."""
+    """Two linear modules without bias on one input."""
 
     @staticmethod
     def forward(
@@ -403,7 +403,7 @@ class _Pair(torch.autograd.Function):
 
 
 class _Unread(torch.autograd.Function):
-    """A linear module on act(gate) * up, without its value."""
+    """A linear module on act(gate) * up that does not compute its output."""
 
     @staticmethod
     def forward(

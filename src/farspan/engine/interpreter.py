@@ -1,6 +1,6 @@
-"""The interpreter of a program: one match over its instructions.
+"""Interpret a program: one match over its instructions.
 
-`Interpreter.run` is a step. Layers run as they are or in shells (`Layers`), and ask
+`Interpreter.run` is a step. Layers run as they are or in shells (`Layers`), and call
 `farspan.engine.attention_op` for their attention.
 """
 
@@ -73,22 +73,22 @@ from farspan.spec import LayerSpec
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The decoder layers of a model as cells run them: as they are."""
+    """The decoder layers of a model, run unchanged by each cell."""
 
     boundary: CausalLMStages
 
     def of(self, i: Forward) -> nn.Module:
-        """What runs the layer of a cell on its chunk."""
+        """Return the module that runs the layer of a cell on its chunk."""
         return self.boundary.running[i.layer]
 
 
 @dataclass(frozen=True, slots=True)
 class SparingLayers(Layers):
-    """Layers that leave out their last product in cells whose output nobody reads."""
+    """Layers that skip their last product in cells whose output is not read."""
 
     adding: AccumulatingLinears
-    unread: frozenset[Cell]  # outputs that only autograd asks for
-    spared: frozenset[int]  # layers that may
+    unread: frozenset[Cell]  # cells whose output only autograd needs
+    spared: frozenset[int]  # layers that can skip it
 
     def of(self, i: Forward) -> nn.Module:
         self.adding.unread = i.layer in self.spared and (i.layer, i.chunk) in self.unread
@@ -106,19 +106,19 @@ class CutLayers(Layers):
         rank, chunk = self.program.share.rank, self.program.chunks[i.chunk]
         peers = [Rank(rank.layout, number) for number in rank.peers("tensor")]
         counts = [stop - start for start, stop in (peer.tokens(chunk) for peer in peers)]
-        if not any(counts):  # each runs a filler (AttentionContext.is_filler)
+        if not any(counts):  # all run fillers (AttentionContext.is_filler)
             counts = [1] * len(counts)
         return self.tensor.shell(i.layer, self.boundary.layers[i.layer], counts)
 
 
 @dataclass(frozen=True, slots=True)
 class TiledLayers(Layers):
-    """Layers in shells whose token-wise modules run on tiles, for one step. A kept graph keeps all
-    that autograd saves, which is what it is for: its layer runs as it is."""
+    """Layers in shells that run token-wise modules on tiles, for one step. A kept graph is there to
+    save everything that autograd needs, so its layer runs without tiles."""
 
     children: Sequence[Sequence[Tokenwise]]  # of each layer
     tokens: int
-    unread: frozenset[Cell]  # outputs that only autograd asks for
+    unread: frozenset[Cell]  # cells whose output only autograd needs
     add: Add
     draws: Draws | None = None
     shells: dict[tuple[int, bool], nn.Module] = field(default_factory=dict)
@@ -137,16 +137,17 @@ class TiledLayers(Layers):
 
 
 def _kept_apart(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
-    """What a head brings is no part of a unit: who runs the interpreter takes its sums."""
+    """Leave gradients of a custom head alone: they are not sharded, and the caller collects
+    them."""
 
 
-# A cell and its graph, until its backward; None: its graph is built then, from its input.
+# A cell with its graph, if built; else the backward builds the graph from the cell's input.
 Waiting = tuple[ChunkAttention | RecurrentCell, Graph | None]
 
 
 @dataclass(slots=True, kw_only=True)
 class Interpreter:
-    """Runs one program on one batch."""
+    """Run one program on one batch."""
 
     boundary: CausalLMStages
     program: Program
@@ -154,14 +155,14 @@ class Interpreter:
     inputs: StepInputs
     head: LossHead | ValueHead
     gradients: GradientAccumulator
-    after: Callable[[Instruction], None]  # called when an instruction was issued
+    after: Callable[[Instruction], None]  # called after each issued instruction
     layers: Layers
     kernels: AttentionKernels
-    kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)  # those known so far
-    select: Selector | None = None  # of pages, where attention is sparse
-    watched: tuple[int, int] | None = None  # the sparse cell whose seen mass is measured
-    sharded_model: ShardedModel | None = None  # None: this process is alone
-    weights: StreamedWeights | None = None  # None: they are on the device
+    kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)  # kernels selected so far
+    select: Selector | None = None  # selects pages of sparse attention
+    watched: tuple[int, int] | None = None  # the sparse cell whose attention coverage is measured
+    sharded_model: ShardedModel | None = None  # None: a single process
+    weights: StreamedWeights | None = None  # None: weights stay on the device
     attention: AttentionContext = field(init=False)
     recurrent: Recurrent = field(init=False)
     pipeline: Pipeline | None = field(init=False, default=None)
@@ -170,12 +171,12 @@ class Interpreter:
     gradient: dict[int, Tensor] = field(default_factory=dict)
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     graphs: dict[tuple[int, int], Waiting] = field(default_factory=dict)
-    calls: tuple[int, list[LayerCall]] = (-1, [])  # of the chunk at hand
+    calls: tuple[int, list[LayerCall]] = (-1, [])  # chunk, and its calls by layer
     loss: Tensor | None = None
-    values: Tensor | None = None  # of a head that gives some, [B, T, k]
-    given: Tensor | None = None  # the gradient of what was computed from them
+    values: Tensor | None = None  # output of a value head, [B, T, k]
+    given: Tensor | None = None  # gradient of the loss by `values`, [B, T, k]
     own: GradientAccumulator = field(default_factory=lambda: GradientAccumulator(_kept_apart))
-    place: int = 0  # of the next instruction
+    place: int = 0  # index of the next instruction
     order: StreamOrder | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -200,8 +201,8 @@ class Interpreter:
             )
 
     def run(self, orders: tuple[Order, ...] | None = None, until: int | None = None) -> Tensor:
-        """Runs the instructions to come, or those before `until`; the mean loss, a float64 scalar.
-        `orders` are the waits when copies run beside the computation."""
+        """Run the remaining instructions, or those before `until`; return the mean loss (float64
+        scalar). `orders` are the waits if copies overlap the computation."""
         if orders is not None and self.order is None:
             self.order = StreamOrder(self.storage.copies, orders)
         order, instructions = self.order, self.program.instructions
@@ -211,7 +212,7 @@ class Interpreter:
                 order.before(index)
             match instruction:
                 case Allocate() | Free():
-                    pass  # addresses are planned: nothing happens at run time
+                    pass  # addresses are planned: nothing to do at run time
                 case Clear(buffer):
                     self.storage.clear(buffer)
                 case Fetch(source, target, chunk) | Evict(source, target, chunk):
@@ -245,7 +246,7 @@ class Interpreter:
             self.after(instruction)
         if self.pipeline is not None:
             self.pipeline.finish()
-        if self.loss is None:  # another stage has the head
+        if self.loss is None:  # another pipeline stage has the head
             return torch.zeros((), dtype=torch.float64, device=self.boundary.device)
         return self.loss
 
@@ -260,7 +261,7 @@ class Interpreter:
             weights.fetch(self.program, i, self.storage.copies)
 
     def _among_ranks(self, instruction: Instruction) -> None:
-        """Weights come and go, and chunks pass between the stages of a pipeline."""
+        """Gather and release weights, and pass chunks between the stages of a pipeline."""
         match instruction:
             case Gather(group, outer) if self.sharded_model is not None:
                 self.sharded_model.gather(self.program, group, outer=outer)
@@ -278,7 +279,7 @@ class Interpreter:
     # -- stages outside the layers -------------------------------------------------------------
 
     def _span(self, chunk: int) -> slice:
-        """The tokens of a chunk that this rank runs: its own, or a filler."""
+        """Return the slice of a chunk's tokens that this rank runs: its own, or a filler."""
         start, stop = self.program.share.tokens.ranges[chunk]
         if not self.attention.is_filler(chunk):
             return slice(start, stop)
@@ -286,7 +287,7 @@ class Interpreter:
         return slice(start, start + 1)
 
     def _stand_at(self, chunk: int) -> slice:
-        """The tokens of a chunk that this rank runs, of which modules are called next."""
+        """Tell dropout which tokens of the chunk run next, and return their slice."""
         span = self._span(chunk)
         if self.inputs.draws is not None:
             self.inputs.draws.at(Place(span.start, span.stop - span.start))
@@ -310,7 +311,7 @@ class Interpreter:
             hidden, _ = self.boundary.embed(
                 self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
             )
-        if parameters and hidden.requires_grad:  # PEFT can have it ask where nothing does
+        if parameters and hidden.requires_grad:  # PEFT may require it for no parameter
             found = torch.autograd.grad(hidden, parameters, gradient, allow_unused=True)
             self.gradients.add(parameters, found)
 
@@ -336,7 +337,7 @@ class Interpreter:
         self, head: ValueHead, span: slice, hidden: Tensor, *, gradient: bool, is_filler: bool
     ) -> None:
         targets, layer = self.inputs.targets[:, span], len(self.boundary.layers)
-        if hidden.shape[1] == 0:  # another rank has all of the chunk
+        if hidden.shape[1] == 0:  # another rank has all tokens of the chunk
             if gradient:
                 self.gradient[layer] = hidden
             return
@@ -347,7 +348,7 @@ class Interpreter:
                 hidden, targets, given * 0 if is_filler else given, self.gradients, self.own
             )
             return
-        if self.given is not None:  # the forward runs again, whose values are known
+        if self.given is not None:  # a repeated forward: the values are known
             return
         values = head.values(hidden, targets)
         if self.values is None:
@@ -360,7 +361,7 @@ class Interpreter:
             self.weights.close(self.program, group, self.storage.copies, self.gradients)
             return
         layers = range(*self.program.groups[group])
-        # Ranks of a pipeline close what is outside the layers together.
+        # Ranks of a pipeline close the parameters outside the layers together.
         outer = group == 0 or self.pipeline is not None
         if self.sharded_model is not None:
             for unit in [*layers, *[self.sharded_model.sharded.outer] * outer]:
@@ -372,13 +373,13 @@ class Interpreter:
             self.gradients.close(self.head.parameters)
 
     def _passing(self, chunk: int) -> Tensor:
-        """Memory for the rank's tokens of a chunk between layers, [B, C, hidden]."""
+        """Allocate the hidden states that a stage receives for a chunk, [B, C, hidden]."""
         span, run = self._span(chunk), self.program.run
         shape = run.batch, span.stop - span.start, self.program.model.hidden
         return torch.empty(shape, dtype=self.storage.dtype, device=self.boundary.device)
 
     def _x(self, buffer: str, chunk: int) -> Tensor:
-        """[B, C, hidden] of a chunk in a buffer or slot of x."""
+        """Return x [B, C, hidden] of a chunk in a buffer or slot."""
         return self.storage.chunk(buffer, chunk, 0)["x"]
 
     def _load(self, buffer: str, chunk: int) -> Tensor:
@@ -440,18 +441,18 @@ class Interpreter:
     def _saved(
         self, i: Forward, hidden: Tensor, cell: ChunkAttention | RecurrentCell
     ) -> SavedActivations:
-        """Where autograd saves what a kept graph needs."""
+        """Return the store for the tensors that autograd saves in a kept graph."""
         layer = self.boundary.layers[i.layer]
         tensors = *layer.parameters(), *layer.buffers()
         return SavedActivations(tensors, self._named(i.layer, hidden, cell))
 
     def _build_recurrent(self, i: Forward, cell: RecurrentCell, hidden: Tensor) -> None:
-        """Run a recurrent layer with the graph that its backward will find."""
+        """Run a recurrent layer and keep its graph for the backward."""
         saved = self._saved(i, hidden, cell) if i.kept else None
         graph, self.hidden[i.layer + 1] = build_graph(cell.run, hidden, saved)
         if saved is not None:
             store = self._planned_cell(i)
-            # What scans save is a little more than linear in their tokens.
+            # Scans save a little more than in proportion to their tokens.
             if saved.size() > len(store):
                 self._keep_input(i, cell, hidden)
                 return
@@ -459,12 +460,12 @@ class Interpreter:
         self.graphs[i.layer, i.chunk] = cell, graph
 
     def _keep_input(self, i: Forward, cell: RecurrentCell, hidden: Tensor) -> None:
-        """In a kept cell: its graph is built in the backward."""
+        """Keep the layer's input in the cell; the backward builds the graph from it."""
         self._as_input(self._planned_cell(i), i.chunk).copy_(hidden)
         self.graphs[i.layer, i.chunk] = cell, None
 
     def _planned_cell(self, i: Forward) -> Tensor:
-        """The bytes planned for this layer's cell: a slot may be wider than its home."""
+        """Return the bytes planned for this layer's cell: a slot may be wider than its home."""
         assert i.activations is not None
         start, stop = cell_place(
             self.program, self.program.buffers[names.activations(i.layer)], i.chunk
@@ -511,7 +512,6 @@ class Interpreter:
         return [p for p in self.boundary.layers[layer].parameters() if p.requires_grad]
 
     def _restore(self, i: Backward, cell: ChunkAttention | RecurrentCell, graph: Graph) -> None:
-        """What a kept graph saved is at hand again."""
         if graph.saved is not None:
             assert i.activations is not None
             hidden = self.hidden.pop(i.layer, None)
@@ -519,7 +519,7 @@ class Interpreter:
             graph.saved.restore(store, self._named(i.layer, hidden, cell))
 
     def _as_input(self, store: Tensor, chunk: int) -> Tensor:
-        """The bytes of a kept cell as a layer's input [B, C, hidden]."""
+        """View the bytes of a kept cell as a layer's input [B, C, hidden]."""
         span, width = self._span(chunk), self.program.model.hidden
         shape = self.program.run.batch, span.stop - span.start, width
         size = prod(shape) * self.storage.dtype.itemsize
@@ -528,7 +528,7 @@ class Interpreter:
     def _named(
         self, layer: int, hidden: Tensor | None, cell: ChunkAttention | RecurrentCell
     ) -> dict[str, Tensor]:
-        """Tensors that will be at hand again when a kept graph runs backward."""
+        """Return tensors by name that exist again when a kept graph runs backward."""
         named = {}
         if hidden is not None and layer in {first for first, _ in self.program.groups}:
             named["x"] = hidden
@@ -544,7 +544,8 @@ class Interpreter:
         return self.calls[1][layer]
 
     def _positions(self, chunk: int) -> Tensor:
-        """Of the tokens that a layer's attention is called with: those of all tensor peers."""
+        """Return position ids of the tokens that a layer's attention sees: those of all tensor
+        peers."""
         positions, rank = self.inputs.position_ids, self.program.share.rank
         if not self.attention.shares:
             return positions[:, self._span(chunk)]

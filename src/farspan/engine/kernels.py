@@ -1,10 +1,10 @@
-"""Which kernel computes a layer's attention: the fastest exact one there is, or a named one.
+"""Select the kernel of a layer's attention: the fastest exact one on this machine, or a named one.
 
-FlashAttention-3 and FlashAttention-4 are packages of their own. PyTorch registers three under the
-aten names that `backends.CudaFlash` calls. That holds for the whole process, so it is undone after
-a step. PyTorch can register four as well, but takes neither its soft caps nor, in 2.11, its
-windows, and unpacks two results where the package has given four since 2026-06-24: `Flash4` calls
-the package itself.
+FlashAttention-3 and FlashAttention-4 are separate packages. PyTorch registers FlashAttention-3
+under the aten names that `backends.CudaFlash` calls. The registration holds for the whole process,
+so it is undone after a step. PyTorch can register FlashAttention-4 too, but without soft caps and,
+in 2.11, without windows, and it unpacks two results although the package has returned four since
+2026-06-24: `Flash4` calls the package directly.
 """
 
 from collections.abc import Iterator
@@ -43,13 +43,11 @@ CUDNN_WIDEST = 128
 
 
 def of_card(capability: tuple[int, int]) -> AttentionKernel:
-    """The fastest that every PyTorch has, by a CUDA device's compute capability.
-
+    """Return the fastest kernel that every PyTorch has, by a CUDA device's compute capability.
     cuDNN trains 1.7 to 2.3 times as fast as flash attention 2 on an H100 (9.0) and takes 1.07 to
     1.2 times as long on Ampere (8.x), Ada (8.9) and consumer Blackwell (12.x): measured by
-    transformers' issue 48163. On data-centre Blackwell (10.x) it is the better guess until
-    `farspan calibrate` has measured: flash attention 2 is not made for it.
-    """
+    transformers' issue 48163. On data-centre Blackwell (10.x) it is the better guess until `farspan
+    calibrate` has measured: flash attention 2 is not made for it."""
     return AttentionKernel.CUDNN if capability[0] in (9, 10) else AttentionKernel.FLASH
 
 
@@ -63,15 +61,12 @@ def select_kernel(
     choice: AttentionKernel = AttentionKernel.AUTO,
     queries: tuple[int, ...] | None = None,
 ) -> BlockKernel:
-    """The fastest exact kernel for these heads, or the one that is chosen.
-
-    `capability` is the CUDA device's; vendor kernels need (8, 0). Heads that no vendor kernel
-    takes as they are get one on wider heads (`Padded`). cuDNN's backward is not deterministic, so
-    it is left out under `torch.use_deterministic_algorithms`, and where
-    `torch.backends.cuda.enable_cudnn_sdp(False)` switched it off. `queries` are the lengths of
-    whole chunks. Raises UnsupportedError for a dtype that is not a floating type of 16 bits or
-    more, and where a choice cannot be met.
-    """
+    """Select the fastest exact kernel for these heads, or the chosen one. Vendor kernels need a
+    CUDA `capability` of (8, 0) or more; heads of widths that they do not take are padded
+    (`Padded`). cuDNN's backward is not deterministic, so it is left out under
+    `torch.use_deterministic_algorithms`, and after `torch.backends.cuda.enable_cudnn_sdp(False)`.
+    `queries` are the lengths of whole chunks. Raises UnsupportedError for a dtype that is no
+    floating type of 16 bits or more, and for a chosen kernel that cannot run here."""
     half = dtype in (torch.bfloat16, torch.float16)
     if not half and dtype not in (torch.float32, torch.float64):
         raise UnsupportedError(
@@ -143,12 +138,12 @@ PACKAGES = {
     ),
     AttentionKernel.FA4: ("flash_attn.cute.interface", "pip install flash-attn-4"),
 }
-# Of a probe's results, relative: rounding to bfloat16 gives 0.004, a wrong mask or scale 0.1.
+# Relative error of a probe: rounding to bfloat16 gives 0.004, a wrong mask or scale 0.1.
 TRUE_WITHIN = 0.02
 
 
 def refuse_missing(choice: AttentionKernel) -> None:
-    """Raises UnsupportedError where the package of a kernel, if it needs one, is not there."""
+    """Raise UnsupportedError if the kernel needs a package that is not installed."""
     if choice not in PACKAGES:
         return
     known = getattr(attention, "list_flash_attention_impls", list)
@@ -164,8 +159,8 @@ def refuse_missing(choice: AttentionKernel) -> None:
 
 @contextmanager
 def flash_attention_3() -> Iterator[None]:
-    """Inside it aten's flash attention is FlashAttention-3. Raises UnsupportedError where its
-    package is not what PyTorch expects."""
+    """Run the body with FlashAttention-3 as aten's flash attention. Raises UnsupportedError if its
+    package does not fit PyTorch."""
     before = attention.current_flash_attention_impl()
     if before == NAME:
         yield
@@ -187,13 +182,10 @@ def flash_attention_3() -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class Flash4:
     """FlashAttention-4 for Hopper and data-centre Blackwell: bf16, fp16; D == Dv, a multiple of 8
-    up to 128, or 256 (any up to 256 on Hopper); GQA, windows and soft caps inside; tensors are
-    [B, S, H, D].
-
-    Causal masks and windows are aligned bottom right, None is all keys of a side. It sums dQ in a
-    fixed order under `torch.use_deterministic_algorithms`. It compiles its kernels when they are
-    first called, seconds each.
-    """
+    up to 128, or 256 (any up to 256 on Hopper); GQA, windows and soft caps built in; tensors are
+    [B, S, H, D]. Causal masks and windows are aligned bottom right; None means all keys on that
+    side. It sums dQ in a fixed order under `torch.use_deterministic_algorithms`. It compiles each
+    kernel at its first call, which takes seconds."""
 
     softcap: float | None = None
 
@@ -230,18 +222,16 @@ class Flash4:
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
     def _left(self, block: Block) -> int | None:
-        """Keys to the left of the aligned diagonal, as `CudaFlash` counts them."""
+        """Return the keys to the left of the aligned diagonal, as `CudaFlash` counts them."""
         left, _ = CudaFlash().window(block)
         return None if left < 0 else left
 
 
 @cache
 def flash_4_fault(softcap: float | None, width: int, device: torch.device) -> str | None:
-    """What is wrong with FlashAttention-4 on this device, for heads of `width`; None: nothing.
-
-    A causal square, a rectangle and a window, forward and backward, are held against plain
-    PyTorch: the package changes its private functions, which farspan's backward needs, as it likes.
-    """
+    """Describe the fault of FlashAttention-4 on this device for heads of `width`; None: it works. A
+    causal square, a rectangle and a window, forward and backward, are compared with plain PyTorch:
+    farspan's backward needs the package's private functions, which may change at any release."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(heads: int, tokens: int) -> Tensor:
@@ -268,7 +258,7 @@ def flash_4_fault(softcap: float | None, width: int, device: torch.device) -> st
                 strict=True,
             )
             errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
-        except Exception as error:  # whatever its compiler or a changed signature raises
+        except Exception as error:  # its compiler, or a changed signature
             return f"{type(error).__name__}: {error}"
         if not max(errors) <= TRUE_WITHIN:
             return f"a call is off by {max(errors):.2g} of its result"
@@ -278,48 +268,46 @@ def flash_4_fault(softcap: float | None, width: int, device: torch.device) -> st
 def _is_there(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except (ImportError, ValueError):  # its parent is missing; a name imported without a file
+    except (ImportError, ValueError):  # its parent is missing, or it has no file
         return False
 
 
 # -- the kernels of a program --------------------------------------------------------------------
 
 
-CUBLAS, SAME = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # what cuBLAS needs for same bits
+CUBLAS, SAME = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")  # make cuBLAS deterministic
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernels:
-    """The kernels of one device, dtype and choice.
-
-    Where the choice is open, a layer has `fastest`, which this machine was measured to have, if it
-    can; FlashAttention-4 for soft caps, which nothing else has at its speed, if it is installed
-    and right here; else what `select_kernel` knows by the card.
-    """
+    """Attention kernels for one device, dtype and choice. With the choice `auto`, a layer gets
+    `fastest`, measured on this machine, if it supports the layer. With soft caps it gets
+    FlashAttention-4, the only fast kernel that has them, if it is installed and works here.
+    Otherwise `select_kernel` decides by the card."""
 
     device: torch.device
     dtype: torch.dtype
     choice: AttentionKernel = AttentionKernel.AUTO
     deterministic: bool = False
     fastest: AttentionKernel | None = None
-    fused: bool = False  # parts are joined by farspan's own kernels, which the device has
+    fused: bool = False  # farspan's own kernels, which the device has, merge partial results
 
     def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
-        """A layer's kernel. Raises UnsupportedError where the choice cannot be met."""
+        """Return a layer's kernel. Raises UnsupportedError if the chosen kernel cannot run it."""
         lengths = None
         if program is not None:
             lengths = chunk_lengths(program, most_of(spec, program.run))
         return self._select(spec, self._choice(spec), lengths)
 
     def far(self, spec: LayerSpec) -> FarKernel:
-        """What computes a layer's attention to chosen pages."""
+        """Return the kernel of a layer's attention to chosen pages."""
         heads = spec.head_dim, spec.value_dim, spec.softcap
         if supports(self.device, self.dtype, *heads):
             return TritonFar()
         return select_far(self.device.type, *heads)
 
     def refuse(self, model: ModelSpec) -> None:
-        """Raises UnsupportedError where a layer cannot have the kernel that is chosen."""
+        """Raise UnsupportedError if the chosen kernel cannot run one of the layers."""
         if self.deterministic:
             refuse_cublas(self.device)
         layers = [spec for spec in set(model.layers) if spec.attends()]
@@ -331,7 +319,7 @@ class AttentionKernels:
             self._refuse_fault(spec, self.choice)
 
     def is_ready(self) -> bool:
-        """Whether the kernels are what was chosen without `ready`."""
+        """Return whether the chosen kernels run without `ready`."""
         return not self.deterministic and self._wanted() is not AttentionKernel.FA3
 
     def _wanted(self) -> AttentionKernel:
@@ -342,7 +330,7 @@ class AttentionKernels:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Inside it the kernels are what was chosen."""
+        """Run the body with the chosen kernels active."""
         with ExitStack() as stack:
             stack.enter_context(deterministic_algorithms(self.deterministic))
             if self._wanted() is AttentionKernel.FA3:
@@ -373,7 +361,7 @@ class AttentionKernels:
         return wanted
 
     def _refuse_fault(self, spec: LayerSpec, choice: AttentionKernel) -> None:
-        """Raises UnsupportedError where FlashAttention-4 is chosen and is not right on this
+        """Raise UnsupportedError if FlashAttention-4 is chosen and fails its check on this
         device."""
         if choice is not AttentionKernel.FA4:
             return
@@ -388,14 +376,14 @@ class AttentionKernels:
 def attention_kernels(
     kernels: Kernels, device: torch.device, dtype: torch.dtype, *, fused: bool
 ) -> AttentionKernels:
-    """The kernels that a Step was asked to use, on this machine."""
+    """Return the kernels for a Step's `Kernels` on this machine."""
     fastest = measured_here(device, dtype)
     return AttentionKernels(device, dtype, kernels.attention, kernels.deterministic, fastest, fused)
 
 
 def measured_here(device: torch.device, dtype: torch.dtype) -> AttentionKernel | None:
-    """The kernel that `farspan calibrate` found fastest on this device; None where it has not run,
-    or on another one. Raises UnsupportedError for a machine file that is none."""
+    """Return the kernel that `farspan calibrate` found fastest on this device; None if not
+    measured. Raises UnsupportedError for an invalid machine file."""
     if device.type != "cuda" or not user_file().is_file():
         return None
     machine = read(user_file()).spec
@@ -416,8 +404,8 @@ def _is_installed(kernel: AttentionKernel) -> bool:
 
 @contextmanager
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Inside it, if wanted, PyTorch computes the same bits from the same inputs; an operator that
-    cannot raises. New memory is not filled, which costs a pass over it."""
+    """Run the body, if wanted, with deterministic PyTorch; operators that are not raise. New memory
+    is not filled, which would cost a pass over it."""
     if not wanted:
         yield
         return
@@ -434,8 +422,8 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 def refuse_cublas(device: torch.device) -> None:
-    """Raises UnsupportedError where products on a GPU may differ from call to call: cuBLAS reads
-    how much memory it may have for itself when the process begins."""
+    """Raise UnsupportedError if products on a GPU may differ from call to call: cuBLAS reads its
+    workspace setting when the process begins."""
     if device.type == "cuda" and environ.get(CUBLAS) not in SAME:
         raise UnsupportedError(
             f"deterministic: cuBLAS needs {CUBLAS}={SAME[0]} in the environment of the process; "
@@ -444,7 +432,8 @@ def refuse_cublas(device: torch.device) -> None:
 
 
 def chunk_lengths(program: Program, most: int) -> tuple[int, ...]:
-    """Of whole chunks and of a last one that is ragged, and of what they are cut into."""
+    """Return the lengths of whole chunks and of a ragged last one, and of the pieces they are cut
+    into."""
     ends = {stop - start for start, stop in (program.chunks[0], program.chunks[-1])}
     found = {length for length in ends if length <= most}
     for length in ends - found:

@@ -1,7 +1,6 @@
-"""The two ends of a step: its tokens and labels, checked and shifted once, and what the head gives:
-the loss, or values of every token.
+"""Check and shift the inputs of a step, and compute its loss, or values of every token, by pieces.
 
-Heads run piece by piece: the logits of a whole chunk never exist (FPDT 5.4).
+The logits of a whole chunk never exist (FPDT 5.4).
 """
 
 from collections.abc import Callable, Iterator
@@ -22,21 +21,21 @@ from farspan.kernels.operations import cross_entropy, cross_entropy_
 from farspan.program.attention_blocks import most_tokens
 from farspan.spec import UnsupportedError
 
-IGNORED = -100  # label of a token that is not trained, as everywhere in Hugging Face
+IGNORED = -100  # label of a token that is not trained, as in Hugging Face
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the cells read. Every tensor is [batch, tokens]."""
+    """The input tensors of a step's cells, each [batch, tokens]."""
 
     input_ids: Tensor
-    # The label each token predicts: labels moved by one, IGNORED at the ends; or what a head asks
-    # for of each, [batch, tokens, ...].
+    # Labels shifted by one, IGNORED where a token has no next one; or a custom head's targets,
+    # [batch, tokens, ...].
     targets: Tensor
-    position_ids: Tensor  # restart in every document; one row when there are no documents
-    documents: tuple[tuple[int, ...], ...] | None  # a row: where its documents begin, ascending
+    position_ids: Tensor  # restart in every document; one row if there are no documents
+    documents: tuple[tuple[int, ...], ...] | None  # starts of a row's documents, ascending
     weights: Tensor | None = None  # of each token's loss
-    draws: Draws | None = None  # what dropouts draw; None: nothing
+    draws: Draws | None = None  # draws of dropout; None: no dropout
 
     @property
     def trained(self) -> int:
@@ -53,8 +52,8 @@ def make_inputs(
     *,
     several: bool = False,
 ) -> StepInputs:
-    """Check the inputs and derive what the cells need. Labels may be `several` ids a token, [batch,
-    tokens, k]. Raises UnsupportedError naming the argument."""
+    """Check the inputs and derive those of the cells. With `several`, labels are k ids a token,
+    [batch, tokens, k]. Raises UnsupportedError naming the argument."""
     for name, value in (("input_ids", input_ids), ("labels", labels)):
         if not isinstance(value, Tensor):
             raise UnsupportedError(
@@ -76,7 +75,7 @@ def make_inputs(
 
 
 def shift_labels(labels: Tensor, document_ids: Tensor | None) -> Tensor:
-    """The label each token predicts: the next token's, within its document."""
+    """Return the label that each token predicts: the next token's, within its document."""
     targets = torch.full_like(labels, IGNORED)
     targets[:, :-1] = labels[:, 1:]
     if document_ids is not None:
@@ -86,13 +85,18 @@ def shift_labels(labels: Tensor, document_ids: Tensor | None) -> Tensor:
 
 
 def trained_token_count(labels: Tensor, document_ids: Tensor | None = None) -> int:
-    """Tokens of these labels [batch, tokens] that a step trains: every token with a next token in
-    its document whose label is not -100."""
+    """Count the tokens that a step trains: those with a next token in their document whose label is
+    not -100.
+
+    Args:
+        labels: Labels of the tokens themselves, [batch, tokens].
+        document_ids: The document of each token, [batch, tokens]; None: a row is one document.
+    """
     return int((shift_labels(labels, document_ids) != IGNORED).sum())
 
 
 def document_starts(document_ids: Tensor, input_ids: Tensor) -> Tensor:
-    """Where in its row each token's document begins, [batch, tokens]."""
+    """Return the index in its row at which each token's document begins, [batch, tokens]."""
     if document_ids.shape != input_ids.shape:
         raise UnsupportedError(
             f"document_ids: expected the shape of input_ids {tuple(input_ids.shape)}, got "
@@ -165,17 +169,18 @@ def _check_weights(weights: Tensor, input_ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LossHead:
-    """Sum of the cross-entropy over trained tokens, divided by a count known before the step: so
-    the scale is right for every piece, chunk, micro-batch and rank."""
+    """Cross-entropy summed over trained tokens and divided by a count known before the step. The
+    scale is right for every piece, chunk, micro-batch and rank."""
 
     boundary: CausalLMStages
     count: int  # trained tokens the mean is taken over, at least 1
     piece: int  # tokens whose logits exist at one time
     parameters: tuple[nn.Parameter, ...]  # trained outside the layers
-    fused: bool = False  # the loss is one kernel, whose gradient takes the place of the logits
+    fused: bool = False  # one kernel computes the loss and overwrites the logits by their gradient
 
     def loss(self, hidden: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-        """The chunk's share of the mean loss; hidden [B, C, h], targets and weights [B, C]."""
+        """Return the chunk's share of the mean loss from hidden [B, C, h], targets and weights [B,
+        C]."""
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         with torch.no_grad():
             for span in pieces_of(hidden, self.piece, self.boundary.vocab):
@@ -183,7 +188,7 @@ class LossHead:
         return total
 
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Of each token, [B, C], 0 where it has no target."""
+        """Return the loss of each token, [B, C], 0 for tokens without a target."""
         with torch.no_grad():
             spans = pieces_of(hidden, self.piece, self.boundary.vocab)
             found = [self._losses(hidden[:, at], targets[:, at]) for at in spans]
@@ -205,7 +210,7 @@ class LossHead:
         weights: Tensor | None,
         gradients: GradientAccumulator,
     ) -> tuple[Tensor, Tensor]:
-        """The same with the gradient of hidden; dW of norm and head go to `gradients`."""
+        """Return the loss and the gradient of hidden; dW of norm and head go to `gradients`."""
         parameters = self.parameters
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.empty_like(hidden)
@@ -223,7 +228,8 @@ class LossHead:
     def _differentiate(
         self, piece: Tensor, targets: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """A piece's share of the loss, and the gradients of the piece and of the parameters."""
+        """Return a piece's share of the loss, and the gradients of the piece and of the
+        parameters."""
         wanted = [piece, *self.parameters]
         if not self.fused:
             with torch.enable_grad():
@@ -236,7 +242,7 @@ class LossHead:
                 loss = self._cross_entropy(logits, targets, weights)
                 return loss.detach(), torch.autograd.grad(loss, wanted, allow_unused=True)
         rows = logits.detach().flatten(0, 1)
-        if rows.untyped_storage()._cdata in saved:  # as a soft cap saves what it gives
+        if rows.untyped_storage()._cdata in saved:  # a soft cap saves its output
             rows = rows.clone()
         losses = cross_entropy_(rows, targets.flatten(), 1 / self.count, ignored=IGNORED)
         if weights is not None:
@@ -267,12 +273,12 @@ class LossHead:
         return losses / self.count
 
 
-# Of tokens' hidden states [n, hidden] and of what was given of each [n, ...]: values [n, k].
+# Maps hidden states [n, hidden] and targets [n, ...] of tokens to values [n, k].
 HeadFunction = Callable[[Tensor, Tensor], Tensor]
 
 
-# Of a token's distribution, by its scaled logits [n, V], their log-probabilities and the first id
-# that is asked for [n]; named as in TRL. All but the entropy are without a gradient.
+# Statistics of a token's distribution, from its scaled logits [n, V], their log-probabilities and
+# the first target id [n]; named as in TRL. Only the entropy has a gradient.
 STATISTICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "entropy": lambda _, normal, __: -(normal.exp() * normal).sum(-1),
     "log_sum_sq_probs": lambda _, normal, __: (2 * normal.detach()).logsumexp(-1),
@@ -283,14 +289,14 @@ STATISTICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """What is wanted of each token's distribution, by its logits."""
+    """Log-probabilities of target ids, and statistics of each token's distribution."""
 
-    temperature: float = 1.0  # by which logits are divided
-    statistics: tuple[str, ...] = ()  # of STATISTICS, the last values
+    temperature: float = 1.0  # divides the logits
+    statistics: tuple[str, ...] = ()  # names in STATISTICS, returned after the log-probabilities
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits [n, V], targets [n, k]: log-probabilities [n, k], 0 where nothing is asked for;
-        behind them the statistics, [n, 1] each."""
+        """Return log-probabilities [n, k] of targets [n, k] from logits [n, V], 0 at ignored
+        targets, followed by the statistics, [n, 1] each."""
         wide = logits.to(accumulate_dtype(logits.dtype))
         if self.temperature != 1.0:
             wide = wide / self.temperature
@@ -308,8 +314,8 @@ class TopIds(LogProbs):
     k: int = 1
     vocab: int | None = None
 
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002 - none is asked
-        """logits [n, V]: [n, 2 k], ids and then log-probabilities, the likeliest first."""
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002 - unused
+        """Return [n, 2 k] from logits [n, V]: ids, then log-probabilities, the likeliest first."""
         normal = logits.to(accumulate_dtype(logits.dtype)).log_softmax(-1)
         found, ids = normal[:, : self.vocab].topk(self.k, -1)
         return torch.cat((ids.to(found.dtype), found), 1)
@@ -317,18 +323,18 @@ class TopIds(LogProbs):
 
 @dataclass(frozen=True, slots=True)
 class ValueHead:
-    """Values of every token, and the gradient of anything that was computed from them."""
+    """Values of every token, and the gradient of a loss computed from them."""
 
     boundary: CausalLMStages
     function: LogProbs | HeadFunction
     piece: int  # tokens whose logits exist at one time
     parameters: tuple[nn.Parameter, ...]  # trained outside the layers
-    own: tuple[nn.Parameter, ...]  # that the function brings
-    # Where the first value is the label's log-probability, what computes it as a step's loss.
+    own: tuple[nn.Parameter, ...]  # parameters of `function`
+    # Computes the first value as a step's loss, if it is the label's log-probability.
     plain: LossHead | None
 
     def values(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """[B, C, k] of hidden [B, C, h] and targets [B, C, ...]."""
+        """Return values [B, C, k] from hidden [B, C, h] and targets [B, C, ...]."""
         if self.plain is not None and self.function == LogProbs():
             return -self.plain.losses(hidden, targets)[..., None]
         with torch.no_grad():
@@ -343,8 +349,8 @@ class ValueHead:
         gradients: GradientAccumulator,
         own: GradientAccumulator,
     ) -> Tensor:
-        """That of hidden, by that of the values [B, C, k], or of the first of them [B, C, 1]; dW go
-        to `gradients` and `own`."""
+        """Return the gradient of hidden from the gradient `given` of all values [B, C, k] or of the
+        first [B, C, 1]; dW go to `gradients` and `own`."""
         if self.plain is not None and given.shape[2] == 1:
             return self.plain.loss_and_gradient(hidden, targets, -given[..., 0], gradients)[1]
         gradient = torch.zeros_like(hidden)
@@ -383,9 +389,9 @@ class ValueHead:
 
 
 def pieces_of(hidden: Tensor, most: int, vocab: int) -> list[slice]:
-    """Tokens of hidden [B, C, h], at most so many at a time."""
+    """Split the tokens of hidden [B, C, h] into slices of at most `most`."""
     batch, tokens, _ = hidden.shape
-    # A kernel of the loss may count logits with 32 bits.
+    # A kernel of the loss may index logits with 32 bits.
     piece = min(most, max(1, most_tokens(batch * vocab)))
     return [slice(s, min(s + piece, tokens)) for s in range(0, tokens, piece)]
 
@@ -396,7 +402,8 @@ def _part(weights: Tensor | None, span: slice) -> Tensor | None:
 
 @contextmanager
 def _noting(storages: set[int]) -> Iterator[None]:
-    """Inside it autograd tells what it saves: what lies in these storages may not be written."""
+    """Record in `storages` the storages of tensors that autograd saves in the body, which must not
+    be overwritten."""
 
     def note(tensor: Tensor) -> Tensor:
         storages.add(tensor.untyped_storage()._cdata)

@@ -24,11 +24,9 @@ from farspan.spec import Tier
 
 
 class LiveStorage(UncompiledMode):
-    """Counts the bytes of every storage that is born inside the block and still alive.
-
-    Costs about 6 microseconds an operation. Memory that an operator takes and gives back within
-    itself is not seen.
-    """
+    """Counts the bytes of all storages that are created in the context and still alive. Costs about
+    6 microseconds per operation. Memory that an operator allocates and frees internally is not
+    counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +37,8 @@ class LiveStorage(UncompiledMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # What goes in unseen was born outside: a view of it, such as a weight's transpose, is no
-        # new memory.
+        # An unknown input existed before the context: a view of it, such as a weight's transpose,
+        # is no new memory.
         self._meet(args, born=False)
         if kwargs:
             self._meet(kwargs.values(), born=False)
@@ -49,8 +47,9 @@ class LiveStorage(UncompiledMode):
         return out
 
     def _meet(self, values: Iterable[Any], *, born: bool) -> None:
-        """All tensors of an operator's arguments or results. Those are nested in these types only,
-        and `tree_leaves`, which knows every type, took half the time of a metered step."""
+        """Register all tensors among an operator's arguments or results. Those nest only in
+        lists and tuples; `tree_leaves`, which handles every type, took half the time of a
+        metered step."""
         for value in values:
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
@@ -65,7 +64,7 @@ class LiveStorage(UncompiledMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._known.clear()  # nobody is told any more of what goes
+        self._known.clear()  # stop counting storages that die later
 
     def _leave(self, key: int, size: int, _: object) -> None:
         self.live -= size
@@ -73,11 +72,9 @@ class LiveStorage(UncompiledMode):
 
 
 class PeakMemory:
-    """Peak bytes of new tensors on the device of a model, inside a block.
-
-    On a CPU that is everything torch allocates, both tiers included; on a GPU it is what its
-    allocator handed out above what was handed out when the block began.
-    """
+    """Peak bytes of new tensors on a model's device, inside a context. A CPU counts everything that
+    torch allocates, both tiers included; a GPU counts what its allocator hands out above the bytes
+    at the start."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -96,7 +93,7 @@ class PeakMemory:
         return self
 
     def lap(self) -> int:
-        """Peak bytes since the lap before, or since the block began."""
+        """Return the peak bytes since the previous lap, or since the start."""
         if self._storage is not None:
             found, self._storage.peak = self._storage.peak, self._storage.live
         else:
@@ -114,39 +111,39 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one step: `transient` by the model's profile, all else by the program."""
+    """Bytes of one step: `transient` by the model's profile, the rest by the program."""
 
     device_arena: int
     host_arena: int
-    inputs: int  # targets and positions; the batch they are made of is there before
+    inputs: int  # targets and positions, made from the batch, which is not counted
     weights: int
     gradients: int
-    accumulators: int  # fp32 sums of the widest open group, where `.grad` is narrower
+    accumulators: int  # fp32 sums of the widest open group, if `.grad` is narrower
     transient: int  # of a cell: activations, logits, one layer's weight gradients
-    # Where they live in main memory; `weights` and `gradients` are then 0, and `accumulators` too
-    # but for sums of shards.
+    # Weights and gradients in main memory; `weights` and `gradients` are then 0, and `accumulators`
+    # has only sums of shards.
     host_weights: int = 0
     host_gradients: int = 0
-    index: int = 0  # maps by which sparse attention compares pages, there before the step
+    index: int = 0  # maps that rank pages in sparse attention, built before the step
 
     @property
     def host(self) -> int:
-        """Bytes of main memory, optimizer states aside."""
+        """Bytes of main memory, without optimizer states."""
         return self.new_host + self.host_weights
 
     @property
     def new_host(self) -> int:
-        """Bytes of main memory that a first step allocates beside the weights."""
+        """Bytes of main memory that a first step allocates in addition to the weights."""
         return self.host_arena + self.host_gradients
 
     @property
     def device(self) -> int:
-        """Device bytes at the peak, optimizer states and the batch aside."""
+        """Device bytes at the peak, without optimizer states and the batch."""
         return self.new_device + self.weights + self.index
 
     @property
     def new_device(self) -> int:
-        """Device bytes that a first step allocates beside the weights."""
+        """Device bytes that a first step allocates in addition to the weights."""
         return self.device_arena + self.inputs + self.gradients + self.accumulators + self.transient
 
     def to_json(self) -> dict[str, int]:
@@ -161,12 +158,12 @@ def estimate_memory(
     values: int = 0,
     cells: Callable[[Program], int],
 ) -> MemoryEstimate:
-    """The memory of a step of this shape: sizes of its program, and what its cells hold for a
-    moment, which programs do not size.
+    """Estimate the memory of a step of this shape: sizes by its program, transient bytes by
+    `cells`.
 
     Args:
-        values: Log-probabilities of a token that the loss is computed from; 0: a step of one pass.
-        cells: Bytes that the cells of a program hold, by the profile of the model.
+        values: Log-probabilities per token from which the loss is computed; 0: a step of one pass.
+        cells: Returns the bytes that a program's cells hold, by the profile of the model.
 
     Raises:
         TooLarge: Main memory cannot hold the step.
@@ -174,22 +171,23 @@ def estimate_memory(
     refuse_known(step, batch, tokens)
     whole = step.prepared(batch, tokens, is_cut=values > 0).program
     static, found = _static(step, whole), cells(whole)
-    # Cells may be fullest while some gradients do not exist yet.
+    # Cells may be fullest before some gradients exist.
     sums = max(0, static.accumulators + min(0, found))
     return replace(static, transient=max(0, found), accumulators=sums)
 
 
 def refuse_known(step: Step, batch: int, tokens: int) -> None:
-    """As `refuse_too_large`, of what is known without a profile."""
+    """Raise the errors of `refuse_too_large` that need no profile of the model."""
     program = step.program(batch, tokens)
     static = _static(step, program)
     refuse_too_large(step, replace(static, transient=least_transient(program)), optimizer=0)
 
 
 def refuse_too_large(step: Step, expected: MemoryEstimate, optimizer: int) -> None:
-    """Raises TooLarge when the host cannot hold the step and `optimizer` bytes of its states, or
-    these are more than `step.host_room`, and DeviceTooSmall when the GPU cannot hold what is new on
-    it; of several ranks, which all call it, the same on all when one of them is short."""
+    """Raise TooLarge or DeviceTooSmall if the step does not fit. TooLarge: the host cannot hold the
+    step and `optimizer` bytes of its states, or they exceed `step.host_room`. DeviceTooSmall: the
+    GPU cannot hold the new bytes. All ranks call it, and raise the same error if one of them is
+    short."""
     ranks = None if step.sharded_model is None else step.sharded_model.ranks
     _refuse_too_small(step.boundary.device, expected, ranks)
     needed = expected.new_host
@@ -230,7 +228,8 @@ def _refuse_too_small(
 
 
 def available_device_bytes(device: torch.device) -> int | None:
-    """Bytes that torch can still hand out on a GPU; None on a CPU, whose memory is the host's."""
+    """Return the bytes that torch can still allocate on a GPU; None on a CPU, whose memory is the
+    host's."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -238,7 +237,8 @@ def available_device_bytes(device: torch.device) -> int | None:
 
 
 def least_transient(program: Program) -> int:
-    """Bytes that the graphs of one chunk hold at least, from what layers save a token."""
+    """Return a lower bound of the bytes that one chunk's graphs hold, from the bytes that layers
+    save per token."""
     tokens = program.run.batch * program.share.tokens.most
     layers = program.model.layers
     saved = [sum(layers[i].activation_bytes for i in range(*group)) for group in program.groups]
@@ -248,7 +248,7 @@ def least_transient(program: Program) -> int:
 
 
 def _static(step: Step, program: Program) -> MemoryEstimate:
-    # Of a sharded model, this rank's parts; layers of other stages have no memory.
+    # Counts this rank's shards of a sharded model; layers of other stages are on meta.
     parameters = {id(p): p for p in step.boundary.model.parameters() if not p.is_meta}.values()
     trained = [p for p in parameters if p.requires_grad]
     found = MemoryEstimate(
@@ -262,7 +262,7 @@ def _static(step: Step, program: Program) -> MemoryEstimate:
     )
     if isinstance(step.selector, Index):
         device, dtype = step.boundary.device, step.boundary.dtype
-        step.selector.at(device, dtype)  # now, as the step will find them
+        step.selector.at(device, dtype)  # prepared now, as the step will use it
         found = replace(found, index=step.selector.nbytes(dtype))
     if step.weights is not None:
         return replace(
@@ -279,8 +279,8 @@ def _static(step: Step, program: Program) -> MemoryEstimate:
 
 
 def _accumulators(step: Step, program: Program) -> int:
-    """Sums of the widest group and of what lies outside the layers: where gradients are narrower
-    than sums, and where they are summed over ranks."""
+    """Return the bytes of sums of the widest group and of parameters outside the layers. Sums exist
+    where gradients are narrower than sums, or are summed over ranks."""
     sharded_model, layers = step.sharded_model, step.boundary.layers
 
     def size(parameters: Iterable[nn.Parameter]) -> int:

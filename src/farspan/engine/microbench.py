@@ -1,4 +1,4 @@
-"""Rates of this device: how fast it runs what a step is made of, and what it is.
+"""Measure the rates of this device on the operations of a step, and describe its hardware.
 
 Another process can halve the speed of a CPU for seconds. It can only add to the time of a call, so
 the fastest run counts. Every call is measured in several passes, far apart, until the best two
@@ -39,33 +39,33 @@ from farspan.sparse.pages import mean_keys
 from farspan.spec import BACKWARD_PRODUCTS, MEAN, AttentionKernel, Curve, Sparse, Tier
 
 Call = Callable[[], object]
-Points = Iterator[tuple[float, int, Call]]  # size of a call, how many are made, what makes them
+Points = Iterator[tuple[float, int, Call]]  # size of a call, how many are made, the call
 
-AGREE = 1.1  # the second-best look takes at most so many times the best one
-SHORTEST = 1e-3  # seconds that one measurement takes at least: shorter calls are repeated
-HEAVY = 3e-4  # seconds of a call that may bring a GPU to its limit of power
-KV_SHARE = 4  # query heads that share a K, V head, as in most models of today
+AGREE = 1.1  # the second-best look takes at most this multiple of the best one
+SHORTEST = 1e-3  # seconds of one measurement at least: shorter calls are repeated
+HEAVY = 3e-4  # seconds of a call that can bring a GPU to its power limit
+KV_SHARE = 4  # query heads that share a K, V head, as in most current models
 HEAD_DIM = 128  # of attention's curves
-WIDEST_PRODUCT = 8192  # of a product
+WIDEST_PRODUCT = 8192  # rows and columns of a weight
 LONGEST = 16384  # tokens of an attention call
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to look, and at how much."""
+    """The duration of a calibration and the sizes of its calls."""
 
-    about: str  # what a machine file says of itself
-    longest: float  # seconds of a call that sizes grow up to
+    about: str  # description in a machine file
+    longest: float  # seconds of a call at which sizes stop growing
     tries: int  # runs in a look
     passes: int  # looks at every call, two at least
-    most: int  # passes; those beyond `passes` look at what has not settled
-    seconds: float  # after two passes, one that would end later only begins for a contradiction
-    copied: int  # bytes of each arena that copies are timed on
-    queries: int  # of the calls that tell the softmax apart, eight times as many on a GPU
-    moved: int = 2**22  # bytes of a tensor of elementwise work, 64 times as many on a GPU
-    chunk: int = 1024  # tokens of cells that are issued on a GPU: cuDNN's blocks are no shorter
-    held: int = 4096  # tokens of the call whose memory is looked at: 32 MiB of queries on a GPU
-    loaded: float = 0.6  # seconds of a long call, again and again, on a GPU; the last half counts
+    most: int  # passes at most; those beyond `passes` measure unsettled calls
+    seconds: float  # a third pass that would end later only resolves contradictions
+    copied: int  # bytes of each arena of timed copies
+    queries: int  # of the calls that isolate the softmax; times 8 on a GPU
+    moved: int = 2**22  # bytes of a tensor of elementwise work; times 64 on a GPU
+    chunk: int = 1024  # tokens of timed cells on a GPU: cuDNN's blocks are no shorter
+    held: int = 4096  # tokens of the call whose memory is measured: 32 MiB of queries on a GPU
+    loaded: float = 0.6  # seconds of a long call under load on a GPU; the last half counts
 
 
 THOROUGH = Effort(
@@ -82,13 +82,13 @@ QUICK = Effort(
     queries=512,
     loaded=0.4,
 )
-# To see that everything runs, also where a GPU is stood in for: its rates say nothing of a machine.
+# Checks that everything runs, also with a simulated GPU: its rates do not describe a machine.
 GLANCE = Effort(
     "measured at a glance: no rates to plan with",
     longest=1e-4,
     tries=1,
     passes=2,
-    most=30,  # as little as can be told apart, until nothing contradicts itself
+    most=30,  # passes are too short to agree sooner
     seconds=1.0,
     copied=2**20,
     queries=64,
@@ -101,18 +101,15 @@ GLANCE = Effort(
 
 @dataclass(slots=True)
 class Bench:
-    """Times calls on one device.
-
-    `looks` holds the fastest run of each look at a call, by the field of the machine file that it
-    is for and its size.
-    """
+    """Times calls on one device. `looks` holds the fastest run of each look at a call, by the field
+    of the machine file it belongs to and its size."""
 
     device: torch.device
     effort: Effort
     clock: Callable[[], float] = time.perf_counter
     generator: torch.Generator = field(init=False)
     looks: dict[tuple[str, float], list[float]] = field(init=False, default_factory=dict)
-    kernel: AttentionKernel = AttentionKernel.AUTO  # whose attention is looked at
+    kernel: AttentionKernel = AttentionKernel.AUTO  # kernel of the measured attention
     _curves: dict[str, Curve] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -123,7 +120,7 @@ class Bench:
         return self.device.type == "cpu"
 
     def seconds(self, name: str, call: Call, size: float = 1.0) -> float:
-        """Of one call, which `name` and `size` tell from others in every pass."""
+        """Return the seconds of one call, which `name` and `size` identify in every pass."""
         if self._agreed(name, size):
             return min(self.looks[name, size])
         first = min(self._run(call, 1) for _ in range(2))
@@ -134,15 +131,15 @@ class Bench:
         return self.note(name, fastest, size)
 
     def _under_load(self, call: Call, first: float) -> float:
-        """As steps of many seconds see it. A GPU lowers its clock when it reaches its limit of
-        power, some tenths of a second after work begins: an H200 then makes 690 TFLOP/s of the 740
+        """Return the seconds of a call under sustained load. A GPU lowers its clock at its power
+        limit, some tenths of a second after work begins: an H200 then makes 690 TFLOP/s of the 740
         of its first products, and 530 of 590 in the backward of attention."""
         repeats = math.ceil(self.effort.loaded / 2 / first)
         self._run(call, repeats)
         return self._run(call, repeats)
 
     def difference(self, name: str, long: Call, short: Call) -> float:
-        """2 short - long, of the fastest run of each; they take turns."""
+        """Return 2 short - long, from the fastest run of each; the two alternate."""
         if not (self._agreed(name, 1.0) and self._agreed(name, 0.5)):
             for call in (long, short):
                 self._run(call, 1)
@@ -153,23 +150,24 @@ class Bench:
         return 2 * min(self.looks[name, 0.5]) - min(self.looks[name, 1.0])
 
     def glance(self, call: Call) -> float:
-        """Seconds of one call, to choose between calls of one moment: no look that is kept."""
+        """Return the seconds of one call without recording a look, to compare calls at one
+        moment."""
         self._run(call, 1)
         return min(self._run(call, 1) for _ in range(self.effort.tries))
 
     def note(self, name: str, seconds: float, size: float = 1.0) -> float:
-        """One more look at a call; the fastest of all."""
+        """Record a look at a call and return the fastest so far."""
         looks = self.looks.setdefault((name, size), [])
         looks.append(seconds)
         return min(looks)
 
     def settled(self, name: str | None = None) -> bool:
-        """Do the best two looks agree at every call, or at every call for one field?"""
+        """Return whether the best two looks agree at every call, or at every call of one field."""
         keys = [key for key in self.looks if name in (None, key[0])]
         return bool(keys) and all(self._agreed(*key) for key in keys)
 
     def spread(self) -> dict[str, float]:
-        """Slowest look over fastest, of the worst call for each field."""
+        """Return the slowest look over the fastest, for the worst call of each field."""
         found: dict[str, float] = {}
         for (name, _), looks in self.looks.items():
             found[name] = max(found.get(name, 1.0), max(looks) / max(min(looks), 1e-9))
@@ -195,7 +193,7 @@ class Bench:
         return torch.randn(*shape, generator=self.generator, device=self.device).to(dtype)
 
     def curve(self, name: str, points: Points) -> Curve:
-        """Rates against size, sizes ascending, until a call takes too long."""
+        """Return the rates of calls by size, sizes ascending, until a call takes too long."""
         if self.settled(name):
             return self._curves[name]
         found = []
@@ -212,7 +210,7 @@ class Bench:
 
 
 def products(bench: Bench, dtype: torch.dtype) -> Points:
-    """4w tokens by a w by w weight: y = x W, then dx = dy W'."""
+    """Yield products of 4w tokens and a w by w weight: y = x W, then dx = dy W'."""
     for x, dy, weight in _linears(bench, dtype):
         size = 2.0 * x.numel() * weight.shape[0]
 
@@ -224,7 +222,7 @@ def products(bench: Bench, dtype: torch.dtype) -> Points:
 
 
 def weight_products(bench: Bench, dtype: torch.dtype) -> Points:
-    """dW = dy' x of the same shapes."""
+    """Yield the products dW = dy' x of the same shapes."""
     for x, dy, weight in _linears(bench, dtype):
         size = 2.0 * x.numel() * weight.shape[0]
         yield size, 1, partial(torch.matmul, dy.t(), x)
@@ -258,12 +256,12 @@ class AttentionProblem:
 
     @property
     def pairs(self) -> int:
-        """Visible (query, key)."""
+        """Number of visible (query, key) pairs."""
         queries, keys = self.block.queries, self.block.keys
         return queries * (queries + 1) // 2 if self.block.causal else queries * keys
 
     def flop(self, *, backward: bool) -> float:
-        """Of one head."""
+        """Return the FLOP of one head."""
         flop = 4.0 * self.pairs * self.q.shape[3]
         return flop * BACKWARD_PRODUCTS if backward else flop
 
@@ -283,7 +281,7 @@ class AttentionProblem:
 def attention(
     bench: Bench, dtype: torch.dtype, tokens: int, width: int, *, causal: bool
 ) -> AttentionProblem:
-    """A call with heads of `width`."""
+    """Make an attention call with heads of `width`."""
     heads = KV_SHARE if bench.on_cpu else 8 * KV_SHARE
     capability = (0, 0) if bench.on_cpu else torch.cuda.get_device_capability(bench.device)
     start = 0 if causal else tokens
@@ -300,7 +298,7 @@ def attention(
 
 
 def attentions(bench: Bench, dtype: torch.dtype, *, causal: bool, backward: bool) -> Points:
-    """Calls of ever more tokens."""
+    """Yield attention calls of growing length."""
     tokens = 256
     while tokens <= LONGEST:
         made = attention(bench, dtype, tokens, HEAD_DIM, causal=causal)
@@ -309,11 +307,9 @@ def attentions(bench: Bench, dtype: torch.dtype, *, causal: bool, backward: bool
 
 
 def softmax(bench: Bench, name: str, dtype: torch.dtype, *, backward: bool) -> float:
-    """Seconds of a query, key and head beside the products, for the field `name`.
-
-    Heads half as wide take half of the products' time and all of this one's: t = p + s with wide
-    heads, p / 2 + s with narrow ones. Both are timed in turns, since their difference is small.
-    """
+    """Return the seconds of softmax per query, key and head, recorded for the field `name`. Heads
+    half as wide take half of the products' time and all of the softmax's: t = p + s with wide
+    heads, p / 2 + s with narrow ones. Both are timed in turns, since their difference is small."""
     tokens = bench.effort.queries * (1 if bench.on_cpu else 8)
     wide, narrow = (
         attention(bench, dtype, tokens, width, causal=False) for width in (HEAD_DIM, HEAD_DIM // 2)
@@ -323,15 +319,15 @@ def softmax(bench: Bench, name: str, dtype: torch.dtype, *, backward: bool) -> f
 
 
 def workspace(bench: Bench, dtype: torch.dtype) -> float:
-    """Bytes of a query or key, head and element of it that a backward takes beside its inputs and
-    results: the most of a call with a mask and one without."""
+    """Return the workspace bytes of a backward, per query or key, head and element of a head.
+    Inputs and results are not counted; the larger of a call with a mask and one without."""
     return max(_workspace(bench, dtype, causal=causal) for causal in (False, True))
 
 
 def _workspace(bench: Bench, dtype: torch.dtype, *, causal: bool) -> float:
     made = attention(bench, dtype, bench.effort.held, HEAD_DIM, causal=causal)
     call = made.call(backward=True)
-    call()  # what libraries take once and keep is in the reserve
+    call()  # buffers that libraries allocate once count as reserve
     bench.wait()
     with PeakMemory(bench.device) as meter:
         results: Any = call()
@@ -344,8 +340,8 @@ def _workspace(bench: Bench, dtype: torch.dtype, *, causal: bool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PagesProblem:
-    """A chunk's attention to chosen pages, and its votes, by the kernels of sparse attention, with
-    the pages of `Sparse()`; distinct pages are drawn for each page of queries."""
+    """A chunk's attention to chosen pages, and its votes, by the kernels of sparse attention. Pages
+    are those of `Sparse()`; each page of queries draws distinct pages."""
 
     call: PagedCall
     q: Tensor
@@ -358,7 +354,7 @@ class PagesProblem:
         return self.q.shape[1]
 
     def flop(self, *, backward: bool) -> float:
-        """Of one head."""
+        """Return the FLOP of one head."""
         table = self.call.table
         seen = table.choice.shape[3] * table.page
         flop = 4.0 * self.q.shape[2] * seen * self.q.shape[3]
@@ -376,7 +372,7 @@ class PagesProblem:
         return partial(attend_pages_backward, self.call, queries, self.k, self.v, totals)
 
     def vote(self) -> tuple[float, Call]:
-        """Operations of one head, and the call: as `Sparse()` compares pages."""
+        """Return the FLOP of one head and the call that compares pages as `Sparse()` does."""
         sparse, page = Sparse(), self.call.table.page
         means = mean_keys(self.k, sparse.mean_tokens).permute(1, 2, 0, 3).contiguous()
         pages, call = range(self.k.shape[0] // page), FarCall(self.call.scale, page)
@@ -386,7 +382,7 @@ class PagesProblem:
 
 
 def chosen_pages(bench: Bench, dtype: torch.dtype) -> PagesProblem | None:
-    """None where sparse attention has no kernels of its own."""
+    """Make the sparse attention problem; None if farspan has no kernels for this device."""
     if dtype.itemsize != 2 or not supports(bench.device, dtype, HEAD_DIM, HEAD_DIM, None):
         return None
     sparse, queries, tokens = Sparse(), 2 * bench.effort.held, 8 * bench.effort.held
@@ -405,7 +401,8 @@ def chosen_pages(bench: Bench, dtype: torch.dtype) -> PagesProblem | None:
 
 
 def page_curves(bench: Bench, path: str, dtype: torch.dtype) -> dict[str, Curve]:
-    """Curves of one size; none where sparse attention has no kernels of its own."""
+    """Return curves of one size for sparse attention; none if farspan has no kernels for this
+    device."""
     made = chosen_pages(bench, dtype)
     if made is None:
         return {}
@@ -422,8 +419,8 @@ def page_curves(bench: Bench, path: str, dtype: torch.dtype) -> dict[str, Curve]
 
 
 def memory(bench: Bench) -> float:
-    """Bytes a second that elementwise work reads and writes. Results are fresh, as a model's are:
-    on a CPU their pages may have to be made first."""
+    """Return the bytes per second that elementwise work reads and writes. Results are newly
+    allocated, as a model's are: a CPU may have to map their pages first."""
     size = bench.effort.moved * (1 if bench.on_cpu else 64)
     x, y = (bench.random(size // 4, dtype=torch.float32) for _ in range(2))
 
@@ -436,8 +433,8 @@ def memory(bench: Bench) -> float:
 
 
 def logit(bench: Bench, name: str, dtype: torch.dtype) -> float:
-    """Seconds of a logit's cross-entropy and its gradient, as the engine's head asks for them; for
-    the field `name`."""
+    """Return the seconds per logit of cross-entropy and its gradient in the engine's head, for the
+    field `name`."""
     rows, vocab = 1024, 4096
     logits = bench.random(rows, vocab, dtype=dtype).requires_grad_()
     targets = torch.zeros(rows, dtype=torch.long, device=bench.device)
@@ -452,18 +449,18 @@ def logit(bench: Bench, name: str, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Bytes a second between the tiers."""
+    """Copy rates between the tiers, in bytes per second."""
 
     fetch: float
     evict: float
     fetch_together: float
     evict_together: float
-    pinned: float  # host memory made usable for copies
-    locks: bool  # it is locked for them
+    pinned: float  # allocation of host memory for copies
+    locks: bool  # that memory is page-locked
 
 
 def _reserved(bench: Bench, arena: Arena, size: int) -> float:
-    """Seconds until an arena's memory is there and was written."""
+    """Return the seconds until an arena's memory is allocated and written."""
     start = bench.clock()
     arena.reserve(size)
     arena.poison()
@@ -472,7 +469,7 @@ def _reserved(bench: Bench, arena: Arena, size: int) -> float:
 
 
 def links(bench: Bench) -> Links:
-    """Copies between two arenas as a step makes them, chunk after chunk."""
+    """Measure copies between two arenas, issued chunk by chunk as in a step."""
     whole = bench.effort.copied
     arenas = {tier: Arena(tier, bench.device) for tier in Tier}
     seconds = {tier: _reserved(bench, arena, whole) for tier, arena in arenas.items()}
@@ -496,13 +493,13 @@ def links(bench: Bench) -> Links:
     both = (fetched, evicted) if bench.on_cpu else _together(bench, whole, fetch, evict)
     for arena in arenas.values():
         arena.release()
-    # A direction is as fast alone as beside the other one, if a busy moment says otherwise.
+    # Alone a direction is at least as fast as with the other; a busy moment may measure otherwise.
     fetched, evicted = max(fetched, both[0]), max(evicted, both[1])
     return Links(fetched, evicted, both[0], both[1], pinned, locks)
 
 
 def _together(bench: Bench, whole: int, fetch: Call, evict: Call) -> tuple[float, float]:
-    """Each direction while the other one is kept busy on a stream of its own."""
+    """Measure each direction while the other one is busy on its own stream."""
     rates = []
     for mine, other in ((fetch, evict), (evict, fetch)):
         here, there = torch.cuda.Stream(bench.device), torch.cuda.Stream(bench.device)
@@ -526,14 +523,14 @@ PACKAGES = ("transformers", "safetensors")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Hardware, versions and date."""
+    """Return this machine's hardware and versions, with the date."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        # Which CUDA torch is built for is a part of its version, and not of its package's.
+        # torch's own version names its CUDA; that of its package does not.
         "versions": {"torch": torch.__version__} | {name: version(name) for name in PACKAGES},
     }
 

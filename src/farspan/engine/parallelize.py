@@ -1,6 +1,4 @@
-"""Shard a model over ranks: which weights each holds and when they are whole, and how gradients
-are summed; and what an optimizer updates of it.
-"""
+"""Shard a model over ranks: place and gather its weights, sum its gradients, feed its optimizer."""
 
 import hashlib
 import re
@@ -63,24 +61,25 @@ from farspan.spec import Kernels, ModelSpec, Schedule, Tier, UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """A model that `parallelize` sharded. Between steps its parameters are this rank's shards."""
+    """A model that `parallelize` sharded; between steps its parameters are this rank's shards."""
 
     ranks: ParallelContext
     spec: ModelSpec  # of the whole model
     dtype: torch.dtype
     sharded: ShardedParameters
     tensor: TensorParallel | None
-    tiles: tuple[tuple[Tokenwise, ...], ...]  # of each layer, where the schedule has tiles
-    look: Look  # at the model, since when only its mode may change
+    tiles: tuple[tuple[Tokenwise, ...], ...]  # of each layer, if the schedule has tiles
+    look: Look  # state of the model; only its mode may change afterwards
 
     @property
     def rank(self) -> Rank:
-        """Whose programs this rank runs: of whole weights, those of a layout without fsdp."""
+        """The rank whose programs this rank runs; with whole weights, that of a layout without
+        fsdp."""
         layout = _layout_of(self.ranks.layout, self.sharded.stage)
         return Rank(layout, self.ranks.rank.number)
 
     def refuse_elsewhere(self, schedule: Schedule) -> None:
-        """Raises UnsupportedError for a schedule that has weights where they are not."""
+        """Raise UnsupportedError if the schedule's weights are on another tier than the model's."""
         on_host, there = schedule.weights is Tier.HOST, self.sharded.offload
         if on_host != there and (on_host or self.sharded.stage is Stage.ZERO_0):
             place = Tier.HOST if there else Tier.DEVICE
@@ -90,7 +89,7 @@ class ShardedModel:
             )
 
     def compare(self, same: Agreement, stages: CausalLMStages, *, weights: bool) -> None:
-        """Have ranks compare the numbers in buffers, and in `weights` if each holds them whole."""
+        """Add the model's buffers to the ranks' comparison, and its whole weights if `weights`."""
         left = _BY_LENGTH if chooses_by_length(stages.model.config) else ()
         buffers = stages.model.named_buffers()
         numbers: dict[str, Tensor] = {n: x for n, x in buffers if not n.endswith(left)}
@@ -100,7 +99,7 @@ class ShardedModel:
         scopes: dict[tuple[str, ...], dict[str, Tensor]] = {}
         for name, tensor in numbers.items():
             is_cut = self.tensor is not None and self.tensor.is_cut(name)
-            # Of weights outside the layers each stage reads its own.
+            # Stages read their own copies of weights outside the layers.
             apart = isinstance(tensor, nn.Parameter) or id(tensor) in inside
             scope = OF_WEIGHTS if is_cut else OF_STAGE if apart else EVERYWHERE
             scopes.setdefault(scope, {})[name] = tensor
@@ -135,7 +134,8 @@ class ShardedModel:
         parameters: Mapping[str, nn.Parameter],
         totals: MutableMapping[nn.Parameter, Tensor],
     ) -> None:
-        """Sum over `tensor`: a whole parameter has the gradient of its rank's tokens or heads."""
+        """Sum totals of uncut parameters over `tensor`: each rank has only its tokens' or heads'
+        part."""
         for name, p in parameters.items():
             if not p.requires_grad or tensor.is_cut(name):
                 continue
@@ -144,14 +144,14 @@ class ShardedModel:
             tensor.peers.sum(totals[p])
 
 
-# Attributes of rotary embeddings that follow from the longest call so far, by the ends of their
-# names, where a family's frequencies depend on it.
+# Endings of the names of rotary attributes that depend on the longest call so far, in families
+# whose frequencies do.
 _BY_LENGTH = "inv_freq", "max_seq_len_cached", "attention_scaling"
 
 
 def inside(model: nn.Module) -> Look:
-    """Look at a model, but for what trainers and loaders set on the whole of it: a `forward`, marks
-    and maps. Its numbers, such as a scale of logits, are looked at."""
+    """Look at a model without the attributes that trainers and loaders set on the whole model.
+    Those are a `forward`, marks and maps. The model's numbers, such as a scale of logits, stay."""
 
     def kept(name: str, value: object) -> bool:
         is_number = isinstance(value, tuple) and value[:1] in ((int,), (float,))
@@ -167,7 +167,7 @@ def inside(model: nn.Module) -> Look:
 
 
 def described(now: Look, stages: CausalLMStages | None = None) -> Described:
-    """Put a model in words for ranks to compare: modules, attributes, hooks, configurations."""
+    """Describe a model as text for ranks to compare: modules, attributes, hooks, configurations."""
     left = _BY_LENGTH if stages is not None and chooses_by_length(stages.model.config) else ()
 
     def words() -> dict[str, str]:
@@ -181,27 +181,27 @@ def described(now: Look, stages: CausalLMStages | None = None) -> Described:
     return Described(hashlib.blake2b(repr(words()).encode(), digest_size=8).digest(), words)
 
 
-# Attributes that decide no step, and differ between ranks of which one has loaded or saved a model
-# or generated with it.
+# Attributes that do not affect a step, and differ between ranks if one of them has loaded, saved or
+# generated with the model.
 UNREAD = (
     *("_is_hf_initialized", "architectures", "dtype", "use_cache"),
     *("pad_token_id", "bos_token_id", "eos_token_id"),
 )
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+|, index=\d+")  # also of devices
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+|, index=\d+")  # also removes indexes of devices
 
 
 def _text_of(value: object) -> str:
-    """An attribute of a look in words, without addresses."""
+    """Return an attribute of a look as text, without addresses."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], type):
-        value = value[1]  # of a look, which keeps the type of a number
+        value = value[1]  # a look keeps a number with its type
     return _ADDRESS.sub("", repr(value))
 
 
 def facts_of(
     name: str, value: object, model: nn.Module | None = None, depth: int = 4
 ) -> dict[str, Fact]:
-    """Put a function and what it holds in facts, by names that begin with `name`; but for weights
-    that are those of `model`."""
+    """Describe a function and the values it holds as facts whose names begin with `name`; weights
+    of `model` are left out."""
     if isinstance(value, Tensor):
         return {name: {name: value}}
     if isinstance(value, nn.Module):
@@ -241,23 +241,24 @@ def parallelize(
     keep: bool = False,
     kernels: Kernels | None = None,
 ) -> ShardedModel:
-    """Shard a model over ranks, in place. Steps with another schedule may follow if a pipeline
-    keeps its stages.
+    """Shard a model over ranks, in place.
 
-    Either all ranks have loaded the whole model, or rank 0 alone, on any device, and the parameters
-    of the other ranks are on the meta device: then no device ever holds more than its shards and
-    one weight. With `schedule.weights` HOST they stay in main memory.
+    All ranks have loaded the whole model, or rank 0 alone, on any device, and others on the meta
+    device: then no device ever holds more than its shards and one weight. Make the optimizer from
+    the parameters afterwards. Steps may use another schedule with the same pipeline stages.
 
-    With tensor parallelism the weights of layers become slices. Layers of other pipeline stages
-    move to the meta device unless `keep`. The rest is sharded as by FSDP2 if the layout has `fsdp`;
-    `stage` names another ZeRO stage. With `offload` the sharded weights, their gradients and so
-    optimizer states live in main memory. Give the parameters to an optimizer afterwards, and the
-    same `kernels` to steps.
+    Args:
+        schedule: With `schedule.weights` HOST the shards stay in main memory.
+        ranks: Tensor parallelism slices layers' weights; the rest is sharded as by FSDP2 if `fsdp`.
+        stage: Another ZeRO stage than the layout's.
+        offload: Keep the sharded weights, their gradients and so optimizer states in main memory.
+        keep: Keep layers of other pipeline stages, which otherwise move to the meta device.
+        kernels: The kernels of the steps; give steps the same.
 
-    Raises UnsupportedError if the model or its weights differ between ranks, or cannot be sharded
-    exactly.
+    Raises:
+        UnsupportedError: Ranks' models or weights differ, or cannot be sharded exactly.
     """
-    several = ranks.layout.devices() > 1  # programs of one rank gather nothing
+    several = ranks.layout.devices() > 1  # programs of a single rank gather nothing
     with ranks.agreement("parallelize") as same:
         boundary = CausalLMStages(model)
         refuse_dropout(boundary.model, is_cut=ranks.layout.tensor > 1)
@@ -294,7 +295,7 @@ def parallelize(
 
 def refuse_schedule(same: Agreement, schedule: Schedule, layout: Layout, stage: Stage) -> None:
     """Raise UnsupportedError for a schedule that the layout cannot run, or a stage that contradicts
-    it; ranks agree on the schedule."""
+    the layout; ranks agree on the schedule."""
     same.add({"schedule": repr(schedule)})
     if not layout.fsdp and stage is not Stage.ZERO_0:
         raise UnsupportedError(
@@ -310,7 +311,7 @@ def _layout_of(layout: Layout, stage: Stage) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Inspected:
-    """What a run of the model shows; rank 0 may do it for all."""
+    """The results of inspecting a model, on each rank or on rank 0 for all."""
 
     spec: ModelSpec
     tiles: tuple[tuple[Tokenwise, ...], ...]
@@ -323,8 +324,8 @@ def _inspect(
     device: torch.device,
     kernels: Kernels,
 ) -> _Inspected:
-    """Raises UnsupportedError for a model that cannot be sharded exactly. Cells will run on
-    `device`."""
+    """Inspect a model whose cells will run on `device`. Raises UnsupportedError for a model that
+    cannot be sharded exactly."""
     if layout.tensor == 1:
         fuse(boundary, kernels, device)
     spec = describe(boundary, device)
@@ -339,7 +340,7 @@ def _inspect(
 def _inspected(
     ranks: ParallelContext, boundary: CausalLMStages, inspect: Callable[[], _Inspected]
 ) -> _Inspected:
-    """What every rank sees of the whole model. Raises UnsupportedError if their models differ."""
+    """Inspect the whole model on every rank. Raises UnsupportedError if the models differ."""
     with ranks.agreement("parallelize: comparing the models") as same:
         same.add({"model": described(inside(boundary.model), boundary)})
         same.add(weight_facts(boundary.model))
@@ -349,7 +350,7 @@ def _inspected(
 
 
 def _cut_layers(boundary: CausalLMStages, ranks: ParallelContext) -> TensorParallel | None:
-    """Have layers hold this rank's slices of their weights, with tensor parallelism."""
+    """Cut the layers' weights to this rank's slices, with tensor parallelism."""
     if ranks.layout.tensor == 1:
         return None
     plan = plan_tensor(boundary.model, boundary.layers, ranks.layout.tensor)
@@ -359,7 +360,7 @@ def _cut_layers(boundary: CausalLMStages, ranks: ParallelContext) -> TensorParal
 
 
 def _run(boundary: CausalLMStages, index: int, layer: nn.Module) -> Tensor:
-    """A layer on random hidden states."""
+    """Run a layer on random hidden states."""
     dtype = next(layer.parameters()).dtype
     generator = torch.Generator(boundary.device).manual_seed(index)
     shape = 2, PROBED, boundary.width
@@ -379,7 +380,8 @@ def _fill(
 def _drop_other_stages(
     boundary: CausalLMStages, schedule: Schedule, ranks: ParallelContext
 ) -> list[int]:
-    """The layers of this pipeline stage; the others move to the meta device."""
+    """Move the layers of other pipeline stages to the meta device; return the indexes of this
+    stage's."""
     stages = ranks.layout.pipeline
     groups = group_ranges(schedule, len(boundary.layers), stages)
     own: Sequence[int] = own_groups(ranks.rank, len(groups))
@@ -393,44 +395,42 @@ def _drop_other_stages(
     return here
 
 
-# -- what an optimizer updates -------------------------------------------------------------------
+# -- the optimizer's view ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedUpdate:
-    """AdamW is elementwise: what all ranks make of their pieces is what one makes of the whole.
-
-    Invariant: a piece's `.grad`, where it has one, is the piece of the weight's.
-    """
+    """Pieces of a sharded model's weights for an optimizer. AdamW is elementwise: updates of all
+    ranks' pieces equal an update of the whole. Invariant: a piece's `.grad`, if set, is its part of
+    the weight's `.grad`."""
 
     sharded_model: ShardedModel
-    trained: Mapping[str, nn.Parameter]  # by their names; none of other pipeline stages
-    pieces: Mapping[str, nn.Parameter]  # the frozen ones too
-    places: dict[str, ShardPlacement]  # of the pieces, in the whole
-    counted: frozenset[str]  # those whose gradient this rank counts: of several that hold it, one
+    trained: Mapping[str, nn.Parameter]  # by name; without those of other pipeline stages
+    pieces: Mapping[str, nn.Parameter]  # frozen ones included
+    places: dict[str, ShardPlacement]  # of the pieces, in the whole weight
+    counted: frozenset[str]  # names that this rank counts in the norm: one rank each
 
     def take(self) -> None:
-        """Gradients of the weights become those of the pieces."""
+        """Give the pieces the gradients of their weights."""
         for name, own in self.sharded_model.sharded.parameters().items():
             piece = self.pieces[name]
             if piece is not own:
                 piece.grad = None if own.grad is None else local(own.grad)
 
     def clear(self) -> None:
-        """Drops all gradients."""
         for name, own in self.sharded_model.sharded.parameters().items():
             own.grad = self.pieces[name].grad = None
 
     def widen(self) -> None:
-        """Weights take gradients in the dtype in which their pieces do."""
+        """Set the gradient dtypes of the weights to those of their pieces."""
         for name, own in self.sharded_model.sharded.parameters().items():
             wanted = gradient_dtype(self.pieces[name])
             if wanted != gradient_dtype(own):
                 own.grad_dtype = wanted
 
     def norm(self) -> Tensor:
-        """L2 norm of the gradient of the whole model, the same bits on every rank; fp32, or float64
-        of a float64 model."""
+        """Return the L2 norm of the whole model's gradient, the same bits on every rank; fp32, or
+        float64 for a float64 model."""
         ranks = self.sharded_model.ranks
         gradients = [p.grad for n, p in self.trained.items() if n in self.counted]
         square = square_norm((g for g in gradients if g is not None), ranks.device)
@@ -440,7 +440,7 @@ class ShardedUpdate:
         return total.sqrt().to(wide)
 
     def held_bytes(self) -> int:
-        """Of this rank's weights between steps."""
+        """Return the bytes of this rank's weights between steps."""
         return sum(piece.nbytes for piece in self.pieces.values())
 
 
@@ -470,7 +470,7 @@ def _counts(sharded_model: ShardedModel, name: str, *, outer: bool) -> bool:
 
 
 def _slices(sharded_model: ShardedModel) -> dict[str, ShardPlacement]:
-    """Where this rank's slices of the weights that are cut over `tensor` lie."""
+    """Return the placement of this rank's slices of the weights that are cut over `tensor`."""
     tensor = sharded_model.tensor
     if tensor is None:
         return {}

@@ -1,9 +1,9 @@
-"""Measure what a model costs: its cells run on the meta device, where they allocate and compute
-nothing, by the interpreter that trains.
+"""Measure a model's costs by running its cells on the meta device with the training interpreter.
 
-A cell runs at two lengths, and each moment of its run is a line through both. The meter sees when
-attention is asked for, and when kernels begin and end: what lies between depends on the blocks of
-keys that a chunk sees, and is added where these are known (`farspan.profile.model`).
+The meta device allocates and computes nothing. A cell runs at two lengths, and each moment of its
+run is a line through both. The meter records when attention is called, and when kernels begin and
+end: the bytes between them depend on the blocks of keys that a chunk sees, and are added where
+these are known (`farspan.profile.model`).
 """
 
 import copy
@@ -88,13 +88,13 @@ from farspan.spec import (
 )
 
 LENGTHS = 512, 768  # tokens of a cell
-# Tokens of a chunk and of a piece of the head, or of a tile: two whole pieces and a rest.
+# Tokens of a chunk, and of a piece of the head or a tile: two whole pieces and a remainder.
 CHUNKS_AND_PIECES = (320, 128), (352, 128), (352, 160)
 
 
 @dataclass(slots=True)
 class _Subject:
-    """One model, ready to be run."""
+    """A model prepared for measuring."""
 
     stages: CausalLMStages
     spec: ModelSpec
@@ -103,7 +103,7 @@ class _Subject:
     draws: Draws
     arena: Arena = field(default_factory=lambda: Arena(Tier.DEVICE, META))
     heads_first: list[bool] = field(default_factory=list)
-    children: Sequence[Sequence[Tokenwise]] = ()  # of each layer, that run on tiles
+    children: Sequence[Sequence[Tokenwise]] = ()  # modules of each layer that run on tiles
 
     def program(self, tokens: int, *, kept: bool = False) -> Program:
         schedule = Schedule(
@@ -163,7 +163,7 @@ class _Subject:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One run of a cell."""
+    """One measured run of a cell."""
 
     forward: CellPass
     backward: CellPass | None
@@ -174,7 +174,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a cell runs; see `form`."""
+    """One way to run a cell; see `form`."""
 
     graph: bool = False
     kept: bool = False
@@ -186,7 +186,7 @@ class _Way:
         return form(**asdict(self))
 
     def lengths(self) -> Lengths:
-        """That its cells run at."""
+        """Lengths at which its cells run."""
         return CHUNKS_AND_PIECES if self.tiled else tuple((c,) for c in LENGTHS)
 
     def layers(self, measured: _Subject, layer: int, tile: Sequence[int]) -> Layers:
@@ -210,7 +210,7 @@ def _run_cell(measured: _Subject, layer: int, length: Sequence[int], way: _Way) 
     interpreter = measured.interpreter(program, meter, layers=way.layers(measured, layer, tile))
     blanks = torch.empty(2, 1, tokens, measured.spec.hidden, dtype=stages.dtype, device=META)
     interpreter.hidden[layer], interpreter.gradient[layer + 1] = (x.clone() for x in blanks)
-    again = {layer: blanks[0]} if way.kept else {}  # what a kept graph finds in its buffer
+    again = {layer: blanks[0]} if way.kept else {}  # a kept graph's input, from its buffer
     entered = weakref.ref(interpreter.hidden[layer].untyped_storage())
     saved: list[bool] = []
     positions = interpreter.inputs.position_ids
@@ -257,7 +257,7 @@ def _set_sums(parameters: Sequence[nn.Parameter], *, exist: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Runs of one cell at several lengths. `attended` are bytes a token of O and LSE."""
+    """Runs of one cell at several lengths; `attended` is bytes of O and LSE per token."""
 
     lengths: Lengths
     runs: Sequence[_Run]
@@ -267,7 +267,7 @@ class _Fit:
         forward = [run.forward for run in self.runs]
         backward = [run.backward for run in self.runs if run.backward is not None]
         asked = self._moments(forward, "")
-        held = 0 if kept else self.attended  # O and LSE, while a backward waits
+        held = 0 if kept else self.attended  # O and LSE, held until the backward
         out = self.runs[0].out // self.lengths[0][0]
         first, returned = self.runs[0], self._mark(backward, "returned")
         return CellLines(
@@ -300,8 +300,8 @@ class _Fit:
 
 
 def measure(config: Mapping[str, Any], variant: Variant, name: str = "") -> ModelProfile:
-    """The profile of the model that the content of a config.json stands for. A family that cannot
-    be run without numbers is estimated from what its layers save on stand-ins. Raises
+    """Return the profile of a model from its configuration, the content of a config.json. A family
+    that cannot run without values is estimated from what its layers save on stand-ins. Raises
     UnsupportedError."""
     name = name or str(config.get("model_type"))
     try:
@@ -309,7 +309,7 @@ def measure(config: Mapping[str, Any], variant: Variant, name: str = "") -> Mode
     except (UnsupportedError, NotImplementedError, RuntimeError):
         return estimated(_on_stand_ins(config, variant, name), variant.rank)
     if any(layer.state for layer in found.spec.layers):
-        # Whether they go on from what they hand on, and what scans save, takes numbers.
+        # Only values show whether a state is resumed, and what scans save.
         seen, layers = _on_stand_ins(config, variant, name), found.spec.layers
         pairs = zip(seen.layers, layers, strict=True)
         layers = tuple(replace(layer, work=known.work) for layer, known in pairs)
@@ -327,7 +327,7 @@ def _of_config(config: Mapping[str, Any], variant: Variant, name: str) -> ModelP
     with without_garbage_collection(), grouped_products(whole.model):
         with routed(whole.model):
             kinds = whole.kinds()
-        # One layer of each kind is enough; the first ones that have all kinds are made.
+        # One layer of each kind is enough: the first layers that include every kind are built.
         last = max(kinds.index(kind) for kind in set(kinds))
         stages = _first_layers(config, last + 1, dtype, rank) or whole
         with routed(stages.model):
@@ -341,7 +341,8 @@ def _of_config(config: Mapping[str, Any], variant: Variant, name: str) -> ModelP
 def _first_layers(
     config: Mapping[str, Any], layers: int, dtype: torch.dtype, rank: int
 ) -> CausalLMStages | None:
-    """None where a family has more that is of each layer than its number, and cannot be cut."""
+    """Return the stages of the first layers; None if the configuration cannot be shortened. Some
+    families have further fields with an entry per layer."""
     try:
         return _stages(shortened(dict(config), layers), dtype, rank)
     except UnsupportedError:
@@ -349,7 +350,8 @@ def _first_layers(
 
 
 def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
-    """Of a model as it is, its adapters included, measured on a copy that has no weights."""
+    """Return profiles of a model in its present state, with adapters, measured on a copy without
+    weights."""
     tensors = (*model.parameters(), *model.buffers())
     memo: dict[int, Any] = {id(x): _without_elements(x) for x in tensors}
     memo |= plain_linears(model, partial(_without_packed, model.dtype))
@@ -376,7 +378,7 @@ def profiles_of_model(model: PreTrainedModel, name: str) -> Profiles:
 
 
 def _without_elements(x: torch.Tensor) -> torch.Tensor:
-    blank = torch.empty(x.shape, dtype=x.dtype, device=META)  # whole, if ranks hold shards
+    blank = torch.empty(x.shape, dtype=x.dtype, device=META)  # whole, even if ranks hold shards
     return nn.Parameter(blank, x.requires_grad) if isinstance(x, nn.Parameter) else blank
 
 
@@ -391,14 +393,14 @@ def _stages(config: Mapping[str, Any], dtype: torch.dtype, rank: int) -> CausalL
 
 
 def _pattern(kinds: list[Any]) -> list[int]:
-    """The first layer of each one's kind."""
+    """Return for each layer the index of the first layer of its kind."""
     return [kinds.index(kind) for kind in kinds]
 
 
 def _of_whole(
     whole: CausalLMStages, kinds: list[Any], found: ModelProfile, name: str
 ) -> ModelProfile:
-    """The profile of the first layers, as that of all layers."""
+    """Extend the profile of the first layers to all layers."""
     kind_of = tuple(found.kind_of[kinds.index(kind)] for kind in kinds)
     parameters = list(whole.model.parameters())
     spec = replace(
@@ -417,7 +419,8 @@ def _measure(stages: CausalLMStages, variant: Variant) -> ModelProfile:
         first = (linears.forward_of,) * variant.adds
         fuse(stages, Kernels(fused=variant.fused), META, *first, linears=linears)
     spec = describe_unproven(stages)
-    # What kernels see of a window is their own affair; and no graph of the last group is kept.
+    # Profiles do not depend on windows, which kernels apply; the extra layer keeps a graph
+    # elsewhere than in the last group.
     layers = (*spec.layers, spec.layers[-1])
     seeing_all = replace(spec, layers=tuple(replace(layer, window=None) for layer in layers))
     children = likely_tokenwise(stages) if variant.tiled else ()
@@ -440,7 +443,7 @@ def _measure(stages: CausalLMStages, variant: Variant) -> ModelProfile:
 
 
 def _learns_positions(stages: CausalLMStages) -> bool:
-    """Is there a table of embeddings beside that of tokens?"""
+    """Return whether the model has an embedding table other than that of tokens."""
     tables = [m for m in stages.decoder.modules() if isinstance(m, nn.Embedding)]
     return any(table is not stages.model.get_input_embeddings() for table in tables)
 
@@ -448,7 +451,7 @@ def _learns_positions(stages: CausalLMStages) -> bool:
 def _ways(measured: _Subject, layer: int, variant: Variant) -> Iterator[_Way]:
     yield _Way()
     spares = variant.fused and _is_skippable(measured, layer)
-    if spares:  # looking takes long: modules run on numbers
+    if spares:  # proving it takes long: modules run on values
         modules = measured.stages.layers[layer].modules()
         spares = len([m for m in modules if gate_forward(m)]) == 1
     for fresh in (False, True)[: 1 + variant.adds]:
@@ -463,7 +466,7 @@ def _ways(measured: _Subject, layer: int, variant: Variant) -> Iterator[_Way]:
 
 
 def _is_skippable(measured: _Subject, layer: int) -> bool:
-    """What the feed-forward gives is only added to the layer's output: no norm reads it."""
+    """Return whether the feed-forward's output is only added to the layer's: no norm reads it."""
     children = measured.stages.layers[layer].children()
     norms = [c for c in children if {p.ndim for p in c.parameters()} == {1}]
     return len(norms) <= 2
@@ -508,7 +511,7 @@ def _work(measured: _Subject, layer: int, runs: Sequence[_Run], variant: Variant
     )
 
 
-# -- what lies outside the layers ---------------------------------------------------------------
+# -- outside the layers -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -549,7 +552,7 @@ class _Outside:
         piece: int = 1,
         fresh: Sequence[nn.Parameter] = (),
     ) -> CellPass:
-        """`fresh` are parameters whose sums it begins."""
+        """Run one instruction; `fresh` are parameters whose sums it begins."""
         measured = self.measured
         _set_sums(self.parameters, exist=True)
         _set_sums(fresh, exist=False)
@@ -574,8 +577,8 @@ class _Outside:
         return CellTape(meter).read()
 
     def _head(self, fresh: Sequence[nn.Parameter] = (), *, gradient: bool = True) -> Peak:
-        """Lines in tokens of the chunk and of a piece, those of the rest left out: whole pieces
-        hold more."""
+        """Return lines in tokens of the chunk and of a piece; a remainder is ignored, since whole
+        pieces hold more."""
         passes = [
             self._pass(tokens, Head(0, gradient), piece=piece, fresh=fresh)
             for tokens, piece in CHUNKS_AND_PIECES

@@ -1,5 +1,7 @@
-"""What the meta device shows of a cell's run: births and deaths of its tensors between marks that
-say where attention is asked for and where kernels begin and end, products, and bytes moved."""
+"""Record a cell's run on the meta device: births and deaths of tensors, products, and bytes moved.
+
+Marks show when attention is called, and when its kernels begin and end.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,10 +40,10 @@ NO_TRAFFIC = (
 
 @dataclass(slots=True)
 class OperationCounts:
-    """What operations of one pass did, attention's own left out."""
+    """Operations of one pass, without those of attention."""
 
     products: list[tuple[int, int, int]] = field(default_factory=list)  # inner, outer, rows
-    before: int = 0  # products until attention was asked for
+    before: int = 0  # products before the attention call
     traffic: int = 0
 
 
@@ -54,7 +56,8 @@ class Meter(Recorder):
         self.attending = False
 
     def hear(self, launch: Launch) -> None:
-        """A kernel of farspan's own reads or writes each of its tensors once."""
+        """Count a launch of farspan's own kernel, which reads or writes each of its tensors
+        once."""
         if not self.attending:
             self.counts.traffic += sum(_bytes(x) for x in _tensors(launch.arguments.values()))
 
@@ -80,7 +83,7 @@ class Meter(Recorder):
 
 
 def _traffic(name: str, args: tuple[Any, ...], out: Any) -> int:
-    """Bytes that an operation reads and writes."""
+    """Return the bytes that an operation reads and writes."""
     if name in NO_TRAFFIC:
         return 0
     outs, given = list(_tensors([out])), list(_tensors(args))
@@ -95,7 +98,7 @@ def _traffic(name: str, args: tuple[Any, ...], out: Any) -> int:
 
 
 def _bytes(x: Tensor) -> int:
-    """Of its elements, those that an expanded dimension repeats counted once."""
+    """Return the bytes of a tensor's elements, counting those of an expanded dimension once."""
     elements = prod(n for n, step in zip(x.shape, x.stride(), strict=True) if step)
     return elements * x.element_size()
 
@@ -109,7 +112,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 class GroupedProducts(UncompiledMode):
-    """Experts' products in any dtype: those of the meta device are in bf16 (torch 2.13)."""
+    """Runs experts' products in any dtype: torch 2.13 has only bf16 on the meta device."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -124,7 +127,8 @@ class GroupedProducts(UncompiledMode):
 
 
 def grouped_products(model: nn.Module) -> AbstractContextManager[object]:
-    """`GroupedProducts` where weights are of experts: looking on takes a quarter of the time."""
+    """Return `GroupedProducts` for a model with experts; without it runs take a quarter less
+    time."""
     return GroupedProducts() if any(p.ndim > 2 for p in model.parameters()) else nullcontext()
 
 
@@ -133,11 +137,12 @@ def grouped_products(model: nn.Module) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True, slots=True)
 class MarkedKernel:
-    """aten's flash attention for CPUs, which the meta device has, and marks where it begins."""
+    """aten's flash attention for CPUs, which the meta device supports, with marks where it
+    begins."""
 
     inner: BlockKernel
     meter: Meter
-    heads_first: list[bool]  # of the queries that it is given
+    heads_first: list[bool]  # whether each call's queries have heads before tokens
     softcap: float | None = None
 
     def split(self, block: Block) -> tuple[Block, ...]:
@@ -171,7 +176,7 @@ class MarkedKernels(AttentionKernels):
 
 
 class MarkedPrefix(KVPrefix):
-    """Is done with when kernels have attended."""
+    """A prefix that marks when kernels have attended."""
 
     __slots__ = ("meter",)
     meter: Meter
@@ -182,7 +187,7 @@ class MarkedPrefix(KVPrefix):
 
 
 class MarkedAttention(ChunkAttention):
-    """Marks where the model asks."""
+    """Attention that marks when the model calls it."""
 
     __slots__ = ("meter",)
     meter: Meter
@@ -214,7 +219,7 @@ class MarkedContext(AttentionContext):
 
 
 class NoSums(GradientAccumulator):
-    """Sums of weight gradients that exist and are added to by nobody."""
+    """Sums of weight gradients that exist but are never added to."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -229,7 +234,7 @@ class NoSums(GradientAccumulator):
 
 @dataclass(frozen=True, slots=True)
 class SparedLayers(Layers):
-    """Layers that may leave out what nobody reads."""
+    """Layers that skip their last product if their output is unread."""
 
     linears: AccumulatingLinears
     unread: bool
@@ -251,7 +256,7 @@ class CellPass:
 
 @dataclass(slots=True)
 class CellTape:
-    """What the recorder wrote, read pass by pass."""
+    """The recorder's events, read pass by pass."""
 
     meter: Meter
     live: int = 0
@@ -281,8 +286,8 @@ Lengths = Sequence[tuple[int, ...]]
 
 
 def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
-    """Through the sizes at two lengths; or at three, of chunk and piece, of which one changes at a
-    time."""
+    """Return the line through sizes at two lengths; or at three, of chunk and piece, one of which
+    changes at a time."""
     slopes = []
     for place in range(len(lengths) - 1):
         steps = lengths[place + 1][place] - lengths[place][place]
@@ -293,8 +298,8 @@ def line_of(lengths: Lengths, sizes: Sequence[float]) -> Line:
 
 
 def peak_of(lengths: Lengths, found: Sequence[list[int]]) -> Peak:
-    """Lines of moments, where all lengths have as many, else one through the fullest. Those of a
-    rest of a piece, which takes less as pieces grow, are left out: whole pieces hold more."""
+    """Return lines of moments if all lengths have equally many, else one through the fullest. Lines
+    that fall as pieces grow belong to a remainder and are left out: whole pieces hold more."""
     if len({len(moments) for moments in found}) == 1:
         lines = (line_of(lengths, sizes) for sizes in zip(*found, strict=True))
         return tuple(line for line in lines if len(line) == 2 or line[2] >= 0)

@@ -1,13 +1,14 @@
-"""Cells of layers that do not attend: recurrent ones, whose state goes from chunk to chunk, and
-bare feed-forwards.
+"""Run cells of layers without attention: recurrent ones, whose state passes from chunk to chunk,
+and bare feed-forwards.
 
-A chunk's state lies where K, V of its tokens would (program.layout). A cell reads what the chunk
-before left and, unless it is of the last chunk, leaves its own; its backward reads the gradient of
-what it left, and adds that of what it was given. Documents that end within a chunk cut it into
-pieces, of which only the first of a row goes on from the chunk before, and only the last hands on.
+A chunk's state lies where K, V of its tokens would (program.layout). A cell reads the state that
+the previous chunk left and, except in the last chunk, leaves its own; its backward reads the
+gradient of the state it left, and adds to that of the state it read. Documents that end within a
+chunk cut it into pieces: only the first of a row continues from the previous chunk, and only the
+last passes a state on.
 
-Shapes. A state is [B, ...] in its own dtype; in a buffer it is rows [T, B, row] of its chunk, from
-their first element on, in the model's or the accumulate dtype.
+Shapes. A state is [B, ...] in its own dtype; in a buffer it is stored in the rows [T, B, row] of
+its chunk, from their first element on, in the model's or the accumulate dtype.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,32 +40,33 @@ class _DocumentPiece:
     rows: slice
     start: int
     stop: int
-    goes_on: bool  # from the chunk before
-    hands_on: bool  # to the next one
+    goes_on: bool  # continues from the previous chunk
+    hands_on: bool  # passes its state to the next chunk
 
 
 @dataclass(slots=True)
 class RecurrentCell:
-    """One cell, from its forward to its backward."""
+    """A recurrent cell, from its forward to its backward."""
 
     spec: LayerSpec
     layer: nn.Module
     pieces: list[_DocumentPiece]
-    call: Callable[[_DocumentPiece, int], LayerCall]  # for so many tokens
+    call: Callable[[_DocumentPiece, int], LayerCall]  # for a number of tokens
     q_start: int
-    before: Rows  # what the chunk before left
-    only_state: bool = False  # nobody asks for the output
-    inlets: list[Inlet] = field(default_factory=list)  # of `before`
+    before: Rows  # state from the previous chunk
+    only_state: bool = False  # the output is not needed
+    inlets: list[Inlet] = field(default_factory=list)  # of the tensors in `before`
     after: Rows = field(default_factory=dict)
-    edges: list[GradientEdge] = field(default_factory=list)  # of `after`
+    edges: list[GradientEdge] = field(default_factory=list)  # of the tensors in `after`
     draws: Draws | None = None
 
     def is_cut(self) -> bool:
-        """Does it run piece by piece? How much autograd saves of it is not known then."""
+        """Return whether the cell runs piece by piece; its saved bytes are then unknown in
+        advance."""
         return len(self.pieces) > 1
 
     def run(self, hidden: Tensor) -> Tensor:
-        """The layer on its chunk, [B, C, hidden] in and out."""
+        """Run the layer on its chunk, [B, C, hidden] in and out."""
         if self.only_state:
             self._hand_on(hidden)
             return hidden
@@ -97,13 +99,13 @@ class RecurrentCell:
         self.after = {s.name: _joined([x[s.name] for x in handed], 0) for s in self.spec.state}
 
     def seal(self) -> None:
-        """Keep no values."""
+        """Drop the values of states, and keep the edges for the backward."""
         if any(state.requires_grad for state in self.after.values()):
             self.edges = [get_gradient_edge(self.after[s.name]) for s in self.spec.state]
         self.before, self.after = {}, {}
 
     def forget(self) -> None:
-        """Hold nothing of its graph, which is built again."""
+        """Drop the graph's inlets and edges; the graph is built again."""
         self.inlets, self.edges = [], []
 
     def _states(self, piece: _DocumentPiece) -> RecurrentStates:
@@ -125,7 +127,7 @@ class RecurrentCell:
 
 @dataclass(slots=True)
 class Recurrent:
-    """The layers of one program's run on one batch that do not attend."""
+    """The recurrent cells of one program's run on one batch."""
 
     boundary: CausalLMStages
     program: Program
@@ -136,7 +138,7 @@ class Recurrent:
     calls: dict[tuple[int | None, ...], list[LayerCall]] = field(default_factory=dict)
 
     def cell(self, i: Forward) -> RecurrentCell:
-        """The cell, with what the chunk before left."""
+        """Return the cell with the state from the previous chunk."""
         return RecurrentCell(
             self.program.model.layers[i.layer],
             self.boundary.layers[i.layer],
@@ -149,12 +151,12 @@ class Recurrent:
         )
 
     def again(self, i: Backward, cell: RecurrentCell) -> RunChunk:
-        """What runs the cell a second time."""
+        """Return the function that runs the cell a second time."""
         cell.before = self._before(i.layer, i.chunk, i.prefix)
         return cell.run
 
     def leave(self, i: Forward, cell: RecurrentCell) -> None:
-        """What the cell leaves, in its chunk's rows."""
+        """Store the cell's state in its chunk's rows."""
         if i.write_kv is not None and not self._is_last(i.chunk):
             rows = self.storage.chunk(i.write_kv, i.chunk, i.layer)
             for state in cell.spec.state:
@@ -162,11 +164,12 @@ class Recurrent:
         cell.seal()
 
     def begin_backward(self, i: Backward) -> KVPrefix:
-        """What the cell was given, and its gradient, may be on their way."""
+        """Start fetching the state that the cell read, and its gradient."""
         return self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
 
     def given(self, i: Backward, cell: RecurrentCell) -> tuple[list[GradientEdge], list[Tensor]]:
-        """What the cell left, and its gradient from the chunk after."""
+        """Return the edges of the state that the cell left, and its gradients from the next
+        chunk."""
         if self._is_last(i.chunk) or not cell.spec.state:
             return [], []
         rows = self.storage.chunk(i.own_dkv, i.chunk, i.layer)
@@ -175,7 +178,7 @@ class Recurrent:
         return cell.edges, found
 
     def add(self, prefix: KVPrefix, i: Backward, cell: RecurrentCell) -> None:
-        """Put the gradients of what the cell was given where the chunk before looks for them."""
+        """Add the gradients of the state that the cell read to the rows of the previous chunk."""
         if not cell.spec.state or not i.chunk:
             return
         start, stop = self.program.share.keys.rows[i.chunk - 1]
@@ -185,17 +188,17 @@ class Recurrent:
             whole[state.name] = rows = torch.zeros(
                 shape, dtype=self.storage.accumulate_dtype, device=self.boundary.device
             )
-            for gradient in inlet.sink:  # none, where documents begin with the chunk
+            for gradient in inlet.sink:  # empty if documents begin with the chunk
                 _held(rows, state).copy_(gradient)
         for low, high in self._spans(i.chunk, i.prefix):
             prefix.tensors(low, high)
             prefix.add(low, high, {n: x[low - start : high - start] for n, x in whole.items()})
         prefix.done()
 
-    # -- what a cell is made of --------------------------------------------------------------------
+    # -- inputs of a cell --------------------------------------------------------------------------
 
     def _before(self, layer: int, chunk: int, name: str) -> Rows:
-        """What the chunk before left, in memory of its own."""
+        """Return a copy of the state from the previous chunk."""
         spec, batch = self.program.model.layers[layer], self.program.run.batch
         if not spec.state or not chunk:
             return {}
@@ -211,8 +214,8 @@ class Recurrent:
         return found
 
     def _pieces(self, layer: int, chunk: int) -> Iterator[_DocumentPiece]:
-        """Row by row, in the order of tokens; rows that are cut alike together. A layer without a
-        state knows no documents."""
+        """Yield pieces row by row, in the order of tokens; rows cut at the same tokens share
+        pieces. A layer without state ignores documents."""
         start, stop = self.program.chunks[chunk]
         rows, first = self.attention.runs(chunk), 0
         if rows is None or not self.program.model.layers[layer].state:
@@ -226,7 +229,7 @@ class Recurrent:
             first = last
 
     def _call(self, i: Forward, piece: _DocumentPiece, tokens: int) -> LayerCall:
-        """How the layer is to be called on a piece, or on one token more."""
+        """Return the layer's call for a piece; `tokens` may be one more than the piece has."""
         if self.chunk != i.chunk:
             self.chunk, self.calls = i.chunk, {}
         key = piece.rows.start, piece.rows.stop, piece.start, tokens
@@ -248,7 +251,7 @@ class Recurrent:
         return prefix
 
     def _spans(self, chunk: int, name: str) -> list[Span]:
-        """Rows of exactly the chunk before, as they come: in blocks where they are on host."""
+        """Return the rows of exactly the previous chunk, in blocks if they are on the host."""
         start, stop = self.program.share.keys.rows[chunk - 1]
         if self.program.buffers[name].tier is Tier.DEVICE:
             return [(start, stop)]
@@ -261,7 +264,7 @@ class Recurrent:
 
 
 def _held(rows: Tensor, state: StateTensor) -> Tensor:
-    """The state of a chunk's rows [T, B, row]."""
+    """View the state in a chunk's rows [T, B, row]."""
     batch = rows.shape[1]
     return rows.flatten()[: batch * prod(state.shape)].view(batch, *state.shape)
 

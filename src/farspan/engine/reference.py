@@ -1,7 +1,8 @@
-"""Plain full-sequence autograd of the same model with a dense attention: what is exact.
+"""Compute exact results by plain full-sequence autograd of the model with dense attention.
 
-Page-sparse attention has a reference too: the same model, whose layers choose pages from their own
-queries and keys and hide all that was not chosen. No gradient flows through the choice."""
+The reference of page-sparse attention is the same model, whose layers choose pages from their own
+queries and keys and mask the rest. No gradient flows through the choice.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -28,7 +29,7 @@ from farspan.sparse.index import Index, reading
 from farspan.sparse.pages import Candidates, Checked, Selector, mean_keys
 from farspan.spec import RunSpec, Schedule, Sparse
 
-Attention = Callable[..., Tensor]  # what `reference` takes and gives
+Attention = Callable[..., Tensor]  # the signature of `reference`
 
 
 def reference_loss(
@@ -39,8 +40,8 @@ def reference_loss(
     *,
     attend: Attention = reference,
 ) -> Tensor:
-    """The mean loss over trained tokens, with the autograd graph of the whole sequence; the rest
-    as `reference_logits`."""
+    """Return the mean loss over trained tokens, with the autograd graph of the whole sequence;
+    arguments as for `reference_logits`."""
     targets = shift_labels(labels, document_ids)
     logits = reference_logits(model, input_ids, document_ids, attend=attend)
     total = functional.cross_entropy(
@@ -56,13 +57,11 @@ def reference_logits(
     *,
     attend: Attention = reference,
 ) -> Tensor:
-    """Logits of all tokens, [batch, tokens, vocab], in fp32, or in fp64 of a float64 model.
-
+    """Return logits of all tokens, [batch, tokens, vocab], in fp32, or in fp64 for a float64 model.
     Attention is dense softmax in the model's dtype: Hugging Face's eager attention computes its
-    softmax in float32 and could not tell 1e-8 from 1e-16. Needs memory for N x N scores. For a
-    sparse schedule's function give `attend=SparseReference(...)`. A model with recurrent layers,
-    which know no documents, sees one at a time.
-    """
+    softmax in float32 and cannot tell 1e-8 from 1e-16. Needs memory for N x N scores. For a sparse
+    schedule's function pass `attend=SparseReference(...)`. A model with recurrent layers, which
+    ignore documents, runs one document at a time."""
     boundary = CausalLMStages(model)
     batch = make_inputs(input_ids, input_ids.long(), document_ids, boundary.vocab)
     documents, calls = document_ids, 0
@@ -91,7 +90,6 @@ def _one_by_one(
     documents: tuple[tuple[int, ...], ...],
     logits_of: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Logits of every document, run alone."""
     rows = []
     for row, starts in enumerate(documents):
         cuts = pairwise((*starts, batch.input_ids.shape[1]))
@@ -102,10 +100,8 @@ def _one_by_one(
 
 @dataclass(frozen=True, slots=True)
 class SparseReference:
-    """Attention of a sparse schedule, as its definition says; see `reference` for the arguments.
-
-    The choice is made by the selector from votes over the whole sequence's queries and keys.
-    """
+    """Attention of a sparse schedule, by its definition; arguments as for `reference`. The selector
+    chooses pages by votes over the whole sequence's queries and keys."""
 
     sparse: Sparse
     chunk: int
@@ -113,7 +109,7 @@ class SparseReference:
     layer: int = 0
 
     def of(self, module: Any) -> "SparseReference":
-        """That of the layer whose attention this is."""
+        """Return the reference for the layer that `module` belongs to."""
         return replace(self, layer=module.layer_idx)
 
     def __call__(
@@ -146,7 +142,7 @@ class SparseReference:
         return sparse_reference(q, k, v, mask, scale, softcap or torch.inf, sinks)
 
     def choice(self, q: Tensor, k: Tensor, scale: float, document_ids: Tensor) -> Tensor:
-        """The choice [B, Hk, M, k] of a whole sequence, -1 where a page of queries has fewer."""
+        """Return the chosen pages [B, Hk, M, k] of a whole sequence, padded by -1."""
         sparse, (batch, heads, tokens, _) = self.sparse, k.shape
         most = max(sparse.width(start) for start in range(0, tokens, self.chunk))
         means = mean_keys(k.permute(2, 0, 1, 3), sparse.mean_tokens).permute(1, 2, 0, 3)
@@ -170,7 +166,7 @@ class SparseReference:
 
 
 def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """The gradient of every trainable parameter by name; `.grad` is left as it is."""
+    """Return the gradient of every trainable parameter by name; `.grad` is not changed."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {
@@ -179,7 +175,7 @@ def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     }
 
 
-# -- how far sparse attention is from dense --------------------------------------------------------
+# -- distance of sparse attention from dense ------------------------------------------------------
 
 
 Gradients = dict[str, Tensor]  # by the name of a parameter
@@ -187,11 +183,11 @@ Gradients = dict[str, Tensor]  # by the name of a parameter
 
 @dataclass(frozen=True, slots=True)
 class Approximation:
-    """How far a sparse step is from dense attention; errors are relative, in the L2 norm."""
+    """Errors of a sparse step against dense attention, relative in the L2 norm."""
 
     pages: Sparse
     selector: str
-    hides: bool  # False: a query sees all there is at this length, so that it is dense attention
+    hides: bool  # False: every key is visible at this length, so it is dense attention
     loss_error: float
     gradient_error: float  # of all gradients together
     dense_error: dict[str, dict[str, float]]  # by layer, by the name of a linear module in it
@@ -199,19 +195,17 @@ class Approximation:
 
 @dataclass(slots=True)
 class Function:
-    """What a step of a schedule computes, for plain autograd and for the step.
-
-    In float64 each chooses pages for itself. In lower precision all have the choices of `exact`,
-    which is float64 and is asked for first.
-    """
+    """The function that a step of a schedule computes, for plain autograd and for the step. In
+    float64 each chooses its own pages. In lower precision all use the choices of `exact`, which is
+    float64 and must be called first."""
 
     schedule: Schedule
     given: Selector | PageFunction | None
     dtype: torch.dtype  # of the step
-    choices: list[Tensor] | None = None  # layers upwards, in each of them the chunks
+    choices: list[Tensor] | None = None  # by layer, then by chunk
 
     def exact(self) -> Attention:
-        """What is right."""
+        """Return the exact attention."""
         sparse = self.schedule.sparse
         if sparse is None:
             return reference
@@ -227,14 +221,13 @@ class Function:
         return SparseReference(sparse, self.schedule.chunk, reading(select, record))
 
     def again(self) -> Attention:
-        """The same in the model's own precision."""
+        """Return the same attention for the model's own precision."""
         if self.schedule.sparse is None or self.choices is None:
             return self.exact()
         left = iter(self.choices)
         return SparseReference(self.schedule.sparse, self.schedule.chunk, lambda *_: next(left))
 
     def selector(self, model: nn.Module, batch: int, tokens: int) -> Selector | PageFunction | None:
-        """What chooses in the step."""
         if self.choices is None:
             return self.given
         program = build_program(
@@ -250,7 +243,7 @@ class Function:
         return reading(self.given, lambda votes, pages: choices[next(left)])  # noqa: ARG005
 
     def rule(self) -> str:
-        """What is compared with what, as the end of a rule."""
+        """Describe the comparison, as the end of a limit's rule."""
         if self.schedule.sparse is None:
             return ""
         if self.choices is None:
@@ -270,10 +263,10 @@ def approximation(
     dense_loss: Tensor,
     dense_gradients: Gradients,
 ) -> Approximation:
-    """How far loss and gradients of a sparse step are from those of dense attention."""
+    """Return the errors of a sparse step's loss and gradients against those of dense attention."""
     sparse, chunk = function.schedule.sparse, function.schedule.chunk
     assert sparse is not None
-    # A selector of another kind may choose fewer pages than the budget has room for.
+    # A custom selector may choose fewer pages than the budget allows.
     counted = sparse if function.given is None else replace(sparse, budget=0)
     layers = [linear_modules(layer) for layer in CausalLMStages(model).layers]
     names = {id(p): name for name, p in model.named_parameters()}
@@ -295,8 +288,9 @@ def approximation(
 
 
 def linear_modules(layer: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """The trained matrices of a layer by the module that multiplies by them, experts together: the
-    last part of its path, such as q_proj, or the whole path where that leaves doubt."""
+    """Return the trained matrices of a layer by module, all experts of a kind together. A module is
+    named by the last part of its path, such as q_proj, or by the whole path if the last part is
+    ambiguous."""
     found: dict[str, list[nn.Parameter]] = {}
     for path, parameter in layer.named_parameters():
         parts = [part for part in path.split(".") if part != "weight" and not part.isdigit()]
@@ -312,8 +306,8 @@ def linear_modules(layer: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def distance(found: Gradients, expected: Gradients, names: Iterable[str]) -> float:
-    """Of these gradients taken as one vector, |found - expected| / |expected|; where that is zero,
-    |found|. NaN counts as infinite."""
+    """Return |found - expected| / |expected| over these gradients as one vector; |found| if that is
+    zero. NaN counts as infinite."""
     off = size = 0.0
     for name in names:
         right = expected[name].double()

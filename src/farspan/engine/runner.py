@@ -1,5 +1,6 @@
-"""Runs programs for `farspan.engine.step`, one at a time, on the memory, lanes and weights that a
-step holds. A forward that gives values of tokens stays open until their backward.
+"""Run programs for `farspan.engine.step`, one at a time, on a step's memory, lanes and weights.
+
+A forward that returns values of tokens stays open until their backward.
 """
 
 import logging
@@ -60,7 +61,7 @@ CELLS = (Forward, Backward, Head)
 
 @dataclass
 class PreparedProgram:
-    """A program, and what all steps ask of it; each is found out once."""
+    """A program with cached results that all its steps need."""
 
     program: Program
     storage: ProgramBuffers
@@ -68,12 +69,12 @@ class PreparedProgram:
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:
-        """Waits of copies that run beside the computation."""
+        """Waits of copies that overlap the computation."""
         return waits(self.program)
 
     @cached_property
     def unread(self) -> frozenset[Cell]:
-        """Cells whose output only autograd asks for."""
+        """Cells whose output only autograd needs."""
         return unread_outputs(self.program)
 
     @cached_property
@@ -85,7 +86,7 @@ class PreparedProgram:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a step is. Later chunks see more keys: `work`, not `cells`, tells the time left."""
+    """Progress of a step. Later chunks see more keys: `work`, not `cells`, tells the time left."""
 
     cells_done: int
     cells: int
@@ -95,16 +96,16 @@ class Progress:
 
 @dataclass(slots=True)
 class StepMemory:
-    """What programs run in, one at a time: also those of several steps, which then take turns."""
+    """Memory in which programs run, one at a time; several steps may share it in turn."""
 
     device: torch.device
     arenas: dict[Tier, Arena]
-    open_forward: "OpenForward | None" = None  # which stands there as it left it
+    open_forward: "OpenForward | None" = None  # whose buffers are still in the arenas
 
     @classmethod
     def on(cls, device: torch.device, given: Self | None = None) -> Self:
-        """That of a step which computes there: what was given, or one that holds nothing yet.
-        Raises UnsupportedError where that is elsewhere."""
+        """Return `given`, or new memory that holds nothing yet, for a step on this device. Raises
+        UnsupportedError if `given` is on another device."""
         if given is not None and given.device != device:
             raise UnsupportedError(
                 f"memory: it is of a step on {given.device}, this one computes on {device}; leave "
@@ -114,8 +115,8 @@ class StepMemory:
 
 
 class ProgramRunner:
-    """A model in stages with all that its programs run on. Its one subclass is `Step`, which says
-    what each of these is."""
+    """A model in stages, with the memory, lanes and kernels of its programs; `Step` sets its
+    fields."""
 
     boundary: CausalLMStages
     sharded_model: ShardedModel | None
@@ -125,42 +126,41 @@ class ProgramRunner:
     kernels: AttentionKernels
     selector: Selector | None
     progress: Callable[[Progress], None] | None
-    # Of a program with a backward that begins: what is told of each instruction once it is issued.
+    # Called when a program with a backward begins; returns a callback for each issued instruction.
     watch: Callable[[Program], Callable[[Instruction], None]] | None = None
     poison: bool
     watches: bool
-    _schedule: Schedule | None  # None: to be planned
+    _schedule: Schedule | None  # None: not planned yet
     _adding: AccumulatingLinears
     _settings: Callable[[], AbstractContextManager[Any]]
     _tokenwise: tuple[tuple[Tokenwise, ...], ...]
     _fused: bool
-    _seen: Callable[[], Seen] | None = None  # of the latest cell that was watched
-    _spared: frozenset[int] = frozenset()  # layers whose last product may be left out
-    # Calls so far that may drop or add noise: the number of the next one. A training that goes on
-    # sets it to what it was.
+    _seen: Callable[[], Seen] | None = None  # of the latest watched cell
+    _spared: frozenset[int] = frozenset()  # layers that can skip their last product
+    # Number of the next call that may drop or add noise. A resumed training restores it.
     drawn = 0
     seed: int
     neftune_alpha: float | None
-    _drops = False  # some dropout of the model is there to drop
+    _drops = False  # the model has a dropout that is active
     _running = False
     _steps = 0
 
     @property
     def arenas(self) -> dict[Tier, Arena]:
-        """Where the buffers of its programs are."""
+        """Arenas that hold the buffers of its programs."""
         return self.memory.arenas
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule, of the latest call where the planner chooses. Raises UnsupportedError
-        before it has chosen."""
+        """The schedule; if the planner chooses, that of the latest call. Raises UnsupportedError
+        before the planner has chosen."""
         if self._schedule is None:
             raise UnsupportedError("schedule: auto has chosen none yet; it does at the first call")
         return self._schedule
 
     def _reserve(self, program: Program) -> None:
-        """Hold the program's arenas. Raises UnsupportedError where main memory could not, on all
-        ranks."""
+        """Reserve the program's arenas. Raises UnsupportedError on all ranks if main memory is too
+        small."""
         grows = {
             tier: program.arena_bytes[tier] - arena.nbytes for tier, arena in self.arenas.items()
         }
@@ -168,7 +168,7 @@ class ProgramRunner:
         needed = max(0, grows[Tier.HOST]) + (max(0, grows[Tier.DEVICE]) if on_cpu else 0)
         if self.weights is not None and program.trains():
             needed += self.weights.missing_bytes()
-        # All ranks ask, also those whose arenas are large enough: the others must hear of them.
+        # All ranks take part, also those whose arenas are large enough: the others wait for them.
         ranks = None if self.sharded_model is None else self.sharded_model.ranks
         refuse_beyond_together(ranks, needed, f"a step of {program.run.tokens:,} tokens", ADVICE)
         reserve_together(ranks, self.arenas, program.arena_bytes, ADVICE)
@@ -178,16 +178,15 @@ class ProgramRunner:
 
     @property
     def seen(self) -> Seen | None:
-        """The attention mass that the latest watched cell sees, for which the CPU waits; None:
-        nothing was hidden."""
+        """Attention coverage of the latest watched cell; None: nothing was hidden. The CPU waits
+        for it."""
         return None if self._seen is None else self._seen()
 
     def arena_bytes(self) -> dict[Tier, int]:
-        """What the arenas hold at present."""
         return {tier: arena.nbytes for tier, arena in self.arenas.items()}
 
     def release(self) -> None:
-        """Give the arenas' memory back; the next step takes it again."""
+        """Free the arenas' memory; the next step allocates it again."""
         self.memory.open_forward = None
         for arena in self.arenas.values():
             arena.release()
@@ -209,7 +208,7 @@ class ProgramRunner:
         return loss.to(accumulate_dtype(self.boundary.dtype))
 
     def _drawing(self, inputs: StepInputs) -> StepInputs:
-        """The inputs of a call that drops, and what: the same on all ranks of a sequence."""
+        """Add this call's dropout draws to the inputs, the same on all ranks of a sequence."""
         (batch, tokens), row = inputs.input_ids.shape, 0
         if self.sharded_model is not None:
             row = batch * self.sharded_model.ranks.rank.along["data"]
@@ -222,7 +221,6 @@ class ProgramRunner:
         )
 
     def _accumulator(self) -> GradientAccumulator:
-        """What the gradients of one backward are added up in."""
         sharded = self.sharded_model
         hooked = () if sharded else (p for p in self.boundary.model.parameters() if is_hooked(p))
         return GradientAccumulator(None if sharded is None else sharded.reduce, hooked)
@@ -236,8 +234,8 @@ class ProgramRunner:
         *,
         resumes: bool = False,
     ) -> Iterator[None]:
-        """Memory, weights and lanes are ready inside it; a program that `resumes` has its memory as
-        it left it."""
+        """Prepare memory, weights and lanes for the body; a program that `resumes` finds its memory
+        as it left it."""
         if self._running:
             raise RuntimeError("step: this Step is already running; use another Step")
         self._running = True
@@ -274,7 +272,7 @@ class ProgramRunner:
         call_accumulated(self._received(gradients))
 
     def _received(self, gradients: GradientAccumulator) -> list[nn.Parameter]:
-        """The user's parameters to which a call has added a gradient."""
+        """Return the user's parameters to which a call has added a gradient."""
         if self.weights is not None:
             return self.weights.received()
         if self.sharded_model is None:
@@ -288,8 +286,7 @@ class ProgramRunner:
         head: LossHead | ValueHead,
         gradients: GradientAccumulator,
     ) -> Interpreter:
-        """What runs the program on these inputs."""
-        prepared.storage.copies = self.copies  # others, where they are recorded or replayed
+        prepared.storage.copies = self.copies  # others while recording or replaying
         return Interpreter(
             boundary=self.boundary,
             program=prepared.program,
@@ -308,7 +305,6 @@ class ProgramRunner:
         )
 
     def _after(self, prepared: PreparedProgram) -> Callable[[Instruction], None]:
-        """What is called when an instruction was issued."""
         counter = Counter(prepared, self.progress)
         if self.watch is None or not prepared.program.trains():
             return counter
@@ -321,7 +317,8 @@ class ProgramRunner:
         return both
 
     def _value_head(self, function: LogProbs | HeadFunction, targets: Tensor) -> ValueHead:
-        """The head that gives a function's values; weights are where they are while it runs."""
+        """Return the head for a function's values. Raises UnsupportedError if it uses a decoder
+        layer whose weights are elsewhere."""
         outer, piece = self._outer_parameters(), self.schedule.loss_chunk_size
         found: tuple[nn.Parameter, ...] = ()
         if isinstance(function, nn.Module):
@@ -347,7 +344,7 @@ class ProgramRunner:
         return tuple(self.boundary.outer_parameters())
 
     def _watched(self, program: Program) -> tuple[int, int] | None:
-        """The cell whose seen mass this step measures; an evaluation measures none."""
+        """Return the cell whose attention coverage this step measures; None in an evaluation."""
         if not self.watches or not program.trains():
             return None
         self._steps += 1
@@ -368,7 +365,7 @@ class ProgramRunner:
 
 
 class Counter:
-    """Turns the instructions of a program into progress."""
+    """Reports progress from the instructions of a program."""
 
     def __init__(
         self, prepared: PreparedProgram, progress: Callable[[Progress], None] | None
@@ -389,21 +386,21 @@ class Counter:
 
 @dataclass(slots=True)
 class OpenForward:
-    """A forward that gave values of tokens, and its backward to come."""
+    """A forward that returned values of tokens, waiting for its backward."""
 
     runner: ProgramRunner
     prepared: PreparedProgram
     inputs: StepInputs
     function: LogProbs | HeadFunction
-    marks: Callable[[], object]  # what is another where the model has changed
-    again: Callable[[], PreparedProgram]  # the program, where the forward runs once more
-    was: object = None  # the marks at the forward
+    marks: Callable[[], object]  # compares unequal after the model has changed
+    again: Callable[[], PreparedProgram]  # prepares the program for a second forward
+    was: object = None  # marks at the forward
     interpreter: Interpreter = field(init=False)
     gradients: GradientAccumulator = field(init=False)
 
     def values(self) -> Tensor:
-        """The forward's [B, T, k], the same on all ranks of a sequence; with a graph where the
-        program has a backward."""
+        """Run the forward and return values [B, T, k], the same on all ranks of a sequence. They
+        have a graph if the program has a backward."""
         program = self.prepared.program
         with self._begun():
             self.interpreter.run(self._orders(), program.cut or None)
@@ -415,14 +412,14 @@ class OpenForward:
         return found
 
     def backward(self, given: Tensor) -> None:
-        """Adds to `.grad` the gradient of what has this gradient of the values."""
+        """Add to `.grad` the gradient of a loss whose gradient by the values is `given`."""
         sharded = self.runner.sharded_model
         with agreement(None if sharded is None else sharded.ranks, "backward of values") as same:
             if self.marks() != self.was:
                 raise RuntimeError(
                     "step: the model has changed since the forward of these values (its weights, "
-                    "modules, what is trained, or train and eval mode); call backward before "
-                    "that, or ask for the values again"
+                    "modules, trained parameters, or train and eval mode); call backward before "
+                    "changing it, or compute the values again"
                 )
             stands = self.runner.memory.open_forward is self
             same.add({"calls since the forward": "none" if stands else "some"})
@@ -433,7 +430,7 @@ class OpenForward:
             head = self.interpreter.head
             assert isinstance(head, ValueHead)
             if head.plain is not None and given.shape[2] > 1 and not bool(given[..., 1:].any()):
-                given = given[..., :1]  # statistics were looked at alone
+                given = given[..., :1]  # statistics have no gradient
             self.interpreter.given = given
             self.interpreter.run(self._orders())
             self._close_own()
@@ -468,7 +465,7 @@ class OpenForward:
         return values
 
     def _close_own(self) -> None:
-        """Gradients of what the function brings, of all ranks."""
+        """Close the gradients of the function's own parameters, summed over ranks."""
         head, sums = self.interpreter.head, self.interpreter.own
         assert isinstance(head, ValueHead)
         for parameter in head.own:
@@ -484,12 +481,12 @@ class OpenForward:
 
 
 class _Values(torch.autograd.Function):
-    """Values [B, T, k] of a forward; their gradient is handed to its backward."""
+    """Values [B, T, k] of a forward; the backward receives their gradient."""
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, values: Tensor, of: OpenForward) -> Tensor:
         ctx.of = of
-        return values.clone()  # which may be written in place
+        return values.clone()  # the caller may write in place
 
     @staticmethod
     @once_differentiable

@@ -1,4 +1,4 @@
-"""The public call: one training step on a sequence longer than memory."""
+"""Train on one sequence longer than memory: the public call of a training step."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -71,62 +71,85 @@ from farspan.spec import (
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is to be computed of each token."""
+    """A request for values of each token."""
 
     function: LogProbs | HeadFunction
     inputs: StepInputs
-    own: list[nn.Parameter]  # that the function brings
+    own: list[nn.Parameter]  # parameters of the function
     trains: bool
     trains_model: bool
 
 
-PROGRAMS_KEPT = 8  # of the latest shapes; one is up to 345,000 objects at 1M tokens
-# Preparations of the latest looks of the same modules, as adapters or modes are switched in turn:
-# one takes 0.3 s for 30 layers on a CPU, and as long as a program's objects take.
+PROGRAMS_KEPT = 8  # of the latest shapes; one has up to 345,000 objects at 1M tokens
+# Preparations kept for recent states of the same modules, as adapters or modes are switched: one
+# takes 0.3 s for 30 layers on a CPU, and the memory of its programs' objects.
 PREPARATIONS_KEPT = 4
-_FOUND = (  # by a preparation
+_FOUND = (  # attributes set by a preparation
     *("boundary", "kernels", "model_spec", "weights", "_accepted", "_adding", "_drops", "_fused"),
     *("_limit", "_look", "_programs", "_settings", "_spared", "_tokenwise"),
 )
-# What may change once a model is sharded, when it cannot be probed again: modes, the numbers of
-# buffers, adapters that are switched off, and fields that decide no step. Parameters are looked at
-# by who has sharded them.
+# Attributes that may change in a sharded model, which cannot be probed again: modes, the numbers of
+# buffers, adapters that are switched off, and fields that do not affect a step. Sharded parameters
+# are checked separately.
 _WHILE_SHARDED = (
     *("training", "_buffers", "_parameters", "_disable_adapters", "_adapters_disabled"),
     *UNREAD,
 )
 _Planner = Callable[..., Plan]  # `train.planning.StepPlanner`
-_VALUES = Objective(LossKind.GRPO)  # what is planned where a backward follows values of tokens
+_VALUES = Objective(LossKind.GRPO)  # plans for a backward after values
 
 
 class Step(ProgramRunner):
     """Forward and backward of a causal LM on [batch, tokens], by a schedule.
 
     Behaves like `loss.backward()`: gradients are added to `.grad` of every trainable parameter, in
-    its `grad_dtype` where one is set, so any optimizer and any training loop work. The gradients
-    are those of plain full-sequence autograd. The model is not changed; it may be called as ever
-    and edited between steps. Modules run once a chunk and in some passes again, so forward hooks
-    fire many times. Hooks on parameters are called once, when the call's gradients are complete.
+    its `grad_dtype` if set, so any optimizer and any training loop work. The gradients are those of
+    plain full-sequence autograd. The model is not changed; it may be called and edited between
+    steps. Modules run once per chunk and in some passes again, so forward hooks fire many times.
+    Hooks on parameters are called once, when the call's gradients are complete.
 
     With `schedule="auto"` the planner chooses at the first call, as `strategy: auto` of a run file
-    does: for the model as it is, on this machine, with the memory that is free, as `farspan
-    calibrate` has measured it or as is measured then (some seconds). Planning takes some seconds
-    and is logged in a line; `schedule` and `plan` then hold the choice. Where nothing fits with the
-    weights on the device they go to main memory, for good, and a second line says so: an optimizer
-    then updates them there. Room is left for AdamW's
-    states in float32: for another optimizer, give `farspan.plan(..., optimizer=...).schedule`. A
-    batch of no more rows and no more tokens a row than a planned one runs by the same schedule,
-    so the longest batch is best the first; one that is larger, or that trains more parameters, is
-    planned for anew.
+    does: for the model in its present state, on this machine as `farspan calibrate` measured it (or
+    measured then, in some seconds), with the free memory. Planning takes some seconds and logs a
+    line; `schedule` and `plan` then hold the choice. If nothing fits with the weights on the device
+    they move to main memory, permanently, and a second line says so: an optimizer then updates them
+    there. Room is left for AdamW's states in float32: for another optimizer, give
+    `farspan.plan(..., optimizer=...).schedule`. A batch with no more rows and no more tokens per
+    row than a planned one runs by the same schedule, so call the longest batch first; a larger one,
+    or one that trains more parameters, is planned again.
 
-    Raises UnsupportedError when the model cannot be trained exactly in chunks, the schedule does
-    not fit it, or no schedule fits the machine. If a step raises, `.grad` is undefined and must be
-    cleared.
+    Args:
+        model: A causal LM of transformers, or a wrapper of one such as PEFT's.
+        schedule: A `Schedule`, or "auto". With `schedule.weights` HOST the model moves to main
+            memory.
+        progress: Called after every cell; may raise to abandon the step.
+        poison: Fill the arenas with NaN before every step: nothing may depend on their old content.
+        overlap: Copy in parallel with the computation, the default on CUDA. The results have the
+            same bits (on CUDA with `kernels.deterministic`, else up to rounding).
+        kernels: Implementations of attention and other operations.
+        selector: With `schedule.sparse`, chooses pages instead of the votes: one of
+            `farspan.sparse.pages`, or a function of its arguments alone, from votes [B, Hk, M, n]
+            and the range of their n pages to int32 [B, Hk, M, k] of pages or -1, k at most `budget
+            // page`.
+        ranks: All ranks make the same call with the same sequences (replicas along `data` with
+            their own) and get the same loss; weights and gradients stay whole on each rank, unless
+            `parallelize` has sharded the model.
+        device: The device that computes, if weights are in main memory.
+        weights: The streamed weights of another step of this model.
+        head: The function that `values` calls.
+        memory: Memory to share with another step, such as one of this model's reference.
+        seed: Seed of dropout, next to the call's number (`drawn`) and a token's place.
+        neftune_alpha: Noise on embeddings in training is at most this over sqrt(tokens * hidden).
+
+    Raises:
+        UnsupportedError: The model cannot be trained exactly in chunks, the schedule does not fit
+            it, or no schedule fits the machine. If a step raises, `.grad` is undefined and must be
+            cleared.
     """
 
-    # Bytes of main memory that a step may take by its forecast; None: as many as there are.
+    # Bytes of main memory that a step's forecast may use; None: all of it.
     host_room: int | None = None
-    _compared: tuple[Look | None, Described] | None = None  # the model as ranks compare it
+    _compared: tuple[Look | None, Described] | None = None  # the model, for ranks to compare
 
     def __init__(
         self,
@@ -146,22 +169,6 @@ class Step(ProgramRunner):
         seed: int = 0,
         neftune_alpha: float | None = None,
     ) -> None:
-        """`progress` is called after every cell and may raise to abandon the step. `poison` fills
-        the arenas with NaN before every step: nothing may depend on what they held. With `overlap`
-        copies run beside the computation, which is what they do on CUDA unless it is False; the
-        results are the same bits (on CUDA with `kernels.deterministic`, else up to rounding).
-        `kernels` says who computes. With `schedule.sparse`, `selector` chooses pages in place of
-        the votes: one of `farspan.sparse.pages`, or a function from votes [B, Hk, M, n]
-        and the range of their n pages to a choice, int32 [B, Hk, M, k] of pages or -1, k at most
-        `budget // page`, which depends on nothing but its arguments. With `ranks` all of them make
-        the same call with the same sequences (but for replicas along `data`, which bring their own)
-        and have the same loss after it; weights and gradients stay whole on each rank, unless
-        `parallelize` has sharded the model. With `schedule.weights` HOST the model is moved to main
-        memory; `device` is where to compute then, `weights` those of another step of it. `head` is
-        the function that `values` asks. `memory` is that of another step, such as one whose model
-        is this one's reference: the two take turns in it, as calls of one step do. What dropouts
-        drop follows from `seed`, the call's number (`drawn`) and a token's place; the most that
-        noise adds to embeddings in training is `neftune_alpha` over sqrt(tokens * hidden)."""
         context = ranks.ranks if isinstance(ranks, ShardedModel) else ranks
         self._wanted, self._overlap = kernels or Kernels(), overlap
         with agreement(context, "Step") as same:
@@ -174,9 +181,9 @@ class Step(ProgramRunner):
         self._whole_on = ranks if isinstance(ranks, ParallelContext) else None  # weights may move
         if isinstance(ranks, ParallelContext):
             ranks = self._keep_whole(model, ranks)
-        self._plans: list[Plan] = []  # where the planner chooses
+        self._plans: list[Plan] = []  # plans of the planner, if it chooses
         self.sharded_model, self._model = ranks, model
-        self._device = device or getattr(weights, "device", None)  # where to compute, if given
+        self._device = device or getattr(weights, "device", None)  # device to compute on, if given
         self.progress, self.poison, self.head, self.weights = progress, poison, head, weights
         self._programs: dict[tuple[int | bool, ...], PreparedProgram] = {}
         self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()
@@ -184,7 +191,7 @@ class Step(ProgramRunner):
         with agreement(context, "Step: preparing"):
             sparse = None if self._schedule is None else self._schedule.sparse
             self.selector = None if sparse is None else selector_of(selector, self.schedule)
-            self.watches = sparse is not None  # what one cell a step sees is measured
+            self.watches = sparse is not None  # one cell per step measures its coverage
             self.boundary = self._stages()
             self._compute_on(self.boundary.device, memory)
             self._prepare()
@@ -194,7 +201,6 @@ class Step(ProgramRunner):
         return keep(model, self._schedule or Schedule(), ranks)
 
     def _stages(self) -> CausalLMStages:
-        """The stages of the model as it is now."""
         ranks, model = self.sharded_model, self._model
         found = CausalLMStages(model, None if ranks is None else ranks.sharded.device)
         if self._on_host or self._device is not None:
@@ -209,7 +215,7 @@ class Step(ProgramRunner):
         self.memory = StepMemory.on(device, memory)
 
     def _prepare(self) -> None:
-        """Find out all that a step of the stages goes by. Raises UnsupportedError."""
+        """Derive everything that steps need from the stages. Raises UnsupportedError."""
         self._adding = AccumulatingLinears()
         if self._wanted.compile:
             compile_layers(self.boundary)
@@ -221,13 +227,14 @@ class Step(ProgramRunner):
         self._preparations.append({name: getattr(self, name) for name in _FOUND})
 
     def _look_now(self) -> Look:
-        """The model as it is now; of one that is sharded, what is inside it."""
+        """Return the model's present state; for a sharded model, without attributes that trainers
+        set."""
         return look(self._model) if self.sharded_model is None else inside(self.boundary.model)
 
     def _prepare_for(self, now: Look) -> None:
-        """Prepare for the model as it is now, as a new step would, or take up what was found out
-        of it before. Raises UnsupportedError."""
-        self._look = self.memory.open_forward = None  # until the model is known again
+        """Prepare for the model's present state, or reuse an earlier preparation for it. Raises
+        UnsupportedError."""
+        self._look = self.memory.open_forward = None  # until the new state is known
         known = [one for one in self._preparations if has_same_parts(one["_look"], now)]
         self._preparations = known[-PREPARATIONS_KEPT:]
         for one in known:
@@ -241,19 +248,18 @@ class Step(ProgramRunner):
         self._prepare()
 
     def _accept(self, *, trains: bool) -> None:
-        """Have all that is known of the model be of the model as it is now, as in a new step.
-        Raises UnsupportedError where that would, and where the model cannot be trained, or
-        evaluated."""
+        """Prepare again if the model has changed, as a new step would. Raises UnsupportedError as a
+        new step does, and if the model cannot be trained, or evaluated."""
         now = self._look_now()
         moved = self.weights is not None and not self.weights.is_of(self.boundary)
-        with torch.inference_mode(False):  # of an evaluation: cells are run with a graph
+        with torch.inference_mode(False):  # evaluation may run in it; cells are probed with a graph
             if self.sharded_model is not None:
                 self._accept_sharded(now)
                 self.model_spec = self._describe() if moved else self.model_spec
             elif moved or now != self._look:
                 self._prepare_for(now)
         if trains not in self._accepted:
-            if trains and self.sharded_model is None:  # of a rank's part, nothing may be trained
+            if trains and self.sharded_model is None:  # a rank may train nothing
                 refuse_untrained(self.boundary.model)
             if trains:
                 refuse_backward_hooks(
@@ -263,7 +269,7 @@ class Step(ProgramRunner):
             self._accepted.add(trains)
 
     def _accept_sharded(self, now: Look) -> None:
-        """The same of a model that is sharded, whose layers cannot be probed again."""
+        """Check a sharded model's state; its layers cannot be probed again."""
         assert self.sharded_model is not None
         assert self._look is not None
         self.sharded_model.sharded.refuse_replaced(self.boundary.model)
@@ -282,12 +288,12 @@ class Step(ProgramRunner):
 
     @property
     def plan(self) -> Plan | None:
-        """What the planner says of the schedule that it chose; None where it did not."""
+        """The planner's plan for the present schedule; None if the planner did not choose it."""
         return next((p for p in self._plans if p.schedule is self._schedule), None)
 
     def _choose(self, run: RunSpec, loss: Objective) -> None:
-        """Has `schedule` be one that was planned for batches as large as this one, and for values
-        of tokens where the loss is of these."""
+        """Set `schedule` to one planned for batches at least as large, and for values of tokens if
+        the loss uses them."""
         assert self._planner is not None, "the planner chooses"
         sharded = self.sharded_model
         if sharded is not None and sharded.ranks.layout.data > 1:  # replicas' batches may differ
@@ -301,12 +307,12 @@ class Step(ProgramRunner):
             same = same and plan.question.loss.is_cut >= loss.is_cut
             return wide and same and model.trainable >= self.model_spec.trainable
 
-        # What was planned for values is for one pass as well: programs are then built once.
+        # A plan for values also covers one pass, so programs are built once.
         covering = filter(covers, self._plans)
         found = max(covering, key=lambda plan: plan.question.loss.is_cut, default=None)
         if found is None:
-            self.release()  # what is free now is planned with
-            with torch.inference_mode(False), torch.enable_grad():  # backwards are measured
+            self.release()  # plan with the memory that is then free
+            with torch.inference_mode(False), torch.enable_grad():  # planning runs backwards
                 model, device = self.boundary.model, self.boundary.device
                 moves = sharded is None or self._whole_on is not None
                 found = self._planner(
@@ -327,14 +333,13 @@ class Step(ProgramRunner):
 
     @property
     def _on_host(self) -> bool:
-        """Do whole weights come from main memory?"""
+        """True if whole weights come from main memory."""
         layout = ALONE if self.sharded_model is None else self.sharded_model.rank.layout
         return self._schedule is not None and streams(self._schedule, layout)
 
     def _fuse(self) -> None:
-        """Have modules run on the device's own kernels, and products add to sums, if that is
-        wanted. Slices of weights over ranks are in shells of their own. Shells are of the model in
-        its present mode."""
+        """Run modules on the device's own kernels, and add products to sums, if wanted. Slices of
+        weights over ranks have their own shells. Shells are made for the model's present mode."""
         if self.sharded_model is not None and self.sharded_model.tensor is not None:
             return
         device, dtype = self.boundary.device, self.boundary.dtype
@@ -355,15 +360,21 @@ class Step(ProgramRunner):
         trained_tokens: int | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """The mean loss over trained tokens, a scalar; gradients are added to `.grad`.
+        """Run forward and backward, and add the gradients to `.grad`.
 
-        `input_ids`, `labels` and `document_ids` are [batch, tokens]. Labels are not shifted: a
-        token is trained on the label of the token after it, if that is of the same document and
-        not -100. `document_ids` must not decrease along a row; positions restart and attention
-        stays within a document. `trained_tokens` overrides the count the loss is divided by: give
-        the total over all micro-batches or ranks that share an optimizer step. With `weights`
-        [batch, tokens] the loss is a weighted sum, -(weights * logprobs).sum() of `logprobs`
-        below, divided by `trained_tokens` if those are given.
+        Args:
+            input_ids: Token ids [batch, tokens].
+            labels: Labels [batch, tokens], not shifted: a token is trained on the label of the next
+                token, if that is of the same document and not -100.
+            document_ids: The document of each token [batch, tokens], not decreasing along a row;
+                positions restart and attention stays within a document.
+            trained_tokens: Replaces the count that the loss is divided by: give the total over all
+                micro-batches or ranks that share an optimizer step.
+            weights: Weights [batch, tokens]: the loss is then -(weights * logprobs).sum() with
+                `logprobs` below, divided by `trained_tokens` if given.
+
+        Returns:
+            The mean loss over trained tokens, a scalar.
         """
         with self._agreement("step") as same:
             if not torch.is_grad_enabled():
@@ -389,7 +400,7 @@ class Step(ProgramRunner):
         trained_tokens: int | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """The same loss without gradients."""
+        """Return the loss of a step without gradients; arguments as for a step."""
         with self._agreement("evaluate") as same:
             self._accept(trains=False)
             self._compare(same, trained_tokens=trained_tokens)
@@ -429,18 +440,26 @@ class Step(ProgramRunner):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Log-probabilities of labels, [batch, tokens] in fp32 (fp64 of a float64 model): at each
-        token that of the label of the token after it, 0 where there is none or it is -100. Labels
-        are the tokens themselves if None; those of [batch, tokens, k], several ids a token, give as
-        many log-probabilities. Logits are divided by `temperature`. With `entropy` also the entropy
-        of each token's distribution over the vocabulary, [batch, tokens].
+        """Return log-probabilities of labels, in fp32 (fp64 for a float64 model).
 
-        Where gradients are enabled the result is an ordinary tensor: compute any loss from it and
-        call `backward()`, which adds to `.grad` of every trainable parameter. What the forward kept
-        stays in the step's memory until then; another call before the backward takes that memory,
-        and the backward runs the forward again, which is logged. Over ranks all have the whole
-        result, and gradients are summed over replicas along `data`. Raises RuntimeError in a
-        backward after the weights have changed, and UnsupportedError as a step does.
+        If gradients are enabled the result is an ordinary tensor: compute any loss from it and call
+        `backward()`, which adds to `.grad` of every trainable parameter. The forward's kept tensors
+        stay in the step's memory until then; another call before the backward takes that memory,
+        and the backward runs the forward again, which is logged. All ranks get the whole result,
+        and gradients are summed over replicas along `data`.
+
+        Args:
+            labels: [batch, tokens], or [batch, tokens, k] for k ids a token; None: the tokens
+                themselves.
+            temperature: Divides the logits.
+            entropy: Also return the entropy of each token's distribution, [batch, tokens].
+
+        Returns:
+            In the shape of labels, the log-probability of the next token's label; 0 without one or
+            for -100.
+
+        Raises:
+            RuntimeError: In a backward after the weights have changed.
         """
         with self._agreement("logprobs") as same:
             if not isinstance(temperature, int | float) or not temperature > 0:
@@ -464,9 +483,9 @@ class Step(ProgramRunner):
         k: int,
         vocab: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The k likeliest ids behind each token, [batch, tokens, k] int64, and their
-        log-probabilities, without gradients: what a student is distilled from. Of the first `vocab`
-        ids alone, where given."""
+        """Return the k likeliest next ids of each token and their log-probabilities, without
+        gradients. Both are [batch, tokens, k], ids int64, such as a student is distilled from. With
+        `vocab` only the first `vocab` ids count."""
         with self._agreement("top_logprobs") as same:
             function = TopIds(k=k, vocab=vocab)
             asked_for = self._asked(same, function, input_ids, input_ids.long(), document_ids)
@@ -479,11 +498,11 @@ class Step(ProgramRunner):
         targets: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """What `head` gives of every token, [batch, tokens, k], as `logprobs` gives its own: called
-        on some tokens at a time, with their hidden states behind the model's final norm [n, hidden]
-        and their `targets` [n, ...] (of [batch, tokens, ...], not shifted; the tokens if None), it
-        returns [n, k]. Its parameters, those of an `nn.Module`, are trained too. Raises
-        UnsupportedError without a head."""
+        """Return the values of `head` for every token, [batch, tokens, k], with gradients as
+        `logprobs`. The head is called on some tokens at a time, with their hidden states after the
+        model's final norm [n, hidden] and their `targets` [n, ...] (from [batch, tokens, ...], not
+        shifted; None: the tokens), and returns [n, k]. If it is an `nn.Module` its parameters are
+        trained too. Raises UnsupportedError without a head."""
         with self._agreement("values") as same:
             if self.head is None:
                 raise UnsupportedError("head: this Step has none; give Step(..., head=function)")
@@ -498,18 +517,19 @@ class Step(ProgramRunner):
         return self._values(same, asked_for)
 
     def program(self, batch: int, tokens: int, *, evaluation: bool = False) -> Program:
-        """The program that a step of this shape runs."""
+        """Return the program that a step of this shape runs."""
         return self.prepared(batch, tokens, evaluation=evaluation).program
 
     def prepared(
         self, batch: int, tokens: int, *, evaluation: bool = False, is_cut: bool = False
     ) -> PreparedProgram:
-        """The same, with what is known of it; `is_cut`: its backward comes later."""
+        """Return the prepared program of a step of this shape; with `is_cut` its backward comes
+        later."""
         if self._planner is not None:
             self._choose(RunSpec(batch, tokens), _VALUES if is_cut else Objective())
         deterministic = torch.are_deterministic_algorithms_enabled()
         by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-        # By the last two kernels are chosen.
+        # The last two affect the choice of kernels.
         key = batch, tokens, evaluation, is_cut, deterministic, by_cudnn
         if key not in self._programs:
             build = build_evaluation if evaluation else partial(build_program, is_cut=is_cut)
@@ -559,19 +579,19 @@ class Step(ProgramRunner):
             return tokenwise(self.boundary.in_place())
         if not self.sharded_model.tiles:
             raise UnsupportedError(
-                "mlp_chunk_size: the model was sharded for a schedule without; call parallelize "
-                "with this schedule"
+                "mlp_chunk_size: the model was sharded without mlp_chunk_size; call parallelize "
+                "again with this schedule"
             )
         return self.sharded_model.tiles
 
     def _agreement(self, call: str) -> AbstractContextManager[Agreement]:
-        """What ranks compare before a call; of one process, nothing."""
+        """Return the ranks' comparison before a call; a single process compares nothing."""
         return agreement(None if self.sharded_model is None else self.sharded_model.ranks, call)
 
     def _compare(
         self, same: Agreement, *, trained_tokens: int | None = None, draws: bool = False
     ) -> None:
-        """Have ranks compare what decides a call, but for its inputs."""
+        """Let ranks compare everything that decides a call, except its inputs."""
         if trained_tokens is not None and trained_tokens < 1:
             raise UnsupportedError(f"trained_tokens: expected at least 1, got {trained_tokens}")
         sharded = self.sharded_model
@@ -618,11 +638,12 @@ class Step(ProgramRunner):
         return inputs
 
     def _settle(self, same: Agreement) -> None:
-        """Have RoPE go by the longest sequence of all replicas, which are one batch."""
+        """Scale RoPE for the longest sequence of all replicas, which form one batch."""
         self.boundary.settle(max(longest for longest, _ in same.table))
 
     def _count(self, same: Agreement, inputs: StepInputs, given: int | None) -> int:
-        """What the sum of losses is divided by. Without a trained token the loss is 0."""
+        """Return the divisor of the sum of losses; at least 1, so the loss is 0 without trained
+        tokens."""
         if given is not None:
             return given
         if inputs.weights is not None:
@@ -657,7 +678,7 @@ class Step(ProgramRunner):
             same.add({"targets": "None" if targets is None else targets}, OF_BATCH)
         several = targets is None
         inputs = self._inputs(same, input_ids, labels, document_ids, several=several)
-        # The caller may write into its own before the backward reads them.
+        # The caller may write into its tensors before the backward reads them.
         inputs = replace(inputs, input_ids=input_ids.clone())
         if targets is not None:
             inputs = replace(inputs, targets=targets.clone())
@@ -682,23 +703,24 @@ class Step(ProgramRunner):
         return OpenForward(self, prepared(), inputs, asked.function, marks, again).values()
 
     def _marks(self, own: list[nn.Parameter]) -> object:
-        """What is another where weights, or what is trained, have changed since."""
+        """Return a value that compares unequal after weights, or the set of trained ones, have
+        changed."""
         sharded = self.sharded_model
         parameters = (
             self.boundary.model.parameters() if sharded is None else sharded.sharded.parameters()
         )
         found = [*(parameters.values() if isinstance(parameters, dict) else parameters), *own]
-        # A DTensor counts what is written by way of it, and its shard what is written there.
+        # A DTensor and its shard have separate version counters.
         shards = [getattr(p, "_local_tensor", p) for p in found]
         versions = [x._version for x in (*found, *shards)]
-        here = self.weights  # which may have moved them since, as they were
+        here = self.weights  # may have moved the weights unchanged
         where = [x.data_ptr() for x in shards]
         head = look(self.head) if isinstance(self.head, nn.Module) else None
         return look(self._model), head, versions, where if here is None else here.has_all()
 
 
 def _written(schedule: Schedule | str, selector: object) -> tuple[Schedule | None, _Planner | None]:
-    """The schedule, or who chooses one."""
+    """Return the schedule or, for "auto", the planner."""
     if isinstance(schedule, Schedule):
         if selector is not None and schedule.sparse is None:
             raise UnsupportedError(
@@ -719,7 +741,6 @@ def _written(schedule: Schedule | str, selector: object) -> tuple[Schedule | Non
 
 
 def _drops(model: nn.Module) -> bool:
-    """Whether some dropout of the model is there to drop."""
     dropouts = (m for m in model.modules() if isinstance(m, nn.Dropout))
     return any(m.p > 0 and m.training for m in dropouts)
 

@@ -1,23 +1,24 @@
-"""Weights and their gradients in main memory, those of two groups of layers on the device.
+"""Stream weights and their gradients between main memory and two slots on the device.
 
     fetch     weights 0 | weights 1 |           weights 2 |
     compute              group 0                           | group 1
     evict                                                    (backward)  gradients 1 |
 
-A model's parameters stay the objects they are, in one slab of main memory, which is locked where a
-GPU copies from it. While a step runs, modules have others in their place: views of slots of the
+A model's parameters stay the same objects, in one slab of main memory, which is locked if a GPU
+copies from it. While a step runs, modules have other parameters instead: views of slots of the
 program's device arena, one for the groups of even numbers and one for those of odd numbers, so that
-the next group comes while this one computes. A parameter's place in its slot is the same all step
-long: graphs that saved it find it there when its group has come again. What packed weights are
-unpacked with, scales and tables, lies beside them and comes with them.
+the next group arrives while this one computes. A parameter keeps its address in its slot during a
+step: graphs that saved it find it there when its group has been fetched again. Scales and tables of
+packed weights are stored and fetched with them.
 
-Gradients are added up in slots like them, in fp32, and leave once, when their group closes. Where
-`.grad` holds those of earlier batches, they come first, so that sums are added in the order, and to
-the bits, of a step whose gradients stay on the device. Of several ranks each has all weights in
-its own main memory; their sums are added up before they leave, and earlier batches' after that.
+Gradients are summed in slots of the same layout, in fp32, and evicted once, when their group
+closes. If `.grad` holds those of earlier batches, sums begin with them, so that they are added in
+the order, and to the bits, of a step whose gradients stay on the device. Each of several ranks has
+all weights in its own main memory; ranks' sums are added before eviction, and those of earlier
+batches after that.
 
-An update may still be under way when the next step begins (`await_update`): a unit is fetched when
-it is done with. No gradient leaves before that, since every group runs forward first.
+An update may still be running when the next step begins (`await_update`): a unit is fetched after
+its update. No gradient is evicted before that, since every group runs forward first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,21 +58,21 @@ from farspan.spec import ModelSpec, Tier, UnsupportedError
 
 @dataclass(slots=True)
 class _Streamed:
-    """A parameter."""
+    """A parameter that is streamed."""
 
-    own: nn.Parameter  # the user's, in main memory
-    used: nn.Parameter  # what modules have while a step runs, in a slot
+    own: nn.Parameter  # the user's parameter, in main memory
+    used: nn.Parameter  # the modules' parameter during a step, in a slot
     slots: list[ParameterSlot]
     trained: bool
     offsets: list[int] = field(default_factory=list)  # of its parts, in bytes of its unit's weights
-    sum_offset: int = 0  # and of their gradients
-    addresses: list[int] = field(default_factory=list)  # where its parts are in main memory
-    home: Tensor | None = None  # where its gradient's sum is kept in main memory
-    sum: Tensor | None = None  # where it is added up, in a slot
-    norm: Tensor | None = None  # of the sum at home, a scalar on the device
+    sum_offset: int = 0  # of its gradient's sum, in bytes
+    addresses: list[int] = field(default_factory=list)  # of its parts in main memory
+    home: Tensor | None = None  # its gradient's sum in main memory
+    sum: Tensor | None = None  # its gradient's sum in a slot
+    norm: Tensor | None = None  # L2 norm of `home`, a scalar on the device
 
     def parts_in(self, memory: Arena, start: int) -> list[Tensor]:
-        """Views of a memory for its parts, where its unit's weights begin there."""
+        """Return views of its parts in an arena, for a unit whose weights begin at `start`."""
         parts = zip(self.offsets, parts_of(self.own), strict=True)
         return [memory.view(start + o, tuple(part.shape), part.dtype) for o, part in parts]
 
@@ -84,16 +85,15 @@ class _StreamedUnit:
     """A layer, or everything outside the layers."""
 
     parameters: list[_Streamed] = field(default_factory=list)
-    size: int = 0  # bytes of their weights
-    sum_size: int = 0  # and of their gradients
-    memory: Tensor | None = None  # uint8: the weights of all, in main memory
-    place: Tensor | None = None  # uint8: where they come to
-    updated: "Future[None] | None" = None  # until they are
+    size: int = 0  # bytes of the weights
+    sum_size: int = 0  # bytes of the gradients' sums
+    memory: Tensor | None = None  # uint8: all weights, in main memory
+    place: Tensor | None = None  # uint8: all weights, in their slot
+    updated: "Future[None] | None" = None  # the running update of this unit
 
     def lay_out(self) -> None:
-        """The parameters one behind the other. A multiple of 4 KiB comes before one of 2 KiB, and
-        so on: all then begin where the widest loads can, whatever their dtypes, with no room
-        between them."""
+        """Assign offsets to the parameters without gaps. A multiple of 4 KiB comes before one of 2
+        KiB, and so on: all then begin where the widest loads can, whatever their dtypes."""
         sizes = [(p, [part.nbytes for part in parts_of(p.own)]) for p in self.parameters]
         for p, of in sizes:
             p.offsets = [0] * len(of)
@@ -105,20 +105,20 @@ class _StreamedUnit:
         self.size, self.sum_size = (-(-n // _LOAD) * _LOAD for n in (self.size, self.sum_size))
 
     def settle(self) -> None:
-        """Waits until an update is done with it. Raises what the update has raised."""
+        """Wait until a running update has finished this unit. Raises the update's error."""
         updated, self.updated = self.updated, None
         if updated is not None:
             updated.result()
 
 
 class StreamedWeights:
-    """The weights of a model that live in main memory. Unit l is layer l, the last is everything
-    outside the layers. Memory for gradients is taken by the first step that has some."""
+    """Weights of a model in main memory: unit l is layer l, the last is everything outside the
+    layers. The first step with gradients allocates memory for them."""
 
     def __init__(self, boundary: CausalLMStages, ranks: ParallelContext | None = None) -> None:
-        """Moves the model to main memory, in place; steps compute on the boundary's device. Raises
-        UnsupportedError for a model with parameters that are more than their numbers, or of which
-        layers share one."""
+        """Move the model to main memory, in place; steps compute on the boundary's device. Raises
+        UnsupportedError for a model with parameters that hold more than numbers, or that layers
+        share."""
         packed = format_of(boundary.model.config) or {}
         by = packed.get("quant_method", BITSANDBYTES)
         if by != BITSANDBYTES:  # some keep numbers in buffers, too
@@ -128,14 +128,14 @@ class StreamedWeights:
             )
         self.device = boundary.device
         self._model, self._layers = boundary.model, list(boundary.layers)
-        self._buffers: list[tuple[nn.Module, str, Tensor]] = []  # while a step runs, those here
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []  # of the modules, during a step
         self._weights, self._sums = (Arena(Tier.HOST, boundary.device) for _ in range(2))
         layers = self._layers
-        # A stage of a pipeline may have no others.
+        # A pipeline stage has other stages' layers on the meta device.
         here = [i for i, of in enumerate(layers) if not any(p.is_meta for p in of.parameters())]
         found = find_parameters(boundary.model, layers, here, "weights", "weights: device")
         self._units = [_StreamedUnit() for _ in found]
-        self._left: list[_Streamed] = []  # whose gradients have left in this step
+        self._left: list[_Streamed] = []  # with gradients evicted in this step
         self._received: list[nn.Parameter] = []
         for one, parameters in zip(self._units, found, strict=True):
             for own, (name, slots) in parameters.items():
@@ -152,9 +152,9 @@ class StreamedWeights:
             module._buffers[name] = buffer.cpu()
 
     def _move(self, ranks: ParallelContext | None) -> None:
-        """Have the parameters lie one behind the other. Raises TooLarge."""
+        """Move the parameters into one slab. Raises TooLarge."""
         size = sum(aligned(one.size) for one in self._units)
-        if self.device.type != "cpu":  # there, pages come as those of the parameters go
+        if self.device.type != "cpu":  # a CPU frees the old pages as new ones fill
             what = "the model's weights in main memory"
             advice = "use a smaller model, or a machine with more of it"
             refuse_beyond_together(ranks, size, what, advice)
@@ -171,7 +171,7 @@ class StreamedWeights:
             start += aligned(one.size)
 
     def reserve_sums(self) -> None:
-        """Have room for gradients."""
+        """Allocate the memory of gradients."""
         self._sums.reserve(self._sum_bytes())
         start = 0
         for one in self._units:
@@ -182,14 +182,14 @@ class StreamedWeights:
             start += aligned(one.sum_size)
 
     def zero_gradients(self) -> None:
-        """Have `.grad` hold zeros where a step would leave its sums."""
+        """Set `.grad` to zeros in the memory where a step would leave its sums."""
         self.reserve_sums()
         for p in self._all():
             if p.home is not None and _takes_sums(p.own):
                 p.own.grad, p.norm = p.home.zero_(), None
 
     def release(self) -> None:
-        """Give back the room for gradients; those that `.grad` has keep their numbers."""
+        """Free the memory of gradients; `.grad` keeps its values."""
         for one in self._units:
             one.settle()
         for p in self._all():
@@ -197,16 +197,16 @@ class StreamedWeights:
         self._sums.release()
 
     def is_of(self, boundary: CausalLMStages) -> bool:
-        """Whether it is this model's, as it is now: its modules have these parameters and no
-        others, of which the same are trained, and they still lie here. Another step may have moved
-        them, or somebody put others in their place."""
+        """Return whether these are the model's weights in its present state. Its modules have
+        exactly these parameters, the same ones are trained, and they still lie here. Another step
+        may have moved them, or the user replaced them."""
         here = self._model is boundary.model and self.device == boundary.device
         if not here or self._layers != list(boundary.layers):
             return False
         known = {(id(module), name): p for p in self._all() for module, name in p.slots}
         for module in boundary.model.modules():
             for name, own in module._parameters.items():
-                if own is None or own.is_meta:  # of another stage of a pipeline
+                if own is None or own.is_meta:  # of another pipeline stage
                     continue
                 p = known.pop((id(module), name), None)
                 if p is None or p.own is not own or own.requires_grad != p.trained:
@@ -214,22 +214,22 @@ class StreamedWeights:
         return not known and self.has_all()
 
     def has_all(self) -> bool:
-        """Whether all parameters still lie here."""
+        """Return whether all parameters still lie here."""
         return all(_addresses(p.own) == p.addresses for p in self._all())
 
     def is_updating(self) -> bool:
-        """Whether an update has begun since the last step, which may still write to weights."""
+        """Return whether an update since the last step may still write to weights."""
         return any(one.updated is not None for one in self._units)
 
     def counted(self, spec: ModelSpec) -> ModelSpec:
-        """The description of the model with each layer's weights and their bytes; those of layers
-        that another stage has count as none."""
+        """Return the description of the model with each layer's weights and bytes; layers of other
+        pipeline stages count as 0."""
         wide = spec.accumulate_bytes()
         works = []
         for layer, one in zip(spec.layers, self._units, strict=False):
             count = sum(elements(p.own) for p in one.parameters)
             less = count * spec.element_bytes - one.size
-            # By products the ranks of a pipeline cut chunks, all alike.
+            # Ranks of a pipeline cut chunks by products, so all ranks count the same.
             products = layer.work.products or ((1, linear_products(spec, layer)),)
             known = replace(layer.work, parameters=count, trainable=one.sum_size // wide)
             works.append(replace(known, products=products, packed=less))
@@ -243,14 +243,13 @@ class StreamedWeights:
         )
 
     def trained(self) -> list[list[nn.Parameter]]:
-        """The user's parameters that are trained, by unit, in the order in which a step needs
-        them."""
+        """Return the user's trained parameters by unit, in the order in which a step needs them."""
         units = [*self._units[-1:], *self._units[:-1]]
         return [[p.own for p in one.parameters if p.trained] for one in units]
 
     def norms(self) -> dict[int, Tensor]:
-        """By id of the user's parameter the norm of its `.grad`, as the device had it before it
-        left: of each whose `.grad` is the sum of a step, as nobody has changed it since."""
+        """Return the norms of gradients by the id of the user's parameter, as computed on the
+        device. They cover parameters whose `.grad` is the unchanged sum of the latest step."""
         return {
             id(p.own): p.norm
             for p in self._all()
@@ -258,24 +257,25 @@ class StreamedWeights:
         }
 
     def await_update(self, updated: "Sequence[Future[None]]") -> None:
-        """Let each unit, in the same order, wait for its own before a step reads it."""
+        """Make each unit wait for its update before a step reads it; `updated` is in the order of
+        `trained`."""
         units = [*self._units[-1:], *self._units[:-1]]
         for one, done in zip(units, updated, strict=True):
             one.updated = done
 
     @property
     def nbytes(self) -> int:
-        """Of the weights, in main memory."""
+        """Bytes of the weights, in main memory."""
         return self._weights.nbytes
 
     def gradient_bytes(self) -> int:
-        """In main memory: sums, and what `.grad` has beside them where it is narrower."""
+        """Return the bytes of gradients in main memory: sums, and `.grad` where it is narrower."""
         trained = [p.own for p in self._all() if p.trained]
         narrow = (p.numel() * gradient_dtype(p).itemsize for p in trained if not _takes_sums(p))
         return self._sum_bytes() + sum(narrow)
 
     def missing_bytes(self) -> int:
-        """Of main memory, which the next step with gradients takes for them."""
+        """Return the bytes of main memory that the next step with gradients allocates for them."""
         return self._sum_bytes() - self._sums.nbytes
 
     def _sum_bytes(self) -> int:
@@ -288,13 +288,13 @@ class StreamedWeights:
     # -- a step ---------------------------------------------------------------------------------
 
     def begin(self, program: Program, device: Arena) -> None:
-        """Modules have the parameters that lie in the program's slots of the device's arena."""
+        """Give modules the parameters in the program's slots of the device's arena."""
         self._received.clear()
         if program.trains():
             self.reserve_sums()
         for p in self._all() if program.trains() else ():
             if is_hooked(p.own) and p.own.grad is p.home and p.home is not None:
-                p.own.grad = p.home.clone()  # hooks see what comes apart from it
+                p.own.grad = p.home.clone()  # hooks see the new gradient without the old
         for number in program.own_groups():
             units = [self._units[layer] for layer in range(*program.groups[number])]
             self._place(program, device, units, number % 2)
@@ -325,7 +325,7 @@ class StreamedWeights:
                 start_of_sums += one.sum_size
 
     def fetch(self, program: Program, i: Gather, copies: CopyEngine) -> None:
-        """The weights of a group come to their slot."""
+        """Fetch the weights of a group into their slot."""
         for one in self._of(program, i.group, outer=i.outer):
             assert one.memory is not None
             assert one.place is not None
@@ -335,8 +335,8 @@ class StreamedWeights:
     def open(
         self, program: Program, i: Gather, copies: CopyEngine, sums: GradientAccumulator
     ) -> None:
-        """Sums begin in their slot, with what `.grad` holds where that is added to as it is and no
-        other ranks' come before it."""
+        """Begin sums in their slot, with the value of `.grad` if it can be added to directly and
+        there is only one rank."""
         alone = program.share.rank.layout.devices() == 1
         for p in self._trained(program, i.group, outer=i.outer):
             assert p.sum is not None
@@ -348,8 +348,8 @@ class StreamedWeights:
     def reduce(
         self, program: Program, group: int, sums: GradientAccumulator, sharded: ShardedParameters
     ) -> None:
-        """The sums of all ranks are added up, in the order of ranks, and then to what `.grad` holds
-        where that is added to as it is. Nobody copies to or from there meanwhile."""
+        """Sum over ranks, in the order of ranks, then add `.grad` if it can be added to directly.
+        No copy to or from the sums runs meanwhile."""
         outer = [len(self._units) - 1] * program.closes_outer(group)
         for unit in (*range(*program.groups[group]), *outer):
             own = {p.own: p for p in self._units[unit].parameters if p.trained}
@@ -367,7 +367,8 @@ class StreamedWeights:
     def close(
         self, program: Program, group: int, copies: CopyEngine, sums: GradientAccumulator
     ) -> None:
-        """The sums leave for main memory, with the first group those of what is outside."""
+        """Evict the sums of a group to main memory; with the first group also those outside the
+        layers."""
         for p in self._trained(program, group, outer=program.closes_outer(group)):
             total = sums.take(p.used)
             if total is not None:
@@ -377,8 +378,8 @@ class StreamedWeights:
                 self._left.append(p)
 
     def end(self, copies: CopyEngine) -> None:
-        """A step is over: modules have the user's parameters again, and these their gradients, for
-        which the CPU waits."""
+        """Finish a step: give modules the user's parameters and these their gradients, for which
+        the CPU waits."""
         self._put(used=False)
         copies.synchronize()
         for p in self._left:
@@ -397,16 +398,15 @@ class StreamedWeights:
         self._left.clear()
 
     def received(self) -> list[nn.Parameter]:
-        """The user's parameters to which the latest step has added a gradient."""
+        """Return the user's parameters to which the latest step has added a gradient."""
         return self._received
 
     def abandon(self) -> None:
-        """A step was not finished."""
         self._put(used=False)
         self._left.clear()
 
     def trained_outside(self) -> tuple[nn.Parameter, ...]:
-        """What modules outside the layers have while a step runs, and is trained."""
+        """Return the trained parameters that modules outside the layers have during a step."""
         return tuple(p.used for p in self._units[-1].parameters if p.trained)
 
     def _of(self, program: Program, group: int, *, outer: bool) -> list[_StreamedUnit]:
@@ -421,7 +421,7 @@ class StreamedWeights:
         for p in self._all():
             for module, name in p.slots:
                 module._parameters[name] = p.used if used else p.own
-            if not used:  # nothing holds on to the slots' memory
+            if not used:  # frees references to the slots' memory
                 put_parts(p.used, empty_parts(p.used, self.device))
                 p.sum = None
         for one in [] if used else self._units:
@@ -434,7 +434,8 @@ class StreamedWeights:
 
 
 def _buffers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Where a model has which, such as rotary tables; those of other stages are nowhere."""
+    """Yield each buffer's module, name and tensor, such as rotary tables, without those of other
+    stages."""
     for module in model.modules():
         own = ((name, b) for name, b in module._buffers.items() if b is not None)
         yield from ((module, name, b) for name, b in own if not b.is_meta)
@@ -443,8 +444,8 @@ def _buffers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 def computing_device(
     here: torch.device, wanted: torch.device | str | None, on_host: bool, ranks: object
 ) -> torch.device:
-    """Where a step computes, with its number: where the model is (`here`), or elsewhere if its
-    weights are to come from main memory. Raises UnsupportedError."""
+    """Return the device on which a step computes, with its index. It is the model's (`here`), or
+    another one if its weights come from main memory. Raises UnsupportedError."""
     found = here if wanted is None else torch.empty(0, device=wanted).device
     if found != here and ranks is not None:
         raise UnsupportedError(
@@ -460,24 +461,23 @@ def computing_device(
 
 
 def _addresses(weight: nn.Parameter) -> list[int]:
-    """Where the parts of a weight lie."""
     return [part.data_ptr() for part in parts_of(weight)]
 
 
 _RINGS = names.WEIGHTS, names.WEIGHT_GRADIENTS
-_LOAD = 16  # bytes, the widest that a kernel loads at once
+_LOAD = 16  # bytes, the widest load of a kernel
 
 
 def _divides(size: int) -> int:
-    """Smaller for what a larger power of two divides, up to 4 KiB."""
+    """Return a sort key that is smaller for multiples of larger powers of two, up to 4 KiB."""
     return -(size & -size & 4095 or 4096)
 
 
 def _adds_at_once(parameter: nn.Parameter) -> bool:
-    """Whether a step's sums begin with what `.grad` holds."""
+    """Return whether a step's sums begin with the value of `.grad`."""
     return _takes_sums(parameter) and not is_hooked(parameter)
 
 
 def _takes_sums(parameter: nn.Parameter) -> bool:
-    """Whether `.grad` is in the dtype of sums."""
+    """Return whether `.grad` has the dtype of sums."""
     return parameter.grad_dtype in (None, accumulate_dtype(parameter.dtype))

@@ -1,27 +1,27 @@
-"""The memory of both tiers, device and host: one arena each, and all copies between them.
+"""Hold the memory of both tiers, device and host, in one arena each, and copy between them.
 
 Every buffer is a view of an arena at a planned address. `CopyEngine` owns the copies and the
-streams they run on. It has three lanes: one computes, one fetches, one evicts. Work of a lane
-happens in the order it is issued; only events tie lanes together, one for each instruction, or
-staging buffer and generation, that another lane waits for. The CPU never waits inside a step.
+streams they run on. It has three lanes: one computes, one fetches, one evicts. Work on a lane runs
+in the order of issue; only events tie lanes together, one for each instruction, or staging buffer
+and generation, that another lane waits for. The CPU never waits inside a step.
 
     compute   F(0,0) --o        F(0,1)          o: an event recorded, v: waited for
     evict              v-- kv ----o
     fetch                         v-- kv.block
 
-Note: [Who waits for what]. `farspan.program.dependencies` names the hazards and derives the waits
-between instructions; `farspan.engine.buffers` has those of blocks that a cell streams.
+Note: [Waits]. `farspan.program.dependencies` names the hazards and derives the waits between
+instructions; `farspan.engine.buffers` has those of blocks that a cell streams.
 
-Note: [Lanes fork and join at a step's ends]. When a step begins, both copy lanes wait for what was
-computed before, and when it ends, computing waits for both. So whatever runs on the computing
-stream after a step (the optimizer, the next step, an allocator that reuses a released slab) comes
-after every copy, and only the CPU has to call `wait` before it touches an arena.
+Note: [Lanes fork and join at a step's ends]. When a step begins, both copy lanes wait for earlier
+computation, and when it ends, computing waits for both. So whatever runs on the computing stream
+after a step (the optimizer, the next step, an allocator that reuses a released slab) comes after
+every copy, and only the CPU has to call `wait` before it touches an arena.
 
 Without overlap all three lanes are the computing stream.
 
 Note: [Memory that is not locked]. If main memory could not be locked (`Arena.is_pageable`), the CPU
-waits for each copy on its lane, which is more order than any hazard asks for. Rows that kernels
-would read there, or add to, are then read and added by the CPU.
+waits for each copy on its lane, which is more order than any hazard needs. The CPU then gathers and
+adds rows that kernels would read or add to across the link.
 
 Ranks reserve arenas together: all of them or none.
 """
@@ -67,10 +67,10 @@ class Arena:
 
     def __init__(self, tier: Tier, device: torch.device) -> None:
         self.tier = tier
-        self._cuda = device if tier is Tier.HOST and device.type == "cuda" else None  # copies to it
+        self._cuda = device if tier is Tier.HOST and device.type == "cuda" else None  # the device
         self._device = torch.device("cpu") if tier is Tier.HOST else device
         self._slab = torch.empty(0, dtype=torch.uint8, device=self._device)
-        self._mapped: Tensor | None = None  # the slab as the device sees it
+        self._mapped: Tensor | None = None  # the slab as a tensor of the device
         self._unlock: weakref.finalize[..., Arena] | None = None
 
     @property
@@ -79,27 +79,26 @@ class Arena:
 
     @property
     def is_pageable(self) -> bool:
-        """Does it hold main memory that a GPU copies to and from, and that could not be locked?"""
+        """True if main memory for a GPU's copies could not be locked."""
         return self._cuda is not None and self.nbytes > 0 and self._unlock is None
 
     def reserve(self, size: int) -> None:
-        """Hold at least `size` bytes; a slab that is large enough stays. Its content is gone. For
-        copies of a GPU it is locked: in place, or by torch's allocator where that has room; where
-        neither can, it is not, with a warning."""
+        """Hold at least `size` bytes; a slab that is large enough stays. The content is undefined.
+        For copies of a GPU the slab is locked: in place, or by torch's allocator if that has room;
+        if both fail it is pageable, with a warning."""
         if size > self.nbytes:
-            self.release()  # give back first: both would not fit
+            self.release()  # free first: both would not fit
             if self._cuda is None:
                 self._slab = torch.empty(size, dtype=torch.uint8, device=self._device)
                 return
             slab, unlock = _locked(size, self._cuda)
             if unlock is not None:
-                # An arena that is dropped ends like one that is released: `slab` lives until then.
+                # A dropped arena is unlocked like a released one: `slab` lives until then.
                 self._unlock = weakref.finalize(self, unlock)
                 self._unlock.atexit = False
             self._slab = slab[:size]
 
     def release(self) -> None:
-        """Give the memory back."""
         self._mapped = None
         self._slab = torch.empty(0, dtype=torch.uint8, device=self._device)
         if self._unlock is not None:
@@ -107,17 +106,20 @@ class Arena:
             self._unlock = None
 
     def poison(self) -> None:
-        """Fill with NaN: nothing may depend on what an earlier step left behind."""
+        """Fill with NaN, to show that nothing depends on the content of an earlier step."""
         self._slab.fill_(POISON)
 
     def view(
         self, address: int, shape: tuple[int, ...], dtype: torch.dtype, *, mapped: bool = False
     ) -> Tensor:
-        """A contiguous tensor at `address` bytes; `mapped`: of a host arena, as a tensor of the
-        device, whose kernels read and write it across the link; of one that is pageable, as it is.
+        """Return a contiguous tensor at `address` bytes.
 
-        Each view has a version counter of its own: autograd may save a view, and writing another
+        Each view has its own version counter: autograd may save a view, and a write to another
         buffer of the same slab must not make it look modified.
+
+        Args:
+            mapped: Return a host arena's memory as a tensor of the device, whose kernels read and
+                write it across the link; a pageable arena returns it as a host tensor.
         """
         size = dtype.itemsize
         assert address % size == 0, f"address {address} is not aligned to {dtype}"
@@ -140,8 +142,7 @@ class Arena:
 
 
 class _Locked:
-    """Locked pages as a CUDA array: addresses are unified, and a device reaches them where they
-    lie."""
+    """Locked pages as a CUDA array: addresses are unified, so a device accesses them in place."""
 
     def __init__(self, slab: Tensor) -> None:
         self.slab = slab
@@ -157,7 +158,8 @@ Unlock = Callable[[], None]
 
 
 def _locked(size: int, device: torch.device) -> tuple[Tensor, Unlock | None]:
-    """So much main memory and what unlocks it, or None, not locked. Raises MemoryError."""
+    """Return main memory of `size` bytes and its unlock function, or None if it is not locked.
+    Raises MemoryError."""
     slab = pages(size)
     _touch(slab)
     try:
@@ -166,8 +168,8 @@ def _locked(size: int, device: torch.device) -> tuple[Tensor, Unlock | None]:
         refused = str(error).strip().splitlines()[0]
     else:
         return slab, lambda: _unpin(slab, device)
-    # Some systems lock what the driver itself has allocated and nothing else. torch asks for a
-    # power of two, beside these pages or in their place.
+    # Some systems lock only memory that the driver itself allocates. torch rounds up to a power of
+    # two, which may fit next to these pages or only after they are freed.
     if 1 << (size - 1).bit_length() <= available_host_bytes() + slab.numel():
         del slab
         try:
@@ -180,21 +182,21 @@ def _locked(size: int, device: torch.device) -> tuple[Tensor, Unlock | None]:
 
 
 def allocate_pinned(size: int) -> Tensor:
-    """Bytes that torch's own allocator locks: rounded up to a power of two, and kept when they are
+    """Allocate bytes through torch's pinned allocator, rounded up to a power of two and cached when
     freed. Raises RuntimeError."""
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _give_back_pinned() -> None:
-    """What is free of it; torch would keep it for whoever asks next."""
+    """Free unused pinned memory, which torch would cache."""
     empty: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
     (empty or torch.accelerator.empty_host_cache)()
 
 
 def pages(size: int) -> Tensor:
-    """Whole pages of main memory for so many bytes. Pages are what is locked, and two slabs that
-    share one cannot both be. The storage begins with the first page: that is where torch looks
-    for whether a tensor is locked. Raises MemoryError."""
+    """Allocate whole pages of main memory for `size` bytes. Locking works on pages, and two slabs
+    that share one cannot both be locked. The storage begins with the first page, since torch looks
+    there for whether a tensor is locked. Raises MemoryError."""
     whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         memory = mmap.mmap(-1, whole, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -206,9 +208,9 @@ def pages(size: int) -> Tensor:
 
 
 def _touch(slab: Tensor) -> None:
-    """Make all pages be there. Locking what was never written takes page after page of 4 KiB on one
-    thread; all of torch's threads take them here, and 2 MiB at a time where the kernel gives that:
-    2.3 GB/s in place of 0.5 on two cores."""
+    """Touch all pages, so that they exist before they are locked. Locking unwritten memory takes
+    page after page of 4 KiB on one thread; here all of torch's threads touch them, 2 MiB at a time
+    where the kernel grants that: 2.3 GB/s instead of 0.5 on two cores."""
     with suppress(AttributeError, OSError, TypeError):  # a system without it
         advise = ctypes.CDLL(None).madvise
         advise(*map(ctypes.c_size_t, (slab.data_ptr(), slab.numel())), mmap.MADV_HUGEPAGE)
@@ -217,24 +219,24 @@ def _touch(slab: Tensor) -> None:
 
 def _pin(slab: Tensor, device: torch.device) -> None:
     """Lock pages for copies. torch's own pinned allocator would round the slab up to a power of two
-    and keep it when it is freed: 70 GB would take 128."""
+    and cache it when freed: 70 GB would take 128."""
     with torch.cuda.device(device):
         status = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)
     if int(status) != 0:
-        # CUDA keeps the error for whoever asks next, which would be the next kernel.
+        # CUDA reports the error again at the next call, so this kernel takes it.
         with suppress(RuntimeError):
             torch.ones(1, device=device)
     torch.cuda.check_error(status)
 
 
 def _unpin(slab: Tensor, device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # copies from or to it may still be under way
+    torch.cuda.synchronize(device)  # copies may still be running
     with torch.cuda.device(device):
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(slab.data_ptr()))
 
 
-# Of kernels on rows of host memory: 512 KiB under way keep a link of 170 GB/s busy whose answers
-# take 3 microseconds, and most multiprocessors have no program of theirs. Not measured.
+# Programs and bytes per tile of kernels on rows of host memory: 512 KiB in flight keep a link of
+# 170 GB/s with a latency of 3 microseconds busy, and leave most multiprocessors free. Not measured.
 PROGRAMS, TILE_BYTES = 32, 2**14
 
 
@@ -242,8 +244,8 @@ class CopyEngine:
     """Moves tensors between device and host, and counts the bytes of each direction."""
 
     def __init__(self, device: torch.device, *, overlap: bool = False) -> None:
-        """With `overlap` copies run on streams of their own. Raises UnsupportedError but on
-        CUDA."""
+        """With `overlap` copies run on separate streams. Raises UnsupportedError on other devices
+        than CUDA."""
         if overlap and device.type != "cuda":
             raise UnsupportedError(
                 f"overlap: copies can overlap only on CUDA, not on {device}; leave overlap unset"
@@ -252,12 +254,12 @@ class CopyEngine:
         self.overlap = overlap
         self.fetched = 0  # bytes host to device
         self.evicted = 0  # bytes device to host
-        # Of each copy on a stream of its own: the lane, and events around it; None: nobody asks.
+        # The lane of each copy on a separate stream, and events around it; None: not timed.
         self.timed: list[tuple[Lane, Any, Any]] | None = None
         self._streams: dict[Lane, torch.cuda.Stream] = {}
         if overlap:
-            # Of higher priority: their few programs (PROGRAMS) start while those of a long kernel
-            # still wait for a place, not behind them.
+            # Of higher priority: their few programs (PROGRAMS) start before waiting blocks of a
+            # long kernel.
             self._streams = {
                 lane: torch.cuda.Stream(device, priority=-1) for lane in (Lane.FETCH, Lane.EVICT)
             }
@@ -265,13 +267,13 @@ class CopyEngine:
     # -- copies ----------------------------------------------------------------------------------
 
     def fetch(self, target: Tensor, source: Tensor) -> None:
-        """Host to device."""
+        """Copy from host to device."""
         with self.on(Lane.FETCH):
             target.copy_(source, non_blocking=self._is_locked(source))
         self.fetched += source.nbytes
 
     def evict(self, target: Tensor, source: Tensor) -> None:
-        """Device to host."""
+        """Copy from device to host."""
         with self.on(Lane.EVICT):
             target.copy_(source, non_blocking=self._is_locked(target))
         self.evicted += source.nbytes
@@ -279,10 +281,11 @@ class CopyEngine:
     def _is_locked(self, host: Tensor) -> bool:
         return self.device.type == "cuda" and host.is_pinned()
 
-    # -- rows of host memory that the device reads and writes where they lie ---------------------
+    # -- rows of host memory that the device reads and writes in place ---------------------------
 
     def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
-        """Rows [n] of a mapped host tensor (`Arena.view`) to the device, [n, D], contiguous."""
+        """Copy rows [n] of a mapped host tensor (`Arena.view`) to the device, [n, D],
+        contiguous."""
         with self.on(Lane.FETCH):
             wide, source = _wide(target, source)
             if source.device != wide.device:
@@ -294,8 +297,7 @@ class CopyEngine:
         self.fetched += target.nbytes
 
     def add_rows(self, total: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Add values [n, D] of the device to rows [n], each another one, of a mapped host
-        tensor."""
+        """Add values [n, D] on the device to distinct rows [n] of a mapped host tensor."""
         with self.on(Lane.EVICT):
             if total.device != values.device:
                 total.index_add_(0, rows.cpu(), values.cpu())
@@ -307,13 +309,13 @@ class CopyEngine:
         self.evicted += values.nbytes
 
     def note(self, target: Tensor, source: Tensor) -> None:
-        """Within the device, on the lane that fetches: what it goes by is there when it is."""
+        """Copy within the device on the fetching lane, in the order of fetches."""
         with self.on(Lane.FETCH):
             target.copy_(source)
 
     def read(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """A small tensor for the CPU, which waits where it asks for it, and for nothing that is
-        computed from now on."""
+        """Start copying a small tensor to the CPU; the returned function waits for this copy
+        alone."""
         if tensor.device.type == "cpu":
             return lambda: tensor
         try:
@@ -332,7 +334,7 @@ class CopyEngine:
         return arrived
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """What is computed inside is computed on the lane."""
+        """Run the body's operations on the lane's stream."""
         stream = self._streams.get(lane)
         if stream is None:
             return nullcontext()
@@ -351,18 +353,18 @@ class CopyEngine:
     # -- order -----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins. See Note: [Lanes fork and join at a step's ends]."""
+        """Begin a step. See Note: [Lanes fork and join at a step's ends]."""
         computed = self.record(Lane.COMPUTE)
         for lane in self._streams:
             self.wait(lane, computed)
 
     def end(self) -> None:
-        """A step is issued."""
+        """End a step after its last instruction was issued."""
         for lane in self._streams:
             self.wait(Lane.COMPUTE, self.record(lane))
 
     def record(self, lane: Lane) -> Any:
-        """The event of all that was issued on a lane so far."""
+        """Return an event after all work issued on a lane so far."""
         if not self.overlap:
             return None
         event = torch.cuda.Event()
@@ -370,8 +372,8 @@ class CopyEngine:
         return event
 
     def wait(self, lane: Lane, event: Any, _hazard: Hazard | None = None) -> None:
-        """What is issued on the lane from now on comes after the event, or there would be the
-        hazard. An event of None is of what nobody ever used."""
+        """Make later work on the lane wait for the event, which prevents the hazard; None: nothing
+        to wait for."""
         if self.overlap and event is not None:
             self._stream(lane).wait_event(event)
 
@@ -379,15 +381,15 @@ class CopyEngine:
         return self._streams.get(lane) or torch.cuda.current_stream(self.device)
 
     def synchronize(self) -> None:
-        """The CPU waits until every copy of the steps so far has happened."""
+        """Make the CPU wait for every copy of the steps so far."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
-    """The same memory in the widest elements, 8 bytes at most, that rows [n, D] of all begin and
-    end at: a lane that reads single ones of 2 bytes asks the link for 64 bytes at a time, and
-    Triton joins them only where it knows that rows are aligned."""
+    """View rows [n, D] in the widest elements, 8 bytes at most, that divide them all. A lane that
+    reads single elements of 2 bytes asks the link for 64 bytes at a time, and Triton joins loads
+    only if it knows that rows are aligned."""
     for dtype in (torch.int64, torch.int32):
         if all(_divides(dtype.itemsize // x.element_size(), x) for x in tensors):
             return [x.view(dtype) for x in tensors]
@@ -395,13 +397,14 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def _divides(whole: int, rows: Tensor) -> bool:
-    """Do so many elements divide where rows begin and end?"""
+    """Return whether rows begin and end at multiples of `whole` elements."""
     places = (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
     return whole > 0 and rows.stride(-1) == 1 and not any(place % whole for place in places)
 
 
 def launch_rows(kernel: Any, one: Tensor, other: Tensor, rows: Tensor) -> None:
-    """By `take_rows` or `add_rows`; all contiguous. `rows` are of the longer tensor."""
+    """Launch `take_rows` or `add_rows` on contiguous tensors; `rows` are indexes into the longer
+    one."""
     width = one.shape[1]
     padded = 1 << (width - 1).bit_length()
     tile = max(1, TILE_BYTES // (padded * one.element_size()))
@@ -412,10 +415,8 @@ def launch_rows(kernel: Any, one: Tensor, other: Tensor, rows: Tensor) -> None:
 
 
 class StreamOrder:
-    """A program's order on the lanes of a copy engine.
-
-    Invariant: an event is held from its instruction to the last that waits for it.
-    """
+    """Event waits of a program's instructions on the lanes of a copy engine. Invariant: an event is
+    held from its instruction to the last that waits for it."""
 
     def __init__(self, copies: CopyEngine, orders: tuple[Order, ...]) -> None:
         self.copies = copies
@@ -426,7 +427,7 @@ class StreamOrder:
         self.events: dict[Wait, Any] = {}
 
     def before(self, index: int) -> None:
-        """Its lanes wait for what instruction `index` must follow."""
+        """Make the lanes of instruction `index` wait for the instructions it must follow."""
         for lane, after in self.orders[index].items():
             for wait in after:
                 self.copies.wait(lane, self.events[wait])
@@ -435,7 +436,7 @@ class StreamOrder:
                     del self.events[wait]
 
     def after(self, index: int) -> None:
-        """Instruction `index` was issued."""
+        """Record the event of instruction `index` after it was issued."""
         for lane in self.orders[index]:
             wait = Wait(lane, index)
             if self.to_come[wait]:
@@ -443,7 +444,7 @@ class StreamOrder:
 
 
 class DeviceTooSmall(UnsupportedError):
-    """The GPU cannot hold what is asked for."""
+    """The GPU cannot hold the requested memory."""
 
 
 def reserve_together(
@@ -452,9 +453,9 @@ def reserve_together(
     sizes: Mapping[Tier, int],
     advice: str,
 ) -> None:
-    """Holds so many bytes of each tier. A machine may refuse one rank what forecasts allow, such as
-    pages to lock: then TooLarge or DeviceTooSmall is raised on all, which have computed nothing
-    yet. A rank by itself raises what it was told."""
+    """Reserve these sizes of each tier on all ranks. A machine may refuse one rank memory that
+    forecasts allow, such as pages to lock: then all ranks raise TooLarge or DeviceTooSmall before
+    they have computed anything. A single rank raises the original error."""
     alone = ranks is None or ranks.layout.devices() == 1
     tiers, refused, size, cause = list(Tier), -1, 0, None
     for number, tier in enumerate(tiers):
@@ -469,7 +470,7 @@ def reserve_together(
         return
     if cause is not None:
         for arena in arenas.values():
-            arena.release()  # what ranks say to each other takes some
+            arena.release()  # collectives need memory, too
     for rank, (number, asked) in enumerate(ranks.figures([refused, size])):
         if number >= 0:
             on_host = tiers[number] is Tier.HOST or ranks.device.type == "cpu"
@@ -482,9 +483,9 @@ def reserve_together(
 def refuse_beyond_together(
     ranks: ParallelContext | None, needed: int, what: str, advice: str, allowed: int | None = None
 ) -> None:
-    """Raises TooLarge, on all ranks, when those of one machine are about to take more of its main
-    memory than it has, or than each is `allowed` together. All ranks call it with what each needs,
-    and all or none with a limit; None of `ranks`: this process is alone."""
+    """Raise TooLarge, on all ranks, if those of one machine need more of its main memory than it
+    has, or than their `allowed` together. All ranks call it with the bytes each needs, and all or
+    none with a limit; with `ranks` None this process is alone."""
     if ranks is None or ranks.layout.devices() == 1:
         if needed > 0:
             refuse_beyond(needed, what, advice, allowed=allowed)
@@ -495,7 +496,7 @@ def refuse_beyond_together(
     for name in dict.fromkeys(row[0] for row in found):
         near = [row for row in found if row[0] == name]
         said = f"{what}, on {len(near)} ranks of a machine," if len(near) > 1 else what
-        # All have looked before any goes on to take some.
+        # All have measured before any rank allocates.
         room = None if allowed is None else sum(row[3] for row in near)
         least = min(row[2] for row in near)
         refuse_beyond(sum(row[1] for row in near), said, advice, least, room)

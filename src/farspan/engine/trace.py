@@ -6,18 +6,18 @@ last tensor, view or autograd node that refers to it: when CPython drops its wra
 keeps for as long as the storage lives. `meta_model` makes models with shapes and no weights.
 
 Note: [Autograd adds in place]. When a second gradient arrives for a tensor, autograd adds it into
-the first if nothing else holds that; but never where a dispatch mode or a meta tensor makes tensors
+the first if nothing else holds that; but never if a dispatch mode or a meta tensor makes tensors
 "subclass like". So the recorder, which is such a mode, makes the addition in place itself, by the
 rule of torch's InputBuffer (sole owner, dense, no graph of this sum). It tells this addition from
-one in a custom backward by its references, of which a caller in Python holds one more.
+one in a custom backward by its references: a caller in Python holds one more.
 
-Note: [Order within an operation]. Outputs are born first, in their order, then what the kernel
-allocates and frees within itself (`Temporaries`).
+Note: [Order within an operation]. Outputs are born first, in their order, then the blocks that the
+kernel allocates and frees internally (`Temporaries`).
 
 Temporaries are those of torch 2.11 to 2.13 and its FlashAttention 2; each can be switched off by
-its name. Left out, because they depend on the data or on a library's version: partial sums of the
-embedding's backward, scratch space of cub, and kernels that choose another algorithm for other
-sizes.
+its name. Some are not recorded, since they depend on the data or on a library's version: partial
+sums of the embedding's backward, scratch space of cub, and kernels that choose another algorithm
+for other sizes.
 """
 
 import sys
@@ -42,7 +42,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Malloc:
-    """Memory that was asked for, before any rounding."""
+    """An allocation, in bytes as requested, before any rounding."""
 
     tensor: int
     size: int  # bytes
@@ -50,7 +50,7 @@ class Malloc:
 
 @dataclass(frozen=True, slots=True)
 class FreeEvent:
-    """The tensor's memory given back."""
+    """The release of a tensor's memory."""
 
     tensor: int
 
@@ -67,23 +67,23 @@ Event = Malloc | FreeEvent | Mark
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a program asked of its allocator, in order."""
+    """A program's requests to its allocator, in order."""
 
     events: tuple[Event, ...]
     name: str
 
 
-CUBLAS_WORKSPACE = 32 * MIB  # on Hopper and newer; 8.1 MiB before. One a thread and stream
-FLASH_ROWS = 128  # FlashAttention rounds lengths to these
-FLASH_HEAD_DIM = 32  # and head sizes up to these
+CUBLAS_WORKSPACE = 32 * MIB  # on Hopper and newer; 8.1 MiB before. One per thread and stream
+FLASH_ROWS = 128  # FlashAttention rounds lengths up to a multiple
+FLASH_HEAD_DIM = 32  # and head sizes
 
 
 class Temporary(StrEnum):
-    """A kind of memory that kernels take."""
+    """A kind of memory that kernels allocate internally."""
 
-    CUBLAS = "cublas"  # a workspace at the first product of each thread, kept for good
+    CUBLAS = "cublas"  # workspace allocated at the first product of each thread, never freed
     FLASH = "flash"  # the backward: fp32 dQ, row sums, dK and dV of every query head
-    EMBEDDING = "embedding"  # the backward: indices, sorted, and where they were
+    EMBEDDING = "embedding"  # the backward: sorted indices, and their positions
 
 
 PRODUCTS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default))
@@ -94,21 +94,22 @@ FLASH_BACKWARD = frozenset(
     )
 )
 EMBEDDING_BACKWARD = aten.embedding_dense_backward.default
-SORTED = 3072  # so many tokens or fewer are added one by one, without sorting
+SORTED = 3072  # at most this many tokens are added one by one, without sorting
 
 
 @dataclass(frozen=True, slots=True)
 class Temporaries:
-    """The kinds that are recorded."""
+    """Kinds of temporary memory to record."""
 
     kinds: frozenset[Temporary]
 
     def workspace(self, func: Any) -> int:
-        """Bytes that the first such operation of a thread takes for good."""
+        """Return the bytes that the first such operation of a thread allocates permanently."""
         return CUBLAS_WORKSPACE if Temporary.CUBLAS in self.kinds and func in PRODUCTS else 0
 
     def within(self, func: Any, args: Sequence[Any]) -> tuple[int, ...]:
-        """Bytes of each block that the operation takes and gives back, all alive together."""
+        """Return the bytes of each block that the operation allocates and frees, all alive
+        together."""
         if func in FLASH_BACKWARD and Temporary.FLASH in self.kinds:
             return tuple(_flash_backward(func, args))
         if func is EMBEDDING_BACKWARD and Temporary.EMBEDDING in self.kinds:
@@ -121,7 +122,8 @@ NO_TEMPORARIES, ALL_TEMPORARIES = Temporaries(frozenset()), Temporaries(frozense
 
 
 def _flash_backward(func: Any, args: Sequence[Any]) -> Iterator[int]:
-    """Both operations have dout, q, k first; the one of SDPA has heads before tokens."""
+    """Yield the blocks of a flash attention backward; both operations take dout, q, k first, and
+    that of SDPA has heads before tokens."""
     q: Tensor = args[1]
     k: Tensor = args[2]
     heads_first = func is not aten._flash_attention_backward.default
@@ -140,7 +142,7 @@ ADD, ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 
 
 class _Death(weakref.ref[Any]):
-    """Fires when a storage dies. `tensor` is None for what was there before the recording."""
+    """A weak reference to a storage; `tensor` is None for storages older than the recording."""
 
     __slots__ = ("key", "tensor")
     key: int
@@ -148,46 +150,45 @@ class _Death(weakref.ref[Any]):
 
 
 class Recorder(UncompiledMode):
-    """Records the storages of one device that are born inside the block, and their deaths.
-
-    Invariant: `_alive` has one entry for each storage that was met and still lives.
-    """
+    """Records the storages of one device that are born inside the context, and their deaths.
+    Invariant: `_alive` has one entry for each known storage that still lives."""
 
     def __init__(
         self, device: torch.device, temporaries: Temporaries = NO_TEMPORARIES, *, in_place: bool
     ):
-        """`in_place`: add gradients as autograd does when nobody looks on; see the Note."""
+        """`in_place`: add gradients in place, as autograd does without a dispatch mode; see the
+        Note."""
         super().__init__()
         self.device = device.type
         self.events: list[Event] = []
-        self.lasting: set[int] = set()  # tensors that belong to no step: weights, moments
+        self.lasting: set[int] = set()  # tensors outside steps: weights, moments
         self._temporaries = temporaries
         self._in_place = in_place
         self._references = _engine_references()
         self._alive: dict[int, _Death] = {}
         self._next = 0
-        self._handles: set[bool] = set()  # threads that have their cuBLAS workspace
+        self._handles: set[bool] = set()  # threads that have a cuBLAS workspace
 
     def mark(self, name: str) -> None:
-        """What follows is called `name`."""
+        """Begin a section called `name`."""
         self.events.append(Mark(name))
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """These are there when the recording begins: born now, of no step."""
+        """Record tensors that exist before the recording as born now, outside steps."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._alive and storage.nbytes():
                 self.lasting.add(self._born(storage))
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """From here on these belong to no step, though one made them."""
+        """Move tensors that a step made out of it, from now on."""
         for tensor in tensors:
             death = self._alive.get(tensor.untyped_storage()._cdata)
             if death is not None and death.tensor is not None:
                 self.lasting.add(death.tensor)
 
     def trace(self, name: str, *, lasting: bool = True) -> Trace:
-        """What was recorded so far; without what belongs to no step if not `lasting`."""
+        """Return the trace so far; without tensors outside steps if not `lasting`."""
         left_out: set[int] = set() if lasting else self.lasting
         kept = (e for e in self.events if isinstance(e, Mark) or e.tensor not in left_out)
         return Trace(tuple(kept), name)
@@ -209,7 +210,8 @@ class Recorder(UncompiledMode):
         return out
 
     def _accumulates(self, args: Sequence[Any]) -> bool:
-        """Is this autograd adding up, where it would add in place? See the Note."""
+        """Return whether this is autograd's addition of gradients that would be in place. See the
+        Note."""
         return (
             not torch.is_grad_enabled()
             and in_backward()
@@ -224,7 +226,7 @@ class Recorder(UncompiledMode):
         if storage._cdata in self._alive or tensor.device.type != self.device:
             return
         if _is_of(storage._cdata, args):
-            self._watch(storage, None)  # a view of what was born outside
+            self._watch(storage, None)  # a view of a storage from before the recording
         elif storage.nbytes():
             self._born(storage)
 
@@ -249,8 +251,9 @@ class Recorder(UncompiledMode):
             self.events.append(FreeEvent(death.tensor))
 
     def _borrow(self, func: Any, args: Sequence[Any]) -> None:
-        """What a kernel takes within itself, and what the first of its kind takes for good."""
-        thread = in_backward()  # autograd has a thread, hence handles, of its own
+        """Record a kernel's internal memory, and the permanent workspace of a thread's first
+        product."""
+        thread = in_backward()  # autograd runs on its own thread, with its own handles
         workspace = self._temporaries.workspace(func)
         if workspace and thread not in self._handles:
             self._handles.add(thread)
@@ -259,14 +262,14 @@ class Recorder(UncompiledMode):
         self.events.extend(map(FreeEvent, reversed(taken)))
 
 
-# Of operations on the meta device, by what they depend on: shape, strides and dtype of the result.
+# Shape, strides and dtype of results on the meta device, by the inputs they depend on.
 _RESULTS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 MOST_RESULTS = 1 << 16
 
 
 def result_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What the operation returns. On the meta device torch 2.13 finds by Python what most of them
-    do, in 0.2 ms; what one is known to return is made anew in a tenth of that."""
+    """Return the operation's result, from a cache on the meta device if possible. torch 2.13 runs
+    most meta operations in Python, in 0.2 ms; a cached result takes a tenth of that."""
     key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
     if not _returns_new(func) or not _describe((*args, *kwargs.values()), key):
         return func(*args, **kwargs)
@@ -290,14 +293,15 @@ def _blank(shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _returns_new(func: Any) -> bool:
-    """Is it one of torch's that returns one tensor and says of none that it is changed or seen?"""
+    """Return whether it is an aten operation that returns one new tensor and changes none."""
     schema = func._schema
     returned = [(str(one.type), one.alias_info) for one in schema.returns]
     return (func.namespace, schema.is_mutable, returned) == ("aten", False, [("Tensor", None)])
 
 
 def _describe(values: Iterable[Any], key: list[Any]) -> bool:
-    """Adds to the key what a result depends on; False where a tensor has numbers."""
+    """Append everything that a result depends on to the key; return False if a tensor has
+    values."""
     for value in values:
         if isinstance(value, Tensor):
             if not value.is_meta:
@@ -313,12 +317,11 @@ def _describe(values: Iterable[Any], key: list[Any]) -> bool:
 
 
 def in_backward() -> bool:
-    """Is autograd at work?"""
     return torch._C._current_graph_task_id() != -1
 
 
 def _is_of(key: int, args: Sequence[Any]) -> bool:
-    """Is this the storage of one of the arguments?"""
+    """Return whether this is the storage of one of the arguments."""
     for arg in args:
         if isinstance(arg, Tensor):
             if arg.untyped_storage()._cdata == key:
@@ -329,9 +332,10 @@ def _is_of(key: int, args: Sequence[Any]) -> bool:
 
 
 def _is_sole_dense(tensor: Tensor) -> bool:
-    """Nobody else has its storage, and its elements fill one range without gaps."""
+    """Return whether nothing else holds the tensor's storage, and its elements fill one range
+    without gaps."""
     key = tensor.untyped_storage()._cdata
-    # One reference is the tensor's, one that of the storage's wrapper.
+    # One reference is the tensor's, the other the storage wrapper's.
     sole = torch._C._storage_Use_Count(key) == 2
     return sole and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
@@ -353,8 +357,8 @@ class _Count(UncompiledMode):
 
 @cache
 def _engine_references() -> int:
-    """How many references to its first argument autograd's own addition has: counted, since it
-    depends on the versions of CPython and torch."""
+    """Return how many references to its first argument autograd's own addition has. Measured, since
+    it depends on the versions of CPython and torch."""
     x = torch.empty(1, device="meta", requires_grad=True)
     with _Count() as count, torch.enable_grad():
         torch.autograd.grad(x.sin() * x.cos(), x)
@@ -362,12 +366,13 @@ def _engine_references() -> int:
     return found
 
 
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # the field's names, the usual one first
-EACH_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # fields with an entry a layer
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # in configurations, the usual one first
+EACH_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # fields with one entry per layer
 
 
 def shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
-    """The configuration with its first so many layers; None keeps all. Raises UnsupportedError."""
+    """Return the configuration cut to its first `layers` layers; None keeps all. Raises
+    UnsupportedError."""
     if layers is None:
         return config
     name = next((name for name in LAYERS if name in config), LAYERS[0])
@@ -379,8 +384,8 @@ def shortened(config: dict[str, Any], layers: int | None) -> dict[str, Any]:
 
 
 class _NoValues(UncompiledMode):
-    """Random numbers for the initial weights are not drawn: on the meta device an operation in
-    place changes nothing, and 65B elements of them are 720 calls."""
+    """Skips drawing random initial weights: on the meta device an operation in place changes
+    nothing, and 65B elements take 720 calls."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -394,14 +399,14 @@ class _NoValues(UncompiledMode):
 
 
 def meta_model(config: dict[str, Any], dtype: torch.dtype, rank: int = 0) -> PreTrainedModel:
-    """The causal LM of a configuration on the meta device, in training mode, with adapters of that
-    rank if it is not 0. Raises UnsupportedError where transformers cannot make it."""
+    """Make the causal LM of a configuration on the meta device, in training mode. With `rank` above
+    0 it has adapters of that rank. Raises UnsupportedError if transformers cannot make it."""
     fields = {name: value for name, value in config.items() if name != "model_type"}
     try:
         with torch.device("meta"), _NoValues():
             made = AutoConfig.for_model(str(config.get("model_type")), **fields)
             model: PreTrainedModel = AutoModelForCausalLM.from_config(made, dtype=dtype)
-    except Exception as error:  # whatever a family's own code stumbles over
+    except Exception as error:  # any error of the family's own code
         raise UnsupportedError(
             f"model: transformers cannot build this configuration: {type(error).__name__}: {error}"
         ) from error
@@ -449,7 +454,7 @@ def add_adapters(model: PreTrainedModel, rank: int) -> None:
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Inner and outer width of a linear module."""
+    """Return the inner and outer width of a linear module; None for other modules."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     if type(module).__name__ == "Conv1D":  # transformers' linear with its weight transposed
@@ -464,11 +469,9 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
 def flash_attention(
     _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
 ) -> Tensor:
-    """The operation that scaled_dot_product_attention comes to on a GPU; [B, C, H, D].
-
-    Windows and soft caps change no size, so they are not handed on. Raises UnsupportedError for
-    what flash attention cannot do.
-    """
+    """Call the operation that scaled_dot_product_attention runs on a GPU; returns [B, C, H, D].
+    Windows and soft caps change no size, so they are not passed on. Raises UnsupportedError for
+    attention that flash attention cannot run."""
     _refuse(q, v, keywords)
     found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)
     out: Tensor = found[0]
@@ -489,7 +492,7 @@ def _refuse(q: Tensor, v: Tensor, keywords: dict[str, Any]) -> None:
 
 @contextmanager
 def refuse_value_dependence() -> Iterator[None]:
-    """Say clearly what a model without numbers cannot do."""
+    """Raise UnsupportedError if the body depends on values that meta tensors do not have."""
     try:
         yield
     except (NotImplementedError, RuntimeError, ValueError) as error:

@@ -1,8 +1,8 @@
 """Trace a training step: plain Hugging Face training, or farspan's own program.
 
-Both run on the meta device. farspan's interpreter is the one that trains; what a machine would
-decide is decided as on a GPU: kernels are CUDA's flash attention, whose allocations plans count,
-and the host's arena is memory of no interest here.
+Both run on the meta device. farspan's interpreter is the one that trains; choices that depend on
+the machine are those of a GPU: kernels are CUDA's flash attention, whose allocations plans count,
+and the host's arena is not recorded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,16 +51,16 @@ Marker = Callable[[str], None]
 
 
 class Checkpointing(StrEnum):
-    """What a layer's forward leaves for its backward."""
+    """Tensors that a layer's forward leaves for its backward."""
 
-    PLAIN = "plain"  # all that autograd saves
+    PLAIN = "plain"  # everything that autograd saves
     RECOMPUTE = "recompute"  # its input: activation checkpointing
-    OFFLOAD = "offload"  # its input, on host until its backward
+    OFFLOAD = "offload"  # its input, on the host until its backward
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What of a run becomes part of its trace."""
+    """Parts of a run that its trace includes."""
 
     temporaries: Temporaries = ALL_TEMPORARIES
     lasting: bool = True  # weights and optimizer states
@@ -79,10 +79,8 @@ def trace_training(
     attention: Attention = flash_attention,
     recording: Recording = ALL_OF_IT,
 ) -> Trace:
-    """One step for each of `contexts`, tokens of a sequence, of a model on the meta device.
-
-    Raises UnsupportedError for a model whose step looks at numbers.
-    """
+    """Trace a model on the meta device for one step at each of `contexts`, in tokens of a sequence.
+    Raises UnsupportedError for a model whose step depends on values."""
     device = CausalLMStages(model).device
     recorder = Recorder(device, recording.temporaries, in_place=recording.in_place)
     recorder.hold((*model.parameters(), *model.buffers()))
@@ -119,13 +117,13 @@ def run_training(
 
 
 def adamw(model: PreTrainedModel) -> torch.optim.AdamW:
-    """torch's default on a GPU: many parameters an operation."""
+    """Return AdamW with torch's default on a GPU: one operation on many parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-5, foreach=True)
 
 
 def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The optimizer's states."""
+    """Yield the tensors of the optimizer's states."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
@@ -137,7 +135,8 @@ def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 @contextmanager
 def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
-    """Marks where each layer's forward and backward begin, and what lies around the layers."""
+    """Mark the beginnings of each layer's forward and backward, of the head and of the embedding's
+    backward."""
     layers = CausalLMStages(model).layers
     last = len(layers) - 1
 
@@ -170,7 +169,8 @@ def marked(model: PreTrainedModel, mark: Marker) -> Iterator[None]:
 
 
 def _backward_runs() -> bool:
-    """Before transformers 5.23 checkpoints called a layer's hooks again when they recompute it."""
+    """Return whether a backward is running: before transformers 5.23 checkpoints called a layer's
+    hooks again in it."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -179,7 +179,7 @@ def _backward_runs() -> bool:
 
 @contextmanager
 def checkpointed(model: PreTrainedModel, kept: Checkpointing) -> Iterator[None]:
-    """Each layer under torch's checkpoint, as transformers puts it there."""
+    """Run the body with each layer under torch's checkpoint, as transformers does."""
     if kept is Checkpointing.PLAIN:
         yield
         return
@@ -193,14 +193,14 @@ def checkpointed(model: PreTrainedModel, kept: Checkpointing) -> Iterator[None]:
 
 
 def _checkpoint_offloaded(layer: Callable[..., Any], *arguments: Any) -> Any:
-    # Only what checkpoint itself saves meets these hooks: inside, its own are on top of them.
+    # Only tensors that checkpoint itself saves meet these hooks: inside, its own are on top.
     with saved_tensors_hooks(_evict, _fetch):
         return checkpoint(layer, *arguments, use_reentrant=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _OnHost:
-    """A tensor that left the device; on the meta device there is nothing to copy."""
+    """A tensor on the host; the meta device copies nothing."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -225,7 +225,7 @@ class MetaKernels(AttentionKernels):
     """Kernels for tensors without memory."""
 
     def of(self, spec: LayerSpec, program: Program | None = None) -> BlockKernel:
-        # The meta device has none and gets the plain one; soft caps have no other anywhere.
+        # A meta model would get the plain kernel; soft caps have only that one anywhere.
         return CudaFlash() if spec.softcap is None else super().of(spec, program)
 
 
@@ -237,11 +237,9 @@ def trace_cells(
     optimizer: bool = True,
     recording: Recording = ALL_OF_IT,
 ) -> Trace:
-    """A step of each program, on a model on the meta device.
-
-    Each device arena is one block, as in a run: its buffers have the addresses of the plan. Raises
-    UnsupportedError for a model whose step looks at numbers.
-    """
+    """Trace a step of each program, with a model on the meta device. Each device arena is one
+    block, as in a run: its buffers have the addresses of the plan. Raises UnsupportedError for a
+    model whose step depends on values."""
     recorder = Recorder(META, recording.temporaries, in_place=recording.in_place)
     recorder.hold((*model.parameters(), *model.buffers()))
     with recorder:
@@ -249,7 +247,7 @@ def trace_cells(
     if states is not None:
         recorder.keep(states.tensors)
     boundary = CausalLMStages(model)
-    host = Arena(Tier.DEVICE, META)  # on the meta device too: nothing is to be copied for real
+    host = Arena(Tier.DEVICE, META)  # also on the meta device: nothing is really copied
     host.reserve(max(program.arena_bytes[Tier.HOST] for program in programs))
     arenas = {Tier.DEVICE: Arena(Tier.DEVICE, META), Tier.HOST: host}
     with without_garbage_collection(), refuse_value_dependence(), recorder:
@@ -269,7 +267,7 @@ def _trace_program(
     boundary: CausalLMStages, program: Program, arenas: dict[Tier, Arena], recorder: Recorder
 ) -> None:
     shape = program.run.batch, program.run.tokens
-    # Tokens, targets and positions. A token less is trained than there are; no size knows.
+    # Tokens, targets and positions. One token fewer is trained than counted; no size depends on it.
     ids, targets = (torch.zeros(shape, dtype=torch.long, device=META) for _ in range(2))
     inputs = StepInputs(ids, targets, torch.zeros_like(ids[:1]), None)
     storage = ProgramBuffers(program, arenas, boundary.dtype, CopyEngine(META))
@@ -279,7 +277,7 @@ def _trace_program(
     last = ""
 
     def mark(_: object = None) -> None:
-        """A mark where the layer or the direction changes."""
+        """Add a mark when the layer or the direction changes."""
         nonlocal last
         name = next(names, None)
         if name is not None and name != last:
@@ -316,8 +314,8 @@ def _mark_name(instruction: Instruction) -> str | None:
 
 
 class AdamWStates:
-    """What farspan's training holds for AdamW: moments, and fp32 masters of narrower parameters,
-    whose `.grad` is fp32 too. The update is one fused kernel, which takes nothing."""
+    """Optimizer states of farspan's AdamW: moments, and fp32 masters of narrower parameters, whose
+    `.grad` is fp32 too. The update is one fused kernel, which allocates nothing."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.trained = [p for p in model.parameters() if p.requires_grad]
@@ -332,7 +330,7 @@ class AdamWStates:
             )
 
     def update(self) -> None:
-        """The norm of all gradients, and the update."""
+        """Compute the norm of all gradients, the only allocations of an update."""
         found = [p.grad for p in self.trained if p.grad is not None]
         torch.nn.utils.get_total_norm(found)
 
@@ -344,11 +342,11 @@ OWN = (
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A model, and how it is trained."""
+    """A model to trace, and how it is trained."""
 
     model: str  # as for `farspan plan`
-    contexts: tuple[int, ...]  # tokens of a sequence, of each step
-    layers: int | None = None  # the first so many; None for all
+    contexts: tuple[int, ...]  # tokens of a sequence, for each step
+    layers: int | None = None  # the first layers to keep; None: all
     strategy: str = Checkpointing.PLAIN
     rank: int = 0  # of adapters on every linear module of the layers; 0 trains all weights
     batch: int = 1
@@ -356,7 +354,7 @@ class TraceRequest:
     recording: Recording = ALL_OF_IT
 
     def trace(self) -> Trace:
-        """Raises UnsupportedError naming the field."""
+        """Run the trace. Raises UnsupportedError naming the field."""
         if not self.contexts:
             raise UnsupportedError(
                 "context: give --context TOKENS, or --contexts with one for each step"
@@ -394,7 +392,7 @@ class TraceRequest:
 
 
 def own_strategy(name: str) -> str | None:
-    """Which of farspan's strategies this is; None for plain training. Raises UnsupportedError."""
+    """Return the name of farspan's strategy; None for plain training. Raises UnsupportedError."""
     if name in tuple(Checkpointing):
         return None
     own = name.removeprefix(OWN)

@@ -1,11 +1,11 @@
-"""Ulysses inside a cell (FPDT 4.1): tokens of all heads become heads of all tokens, and back.
+"""Exchange tokens of all heads for heads of all tokens inside a cell, and back: Ulysses (FPDT 4.1).
 
     tokens of rank 0 | tokens of rank 1          heads of rank 0, all tokens
     all heads        | all heads          <->    heads of rank 1, all tokens
 
-One all-to-all carries q, k and v together. What a rank sends does not depend on the prefix: of each
-of its own tokens, all heads but its own. With `OverlappedUlysses` it goes in pieces of heads, and
-one piece travels while another is attended to (program/work.py).
+One all-to-all carries q, k and v together. A rank sends all heads but its own of each of its own
+tokens, whatever the length of the prefix. With `OverlappedUlysses` they go in pieces of heads, and
+one piece travels during the attention of another (program/work.py).
 
 Legend: q [B, H, n, D] and k, v [B, Hk, n, D] of own tokens and all heads; "local" tensors have all
 tokens and this rank's heads.
@@ -22,7 +22,7 @@ from farspan.engine.buffers import KVHeads, KVPrefix
 from farspan.program.layout import Range
 from farspan.program.work import Piece
 
-Coming = Callable[[], list[Tensor]]  # waits for tensors that are on their way
+Coming = Callable[[], list[Tensor]]  # waits for tensors in transit
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class Ulysses:
     parts: Counts
 
     def to_heads(self, tensors: Sequence[Tensor]) -> Coming:
-        """Each [B, H, own tokens, D] to [B, H / P, all tokens, D]; all of one dtype."""
+        """Start exchanging each [B, H, own tokens, D] for [B, H / P, all tokens, D]; all of one
+        dtype."""
         own, ranks = self.parts[self.peers.index], self.peers.size
         rows = [
             x.unflatten(1, (ranks, x.shape[1] // ranks))
@@ -54,7 +55,8 @@ class Ulysses:
         return arrived
 
     def to_tokens(self, tensors: Sequence[Tensor]) -> Coming:
-        """Each [B, H / P, all tokens, D] to [B, H, own tokens, D]; all of one dtype."""
+        """Start exchanging each [B, H / P, all tokens, D] for [B, H, own tokens, D]; all of one
+        dtype."""
         own, ranks = self.parts[self.peers.index], self.peers.size
         rows = [
             x.permute(2, 0, 1, 3).reshape(x.shape[2], x.shape[0] * x.shape[1] * x.shape[3])
@@ -73,17 +75,17 @@ class Ulysses:
         return arrived
 
     def heads_of(self, values: Tensor) -> Tensor:
-        """This rank's part of something that each head has one of, [H]."""
+        """Return this rank's part of values per head, [H]."""
         return values.chunk(self.peers.size)[self.peers.index]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """Turns a cell's tensors [B, H, tokens, D] into the heads of this rank and back. Without
-    Ulysses they are that already."""
+    """Exchanges a cell's tensors [B, H, tokens, D] for the heads of this rank and back; without
+    Ulysses it returns them unchanged."""
 
     ulysses: Ulysses | None = None
-    fillers: int = 0  # tokens that the cell runs though they are none of the chunk's
+    fillers: int = 0  # tokens that the cell runs without effect, none of the chunk's
 
     def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
         return self.begin_heads([(x, None) for x in tensors])()
@@ -92,7 +94,7 @@ class HeadExchange:
         return self.begin_tokens(*tensors)()
 
     def begin_heads(self, parts: Sequence[tuple[Tensor, Range | None]]) -> Coming:
-        """Tensors on their way to heads, of each the heads of a range among every rank's, or
+        """Start exchanging tensors for heads: for each tensor a range of every rank's heads, or
         all."""
         tensors = [self._some(x, heads) for x, heads in parts]
         if self.fillers:
@@ -100,24 +102,25 @@ class HeadExchange:
         return (lambda: tensors) if self.ulysses is None else self.ulysses.to_heads(tensors)
 
     def begin_tokens(self, *tensors: Tensor) -> Coming:
-        """Tensors on their way back to tokens: of every rank the heads that these are of."""
+        """Start exchanging tensors back for tokens, each with the same range of every rank's
+        heads."""
         if self.ulysses is None:
             return lambda: [self._filled(x) for x in tensors]
         coming = self.ulysses.to_tokens(tensors)
         return lambda: [self._filled(x) for x in coming()]
 
     def of_all_ranks(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Tensors of pieces of every rank's heads, in order, as one of all heads."""
+        """Join tensors of pieces of every rank's heads, in order, to one of all heads."""
         ranks = 1 if self.ulysses is None else self.ulysses.peers.size
         apart = [x.unflatten(1, (ranks, x.shape[1] // ranks)) for x in pieces]
         return torch.cat(apart, 2).flatten(1, 2)
 
     def heads_of(self, values: Tensor) -> Tensor:
-        """This rank's of [H]."""
+        """Return this rank's part of values per head, [H]."""
         return values if self.ulysses is None else self.ulysses.heads_of(values)
 
     def of_all_heads(self, values: Tensor, like: Tensor) -> Tensor:
-        """[H] with this rank's values in their places, and zeros."""
+        """Return values of all heads, [H]: this rank's, and zeros elsewhere."""
         if self.ulysses is None:
             return values
         whole = like.new_zeros(like.shape)
@@ -137,12 +140,12 @@ class HeadExchange:
 
 OfKeys = tuple[Tensor, Tensor, Tensor]  # q, k, v
 Attended = tuple[Tensor, Tensor]  # out, lse
-AttentionGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dq, dk, dv, d sinks
+AttentionGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dq, dk, dv, dsinks
 
 
 @dataclass(frozen=True, slots=True)
 class OverlappedUlysses:
-    """The pieces of one cell, and what carries them."""
+    """The exchange of one cell's heads in pieces, during its attention."""
 
     pieces: tuple[Piece, ...]
     exchange: HeadExchange
@@ -154,8 +157,8 @@ class OverlappedUlysses:
         of_keys: OfKeys,
         at_hand: tuple[Tensor, Tensor] | None,
     ) -> tuple[OfKeys, Attended, Tensor]:
-        """Local q, k, v, local out and lse, and out of own tokens. `at_hand` are local k, v, where
-        they need not travel; `attend` is given a piece's tensors, keys and query heads."""
+        """Return local q, k, v, local out and lse, and out of own tokens. `at_hand` are local k, v
+        that need not travel; `attend` gets a piece's tensors, keys and query heads."""
         q, k, v = of_keys
         travel = (k, v) if at_hand is None else ()
         coming = [self._to_heads(piece, q, *travel) for piece in self.pieces]
@@ -183,11 +186,11 @@ class OverlappedUlysses:
         attended: Attended,
         finish: Callable[[Tensor, Tensor, slice], Sequence[Tensor]],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """dq, dk, dv of own tokens and all heads, and d sinks of this rank's heads. `finish` makes
-        what leaves of the dk, dv of some K, V heads that every piece has added to."""
+        """Return dq, dk, dv of own tokens and all heads, and dsinks of this rank's heads. `finish`
+        completes dk, dv of some K, V heads, to be sent, after every piece has added to them."""
         coming = [self._to_heads(piece, dout) for piece in self.pieces]
         leaving: list[Coming] = []
-        sums = dout, dout  # of nothing yet: the first piece begins them
+        sums = dout, dout  # placeholders: the first piece sets them
         dsinks: list[Tensor] = []
         for piece, arrived in zip(self.pieces, coming, strict=True):
             heads, keys = slice(*piece.queries), slice(*piece.keys)

@@ -1,32 +1,30 @@
-"""Are the gradients of a step exact for this model and schedule? Measure them against plain
-autograd.
+"""Verify the gradients of a step for a model and a schedule against plain autograd.
 
-In float64 they must agree to `EXACT`, or, where a sum or a recurrence is so ill-conditioned that
-rounding alone moves the reference further than that, as far as it does. How far that is the
-reference shows itself: it runs again, `MOVED_RUNS` times, with every result of its arithmetic off
-by up to half a rounding more (Monte Carlo arithmetic). A step may be `MOVES` times as far from it
-as the furthest of them: its own roundings are one more draw, and no more than a few times as many.
-Beyond `ILL_CONDITIONED` nothing passes: a model that rounding moves so far tells no fault from a
+In float64 they must agree to `EXACT`, or, if a sum or a recurrence is so ill-conditioned that
+rounding alone moves the reference further, as far as rounding does. The reference shows that
+itself: it runs again, `MOVED_RUNS` times, with every result of its arithmetic off by up to half a
+rounding more (Monte Carlo arithmetic). A step may be `MOVES` times as far from it as the furthest
+of these runs: its own roundings are one more draw, and no more than a few times as many. Beyond
+`ILL_CONDITIONED` nothing passes: in a model that rounding moves so far a fault looks like a
 rounding, and one whose choice of experts rounding tips moves by as much as a fault would.
 
-In lower precision plain autograd is off as well: rounding
-draws errors, and one draw against another passes or fails by chance. So both sides run more than
-once, on inputs that are a rounding apart, the same ones on both, and what counts is the run in
-which the step is least off beside plain autograd: a fault is there in every run. Draws have a heavy
-tail where parts cancel, as in gradients of keys: then a few tokens have most of the error, and one
-run of a trained model was off by 5 times what plain autograd was. A tail that long seldom comes
-twice.
+In lower precision plain autograd is off as well: rounding draws errors, and one draw against
+another passes or fails by chance. So both sides run more than once, on inputs that are a rounding
+apart, the same ones on both, and the run counts in which the step is least off relative to plain
+autograd: a fault is there in every run. Draws have a heavy tail where parts cancel, as in gradients
+of keys: then a few tokens have most of the error, and one run of a trained model was off by 5 times
+as much as plain autograd. A tail that long seldom comes twice.
 
-Judged are single parameters and kinds of them, which are all layers' parameters of one name, by the
-median over layers: a fault of attention is in all of them, a long tail in a few. The error may be
+The test judges single parameters, and kinds, which are all layers' parameters of one name, by the
+median over layers: a fault of attention is in all layers, a long tail in a few. The error may be
 larger than plain autograd's for two reasons:
 
-- Rounding. Attention in blocks rounds once what plain autograd rounds once (each block's part),
-  and once more when parts are joined. Two independent roundings have twice the variance of one, so
-  the error may be sqrt(2) times as large, were every rounding of the model made twice.
-- Chance. The logarithm of an error differs between runs of plain autograd by `s`, that of a ratio
-  by s * sqrt(2). All of n runs are beyond z of that with a chance of p^n, where p is the normal
-  distribution's; z is where it is `FALSE_ALARMS` over the number of things judged.
+- Rounding. Attention in blocks rounds once what plain autograd rounds once (each block's part), and
+once more when parts are joined. Two independent roundings have twice the variance of one, so the
+error may be sqrt(2) times as large, were every rounding of the model made twice. - Chance. The
+logarithm of an error differs between runs of plain autograd by `s`, that of a ratio by s * sqrt(2).
+All n runs are beyond z times that with a chance of p^n, where p is the normal distribution's; z is
+such that the chance is `FALSE_ALARMS` over the number of judged things.
 
 The geometric mean of all ratios has little chance in it, and a fault of attention is in all of
 them: it may be sqrt(2) and no more.
@@ -68,24 +66,24 @@ from farspan.sparse.engine import PageFunction
 from farspan.sparse.pages import Selector
 from farspan.spec import Schedule, UnsupportedError
 
-EXACT = 1e-12  # float64 throughout, where the model's own code would compute in float32 as well
-MOVED_RUNS = 8  # of the reference, where a step is beyond EXACT
+EXACT = 1e-12  # float64 throughout, also where the model's own code would compute in float32
+MOVED_RUNS = 8  # of the reference, if a step is beyond EXACT
 MOVES = 4.0
 ILL_CONDITIONED = 1e-10
 ROUNDING_RUNS = 2
-TWO_ROUNDINGS = sqrt(2)  # against one
-FALSE_ALARMS = 0.01  # of verifications, were every rounding made twice
+TWO_ROUNDINGS = sqrt(2)  # compared with one
+FALSE_ALARMS = 0.01  # share of verifications that fail by chance, were every rounding made twice
 FLOOR = 1e-7  # relative error below which two float32 results count as equal
-LAYERS = 3  # of fewer, a median leaves out nobody's tail
+LAYERS = 3  # with fewer, a median does not leave out a tail
 
-Errors = dict[str, float]  # relative, by the name of a parameter
+Errors = dict[str, float]  # relative, by a parameter's name
 
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """Relative L2 error of a parameter's gradient against the float64 reference, or the median one
-    of a kind of parameters (`layers.*.q_proj.weight`). In lower precision that of the run in which
-    it is least beside plain autograd's, of a model that chooses experts over all runs."""
+    """Relative L2 error of a parameter's gradient against the float64 reference, or the median of a
+    kind of parameters (`layers.*.q_proj.weight`). In lower precision it is that of the run with the
+    least ratio to plain autograd's, for a model that chooses experts that over all runs."""
 
     name: str
     error: float
@@ -99,11 +97,11 @@ class Judged:
     errors: list[GradientError]
     loss: float  # limit
     rule: str
-    ratio: float | None = None  # to plain autograd's errors, the geometric mean; below float64 only
+    ratio: float | None = None  # geometric mean against plain autograd's; below float64 only
     most: float = float("inf")  # limit of `ratio`
 
     def passed(self, loss: float) -> bool:
-        """`loss`: relative error."""
+        """Return whether all errors, and the relative error `loss`, are within their limits."""
         within = all(e.error <= e.limit for e in self.errors) and loss <= self.loss
         return within and (self.ratio is None or self.ratio <= self.most)
 
@@ -111,12 +109,14 @@ class Judged:
 def beside_plain(
     plain: list[Errors], steps: list[Errors], losses: list[float], *, chooses: bool
 ) -> Judged:
-    """Every parameter and every kind of them, by runs of plain autograd (whose losses are off by
-    `losses`) and of the step.
+    """Judge every parameter and every kind by runs of plain autograd and of the step.
 
-    `chooses`: the model takes the largest of some scores, as a router of experts does. Where
-    rounding tips a choice it is off by more than rounding, in plain autograd as in a step, and in
-    other parameters; the limit is twice plain autograd's worst, of all parameters and runs.
+    Args:
+        losses: Relative errors of plain autograd's losses.
+        chooses: The model takes the largest of some scores, as a router of experts does. If
+            rounding tips a choice, plain autograd and a step are both off by more than rounding,
+            and in different parameters; the limit is twice plain autograd's worst, of all
+            parameters and runs.
     """
     loss, ratio = root_mean_square(losses), _mean_ratio(plain, steps)
     rule = f"over {len(plain)} runs that round apart, error against float64 <= "
@@ -144,15 +144,16 @@ def beside_plain(
 
 
 def _factors(spreads: Errors, runs: int) -> Errors:
-    """How many times plain autograd's error each may be, of so many runs of either side."""
+    """Return the allowed multiple of plain autograd's error by name, for `runs` runs of either
+    side."""
     chance = (FALSE_ALARMS / len(spreads)) ** (1 / runs)
     most = NormalDist().inv_cdf(1 - chance) * sqrt(2)
     return {name: TWO_ROUNDINGS * exp(most * spread) for name, spread in spreads.items()}
 
 
 def exactly(found: Errors, moved: list[Errors]) -> Judged:
-    """Of a step in float64, whose errors are `found`; `moved` are those of runs of the reference
-    that round apart from it, none where nothing is beyond `EXACT`."""
+    """Judge a step in float64 with errors `found`. `moved` has the errors of runs of the reference
+    that round apart from it; empty if all errors are within `EXACT`."""
     rule = f"relative L2 error <= {EXACT:g}, float64 throughout"
     limits = dict.fromkeys(found, EXACT)
     if moved:
@@ -170,7 +171,8 @@ def exactly(found: Errors, moved: list[Errors]) -> Judged:
 def _least_off(
     plain: list[Errors], steps: list[Errors], name: str, names: list[str], factor: float
 ) -> GradientError:
-    """In the run in which it is least beside plain autograd's; infinite only if every run is."""
+    """Return the error of the run with the least ratio to plain autograd's; infinite only if every
+    run is."""
     ratio, own = min(
         (median(_ratio(step[n], run[n]) for n in names), median(run[n] for n in names))
         for step, run in zip(steps, plain, strict=True)
@@ -179,14 +181,14 @@ def _least_off(
 
 
 def _mean_ratio(plain: list[Errors], steps: list[Errors]) -> float:
-    """The geometric mean of the steps' errors beside plain autograd's, over all parameters and
-    runs; infinite where one is."""
+    """Return the geometric mean of the ratios of the steps' errors to plain autograd's, over all
+    parameters and runs; infinite if one is."""
     ratios = [_ratio(step[n], run[n]) for step, run in zip(steps, plain, strict=True) for n in run]
     return float("inf") if float("inf") in ratios else exp(fmean(map(log, ratios)))
 
 
 def _kinds(names: Iterable[str]) -> dict[str, list[str]]:
-    """The names by what is left of them without the numbers of layers and experts."""
+    """Group the names by their text without the numbers of layers and experts."""
     kinds: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         kinds[re.sub(r"\.\d+(?=\.|$)", ".*", name)].append(name)
@@ -202,8 +204,8 @@ def _ratio(found: float, own: float) -> float:
 
 
 def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
-    """By group, the standard deviation of the logarithm of its error from run to run: of a few runs
-    of one parameter little is known, so it is that of its kind in all layers, and at least that of
+    """Return by group the standard deviation of the logarithm of its error from run to run. A few
+    runs of one parameter tell little, so it is that of its kind in all layers, and at least that of
     a typical kind."""
     variances = {
         name: variance(median(log(run[n] + FLOOR) for n in names) for run in plain)
@@ -219,12 +221,9 @@ def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
 
 @contextmanager
 def perturbed_embeddings(model: nn.Module, seed: int) -> Iterator[None]:
-    """Inside it the model's embeddings differ by about one more rounding, and all that follows
-    from them rounds apart. Seed 0 leaves them as they are.
-
-    A rounding is off by up to half a step, evenly, a variance of 1/12 of a step squared: so is a
-    table in which one number of twelve is a step up or down.
-    """
+    """Run the body with embeddings that differ by about one more rounding, so that all results
+    round apart. Seed 0 changes nothing. A rounding is off by up to half a step, evenly, a variance
+    of 1/12 of a step squared: so is a table in which one number of twelve is a step up or down."""
     if seed == 0:
         yield
         return
@@ -241,8 +240,8 @@ def perturbed_embeddings(model: nn.Module, seed: int) -> Iterator[None]:
             table.copy_(before)
 
 
-# Operations whose results are rounded; of others, such as copies, masks and maxima, there is no
-# need: what is left out makes the reference move less, and so the limit smaller.
+# Operations whose results are rounded. Copies, masks, maxima and any other that is left out make
+# the reference move less, and so the limit smaller.
 ROUNDED = {
     "add", "addmm", "baddbmm", "bmm", "convolution", "convolution_backward", "cumsum", "div", "exp",
     "mm", "mul", "rsqrt", "rsub", "sigmoid", "silu", "silu_backward", "softplus", "sub", "sum",
@@ -250,8 +249,8 @@ ROUNDED = {
 
 
 class RoundedApart(TorchDispatchMode):
-    """Inside it, results in float64 are off by up to half a rounding more, evenly, drawn from a
-    seed: a computation shows how far rounding moves it."""
+    """Moves float64 results by up to half a rounding more, evenly, drawn from a seed, to show how
+    far rounding moves a computation."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -272,12 +271,12 @@ class RoundedApart(TorchDispatchMode):
 # A gradient that is zero in exact arithmetic (a key bias without RoPE) is rounding noise in every
 # computation. Below this share of the whole gradient an error is taken relative to the whole.
 NOISE = 1e-14
-# The reference reads windows and caps where the engine does, the model's own attention does not.
-# A float32 model's own softmax is of float32, whose roundings add up to less than this.
+# The reference takes windows and caps from the same place as the engine, the model's own attention
+# does not. A float32 model's own softmax is in float32, whose roundings add up to less than this.
 OWN = 1e-4
 
 Data = tuple[Tensor, Tensor, Tensor | None]  # input_ids, labels, document_ids
-Outcome = tuple[Tensor, Gradients]  # the loss
+Outcome = tuple[Tensor, Gradients]  # loss and gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,15 +286,15 @@ class Verification:
     passed: bool
     loss_error: float  # relative
     max_relative_error: float  # over all parameters
-    own_loss_error: float | None  # of the model's own attention against the reference's, if run
+    own_loss_error: float | None  # of the model's own attention against the reference, if run
     worst: tuple[GradientError, ...]  # worst against its limit first; parameters and kinds
     checked_parameters: int
     dtype: str
-    rule: str  # what the limit is
-    float64_error: float | None = None  # largest of the same schedule; below float64 only
-    # Errors beside plain autograd's, the geometric mean over all parameters; below float64 only.
+    rule: str  # description of the limit
+    float64_error: float | None = None  # largest, by the same schedule; below float64 only
+    # Geometric mean of ratios to plain autograd's errors, over all parameters; below float64 only.
     rounding_ratio: float | None = None
-    sparse: Approximation | None = None  # of a sparse schedule; plays no part in `passed`
+    sparse: Approximation | None = None  # of a sparse schedule; does not affect `passed`
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -303,15 +302,15 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class VerificationRun:
-    """The data a verification draws: random tokens, cut into random documents."""
+    """Random tokens for a verification, cut into random documents."""
 
     batch: int = 1
     tokens: int = 512
-    documents: int = 1  # a row
+    documents: int = 1  # per row
     seed: int = 0
 
     def draw(self, vocab: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-        """input_ids, labels (some ignored) and document_ids, each [batch, tokens]."""
+        """Draw input_ids, labels (some ignored) and document_ids, each [batch, tokens]."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = (self.batch, self.tokens)
         ids = torch.randint(0, vocab, shape, generator=generator)
@@ -339,21 +338,29 @@ def verify(
     """Compare loss and every gradient of one step with plain full-sequence autograd.
 
     A float64 model must agree to 1e-12 in relative L2 norm for every parameter, or as far as
-    rounding moves the reference itself (`exactly`); what its own code
-    computes in float32 is computed in float64 meanwhile, on both sides. In a lower precision two
-    things are asked. A float64 copy (of quantised weights, of what they stand for) must pass that
-    test with the same schedule, which is where a
-    wrong order, a lost block or a wrong weight shows, however small. And what the precision adds,
-    with its own kernels, may be no more than rounding: against the float64 copy, errors of two
-    steps whose inputs are a rounding apart, beside those of plain autograd on the same inputs, may
-    be sqrt(2) times as large over all parameters; in one of them at least, for each parameter and
-    for the median of each kind, sqrt(2) times what chance allows by how far plain autograd's runs
-    differ (`verify_rounding`). The model is nudged meanwhile and is what it was afterwards. The
-    model's `.grad` is kept.
+    rounding moves the reference itself (`exactly`); operations that its code computes in float32
+    run in float64 meanwhile, on both sides. A lower precision has two tests. A float64 copy (of
+    quantised weights, of their values) must pass that test with the same schedule: it shows a wrong
+    order, a lost block or a wrong weight, however small. And the precision, with its own kernels,
+    may add no more than rounding: against the float64 copy, errors of two steps whose inputs are a
+    rounding apart may be sqrt(2) times those of plain autograd on the same inputs over all
+    parameters; in at least one run, for each parameter and for the median of each kind, sqrt(2)
+    times what chance allows by how far plain autograd's runs differ (`beside_plain`). The model is
+    changed by a rounding meanwhile and restored afterwards. The model's `.grad` is kept.
 
-    With `schedule.sparse` (and a `selector` as for `Step`) that is asked of sparse attention's own
-    function, in float64 with pages chosen by each side for itself, in lower precision with the
-    pages that float64 chooses. How far it is from dense attention is told in `sparse`.
+    With `schedule.sparse` the tests are those of sparse attention's own function, in float64 with
+    pages chosen by each side for itself, in lower precision with the pages that float64 chooses.
+
+    Args:
+        run: The random tokens.
+        worst: Number of parameters and kinds in the result, the worst first.
+        selector: Selector of pages, as for `Step`.
+
+    Returns:
+        The verification; `sparse` has the distance of sparse attention from dense.
+
+    Raises:
+        UnsupportedError: The model trains no parameter, has an active dropout, or fits no step.
     """
     boundary = CausalLMStages(model)
     data = run.draw(boundary.vocab, boundary.device)
@@ -365,18 +372,17 @@ def verify(
         )
     function = Function(schedule, selector, _dtype(model))
     with eager_experts(model), Float64Mode() if function.dtype is torch.float64 else nullcontext():
-        # Both refuse now, not after the references, which take time and memory by the length
-        # squared.
+        # Both refuse now, before the references, which take time and memory by the length squared.
         Step(model, schedule, selector=selector)
-        model.to(data[0].device)  # from where the schedule may have its weights
+        model.to(data[0].device)  # the schedule may have moved its weights
         positions = make_inputs(*data, boundary.vocab).position_ids
         refuse_context(boundary.model, int(positions.max()) + 1)
         return _verify(model, function, data, worst)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """In which the model computes: that of the parameters, but of packed ones; of several dtypes,
-    the first that is not float64."""
+    """Return the dtype in which the model computes: that of unpacked parameters; of several, the
+    first that is not float64."""
     every = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return next((dtype for dtype in every if dtype is not torch.float64), torch.float64)
 
@@ -429,7 +435,7 @@ def _verify(model: nn.Module, function: Function, data: Data, worst: int) -> Ver
 
 
 class _Side:
-    """Errors of one side's runs, the steps' or plain autograd's, and the first run itself."""
+    """Errors of the runs of one side, the steps' or plain autograd's, and the first run itself."""
 
     def __init__(self, exact: Outcome) -> None:
         self.exact = exact
@@ -480,13 +486,11 @@ def _rounded(model: nn.Module, data: Data, plains: _Side, steps: _Side) -> Judge
 
 
 def _plain(model: nn.Module, data: Data, attend: Attention) -> Outcome:
-    """Loss and gradients by plain autograd."""
     loss = reference_loss(model, *data, attend=attend)
     return loss.detach(), gradients_of(model, loss)
 
 
 def _stepped(model: nn.Module, function: Function, data: Data) -> Outcome:
-    """Loss and gradients by the step."""
     selector = function.selector(model, *data[0].shape)
     with own_gradients(model):
         loss = Step(model, function.schedule, poison=True, selector=selector)(*data)
@@ -500,8 +504,9 @@ def _stepped(model: nn.Module, function: Function, data: Data) -> Outcome:
 
 @torch.no_grad()
 def _own_loss_error(model: nn.Module, data: Data, reference: Tensor) -> float | None:
-    """How far the loss by the model's own attention and masks is from the reference's. Not asked of
-    packed documents, which not every attention keeps apart, nor below float32."""
+    """Return the relative difference of the loss by the model's own attention and masks from
+    the reference's. None for packed documents, which not every attention separates, and below
+    float32."""
     input_ids, labels, documents = data
     if documents is not None or next(model.parameters()).dtype.itemsize < 4:
         return None
@@ -513,7 +518,7 @@ def _own_loss_error(model: nn.Module, data: Data, reference: Tensor) -> float | 
 
 
 def _chooses(model: nn.Module, data: Data) -> bool:
-    """Whether it takes the largest of some scores, as a router of experts does."""
+    """Return whether the model takes the largest of some scores, as a router of experts does."""
     seen = _Choices()
     with torch.no_grad(), seen:
         reference_loss(model, *data)
@@ -530,7 +535,8 @@ def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
 
 
 def _error(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """L2 error relative to the expected norm, or to `least`; NaN counts as infinite."""
+    """Return the L2 error relative to the expected norm, or to `least` if larger; NaN counts as
+    infinite."""
     found, expected = found.detach().double(), expected.detach().double()
     norm = max(float(expected.norm()), least)
     error = float((found - expected).norm())
@@ -540,7 +546,7 @@ def _error(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
 
 
 class _Choices(TorchDispatchMode):
-    """Notices `topk`."""
+    """Records whether `topk` is called."""
 
     def __init__(self) -> None:
         super().__init__()

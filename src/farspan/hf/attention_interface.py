@@ -1,7 +1,6 @@
-"""The interface to Hugging Face attention: one registered function hands every call to whoever runs
-a cell.
+"""Route Hugging Face attention calls to the function that runs a cell.
 
-transformers looks the name in `config._attn_implementation` up in its AttentionInterface at every
+transformers looks up the name in `config._attn_implementation` in its AttentionInterface at every
 call. A name without a mask function gets `attention_mask=None`, so nothing of size N x N is built.
 """
 
@@ -21,7 +20,7 @@ from transformers import (
 from farspan.spec import UnsupportedError
 
 NAME = "farspan"
-PROBE = "farspan_probe"  # the same, but its masks are asked for, and looked at
+PROBE = "farspan_probe"  # the same, with masks requested and their windows recorded
 
 # (module, query [B, H, C, D], key [B, Hk, C, D], value [B, Hk, C, Dv], scale, **the model's own
 # keywords such as sliding_window, softcap, s_aux) -> out [B, C, H, Dv]
@@ -31,11 +30,11 @@ _active: ContextVar[Attention | None] = ContextVar("farspan_attention", default=
 
 
 def _unasked(module: nn.Module, *_: Any, **__: Any) -> Tensor:
-    """Answers where a stand-in has taken every layer's place and none may attend."""
+    """Refuse attention calls while stand-ins replace every layer."""
     raise UnsupportedError(
-        f"model: {type(module).__name__} attended while other modules stood in for the layers, so "
-        "something holds the layers beside the decoder's list, such as a wrapper around a method; "
-        "expected a model whose own forward calls that list; take the wrapper off"
+        f"model: {type(module).__name__} attended while other modules replaced the layers, so "
+        "something outside the decoder's list holds the layers, such as a wrapper around a method; "
+        "expected a model whose own forward calls that list; remove the wrapper"
     )
 
 
@@ -61,11 +60,11 @@ def _attention(
         raise RuntimeError("the model built its own attention mask, which farspan cannot use")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     out = active(module, query, key, value, scale, **keywords)
-    return out.contiguous(), None  # as transformers' own: AFMoE and JetMoE view it
+    return out.contiguous(), None  # like transformers' own: AFMoE and JetMoE call view on it
 
 
 def _mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
-    """Build no mask, but note a window or chunk that the model means one to have."""
+    """Build no mask, but record a window or chunk that the model requests."""
     noted = _local_sizes.get()
     if noted is not None and local_size is not None:
         noted.add(int(local_size))
@@ -79,7 +78,7 @@ AttentionMaskInterface.register(PROBE, _mask)
 def attended(
     attend: Attention, q: Tensor, k: Tensor, v: Tensor, scale: float, asked: Any, **further: Any
 ) -> Tensor:
-    """Answer a call by a function such as `attention.backends.reference`; `asked` are the model's
+    """Answer a call by a function such as `attention.backends.reference`. `asked` has the model's
     own keywords."""
     window, softcap, sinks = map(asked.get, ("sliding_window", "softcap", "s_aux"))
     out = attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks, **further)
@@ -88,7 +87,7 @@ def attended(
 
 @contextmanager
 def answering(attention: Attention) -> Iterator[None]:
-    """Let `attention` answer the calls of every routed model inside the block."""
+    """Answer the calls of every routed model by `attention` inside the context."""
     token = _active.set(attention)
     try:
         yield
@@ -110,8 +109,8 @@ def watching_masks(model: PreTrainedModel) -> Iterator[set[int]]:
 
 @contextmanager
 def routed(model: PreTrainedModel) -> Iterator[None]:
-    """Send the model's attention calls here inside the block, and to where they went before
-    afterwards: generation and evaluation by others stay as they were."""
+    """Route the model's attention calls here inside the context, and restore the earlier
+    implementation. Generation and evaluation elsewhere do not change."""
     with (
         answering(_active.get() or _unasked),
         config_field(model, "_attn_implementation_internal", NAME),
@@ -121,7 +120,7 @@ def routed(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def config_field(model: nn.Module, name: str, value: str) -> Iterator[None]:
-    """Set a field of every configuration that the model's modules hold, inside the block."""
+    """Set a field of every configuration that the model's modules hold, inside the context."""
     found = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in found if isinstance(config, PretrainedConfig)}
     before = {key: getattr(config, name, None) for key, config in configs.items()}
@@ -136,7 +135,7 @@ def config_field(model: nn.Module, name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def eager_experts(model: nn.Module) -> Iterator[None]:
-    """Compute experts one by one inside the block. The default, torch's grouped product, has no
-    float64 and rounds otherwise, so it is no ground to compare gradients on."""
+    """Compute experts one by one inside the context. The default, torch's grouped product, has no
+    float64 and rounds differently, so gradients are not comparable."""
     with config_field(model, "_experts_implementation_internal", "eager"):
         yield

@@ -1,5 +1,6 @@
-"""Describe a model as the planner sees it: attention, saved bytes and work, layer by layer; also
-from its configuration alone, by running its layers on stand-ins for the weights.
+"""Describe a model for the planner: attention, saved bytes and work of each layer.
+
+A configuration alone is described by running its layers on stand-ins for the weights.
 """
 
 import sys
@@ -25,28 +26,28 @@ from farspan.hf.unsupported import refuse_dropout, refuse_model
 from farspan.program.layout import ALIGNMENT
 from farspan.spec import LayerSpec, LayerWork, ModelSpec, UnsupportedError
 
-SIZES = 4 * TOKENS, 8 * TOKENS  # of cells whose saved tensors are counted
-# Scans round their tokens up to 64, or 256 at the most: a token more than a multiple of these is
-# the most that a size can take.
+SIZES = 4 * TOKENS, 8 * TOKENS  # tokens of cells whose saved tensors are counted
+# Scans round their tokens up to a multiple of 64, or at most 256: one token more than a multiple
+# has the most padding.
 SCANNED = 257, 513
-BATCHES = 1, 2  # sequences that a scan is measured with
+BATCHES = 1, 2  # sequences of measured scans
 
 
 @torch.no_grad()
 def describe(stages: CausalLMStages, device: torch.device | None = None) -> ModelSpec:
-    """The ModelSpec of a model. Raises UnsupportedError when chunks of it cannot be exact. `device`
-    is where its cells will run, if that is not where its weights are: what autograd saves
-    differs."""
+    """Describe a model as a ModelSpec. Raises UnsupportedError if it cannot run exactly in chunks.
+    `device` is the device of its cells, if not that of its weights: autograd saves other tensors
+    there."""
     return _described(stages, probe_layers, device)
 
 
-NO_MAIN_MEMORY = "DefaultCPUAllocator"  # how torch's allocator says that it got none
+NO_MAIN_MEMORY = "DefaultCPUAllocator"  # in torch's error when main memory is exhausted
 
 
 @torch.no_grad()
 def describe_unproven(stages: CausalLMStages) -> ModelSpec:
-    """The same of a model whose weights have the right shapes and no meaning: that chunks of it are
-    exact takes numbers, and is not looked at."""
+    """Describe a model whose weights have the right shapes but no values. Exactness in chunks
+    depends on values and is not checked."""
     return _described(stages, ask_layers, None)
 
 
@@ -56,7 +57,7 @@ def _described(
     device: torch.device | None,
 ) -> ModelSpec:
     model = stages.model
-    # With its number, as parameters have it.
+    # With its index, as parameters have it.
     device = stages.device if device is None else torch.empty(0, device=device).device
     refuse_model(model)
     try:
@@ -69,8 +70,8 @@ def _described(
     except Exception as error:
         if isinstance(error, MemoryError) or NO_MAIN_MEMORY in str(error):
             raise UnsupportedError(
-                f"model: there is not enough main memory to run a layer of {type(model).__name__}; "
-                "end other programs, or raise the limit of memory of this process (ulimit -v)"
+                f"model: main memory is too small to run a layer of {type(model).__name__}; "
+                "end other programs, or raise the memory limit of this process (ulimit -v)"
             ) from error
         raise UnsupportedError(
             f"model: {type(model).__name__} cannot be run stage by stage through the attention "
@@ -89,7 +90,7 @@ def _described(
 
 
 def _place(model: nn.Module, error: Exception) -> str:
-    """Where in the family's own code, if it came so far."""
+    """Return the place of the error in the family's own code, or ""."""
     own = getattr(sys.modules[type(model).__module__], "__file__", None)
     frames = traceback.walk_tb(error.__traceback__)
     inside = [f.f_code.co_qualname for f, _ in frames if f.f_code.co_filename == own]
@@ -99,7 +100,7 @@ def _place(model: nn.Module, error: Exception) -> str:
 def _with_activations(
     stages: CausalLMStages, layers: list[LayerSpec], device: torch.device
 ) -> list[LayerSpec]:
-    """What autograd saves in a cell grows linearly with its tokens: two sizes tell the line."""
+    """Add the bytes that autograd saves in a cell, linear in its tokens, from two sizes."""
     measured: dict[tuple[Any, ...], LayerSpec] = {}
     result = []
     for index, kind in enumerate(zip(stages.kinds(), layers, strict=True)):
@@ -111,7 +112,7 @@ def _with_activations(
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A layer, and where its cells will run."""
+    """A layer, and the device on which its cells will run."""
 
     stages: CausalLMStages
     index: int
@@ -120,7 +121,8 @@ class _Measured:
 
 
 def _with_line(layer: _Measured) -> LayerSpec:
-    """Scans turn their tensors round, which copies them where there are several sequences."""
+    """Measure a layer's saved bytes; scans copy transposed tensors if there are several sequences,
+    so they are measured with both."""
     batches = BATCHES if layer.spec.state else (1,)
     found = [_line(layer, batch) for batch in batches]
     return replace(
@@ -132,11 +134,11 @@ def _with_line(layer: _Measured) -> LayerSpec:
 
 
 def _line(layer: _Measured, batch: int) -> tuple[int, int, bool]:
-    """Bytes a token and beside, of each of so many sequences; and whether the input is saved."""
+    """Return bytes per token, constant bytes per sequence, and whether the input is saved."""
     low, high = SCANNED if layer.spec.state else SIZES
     few, many = (_saved(layer, batch, tokens) for tokens in (low, high))
     slope = -(-(many.bytes - few.bytes) // (batch * (high - low)))
-    # Each saved tensor is padded to an alignment line, whatever its size.
+    # Each saved tensor is padded to the alignment, whatever its size.
     tensors = max(few.tensors, many.tensors)
     constant = max(0, -(-few.bytes // batch) - slope * low) + ALIGNMENT * tensors
     return slope, constant, few.saves_input
@@ -151,9 +153,9 @@ class _SavedByTokens:
 
 def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
     stages, device = measured.stages, measured.device
-    # Few positions, again and again: the model may know no more than the probe's.
+    # Repeat few positions: the model may accept no more than the probe's.
     positions = torch.arange(tokens, device=stages.device)[None] % TOKENS
-    # Tokens must differ in every direction, or a router would send them to few of its experts.
+    # Tokens must differ in every direction, or a router would send them to few experts.
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(batch, tokens, stages.width, generator=generator)
     hidden = hidden.to(stages.device, stages.dtype)
@@ -177,7 +179,7 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
         saved = SavedActivations((*layer.parameters(), *layer.buffers()), named)
         with torch.enable_grad(), answering(attention), saved.hooks():
             out = run_layer(layer, hidden.requires_grad_(), call)
-        # The graph of `out` held the saved tensors while they were counted; nothing outlives this.
+        # The graph of `out` kept the saved tensors alive while they were counted.
         del out
         found = _SavedByTokens(saved.size(), saved.count(), "x" in saved.references)
         saved.forget()
@@ -185,20 +187,20 @@ def _saved(measured: _Measured, batch: int, tokens: int) -> _SavedByTokens:
 
     found = count()
     if is_compiled(layer):
-        # A step that is measured runs its modules as they are written, which may save more.
+        # A measured step runs its modules uncompiled, which may save more.
         with uncompiled():
             found = max(found, count(), key=lambda saved: saved.bytes)
     return found
 
 
 class _Shape(torch.autograd.Function):
-    """Stands for attention where only what is saved matters: q is, O is somebody else's."""
+    """Replaces attention where only saved tensors matter: it saves q; O is stored elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(q)
         batch, heads, tokens, _ = q.shape
-        # In memory as a cell's: some families view what attention gives.
+        # In the memory layout of a cell's output, which some families view.
         return (q.new_ones(batch, tokens, heads, v.shape[3]) + 0 * k.sum()).transpose(1, 2)
 
     @staticmethod
@@ -209,11 +211,11 @@ class _Shape(torch.autograd.Function):
 # -- work ---------------------------------------------------------------------------------------
 
 
-PROJECTIONS = 3  # q, k and v, where nothing better is known
+PROJECTIONS = 3  # q, k and v, if unknown
 
 
 def with_work(stages: CausalLMStages, spec: ModelSpec) -> ModelSpec:
-    """The description of a model with the work of each of its layers."""
+    """Return the description of a model with the work of each layer."""
     config = stages.model.config.get_text_config()
     active = getattr(config, "num_experts_per_tok", None) or 1
     pairs = zip(stages.layers, spec.layers, strict=True)
@@ -225,9 +227,9 @@ def with_work(stages: CausalLMStages, spec: ModelSpec) -> ModelSpec:
 
 
 def _estimate(layer: nn.Module, active: int, saved: int, width: int) -> LayerWork:
-    """Every matrix is multiplied once a token; of stacked experts, `active` are. Convolutions of a
-    few tokens are left out. What autograd saves is written once and read once: elementwise work
-    moves at least so much."""
+    """Estimate a layer's work from its weights and saved bytes. Every matrix is multiplied once per
+    token; of stacked experts, `active` are. Convolutions of a few tokens are left out. Saved
+    tensors are written once and read once, a lower bound of elementwise traffic."""
     weights = list(layer.parameters())
     products = [(w[1], w[0]) for w in map(shape_of, weights) if len(w) == 2]
     narrow = {id(m.weight) for m in layer.modules() if isinstance(m, nn.Conv1d)}
@@ -250,9 +252,14 @@ def _estimate(layer: nn.Module, active: int, saved: int, width: int) -> LayerWor
 
 
 def describe_config(fields: Mapping[str, Any], dtype: str, rank: int = 0) -> ModelSpec:
-    """The ModelSpec of the model that the content of a config.json stands for, in a dtype of
-    torch's name, with LoRA of `rank` on every linear module of its layers; 0: none. Raises
-    UnsupportedError.
+    """Describe the model of a configuration, the content of a config.json.
+
+    Args:
+        dtype: Name of a torch dtype.
+        rank: Rank of LoRA on every linear module of the layers; 0: none.
+
+    Raises:
+        UnsupportedError: farspan cannot train the model.
     """
     model = blank_model(config_from_fields(fields), getattr(torch, dtype))
     if rank:
@@ -262,11 +269,10 @@ def describe_config(fields: Mapping[str, Any], dtype: str, rank: int = 0) -> Mod
 
 @torch.no_grad()
 def describe_shapes(model: PreTrainedModel) -> ModelSpec:
-    """The ModelSpec of a model whose parameters are on the meta device, with its layers' work.
-
-    Its parameters become stand-ins, in place. What takes the weights' own numbers, that chunks are
-    exact, is not looked at. Raises UnsupportedError for what is refused of any weights.
-    """
+    """Describe a model whose parameters are on the meta device, with its layers' work. Its
+    parameters are replaced by stand-ins, in place. Exactness in chunks depends on the weights'
+    values and is not checked. Raises UnsupportedError for a model that is refused whatever its
+    weights."""
     refuse_dropout(model)
     _stand_in(model)
     stages = CausalLMStages(model)
@@ -275,15 +281,15 @@ def describe_shapes(model: PreTrainedModel) -> ModelSpec:
 
 @torch.no_grad()
 def attention_of(model: PreTrainedModel) -> tuple[LayerSpec, ...]:
-    """What attention the layers of such a model ask for, and nothing else of them: a token is run
-    through a layer of each kind."""
+    """Return the attention of each layer of a model on the meta device, from one token run through
+    a layer of each kind."""
     _stand_in(model)
     return tuple(ask_layers(CausalLMStages(model)))
 
 
 def _stand_in(model: PreTrainedModel) -> None:
-    """Gives every parameter zeros: those of a dtype lie in one run of memory, as large as the
-    largest matrix of a layer; embeddings and the head, which no layer reads, are one element."""
+    """Replace every parameter by zeros. All of one dtype share memory of the size of a layer's
+    largest matrix; embeddings and the head, which no layer reads, are one element."""
     tables = {id(p) for p in _tables(model)}
     largest = max(_matrix(p) for p in model.parameters() if id(p) not in tables)
     zeros: dict[torch.dtype, Tensor] = {}
@@ -307,12 +313,11 @@ def _stand_in(model: PreTrainedModel) -> None:
 
 
 def _tables(model: PreTrainedModel) -> list[Any]:
-    """Weights of embeddings and of the head."""
     found = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     head = model.get_output_embeddings()
     return found if head is None else [*found, head.weight]
 
 
 def _matrix(parameter: Tensor) -> int:
-    """Elements of a weight, or of one of stacked ones."""
+    """Return the number of elements of a weight, or of one of stacked weights."""
     return prod(parameter.shape[-2:])

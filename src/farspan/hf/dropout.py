@@ -1,8 +1,8 @@
-"""Dropout and noise of a step, of random numbers that are functions of where they fall.
+"""Draw dropout and noise of a step from random numbers that depend only on their place.
 
-A cell that runs again must draw what it drew, and so must another chunk size, schedule or layout.
-Nothing is drawn one after the other, therefore: a number follows from its seed, step, module, row,
-position in the row and feature alone. In arithmetic of 32 bits, modulo 2**32:
+A cell that runs again must draw the same numbers, and so must another chunk size, schedule or
+layout. So no generator advances: a number follows from its seed, step, module, row, position in the
+row and feature alone. In arithmetic of 32 bits, modulo 2**32:
 
     t, u    the halves of splitmix64 of (row, position), which begins at the hash of (seed, step,
             module); f the lower half of that of the feature, which begins at another hash
@@ -10,8 +10,8 @@ position in the row and feature alone. In arithmetic of 32 bits, modulo 2**32:
             x *= C
 
 A number below p * 2**32, in the order of signed ones, drops its element. A mask is never kept: the
-backward makes it again. Nothing of the model is changed: modules have another forward while a step
-runs, as their attention has another answer.
+backward makes it again. The model is not changed: modules have another forward while a step runs,
+as their attention has another implementation.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,9 +31,9 @@ from farspan.kernels.launch import TILE, Launch, padded, warps_of
 from farspan.spec import UnsupportedError
 
 A, B, C = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
-PIECE = 1 << 18  # numbers that are made at one time: 1 MiB, and as much beside it
-NOISE = "input embeddings"  # the module of their noise, for its numbers
-_ROWS = 40  # bits below a row: positions
+PIECE = 1 << 18  # numbers made at one time: 1 MiB, and as much scratch memory
+NOISE = "input embeddings"  # module name of the noise
+_ROWS = 40  # bits of a position, below the row
 
 
 def _signed(x: int) -> int:
@@ -45,7 +45,7 @@ _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
 def _words(counters: Tensor, key: int) -> Tensor:
-    """Two words of 32 bits for each int64 counter, [..., 2]: splitmix64."""
+    """Return two 32-bit words for each int64 counter, [..., 2], by splitmix64."""
     z = counters.mul_(_GOLDEN).add_(_signed(key))
     for shift, factor in (30, _FIRST), (27, _SECOND):
         z ^= (z >> shift).bitwise_and_(2 ** (64 - shift) - 1)
@@ -56,15 +56,15 @@ def _words(counters: Tensor, key: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The numbers of a module on a tensor [batch, tokens, ...]."""
+    """Random numbers of a module for a tensor [batch, tokens, ...]."""
 
     keys: tuple[int, int]  # of tokens and of features, 64 bits each
-    row: int  # of the tensor's first
+    row: int  # of the tensor's first sequence
     first: int  # position of its first token
-    fused: bool = False  # by a kernel
+    fused: bool = False  # a kernel draws them
 
     def words(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Two of each token [batch, tokens, 2] and one of each feature, int32."""
+        """Return two words per token [batch, tokens, 2] and one per feature, int32."""
         batch, tokens, features = x.shape
         rows = torch.arange(self.row, self.row + batch, device=x.device)[:, None]
         places = torch.arange(self.first, self.first + tokens, device=x.device)
@@ -72,9 +72,9 @@ class Numbers:
         return of_tokens, _words(torch.arange(features, device=x.device), self.keys[1])[:, 0]
 
     def fill(self, x: Tensor) -> Iterator[tuple[tuple[Any, ...], Tensor, Tensor]]:
-        """Those of x, piece by piece: the piece's place in x [batch, tokens, features], its numbers
-        (int32), and as much memory that may be written to. They are gone when the next one comes;
-        on the meta device none does, and what they take is taken."""
+        """Yield numbers for x [batch, tokens, features] piece by piece: the piece's place in x, its
+        numbers (int32), and scratch memory of that size. They are overwritten when the next piece
+        comes; on the meta device memory is allocated but no piece comes."""
         batch, tokens, features = x.shape
         memory = torch.empty(2, max(PIECE, features), dtype=torch.int32, device=x.device)
         of_tokens, f = self.words(x)
@@ -101,15 +101,15 @@ def _mix(t: Tensor, u: Tensor, f: Tensor, x: Tensor, beside: Tensor) -> None:
 
 
 def _fold(x: Tensor, shift: int, beside: Tensor) -> None:
-    """x ^= x >> shift, as of numbers without a sign."""
+    """Compute x ^= x >> shift, for unsigned numbers."""
     torch.bitwise_right_shift(x, shift, out=beside)
     beside &= 2 ** (32 - shift) - 1
     x ^= beside
 
 
 def dropped(x: Tensor, p: float, numbers: Numbers) -> Tensor:
-    """x [batch, tokens, ...] with elements dropped with probability p (to 2**-32), the others
-    divided by 1 - p; what is linear in x is its own transpose."""
+    """Drop elements of x [batch, tokens, ...] with probability p (to 2**-32) and divide the others
+    by 1 - p; linear in x and its own transpose."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if p >= 1:
         return out.zero_()
@@ -126,7 +126,7 @@ def dropped(x: Tensor, p: float, numbers: Numbers) -> Tensor:
 
 
 def drop_launch(x: Tensor, out: Tensor, below: int, scale: float, numbers: Numbers) -> Launch:
-    """The kernel, of contiguous [batch, tokens, features]."""
+    """Return the launch of the kernel on contiguous [batch, tokens, features]."""
     words, features = numbers.words(x)
     width = x.shape[2]
     block = min(padded(width), TILE)
@@ -137,7 +137,7 @@ def drop_launch(x: Tensor, out: Tensor, below: int, scale: float, numbers: Numbe
 
 
 def noisy(x: Tensor, most: float, numbers: Numbers) -> Tensor:
-    """x [batch, tokens, hidden] and noise that is uniform from -most to most, of 24 bits."""
+    """Add to x [batch, tokens, hidden] noise that is uniform from -most to most, with 24 bits."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for place, number, beside in numbers.fill(x):
         torch.bitwise_right_shift(number, 8, out=number)
@@ -170,39 +170,38 @@ class _Noisy(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Tokens that modules are called with."""
+    """The range of tokens that modules are called with."""
 
-    first: int  # position of the first of them in the sequence
+    first: int  # position of the first token in the sequence
     tokens: int
     row: int = 0  # of the batch, the first
 
     def part(self, start: int, stop: int) -> "Place":
-        """Of these tokens some."""
+        """Return the place of the tokens [start, stop) within it."""
         return Place(self.first + start, min(stop, self.tokens) - start, self.row)
 
 
 @dataclass(slots=True)
 class Draws:
-    """What one call of a step draws.
-
-    Invariant: `place` is where modules are called, while they are.
-    """
+    """Random draws of one call of a step. Invariant: `place` is the place of the tokens that
+    modules are called with."""
 
     seed: int
-    step: int  # the number of the call
+    step: int  # number of the call
     row: int  # of the first sequence among those of all replicas
     tokens: int  # of a whole sequence
     fused: bool = False  # dropouts run on the device's own kernel
-    alpha: float | None = None  # of the noise of embeddings; None: there is none
+    alpha: float | None = None  # of the noise on embeddings; None: no noise
     place: Place = Place(0, 0)
-    asked: set[str] = field(default_factory=set)  # modules that were called with these tokens
+    asked: set[str] = field(default_factory=set)  # modules already called with these tokens
 
     def at(self, place: Place) -> None:
-        """From now on modules are called there."""
+        """Set the place of the tokens that modules are called with next."""
         self.place, self.asked = place, set()
 
     def numbers(self, name: str, x: Tensor) -> Numbers:
-        """Those of a module on x. Raises UnsupportedError where x is not of the tokens at hand."""
+        """Return the numbers of a module for x. Raises UnsupportedError if x is not [batch, tokens,
+        ...] of the current place."""
         if x.ndim < 3 or x.shape[1] != self.place.tokens:
             raise _given_other(name, x)
         if name in self.asked:
@@ -216,12 +215,11 @@ class Draws:
         return Numbers(keys, self.row + self.place.row, self.place.first, self.fused)
 
     def forward(self, name: str, module: nn.Dropout, x: Tensor) -> Tensor:
-        """Of a dropout."""
         out: Tensor = _Dropped.apply(x, module.p, self.numbers(name, x))
         return out
 
     def embed(self, table: nn.Module, forward: Callable[..., Tensor], *ids: Any) -> Tensor:
-        """Of the embeddings."""
+        """Run the embeddings, and add noise in training."""
         out = forward(*ids)
         if self.alpha is None or not table.training:
             return out
@@ -231,7 +229,7 @@ class Draws:
 
 
 def refuse_noise(alpha: float | None) -> float | None:
-    """The alpha of NEFTune's noise, or none. Raises UnsupportedError for what is none."""
+    """Return NEFTune's alpha. Raises UnsupportedError if it is below 0 or infinite."""
     if alpha is not None and not 0 <= alpha < float("inf"):
         raise UnsupportedError(f"neftune_alpha: expected a number of at least 0, got {alpha}")
     return alpha
@@ -240,14 +238,14 @@ def refuse_noise(alpha: float | None) -> float | None:
 def _given_other(name: str, x: Tensor) -> UnsupportedError:
     return UnsupportedError(
         f"model: {name} is given {list(x.shape)} and not the tokens of a chunk in their order, "
-        "[batch, tokens, ...], so what it drops cannot be repeated; set its probability to 0"
+        "[batch, tokens, ...], so its draws cannot be repeated; set its probability to 0"
     )
 
 
 @contextmanager
 def drawing(model: PreTrainedModel, draws: Draws | None) -> Iterator[None]:
-    """Inside it the model's dropouts drop what `draws` says, and its embeddings are as noisy; None:
-    nothing is dropped, as in evaluation."""
+    """Run the body with the model's dropouts and embedding noise drawn from `draws`; None: none, as
+    in evaluation."""
     found: dict[nn.Module, Callable[..., Tensor]] = {}
     for name, module in drawing_dropouts(model):
         found[module] = _same if draws is None else partial(draws.forward, name, module)
@@ -260,8 +258,8 @@ def drawing(model: PreTrainedModel, draws: Draws | None) -> Iterator[None]:
 
 @contextmanager
 def still(model: PreTrainedModel) -> Iterator[None]:
-    """Inside it dropouts drop nothing, and give tensors of their own all the same: what a cell
-    computes can be looked at, and what autograd saves of it is what it will be."""
+    """Run the body with dropouts that drop nothing, but return new tensors. Cells can then be
+    examined, and autograd saves the same tensors as in training."""
 
     def forward(name: str, x: Tensor) -> Tensor:
         if x.ndim < 3:
@@ -278,7 +276,7 @@ def _same(x: Tensor) -> Tensor:
 
 @contextmanager
 def _forwards(found: dict[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
-    """Inside it modules have these forwards."""
+    """Run the body with these forwards of the modules."""
     before = {module: module.__dict__.get("forward") for module in found}
     for module, forward in found.items():
         module.__dict__["forward"] = forward

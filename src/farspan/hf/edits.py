@@ -1,12 +1,12 @@
-"""Notice edits of a model: everything that decides how a step runs, as a value to compare.
+"""Detect edits of a model by comparing everything that decides how a step runs.
 
-A step is prepared for a model as it was: which modules it has, what they do with tokens, what their
-attention asks for. `look` collects all that a preparation may read, but for the numbers in weights,
-which every update changes: modules and parameters by identity, hooks, forwards that were set on
+A step is prepared for a model's state: its modules, their effect on tokens, the attention they
+request. `look` collects everything that a preparation may read, except the values of weights, which
+every update changes: modules and parameters by identity, hooks, forwards that were set on
 instances, classes, attributes, configurations and buffers. Two looks are equal unless the model was
 edited in between, and `first_edit` names an edit.
 
-What the model refers to is held weakly where it may be large, so a look keeps no replaced layer.
+Large objects of the model are held weakly, so a look keeps no replaced layer alive.
 """
 
 from collections.abc import Collection, Iterator
@@ -29,14 +29,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 NUMBERS = (bool, int, float, complex)
 AS_THEY_ARE = {str, bytes, type(None), torch.dtype, torch.Size, range}
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type, partial)
-# Saving, loading and generating decide no step, nor where a configuration came from.
+# Saving, loading and generating do not affect a step, nor does the origin of a configuration.
 IGNORED = {
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
     *("_load_state_dict_post_hooks", "_non_persistent_buffers_set"),
     *("_name_or_path", "_commit_hash", "transformers_version", "warnings_issued"),
     *("architectures", "generation_config", "hf_device_map"),
 }
-BASES = {nn.Module, PreTrainedModel, PretrainedConfig, object}  # which decide no step themselves
+BASES = {nn.Module, PreTrainedModel, PretrainedConfig, object}  # classes that do not affect a step
 GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks"),
     *("_global_backward_hooks", "_global_backward_pre_hooks"),
@@ -44,15 +44,15 @@ GLOBAL_HOOKS = (
 
 
 class Same:
-    """An object that equals itself alone, while `mark` is equal too. Its text has no address: it is
-    the same in another process that has made the same model."""
+    """A reference that equals another to the same object with an equal `mark`. Its text has no
+    address: it is the same in another process that has made the same model."""
 
     __slots__ = ("_held", "mark", "text")
 
     def __init__(self, held: object, text: object = "", mark: object = None) -> None:
         try:
             self._held: Any = ref(held)
-        except TypeError:  # builtin functions, say
+        except TypeError:  # such as builtin functions
             self._held = partial(_given, held)
         self.text, self.mark = text, mark
 
@@ -74,12 +74,10 @@ def _given(held: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """All that decides how a step runs a model, but for the numbers in weights.
-
-    `states` has, for the model, every module in it and every configuration they hold, its path and
-    its attributes. The text of a look, `str(look)`, has no addresses and no devices: ranks that
-    have made the same model have the same text.
-    """
+    """Everything that decides how a step runs a model, except the values of weights. `states` has
+    the path and the attributes of the model, every module in it and every configuration they hold.
+    The text of a look, `str(look)`, has no addresses and no devices: ranks that have made the same
+    model have the same text."""
 
     states: list[tuple[str, dict[str, Any]]]
 
@@ -88,20 +86,20 @@ class Look:
 
 
 def look(model: nn.Module) -> Look:
-    """Collect what decides how a step runs a model, in about 10 microseconds a module.
+    """Collect everything that decides how a step runs a model, in about 10 microseconds per module.
 
     Args:
-        model: The model as it stands between steps, wrappers included.
+        model: The model between steps, wrappers included.
 
     Returns:
-        A value that equals another look unless the model was edited in between. Updates of
-        weights in place are no edits; of buffers they are.
+        A value that equals another look unless the model was edited in between. In-place updates of
+        weights are no edits; those of buffers are.
     """
     return Look(list(_ModelWalk(model).states()))
 
 
 def has_same_parts(before: Look, now: Look) -> bool:
-    """Whether two looks are of the same modules and parameters, whatever their attributes."""
+    """Return whether two looks have the same modules and parameters, whatever their attributes."""
     parts = "_modules", "_parameters"
     pairs = zip(before.states, now.states, strict=False)
     same = all(a.get(name) == b.get(name) for (_, a), (_, b) in pairs for name in parts)
@@ -112,12 +110,13 @@ def first_edit(before: Look, now: Look, ignored: Collection[str] = ()) -> str | 
     """Name the first edit between two looks.
 
     Args:
-        before: The look that was.
-        now: The look that is.
+        before: The earlier look.
+        now: The later look.
         ignored: Attributes that may have changed.
 
     Returns:
-        Where and what, such as `act_fn of model.layers.0.mlp`; None if nothing else has changed.
+        Attribute and module, such as `act_fn of model.layers.0.mlp`; None if nothing else has
+        changed.
     """
     old, new = dict(before.states), dict(now.states)
     for path in (*new, *old):
@@ -129,12 +128,12 @@ def first_edit(before: Look, now: Look, ignored: Collection[str] = ()) -> str | 
 
 
 class _ModelWalk:
-    """Every object of a model once, with what its attributes are."""
+    """Visits every object of a model once, and collects its attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._coming: list[tuple[str, Any]] = [("", model)]
         self._seen: set[int] = {id(model)}
-        self._path, self._inside = "", True  # of the object at hand; whether it is a module
+        self._path, self._inside = "", True  # of the current object; whether it is a module
         self._classes: dict[type, Any] = {}
 
     def states(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -151,7 +150,7 @@ class _ModelWalk:
             yield self._path, state
 
     def _of(self, value: Any, name: object) -> Any:
-        """A value that is equal where an attribute does the same."""
+        """Return a value that is equal if an attribute has the same effect."""
         kind = type(value)
         if kind in AS_THEY_ARE:
             return value
@@ -160,7 +159,7 @@ class _ModelWalk:
         if isinstance(value, Tensor):
             return _tensor(value)
         if isinstance(value, dict):
-            if "_hooks" in str(name):  # whose numbers are of this process
+            if "_hooks" in str(name):  # hook ids differ between processes
                 return [_function(x, number) for number, x in value.items()]
             return [(key, self._of(x, f"{name}.{key}")) for key, x in value.items()]
         if isinstance(value, list | tuple):
@@ -172,13 +171,14 @@ class _ModelWalk:
         if kind is torch.device:
             return Same(kind, "device", value)
         if callable(value) and not isinstance(value, nn.Module):
-            return _function(value)  # an object that counts its calls, too, is the same
+            return _function(value)  # also an object that counts its calls
         self._come(value, name)
         return Same(value, kind.__qualname__)
 
     def _come(self, value: Any, name: object) -> None:
-        """Look into a module, a configuration or what else a module has later, under the name of
-        the first attribute that has it. What those have in turn is known by identity alone."""
+        """Queue a module, a configuration, or another object that a module holds, under the name of
+        the first attribute that holds it. Objects that those hold in turn are compared by identity
+        alone."""
         if id(value) in self._seen or not hasattr(value, "__dict__"):
             return
         other = self._inside and not type(value).__module__.startswith("torch.")
@@ -188,8 +188,8 @@ class _ModelWalk:
             self._coming.append((f"{self._path}.{name}" if self._path else name, value))
 
     def _class_of(self, kind: type) -> Any:
-        """A class, the methods and plain attributes it has at present, and the functions that its
-        methods call by name: libraries set others on classes and in files of families."""
+        """Return a class with its present methods and plain attributes, and the functions that its
+        methods call by name. Libraries replace them on classes and in the files of families."""
         found = self._classes.get(kind)
         if found is None:
             own = takewhile(lambda one: one not in BASES, kind.__mro__)
@@ -204,13 +204,13 @@ class _ModelWalk:
 
 
 def _function(value: Any, mark: object = None) -> Same:
-    if isinstance(value, MethodType):  # made anew at each access
+    if isinstance(value, MethodType):  # a new object at each access
         return Same(value.__func__, value.__qualname__, (mark, Same(value.__self__)))
     return Same(value, getattr(value, "__qualname__", type(value).__qualname__), mark)
 
 
 def _called_by(method: FunctionType) -> list[Any]:
-    """The functions that a method, or the one that its decorators wrap, calls by a global name."""
+    """Return the functions that a method, unwrapped from its decorators, calls by a global name."""
     inner = unwrap(method)
     if not isinstance(inner, FunctionType):
         return []
@@ -219,8 +219,8 @@ def _called_by(method: FunctionType) -> list[Any]:
 
 
 def _tensor(x: Tensor) -> Same:
-    """A tensor by identity, and its numbers by their version; those of weights change with every
-    update."""
+    """Return a tensor by identity, and a buffer's values by their version; those of weights change
+    with every update."""
     text = x.dtype, tuple(x.shape), x.requires_grad
     if not isinstance(x, nn.Parameter):
         version = None if x.is_inference() else x._version

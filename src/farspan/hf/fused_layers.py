@@ -1,11 +1,12 @@
-"""Norms, gated MLPs and rotary embeddings of decoder layers by farspan's own kernels.
+"""Run norms, gated MLPs and rotary embeddings of decoder layers on farspan's own kernels.
 
-A module is known by what it does, never by its name: small stand-ins take the place of its weights,
-and it is replaced where its own code then gives, bit for bit, what the formula in
-`kernels.reference` gives. A module that is not known runs as it is.
+A module is recognised by its results, never by its name: small stand-ins replace its weights, and
+it is fused if its own code then gives, bit for bit, the result of the formula in
+`kernels.reference`. An unrecognised module runs unchanged.
 
-Nothing of the model is changed: a layer runs in a shell (see `stages`) whose modules have the
-model's parameters and another forward."""
+The model is not changed: a layer runs in a shell (see `stages`) whose modules have the model's
+parameters and another forward.
+"""
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -25,23 +26,23 @@ from farspan.kernels.operations import WIDEST, Act, Norm, gated, normed, rotated
 from farspan.spec import Kernels, UnsupportedError
 
 Forward = Callable[..., Any]
-Rule = Callable[[nn.Module], Forward | None]  # the forward of a module's shell; None: its own
+Rule = Callable[[nn.Module], Forward | None]  # a shell's forward; None: no change
 
-ROTATION = "apply_rotary_pos_emb"  # what families call the function that their attention calls
-TOKENS, WIDTH, INNER, HEADS = 37, 8, 12, 2  # of the stand-ins
-SCALES = (1.0, 30.0, 1e4)  # of their numbers: families clamp at 7 to 20
-GRADIENTS = 8  # roundings that gradients of one formula, summed in two orders, may be apart
+ROTATION = "apply_rotary_pos_emb"  # the families' usual name for it
+TOKENS, WIDTH, INNER, HEADS = 37, 8, 12, 2  # sizes of the stand-ins
+SCALES = (1.0, 30.0, 1e4)  # of stand-in values: families clamp at 7 to 20
+GRADIENTS = 8  # roundings allowed between gradients that are summed in two orders
 
 
 class Linears:
-    """How the linear modules of a gated MLP run; a step may know better (`engine.gradients`)."""
+    """The linear modules of a gated MLP; `engine.gradients` has a faster version for steps."""
 
     def pair(self, gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Both of one input."""
+        """Run gate and up on one input."""
         return gate(x), up(x)
 
     def last(self, down: nn.Module, gate: Tensor, up: Tensor, act: Act) -> Any:
-        """The one whose value is the MLP's, of act(gate) * up."""
+        """Run down on act(gate) * up, and return the MLP's output."""
         return down(gated(gate, up, act))
 
 
@@ -49,11 +50,11 @@ PLAIN = Linears()
 
 
 def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
-    """The module, or a shell of it in which it and the modules inside have the forwards of the
-    first rules that know them."""
+    """Return a shell of the module if a rule knows it or a module inside, else the module. The
+    shell's modules have the forwards of the first rules that know them."""
     rules = tuple(rules)
-    # A parametrized one has a class of its own, which is not copied. A forward that was set on the
-    # module itself calls its own children.
+    # A parametrized module has its own class, which is not copied. A forward set on the module
+    # itself calls its own children.
     if is_parametrized(module) or "forward" in module.__dict__:
         return module
     own = {name: child for name, child in module._modules.items() if child is not None}
@@ -72,7 +73,7 @@ def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
 
 
 def _seen(look: Callable[[], bool]) -> bool:
-    """What was seen; a module that cannot be run on stand-ins is not known."""
+    """Return the result of `look`; False if the module cannot run on stand-ins."""
     try:
         return look()
     except Exception:
@@ -85,10 +86,10 @@ def _random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tens
 
 
 def _same(own: Callable[..., Any], formula: Callable[..., Any], *given: Tensor) -> bool:
-    """Whether a module's code gives what a formula gives: bit for bit, in bf16, where every
-    rounding shows in which order things are done, and in fp32; of few vectors and of many, of
-    small and of great numbers, where clamps begin; with autograd and without. And whether the
-    gradients are those of the formula, up to rounding: what is detached has others."""
+    """Return whether a module's code and a formula give the same results. Values must agree bit for
+    bit: in bf16, where every rounding shows the order of operations, and in fp32; for small and
+    large numbers, where clamps begin; with autograd and without. Gradients must agree up to
+    rounding: detached tensors have others."""
     for dtype in (torch.bfloat16, torch.float32):
         for scale in SCALES:
             xs = [(scale * x).to(dtype) for x in given]
@@ -116,8 +117,8 @@ def _near(found: Tensor, expected: Tensor, limit: float) -> bool:
 
 
 def _of_one(fused: Callable[[nn.Module, Tensor], Any]) -> Forward:
-    """The forward of a shell that runs on the kernels where they take what it is given, and as its
-    module does elsewhere."""
+    """Return a shell's forward that uses the kernels for supported inputs, and the module's code
+    otherwise."""
 
     def forward(shell: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         if len(arguments) == 1 and not keywords and _takes(*arguments):
@@ -135,7 +136,8 @@ def _takes(*tensors: Any) -> bool:
 
 
 def norm_forward(module: nn.Module) -> Forward | None:
-    """Of an RMS norm of vectors, whose only parameter is a weight as wide as they."""
+    """Return the fused forward of an RMS norm whose only parameter is a weight of the vectors'
+    width."""
     parameters = dict(module.named_parameters(recurse=False))
     weight = parameters.get("weight")
     if set(parameters) != {"weight"} or weight is None or weight.ndim != 1:
@@ -161,7 +163,7 @@ def _normed(norm: Norm, shell: nn.Module, x: Tensor) -> Tensor:
 def _norms(module: nn.Module, width: int, norm: Norm) -> bool:
     shell = copy_module(module)
     weight = _random(width, seed=1)
-    # Every third vector is so short that eps decides, every third long.
+    # Vectors alternate between lengths 1, so short that eps matters, and long.
     lengths = torch.tensor([1.0, norm.eps**0.5, 30.0]).repeat(1 + TOKENS // 3)[:TOKENS, None]
 
     def own(x: Tensor) -> Tensor:
@@ -179,8 +181,8 @@ def _norms(module: nn.Module, width: int, norm: Norm) -> bool:
 
 
 def gate_forward(module: nn.Module, linears: Linears = PLAIN) -> Forward | None:
-    """Of an MLP of an activation and three linear modules, or two of which the first makes both
-    halves."""
+    """Return the fused forward of an MLP with an activation and three linear modules, or two of
+    which the first computes both halves."""
     if list(module.named_parameters(recurse=False)) or module._buffers:
         return None
     bare = [name for name, child in module.named_children() if not list(child.parameters())]
@@ -209,7 +211,8 @@ def _activated(act: Act, x: Tensor) -> Tensor:
 
 
 def _gates(module: nn.Module, names: tuple[str, ...], act: Act) -> bool:
-    """Whether these are its gate, up and down, or its gate beside up, and down."""
+    """Return whether the named modules are an MLP's gate, up and down, or joint gate-up and
+    down."""
     *ups, down = names
     outer = INNER if len(ups) == 2 else 2 * INNER
     matrices = {name: _random(outer, WIDTH, seed=4 + i) for i, name in enumerate(ups)}
@@ -226,7 +229,7 @@ def _gates(module: nn.Module, names: tuple[str, ...], act: Act) -> bool:
 
 
 class _Times(nn.Module):
-    """Stands in a linear module's place."""
+    """Replaces a linear module."""
 
     def __init__(self, matrix: Tensor) -> None:
         super().__init__()
@@ -246,14 +249,14 @@ def _gated(names: tuple[str, ...], act: Act, linears: Linears, shell: nn.Module,
 
 
 def rotation_forward(module: nn.Module) -> Forward | None:
-    """Of attention that rotates queries and keys by a function of its file: the same code, which
-    finds another function under that name."""
+    """Return the forward of attention that rotates queries and keys by a function of its file. It
+    is the same code with our function under that name."""
     return _rotating(type(module).forward)
 
 
 def _rotating(forward: Any) -> Forward | None:
-    """A function with our rotation. One that is decorated keeps its decorators, which attention has
-    from transformers 5.24 on."""
+    """Return the function with our rotation, in its decorators, which attention has since
+    transformers 5.24."""
     if not isinstance(forward, FunctionType):
         return None
     names, cells = forward.__globals__, forward.__closure__ or ()
@@ -296,7 +299,7 @@ def _rotates(plain: Forward) -> bool:
 def _rotate(
     plain: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any
 ) -> Any:
-    """The kernel where the call is the common one, the family's own function elsewhere."""
+    """Rotate by the kernel in the common case, and by the family's own function otherwise."""
     common = not more and not named and cos.ndim == 3 and cos.shape[-1] == q.shape[-1]
     if common and q.stride(-1) == k.stride(-1) == 1 and _takes(q, k, cos):
         return rotated(q, k, cos, sin)
@@ -304,7 +307,7 @@ def _rotate(
 
 
 def rules(linears: Linears = PLAIN) -> tuple[Rule, ...]:
-    """By which modules run on the kernels."""
+    """Return the rules that choose modules for the kernels."""
     return norm_forward, partial(gate_forward, linears=linears), rotation_forward
 
 
@@ -315,8 +318,8 @@ def fuse(
     *first: Rule,
     linears: Linears = PLAIN,
 ) -> None:
-    """Have a model's layers, and what is beside them, run on the kernels of `device`, where their
-    cells will run, if that is what is wanted; the rules of `first` come before."""
+    """Run a model's layers and its other modules on the kernels of `device`, if wanted. `device` is
+    that of the cells; the rules of `first` come before the kernels'."""
     found = first
     if kernels.fused and fused_for(device, stages.dtype):
         found = *first, *rules(linears)
@@ -325,11 +328,11 @@ def fuse(
 
 
 def spared_layers(stages: CausalLMStages) -> frozenset[int]:
-    """Layers that may leave out the last product of their one gated MLP where nobody reads what
-    they give: no gradient depends on its value (`tokenwise` looks)."""
+    """Return the layers that can skip the last product of their only gated MLP if their output is
+    not read. No gradient depends on its value (`tokenwise` checks)."""
     try:
         children = tokenwise(stages.in_place())
-    except (UnsupportedError, RuntimeError):  # a weight that is computed cannot be copied
+    except (UnsupportedError, RuntimeError):  # a computed weight cannot be copied
         return frozenset()
     return frozenset(i for i, layer in enumerate(stages.layers) if _spares(layer, children[i]))
 

@@ -1,5 +1,6 @@
-"""Load a causal LM: from a local folder, from a hub name, or with random weights from a config; and
-put LoRA adapters on it and save them (the only place that imports peft).
+"""Load a causal LM from a folder, a hub name or a configuration; add and save LoRA adapters.
+
+Only this module and `merge` use peft.
 """
 
 import copy
@@ -49,9 +50,9 @@ from farspan.profile.catalog import (
 )
 from farspan.spec import UnsupportedError
 
-LARGE = 2**24  # elements of a tensor
-BETWEEN = 2**20  # bytes of a weights' file that are no tensor's: its header
-MAPS = Path("/proc/self/maps")  # of Linux: the memory of this process, and files in it
+LARGE = 2**24  # elements of a large tensor
+BETWEEN = 2**20  # bytes of a weights' file outside tensors: its header
+MAPS = Path("/proc/self/maps")  # on Linux: this process's memory, and files mapped in it
 NAMES_SHOWN = 5  # of missing weights: a wrong folder lacks hundreds
 ADAPTERS = (
     "model.path: {path} holds adapters, which would be applied to the model but not trained; "
@@ -61,9 +62,9 @@ ADAPTERS = (
 
 
 class Weights(StrEnum):
-    SAVED = "saved"  # those of the path; a config has none, and gets random ones
+    SAVED = "saved"  # those of the path; a config has none, so they are random
     RANDOM = "random"
-    NONE = "none"  # parameters on the meta device, for others to fill
+    NONE = "none"  # parameters on the meta device, to be filled later
 
 
 def load_config(
@@ -76,19 +77,20 @@ def load_config(
     drawn: bool = False,
     dtype: torch.dtype | None = None,
 ) -> PretrainedConfig:
-    """The model's configuration with `overrides` applied (rope_parameters, attention_dropout...).
+    """Load the model's configuration with `overrides` applied (rope_parameters,
+    attention_dropout...).
 
     Args:
         path: A local folder, or a hub name of `revision` (a commit or branch).
-        config: A dict with `model_type`, in place of `path`.
-        overrides: Fields that config.json would have in place of its own; in a nested configuration
-            or the parameters of RoPE, only those that are named change.
-        drawn: Whether weights are drawn although `path` may have some.
-        dtype: That of the weights, which an override of it must agree with.
+        config: A dict with `model_type`, instead of `path`.
+        overrides: Fields that replace those of config.json; in a nested configuration or the
+            parameters of RoPE, only the named entries change.
+        drawn: Whether weights are random although `path` may have some.
+        dtype: Dtype of the weights, which overrides must agree with.
 
     Raises:
-        UnsupportedError: When the model is unknown, an override is no field of its config or makes
-            no difference to the model, or code is trusted that is not pinned.
+        UnsupportedError: The model is unknown, an override is no field of its config or makes no
+            difference to the model, or trusted code is not pinned.
     """
     if (path is None) == (config is None):
         raise UnsupportedError(
@@ -130,8 +132,9 @@ def config_for_planning(
     revision: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> PretrainedConfig:
-    """As `load_config`, for a model that may be nowhere near: `path` may also be the hub name of a
-    model that `farspan plan` knows, and no code of a model's own is run."""
+    """Load a configuration as `load_config` does, for a model that need not be on this machine.
+    `path` may also be the hub name of a model that `farspan plan` knows, and no code of the model
+    is run."""
     if path is None:
         return load_config(path=None, config=config, overrides=overrides, dtype=dtype)
     if not is_on_hub(path):
@@ -144,7 +147,7 @@ def config_for_planning(
 
 
 def config_from_fields(fields: Mapping[str, Any]) -> PretrainedConfig:
-    """The configuration that the content of a config.json stands for. Raises UnsupportedError."""
+    """Return the configuration of a config.json's content. Raises UnsupportedError."""
     kind = str(fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise UnsupportedError(
@@ -162,8 +165,8 @@ def config_from_fields(fields: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def _decoded(value: Any) -> Any:
-    """A field of a config.json with the numbers that JSON has not, which transformers writes as
-    {"__float__": "Infinity"}."""
+    """Decode numbers that JSON does not have, which transformers writes as {"__float__":
+    "Infinity"}."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -185,15 +188,21 @@ def load_model(
     nf4: bool = False,
     known: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
-    """A model in training mode on `device`. Random weights are drawn from `seed`.
+    """Load a model in training mode. Only safetensors weights are read.
 
-    What text does not meet, such as an encoder of images, is frozen. Only safetensors weights are
-    read. With `nf4` saved weights of linear modules become four bits an element as they are read.
-    `known` is what `load_config` made of the rest, if that was read already. Raises
-    UnsupportedError when the folder holds no weights, or not all that the model has; warns of
+    Modules that text does not reach, such as an encoder of images, are frozen. Warns of saved
     weights that the model has no place for.
+
+    Args:
+        seed: Seed of random weights.
+        weights: Saved, random or none.
+        nf4: Pack saved weights of linear modules to four bits an element as they are read.
+        known: The result of `load_config` for the same arguments, if already read.
+
+    Raises:
+        UnsupportedError: The folder holds no weights, or not all that the model has.
     """
-    made = copy.deepcopy(known) or load_config(  # a model changes its own
+    made = copy.deepcopy(known) or load_config(  # a model changes its configuration
         path=path,
         config=config,
         overrides=overrides or {},
@@ -219,9 +228,8 @@ def load_model(
 
 
 def _leave_files(model: nn.Module) -> None:
-    """Copy the tensors that lie in the map of a weights' file of which other tensors are not used
-    as they are: one of them keeps all of its pages. Of a 135M model in four bits these are 528 MiB,
-    for 109 MiB of embeddings."""
+    """Copy tensors out of mapped weights' files that are mostly unused, since one tensor keeps all
+    of a file's pages. A 135M model in four bits keeps 528 MiB, for 109 MiB of embeddings."""
     if not MAPS.exists():
         return
     weights = (*model.parameters(), *model.buffers())
@@ -241,15 +249,15 @@ def blank_model(
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> PreTrainedModel:
-    """A model in training mode whose parameters are on the meta device. Raises UnsupportedError."""
+    """Make a model in training mode with parameters on the meta device. Raises UnsupportedError."""
     with _without_weights():
         model = _with_random_weights(config, dtype, trust_remote_code, revision)
     return _prepared(model, dtype)
 
 
 def resize_embeddings(model: PreTrainedModel, rows: int, seed: int) -> None:
-    """Have a model embed, and predict, ids below `rows`, if it does not yet. New rows are drawn
-    about the mean of the old ones, from `seed`."""
+    """Extend the model's embeddings and head to ids below `rows`, if they are shorter. New rows are
+    drawn about the mean of the old ones, from `seed`."""
     found: Any = model.get_input_embeddings()
     if found.num_embeddings < rows:
         with torch.random.fork_rng(devices=[]):
@@ -271,8 +279,8 @@ def _prepared(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     freeze_unmet(model)
     quantized.settle(model, dtype)
     if dtype is torch.float64:
-        # Transformers 5.24 keeps a router of DeepSeek-V3's kind in float32 whatever is asked for;
-        # that is meant for what is narrower.
+        # Transformers 5.24 keeps a router of DeepSeek-V3's kind in float32 whatever the dtype,
+        # which is meant for narrower ones.
         for parameter in model.parameters():
             parameter.data = parameter.data.double()
     return model.train()
@@ -280,8 +288,8 @@ def _prepared(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 @contextmanager
 def _naming(overrides: dict[str, Any]) -> Iterator[None]:
-    """A model that cannot be made says of which fields: what a family's own code stumbles over
-    names none."""
+    """Add the overrides to the error of a model that cannot be made, since a family's own code
+    names no fields."""
     try:
         yield
     except UnsupportedError as error:
@@ -292,8 +300,8 @@ def _naming(overrides: dict[str, Any]) -> Iterator[None]:
 
 
 class _LargeAreBlank(TorchFunctionMode):
-    """Tensors made by torch.empty with over 2^24 elements are on the meta device: a layer's
-    experts of DeepSeek-V3 are one weight, which would take 30 GB before it is a parameter."""
+    """Puts tensors of torch.empty with over 2^24 elements on the meta device. A layer's experts of
+    DeepSeek-V3 are one weight, which would take 30 GB before it is a parameter."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -308,8 +316,8 @@ class _LargeAreBlank(TorchFunctionMode):
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Put parameters that modules are given here on the meta device. Buffers stay: many hold what
-    a family computes from its configuration and no file has."""
+    """Put parameters that modules register inside the context on the meta device. Buffers stay:
+    many are computed from the configuration and stored in no file."""
     module: Any = nn.Module
     register = module.register_parameter
 
@@ -336,7 +344,7 @@ def _with_random_weights(
             config, dtype=dtype, trust_remote_code=trust_remote_code, **code
         )
         return made
-    except Exception as error:  # whatever a family's own code stumbles over
+    except Exception as error:  # any error of the family's own code
         raise UnsupportedError(
             f"model: transformers cannot make a {type(config).__name__} model of these fields: "
             f"{type(error).__name__}: {error}"
@@ -344,7 +352,7 @@ def _with_random_weights(
 
 
 def _auto(config: PretrainedConfig) -> Any:
-    """Of a model that also reads images only the whole may be known as a language model."""
+    """Return the auto class of a configuration: that of image-text models if no other knows it."""
     seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if seeing and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForImageTextToText
@@ -377,7 +385,7 @@ def _with_saved_weights(
     model, found = loaded
     if getattr(model, "peft_config", None):
         raise UnsupportedError(ADAPTERS.format(path=path))
-    # What transformers knows to follow from the rest, such as a tied head, is not among these.
+    # transformers leaves out weights that it derives from others, such as a tied head.
     missing, unexpected = found["missing_keys"], found["unexpected_keys"]
     if missing:
         raise UnsupportedError(
@@ -394,7 +402,7 @@ def _with_saved_weights(
 
 
 def _few(names: set[str]) -> str:
-    """The first of these names, and how many more there are."""
+    """Return the first names as text, and the number of the others."""
     shown = sorted(names)[:NAMES_SHOWN]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
@@ -406,8 +414,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 def refuse_unpinned(
     path: str, trust_remote_code: bool, revision: str | None, field: str = "model.revision"
 ) -> None:
-    """Raises UnsupportedError for code that may be another one tomorrow. Of a folder only its own
-    stays, and of the hub a commit's."""
+    """Raise UnsupportedError for code that may change: only code in a folder, or of a hub commit,
+    is fixed."""
     if not trust_remote_code or _COMMIT.fullmatch(revision or ""):
         return
     files = [Path(path).expanduser() / f"{kind}config.json" for kind in ("", "tokenizer_")]
@@ -461,14 +469,14 @@ def _config_of(fields: dict[str, Any]) -> PretrainedConfig:
     refuse_huge(fields, "model.config.")
     values = {name: value for name, value in fields.items() if name != "model_type"}
     try:
-        made = AutoConfig.for_model(kind, **copy.deepcopy(values))  # it writes in what is nested
-    except Exception as error:  # of its own kind: transformers checks how some fields go together
+        made = AutoConfig.for_model(kind, **copy.deepcopy(values))  # it writes into nested fields
+    except Exception as error:  # transformers checks combinations of fields with its own errors
         raise UnsupportedError(f"model.config: {' '.join(str(error).split())}") from error
-    # What transformers makes others of is gone, as rope_theta is; what it does not know is kept.
+    # Fields that transformers converts, such as rope_theta, are gone; unknown ones are kept.
     kept = {name: value for name, value in values.items() if name in vars(made)}
     refuse_unknown(AutoConfig.for_model(kind), list(kept), "model.config")
     given = {name: values[name] for name in SPELLINGS if values.get(name)}
-    resolve(made, given, "model.config")  # RoPE's parameters in a place where none reads them
+    resolve(made, given, "model.config")  # refuses those that the family does not read
     for rope in ropes(made).values():
         if given and rope["rope_type"] == "default" and rope.get("factor"):
             raise UnsupportedError(
@@ -485,8 +493,8 @@ def _overridden(
     make: Callable[[PretrainedConfig], PreTrainedModel],
     drawn: bool,
 ) -> PretrainedConfig:
-    """The configuration, made of a config.json's `fields`, with the overrides that are given, of
-    which each must make a difference to the model. Raises UnsupportedError."""
+    """Return the configuration of a config.json's `fields` with overrides, each of which must make
+    a difference to the model. Raises UnsupportedError."""
     if not given:
         return config
     refuse_huge(given, "model.overrides.")
@@ -500,7 +508,7 @@ def _overridden(
 
 def _refuse_no_layers(config: PretrainedConfig) -> None:
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
-    if layers < 1:  # transformers makes a model of them
+    if layers < 1:  # transformers would make a model without layers
         raise UnsupportedError(
             f"model: num_hidden_layers is {layers}, expected a whole number above 0"
         )
@@ -510,7 +518,7 @@ def _refuse_no_layers(config: PretrainedConfig) -> None:
 
 
 LINEAR = "linear"  # every linear module of the layers
-ADAPTER = "default"  # peft's own name for the only one
+ADAPTER = "default"  # peft's name for a single adapter
 MISSING = (
     "model.lora: needs peft, which cannot be imported here ({error}); "
     'pip install "farspan[lora]", or leave model.lora out'
@@ -527,13 +535,19 @@ def add_adapters(
     dropout: float = 0.0,
     zero: bool = True,
 ) -> None:
-    """Freezes a PreTrainedModel, in place, and makes W x there W x + alpha / rank * B(A(x)).
+    """Freeze a PreTrainedModel, in place, and replace W x by W x + alpha / rank * B(A(x)).
 
-    A [rank, inner] and B [outer, rank] have the dtype and device of the weight. A is drawn from
-    `seed` alone, and B is zero; without `zero` it is drawn too, so that A has a gradient. Training
-    drops elements of A's x with probability `dropout`. `targets` are last parts of the names of
-    linear modules in the layers. Raises UnsupportedError for a name that is none or that peft reads
-    otherwise, a rank above every module's narrower side, and where peft is not installed.
+    A [rank, inner] and B [outer, rank] have the dtype and device of the weight.
+
+    Args:
+        targets: Last parts of the names of linear modules in the layers, or LINEAR for all.
+        seed: A is drawn from it.
+        dropout: Probability with which training drops elements of A's input.
+        zero: B is zero; else it is drawn too, so that A has a gradient.
+
+    Raises:
+        UnsupportedError: A target is no linear module or peft reads it otherwise, the rank is above
+            every module's narrower side, or peft is not installed.
     """
     try:
         config_type, inject = load("peft", "LoraConfig"), load("peft", "inject_adapter_in_model")
@@ -560,28 +574,28 @@ def add_adapters(
         torch.manual_seed(seed)
         try:
             inject(config, model)
-        except ValueError as error:  # such as of one of two names that it takes for halves of one
+        except ValueError as error:  # such as one of two names that it reads as halves of one
             raise UnsupportedError(
                 f"model.lora.targets: peft does not accept them: {error}"
             ) from error
-    # As transformers' add_adapter leaves it, so that its save_pretrained saves adapters alone. That
-    # itself is not called: 5.24 refuses every peft that is out, all of which work with it.
+    # The state after transformers' add_adapter, so that its save_pretrained saves adapters alone.
+    # add_adapter itself is not called: 5.24 refuses every released peft, although all work with it.
     model._hf_peft_config_loaded = True
-    for parameter in model.parameters():  # beside packed weights peft makes them float32
+    for parameter in model.parameters():  # next to packed weights peft makes them float32
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)
     _check_adapted(model, modules)
 
 
 def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Writes what `from_pretrained` reads, or of a model with adapters what PeftModel's does;
-    `weights` stand in place of the model's own."""
+    """Save a model for `from_pretrained`, or its adapters for PeftModel's; `weights` replace the
+    model's own."""
     adapters = getattr(model, "peft_config", {})
     if not isinstance(model, PreTrainedModel) or list(adapters) != [ADAPTER]:
         given = {} if weights is None else {"state_dict": weights}
         model.save_pretrained(folder, **given)
         return
-    # By peft's functions: transformers' save_pretrained asks for a version, as add_adapter does.
+    # By peft's functions: transformers' save_pretrained checks peft's version, as add_adapter does.
     named = load("peft", "get_peft_model_state_dict")(model, state_dict=weights)
     adapters[ADAPTER].save_pretrained(folder)
     save_file(
@@ -592,12 +606,12 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = 
 
 
 def stacked_experts(model: nn.Module) -> bool:
-    """Whether weights of experts lie in one tensor, which is no linear module."""
+    """Return whether experts' weights are stacked in one tensor, which is no linear module."""
     return any(p.ndim == 3 and "expert" in name for name, p in model.named_parameters())
 
 
 def _linears(model: Any) -> dict[str, Any]:
-    """The linear modules of the layers by their names in the model."""
+    """Return the linear modules of the layers by their names in the model."""
     inside = {id(module) for layer in CausalLMStages(model).layers for module in layer.modules()}
     return {
         name: module
@@ -623,8 +637,9 @@ def _targeted(linears: dict[str, Any], targets: str | Sequence[str]) -> dict[str
 
 
 def _check_adapted(model: Any, wanted: dict[str, Any]) -> None:
-    """Peft reads names that were those of experts before they were stacked, such as gate_proj, as
-    the stacked ones: in dense layers and shared experts too, and when it loads what was saved."""
+    """Raise UnsupportedError if peft reads a target as stacked experts. It does so with names that
+    experts had before they were stacked, such as gate_proj: in dense layers and shared experts too,
+    and when it loads saved adapters."""
     found = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters()}
     lost = {name.rpartition(".")[2] for name in wanted.keys() - found}
     if lost:

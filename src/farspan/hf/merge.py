@@ -1,8 +1,8 @@
-"""`farspan merge`: adapters and the model that they are for become one model's folder.
+"""Merge adapters and their base model into one model's folder: `farspan merge`.
 
-LoRA is added where the weights lie on the disk: each file of them is copied, and every weight that
-has an adapter is overwritten in the copy, at its place, one at a time. What adapters of other kinds
-do (DoRA, modules that are trained whole) is peft's to say, and takes the whole model in memory.
+LoRA is added in the files of the weights: each file is copied, and every weight that has an adapter
+is overwritten in the copy, in place, one at a time. Adapters of other kinds (DoRA, modules that are
+trained whole) are merged by peft, with the whole model in memory.
 """
 
 import json
@@ -37,16 +37,16 @@ from farspan.profile.catalog import is_on_hub, refuse_absent
 from farspan.spec import UnsupportedError
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
-BASE = "base_model_name_or_path"  # in the former: the model that adapters are for
+BASE = "base_model_name_or_path"  # in ADAPTER_CONFIG: the base model of the adapters
 SOURCE = "farspan.json"  # of a run: how its model was trained, its overrides ...
-LARGEST = 1e30  # of lora_alpha: beyond it no fp32 weight is finite
+LARGEST = 1e30  # of lora_alpha: larger ones overflow fp32
 FILES = "files"  # ... and the digests of its files
-INDEX_FOLDER = "index"  # beside them: by what sparse attention compared pages
-PREFIX = "base_model.model."  # of a name of peft's before the model's own
+INDEX_FOLDER = "index"  # next to them: the index of sparse attention
+PREFIX = "base_model.model."  # before the model's own name in a name of peft's
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".index.json")
-# Fields of an adapter_config.json that may have any value: what is added to W is
-# lora_alpha / r * B(A) all the same. With another value in any other field peft is asked.
+# Fields of an adapter_config.json that may have any value: W still gets lora_alpha / r * B(A).
+# With another value in any other field peft merges.
 EITHER = frozenset(
     (
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
@@ -58,23 +58,29 @@ EITHER = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What became of adapters."""
+    """The result of a merge."""
 
     folder: Path
-    modules: int  # that had some
-    streamed: bool  # a weight at a time; else in memory, by peft
+    modules: int  # with adapters
+    streamed: bool  # one weight at a time; else in memory, by peft
 
     def describe(self) -> str:
-        """One line for the user."""
         how = "" if self.streamed else ", by peft in memory"
         return f"adapters of {self.modules} modules merged{how}; the model is in {self.folder}"
 
 
 def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
-    """Writes `folder`, a whole model with its tokenizer in the dtypes of the base, from the
-    adapters of `source`: a run's folder or one that peft wrote. `base` stands in place of the model
-    that they name. The folder appears whole or not at all. Raises UnsupportedError, and
-    WriteFailed.
+    """Merge the adapters of `source` into `folder`, a whole model with its tokenizer in the dtypes
+    of the base.
+
+    Args:
+        source: A run's folder, or one that peft wrote.
+        folder: It appears whole or not at all.
+        base: Replaces the model that the adapters name.
+
+    Raises:
+        UnsupportedError: The adapters or their base cannot be merged, or `folder` exists.
+        WriteFailed: The disk refuses the files.
     """
     adapters = _adapters_in(source)
     if os.path.lexists(folder):
@@ -119,7 +125,7 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _adapters_in(source: Path) -> Path:
-    """The folder that has a run's adapters, or those of `source` itself."""
+    """Return the folder that has a run's adapters, or `source` itself."""
     if (source / "model").is_symlink():
         refuse_links(source)
     for folder in (source / "model", source):
@@ -138,7 +144,7 @@ def _adapters_in(source: Path) -> Path:
 
 
 def _refuse_damaged(adapters: Path, config: Mapping[str, Any], tensors: Any) -> None:
-    """Refuse tensors that are not finite and, of LoRA, a rank or alpha that they cannot have."""
+    """Refuse tensors that are not finite and, for LoRA, a rank or alpha that does not fit them."""
     file, where = adapters / ADAPTER_TENSORS, adapters / ADAPTER_CONFIG
     kind = config.get("peft_type")
     if not isinstance(kind, str):
@@ -170,7 +176,7 @@ def _refuse_damaged(adapters: Path, config: Mapping[str, Any], tensors: Any) -> 
 
 
 def rank_and_alpha(where: Path, config: Mapping[str, Any]) -> tuple[int, float]:
-    """The rank and alpha of LoRA adapters. Raises UnsupportedError, naming the field."""
+    """Return the rank and alpha of LoRA adapters. Raises UnsupportedError, naming the field."""
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise UnsupportedError(f"{where}: r: expected a whole number above 0, got {rank!r:.80}")
@@ -180,7 +186,7 @@ def rank_and_alpha(where: Path, config: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def _base_folder(config: Mapping[str, Any], base: str | None, adapters: Path) -> Path:
-    """Where the files of the model lie that adapters are for."""
+    """Return the folder with the files of the adapters' base model."""
     name = base or config.get(BASE)
     if not isinstance(name, str) or not name:
         raise UnsupportedError(
@@ -201,7 +207,7 @@ def _base_folder(config: Mapping[str, Any], base: str | None, adapters: Path) ->
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """A safetensors file. Raises UnsupportedError where it is none, or cannot be read."""
+    """Open a safetensors file. Raises UnsupportedError if it is none, or cannot be read."""
     try:
         refuse_pipes(path)
         with safe_open(path, framework="pt") as file:
@@ -211,7 +217,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def _weight_files(model: Path) -> dict[str, Path]:
-    """The file of each weight, as transformers finds it; none where there are no such files."""
+    """Return the file of each weight, as transformers finds it; empty without such files."""
     if (model / WEIGHTS).is_file():
         files = {WEIGHTS}
     else:
@@ -229,7 +235,7 @@ def _weight_files(model: Path) -> dict[str, Path]:
 
 
 def _is_plain(config: Mapping[str, Any]) -> bool:
-    """Whether each adapter adds lora_alpha / r * B(A) to its weight."""
+    """Return whether each adapter adds lora_alpha / r * B(A) to its weight."""
     try:
         usual = load("peft", "LoraConfig")().to_dict()
     except ImportError as error:
@@ -241,8 +247,8 @@ def _is_plain(config: Mapping[str, Any]) -> bool:
 
 
 def _fit(names: Iterable[str], files: Mapping[str, Path]) -> bool:
-    """Whether all tensors are A and B of weights that lie in these files by the same names: those
-    of a model that transformers renames as it loads it do not."""
+    """Return whether all tensors are A and B of weights that have the same names in these files.
+    Models that transformers renames at loading do not."""
     a = {n.removesuffix(".lora_A.weight") for n in names if n.endswith(".lora_A.weight")}
     b = {n.removesuffix(".lora_B.weight") for n in names if n.endswith(".lora_B.weight")}
     return a == b and 2 * len(a) == len(list(names)) and all(_weight_of(m) in files for m in a)
@@ -253,14 +259,14 @@ def _weight_of(module: str) -> str:
 
 
 def _copy_others(source: Path, target: Path, *without: str) -> None:
-    """The files of a folder that hold no weights."""
+    """Copy the files of a folder that hold no weights."""
     for path in source.iterdir():
         if path.is_file() and path.name not in without and not path.name.endswith(SUFFIXES):
             shutil.copyfile(path, target / path.name)
 
 
 def _add(tensors: Any, scale: float, model: Path, files: Mapping[str, Path], target: Path) -> None:
-    """Copies the files of weights, and adds scale * B(A) to those that have adapters."""
+    """Copy the files of weights, and add scale * B(A) to weights with adapters."""
     for path in sorted(set(files.values())):
         copy = target / path.relative_to(model)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -284,15 +290,16 @@ def _add(tensors: Any, scale: float, model: Path, files: Mapping[str, Path], tar
 
 
 def _sum(name: str, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W [outer, inner] + scale * B [outer, rank] A [rank, inner], rounded once to W's dtype."""
+    """Return W [outer, inner] + scale * B [outer, rank] A [rank, inner], rounded once to W's
+    dtype."""
     if not weight.is_floating_point() or weight.itemsize < 2:
         raise UnsupportedError(
-            f"base: {name} is quantised ({weight.dtype}); give the model before it was, as --base"
+            f"base: {name} is quantised ({weight.dtype}); give the unquantised model as --base"
         )
     if a.ndim != 2 or b.ndim != 2 or weight.shape != (b.shape[0], a.shape[1]):
         raise UnsupportedError(
-            f"base: {name} is {list(weight.shape)}, its adapters A {list(a.shape)} and B "
-            f"{list(b.shape)} are for another model; give theirs as --base"
+            f"base: {name} is {list(weight.shape)}, but its adapters A {list(a.shape)} and B "
+            f"{list(b.shape)} are for another model; give their model as --base"
         )
     wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
     merged = weight.to(wide).addmm(b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
@@ -305,17 +312,15 @@ def _sum(name: str, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tenso
 
 
 def _merge_in_memory(model: Path, adapters: Path, overrides: dict[str, Any], target: Path) -> None:
-    """By peft, in the base's dtype."""
+    """Merge by peft in memory, in the base's dtype."""
     made = load_config(path=str(model), config=None, overrides=overrides)
     if getattr(made, "quantization_config", None) is not None:
-        raise UnsupportedError(
-            f"base: {model} is quantised; give the model before it was, as --base"
-        )
+        raise UnsupportedError(f"base: {model} is quantised; give the unquantised model as --base")
     dtype = getattr(made, "dtype", None) or torch.float32
     whole: Any = load_model(path=str(model), overrides=overrides, dtype=dtype)
     head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    if tied:  # or peft adds what is for one of them to both, and what is for both twice
+    if tied:  # else peft adds adapters of one to both, and those of both twice
         head.weight = nn.Parameter(head.weight.detach().clone())
     try:
         with warnings.catch_warnings():
@@ -327,7 +332,7 @@ def _merge_in_memory(model: Path, adapters: Path, overrides: dict[str, Any], tar
         merged = peft_model.merge_and_unload(safe_merge=True)
     except UnsupportedError:
         raise
-    except Exception as error:  # each of its tuners has its own
+    except Exception as error:  # each of its tuners has its own errors
         raise UnsupportedError(
             f"{adapters}: peft cannot merge them into {model}: {' '.join(str(error).split())}"
         ) from error
@@ -337,7 +342,8 @@ def _merge_in_memory(model: Path, adapters: Path, overrides: dict[str, Any], tar
 
 
 def _refuse_other_tensors(peft_model: Any, adapters: Path) -> None:
-    """Refuse a file that lacks what its configuration asks for, or has what peft would not load."""
+    """Refuse a file that lacks tensors of its configuration, or has some that peft would not
+    load."""
     wanted = load("peft", "get_peft_model_state_dict")(peft_model, save_embedding_layers=False)
     with open_tensors(adapters / ADAPTER_TENSORS) as tensors:
         names = {name for name in tensors.keys() if ".base_layer." not in name}  # noqa: SIM118
@@ -351,8 +357,8 @@ def _refuse_other_tensors(peft_model: Any, adapters: Path) -> None:
 
 
 def _tie(merged: Any, configs: Mapping[str, Any]) -> None:
-    """Make head and embedding one weight again, or, where adapters changed them differently, say in
-    the configuration that they are two."""
+    """Tie head and embedding again or, if adapters changed them differently, clear the tie in the
+    configuration."""
     head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
     declared = any(getattr(one, "ensure_weight_tying", False) for one in configs.values())
     alike = declared or torch.equal(head.weight, embedding.weight)

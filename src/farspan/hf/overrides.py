@@ -1,9 +1,9 @@
-"""Apply `model.overrides` as transformers reads the same fields in config.json, and hold each of
-them against the model that is made.
+"""Apply `model.overrides` as transformers reads the same fields in config.json, and check that each
+acts.
 
-transformers makes some fields of others while it reads a file: layer kinds of a window, RoPE's
-parameters of `rope_theta` and `rope_scaling`. So the file's fields are changed and read again,
-rather than the configuration that was made of them.
+transformers converts some fields as it reads a file: layer kinds from a window, RoPE's parameters
+from `rope_theta` and `rope_scaling`. So the file's fields are changed and read again, rather than
+the resulting configuration.
 """
 
 import copy
@@ -38,14 +38,14 @@ from farspan.spec import UnsupportedError
 
 ROPE = "rope_parameters"
 SPELLINGS = (ROPE, "rope_scaling")
-# Entries of a RoPE that mean the same under every type of it; the others are of one scaling.
+# Entries of a RoPE that mean the same under every type; the others belong to one scaling.
 LASTING = {"rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 SCALINGS = RopeParameters.__annotations__.keys() - LASTING - {"rope_type", "mrope_section"}
 
-# Fields that may change no number of a step, and count where the saved model is used: guides to
-# yarn set max_position_embeddings as well, to a length that the frequencies reach already.
+# Fields that may change no number of a step, but matter where the saved model is used: guides to
+# yarn also set max_position_embeddings, to a length that the frequencies already reach.
 FOR_USE = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"}
-# Fields that modules may hold although a step never comes to use them, and what to do instead.
+# Fields that modules may hold although a step never uses them, and advice for each.
 UNUSED = {
     "_attn_implementation": "farspan computes attention itself; leave it out",
     "attn_implementation": "farspan computes attention itself; leave it out",
@@ -60,18 +60,18 @@ UNUSED = {
     "z_loss_coefficient": "a step adds no loss of its logits' size; leave it out",
 }
 DRAWS = {"initializer_range", "initializer_factor", "init_std"}
-# Fields that a forward may read for what a training step does not ask for.
+# Fields that a forward may read for outputs that a training step does not request.
 UNASKED = {
     *(ROPE, "rope_scaling", "max_position_embeddings", "use_cache", "return_dict", "dtype"),
     *("_attn_implementation", "_experts_implementation", "output_attentions", "torch_dtype"),
     *("output_hidden_states", "problem_type", "num_labels", "use_return_dict"),
 }
-# Methods that no forward calls. What RoPE's computes lies in buffers.
+# Methods that no forward calls. Results of RoPE's are in buffers.
 BESIDE_FORWARD = {
     *("__init__", "extra_repr", "reset_parameters", "_init_weights"),
     *("compute_default_rope_parameters", "prepare_inputs_for_generation"),
 }
-# Where classes come from that models of all families are of.
+# Modules with classes shared by all families.
 NOT_OF_FAMILIES = (
     *("torch.nn.modules.module", "transformers.modeling_utils", "transformers.generation"),
     *("transformers.utils", "transformers.integrations"),
@@ -80,14 +80,14 @@ NOT_OF_FAMILIES = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A value of an override, and where transformers reads it."""
+    """An override's value, and the fields of the configuration that it sets."""
 
     name: str  # as the user wrote it, such as model.overrides.rope_scaling.factor
     paths: tuple[tuple[str, ...], ...]  # such as rope_parameters, full_attention, factor
     value: Any
 
 
-# -- where a field is read ----------------------------------------------------------------------
+# -- places of a field --------------------------------------------------------------------------
 
 
 def resolve(
@@ -96,18 +96,18 @@ def resolve(
     where: str = "model.overrides",
     path: tuple[str, ...] = (),
 ) -> list[Change]:
-    """The changes that overrides of a configuration stand for.
+    """Resolve overrides of a configuration to changes of its fields.
 
     Args:
-        config: The configuration without them.
-        overrides: Fields by name. Those that only the text's part of a model has may stand without
-            its name; a part of a nested configuration or of a RoPE leaves the rest of it.
+        config: The configuration without the overrides.
+        overrides: Fields by name. Fields of the text's configuration alone need no prefix; part of
+            a nested configuration or of a RoPE leaves the rest unchanged.
         where: The name of `overrides` in errors.
         path: The names of the configurations around `config`.
 
     Raises:
-        UnsupportedError: For a name that neither the configuration nor its model reads, and for
-            parameters of RoPE in a place where the family does not read them.
+        UnsupportedError: Neither the configuration nor its model reads a name, or the family does
+            not read RoPE's parameters in that place.
     """
     changes: list[Change] = []
     for name, value in overrides.items():
@@ -131,9 +131,9 @@ def resolve(
 
 
 def refuse_unknown(config: PretrainedConfig, fields: Sequence[str], where: str) -> None:
-    """Raises UnsupportedError for a field that no model of this configuration reads."""
+    """Raise UnsupportedError for a field that no model of this configuration reads."""
     for name in fields:
-        if name == "model_type":  # of a class: set on one of its objects it would change nothing
+        if name == "model_type":  # a class attribute: setting it on an object would change nothing
             raise UnsupportedError(
                 f"{where}.model_type: the type of a {config.model_type} model cannot be changed; "
                 "leave it out"
@@ -147,7 +147,8 @@ def refuse_unknown(config: PretrainedConfig, fields: Sequence[str], where: str) 
 
 
 def _text_part(config: PretrainedConfig) -> str | None:
-    """The field that holds the text's configuration, or one around it; None: it is the whole."""
+    """Return the field with the text's configuration, or one around it; None if that is the
+    whole."""
     text = config.get_text_config()
     for name in () if text is config else config.sub_configs:
         part = getattr(config, name, None)
@@ -168,9 +169,9 @@ def _has(config: PretrainedConfig, name: str) -> bool:
 
 
 def _is_read(config: PretrainedConfig, name: str) -> bool:
-    """Whether a family reads a field that its configuration does not declare: its causal model by
-    getattr, as Qwen3-MoE does head_dim, or its configuration from the file, as Gemma3's does
-    sliding_window_pattern to make layer_types."""
+    """Return whether a family reads a field that its configuration does not declare. Its causal
+    model may read it by getattr, as Qwen3-MoE does head_dim, or its configuration from the file, as
+    Gemma3's does sliding_window_pattern to make layer_types."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     quoted = rf"""["']{re.escape(name)}["']"""
     asks = rf"getattr\(\s*(self\.)?config,\s*{quoted}"
@@ -183,19 +184,19 @@ def _is_read(config: PretrainedConfig, name: str) -> bool:
 def _source(of: Any) -> str:
     try:
         return inspect.getsource(of)
-    except (OSError, TypeError):  # installed without it, or of no module
+    except (OSError, TypeError):  # source not installed, or no module
         return ""
 
 
 def _value(config: PretrainedConfig, name: str) -> Any:
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # Gemma4's layers differ in it; its file has one for most of them
+    except RuntimeError:  # Gemma4's layers differ in it; its file has the most common value
         return config.to_dict().get(name)
 
 
 def _canonical(config: PretrainedConfig, name: str) -> str:
-    """The family's own name of a field, such as n_embd for hidden_size."""
+    """Return the family's own name of a field, such as n_embd for hidden_size."""
     return "dtype" if name == "torch_dtype" else config.attribute_map.get(name, name)
 
 
@@ -250,7 +251,8 @@ def _rope_changes(
 
 
 def _entries(rope: Mapping[str, Any], where: str) -> Iterator[tuple[str, str, Any]]:
-    """Entries of a RoPE, each as it is written, with the name that transformers gives it today."""
+    """Yield the entries of a RoPE: the name as written, the current name in transformers, the
+    value."""
     kinds = {str(rope[name]) for name in ("type", "rope_type") if name in rope}
     if len(kinds) > 1:
         raise UnsupportedError(
@@ -264,7 +266,7 @@ def _entries(rope: Mapping[str, Any], where: str) -> Iterator[tuple[str, str, An
 
 
 def _default_type(config: PretrainedConfig) -> str:
-    return getattr(config, "default_rope_type", "default")  # before transformers 5.24: always that
+    return getattr(config, "default_rope_type", "default")  # always that before transformers 5.24
 
 
 def _rope_path(path: tuple[str, ...], kind: str, entry: str) -> tuple[str, ...]:
@@ -272,11 +274,10 @@ def _rope_path(path: tuple[str, ...], kind: str, entry: str) -> tuple[str, ...]:
 
 
 def _landing(config: PretrainedConfig, name: str, nested: bool = False) -> list[tuple[str, str]]:
-    """The entries of RoPE, by kind of layer, that transformers fills from a field of config.json.
-
-    Families have names of their own (rotary_pct, rope_local_base_freq, global_rope_theta), and read
-    the common ones in their own way. So two marks are written there, and what differs is read off.
-    """
+    """Return the entries of RoPE, by kind of layer, that transformers fills from a field of
+    config.json. Families have names of their own (rotary_pct, rope_local_base_freq,
+    global_rope_theta), and read the common ones in their own way. So two marker values are written
+    there, and entries that take both are returned."""
     before = ropes(config)
     asked = name in SPELLINGS or not _has(config, name) or name.startswith(("rope_", "rotary_"))
     if not before or not asked:
@@ -291,13 +292,13 @@ def _landing(config: PretrainedConfig, name: str, nested: bool = False) -> list[
 
 
 def _read(config: PretrainedConfig, name: str, value: Any) -> dict[str, dict[str, Any]]:
-    """The RoPE of each kind of layer that transformers reads where a file says no more of them than
-    this field; empty where it cannot."""
+    """Return the RoPE of each kind of layer that transformers reads if a file has only this field;
+    empty if it cannot."""
     rest = {n: v for n, v in config.to_dict().items() if n not in (*SPELLINGS, name)}
     try:
         with _quietly():
             return ropes(type(config).from_dict({**copy.deepcopy(rest), name: value}))
-    except Exception:  # whatever a family's own code stumbles over
+    except Exception:  # any error of the family's own code
         return {}
 
 
@@ -307,8 +308,9 @@ def _read(config: PretrainedConfig, name: str, value: Any) -> dict[str, dict[str
 def changed(
     config: PretrainedConfig, fields: Mapping[str, Any], changes: Sequence[Change]
 ) -> PretrainedConfig:
-    """The configuration that transformers reads from `fields`, a config.json's content of which it
-    made `config`, with these changes. Raises UnsupportedError where it cannot read them."""
+    """Return the configuration that transformers reads from `fields` with these changes. `fields`
+    is the content of the config.json that gave `config`. Raises UnsupportedError if transformers
+    cannot read the changed fields."""
     if not changes:
         return config
     made = {**copy.deepcopy(dict(fields)), "model_type": config.model_type}
@@ -344,8 +346,8 @@ def changed(
 
 
 def _last_words(error: Exception) -> str:
-    """The reason alone: transformers wraps it in lines that name its validators, and a KeyError
-    quotes it."""
+    """Return the reason alone: transformers wraps it in lines that name its validators, and a
+    KeyError quotes it."""
     last = str(error.args[0] if error.args else error).splitlines()[-1].strip()
     return re.sub(r"^\w+Error: ", "", last)
 
@@ -353,7 +355,7 @@ def _last_words(error: Exception) -> str:
 def _part(
     config: PretrainedConfig, fields: dict[str, Any], path: Sequence[str]
 ) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """A nested configuration and its fields; a file may leave them out, or keep them elsewhere."""
+    """Return a nested configuration and its fields, which a file may omit or keep elsewhere."""
     for name in path:
         config = getattr(config, name)
         if not isinstance(fields.get(name), dict):
@@ -369,14 +371,14 @@ def _set(
     config, fields = _part(config, fields, path[:-1])
     before = fields.get(name, _value(config, name))
     layers = getattr(config, "num_hidden_layers", None)
-    # An older name in the file would be read last.
+    # An older name in the file would be read last and win.
     for other in [key for key in fields if _canonical(config, key) == name]:
         del fields[other]
     if isinstance(before, Mapping) and isinstance(value, Mapping):
         value = {**before, **value}
     fields[name] = copy.deepcopy(value)
     if name == _canonical(config, "num_hidden_layers") and isinstance(value, int) and layers:
-        for key, each in fields.items():  # such as layer_types: the first layers are built
+        for key, each in fields.items():  # such as layer_types: keep the first layers
             if isinstance(each, list) and len(each) == layers > value > 0:
                 fields[key] = each[:value]
 
@@ -386,7 +388,7 @@ def _set_rope(
 ) -> None:
     depth = path.index(ROPE)
     config, fields = _part(config, fields, path[:depth])
-    # Older spellings go: transformers takes rope_scaling in place of rope_parameters.
+    # Remove older spellings: transformers prefers rope_scaling to rope_parameters.
     if fields.pop("rope_scaling", None) or not isinstance(fields.get(ROPE), dict):
         fields[ROPE] = copy.deepcopy(config.rope_parameters)
     known = {k: v for k, v in ropes(config)["".join(path[depth + 1 :])].items() if k != "type"}
@@ -401,7 +403,8 @@ def _set_rope(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Configurations that are made to be compared warn nobody."""
+    """Silence transformers' warnings inside the context, for configurations that are only
+    compared."""
     logging = transformers.utils.logging
     level = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -411,7 +414,7 @@ def _quietly() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-# -- does each of them act? ---------------------------------------------------------------------
+# -- effects of changes -------------------------------------------------------------------------
 
 
 def refuse_idle(
@@ -420,16 +423,16 @@ def refuse_idle(
     changes: Sequence[Change],
     drawn: bool,
 ) -> None:
-    """Hold each change against the model that is made of all, and the model without that one.
+    """Refuse changes without effect, by comparing the model with all changes to one without each.
 
     Args:
         make: Makes a model of a configuration, without weights.
-        build: Makes the configuration of these changes.
+        build: Makes the configuration with some changes.
         changes: All changes.
-        drawn: Whether weights are drawn rather than read.
+        drawn: Whether weights are random rather than read.
 
     Raises:
-        UnsupportedError: For a change that makes no difference, unless the value was there before.
+        UnsupportedError: A change makes no difference, and the value was not already set.
     """
     whole: dict[str, Any] = {}
     for change in changes:
@@ -438,7 +441,7 @@ def refuse_idle(
             continue
         try:
             without = build([other for other in changes if other is not change])
-        except UnsupportedError:  # the others cannot do without it
+        except UnsupportedError:  # the other changes need it
             without = None
         if without and _holds(without, change):
             continue
@@ -450,7 +453,7 @@ def refuse_idle(
         except UnsupportedError:
             other = None
         if without is None or other is None:
-            model = make(build(changes))  # which may have written over fields
+            model = make(build(changes))  # it may have overwritten fields
             if field != "rope_type" and not _holds(model.config, change):  # su is longrope's name
                 raise UnsupportedError(_idle(change, model.config, model))
         elif computing(other) == whole and not _is_default(make, build, changes, change, whole):
@@ -468,12 +471,12 @@ def _is_default(
     change: Change,
     whole: dict[str, Any],
 ) -> bool:
-    """Whether the model reads the value, and would take the same without it, such as yarn's
-    beta_fast of 32: then another one makes another model."""
+    """Return whether the model reads the value as its default, such as yarn's beta_fast of 32:
+    another value then makes another model."""
     if not isinstance(change.value, bool | int | float):
         return False
     value = change.value
-    # Of yarn's borders far smaller ones show where heads are narrow.
+    # Narrow heads show only much smaller borders of yarn.
     tried = [not value] if isinstance(value, bool) else [2 * value + 1, value / 4, value / 32]
     for another in tried:
         others = [replace(c, value=another) if c is change else c for c in changes]
@@ -527,11 +530,11 @@ def _window_advice(config: PretrainedConfig) -> str:
 
 
 def computing(model: PreTrainedModel) -> dict[str, Any]:
-    """All that decides what a model computes, but for its weights: the classes of its modules, the
-    shapes of parameters and which are one, buffers, and the attributes and fields of configurations
-    that a forward reads; and how many positions it reaches."""
+    """Collect everything except weights that decides what a model computes, and how many positions
+    it reaches. That is: the classes of its modules, the shapes of parameters and which are tied,
+    buffers, and the attributes and configuration fields that a forward reads."""
     first: dict[int, str] = {}
-    # The frequencies of other types, such as dynamic, depend on what they meet.
+    # The frequencies of other types, such as dynamic, depend on earlier inputs.
     growing = [kind for kind in rope_types(model.config) if kind not in SLICEABLE_ROPE]
     found: dict[str, Any] = {"": (context_limit(model.config), growing)}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -559,7 +562,7 @@ def _bytes(buffer: Tensor) -> Any:
 
 
 def _plain(value: Any) -> str | None:
-    """The value in words, where it is made of numbers and words alone; of a function its name."""
+    """Return a plain value as text, or the name of a function; None for others."""
     if isinstance(value, bool | int | float | str | torch.dtype | None):
         return repr(value)
     if isinstance(value, list | tuple | set | frozenset):
@@ -572,12 +575,12 @@ def _plain(value: Any) -> str | None:
 def _field(config: Any, name: str) -> str | None:
     try:
         return _plain(getattr(config, name, None))
-    except RuntimeError:  # of a configuration whose layers differ in it
+    except RuntimeError:  # the configuration's layers differ in it
         return None
 
 
 def _long_tables(module: nn.Module) -> list[bytes]:
-    """The tables of a RoPE that has others for long sequences, and makes them when it meets one."""
+    """Return a RoPE's tables for long sequences, which it makes only when it meets one."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds if isinstance(kinds, dict) else {None: kinds}
     config: Any = getattr(module, "config", None)
@@ -595,8 +598,8 @@ def _long_tables(module: nn.Module) -> list[bytes]:
 
 @cache
 def _read_by(kind: type) -> tuple[frozenset[str], frozenset[str]]:
-    """The attributes that the methods of a module's class read of anything, and the fields they
-    read of a configuration, but for methods that no forward calls."""
+    """Return the attributes and the configuration fields that the methods of a module's class read,
+    without methods that no forward calls."""
     attributes: set[str] = set()
     fields: set[str] = set()
     for base in kind.__mro__:

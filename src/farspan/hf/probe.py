@@ -1,16 +1,16 @@
-"""Prove that a model can be run in chunks by running it on a handful of tokens.
+"""Prove that a model can run in chunks by running it on a handful of tokens.
 
-Attention is answered densely. The model runs as itself, then stage by stage, then every kind of
-layer alone. Where two of these differ, something mixes tokens outside of attention, or attention
-outside of the interface, and the model is refused. Stage by stage the operations are the same, so
-rounding is too.
+Attention is computed densely. The model runs as a whole, then stage by stage, then every kind of
+layer alone. If two results differ, something mixes tokens outside of attention, or attention
+bypasses the interface, and the model is refused. Stage by stage the operations are the same, and so
+is the rounding.
 
-Each kind of layer is asked twice whether it mixes tokens by anything but attention and the states
-it hands on. With attention answered by numbers that nothing depends on, no gradient may go from one
-token to another: not a small one either, so that a scan whose fresh weights forget all but 1e-7 of
-a token shows. And run in chunks the layer must be what it is whole: one that attends in its
-outputs, in float32 or wider, where mixing shows far above rounding; one that recurs also in its
-gradients, which tell whether it continues from what it is given.
+Each kind of layer is checked twice for mixing of tokens by anything but attention and the states it
+passes on. With attention replaced by constants, no gradient may go from one token to another,
+however small, so that a scan whose fresh weights forget all but 1e-7 of a token shows. And the
+layer must be the same in chunks: one that attends in its outputs, in float32 or wider, where mixing
+shows far above rounding; one that recurs also in its gradients, which show whether it continues
+from the given state.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ from farspan.hf.recurrent import RecurrentStates, run_piece, state_spec, takes_t
 from farspan.hf.stages import CausalLMStages, LayerCall, UncompiledMode, run_layer, uncompiled
 from farspan.spec import LayerSpec, UnsupportedError
 
-# Keywords of an attention call that change no mathematics, or that farspan honours.
+# Keywords of an attention call that do not change the result, or that farspan supports.
 KNOWN = {
     "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
     "output_attentions", "output_router_logits", "output_hidden_states", "cache_position",
@@ -42,32 +42,32 @@ KNOWN = {
 
 
 TOKENS, CUT = 8, 5  # of the probe; the cut is off centre so that chunks differ
-PIECES = (0, 3, 7, 8)  # of a recurrent layer
-# Relative error of such pieces. Their own fp32 arithmetic, in another order, stays below 1e-5.
+PIECES = (0, 3, 7, 8)  # cuts for a recurrent layer
+# Relative error allowed for such pieces. Their own fp32 arithmetic, in another order, stays below
+# 1e-5.
 LOST = 1e-3
-# Relative errors that chunks of a layer may show in float32 and wider: products of another shape
+# Relative errors allowed for chunks of a layer in float32 and wider: products of another shape
 # round apart by 1e-7, and a float64 model may have routers and norms in float32.
 MIXING = {torch.float32: 1e-4, torch.float64: 1e-6}
 
 
-# Relative, of a loss that is computed twice from the same logits in float32.
+# Relative error of a loss that is computed twice from the same logits in float32.
 _LOSS = 1e-5
 
-UNATTENDING = LayerSpec(0, 0, 0, 0, window=1)  # a layer whose tokens see no others by attention
+UNATTENDING = LayerSpec(0, 0, 0, 0, window=1)  # a layer without attention
 
 
-# Next to the ends of what `torch.rand` gives: a probability lies between them, unless it is 0 or
-# 1. (It gives 0 itself once in 2**24 draws, by which PEFT drops a module at a dropout of 0, too.)
+# Next to the ends of torch.rand's range: a probability lies between them, unless it is 0 or 1.
+# (rand returns 0 itself once in 2**24 draws, at which PEFT drops a module even at a dropout of 0.)
 _ENDS = 2.0**-24, 1 - 2.0**-24
 _COMPARISONS = (torch.ops.aten.gt, torch.ops.aten.ge, torch.ops.aten.lt, torch.ops.aten.le)
 
 
 class _NoChance(UncompiledMode):
-    """Refuses whatever draws random numbers: a recomputed cell would draw others.
-
-    One uniform number may pass while it is only compared with what it never crosses: PEFT's LoHa
-    and LoKr compare one with a module dropout of 0, and OPT, before transformers 5.23, with a
-    LayerDrop of 0."""
+    """Refuses operations that draw random numbers: a recomputed cell would draw different ones. One
+    uniform number may pass while it is only compared with a value it never crosses: PEFT's LoHa and
+    LoKr compare one with a module dropout of 0, and OPT, before transformers 5.23, with a LayerDrop
+    of 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class _NoChance(UncompiledMode):
         return out
 
     def _compared(self, func: Any, args: tuple[Any, ...], place: int, kwargs: Any) -> Any:
-        """The comparison's outcome, which must be the same at both ends of what may be drawn."""
+        """Return the comparison's outcome, which must be the same at both ends of the range."""
         if func.overloadpacket not in _COMPARISONS:
             raise self._refusal(torch.ops.aten.rand.default)
         ends = (torch.full_like(args[place], end) for end in _ENDS)
@@ -108,8 +108,7 @@ class _NoChance(UncompiledMode):
 
 @torch.no_grad()
 def probe_layers(stages: CausalLMStages) -> list[LayerSpec]:
-    """What attention each layer asks for. Raises UnsupportedError when chunks could not be
-    exact."""
+    """Return the attention of each layer. Raises UnsupportedError if chunks could not be exact."""
     try:
         return _probe(stages)
     except Exception as error:
@@ -121,7 +120,7 @@ def probe_layers(stages: CausalLMStages) -> list[LayerSpec]:
 
 
 def _refuse_failing(stages: CausalLMStages) -> None:
-    """Raises UnsupportedError where the model's own forward fails on text, without farspan, too."""
+    """Raise UnsupportedError if the model's own forward also fails on text without farspan."""
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device=stages.device)
     try:
         stages.model(input_ids=ids, use_cache=False)
@@ -133,13 +132,13 @@ def _refuse_failing(stages: CausalLMStages) -> None:
             f"; {', '.join(dtypes.values())}: cast all to one dtype" if len(dtypes) > 1 else ""
         )
         raise UnsupportedError(
-            f"model: the forward of {type(stages.model).__name__} fails without farspan, too "
+            f"model: the forward of {type(stages.model).__name__} also fails without farspan "
             f"({type(error).__name__}: {' '.join(str(error).split())}){several}"
         ) from error
 
 
 def _refuse_nonfinite(model: nn.Module) -> None:
-    """Raises UnsupportedError, naming the first weight that is not a number. Buffers may hold
+    """Raise UnsupportedError, naming the first weight that is not finite. Buffers may hold
     infinities, as masks do."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta or not tensor.is_floating_point():
@@ -149,8 +148,8 @@ def _refuse_nonfinite(model: nn.Module) -> None:
         if wrong:
             raise UnsupportedError(
                 f"model: {name} holds NaN or infinity, {wrong} of its {tensor.numel()} numbers: "
-                "the file or checkpoint that it was read from is damaged, or of a run that "
-                "diverged; take another one"
+                "its file or checkpoint is damaged, or comes from a run that diverged; use "
+                "another one"
             )
 
 
@@ -172,7 +171,7 @@ def _probe(stages: CausalLMStages) -> list[LayerSpec]:
             raise UnsupportedError(_attends_elsewhere(stages, 0, 0)) from error
         with routed(stages.model):
             refuse_mixing(stages, hidden, seen)
-    # Qwen2-MoE asks for a mask of 0 tokens where windows are off, and no layer is handed it.
+    # Qwen2-MoE requests a mask of 0 tokens when windows are off, and passes it to no layer.
     unheard = windows - {layer.window for layer in seen} - {0}
     if unheard:
         raise UnsupportedError(
@@ -185,12 +184,12 @@ def _probe(stages: CausalLMStages) -> list[LayerSpec]:
 
 @torch.no_grad()
 def ask_layers(stages: CausalLMStages) -> list[LayerSpec]:
-    """What attention each layer asks for, and nothing proven that takes numbers."""
+    """Return the attention of each layer without proofs that depend on values."""
     asked: dict[Any, tuple[LayerSpec, int]] = {}
     with routed(stages.model), uncompiled(), _NoChance():
         positions = torch.zeros(1, 1, dtype=torch.long, device=stages.device)
         kinds = stages.kinds()
-        # A scan of a single token takes as long as one of hundreds: one layer answers for its kind.
+        # A scan of one token takes as long as one of hundreds, so one layer of each kind runs.
         for index, call in enumerate(stages.calls(1, positions)):
             if kinds[index] not in asked:
                 asked[kinds[index]] = _ask(stages, index, call)
@@ -201,7 +200,7 @@ def ask_layers(stages: CausalLMStages) -> list[LayerSpec]:
 
 
 def _ask(stages: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec, int]:
-    """A layer, and its calls of attention."""
+    """Return the attention of a layer, and the number of its attention calls."""
     dense = ProbeAttention(layer=index)
     hidden = torch.ones(1, 1, stages.width, dtype=stages.dtype, device=stages.device)
     with answering(dense):
@@ -212,15 +211,14 @@ def _ask(stages: CausalLMStages, index: int, call: LayerCall) -> tuple[LayerSpec
 
 
 def _unattending(stages: CausalLMStages, hidden: Tensor, index: int, call: LayerCall) -> LayerSpec:
-    """A layer that does not attend, with what it hands on."""
+    """Return the spec of a layer without attention, with the states it passes on."""
     states = RecurrentStates()
     stages.run_layer(index, hidden, with_states(call, states))
     return replace(UNATTENDING, state=state_spec(states.after))
 
 
 def _refuse_hidden_state(stages: CausalLMStages, index: int, spec: LayerSpec) -> None:
-    """Raises UnsupportedError for a layer that must mix tokens in a way that `spec` does not
-    have."""
+    """Raise UnsupportedError for a layer that mixes tokens in a way that `spec` does not have."""
     mixes = any(isinstance(module, nn.Conv1d) for module in stages.layers[index].modules())
     if mixes and not spec.state:
         attends = "attends; expected one or the other in a layer"
@@ -250,7 +248,8 @@ def _refuse_lost_gradients(stages: CausalLMStages) -> None:
 
 
 def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
-    """Its logits, or what its head for whole sequences reads, and how often it attended."""
+    """Return the model's logits, or the input of its head for whole sequences, and the number of
+    attention calls."""
     dense = ProbeAttention()
     try:
         with answering(dense):
@@ -286,9 +285,8 @@ def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
 
 
 def _refuse_other_loss(model: PreTrainedModel, ids: Tensor) -> None:
-    """Raises UnsupportedError where the model's own loss is not the mean cross-entropy of its
-    logits: a step computes that one. Those of transformers' classes are; asked is who has set
-    another."""
+    """Raise UnsupportedError if the model's own loss is not the mean cross-entropy of its logits,
+    which a step computes. Losses of transformers' classes are; this checks for replaced ones."""
     standard: Any = LOSS_MAPPING["ForCausalLM"]
     what = {
         "a forward that was set on it": "forward" in vars(model),
@@ -310,7 +308,7 @@ def _refuse_other_loss(model: PreTrainedModel, ids: Tensor) -> None:
             f"({type(error).__name__}: {error}), {advice}"
         ) from error
     if own is None or not isinstance(logits, Tensor) or logits.ndim != 3:
-        return  # a fused head returns no logits, and the other way round nothing is changed
+        return  # a fused head returns no logits, and returns the same loss
     plain = standard(logits, ids, vocab_size=logits.shape[-1])
     if not float((own - plain).abs()) <= _LOSS * float(plain):
         raise UnsupportedError(
@@ -368,8 +366,8 @@ def _embedded_in_chunks(
 
 
 def _refuse_second_states(stages: CausalLMStages, ids: Tensor) -> None:
-    """Raises UnsupportedError where a layer is handed what the one before gave beside the hidden
-    state, as Zaya's are."""
+    """Raise UnsupportedError if a layer gets more from the previous layer than its hidden state, as
+    Zaya's do."""
     kept: list[Tensor] = []
 
     def before(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -394,7 +392,7 @@ def _refuse_second_states(stages: CausalLMStages, ids: Tensor) -> None:
 
 
 def _is_whole(found: Tensor, whole: Tensor) -> bool:
-    # Half of the dtype's digits, or of float32's where a model rounds to it inside.
+    # Half of the dtype's digits, or of float32's for models that round to it inside.
     limit = max(torch.finfo(whole.dtype).eps ** 0.5, MIXING[torch.float64])
     return distance(found, whole) <= limit
 
@@ -408,12 +406,12 @@ def _refuse_mixing(stages: CausalLMStages, how: str, found: Tensor, whole: Tenso
         )
 
 
-# -- does a layer mix tokens by anything else? --------------------------------------------------
+# -- mixing of tokens within a layer ------------------------------------------------------------
 
 
 def refuse_mixing(stages: CausalLMStages, hidden: Tensor, seen: list[LayerSpec]) -> None:
-    """Raises UnsupportedError where tokens of a layer see each other in another way than `seen`;
-    every kind of layer, on these hidden states [1, TOKENS, hidden]."""
+    """Raise UnsupportedError if tokens of a layer see each other in another way than `seen`. Runs
+    every kind of layer on these hidden states [1, TOKENS, hidden]."""
     dtype = stages.dtype if stages.dtype in MIXING else torch.float32
     for index, layer in _of_each_kind(stages, seen):
         if not seen[index].state:
@@ -424,8 +422,8 @@ def refuse_mixing(stages: CausalLMStages, hidden: Tensor, seen: list[LayerSpec])
 
 
 def refuse_forgetting(stages: CausalLMStages, seen: list[LayerSpec]) -> None:
-    """Raises UnsupportedError where a layer does not go on from the states it hands on; takes no
-    numbers."""
+    """Raise UnsupportedError if a layer does not continue from the states it passes on; independent
+    of values."""
     shape = 1, TOKENS, stages.width
     hidden = torch.zeros(shape, dtype=stages.dtype, device=stages.device)
     for index, layer in _of_each_kind(stages, seen):
@@ -443,7 +441,7 @@ def _of_each_kind(stages: CausalLMStages, seen: list[LayerSpec]) -> Iterator[tup
 
 @dataclass(slots=True)
 class _Constant:
-    """Answers an attention call with numbers of its own, and keeps what it was given."""
+    """Answers attention calls with constants, and keeps its inputs."""
 
     given: list[Tensor] = field(default_factory=list)  # [B, heads, T, head dim] each
 
@@ -470,7 +468,7 @@ def _refuse_gradients_between_tokens(stages: CausalLMStages, index: int, hidden:
         (found,) = torch.autograd.grad(total, leaf, retain_graph=True)
         if bool(found[:, there].any()):
             raise UnsupportedError(
-                f"model: layer {index} of {type(stages.model).__name__} mixes tokens beside the "
+                f"model: layer {index} of {type(stages.model).__name__} mixes tokens outside the "
                 "attention interface (by a convolution or a scan of its own, or a statistic over "
                 "tokens), which chunks would cut off"
             )
@@ -479,7 +477,7 @@ def _refuse_gradients_between_tokens(stages: CausalLMStages, index: int, hidden:
 def _refuse_other_outputs(
     stages: CausalLMStages, index: int, layer: nn.Module, hidden: Tensor
 ) -> None:
-    """Raises UnsupportedError where the layer cut in two is another one."""
+    """Raise UnsupportedError if the layer's outputs change when it is cut in two."""
     cuts, outs = ((0, TOKENS), (0, CUT), (CUT, TOKENS)), []
     remembers = ProbeAttention(layer=0)
     with eager_experts(layer):
@@ -505,9 +503,9 @@ def _differs(stages: CausalLMStages, index: int, error: float, where: str) -> st
 def _refuse_other_gradients(
     stages: CausalLMStages, index: int, layer: nn.Module, hidden: Tensor
 ) -> None:
-    """Raises UnsupportedError where a recurrent layer is another one in pieces, the last of them
-    one token, or does not go on from what it is given: Jamba's scans do not, which shows by 3e-7 in
-    outputs of a model whose weights are fresh, and by more in gradients."""
+    """Raise UnsupportedError if a recurrent layer changes in pieces, the last of one token, or does
+    not continue from its states. Jamba's scans do not: that shows by 3e-7 in outputs of a model
+    with fresh weights, and more in gradients."""
     shapes = [(0, TOKENS)], list(pairwise(PIECES))
     whole, pieces = (_with_gradient(stages, index, layer, hidden, cuts) for cuts in shapes)
     error = max(distance(x, y) for x, y in zip(pieces, whole, strict=True))
@@ -523,13 +521,13 @@ def _with_gradient(
     hidden: Tensor,
     cuts: list[tuple[int, int]],
 ) -> tuple[Tensor, Tensor]:
-    """The output of a recurrent layer on these pieces, and the gradient of its input."""
+    """Return the output of a recurrent layer on these pieces, and the gradient of its input."""
     leaf, outs, states = hidden.detach().requires_grad_(), [], RecurrentStates()
     given: dict[str, Tensor] = {}
-    # One by one they take numbers: which experts have tokens at all.
+    # Eager experts depend on values: only experts with tokens run.
     with nullcontext() if hidden.is_meta else eager_experts(layer):
         for start, stop in cuts:
-            # Tensors of their own: the piece that left a state may read it for its output too.
+            # New tensors: the piece that left a state may also read it for its output.
             states = RecurrentStates({name: x.view_as(x) for name, x in states.after.items()})
             given |= {f"{name} at {start}": state for name, state in states.before.items()}
             more = takes_two(stop - start, states.before)
@@ -552,25 +550,26 @@ def _with_gradient(
 
 
 def cast_call(call: LayerCall, dtype: torch.dtype) -> LayerCall:
-    """The call with its floating-point tensors in another dtype."""
+    """Return the call with its floating-point tensors in another dtype."""
 
     return call.map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|."""
+    """Return |found - expected| / |expected|."""
     found, expected = found.double(), expected.double()
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-# -- attention, as the probe answers it ---------------------------------------------------------
+# -- attention during the probe -----------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class ProbeAttention:
-    """Answers attention calls densely, over the keys of the chunks seen so far, and notes them."""
+    """Answers attention calls densely, over the keys of the chunks seen so far, and records
+    them."""
 
-    layer: int | None = None  # None: count layers by calls, while the model itself runs
+    layer: int | None = None  # None: count layers by calls, while the whole model runs
     seen: dict[int, LayerSpec] = field(default_factory=dict)
     calls: int = 0
     past: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -631,27 +630,24 @@ PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm)
 
 
 class Float64Mode(UncompiledMode):
-    """Code that asks for float32 gets float64, also in a backward, which modes of the level above
-    do not see: a float64 model is then one to compare with.
-
-    Many families round to float32 on the way. Gradients of Gemma's norm weights are then sums over
-    tokens in float32, DeepSeek's router is a matrix product in float32, and where a sequence is cut
-    decides how a recurrence rounds, by 1e-4 in gradients of decays. The uncut sequence is as far
-    from what float64 gives. For models without a float32 parameter, whose gradient would be of
-    another dtype.
-    """
+    """Runs float32 requests in float64, also in a backward, which function modes do not see, so
+    that a float64 model can be a reference. Many families round to float32 on the way. Gradients of
+    Gemma's norm weights are then sums over tokens in float32, DeepSeek's router is a matrix product
+    in float32, and the places of cuts change how a recurrence rounds, by 1e-4 in gradients of
+    decays. The uncut sequence is as far from float64. For models without a float32 parameter, whose
+    gradient would change its dtype."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # An empty tensor is the beginning of a view of memory (`activations`), and has its dtype.
+        # An empty tensor is the start of a view of memory (`activations`), and has its dtype.
         of_memory = func is torch.ops.aten.empty.memory_format and args == ([0],)
         if kwargs.get("dtype") is torch.float32 and not of_memory:
             kwargs = {**kwargs, "dtype": torch.float64}
         if func.overloadpacket in PRODUCTS:
             first, second, *rest = args
-            # A table that was float32 to begin with, such as frequencies, was asked for nothing.
+            # A table that was float32 before, such as frequencies, was not requested here.
             if first.dtype is not second.dtype:
                 args = first.double(), second.double(), *rest
         return func(*args, **kwargs)

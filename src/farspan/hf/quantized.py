@@ -1,9 +1,8 @@
-"""Weights in fewer bits than they compute in, which stay frozen while adapters are trained: how a
-model is loaded with such, which formats train, and what a packed weight stands for.
+"""Load, copy and unpack frozen quantised weights, next to which adapters are trained.
 
-bitsandbytes packs a weight [outer, inner] into uint8 [n, 1], two elements a byte; what unpacks it
-hangs on the parameter as `quant_state`. So neither shape nor dtype of the parameter are the
-weight's, and its bytes are not all: this module alone knows.
+bitsandbytes packs a weight [outer, inner] into uint8 [n, 1], two elements a byte; the scales that
+unpack it are in the parameter's `quant_state`. So neither shape nor dtype of the parameter are the
+weight's, and its bytes are not all: only this module knows that.
 """
 
 import copy
@@ -29,9 +28,9 @@ MISSING = (
 )
 WHOLE = (
     "model.lora: missing, and weights that are quantised cannot be trained themselves; give "
-    "model.lora, such as rank: 16, for adapters beside them, or {instead}"
+    "model.lora, such as rank: 16, for adapters on them, or {instead}"
 )
-# Formats without gradients, as their checkpoints name them; beside what transformers says itself.
+# Formats without gradients, by the names in checkpoints; transformers itself refuses others.
 UNTRAINED = ("mxfp4", "nvfp4")
 
 
@@ -39,7 +38,7 @@ BITSANDBYTES = "bitsandbytes"  # the format whose weights are unpacked, copied a
 
 
 def format_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """What a model's configuration says of the quantisation of its weights; None: there is none."""
+    """Return the quantisation entry of a model's configuration; None: not quantised."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         return None
@@ -47,8 +46,8 @@ def format_of(config: PretrainedConfig) -> dict[str, Any] | None:
 
 
 def refuse_untrainable(config: PretrainedConfig, path: str) -> None:
-    """Raises UnsupportedError for weights in a format through which transformers has no
-    gradients."""
+    """Raise UnsupportedError for weights in a format that transformers cannot differentiate
+    through."""
     given = format_of(config)
     if given is None:
         return
@@ -59,8 +58,8 @@ def refuse_untrainable(config: PretrainedConfig, path: str) -> None:
             return
     except ImportError as error:
         raise UnsupportedError(
-            f"model.path: the weights of {path} are quantised ({method}), and what reads them "
-            f"cannot be imported here: {error}; install it"
+            f"model.path: the weights of {path} are quantised ({method}), and the package that "
+            f"reads them cannot be imported here: {error}; install it"
         ) from error
     except (ValueError, TypeError, KeyError) as error:
         raise UnsupportedError(
@@ -75,14 +74,14 @@ def refuse_untrainable(config: PretrainedConfig, path: str) -> None:
 
 
 def refuse_whole(config: PretrainedConfig) -> None:
-    """Raises UnsupportedError for quantised weights that are to be trained themselves."""
+    """Raise UnsupportedError if quantised weights are to be trained themselves."""
     if format_of(config) is not None:
         raise UnsupportedError(WHOLE.format(instead="a plain checkpoint as model.path"))
 
 
 def arguments(config: PretrainedConfig, nf4: bool, dtype: torch.dtype, device: Any) -> Any:
-    """What `from_pretrained` is given for weights that are, or are to be, quantised. A folder that
-    is quantised is taken as it is. Raises UnsupportedError."""
+    """Return the arguments of `from_pretrained` for weights that are quantised, or with `nf4` are
+    to be. A quantised folder keeps its format. Raises UnsupportedError."""
     already = format_of(config)
     if already is None and not nf4:
         return {}
@@ -91,7 +90,7 @@ def arguments(config: PretrainedConfig, nf4: bool, dtype: torch.dtype, device: A
             load("bitsandbytes.nn", "Linear4bit"), load("accelerate", "init_empty_weights")
         except ImportError as error:
             raise UnsupportedError(MISSING.format(error=error)) from error
-    # Without a device transformers takes the GPU that is there.
+    # Without a device transformers takes the present GPU.
     found: dict[str, Any] = {"device_map": {"": torch.device(device)}}
     if already is None:
         found["quantization_config"] = BitsAndBytesConfig(
@@ -104,9 +103,9 @@ def arguments(config: PretrainedConfig, nf4: bool, dtype: torch.dtype, device: A
 
 
 def settle(model: nn.Module, dtype: torch.dtype) -> None:
-    """Has products with packed weights run in this dtype, and the weights stay as they are packed:
-    bitsandbytes 0.50 packs them anew on some CPUs for a module that evaluates, and its gradients
-    are gone from then on."""
+    """Set the dtype of products with packed weights, and keep the weights as they are packed.
+    bitsandbytes 0.50 repacks them on some CPUs for a module in eval mode, which then has no
+    gradients."""
     modules: Iterable[Any] = model.modules()
     for module in modules:
         if is_packed(module):
@@ -115,14 +114,14 @@ def settle(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether it is a linear module of four bits an element; peft's around one has its weight, too,
-    but as a property."""
+    """Return whether it is a linear module with four bits an element. peft's wrapper of one has the
+    same weight, but as a property."""
     return _state(module._parameters.get("weight")) is not None
 
 
 def linear_widths(layer: nn.Module) -> list[tuple[int, int]]:
-    """Inner and outer width of each linear module of a layer that is, or could be, packed: of all
-    but adapters."""
+    """Return inner and outer width of each linear module of a layer that is, or could be, packed:
+    all but adapters."""
     found: list[tuple[int, int]] = []
     for name, module in layer.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and ".lora_" not in name:
@@ -132,19 +131,19 @@ def linear_widths(layer: nn.Module) -> list[tuple[int, int]]:
 
 
 def shape_of(weight: Tensor) -> torch.Size:
-    """Of what a weight stands for: [outer, inner]."""
+    """Return the shape of the unpacked weight, [outer, inner]."""
     state = _state(weight)
     return weight.shape if state is None else torch.Size(state.shape)
 
 
 def elements(weight: Tensor) -> int:
-    """That a weight stands for."""
+    """Return the number of elements of the unpacked weight."""
     return prod(shape_of(weight))
 
 
 def parts_of(weight: Tensor) -> list[Tensor]:
-    """What is held for a weight: itself, and of a packed one the scales of its blocks, their own
-    scales and the tables of both."""
+    """Return the tensors of a weight: itself, and for a packed one the scales of its blocks, their
+    own scales and the tables of both."""
     state = _state(weight)
     if state is None:
         return [weight]
@@ -153,7 +152,7 @@ def parts_of(weight: Tensor) -> list[Tensor]:
 
 
 def put_parts(weight: nn.Parameter, parts: Sequence[Tensor]) -> None:
-    """Have a weight be held in these tensors, which are what `parts_of` gives in other places."""
+    """Replace the tensors of a weight by copies elsewhere, in the order of `parts_of`."""
     weight.data, *rest = parts
     state = _state(weight)
     if state is not None:
@@ -163,12 +162,12 @@ def put_parts(weight: nn.Parameter, parts: Sequence[Tensor]) -> None:
 
 
 def empty_parts(weight: nn.Parameter, device: torch.device) -> list[Tensor]:
-    """In the places of its parts, tensors without numbers."""
+    """Return empty tensors, one for each part of a weight."""
     return [torch.empty(0, dtype=part.dtype, device=device) for part in parts_of(weight)]
 
 
 def empty_like(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A parameter of the same kind on a device, whose parts are yet to be put."""
+    """Return a parameter of the same kind on a device, with empty parts."""
     empty = empty_parts(weight, device)
     state = copy.copy(_state(weight))
     if state is None:
@@ -181,8 +180,8 @@ def empty_like(weight: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def copied(module: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of a module on a device. bitsandbytes 0.50 copies all of the memory in which packed
-    weights lie, which is that of every layer where they are streamed."""
+    """Copy a module to a device. bitsandbytes 0.50 would copy the whole memory that holds packed
+    weights, which is that of every layer if they are streamed."""
     memo: dict[int, Any] = {}
     for weight in module.parameters():
         if _state(weight) is not None:
@@ -195,28 +194,28 @@ def copied(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def is_known(weight: nn.Parameter) -> bool:
-    """Whether its parts are all that there is of it."""
+    """Return whether its parts are all the tensors of a weight."""
     return type(weight) is nn.Parameter or _state(weight) is not None
 
 
 def state_bytes(weight: Tensor) -> int:
-    """That are held for a weight beside its own."""
+    """Return the bytes that a weight holds in addition to its own."""
     return sum(part.nbytes for part in parts_of(weight)[1:])
 
 
 def held_bytes(weight: Tensor) -> int:
-    """Of all that is held for a weight."""
+    """Return all bytes that a weight holds."""
     return weight.nbytes + state_bytes(weight)
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether some weights are no numbers to compute with."""
+    """Return whether some weights are packed."""
     return any(not p.is_floating_point() for p in model.parameters())
 
 
 def plain_linears(model: nn.Module, weight: Callable[[Any], Tensor]) -> dict[int, Any]:
-    """By the ids of linear modules with packed weights, plain ones with what `weight` gives for
-    such a module: what `deepcopy` puts in their places."""
+    """Return plain linear modules with weights from `weight`, by the ids of packed ones, as a memo
+    for `deepcopy`."""
     found: dict[int, Any] = {}
     for module in model.modules():
         if not is_packed(module):
@@ -233,17 +232,16 @@ def plain_linears(model: nn.Module, weight: Callable[[Any], Tensor]) -> dict[int
 
 
 def unpacked(model: nn.Module, dtype: torch.dtype) -> Any:
-    """A copy of a model in another dtype, in which the numbers that packed weights stand for are
-    weights of plain linear modules: the same function. Raises UnsupportedError for packed weights
-    of another kind."""
+    """Copy a model in another dtype, with packed weights unpacked into plain linear modules: the
+    same function. Raises UnsupportedError for packed weights of another kind."""
     twin: Any = copy.deepcopy(model, plain_linears(model, _dequantized))
     for name, parameter in twin.named_parameters():
         if not parameter.is_floating_point():
             raise UnsupportedError(
-                f"model: {name} is packed in {parameter.dtype}, and what it stands for is known of "
-                "bitsandbytes' four-bit weights alone; give the model with such, or a plain one"
+                f"model: {name} is packed in {parameter.dtype}, and farspan unpacks only "
+                "bitsandbytes' four-bit weights; give the model with such, or a plain one"
             )
-    return nn.Module.to(twin, dtype)  # transformers' own refuses, as if it were packed still
+    return nn.Module.to(twin, dtype)  # transformers' own `to` refuses, as if it were still packed
 
 
 def _dequantized(module: Any) -> Tensor:
@@ -253,7 +251,8 @@ def _dequantized(module: Any) -> Tensor:
 
 
 def frozen_digest(model: nn.Module) -> str | None:
-    """Of all weights that are not trained, which checkpoints leave out; None where all are."""
+    """Return a digest of all frozen weights, which checkpoints leave out; None if all are
+    trained."""
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     if not frozen:
         return None
@@ -266,7 +265,7 @@ def frozen_digest(model: nn.Module) -> str | None:
 
 
 def is_quantized_folder(path: str | None) -> bool:
-    """Whether a local folder says that its weights are quantised."""
+    """Return whether a local folder's config.json has a quantization_config."""
     config = (
         None if path is None else read_json(Path(path).expanduser() / "config.json", finite=False)
     )

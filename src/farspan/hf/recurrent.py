@@ -1,11 +1,10 @@
-"""Recurrent layers of Hugging Face: what they keep for generation is handed from chunk to chunk in
-training.
+"""Pass the cache states of Hugging Face's recurrent layers from chunk to chunk in training.
 
 A recurrent layer (linear attention, a state-space or short convolution) reads and writes a cache: a
-convolution's last inputs, a recurrence's state. `RecurrentStates` stands in that cache's place for
-one layer and one piece of a sequence. Nothing is changed in place, so that gradients flow from what
-a piece leaves back to what it was given. Families of transformers 5.17 ask the cache's layers,
-those of 5.23 the cache; both find what they look for.
+convolution's last inputs, a recurrence's state. `RecurrentStates` replaces that cache for one layer
+and one piece of a sequence. Nothing is changed in place, so gradients flow from the states that a
+piece leaves back to those that it read. Families of transformers 5.17 call the cache's layers,
+those of 5.23 the cache; both interfaces exist here.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,25 +23,25 @@ CONV, RECURRENT = "conv", "recurrent"
 
 
 class _Known(Exception):
-    """All that the layer hands on is known, and nothing else is wanted."""
+    """Stop the layer: it has passed on all wanted states, and its output is not needed."""
 
 
 @dataclass(slots=True)
 class RecurrentStates:
-    """A cache of one layer. Names of tensors are `conv.0`, `recurrent.0`, by the family's own
+    """A cache of one layer. Tensors are named `conv.0`, `recurrent.0`, by the family's own
     numbers."""
 
-    before: Mapping[str, Tensor] = field(default_factory=dict)  # none: a sequence begins
-    wanted: frozenset[str] = frozenset()  # names after which to stop; none: run to the end
+    before: Mapping[str, Tensor] = field(default_factory=dict)  # empty: a sequence begins
+    wanted: frozenset[str] = frozenset()  # names after which to stop; empty: run to the end
     after: dict[str, Tensor] = field(default_factory=dict)
 
     def until_known(self, wanted: frozenset[str], run: Callable[[], Tensor]) -> None:
-        """Run the layer until it has handed on what is wanted."""
+        """Run the layer until it has passed on the wanted states."""
         self.wanted = wanted
         with suppress(_Known):
             run()
 
-    # -- what families call, transformers.Cache's words ------------------------------------------
+    # -- the interface of transformers.Cache -----------------------------------------------------
 
     def get_conv_state(self, _: int, state_idx: int = 0) -> Tensor | None:
         return self.before.get(f"{CONV}.{state_idx}")
@@ -66,11 +65,11 @@ class RecurrentStates:
     def update_conv_state(
         self,
         conv_states: Tensor,
-        layer_idx: int,  # noqa: ARG002 - families give it by its name
+        layer_idx: int,  # noqa: ARG002 - families pass it by name
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> Tensor:
-        """The inputs of a convolution [B, D, T], with those before them."""
+        """Return the inputs of a convolution [B, D, T], preceded by the earlier ones."""
         earlier = self.before.get(f"{CONV}.{state_idx}")
         size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         if earlier is not None:
@@ -85,10 +84,10 @@ class RecurrentStates:
     def update_recurrent_state(
         self,
         recurrent_states: Tensor,
-        layer_idx: int,  # noqa: ARG002 - families give it by its name
+        layer_idx: int,  # noqa: ARG002 - families pass it by name
         state_idx: int = 0,
     ) -> Tensor:
-        """What a recurrence leaves."""
+        """Store the state that a recurrence leaves."""
         self._know(f"{RECURRENT}.{state_idx}", recurrent_states)
         return recurrent_states
 
@@ -114,7 +113,7 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """A cache's layers, of which there is one whatever its number."""
+    """A cache's layers: the same one for every index."""
 
     states: RecurrentStates
 
@@ -130,30 +129,27 @@ class _Layers:
 
 
 def with_states(call: LayerCall, states: RecurrentStates) -> LayerCall:
-    """The call with these states where the family's layers look for a cache."""
+    """Return the call with these states in the layer's cache arguments."""
     return replace(call, keywords={**call.keywords, **dict.fromkeys(call.caches, states)})
 
 
 def run_piece(layer: nn.Module, hidden: Tensor, call: LayerCall, states: RecurrentStates) -> Tensor:
-    """A recurrent layer on a piece [B, T, hidden] of a sequence. `call` is for T tokens, or for 2
-    where `takes_two` says so.
-
-    A family takes one token after others for one that is generated: its code for that changes
-    states in place, and rounds otherwise. Such a token is run with another one behind it, and hands
-    no state on.
-    """
+    """Run a recurrent layer on a piece [B, T, hidden] of a sequence. `call` is for T tokens, or for
+    2 if `takes_two`. A family treats one token after others as generation: that code changes states
+    in place, and rounds differently. Such a token runs with another one after it, and passes no
+    state on."""
     if not takes_two(hidden.shape[1], states.before):
         return run_layer(layer, hidden, with_states(call, states))
     return run_layer(layer, hidden.expand(-1, 2, -1), with_states(call, states))[:, :1]
 
 
 def takes_two(tokens: int, before: Mapping[str, Tensor]) -> bool:
-    """Is a piece run as two tokens, though it is one?"""
+    """Return whether a piece of one token runs as two."""
     return tokens == 1 and bool(before)
 
 
 def state_spec(states: Mapping[str, Tensor]) -> tuple[StateTensor, ...]:
-    """What a layer was seen to hand on, in the order of names."""
+    """Describe the states that a layer passes on, in the order of names."""
     return tuple(
         StateTensor(name, tuple(states[name].shape[1:]), states[name].element_size())
         for name in sorted(states)
@@ -161,7 +157,6 @@ def state_spec(states: Mapping[str, Tensor]) -> tuple[StateTensor, ...]:
 
 
 def state_dtype(state: StateTensor, model: torch.dtype) -> torch.dtype:
-    """The dtype a layer hands a state on in."""
     widths = {4: torch.float32, 8: torch.float64}
     return model if state.element_bytes == model.itemsize else widths[state.element_bytes]
 
@@ -169,7 +164,7 @@ def state_dtype(state: StateTensor, model: torch.dtype) -> torch.dtype:
 def zero_states(
     spec: tuple[StateTensor, ...], batch: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """States of nothing, as a layer that goes on from a chunk is given them."""
+    """Return zero states, for a layer that continues from a chunk."""
     return {
         s.name: torch.zeros(batch, *s.shape, dtype=state_dtype(s, dtype), device=device)
         for s in spec

@@ -1,9 +1,9 @@
-"""An unmodified Hugging Face causal LM, run stage by stage: embed, layers, logits.
+"""Run an unmodified Hugging Face causal LM stage by stage: embed, layers, logits.
 
 A *shell* is a shallow copy of the model's modules in which the list of decoder layers is replaced;
-parameters and every other submodule are shared with the model, which is left as it is. Running a
+parameters and every other submodule are shared with the model, which does not change. Running a
 shell runs the family's own code for everything around the layers: embeddings and their scaling,
-position embeddings, the arguments each layer is given, the final norm, the head, logit scaling and
+position embeddings, the arguments of each layer, the final norm, the head, logit scaling and
 soft-capping. So no family needs code here.
 """
 
@@ -30,11 +30,11 @@ Found = TypeVar("Found")
 
 
 class _AllRecorded(Exception):
-    """Every layer's arguments are known: the rest of the forward is not needed."""
+    """Stop the forward: every layer's arguments are recorded."""
 
 
 class _Unpacked(UnsupportedError):
-    """The model took what a layer gives for a tuple, or for something else."""
+    """The model read a layer's output as a tuple, or as something else."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(
@@ -46,15 +46,13 @@ class _Unpacked(UnsupportedError):
 
 @dataclass(slots=True)
 class LayerCall:
-    """What the model's own forward hands to one layer."""
+    """Arguments that the model's own forward passes to one layer."""
 
     arguments: tuple[Any, ...]  # positional, after the hidden state
     keywords: dict[str, Any]
-    caches: frozenset[str] = frozenset()  # the keywords in which the layer is given a cache
+    caches: frozenset[str] = frozenset()  # keywords that pass a cache to the layer
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "LayerCall":
-        """The call with its tensors changed."""
-
         def changed(leaf: Any) -> Any:
             return change(leaf) if isinstance(leaf, Tensor) else leaf
 
@@ -62,7 +60,7 @@ class LayerCall:
         return replace(self, arguments=arguments, keywords=keywords)
 
     def kind(self) -> tuple[Any, ...]:
-        """What is handed over, but for the numbers in tensors."""
+        """Return the arguments without the values of tensors."""
         leaves, form = tree_flatten((self.arguments, self.keywords))
         return str(form), *(_kind(leaf) for leaf in leaves)
 
@@ -74,23 +72,23 @@ def _kind(leaf: Any) -> Any:
 
 
 def _is_object(call: LayerCall, name: str) -> bool:
-    """Whether a layer is given neither nothing nor a number there."""
+    """Return whether a keyword is set, and neither a tensor nor a number."""
     return not isinstance(call.keywords.get(name), Tensor | bool | int | float | None)
 
 
 @dataclass(slots=True)
 class _Record:
-    """How the layers of a shell are called."""
+    """Recorded calls of a shell's layers."""
 
     model: nn.Module
-    in_tuples: bool  # what a layer gives: (hidden, None)
+    in_tuples: bool  # return (hidden, None) from layers
     hidden: Tensor | None = None  # the first layer's input
     calls: list[LayerCall] = field(default_factory=list)
 
 
 class StandIn(nn.Module):
-    """Takes a module's place in a shell, and has its attributes: families branch on those of a
-    layer, such as its attention type. The module is no submodule of it."""
+    """Replaces a module in a shell and has its attributes, such as a layer's attention type, on
+    which families branch. The module is not registered as a submodule."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -104,7 +102,7 @@ class StandIn(nn.Module):
 
 
 class _Recorder(StandIn):
-    """Takes a layer's place and records how it is called."""
+    """Replaces a layer and records its call."""
 
     def __init__(self, layer: nn.Module, record: _Record, last: bool):
         super().__init__(layer)
@@ -123,7 +121,7 @@ class _Recorder(StandIn):
 
 
 class _Inject(StandIn):
-    """The only layer of the head's shell: returns the hidden state that it was made with."""
+    """The only layer of the head's shell: returns the hidden state it was made with."""
 
     def __init__(self, layer: nn.Module, given: Any):
         super().__init__(layer)
@@ -134,8 +132,8 @@ class _Inject(StandIn):
 
 
 def copy_module(module: Module) -> Module:
-    """A module whose children may be replaced; they and its parameters are the module's own. Its
-    forward is that of its class: one that was set on the module itself (TRL's fused head,
+    """Copy a module so that its children may be replaced; children and parameters are shared. The
+    copy has the forward of its class: one that was set on the module itself (TRL's fused head,
     accelerate's autocast) is bound to it, and would run its children instead of the copy's."""
     twin = copy.copy(module)
     twin.__dict__.pop("forward", None)
@@ -144,8 +142,9 @@ def copy_module(module: Module) -> Module:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """What torch.compile and data parallelism of one process wrap. Raises UnsupportedError where a
-    wrapper would average gradients over ranks, by hooks that a step does not call."""
+    """Return the module inside torch.compile and data parallelism of one process. Raises
+    UnsupportedError if a wrapper would average gradients over ranks, by hooks that a step does not
+    call."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             ranks = torch.distributed.get_world_size(model.process_group)
@@ -163,14 +162,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-# Families that read padding wherever a token stands for an image, a video or a sound.
+# Families that read padding for a token that stands for an image, a video or a sound.
 READ_AS_PADDING = ("gemma4", "gemma4_unified")
 STANDS_FOR_OTHER = ("image_token_id", "video_token_id", "audio_token_id")
 
 
 def tokens_as_read(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """The tokens that are embedded, of the same shape: in text, too, some families read others
-    than they are given."""
+    """Return the tokens that the model embeds, of the same shape: some families replace tokens even
+    in text."""
     config = model.config
     if config.model_type not in READ_AS_PADDING:
         return input_ids
@@ -186,7 +185,7 @@ class CausalLMStages:
     """A causal LM as three stages: embed, layers, logits."""
 
     def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
-        """`device` is where the model computes, if its parameters may lie elsewhere."""
+        """`device` is the device that computes, if parameters may be elsewhere."""
         model = unwrapped(model)
         unwrap = getattr(model, "get_base_model", None)  # of a PEFT model
         inner = unwrap() if callable(unwrap) else model
@@ -206,18 +205,18 @@ class CausalLMStages:
         refuse_adapters(model)
         self.model = inner
         self._device = device
-        self._in_tuples = False  # do its layers give their hidden state in a tuple?
-        self._caches: list[frozenset[str]] | None = None  # of each layer; None: not asked yet
+        self._in_tuples = False  # whether layers return their hidden state in a tuple
+        self._caches: list[frozenset[str]] | None = None  # of each layer; None: not found yet
         self.decoder, self._layers_name = _decoder_of(inner)
         self.layers = cast(nn.ModuleList, self.decoder._modules[self._layers_name])
         self._path = _path_to(inner, self.decoder)
         self._by_length = chooses_by_length(inner.config)
-        self._settled: dict[str, nn.Module] = {}  # in place of the decoder's own, in shells
-        self.running = list(self.layers)  # the layers, or shells in which they run
-        self._shells: dict[nn.Module, nn.Module] = {}  # of modules beside the layers
+        self._settled: dict[str, nn.Module] = {}  # replace the decoder's children in shells
+        self.running = list(self.layers)  # the layers, or their shells
+        self._shells: dict[nn.Module, nn.Module] = {}  # of modules around the layers
 
     def run_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
-        """From now on layers, and modules between them and the logits, run in such shells."""
+        """Run layers, and modules between them and the logits, in such shells from now on."""
         self.running = [shell(layer) for layer in self.layers]
         path = [self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))]
         inside = {*path, self.decoder, self.layers}
@@ -225,12 +224,12 @@ class CausalLMStages:
         self._shells = {child: shell(child) for child in beside if child not in inside}
 
     def settle(self, longest: int) -> None:
-        """Chunks to come are of a sequence of so many positions, by which some RoPE chooses."""
+        """Set the length of the sequence of later chunks, by which some RoPE chooses its table."""
         if self._by_length:
             self._settled = settled(self.decoder, longest, self.device)
 
     def in_place(self) -> "CausalLMStages":
-        """The same stages, run where the parameters lie."""
+        """Return the same stages, run on the device of the parameters."""
         twin = copy.copy(self)
         twin._device = None
         return twin
@@ -259,12 +258,13 @@ class CausalLMStages:
         return cast(Tensor, self.model.get_input_embeddings().weight)
 
     def outer_parameters(self) -> list[nn.Parameter]:
-        """Trainable parameters outside the layers: embeddings, final norm, head."""
+        """Return the trainable parameters outside the layers: embeddings, final norm, head."""
         inside = {id(p) for p in self.layers.parameters()}
         return [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside]
 
     def tied_across(self) -> str | None:
-        """A parameter that is part of a layer and of something outside the layers, if any."""
+        """Return the name of a parameter shared by a layer and a module outside the layers, if
+        any."""
         inside = {id(p) for p in self.layers.parameters()}
         stack = ".".join([*self._path, self._layers_name, ""])
         for name, p in self.model.named_parameters(remove_duplicate=False):
@@ -273,17 +273,17 @@ class CausalLMStages:
         return None
 
     def embed(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, list[LayerCall]]:
-        """The input of layer 0 [B, C, hidden] and how each layer is to be called."""
+        """Return the input of layer 0 [B, C, hidden] and the call of each layer."""
         input_ids = tokens_as_read(self.model, input_ids)
         return self._record(input_ids=input_ids, position_ids=position_ids)
 
     def calls(self, batch: int, position_ids: Tensor) -> list[LayerCall]:
-        """How each layer is to be called on these positions, without an embedding lookup."""
+        """Return the call of each layer on these positions, without an embedding lookup."""
         return self._record(**self._without_lookup(batch, position_ids))[1]
 
     def _without_lookup(self, batch: int, position_ids: Tensor) -> dict[str, Tensor]:
-        # Rotary tables take their dtype and device from the embeddings and nothing else, so one
-        # expanded number stands in for them.
+        # Rotary tables take only their dtype and device from the embeddings, so one expanded number
+        # replaces those.
         width = self._embedding.shape[-1]
         blank = torch.zeros((), dtype=self.dtype, device=self.device)
         shape = (batch, position_ids.shape[1], width)
@@ -299,14 +299,14 @@ class CausalLMStages:
         return record.hidden, record.calls
 
     def _given_caches(self, calls: list[LayerCall]) -> list[frozenset[str]]:
-        """Of each layer the keywords that are None in these calls, and an object where the decoder
-        makes a cache. Families name them in their own ways, and from transformers 5.24 in another.
-        """
+        """Return each layer's keywords that are None in these calls, and an object if the
+        decoder makes a cache. Families name them differently, and from transformers 5.24 on in
+        another way."""
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         inputs = self._without_lookup(1, one)
         try:
             cached = self._recorded(self._in_tuples, inputs, use_cache=True).calls
-        except Exception:  # it can make none, and its layers are found to hand nothing on
+        except Exception:  # it can make none; its layers are then seen to pass no state on
             return [frozenset()] * len(calls)
         return [
             frozenset(n for n, x in call.keywords.items() if x is None and _is_object(given, n))
@@ -320,14 +320,14 @@ class CausalLMStages:
         recorders = [_Recorder(layer, record, i == last) for i, layer in enumerate(self.layers)]
         shell = copy_module(self.decoder)
         shell._modules |= {self._layers_name: nn.ModuleList(recorders), **self._settled}
-        # GPT-2's asks the device about the ends of each chunk, and the CPU waits for the answer.
+        # GPT-2's asks the device about the ends of each chunk, which makes the CPU wait.
         shell.__dict__["warn_if_padding_and_no_attention_mask"] = lambda *_: None
         try:
             shell(use_cache=use_cache, **inputs)
         except _AllRecorded:
             return record
         except RuntimeError as error:
-            if "written-to tensor" in str(error):  # of CTRL: one number stands for all embeddings
+            if "written-to tensor" in str(error):  # CTRL: embeddings are one expanded number
                 raise UnsupportedError(
                     f"model: {type(self.model).__name__} changes the embeddings that it is given, "
                     "in place; expected a decoder that leaves them"
@@ -338,8 +338,8 @@ class CausalLMStages:
         )
 
     def _alone_or_in_tuples(self, run: Callable[[bool], Found]) -> Found:
-        """What a run gives of which layers give their hidden state alone, as most families' do, or
-        in a tuple, as Bamba's do. What was seen once holds."""
+        """Run with layers that return their hidden state alone, as in most families, or in a tuple,
+        as Bamba's; the form that works is kept."""
         if self._in_tuples:
             return run(True)
         try:
@@ -354,23 +354,23 @@ class CausalLMStages:
         return found
 
     def kinds(self) -> list[tuple[Any, ...]]:
-        """Of every layer how it is made and called: those of one kind do the same."""
+        """Return how every layer is made and called: layers of one kind compute the same."""
         calls = self.calls(1, torch.zeros(1, 1, dtype=torch.long, device=self.device))
         made = (layer_signature(layer, index) for index, layer in enumerate(self.layers))
         return [(*kind, *call.kind()) for kind, call in zip(made, calls, strict=True)]
 
     def run_layer(self, index: int, hidden: Tensor, call: LayerCall) -> Tensor:
-        """One decoder layer on a chunk, [B, C, hidden] in and out."""
+        """Run one decoder layer on a chunk, [B, C, hidden] in and out."""
         return run_layer(self.running[index], hidden, call)
 
     @property
     def classifies(self) -> bool:
-        """Is its head one for a whole sequence, such as that of a reward model?"""
+        """True if its head is for a whole sequence, such as that of a reward model."""
         return isinstance(self.model, GenericForSequenceClassification)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and head on the output of the top layer: [B, T, hidden] to [B, T, vocab].
-        Raises UnsupportedError where a model classifies."""
+        """Run final norm and head on the output of the top layer: [B, T, hidden] to [B, T, vocab].
+        Raises UnsupportedError for a model that classifies."""
         if self.classifies:
             raise UnsupportedError(
                 f"model: {type(self.model).__name__} has a head for whole sequences, and no logits "
@@ -380,12 +380,12 @@ class CausalLMStages:
         return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=True))
 
     def read(self, hidden: Tensor) -> Tensor:
-        """What the output of the top layer becomes for each token: logits, or what a head for whole
-        sequences reads."""
+        """Run the part above the layers: return logits, or the input of a head for whole
+        sequences."""
         return self.final(hidden) if self.classifies else self.logits(hidden)
 
     def final(self, hidden: Tensor) -> Tensor:
-        """What the head reads: the final norm of the output of the top layer, [B, T, hidden]."""
+        """Return the head's input: the final norm of the top layer's output, [B, T, hidden]."""
         return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=False))
 
     def _above(self, in_tuples: bool, hidden: Tensor, *, head: bool) -> Tensor:
@@ -407,8 +407,8 @@ class CausalLMStages:
         return found
 
     def in_copies(self) -> PreTrainedModel | None:
-        """The model with copies of the modules around its layers, so with the forwards of their
-        classes; None where they have no others."""
+        """Return the model with copies of the modules around its layers, which have their classes'
+        forwards; None if they have no others."""
         around = [
             self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))
         ]
@@ -419,7 +419,7 @@ class CausalLMStages:
     def _around(
         self, decoder: nn.Module, shell: Callable[[nn.Module], nn.Module]
     ) -> PreTrainedModel:
-        """The model with another decoder, in shells of the modules on the way to it."""
+        """Return the model with another decoder, in shells of the modules on the path to it."""
         root = inner = shell(self.model)
         for name in self._path[:-1]:
             inner._modules[name] = shell(cast(nn.Module, inner._modules[name]))
@@ -428,7 +428,7 @@ class CausalLMStages:
         return cast(PreTrainedModel, root)
 
     def _shell(self, module: Module) -> Module:
-        """A copy of one that holds the layers, with what is beside them as it runs."""
+        """Copy a module that holds the layers, with the shells of its other children."""
         shell = copy_module(module)
         for name, child in module.named_children():
             shell._modules[name] = self._shells.get(child, child)
@@ -436,14 +436,14 @@ class CausalLMStages:
 
 
 def run_layer(layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:
-    """A decoder layer, or its shell, called as the model calls it."""
+    """Call a decoder layer, or its shell, as the model does."""
     out = layer(hidden, *call.arguments, **call.keywords)
     return out[0] if isinstance(out, tuple) else out
 
 
 def _decoder_of(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
-    """The stack of decoder layers, and the name of their list in it. A few families' own answer is
-    another module: ModernBertDecoder's is its head."""
+    """Return the stack of decoder layers, and the name of their list in it. get_decoder of some
+    families returns another module: ModernBertDecoder's is its head."""
     named = model.get_decoder()
     inside = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     stacks = [named] if named in inside and len(_lists(named)) == 1 else inside
@@ -469,7 +469,7 @@ def _decoder_of(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
 
 
 def _lists(stack: nn.Module, config: Any = None) -> list[str]:
-    """The names of lists of all the layers there are."""
+    """Return the names of lists with num_hidden_layers modules."""
     count = getattr(config or stack.config, "num_hidden_layers", None)
     return [
         name
@@ -492,8 +492,8 @@ def _path_to(root: nn.Module, target: nn.Module) -> list[str]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Inside it compiled modules run as they are written. A module that is first called while a
-    dispatch mode looks on would stay uncompiled for good: the compiler gives such code up."""
+    """Run compiled modules uncompiled inside the context. A module that is first called under a
+    dispatch mode would stay uncompiled permanently."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -502,8 +502,8 @@ def uncompiled() -> Iterator[None]:
 
 
 class UncompiledMode(TorchDispatchMode):
-    """A mode that looks on where nothing is compiled. Any other tells the compiler so at every
-    operation, which takes as long as the smallest of them (torch 2.13)."""
+    """A dispatch mode for code without compilation. Any other mode tells the compiler so at every
+    operation, which takes as long as a smallest one (torch 2.13)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -511,9 +511,9 @@ class UncompiledMode(TorchDispatchMode):
 
 
 def compile_layers(stages: CausalLMStages) -> None:
-    """Compile in place: parameters, their names and the modules stay what they are, and the model
-    is called, saved and loaded as ever. Lengths are dynamic, so that ragged chunks and tiles
-    compile nothing anew; layers of one kind share what is compiled."""
+    """Compile modules of the layers in place: parameters and names do not change, and the model can
+    be called, saved and loaded. Lengths are dynamic, so that ragged chunks and tiles compile
+    nothing again; layers of one kind share compiled code."""
     for layer in stages.layers:
         for module in _fusible(layer):
             if module._compiled_call_impl is None:
@@ -521,16 +521,15 @@ def compile_layers(stages: CausalLMStages) -> None:
 
 
 def is_compiled(layer: nn.Module) -> bool:
-    """Some module of it goes through the compiler."""
     return any(module._compiled_call_impl is not None for module in layer.modules())
 
 
 def _fusible(layer: nn.Module) -> Iterator[nn.Module]:
-    """Children without attention or routing: of norms, vectors; of dense MLPs, matrices beside an
-    activation. Experts hold tensors of three dimensions, or lists of modules."""
+    """Yield children without attention or routing: norms, with vectors; dense MLPs, with matrices
+    and an activation. Experts hold tensors of three dimensions, or lists of modules."""
     for child in layer.children():
         if any(isinstance(m, nn.Dropout) and m.p > 0 for m in child.modules()):
-            continue  # whose forward is another while a step runs
+            continue  # has another forward during a step
         leaves = [module for module in child.modules() if not list(module.children())]
         lists = any(isinstance(module, nn.ModuleList) for module in child.modules())
         parameters = list(child.parameters())

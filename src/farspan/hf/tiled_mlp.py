@@ -1,19 +1,18 @@
-"""Run the token-wise modules of decoder layers, MLPs above all, on a few tokens at a time.
+"""Run the token-wise modules of decoder layers, above all MLPs, on a few tokens at a time.
 
-A module that gives each token's output from that token alone may run on tiles of T tokens. Its
+A module that computes each token's output from that token alone may run on tiles of T tokens. Its
 forward then holds the activations of one tile; its backward recomputes a tile, differentiates it,
-hands over its weight gradients and frees it. What autograd saves of the module is its input. Where
-nothing reads the module's output but autograd, and no gradient depends on its value, it is not
-computed: the tiles' backward is then the only time the module runs.
+adds its weight gradients and frees it. Autograd saves only the module's input. If only autograd
+needs the module's output, and no gradient depends on its value, the forward skips it: the module
+then runs only in the backward of the tiles.
 
 Such modules are found by running them, never by name: every direct child of a layer is watched
-while the layer runs on a handful of tokens. A child is worth tiles when autograd saves at least as
-much of it, besides its input and weights, as its output has bytes: an MLP, experts, an RMSNorm; not
-a linear module, an activation or torch's LayerNorm, which would be recomputed for nothing. Where
-such a child is not a function of each token alone, tiles are refused.
+while the layer runs on a handful of tokens. A child is worth tiles if autograd saves at least as
+many bytes in it, besides its input and weights, as its output has: an MLP, experts, an RMSNorm; not
+a linear module, an activation or torch's LayerNorm, which would be recomputed for nothing. If such
+a child is not a function of each token alone, tiles are refused.
 
-Nothing of the model is changed: a layer runs in a shell (see `stages`), which is thrown away with
-the step.
+The model is not changed: a layer runs in a shell (see `stages`), which is dropped after the step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ from farspan.hf.quantized import copied
 from farspan.hf.stages import CausalLMStages, LayerCall, StandIn, copy_module, run_layer, uncompiled
 from farspan.spec import UnsupportedError
 
-# Takes weight gradients of a tile: adds them in the accumulate dtype.
+# Adds a tile's weight gradients in the accumulate dtype.
 Add = Callable[[Sequence[nn.Parameter], Sequence[Tensor | None]], None]
 
 
@@ -42,8 +41,8 @@ class Tokenwise:
     """A direct child of a decoder layer that works token by token."""
 
     name: str
-    outputs: int | None  # of a module that returns a tuple; of it only the first is used
-    needed: bool  # some gradient of the layer depends on the value of its output
+    outputs: int | None  # length of a returned tuple, of which only the first is used
+    needed: bool  # whether some gradient of the layer depends on its output's value
 
 
 def tiled(
@@ -55,11 +54,9 @@ def tiled(
     value: bool,
     draws: Draws | None = None,
 ) -> nn.Module:
-    """The layer's shell for cells of more than `tokens` tokens; smaller ones run as they are.
-
-    `value`: the layer's output is read, not only differentiated. Otherwise what no gradient needs
-    is NaN, so that whoever reads it is found out.
-    """
+    """Return the layer's shell for cells of more than `tokens` tokens; smaller cells run without
+    tiles. `value`: the layer's output is read, not only differentiated. Otherwise values that no
+    gradient needs are NaN, so that any use shows."""
     shell = copy_module(layer)
     for child in children:
         module = layer.get_submodule(child.name)
@@ -71,7 +68,7 @@ def tiled(
 
 
 class _TiledModule(StandIn):
-    """Takes a token-wise module's place and runs it tile by tile."""
+    """Replaces a token-wise module and runs it tile by tile."""
 
     def __init__(
         self,
@@ -94,11 +91,11 @@ class _TiledModule(StandIn):
         return out if outputs is None else (out, *[None] * (outputs - 1))
 
     def answer(self, x: Tensor) -> Tensor:
-        """What the graph of a cell is given."""
+        """Return the output, or NaN if its value is not needed."""
         return self.whole(x) if self._value else blank(x)
 
     def whole(self, x: Tensor) -> Tensor:
-        """[B, C, h], tile by tile."""
+        """Run the module on [B, C, h], tile by tile."""
         out: Tensor | None = None
         for span in self._spans(x, self.draws.place):
             part = self._first(x[:, span].contiguous())
@@ -109,7 +106,7 @@ class _TiledModule(StandIn):
         return out
 
     def gradient(self, x: Tensor, dout: Tensor, place: Place) -> Tensor:
-        """The gradient of x, whose tokens are there; those of the weights are handed over tile by
+        """Return the gradient of x, whose tokens are at `place`; weight gradients are added tile by
         tile."""
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         dx = torch.empty_like(x)
@@ -120,7 +117,8 @@ class _TiledModule(StandIn):
     def _differentiate(
         self, x: Tensor, dout: Tensor, span: slice, parameters: list[nn.Parameter]
     ) -> Tensor:
-        # Modules may view rows of several sequences as one: what a whole chunk is, a tile must be.
+        # Modules may view rows of several sequences as one, so a tile must be contiguous like a
+        # chunk.
         tile = x[:, span].contiguous().detach().requires_grad_()
         with torch.enable_grad():
             out = self._first(tile)
@@ -135,7 +133,7 @@ class _TiledModule(StandIn):
         return out if self._child.outputs is None else out[0]
 
     def _spans(self, x: Tensor, place: Place) -> Iterator[slice]:
-        """Tiles, as they are run."""
+        """Yield the tiles, and set the place of each for dropout."""
         tokens = x.shape[1]
         for start in range(0, tokens, self._tokens):
             stop = min(start + self._tokens, tokens)
@@ -145,12 +143,12 @@ class _TiledModule(StandIn):
 
 
 def blank(like: Tensor) -> Tensor:
-    """One NaN, as large as another tensor."""
+    """Return a single NaN, expanded to the shape of another tensor."""
     return like.new_full((), torch.nan).expand(like.shape)
 
 
 class _Tiled(torch.autograd.Function):
-    """A token-wise module of which autograd keeps the input alone."""
+    """A token-wise module of which autograd saves the input alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: _TiledModule) -> Tensor:
@@ -164,28 +162,28 @@ class _Tiled(torch.autograd.Function):
         return ctx.module.gradient(x, dout, ctx.place), None
 
 
-# -- which modules may run on tiles -------------------------------------------------------------
+# -- modules that may run on tiles --------------------------------------------------------------
 
 
-TILE = 3  # of the probe: TOKENS are two tiles and a smaller one
+TILE = 3  # tokens in the probe: TOKENS are two tiles and a smaller one
 OFF = "leave mlp_chunk_size out"
 
 
 @dataclass(slots=True)
 class _ChildUse:
-    """What a child was seen to do."""
+    """Observations of a child during the probe."""
 
     calls: int = 0
     attends: bool = False
     arguments: tuple[Any, ...] = ()
     out: Any = None
-    saved: int = 0  # bytes, besides input and weights
-    read: bool = False  # autograd saves what it gives within another child
+    saved: int = 0  # bytes, without input and weights
+    read: bool = False  # autograd saves its output within another child
 
 
 def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
-    """The children of each layer that may run on tiles. Raises UnsupportedError where one that
-    matters may not, or a layer has none."""
+    """Return the children of each layer that may run on tiles. Raises UnsupportedError if one that
+    is worth it may not, or a layer has none."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     found = []
     with uncompiled(), routed(stages.model), still(stages.model), torch.no_grad():
@@ -197,8 +195,8 @@ def tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
 
 
 def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...]:
-    """The same of a model without numbers, by which nothing is proven: gradients depend on what a
-    child gives where autograd saves it."""
+    """Return the likely children of a model without values, which allow no proof. Gradients
+    are taken to depend on a child's output if autograd saves it."""
     known: dict[Any, tuple[Tokenwise, ...]] = {}
     for index, kind in enumerate(stages.kinds()):
         if kind not in known:
@@ -220,7 +218,7 @@ def likely_tokenwise(stages: CausalLMStages) -> tuple[tuple[Tokenwise, ...], ...
 
 @dataclass(slots=True)
 class _Probe:
-    """One layer, on random hidden states."""
+    """A check of one layer on random hidden states."""
 
     stages: CausalLMStages
     index: int
@@ -238,7 +236,7 @@ class _Probe:
         layer, dtype = self.stages.layers[self.index], self.stages.dtype
         seen = self.watch(layer, {})
         worth = {name: child for name, child in seen.items() if _is_worth(child)}
-        # Rounding must not hide a dependence, nor a router's choice look like one.
+        # Rounding must not hide a dependence, nor look like a router's other choice.
         wide = copied(layer, self.stages.device)
         wide = wide.to(dtype if dtype in MIXING else torch.float32)
         with eager_experts(wide):
@@ -258,15 +256,15 @@ class _Probe:
             )
 
     def watch(self, layer: nn.Module, outputs: dict[str, Tensor]) -> dict[str, _ChildUse]:
-        """Run the layer, and see what its children do and give. A forward that was set on the layer
-        itself may call its own children past a shell's."""
+        """Run the layer and observe its children. A forward that was set on the layer itself may
+        bypass a shell's children, so it has none."""
         log: dict[str, _ChildUse] = {}
         if "forward" in layer.__dict__:
             return log
         inside: list[str] = []
         shell = copy_module(layer)
         for name, child in layer.named_children():
-            # A container is no module that runs.
+            # A container does not run.
             if type(child).forward is not nn.Module.forward:
                 shell._modules[name] = _Watch(name, child, log, inside, outputs)
 
@@ -280,7 +278,8 @@ class _Probe:
         return log
 
     def _needs(self, wide: nn.Module, worth: dict[str, _ChildUse]) -> tuple[Tokenwise, ...]:
-        """Whose output's value gradients depend on; and that tiles change nothing."""
+        """Find children whose output value gradients depend on, and check that tiles change
+        nothing."""
         with torch.enable_grad():
             plain = self._gradients(wide, wide)
             children = []
@@ -304,7 +303,7 @@ class _Probe:
         shell: nn.Module,
         total: dict[nn.Parameter, Tensor] | None = None,
     ) -> list[Tensor | None]:
-        """Of the layer's input and weights, run in a shell of it."""
+        """Return the gradients of the layer's input and weights, run in a shell."""
         dtype = next(layer.parameters()).dtype
         hidden = self.hidden.to(dtype).detach().requires_grad_()
         parameters = [p for p in layer.parameters() if p.requires_grad]
@@ -330,7 +329,7 @@ class _Probe:
                 if ours is not theirs:
                     return False
                 continue
-            # A gradient that is zero but for rounding is compared with all of them.
+            # A gradient of rounding noise alone is compared with the norm of all.
             error = float((ours.double() - theirs.double()).norm())
             if not error <= limit * max(float(theirs.double().norm()), limit * whole):
                 return False
@@ -338,7 +337,7 @@ class _Probe:
 
 
 class _Watch(StandIn):
-    """Takes a child's place and records how it is called and what autograd saves."""
+    """Replaces a child and records its call and the tensors that autograd saves."""
 
     def __init__(
         self,
@@ -381,7 +380,7 @@ def _first_of(out: Any) -> Any:
 
 
 def _why_not_tokenwise(module: nn.Module, seen: _ChildUse) -> str | None:
-    """Why a child is no function of each token alone."""
+    """Return why a child is no function of each token alone; None if it is one."""
     if seen.calls != 1:
         return f"it is called {seen.calls} times"
     if len(seen.arguments) != 1 or not isinstance(seen.arguments[0], Tensor):
@@ -405,14 +404,14 @@ def _why_not_tokenwise(module: nn.Module, seen: _ChildUse) -> str | None:
 
 
 def _blanked(layer: nn.Module, name: str, outputs: int | None) -> nn.Module:
-    """A shell of the layer in which the value of a child's output is NaN."""
+    """Return a shell of the layer in which a child's output is NaN."""
     shell = copy_module(layer)
     shell._modules[name] = _BlankOut(layer.get_submodule(name), outputs)
     return shell
 
 
 class _BlankOut(StandIn):
-    """Takes a child's place and gives NaN in place of its output."""
+    """Replaces a child and returns NaN for its output."""
 
     def __init__(self, module: nn.Module, outputs: int | None):
         super().__init__(module)
@@ -424,7 +423,7 @@ class _BlankOut(StandIn):
 
 
 class _Blank(torch.autograd.Function):
-    """Forgets a value and lets its gradient through."""
+    """Replaces a value by NaN and passes its gradient on."""
 
     @staticmethod
     def forward(_: Any, out: Tensor) -> Tensor:
@@ -448,5 +447,4 @@ def _adder(total: dict[nn.Parameter, Tensor]) -> Any:
 def answer_densely(
     _: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, **keywords: Any
 ) -> Tensor:
-    """Answers an attention call over the keys that come with it."""
     return attended(reference, q, k, v, scale, keywords)

@@ -1,5 +1,7 @@
-"""What farspan refuses to train because chunks could not be exact, and why; and the two facts of a
-model that this depends on: which of its modules text meets, and which RoPE it uses.
+"""Refuse models that cannot be trained exactly in chunks, and explain why.
+
+Also two properties of a model that this depends on: the modules that text passes through, and its
+RoPE.
 """
 
 import copy
@@ -19,13 +21,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from farspan.spec import UnsupportedError
 
 LONG_ROPE = "longrope"  # one of two tables, by the longest position of a sequence
-# A chunk's table of these is the sequence's, sliced, once the sequence's longest position is known.
+# A chunk's table is a slice of the sequence's, once the sequence's longest position is known.
 SLICEABLE_ROPE = ("default", "linear", "llama3", "yarn", "proportional", LONG_ROPE)
-# Their `factor` stretches the positions; under any other type it is read by nothing.
+# Types whose `factor` stretches the positions; others ignore it.
 STRETCHED = ("linear", "llama3", "yarn", LONG_ROPE)
 _ORIGINAL = "original_max_position_embeddings"
 
-# Attributes of modules that hold the probability of something random in training.
+# Attributes of modules with a probability of random effects in training.
 DROPOUTS = (
     "attention_dropout",
     "attn_dropout",
@@ -37,14 +39,14 @@ DROPOUTS = (
     "router_jitter_noise",
 )
 
-# Modules of this name drop attention's weights, which no kernel gives away.
+# Endings of modules that drop attention weights, which no kernel exposes.
 ATTENTION_DROPOUTS = ("attn_drop", "attention_drop")
-IN_LAYERS = re.compile(r"\.\d+\.")  # of the name of a module in one of a list of layers
+IN_LAYERS = re.compile(r"\.\d+\.")  # in the name of a module inside a list of layers
 
-# Names of modules that attend to what an encoder gives.
+# Names of modules that attend to an encoder's output.
 CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
 
-# Fields of PEFT's configurations whose adapters see more than a chunk, and what that is.
+# Fields of PEFT's configurations whose adapters see more than a chunk, and how.
 BEYOND_CHUNKS = {
     "is_prompt_learning": "puts tokens of its own before a sequence",
     "alora_invocation_tokens": "begins where a token is found in the whole sequence",
@@ -53,7 +55,7 @@ BEYOND_CHUNKS = {
 
 
 def refuse_model(model: PreTrainedModel) -> None:
-    """Raises UnsupportedError when the model's configuration rules out exact training in chunks."""
+    """Raise UnsupportedError if the model's configuration rules out exact training in chunks."""
     config = model.config
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
@@ -73,11 +75,11 @@ def refuse_model(model: PreTrainedModel) -> None:
             )
         if last == "indexer" and list(module.parameters()):
             raise UnsupportedError(
-                f"model: {name} attends to the tokens that {path} chooses, and does not tell the "
-                "attention interface which; expected a model whose layers attend to all tokens or "
-                "to a window"
+                f"model: {name} attends to the tokens that {path} chooses, and does not pass "
+                "them to the attention interface; expected a model whose layers attend to all "
+                "tokens or to a window"
             )
-    # Gemma4's "vision" is of the tokens of an image alone.
+    # Gemma4's "vision" applies to the tokens of an image alone.
     sees_later = getattr(config, "use_bidirectional_attention", None)
     if sees_later not in (None, False, "vision") or not _is_causal(model):
         raise UnsupportedError(
@@ -91,7 +93,7 @@ def refuse_model(model: PreTrainedModel) -> None:
                 "so far, even in earlier steps, so no chunk can know its table; expected one of "
                 f"{', '.join(SLICEABLE_ROPE)} (yarn extends the context and is exact)"
             )
-    # The model's own property has another name in every other release; its layers' flag has not.
+    # The model's own property changes its name between releases; its layers' flag does not.
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise UnsupportedError(
             "model: its own gradient checkpointing is on, but the schedule already decides what "
@@ -114,8 +116,8 @@ def refuse_model(model: PreTrainedModel) -> None:
 
 
 def _refuse_attention(config: PretrainedConfig) -> None:
-    """Refuse an attention or mask function of the user's, which a step would not call. Those of
-    transformers, and of kernels that it loads, compute what a step computes."""
+    """Refuse a user's attention or mask function, which a step would not call. Those of
+    transformers, and of kernels that it loads, compute the same as a step."""
     name = config._attn_implementation
     for known in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         function = known.get(name)
@@ -131,8 +133,8 @@ def _refuse_attention(config: PretrainedConfig) -> None:
 
 
 def drawing_dropouts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Dropout]]:
-    """The dropouts that draw and can draw the same again (`hf.dropout`), by name: plain modules in
-    layers, such as those of adapters."""
+    """Yield the dropouts that can draw the same numbers again (`hf.dropout`), by name: plain
+    modules in layers, such as those of adapters."""
     if not model.training:
         return
     for name, module in text_modules(model):
@@ -145,8 +147,8 @@ def drawing_dropouts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Dropout]]
 
 
 def refuse_dropout(model: PreTrainedModel, *, is_cut: bool = False) -> None:
-    """Raises UnsupportedError when a dropout would draw what cannot be drawn again: a recomputed
-    cell would draw other numbers. `is_cut`: layers have slices of their weights."""
+    """Raise UnsupportedError if a dropout cannot draw the same numbers again in a recomputed cell.
+    `is_cut`: layers have slices of their weights."""
     if not model.training:
         return
     known = {id(module): name for name, module in drawing_dropouts(model)}
@@ -170,7 +172,8 @@ def refuse_dropout(model: PreTrainedModel, *, is_cut: bool = False) -> None:
 
 
 def refuse_dropout_of_head(head: nn.Module) -> None:
-    """The same of what is called on hidden states in pieces, and again in the backward."""
+    """Raise UnsupportedError if a head has active dropout: it runs in pieces, and again in the
+    backward."""
     for name, module in head.named_modules():
         if module.training and any(probability > 0 for _, probability in _dropouts(module)):
             raise UnsupportedError(
@@ -180,8 +183,8 @@ def refuse_dropout_of_head(head: nn.Module) -> None:
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Raises UnsupportedError for adapters of PEFT that do more than change modules within a causal
-    LM, such as a model's own forward that adds to the loss: a step calls the causal LM alone."""
+    """Raise UnsupportedError for PEFT adapters that do more than change modules within a causal LM.
+    A step calls the causal LM alone, not a PEFT model's own forward that adds to the loss."""
     configs = getattr(model, "peft_config", {})
     for config in configs.values():
         for name, what in BEYOND_CHUNKS.items():
@@ -193,7 +196,7 @@ def refuse_adapters(model: nn.Module) -> None:
     if not configs or not hasattr(model, "get_base_model"):
         return
     tuner: Any = model.base_model
-    # That of PEFT's BaseTuner hands its arguments on.
+    # PEFT's BaseTuner passes its arguments on.
     if not type(tuner).forward.__qualname__.startswith("BaseTuner."):
         raise UnsupportedError(
             f"model: {type(tuner).__name__} wraps the causal LM in a forward of its own, which a "
@@ -202,7 +205,7 @@ def refuse_adapters(model: nn.Module) -> None:
 
 
 def refuse_untrained(model: nn.Module) -> None:
-    """Raises UnsupportedError where a training step would give no gradients at all, or none to
+    """Raise UnsupportedError if a training step would give no gradients at all, or none to
     adapters."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedError(
@@ -221,8 +224,8 @@ def refuse_untrained(model: nn.Module) -> None:
 
 
 def refuse_backward_hooks(model: nn.Module, *, over_ranks: bool) -> None:
-    """Raises UnsupportedError for hooks that would be given the gradients of one chunk where they
-    expect a sequence's. `over_ranks`: those of parameters would, too."""
+    """Raise UnsupportedError for hooks that would get the gradients of one chunk but expect a
+    sequence's. `over_ranks`: so would hooks of parameters."""
     everywhere = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
     for name, module in model.named_modules():
         if everywhere or module._backward_hooks or module._backward_pre_hooks:
@@ -240,8 +243,8 @@ def refuse_backward_hooks(model: nn.Module, *, over_ranks: bool) -> None:
 
 
 def _packs_for_inference(module: nn.Module) -> bool:
-    """Whether a four-bit linear module has other weights for processors with AVX512-BF16, or makes
-    them as soon as it evaluates (bitsandbytes 0.50)."""
+    """Return whether a four-bit linear module has other weights for processors with AVX512-BF16, or
+    makes them in eval mode (bitsandbytes 0.50)."""
     weight: Any = module._parameters.get("weight")
     if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
         return True
@@ -250,7 +253,7 @@ def _packs_for_inference(module: nn.Module) -> bool:
 
 
 def refuse_places(model: nn.Module) -> None:
-    """Raises UnsupportedError for weights in several places, as `device_map` and offloading leave
+    """Raise UnsupportedError for weights on several devices, as `device_map` and offloading leave
     them."""
     where = {str(parameter.device): name for name, parameter in model.named_parameters()}
     if len(where) > 1 or "meta" in where:
@@ -281,16 +284,16 @@ def _dropouts(module: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def rope_types(config: PretrainedConfig) -> list[str]:
-    """The types of RoPE a model uses: one, or one for each kind of layer."""
+    """Return the types of RoPE in a model: one, or one for each kind of layer."""
     return [str(rope["rope_type"]) for rope in ropes(config).values()]
 
 
 def ropes(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
-    """The parameters of each RoPE, by kind of layer; "" where all layers have one."""
+    """Return the parameters of each RoPE, by kind of layer; "" if all layers share one."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     by_kind = {kind: part for kind, part in parameters.items() if isinstance(part, dict)}
     found = by_kind or ({"": parameters} if parameters else {})
-    # Until transformers has read them a configuration may have the older name of the type.
+    # A configuration that transformers has not read may use the older name of the type.
     return {
         kind: {**rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
         for kind, rope in found.items()
@@ -298,8 +301,8 @@ def ropes(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
 
 
 def context_limit(model: PreTrainedModel | PretrainedConfig) -> int | None:
-    """Tokens a document may have: max_position_embeddings, or further where RoPE is stretched over
-    more; None: any number. Of a model, only the stretching that its frequencies show counts."""
+    """Return the tokens that a document may have: max_position_embeddings, or more if RoPE is
+    stretched; None: no limit. For a model, only stretching that its frequencies show counts."""
     config = (model.config if isinstance(model, PreTrainedModel) else model).get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
@@ -310,7 +313,7 @@ def context_limit(model: PreTrainedModel | PretrainedConfig) -> int | None:
 
 
 def _far_kinds(config: PretrainedConfig) -> list[str]:
-    """Kinds of layers that attend from any position to any: the others see a window, in which
+    """Return the kinds of layers that attend over any distance; the others see a window, in which
     positions differ by less."""
     return [kind for kind in ropes(config) if not kind.startswith(("sliding", "chunked"))]
 
@@ -328,8 +331,8 @@ def _reach(
 
 
 def _has_frequencies(model: PreTrainedModel, kind: str, rope_type: str) -> bool:
-    """Whether the model's frequencies are those of its configuration: one that was changed after
-    the model was made changes none. A family that keeps them elsewhere is taken at its word."""
+    """Return whether the model's frequencies are those of its configuration, which may have been
+    changed after the model was made. True for a family that keeps them elsewhere."""
     name, keywords = ("inv_freq", {}) if not kind else (f"{kind}_inv_freq", {"layer_type": kind})
     for _, module in text_modules(model):
         found, config = getattr(module, name, None), getattr(module, "config", None)
@@ -337,9 +340,9 @@ def _has_frequencies(model: PreTrainedModel, kind: str, rope_type: str) -> bool:
             continue
         try:
             asked = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu", **keywords)[0]
-        except Exception:  # a family with fields of its own
+        except Exception:  # a family with its own fields
             continue
-        # A model that was cast to bfloat16 has rounded them, by 0.4% at most.
+        # A model cast to bfloat16 has rounded them, by 0.4% at most.
         given = found.detach().to("cpu", torch.float32)
         if given.shape == asked.shape and bool(((given - asked).abs() > 0.01 * asked.abs()).any()):
             return False
@@ -347,8 +350,8 @@ def _has_frequencies(model: PreTrainedModel, kind: str, rope_type: str) -> bool:
 
 
 def refuse_context(model: PreTrainedModel | PretrainedConfig, tokens: int) -> None:
-    """Raises UnsupportedError when a document of this many tokens has positions the model does not
-    know."""
+    """Raise UnsupportedError if a document of this many tokens has positions that the model does
+    not know."""
     limit = context_limit(model)
     if limit is None or tokens <= limit:
         return
@@ -362,7 +365,7 @@ def refuse_context(model: PreTrainedModel | PretrainedConfig, tokens: int) -> No
     if tokens <= (context_limit(config) or tokens):
         raise UnsupportedError(
             f"{beyond}: its configuration stretches RoPE further, but was changed after the model "
-            "was made, which leaves its frequencies as they were; load the model with this "
+            "was made, so its frequencies are still the old ones; load the model with this "
             "configuration: AutoModelForCausalLM.from_pretrained(path, config=config)"
         )
     if not rope_types(config):
@@ -379,8 +382,8 @@ def refuse_context(model: PreTrainedModel | PretrainedConfig, tokens: int) -> No
 
 
 def stretched(config: PretrainedConfig, tokens: int) -> dict[str, Any]:
-    """The overrides with which a model with RoPE has positions for a document of this many tokens:
-    yarn where it has no scaling yet, more of its own scaling where it has."""
+    """Return overrides that give a model with RoPE positions for a document of this many tokens:
+    yarn if it has no scaling yet, else more of its own."""
     text = config.get_text_config()
     limit: int = text.max_position_embeddings
     wider = {"max_position_embeddings": tokens}
@@ -407,12 +410,12 @@ def stretched(config: PretrainedConfig, tokens: int) -> dict[str, Any]:
 
 
 def _rounded(factor: float) -> float:
-    """The factor with two decimals, and not below it."""
+    """Round the factor up to two decimals."""
     return math.ceil(100 * factor) / 100
 
 
 def _takes_yarn(config: PretrainedConfig, kind: str) -> bool:
-    """Whether a family reads yarn as such: Phi-3 reads longrope for it."""
+    """Return whether a family reads yarn as such: Phi-3 reads longrope for it."""
     rope = {**ropes(config)[kind], "rope_type": "yarn", "factor": 2.0}
     given = {**ropes(config), kind: rope} if kind else rope
     try:
@@ -423,7 +426,7 @@ def _takes_yarn(config: PretrainedConfig, kind: str) -> bool:
 
 
 def _in_python(fields: dict[str, Any]) -> str:
-    """The statements that load a model with these fields."""
+    """Return the statements that load a model with these fields."""
     lines = ["config = AutoConfig.from_pretrained(path)", "text = config.get_text_config()"]
     for name, value in fields.items():
         if not isinstance(value, dict):
@@ -435,7 +438,7 @@ def _in_python(fields: dict[str, Any]) -> str:
 
 
 def in_yaml(value: Any) -> str:
-    """A value as a run file has it, in one line."""
+    """Format a value for a run file, in one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {in_yaml(part)}" for name, part in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -446,11 +449,11 @@ def in_yaml(value: Any) -> str:
 
 
 def describe_positions(model: PreTrainedModel | PretrainedConfig) -> list[str]:
-    """A line for a person: which RoPE the layers use, and how many tokens a document may have."""
+    """Describe in one line the RoPE of the layers, and how many tokens a document may have."""
     config = (model.config if isinstance(model, PreTrainedModel) else model).get_text_config()
     limit, found = context_limit(model), ropes(config)
     if limit is None and not found:
-        return ["positions: the model has no table of them, and a document any length"]
+        return ["positions: the model has no position table, so a document may have any length"]
     many = "any number of positions" if limit is None else f"{limit:,} positions"
     if not found:
         return [f"positions: no RoPE; a document may have {many}"]
@@ -481,14 +484,15 @@ def _in_words(rope: dict[str, Any]) -> str:
 
 
 def chooses_by_length(config: PretrainedConfig) -> bool:
-    """Whether tables depend on the longest position of a sequence, and on nothing before it."""
+    """Return whether tables depend on the longest position of a sequence, and on nothing before
+    it."""
     return LONG_ROPE in rope_types(config)
 
 
 def settled(decoder: nn.Module, longest: int, device: torch.device) -> dict[str, nn.Module]:
-    """The decoder's children with such tables, as they are for a sequence of `longest` positions:
-    of a chunk they give that part of the sequence's table. They share nothing with the decoder's
-    own. Raises UnsupportedError where a table is chosen in another way."""
+    """Return copies of the decoder's children with such tables, set for a sequence of `longest`
+    positions. For a chunk they return its part of the sequence's table. Raises UnsupportedError if
+    a table is chosen in another way."""
     found = {
         name: _settle(child, longest, device)
         for name, child in decoder.named_children()
@@ -502,7 +506,7 @@ def settled(decoder: nn.Module, longest: int, device: torch.device) -> dict[str,
 @torch.no_grad()
 def _settle(rope: nn.Module, longest: int, device: torch.device) -> nn.Module:
     twin: Any = copy.copy(rope)
-    # A forward fills a buffer anew in one release of transformers and replaces it in another.
+    # A forward refills a buffer in one release of transformers and replaces it in another.
     buffers = {
         name: b if b is None else b.to(device, copy=True) for name, b in rope._buffers.items()
     }
@@ -510,7 +514,7 @@ def _settle(rope: nn.Module, longest: int, device: torch.device) -> nn.Module:
     blank = torch.zeros((), device=device)
     ends = torch.tensor([[min(1, longest - 1), longest - 1]], device=device)
     whole = twin(blank, ends)
-    twin.rope_type = "default"  # the frequencies stay as this call has set them
+    twin.rope_type = "default"  # keeps the frequencies that this call has set
     part = twin(blank, ends[:, :1])
     if not all(torch.equal(p, w[:, :1]) for p, w in zip(part, whole, strict=True)):
         raise _not_honoured(rope)
@@ -521,22 +525,23 @@ def _not_honoured(module: nn.Module) -> UnsupportedError:
     return UnsupportedError(
         f"rope_parameters.rope_type: {type(module).__name__} chooses the table of {LONG_ROPE!r} "
         "by the longest position in its own way, so a chunk's table is not a part of the "
-        "sequence's; expected one rotary embedding beside the layers whose frequencies alone "
+        "sequence's; expected one rotary embedding next to the layers whose frequencies alone "
         "depend on it (yarn extends the context and is exact)"
     )
 
 
-# -- text, of a model that also reads images ----------------------------------------------------
+# -- text in a model that also reads images -----------------------------------------------------
 
 
 def reads_text_alone(model: PreTrainedModel) -> bool:
-    """Whether the model has no part that text never meets: its configuration is that of text."""
+    """Return whether text passes through every part of the model: its configuration is that of
+    text."""
     return model.config.get_text_config() is model.config
 
 
 def text_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that text passes, by name: of a model that also reads images, say, its decoder
-    and its head."""
+    """Yield the modules that text passes through, by name: in a model that also reads images its
+    decoder and its head."""
     decoder = model.get_decoder()
     if reads_text_alone(model) or decoder is None:
         yield from model.named_modules()
@@ -547,7 +552,8 @@ def text_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def freeze_unmet(model: PreTrainedModel) -> None:
-    """Turns off gradients that text cannot give: an optimizer would hold states for them."""
+    """Freeze parameters that text cannot give gradients: an optimizer would hold states for
+    them."""
     met = {id(p) for _, module in text_modules(model) for p in module.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in met:
