@@ -134,6 +134,8 @@ def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
         wrong = "is there already; delete it"
     elif path.is_dir():
         wrong = "is a folder; name a file in it"
+    elif path.exists() and not path.is_file():
+        wrong = "is no file, which would be replaced; remove it"
     elif not folder.is_dir():
         wrong = f"cannot be written: no such folder; make it with mkdir -p {quote(str(folder))}"
     if wrong:

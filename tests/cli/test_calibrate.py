@@ -87,7 +87,10 @@ def test_nothing_is_warned_of_where_nothing_varied(
     [
         (["--device", "tpu"], "device: expected cpu or cuda, got 'tpu'"),
         (["--device", "cpu", "-o", "{folder}"], "output: {folder} cannot be written"),
-        (["--device", "cpu", "-o", "{file}/below.json"], "output: cannot make {file}"),
+        (
+            ["--device", "cpu", "-o", "{file}/below.json"],
+            "output: {file}/below.json cannot be written: no such folder",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_measured(

@@ -87,12 +87,10 @@ def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path: Path, plain: RunCo
 
 def test_only_a_file_is_replaced(tmp_path: Path) -> None:
     """Who is root would replace a device."""
-    for place in (tmp_path, Path("/dev/null")):
+    for place, why in ((tmp_path, "is a folder"), (Path("/dev/null"), "is no file")):
         done = CliRunner().invoke(cli.app, ["train", "--trace", str(place)])
         assert isinstance(done.exception, UnsupportedError)
-        assert (
-            str(done.exception) == f"trace: {place} is not a file; name one, which is then replaced"
-        )
+        assert str(done.exception).startswith(f"trace: {place} {why}")
 
 
 def test_of_a_single_step_it_is_that_one(tmp_path: Path) -> None:
@@ -107,7 +105,7 @@ def test_a_place_that_is_not_there_is_refused_before_the_run(tmp_path: Path) -> 
     run.write_text(f"model: {{path: a}}\ndata: {{}}\nfolder: {tmp_path / 'run'}\n")
     done = CliRunner().invoke(cli.app, ("train", str(run), "--trace", str(nowhere)))
     assert done.exit_code != 0
-    assert "trace: there is no folder" in str(done.exception)
+    assert f"trace: {nowhere} cannot be written: no such folder" in str(done.exception)
     assert not (tmp_path / "run").exists()
 
 

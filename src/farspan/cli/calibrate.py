@@ -1,7 +1,6 @@
 """`farspan calibrate` and `farspan profile`: measure the machine at hand, and a model."""
 
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 from rich.console import Console
 
 from farspan.cli import typer_app
+from farspan.durable import check_place
 from farspan.engine.calibrate import calibrate
 from farspan.engine.profile import measure
 from farspan.planner.machines import busy_words, to_json, user_file, write
@@ -44,7 +44,9 @@ def calibrate_command(
 ) -> None:
     """Measure this machine and write the file that `farspan plan` reads."""
     chosen, path = device_of(device), output or user_file()
-    check_place(path)
+    if output is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    check_place(path, "output")
     with Console(stderr=True).status("measuring") as status:
         rate = None
         if disk is not None:  # first: it may be refused
@@ -74,16 +76,6 @@ def device_of(name: str | None) -> torch.device:
     if name == "cuda" and not has_gpu:
         raise UnsupportedError("device: no CUDA device can be used here; give cpu")
     return torch.device(name)
-
-
-def check_place(path: Path) -> None:
-    """Make the folder of the file to write, before a minute is spent. Raises UnsupportedError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UnsupportedError(f"output: cannot make {path.parent}: {error.strerror}") from error
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UnsupportedError(f"output: {path} cannot be written; name another file")
 
 
 # -- a model --------------------------------------------------------------------------------------

@@ -414,7 +414,7 @@ class PlanCommand(TyperCommand):
                     meant = "".join(get_close_matches(plain, own, n=1, cutoff=NEAR))
                 if meant and not meant.startswith("-"):  # an argument
                     words = [one.upper() for one in own if not one.startswith("-")]
-                    meant = " ".join(["farspan", str(self.name), *words])
+                    meant = f"farspan {self.name} {' '.join(words)}"
                 give = f"give {meant}" if meant else f"farspan {self.name} --help has all"
                 raise UnsupportedError(f"{name}: no such option of farspan {self.name}; {give}")
             given.append(word)

@@ -13,7 +13,7 @@ import typer
 
 from farspan.cli import Settings, typer_app
 from farspan.data.config import DataConfig, SourceKind
-from farspan.durable import write_output
+from farspan.durable import check_place, write_output
 from farspan.formatting import EXAMPLE, OFF, ON, fold, read_sparse, write_number
 from farspan.lazy import load
 from farspan.planner.machines import BUSY_RATES
@@ -122,10 +122,7 @@ def train_command(
     if sparse is not None:
         chosen, note = with_sparse(chosen, read_sparse(sparse))
         notes += [] if note is None else [note]
-    if trace is not None and not trace.parent.is_dir():
-        raise UnsupportedError(f"trace: there is no folder {trace.parent}; make it first")
-    if trace is not None and trace.exists() and not trace.is_file():
-        raise UnsupportedError(f"trace: {trace} is not a file; name one, which is then replaced")
+    check_place(trace, "trace")
     load("farspan.cli.with_torch", "train_and_tell")(chosen, notes, trace, in_json=json_wanted)
 
 

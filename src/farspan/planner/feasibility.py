@@ -136,8 +136,7 @@ def limits(question: Question) -> tuple[int, int]:
     machine = question.machine
     if machine.unified:
         return machine.host_bytes, machine.host_bytes
-    share = machine.host_bytes // min(machine.devices, question.layout.devices())
-    return machine.device_bytes, share
+    return machine.device_bytes, question.host_share()
 
 
 def room(question: Question, device: Array, host: Array) -> Array:

@@ -267,11 +267,9 @@ def _widest(cell_prices: CellPrices) -> _Layer:
 def _host(cell_prices: CellPrices, layer: _Layer) -> float:
     question = cell_prices.question
     held = states(question, tuple((i, i + 1) for i in range(len(cell_prices.model.layers))))
-    machine = question.machine
-    share = machine.host_bytes // min(machine.devices, question.layout.devices())
     swapped = len(cell_prices.model.layers) - 1
-    room = share - held.on_host - swapped * layer.always
-    if machine.unified:
+    room = question.host_share() - held.on_host - swapped * layer.always
+    if question.machine.unified:
         # The other bytes of a device lie in the same memory.
         room -= held.on_device + held.gradients + held.accumulators
         kv = max(
