@@ -169,7 +169,8 @@ class Upload(Thread):
             self._found = None, str(error) or type(error).__name__
 
     def poll(self) -> tuple[str | None, str | None] | None:
-        """Return the commit's address and the error, one of them None; None while the upload runs."""
+        """Upload the model of a run that ended by itself, unless the hub has it, and return the
+        result on every rank. A failed upload does not change how the run ended."""
         try:
             self.join(self.POLL)
         except KeyboardInterrupt:

@@ -67,7 +67,8 @@ class MetricsLogger(Protocol):
 
 
 class TensorBoardLogger:
-    """Logger of event files in `<folder>/tensorboard`. Raises UnsupportedError without tensorboard."""
+    """Logger that writes event files in `<folder>/tensorboard`. Raises UnsupportedError without
+    tensorboard."""
 
     def __init__(self, run: RunConfig, folder: RunFolder) -> None:
         self._make = _loaded(ReportTo.TENSORBOARD, "torch.utils.tensorboard", "SummaryWriter")
@@ -200,7 +201,7 @@ KINDS: Mapping[ReportTo, Callable[[RunConfig, RunFolder], MetricsLogger]] = {
 
 
 def make_loggers(run: RunConfig, folder: RunFolder) -> dict[str, MetricsLogger]:
-    """Make a logger for each tracker that the run names, not yet opened. Raises UnsupportedError."""
+    """Make a logger for each tracker of the run, not yet opened. Raises UnsupportedError."""
     return {kind.value: KINDS[kind](run, folder) for kind in run.trackers()}
 
 
@@ -408,7 +409,9 @@ Answer = str | bool | None
 class Callback:
     """Base of a run's callbacks, which are called between two steps and on every rank.
 
-    A method that returns a text, or True, ends the run as the last step would: with an evaluation, a checkpoint and the model. The text is the reason. An exception also ends the run, with its own traceback, after a checkpoint is saved.
+    A method that returns a text, or True, ends the run as the last step would: with an evaluation,
+    a checkpoint and the model. The text is the reason. An exception also ends the run, with its own
+    traceback, after a checkpoint is saved.
     """
 
     def on_step(self, metrics: Mapping[str, Any]) -> Answer:

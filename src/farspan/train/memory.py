@@ -1,4 +1,4 @@
-"""Memory of a step, expected and measured; the place of optimizer states; the device's allocator."""
+"""Memory of a step, expected and measured; the place of optimizer states; the GPU's allocator."""
 
 import ctypes
 import os

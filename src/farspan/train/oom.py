@@ -38,7 +38,7 @@ _TOGETHER = (TooLarge, DeviceTooSmall)
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A tier that ran out of memory. On a CPU both tiers are main memory, and `tier` is the host."""
+    """A tier that ran out of memory. On a CPU both tiers are main memory, and `tier` is HOST."""
 
     tier: Tier
     message: str  # one line
@@ -109,7 +109,8 @@ def lighter_schedule(
     """Return a schedule that takes at most RETRY_SHARE of the tiers' bytes, or None if no change
     saves the share WORTH.
 
-        Fields are changed one after the other, the cheapest in time first. The ranks of the question's layout can run the result: pipeline stages keep their layers.
+    Fields are changed one after the other, the cheapest in time first. The ranks of the question's
+    layout can run the result: pipeline stages keep their layers.
     """
     layers = len(question.model.layers)
     before = now = needed(question, schedule, tiers)

@@ -47,7 +47,8 @@ from farspan.train.staged_states import (
 class OptimizerStates(Protocol):
     """Optimizer states in one format and one place.
 
-    `.grad` of a parameter has the dtype that these states expect: their constructor sets `grad_dtype`.
+    `.grad` of a parameter has the dtype that these states expect: their constructor sets
+    `grad_dtype`.
     """
 
     def tensors(self) -> dict[str, Tensor]:
@@ -233,7 +234,8 @@ def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 class TrainingOptimizer:
     """Optimizer of the trainable parameters of a model, from their `.grad`.
 
-    `config.states` is the place of the states; `auto`, which the run replaces earlier, means the device here. If the model is sharded, each rank updates its pieces.
+    `config.states` is the place of the states; `auto`, which the run replaces earlier, means the
+    device here. If the model is sharded, each rank updates its pieces.
     """
 
     def __init__(
