@@ -346,7 +346,7 @@ def test_a_named_strategy_says_when_it_has_nothing_left(tmp_path: Path) -> None:
     made = a_policy(tmp_path, SMALLEST, device=torch.device("meta"))
     with pytest.raises(
         UnsupportedError,
-        match=r"nothing in the run's own: chunk 1; .* can be made smaller; shorten",
+        match=r"schedule: the run's own: chunk 1; .* cannot be made smaller; shorten",
     ):
         made.again(made.first(), SHORT[Tier.DEVICE])
 

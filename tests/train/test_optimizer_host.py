@@ -254,7 +254,7 @@ def test_a_run_goes_on_to_the_same_bits_and_may_change_the_place(
         told += quiet.notes
     same_weights(tmp_path / "reference", tmp_path / "run")
     assert [note for note in told if "optimizer states: moved" in note] == [
-        f"optimizer states: moved from the {before}; the values are the same"
+        f"optimizer states: moved from the {before}; their values are unchanged"
         for before in (there, "device")
     ]
     assert ("states on disk: 0.00 GiB in " in "\n".join(told)) is (there is not HOST)

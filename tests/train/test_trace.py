@@ -91,7 +91,8 @@ def test_only_a_file_is_replaced(tmp_path: Path) -> None:
         done = CliRunner().invoke(cli.app, ["train", "--trace", str(place)])
         assert isinstance(done.exception, UnsupportedError)
         assert (
-            str(done.exception) == f"trace: {place} is not a file; name one, which is then replaced"
+            str(done.exception)
+            == f"trace: {place} is not a file; name a file, which is then replaced"
         )
 
 

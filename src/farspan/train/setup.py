@@ -591,7 +591,8 @@ def show_data(
     count = packing.kept.sequences
     if held_out and sequence >= count:
         raise UnsupportedError(
-            f"sequence: expected a number below {count}, the held-out sequences, got {sequence}"
+            f"sequence: expected a number below {count}, the number of held-out sequences, "
+            f"got {sequence}"
         )
     yield from corpus.describe(run.context)
     config = load_config(**run.model.origin())
