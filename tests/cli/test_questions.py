@@ -90,7 +90,7 @@ QUESTIONS: list[tuple[str, tuple[str, int]]] = [
     (f"{SMALL} --deepspeed --gpu 4090", refused("give --optimizer host")),
     (f"{SMALL} --batch_size 2 --gpu 4090", refused("give --batch")),
     (f"{SMALL} --max-contxt --gpu 4090", refused("give --max-context")),
-    (f"{SMALL} --zzz", refused("--zzz: no such option of farspan plan; farspan plan --help has")),
+    (f"{SMALL} --zzz", refused("--zzz: no such option of farspan plan; farspan plan --help lists")),
     # What is short.
     (f"{SMALL} --context 8K --gpu 4090 --device-memory 2GiB --host-memory 4GiB", SHORT),
 ]

@@ -66,7 +66,7 @@ class DeviceAllocator(StrEnum):
 
 
 class StatesPlace(StrEnum):
-    """Memory that holds AdamW's states, and their width."""
+    """Place and width of AdamW's states."""
 
     AUTO = "auto"  # the device if they fit next to the step, else the host
     DEVICE = "device"  # fp32 masters and moments on the device
@@ -217,8 +217,8 @@ class SparseConfig:
     """Page-sparse attention, an approximation of dense attention.
 
     The fields say which earlier tokens are visible (see `farspan.Sparse`), how pages are chosen,
-    and when to warn. If the visible tokens hold a share m of the attention, the output is off by 1
-    - m of the distance between the visible and the hidden part: below 0.9, by more than a tenth.
+    and when to warn. If visible tokens hold a share m of the attention, the output is off by
+    1 - m of the distance between the visible and the hidden part: below 0.9, by over a tenth.
     """
 
     page: int = _PAGES.page
@@ -472,9 +472,7 @@ class RunConfig:
         """Refuse data, references and sparse attention that the loss does not support."""
         loss = self.objective
         if loss.kind is not LossKind.SFT and self.sparse is not None:
-            raise UnsupportedError(
-                f"sparse: not supported with loss.kind {loss.kind}; leave one out"
-            )
+            raise UnsupportedError(f"sparse: not supported with loss.kind {loss.kind}; omit one")
         for source, _ in self.data.each():
             known = source.format not in (RecordFormat.TEXT, RecordFormat.PREFERENCE)
             if loss.paired and (known or not source.has_fields()):

@@ -169,8 +169,7 @@ class Upload(Thread):
             self._found = None, str(error) or type(error).__name__
 
     def poll(self) -> tuple[str | None, str | None] | None:
-        """Upload the model of a run that ended by itself, unless the hub has it, and return the
-        result on every rank. A failed upload does not change how the run ended."""
+        """Return the commit's address and the error, one of which is None; None while it runs."""
         try:
             self.join(self.POLL)
         except KeyboardInterrupt:
