@@ -207,8 +207,8 @@ def in_ascii(error: UnicodeError) -> tuple[str, int]:
     """Replace characters that cannot be encoded by ASCII, for logs and pipes in, say, Latin-1."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    found = error.object[error.start : error.end]
-    parts = (PLAIN.get(c) or unicodedata.normalize("NFKD", c) for c in found)
+    characters = error.object[error.start : error.end]
+    parts = (PLAIN.get(c) or unicodedata.normalize("NFKD", c) for c in characters)
     plain = ("".join(filter(str.isascii, part)) or "?" for part in parts)
     return "".join(plain), error.end
 

@@ -318,7 +318,7 @@ def evaluate_text(
     named = [(name, row) for (name, _), row in zip(texts, rows, strict=True) if len(row) > 1]
     if not named:
         raise UnsupportedError("--text: no document has two tokens; give longer ones")
-    losses = dict(_losses_of(step, named, context, tell))
+    losses = dict(_document_losses(step, named, context, tell))
     reads = [_read(name, losses[name]) for name, _ in named]
     return TextEvaluation(
         model="",
@@ -337,7 +337,7 @@ def _read(name: str, losses: np.ndarray) -> Read:
     return Read(name, len(losses), loss, math.exp(loss))
 
 
-def _losses_of(
+def _document_losses(
     step: Step, named: Sequence[tuple[str, np.ndarray]], context: int, tell: Tell
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield for each document the losses of all tokens but the first, fp64."""
@@ -352,10 +352,10 @@ def _losses_of(
     for index in range(count):
         step.progress = partial(tell, "sequence", index, count)
         batch = packing.once(index)
-        yield from _of_batch(step, batch)
+        yield from _batch_losses(step, batch)
 
 
-def _of_batch(step: Step, batch: PackedBatch) -> Iterator[tuple[str, np.ndarray]]:
+def _batch_losses(step: Step, batch: PackedBatch) -> Iterator[tuple[str, np.ndarray]]:
     device = step.boundary.device
     ids, labels, marks = (
         torch.from_numpy(own).to(device)
@@ -404,19 +404,19 @@ def _needles(
         depth = number / max(1, count - 1)
         at = round(depth * room)
         ids = np.concatenate([hay[:at], sentence, hay[at:room], rows[0][: same + 1]])
-        logprobs = dict(zip(ANSWERS, _of_choices(step, ids, choices), strict=True))
+        logprobs = dict(zip(ANSWERS, _choice_logprobs(step, ids, choices), strict=True))
         right = logprobs.pop(answer)
         wrong = {word.strip(): value for word, value in logprobs.items()}
         yield Needle(depth, room - at, answer.strip(), right, wrong)
 
 
-def _of_choices(step: Step, ids: np.ndarray, choices: Sequence[int]) -> list[float]:
+def _choice_logprobs(step: Step, ids: np.ndarray, choices: Sequence[int]) -> list[float]:
     """Return the log-probabilities of some ids at the last position."""
-    given = torch.from_numpy(ids.astype(np.int64)).to(step.boundary.device)[None]
-    labels = torch.full((*given.shape, len(choices)), UNTRAINED, device=given.device)
-    labels[0, -1] = torch.tensor(choices, device=given.device)
-    found: Tensor = step.logprobs(given, labels)
-    return [float(value) for value in found[0, -2]]
+    inputs = torch.from_numpy(ids.astype(np.int64)).to(step.boundary.device)[None]
+    labels = torch.full((*inputs.shape, len(choices)), UNTRAINED, device=inputs.device)
+    labels[0, -1] = torch.tensor(choices, device=inputs.device)
+    logprobs: Tensor = step.logprobs(inputs, labels)
+    return [float(value) for value in logprobs[0, -2]]
 
 
 def plain(tokenizer: Tokenizer, text: str) -> np.ndarray:

@@ -102,8 +102,8 @@ class Longest:
         if (plan := self.shortest) is None:
             return []
         in_time = f"has a step of at most {write_seconds(self.max_step)}"
-        of = in_time if plan.fits else "fits"
-        return [f"no context {of}, not even {write_tokens(plan.question.run.tokens)} tokens"]
+        verb = in_time if plan.fits else "fits"
+        return [f"no context {verb}, not even {write_tokens(plan.question.run.tokens)} tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,7 +497,7 @@ def plan_command(
     for option, path in (("timeline", timeline), ("snapshot", snapshot), ("html", html)):
         check_place(path, option)
     check_place(write, "write", new=True)
-    answer = _answered(run, settings or (), given, _longest_step(max_step, max_context))
+    answer = _answer(run, settings or (), given, _longest_step(max_step, max_context))
     write_files(answer, timeline, snapshot, html, command_line(call))
     after = [] if html is None else [f"page: {html}"]
     after += [] if write is None else write_run(write, answer, given, command_line(call))
@@ -509,15 +509,15 @@ def plan_command(
     raise typer.Exit(_status(answer))
 
 
-def _answered(
+def _answer(
     run: Path | None, settings: Sequence[str], given: dict[str, Any], longest: float | None
 ) -> PlanAnswer:
     """Return the answer for a run file or a model. Raises UnsupportedError."""
     if run is not None:
-        return _of_run(run, settings, given, longest)
+        return _answer_for_run(run, settings, given, longest)
     if settings:
         raise UnsupportedError(f"--set {settings[0]}: needs a run file; name one")
-    return _of_model(given, longest)
+    return _answer_for_model(given, longest)
 
 
 def _status(answer: PlanAnswer) -> int:
@@ -534,9 +534,9 @@ def devices_of(gpus: str | None, machine: str) -> int | None:
         return counted
     named = count_of(gpus)
     if named or not gpus.strip().lstrip("-").isdecimal() or (machine == HERE and names_card(gpus)):
-        of = f"--gpus {named} --gpu CARD" if named else f"--gpu {shlex.quote(gpus)}"
+        flags = f"--gpus {named} --gpu CARD" if named else f"--gpu {shlex.quote(gpus)}"
         raise UnsupportedError(
-            f"gpus: expected a number of devices, got {gpus!r}; for a card: {of}"
+            f"gpus: expected a number of devices, got {gpus!r}; for a card: {flags}"
         )
     if counted not in (None, int(gpus)):
         raise UnsupportedError(f"gpus: {gpus} here, but {counted} in {machine!r}; give only one")
@@ -552,7 +552,7 @@ def _longest_step(max_step: str | None, max_context: bool) -> float | None:
     return read_seconds(max_step, "max_step")
 
 
-def _of_model(given: dict[str, Any], max_step: float | None) -> PlanAnswer:
+def _answer_for_model(given: dict[str, Any], max_step: float | None) -> PlanAnswer:
     """Return the answer for a model; with `max_step`, for its longest contexts."""
     if "model" not in given:
         raise UnsupportedError("model: give --model NAME, or the run file of farspan train")
@@ -562,7 +562,7 @@ def _of_model(given: dict[str, Any], max_step: float | None) -> PlanAnswer:
         )
     if "sparse" in given:
         given = {**given, "sparse": read_sparse(given["sparse"])}
-    tell = Telling()
+    tell = MeasuringNotes()
     fields = {"context": 1, **given, "config": given["model"], "progress": tell}
     del fields["model"]
     request = Request(**fields)
@@ -587,7 +587,7 @@ def longest_of(
     return Longest(tuple(strategies or STRATEGIES), plans, max_step, shortest)
 
 
-def _of_run(
+def _answer_for_run(
     path: Path, settings: Sequence[str], given: dict[str, Any], max_step: float | None
 ) -> PlanAnswer:
     """Return the answer for a run file, changed by the options."""
@@ -597,7 +597,7 @@ def _of_run(
         raise UnsupportedError(
             f"{path}: not a run file (.yaml); to plan a model, give --model {path}"
         )
-    run, notes = in_place_of(load_run(path, settings), given)
+    run, notes = with_overrides(load_run(path, settings), given)
     asked = {name: given[name] for name in OF_MACHINE if name in given}
     try:
         question_of_run = load("farspan.train.plan_run", "question_of_run")
@@ -606,7 +606,7 @@ def _of_run(
             f"{path}: planning a run file needs torch and transformers ({error}); pip install "
             "farspan, which installs both, or give --model and --context instead"
         ) from error
-    tell = Telling()
+    tell = MeasuringNotes()
     question = question_of_run(run, asked, tell)
     found, longest = question.plan(), None
     if max_step is not None:
@@ -629,7 +629,7 @@ def missing_data(run: RunConfig) -> list[str]:
     return notes
 
 
-def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
+def with_overrides(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
     """Return the run changed by options of the command line, and notes about dropped values."""
     notes: list[str | None] = []
     model = run.model
@@ -768,7 +768,9 @@ def init_command(
     options: dict[str, Any] = {"model": model, "context": context, "machine": machine}
     options |= {"gpus": count, "lora": lora, "quantize": quantize, "data": data}
     given = {name: value for name, value in options.items() if value is not None}
-    answer = _of_model({name: value for name, value in given.items() if name != "data"}, None)
+    answer = _answer_for_model(
+        {name: value for name, value in given.items() if name != "data"}, None
+    )
     chosen = answer.chosen()
     assert chosen is not None, "a context was asked for"
     lines = write_run(output, answer, given, command_line(call))
@@ -777,7 +779,7 @@ def init_command(
     raise typer.Exit(0 if chosen.fits else FAILED)
 
 
-class Telling:
+class MeasuringNotes:
     """Printer of the measurement in progress, which takes up to a minute: only its first
     message."""
 

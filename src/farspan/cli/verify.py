@@ -112,7 +112,7 @@ def verify_command(
     chosen = chunk is not None or (strategy_name is None and has_chunk(run))
     schedule = replace_attention(replace_cuts(base, chunk, groups), attention, chosen)
     notes = filter(None, (note, ranks_note(run), packed_note(loaded, dtype)))
-    said = [*told_of(loaded, None if texts else run), *notes]
+    said = [*model_notes(loaded, None if texts else run), *notes]
     data = {"batch": batch, "context": context, "seed": seed, "notes": said, "in_json": as_json}
     if texts:
         tell = load("farspan.cli.with_torch", "compare_and_tell")
@@ -122,7 +122,7 @@ def verify_command(
         tell(loaded, schedule, attention, documents=documents, **data)
 
 
-def told_of(model: Any, run: RunConfig | None) -> list[str]:
+def model_notes(model: Any, run: RunConfig | None) -> list[str]:
     """Return lines about the model's positions and, for a run file, about its trained data, like
     `farspan data`."""
     positions: list[str] = load("farspan.hf.unsupported", "describe_positions")(model)

@@ -45,8 +45,8 @@ from farspan.train.staged_states import StateBytes
 
 def torch_dtype(run: RunConfig) -> torch.dtype:
     """Return the torch dtype of the run's parameters and activations."""
-    found: torch.dtype = getattr(torch, run.model.dtype.value)
-    return found
+    dtype: torch.dtype = getattr(torch, run.model.dtype.value)
+    return dtype
 
 
 def machine_of(
@@ -114,7 +114,7 @@ def inspect_model(
     boundary, kernels = CausalLMStages(model), kernels or Kernels()
     fuse(boundary, kernels, device)
     spec = with_work(boundary, describe(boundary, device))
-    return _worked(inspect_blank(boundary, dtype, device, rank, kernels, _sizes(spec)), spec)
+    return _merge_work(inspect_blank(boundary, dtype, device, rank, kernels, _sizes(spec)), spec)
 
 
 def inspect_sharded(
@@ -129,16 +129,16 @@ def inspect_sharded(
             f"{stage}; give a schedule, such as that of farspan.plan(..., layout=...)"
         )
     sizes, dtype = [(spec.parameters, spec.trainable)], str(model.dtype).removeprefix("torch.")
-    found = inspect_blank(CausalLMStages(model), dtype, device, 0, kernels, sizes)
-    if sharded_model.tensor is not None and found.profiles and found.profiles.rank(0) is None:
+    blank = inspect_blank(CausalLMStages(model), dtype, device, 0, kernels, sizes)
+    if sharded_model.tensor is not None and blank.profiles and blank.profiles.rank(0) is None:
         raise UnsupportedError(
             "schedule: 'auto' needs a model with whole weights, but tensor parallelism has cut "
             "these; give a schedule, such as that of farspan.plan(..., layout=...), or use ulysses"
         )
-    return _worked(found, spec)
+    return _merge_work(blank, spec)
 
 
-def _worked(found: InspectedModel, spec: ModelSpec) -> InspectedModel:
+def _merge_work(found: InspectedModel, spec: ModelSpec) -> InspectedModel:
     """Combine the work of layers from the profile with the description of the model."""
     assert found.profile is not None, "it has been profiled"
     pairs = zip(spec.layers, found.profile.spec.layers, strict=True)
@@ -247,13 +247,13 @@ class RunContext:
 
     def make_reference(self, step: Step) -> Any:
         """Return the reference's engine, with the schedule of `step` and in its memory."""
-        of, beside = self.reference, cast(Any, step)
-        assert of is not None, "the loss has a reference"
+        second, main = self.reference, cast(Any, step)
+        assert second is not None, "the loss has a reference"
         # One layer per group: a teacher has other groups, and a forward needs no larger ones.
-        schedule = replace(beside.schedule, groups=1) if of.is_other else beside.schedule
-        found: Any = self._make_step(of.model, schedule, of.sharded_model, of.weights)
-        found.memory = beside.memory
-        return found
+        schedule = replace(main.schedule, groups=1) if second.is_other else main.schedule
+        engine: Any = self._make_step(second.model, schedule, second.sharded_model, second.weights)
+        engine.memory = main.memory
+        return engine
 
     def _make_step(
         self,
@@ -282,10 +282,10 @@ class RunContext:
         """Return the model's description for programs."""
         sharded = self.sharded_model
         if sharded is None:
-            found = describe(CausalLMStages(self.model), self.device)
+            spec = describe(CausalLMStages(self.model), self.device)
         else:
-            found = sharded.spec
-        return found if self.weights is None else self.weights.counted(found)
+            spec = sharded.spec
+        return spec if self.weights is None else self.weights.counted(spec)
 
     def held_bytes(self) -> int:
         """Return the bytes of weights, optimizer states and an index on the device; a CPU counts
@@ -308,9 +308,9 @@ class RunContext:
 
     def gradient_bytes(self) -> int:
         """Return the bytes of `.grad` on the device."""
-        found = (p.grad for p in self.optimizer.parameters.values())
-        own = (local(g) for g in found if g is not None)
-        return sum(g.nbytes for g in own if g.device.type == self.device.type)
+        gradients = (p.grad for p in self.optimizer.parameters.values())
+        shards = (local(g) for g in gradients if g is not None)
+        return sum(g.nbytes for g in shards if g.device.type == self.device.type)
 
     def touched_bytes(self) -> StateBytes:
         """Return the bytes that are allocated and written. The system hands out zeroed memory only
@@ -344,8 +344,8 @@ class RunContext:
 
     def _weights(self) -> int:
         if self.pieces is None:
-            own = sum(map(held_bytes, self.model.parameters()))
+            size = sum(map(held_bytes, self.model.parameters()))
         else:
-            own = self.pieces.held_bytes()
+            size = self.pieces.held_bytes()
         # A plan counts a reference as large as the model, even if a teacher is larger.
-        return own if self.reference is None else own + min(own, self.reference.held_bytes())
+        return size if self.reference is None else size + min(size, self.reference.held_bytes())

@@ -264,13 +264,13 @@ def _rows(
     yield "base model", base_words(run) + (f" ({run.model.revision})" if run.model.revision else "")
     if run.model.overrides:
         yield "changes to its configuration", f"`{json.dumps(run.model.overrides)}`"
-    trained, of = about.get("trainable"), about.get("parameters")
+    trained, total = about.get("trainable"), about.get("parameters")
     what = "all weights"
     if lora is not None:
         targets = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
         what = f"LoRA adapters of rank {lora.rank}, alpha {lora.scale():g}, on {targets}"
         what += f", over weights in {run.model.quantize}" if run.model.quantize else ""
-    yield "trained", f"{what}, {trained:,} of {of:,} parameters" if trained and of else what
+    yield "trained", f"{what}, {trained:,} of {total:,} parameters" if trained and total else what
     for source, weight in run.data.each():
         share = "" if run.data.sources is None else f", weight {weight:g}"
         yield "data", source_words(source) + share

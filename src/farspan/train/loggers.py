@@ -244,8 +244,8 @@ NAMES = {
 
 
 def _chart(key: str) -> str:
-    own = key.removeprefix("heldout_")
-    return NAMES.get(key, f"train/{key}" if own == key else f"eval/{own}")
+    name = key.removeprefix("heldout_")
+    return NAMES.get(key, f"train/{key}" if name == key else f"eval/{name}")
 
 
 def charts(values: Mapping[str, Any]) -> dict[str, float]:
@@ -301,11 +301,11 @@ class LoggerThread:
 
     def notes(self) -> list[str]:
         """Return the messages for the user since the last call."""
-        found = []
+        texts = []
         with suppress(Empty):
             while True:
-                found.append(self._notes.get_nowait())
-        return found
+                texts.append(self._notes.get_nowait())
+        return texts
 
     def _work(self, step: int) -> None:
         try:

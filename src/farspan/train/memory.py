@@ -123,14 +123,14 @@ def return_freed() -> bool:
     return all(mallopt(*one) for one in given)
 
 
-class _OnStack(ctypes.Structure):
+class _StackBlock(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_char * MIB),)
 
 
 def grow_stack() -> None:
     """Grow the main thread's stack by 1 MiB now. If a limited address space (`ulimit -v`) is full
     later, the system would end the process with SIGSEGV when its stack grows."""
-    ctypes.CDLL(None).getpid(_OnStack())  # the argument is copied to the stack
+    ctypes.CDLL(None).getpid(_StackBlock())  # the argument is copied to the stack
 
 
 def trimming() -> Any:

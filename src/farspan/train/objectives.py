@@ -37,7 +37,7 @@ F32 = torch.float32
 Sums = dict[str, Tensor | float]
 
 
-class _OfLogProbs:
+class _LogProbLoss:
     """Loss of log-probabilities, which each replica computes for itself: the mean over trained
     tokens."""
 
@@ -45,7 +45,7 @@ class _OfLogProbs:
         self.batches, self.observer = batches, observer
         self.ctx, self.loss = batches.ctx, batches.ctx.run.objective
         self._reference: Any = None  # the engine of the second model
-        self._beside: Step | None = None  # the step that it shares memory with
+        self._reference_step: Step | None = None  # the step that it shares memory with
 
     def total(self, micros: list[Micro]) -> int:
         """Return the denominator of the mean over these batches on all replicas, at least 1."""
@@ -66,7 +66,7 @@ class _OfLogProbs:
         """Return this batch's share of a mean over `total`, without gradients."""
         return {n: float(v) for n, v in self._parts(step, micro, total, "held_out").items()}
 
-    def of_all(self, sums: Sequence[Sums]) -> dict[str, float]:
+    def gather_sums(self, sums: Sequence[Sums]) -> dict[str, float]:
         """Return the sums over all batches and replicas."""
         own = {name: float(sum(one[name] for one in sums)) for name in sums[0]}
         found = self.ctx.world.gather_replicas([own])
@@ -77,10 +77,10 @@ class _OfLogProbs:
         `loss` has a graph."""
         raise NotImplementedError
 
-    def reference_beside(self, step: Step) -> Any:
+    def reference_engine(self, step: Step) -> Any:
         """Return the engine of the second model, which shares the step's memory."""
-        if self._beside is not step:
-            self._reference, self._beside = self.ctx.make_reference(step), step
+        if self._reference_step is not step:
+            self._reference, self._reference_step = self.ctx.make_reference(step), step
         return self._reference
 
     @contextmanager
@@ -98,7 +98,7 @@ class _OfLogProbs:
         self.observer.interrupt.passed(StopPoint.HELD_OUT_CELL)
 
 
-class OfPairs(_OfLogProbs):
+class PreferenceLoss(_LogProbLoss):
     """Mean over pairs of a loss of their two answers: DPO, IPO, ORPO."""
 
     def __init__(
@@ -140,16 +140,16 @@ class OfPairs(_OfLogProbs):
         """Return [pairs, 2]: summed log-probabilities of the chosen and the rejected answers, or
         their means if the loss uses means."""
         ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
-        found = step.logprobs(ids, labels, documents)
-        trained = _is_trained(labels, documents).to(found.dtype)
+        logprobs = step.logprobs(ids, labels, documents)
+        trained = _is_trained(labels, documents).to(logprobs.dtype)
         by_length = self.loss.by_length or self.loss.kind is not LossKind.DPO
         answers = []
         for row, numbers in enumerate(micro.batch.pairs):
             lengths = torch.unique_consecutive(documents[row], return_counts=True)[1].tolist()
-            pieces = zip(found[row].split(lengths), trained[row].split(lengths), strict=True)
-            for own, counted in islice(pieces, 2 * len(numbers)):
-                answers.append(own.sum() / counted.sum() if by_length else own.sum())
-        return torch.stack(answers).view(-1, 2) if answers else found.new_zeros(0, 2)
+            pieces = zip(logprobs[row].split(lengths), trained[row].split(lengths), strict=True)
+            for answer, counted in islice(pieces, 2 * len(numbers)):
+                answers.append(answer.sum() / counted.sum() if by_length else answer.sum())
+        return torch.stack(answers).view(-1, 2) if answers else logprobs.new_zeros(0, 2)
 
     # -- the reference -----------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class OfPairs(_OfLogProbs):
             case Reference.STORED:
                 return self._look_up(micro, part)
             case Reference.FROZEN:
-                other = self.reference_beside(step)
+                other = self.reference_engine(step)
                 with self.watched(other):
                     return self._answers(other, micro)
             case Reference.ADAPTERS_OFF:
@@ -177,14 +177,14 @@ class OfPairs(_OfLogProbs):
                 "weights that it was computed with have already been trained; restore it, or begin "
                 "again in another folder"
             )
-        found = self._stored[part][list(_numbers(micro))]
-        if found.isnan().any():
+        rows = self._stored[part][list(_numbers(micro))]
+        if rows.isnan().any():
             raise UnsupportedError(
                 f"loss.reference: {self._path} lacks log-probabilities of some pairs of this step "
                 "or evaluation: it was computed for the steps, batches and evaluation.sequences "
                 "that the run began with; set these back, or begin again in another folder"
             )
-        return found.to(micro.input_ids.device, torch.promote_types(self.ctx.model.dtype, F32))
+        return rows.to(micro.input_ids.device, torch.promote_types(self.ctx.model.dtype, F32))
 
     def prepare(self, step: Step, at: int) -> None:
         if self.loss.compared() is not Reference.STORED:
@@ -201,20 +201,20 @@ class OfPairs(_OfLogProbs):
         self.observer.note(
             f"reference: log-probabilities of {len(numbers):,} batches, once; kept in {self._path}"
         )
-        found = {"train": self._table(step, corpus.train, map(batches.of, numbers), len(numbers))}
+        tables = {"train": self._table(step, corpus.train, map(batches.of, numbers), len(numbers))}
         if corpus.held_out is not None:
             micros = batches.held_out()
-            found["held_out"] = self._table(step, corpus.held_out, micros, len(micros))
-        return found
+            tables["held_out"] = self._table(step, corpus.held_out, micros, len(micros))
+        return tables
 
     def _table(self, step: Step, packing: Sequences, micros: Iterable[Micro], count: int) -> Tensor:
-        own: list[tuple[int, list[float]]] = []
+        rows: list[tuple[int, list[float]]] = []
         for place, micro in enumerate(micros):
             self.observer.interrupt.passed(StopPoint.BATCH)
             with self.watched(step, partial(self.observer.evaluating, place, count)):
-                own += zip(_numbers(micro), self._answers(step, micro).tolist(), strict=True)
+                rows += zip(_numbers(micro), self._answers(step, micro).tolist(), strict=True)
         table = torch.full((packing.documents(), 2), torch.nan, dtype=torch.float64)
-        for number, values in self.ctx.world.gather_replicas(own):
+        for number, values in self.ctx.world.gather_replicas(rows):
             table[number] = torch.tensor(values, dtype=torch.float64)
         return table
 
@@ -239,7 +239,7 @@ class OfPairs(_OfLogProbs):
             ) from error
 
 
-class Distilled(_OfLogProbs):
+class DistillationLoss(_LogProbLoss):
     """Mean over trained tokens of the distance between student and teacher on the teacher's k
     likeliest ids."""
 
@@ -251,7 +251,7 @@ class Distilled(_OfLogProbs):
         part: str,  # noqa: ARG002
     ) -> dict[str, Tensor]:
         ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
-        teacher, vocab = self.reference_beside(step), text_config(self.ctx.model).vocab_size
+        teacher, vocab = self.reference_engine(step), text_config(self.ctx.model).vocab_size
         with self.watched(teacher):
             top, known = teacher.top_logprobs(ids, documents, k=self.loss.top_k, vocab=vocab)
         trained = _is_trained(labels, documents)
@@ -268,9 +268,9 @@ def _numbers(micro: Micro) -> tuple[int, ...]:
 
 def _is_trained(labels: Tensor, documents: Tensor) -> Tensor:
     """Return [batch, tokens] bool: the next token is trained and belongs to the same document."""
-    found = torch.zeros_like(labels, dtype=torch.bool)
-    found[:, :-1] = (labels[:, 1:] != UNTRAINED) & (documents[:, 1:] == documents[:, :-1])
-    return found
+    trained = torch.zeros_like(labels, dtype=torch.bool)
+    trained[:, :-1] = (labels[:, 1:] != UNTRAINED) & (documents[:, 1:] == documents[:, :-1])
+    return trained
 
 
 def text_config(model: Any) -> Any:
@@ -292,10 +292,10 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def objective_of(
+def make_objective(
     batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
-) -> OfPairs | Distilled:
+) -> PreferenceLoss | DistillationLoss:
     """Return the run's loss, for losses that need several passes."""
     if batches.ctx.run.objective.paired:
-        return OfPairs(batches, observer, folder, identity)
-    return Distilled(batches, observer)
+        return PreferenceLoss(batches, observer, folder, identity)
+    return DistillationLoss(batches, observer)

@@ -196,7 +196,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
     at the end to `final` of `lr`, as a half cosine or linearly."""
     falls, floor = config.falls_over(steps), config.lr * config.final
 
-    def of(step: int) -> float:
+    def rate(step: int) -> float:
         if step < config.warmup:
             return config.lr * (step + 1) / config.warmup
         if step < steps - falls:
@@ -206,7 +206,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
             return floor + (config.lr - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
         return floor + (config.lr - floor) * (1.0 - done)
 
-    return of
+    return rate
 
 
 def decays(model: nn.Module) -> dict[str, bool]:
@@ -247,20 +247,9 @@ class TrainingOptimizer:
         room: int | None = None,
         streamed: StreamedWeights | None = None,
     ) -> None:
-        """Allocate all states.
-
-        Args:
-            model: The model to train.
-            config: Learning rate, decay, and the place of the states.
-            pieces: This rank's pieces of a sharded model.
-            ranks: The ranks of the run, if there are several.
-            room: Bytes of main memory for the states; None: no limit.
-            streamed: The weights, if parameters and gradients live in main memory.
-
-        Raises:
-            UnsupportedError: The states need a package or a drive that is missing.
-            TooLarge: Main memory cannot hold the states.
-        """
+        """Allocate all states, within `room` bytes of main memory for this process, if limited.
+        `streamed` holds the weights if parameters and gradients live in main memory. Raises
+        UnsupportedError, TooLarge."""
         self._config = config
         self._pieces = pieces
         self._streamed = streamed
@@ -292,7 +281,7 @@ class TrainingOptimizer:
         if self._streamed is None:
             return self.parameters
         every = (id(p) for unit in self._streamed.trained() for p in unit)
-        places = {of: place for place, of in enumerate(every)}
+        places = {parameter: place for place, parameter in enumerate(every)}
         return dict(sorted(self.parameters.items(), key=lambda pair: places[id(pair[1])]))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -347,7 +336,7 @@ class TrainingOptimizer:
         """Update once from the gradients, whose norm is `norm`, and drop them. A thread may run the
         update while the next step begins; call `settle` before reading weights or states."""
         if self._thread is not None:
-            self._update_beside(self._thread, lr, norm)
+            self._update_on_thread(self._thread, lr, norm)
             return
         self._clip(self.parameters.values(), norm)
         self._states.update(lr)
@@ -357,7 +346,7 @@ class TrainingOptimizer:
         if self._config.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self._config.clip, norm)
 
-    def _update_beside(self, thread: ThreadPoolExecutor, lr: float, norm: Tensor) -> None:
+    def _update_on_thread(self, thread: ThreadPoolExecutor, lr: float, norm: Tensor) -> None:
         """Start the update on the thread; units of the weights wait for it."""
         self.settle()
         norm = norm.cpu()  # now: the thread would wait for all later work of the device
@@ -365,10 +354,10 @@ class TrainingOptimizer:
         assert isinstance(self._states, HostStates)
         units = [[id(p) for p in unit if p.grad is not None] for unit in self._streamed.trained()]
         done = [Future[None]() for _ in units]
-        last = {unit[-1]: of for unit, of in zip(units, done, strict=True) if unit}
-        for unit, of in zip(units, done, strict=True):
+        last = {unit[-1]: future for unit, future in zip(units, done, strict=True) if unit}
+        for unit, future in zip(units, done, strict=True):
             if not unit:
-                of.set_result(None)
+                future.set_result(None)
         states = self._states
 
         def begins(parameter: nn.Parameter) -> None:
@@ -384,13 +373,13 @@ class TrainingOptimizer:
         def update() -> None:
             try:
                 states.update(lr, begins, ends)
-                for of in done:  # no callback comes for parameters without elements
-                    if not of.done():
-                        of.set_result(None)
+                for future in done:  # no callback comes for parameters without elements
+                    if not future.done():
+                        future.set_result(None)
             except BaseException as error:
-                for of in done:
-                    if not of.done():
-                        of.set_exception(error)
+                for future in done:
+                    if not future.done():
+                        future.set_exception(error)
                 raise
 
         self._updating = thread.submit(update)

@@ -190,13 +190,13 @@ def latest(paths: Sequence[Path], read: Callable[[Path], T], note: Callable[[str
     problems: list[UnsupportedError] = []
     for path in reversed(paths):
         try:
-            found = read(path)
+            value = read(path)
         except UnsupportedError as problem:
             problems.append(problem)
             continue
         for passed in problems:
             note(f"start: {passed}; beginning from {path} instead")
-        return found
+        return value
     raise UnsupportedError(f"start: {problems[0]}; {ELSEWHERE}")
 
 

@@ -266,8 +266,8 @@ def _renewed(plan: Plan | None, question: Question) -> Plan | None:
     """Return a plan as one of `question`, if it plans the same step with as much room."""
     if plan is None or replace(plan.question, machine=question.machine) != question:
         return None
-    found = replace(of_whole(question, plan), unmoved=None)
-    return found if found.fits and found.fit >= plan.fit else None
+    renewed = replace(of_whole(question, plan), unmoved=None)
+    return renewed if renewed.fits and renewed.fit >= plan.fit else None
 
 
 def describe_schedule(choice: Choice, *, hides: bool = True) -> str:

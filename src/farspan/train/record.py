@@ -121,15 +121,15 @@ def _quoted(word: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"farspan": VERSION, "python": platform.python_version()}
+    versions = {"farspan": VERSION, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name) if name != "torch" else str(torch.__version__)
+            versions[name] = version(name) if name != "torch" else str(torch.__version__)
         except PackageNotFoundError:
             continue
     if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    return found
+        versions["cuda"] = torch.version.cuda
+    return versions
 
 
 def _machine() -> dict[str, Any]:
@@ -216,14 +216,14 @@ class StepRecorder:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each kind of work, over all programs."""
-        found = dict.fromkeys(map(str, WorkKind), 0.0)
+        by_kind = dict.fromkeys(map(str, WorkKind), 0.0)
         for walk in self.walks:
             kinds = work_kinds(walk.program)
             for kind, began, ended in zip(kinds, walk.marks, walk.marks[1:], strict=False):
-                found[kind] += _between(began, ended)
+                by_kind[kind] += _between(began, ended)
         if self.update is not None:
-            found[UPDATE] = _between(*self.update)
-        return {kind: size for kind, size in found.items() if size > 0}
+            by_kind[UPDATE] = _between(*self.update)
+        return {kind: size for kind, size in by_kind.items() if size > 0}
 
     def spans(self) -> Iterator[tuple[Program, Span]]:
         """Yield the span of each piece of work by lane, in seconds since the first program
@@ -366,13 +366,13 @@ def _on_host(parts: Mapping[str, int]) -> Iterator[tuple[str, int]]:
 
 def _plain(parts: Mapping[str, int | Bytes]) -> dict[str, int | list[int]]:
     """Return the nonzero parts as plain numbers."""
-    found: dict[str, int | list[int]] = {}
+    plain: dict[str, int | list[int]] = {}
     for part, sizes in parts.items():
         if isinstance(sizes, int):
-            found |= {part: sizes} if sizes else {}
+            plain |= {part: sizes} if sizes else {}
         elif sizes.any():
-            found[part] = sizes.tolist()
-    return found
+            plain[part] = sizes.tolist()
+    return plain
 
 
 def trace_json(recorder: StepRecorder, rank: int, about: Mapping[str, Any]) -> dict[str, Any]:

@@ -255,12 +255,12 @@ def _load_reference(
 ) -> Any:
     """Return the second model of the run's loss, or None: the whole model on rank 0, a blank one on
     other ranks. Raises UnsupportedError."""
-    loss, found = run.objective, None
+    loss, reference = run.objective, None
     if loss.compared() is Reference.FROZEN:
-        found = copy.deepcopy(model)
+        reference = copy.deepcopy(model)
     elif loss.teacher is not None:
-        found = _load_teacher(run, components, world, corpus)
-    if found is None:
+        reference = _load_teacher(run, components, world, corpus)
+    if reference is None:
         return None
     if isinstance(run.parallel, Parallel) and run.parallel.pipeline > 1:
         raise UnsupportedError(
@@ -268,7 +268,7 @@ def _load_reference(
             "second model; use other axes"
             + ("" if loss.teacher else ", or set loss.reference to stored or adapters-off")
         )
-    return found.requires_grad_(False).eval()
+    return reference.requires_grad_(False).eval()
 
 
 def _load_teacher(

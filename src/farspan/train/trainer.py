@@ -122,7 +122,7 @@ class TrainingLoop:
             self._identity[INDEX_OF_KEYS] = ctx.index.digest()
         self._objective: Any = None  # a loss that needs several passes
         if ctx.run.objective.kind is not LossKind.SFT:
-            made = load("farspan.train.objectives", "objective_of")
+            made = load("farspan.train.objectives", "make_objective")
             self._objective = made(self._batches, observer, folder, self._identity)
         self._saved: int | None = None  # step of the latest checkpoint
         self.loss: float | None = None
@@ -226,7 +226,7 @@ class TrainingLoop:
                     seen.append(step.seen)
             step.progress = None
             if objective is not None:
-                return objective.of_all(sums), seen
+                return objective.gather_sums(sums), seen
             return {"loss": float(torch.stack([loss.detach() for loss in sums]).sum())}, seen
 
     def _total(self, batches: list[Micro]) -> int:
@@ -289,7 +289,7 @@ class TrainingLoop:
             ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
             sums.append(float(step.evaluate(ids, labels, documents, trained_tokens=total)))
         step.progress = None
-        return {"loss": sum(sums)} if self._objective is None else self._objective.of_all(sums)
+        return {"loss": sum(sums)} if self._objective is None else self._objective.gather_sums(sums)
 
     def resume(self) -> None:
         """Restore the latest checkpoint, if there is one, or the start of another run."""
@@ -444,8 +444,8 @@ class TrainingLoop:
         )
 
     def _diagnose(self, values: dict[str, Any], batches: list[Micro]) -> Path:
-        own = [line for micro in batches for line in micro.describe()]
-        described = self._world.gather_replicas(own)
+        lines = [line for micro in batches for line in micro.describe()]
+        described = self._world.gather_replicas(lines)
         values = self._marks | values | {"batches": described}
         return self._folder.write_json("diagnosis.json", values)
 

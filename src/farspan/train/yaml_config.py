@@ -326,13 +326,13 @@ def changed(value: Any) -> Any:
     values."""
     if not is_dataclass(value) or isinstance(value, type):
         return to_mapping(value)
-    found = {}
-    for one in fields(value):
-        own = getattr(value, one.name)
-        made = one.default_factory
-        if own != (one.default if made is MISSING else made()):
-            found[one.name] = changed(own)
-    return found
+    differing = {}
+    for field in fields(value):
+        current = getattr(value, field.name)
+        made = field.default_factory
+        if current != (field.default if made is MISSING else made()):
+            differing[field.name] = changed(current)
+    return differing
 
 
 def flatten(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
