@@ -515,8 +515,8 @@ class RunConfig:
 
     def _check_states(self) -> None:
         states = self.optimizer.states
-        beside = states in (StatesPlace.DEVICE, StatesPlace.EIGHT_BIT)
-        if self.schedule.weights is Tier.HOST and beside:
+        on_device = states in (StatesPlace.DEVICE, StatesPlace.EIGHT_BIT)
+        if self.schedule.weights is Tier.HOST and on_device:
             raise UnsupportedError(
                 "optimizer.states: expected auto, host or disk with schedule.weights: host, got "
                 f"{states}: states are updated where weights and gradients are, in main memory; "

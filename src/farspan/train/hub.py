@@ -303,7 +303,7 @@ def _rows(
 
 
 def _measured(folder: Path, step: int) -> Iterator[tuple[str, str]]:
-    """Yield rows of the measurements until this step."""
+    """Yield the card's rows about the steps until this one: tokens, time and losses."""
     lines = list(read_metrics(folder / METRICS))  # empty if the run has no step
     steps = [line for line in lines if "seconds" in line and line["step"] <= step]
     if steps:

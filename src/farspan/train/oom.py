@@ -29,7 +29,7 @@ class NoScheduleFits(UnsupportedError):
 
 
 class OneRankOutOfMemory(NoScheduleFits):
-    """One of several ranks ran out of memory, and the others still wait for it within the step."""
+    """A rank ran out of memory while the others still wait for it within the step."""
 
 
 # Errors that all ranks raise together, before any of them allocates.

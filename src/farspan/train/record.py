@@ -232,9 +232,9 @@ class StepRecorder:
         for walk in self.walks:
             for index, instruction in enumerate(walk.program.instructions):
                 lane, marks = _lane(walk.program, instruction), walk.marks[index : index + 2]
-                beside = timed[slice(*walk.copied[index : index + 2])]
-                found = [(copied.name.lower(), *around) for copied, *around in beside]
-                if lane and not (beside and lane != "compute"):
+                copies = timed[slice(*walk.copied[index : index + 2])]
+                found = [(copied.name.lower(), *around) for copied, *around in copies]
+                if lane and not (copies and lane != "compute"):
                     found.append((lane, *marks))
                 for name, began, ended in found:
                     span = Span(name, _between(first, began), _between(first, ended), index)

@@ -334,13 +334,13 @@ class OthersFolder(RunFolder):
             super().hold()
 
     def record(self, values: Mapping[str, Any]) -> None:
-        """Do nothing: rank 0 writes metrics."""
+        """Leave metrics to rank 0."""
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> Path:  # noqa: ARG002
         return self.path / name
 
     def forget_shortage(self) -> None:
-        """Do nothing: rank 0 removes the file."""
+        """Leave the file to rank 0."""
 
 
 def _refuse_other(path: Path, kind: str) -> None:

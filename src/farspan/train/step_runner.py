@@ -464,7 +464,7 @@ def _values_of(loss: LossConfig) -> dict[str, Any]:
 
 
 def _nothing(step: Step) -> None:
-    """Do nothing: `attempt` only makes the engine."""
+    """No work, so that `attempt` only makes the engine."""
 
 
 def _because(choice: Choice) -> str:
