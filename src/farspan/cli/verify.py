@@ -87,8 +87,7 @@ def verify_command(
 ) -> None:
     """Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ.
 
-    With --text: find the selector and budget of page-sparse attention that keep enough of dense
-    attention.
+    With --text: find a page-sparse selector and budget that keep enough of dense attention.
     """
     usual_dtype, usual_context = TEXT if texts else EXACT
     context = read_tokens(context_text or usual_context, "context")

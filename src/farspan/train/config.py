@@ -510,7 +510,7 @@ class RunConfig:
             key = "evaluation.patience" if stops else "checkpoints.best"
             raise UnsupportedError(
                 f"{key}: compares held-out losses, but no documents are held out; set "
-                "data.held_out, or leave {key} out"
+                f"data.held_out, or leave {key} out"
             )
 
     def _check_states(self) -> None:

@@ -31,11 +31,9 @@ class Pace:
         self._seconds: float | None = None  # duration of the last finished step
 
     def begin(self) -> None:
-        """Start the clock of a step."""
         self._started = self._clock()
 
     def end(self) -> None:
-        """Stop the clock of a step."""
         self._seconds = self._clock() - self._started
 
     def seconds_per_step(self, done: float) -> float | None:
@@ -388,7 +386,6 @@ def make_reporter(console: Console) -> Reporter:
 
 
 def describe_step(values: Mapping[str, Any]) -> str:
-    """Return the metrics of one step on one line."""
     if values.get("nonfinite"):
         return f"skipped: {values['nonfinite']} is not finite"
     return (
@@ -399,7 +396,6 @@ def describe_step(values: Mapping[str, Any]) -> str:
 
 
 def describe_heldout(values: Mapping[str, Any]) -> str:
-    """Return the metrics of one evaluation on one line."""
     return (
         f"held-out loss {values['heldout_loss']:.4f}{_attention(values)}"
         f"{_preference(values, 'heldout_')}"

@@ -240,7 +240,6 @@ class RunContext:
         return None if self.pieces is None else self.pieces.sharded_model
 
     def make_step(self, schedule: Schedule) -> Step:
-        """Return the engine for this schedule on this rank."""
         step = self._make_step(self.model, schedule, self.sharded_model, self.weights)
         step.host_room = self.host_room()
         return step
@@ -279,7 +278,6 @@ class RunContext:
         return self.components.make_step(model, schedule, **how)
 
     def describe(self) -> ModelSpec:
-        """Return the model's description for programs."""
         sharded = self.sharded_model
         if sharded is None:
             spec = describe(CausalLMStages(self.model), self.device)
@@ -332,7 +330,6 @@ class RunContext:
         return share - (held.device if self.device.type == "cpu" else held.host)
 
     def saver(self) -> Saver:
-        """Return the saver of this run, which also resumes it."""
         tensors = self.optimizer.tensors()
         if self.pieces is None:
             return Saver(entries_of(model_tensors(self.model), tensors), self.world)

@@ -57,16 +57,9 @@ def refuse_login(hub: HubConfig | None) -> None:
 
 
 def push(folder: Path, hub: HubConfig) -> str:
-    """Upload the `model/` of a run folder, with its card, and return the commit's address.
-
-    Args:
-        folder: The run folder.
-        hub: The repository, which is created if it does not exist.
-
-    Raises:
-        UnsupportedError: The folder has no model.
-        PushFailed: The hub did not accept the model.
-    """
+    """Upload the `model/` of a run folder, with its card, to a repository, which is created if it
+    does not exist, and return the commit's address. Raises UnsupportedError without a model, and
+    PushFailed."""
     refuse_links(folder)
     model = folder / "model"
     source = given_json(model / SOURCE)
@@ -162,7 +155,6 @@ class Upload(Thread):
         self._found: tuple[str | None, str | None] | None = None
 
     def run(self) -> None:
-        """Upload the model, and keep the address or the error."""
         try:
             self._found = push(self._folder, self._hub), None
         except Exception as error:

@@ -279,7 +279,6 @@ class LoggerThread:
             work.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue a point at `step` for each of these charts."""
         if self._over:
             return
         try:

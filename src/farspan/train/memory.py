@@ -83,7 +83,6 @@ _ON_HOST = {
 
 
 def describe_measured(predicted: int, measured: int) -> str:
-    """Return one line about predicted and measured memory, shown after the first step."""
     return (
         f"memory of a step without weights and optimizer: {show_bytes(predicted)} predicted, "
         f"{show_bytes(measured)} measured"
@@ -144,7 +143,6 @@ def resident_bytes() -> int:
 
 
 def show_bytes(size: int) -> str:
-    """Return bytes as text in GiB or MiB."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
 
 

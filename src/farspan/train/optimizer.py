@@ -301,7 +301,6 @@ class TrainingOptimizer:
         self._is_left = True
 
     def held(self) -> StateBytes:
-        """Return the bytes of the states."""
         return self._states.held()
 
     def drive(self) -> str:
@@ -309,7 +308,6 @@ class TrainingOptimizer:
         return self._states.describe() if isinstance(self._states, DiskStates) else ""
 
     def clear(self) -> None:
-        """Drop all gradients."""
         self.settle()
         if self._pieces is not None:
             self._pieces.clear()

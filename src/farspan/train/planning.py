@@ -575,7 +575,6 @@ def allowed(run: RunConfig, machine: MachineSpec) -> MachineSpec:
 
 
 def about_json(ctx: RunContext, choice: Choice, expected: Expected) -> dict[str, Any]:
-    """Return the content of about.json."""
     run, kept = ctx.run, ctx.corpus.train.kept
     epoch = ctx.corpus.sequences_per_epoch()
     return {

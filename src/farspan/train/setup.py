@@ -309,7 +309,6 @@ def _lay_out(
 
 
 def _open_data(run: RunConfig, tokenizer: Tokenizer, watch: Watch) -> Corpus:
-    """Return the run's sequences."""
     with activity("reading the data"):
         return open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
 
@@ -539,7 +538,6 @@ def _best() -> str:
 
 
 def introduce(ctx: RunContext) -> str:
-    """Return the opening lines of a run."""
     run = ctx.run
     every, trained = ctx.parameters, ctx.trainable
     some = "" if trained == every else f", {trained:,} of them trained,"

@@ -20,10 +20,8 @@ restore it through a mapping, whose pages the kernel takes back.
 
 Note: [A gradient that has not arrived]. The CPU waits for the event after a piece's copies before
 it reads their slot.
-
 Note: [A weight that has not left]. A slot's weight is overwritten (by the CPU, or by an evict if
 the parameter has no master) only after the event of the last fetch that read it.
-
 Note: [A mapping and direct reads]. Writes through the mapping are flushed before a piece is read
 past the page cache; the kernel drops pages that are written past the cache.
 """

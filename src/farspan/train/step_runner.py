@@ -77,7 +77,6 @@ class PlanComparison:
     measured_seconds: float | None  # the median, without the first step, which is metered
 
     def describe(self) -> str:
-        """Return one line for the user."""
         measured = self.measured_seconds
         seconds = "not" if measured is None else f"{measured:,.3f} s"
         return (
@@ -87,7 +86,6 @@ class PlanComparison:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         return asdict(self)
 
 
@@ -500,7 +498,6 @@ class Micro:
     trained: int
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return its sequences and their documents, for diagnosis.json."""
         return [
             {"sequence": index, "documents": list(names)}
             for index, names in zip(self.indices, self.batch.names, strict=True)

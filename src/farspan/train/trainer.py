@@ -187,7 +187,6 @@ class TrainingLoop:
             self._record(values, batches, seen, time.perf_counter() - began)
 
     def is_over(self) -> bool:
-        """Return whether no step follows."""
         return self.at.step == self._run.steps or self.why_stop() is not None
 
     def why_stop(self) -> str | None:
@@ -494,24 +493,12 @@ def train(
 ) -> TrainingResult:
     """Train until the last step or the first signal, from the latest checkpoint if there is one.
 
-    If torchrun started several processes, all of them call this and get the same result. Every
-    error leaves the last good checkpoint.
-
-    Args:
-        run: A run file, or its value.
-        callbacks: Called between steps; may end the run.
-        components: Functions that training is built from.
-        reporter: Prints progress; by default on the terminal.
-        notes: Messages to print first.
-        trace: A file for the spans of a step.
-
-    Raises:
-        UnsupportedError: The run cannot be done as configured.
-        NoScheduleFits: Memory ran out with every schedule (an UnsupportedError).
-        WriteFailed: The disk is full.
-        Diverged: A loss or gradient is not finite.
-        RankFailed: Another rank failed; the message names it.
-        Exception: Whatever a callback raises.
+    `run` is a run file, or its value; `callbacks` are called between steps and may end the run;
+    `reporter` prints progress, and `notes` first; `trace` is a file for the spans of a step. Raises
+    UnsupportedError for a run that cannot be done as configured, NoScheduleFits (a subclass) if
+    memory runs out with every schedule, WriteFailed on a full disk, Diverged for a loss or gradient
+    that is not finite, RankFailed if another rank failed, and exceptions of callbacks. All leave
+    the last good checkpoint. Processes started by torchrun all call it and get the same result.
     """
     run = run if isinstance(run, RunConfig) else load_run(Path(run))
     launch = launch_env()

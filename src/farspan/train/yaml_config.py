@@ -261,7 +261,6 @@ def convert(hint: Any, value: Any, path: str) -> Any:
 
 
 def describe_type(hint: Any) -> str:
-    """Return a type in words for users."""
     words = {
         bool: "true or false",
         int: "a whole number",
