@@ -276,7 +276,10 @@ class TestText:
         [
             (["--documents", "2"], "documents: --text is read as one document"),
             (["--sparse", "off"], "sparse: off leaves nothing to compare on --text"),
-            (["--context", "250", "--batch", "9"], "it has 1,681 tokens, fewer than the 2,250"),
+            (
+                ["--context", "250", "--batch", "9"],
+                "has 1,681 tokens, fewer than the required 2,250",
+            ),
             (["--sparse", "page=16,recent=64,sinks=16"], "or recent=16 in --sparse"),
             (
                 ["--set", "start.path=elsewhere"],

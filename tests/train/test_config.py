@@ -316,7 +316,9 @@ def test_a_run_file_takes_the_words_of_the_command_line(tmp_path: Path) -> None:
     was = "sparse: {page: 64, budget: 2K, recent: 1.5K, sink_pages: 2}"
     now = Sparse(64, 2048, 1536, 128, 64, "mean")
     assert load_run(write(tmp_path, RUN + was)).pages() == now
-    with pytest.raises(UnsupportedError, match=r"sink_pages: not with sinks, .*; write sparse.sin"):
+    with pytest.raises(
+        UnsupportedError, match=r"sink_pages: not together with sinks, .*; write sparse.sin"
+    ):
         load_run(write(tmp_path, RUN + was.replace("2K", "2K, sinks: 64")))
     assert load_run(write(tmp_path, RUN + "sparse: on")).sparse == SparseConfig()
     assert load_run(write(tmp_path, RUN + "sparse: off")).sparse is None

@@ -300,7 +300,7 @@ def test_a_line_of_which_a_part_was_written_is_an_error_and_dropped_later(tmp_pa
         size = folder.metrics.stat().st_size
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, limits[1]))
-            with pytest.raises(WriteFailed, match=r"metrics\.jsonl: .*only a part of the line"):
+            with pytest.raises(WriteFailed, match=r"metrics\.jsonl: .*only part of the line"):
                 folder.record({"step": 2})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -118,7 +118,7 @@ def test_a_heldout_loss_that_is_not_finite_stops_the_run(
 ) -> None:
     bad(BadHeldout)
     run = tiny_run(tmp_path)
-    message = r"step 2: the held-out loss is not finite \(nan\); no parameter .*diagnosis\.json"
+    message = r"step 2: the held-out loss is not finite \(nan\); all parameters .*diagnosis\.json"
     with pytest.raises(Diverged, match=message):
         fit(run)
     diagnosis = json.loads((tmp_path / "run" / "diagnosis.json").read_text())

@@ -209,7 +209,7 @@ def test_strided_parameters_are_refused_by_name() -> None:
     model = nn.Linear(3, 4)
     model.weight = nn.Parameter(torch.zeros(3, 4).t())
     with pytest.raises(
-        UnsupportedError, match=r"optimizer\.states: host takes contig.* weight has strides"
+        UnsupportedError, match=r"optimizer\.states: host needs contig.* weight has strides"
     ):
         TrainingOptimizer(model, OptimizerConfig(states=HOST))
 

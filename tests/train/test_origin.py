@@ -139,7 +139,7 @@ def test_another_shape_is_refused_before_anything_is_copied(tmp_path: Path, stat
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     run = first(tmp_path)
     with pytest.raises(
-        UnsupportedError, match=r"start.path: .*/nowhere has no checkpoint; expected the"
+        UnsupportedError, match=r"start.path: .*/nowhere has no checkpoint: expected the"
     ):
         fit(second(run, str(tmp_path / "nowhere")))
     with pytest.raises(

@@ -244,7 +244,7 @@ def test_an_index_says_in_what_it_is_made(
     path = str(run_file(tmp_path / "run.yaml", run))
     given = ["--text", str(text), "-o", str(tmp_path / "keys"), "--dtype", "float64"]
     assert command(monkeypatch, "index", path, *given) == 0
-    assert capsys.readouterr().out.startswith("dtype: float32 in place of float64, in which")
+    assert capsys.readouterr().out.startswith("dtype: float32 replaces float64, which")
 
 
 def no_lora(run: RunConfig) -> RunConfig:
