@@ -265,9 +265,9 @@ OptimizerName = Annotated[
 WeightsTier = Annotated[
     str | None,
     typer.Option(
-        help=f"Tier of weights and gradients: {AUTO}, the default, device or host, with optimizer "
-        "states there or on a drive: the device then holds those of two groups of layers, the "
-        "embedding and the head. Several devices hold their shards this way."
+        help=f"Tier of weights and gradients: {AUTO}, the default, device or host. With host, "
+        "optimizer states are there or on a drive, and the device holds two groups of layers, the "
+        "embedding and the head. Of several devices each moves its own shards."
     ),
 ]
 DriveFolder = Annotated[
@@ -282,7 +282,7 @@ HostMemory = Annotated[
     str | None,
     typer.Option(
         help="Main memory of the node, replacing the machine's: 128GiB, 128G; "
-        f"{HOST_RESERVE:.0%} are left to the system, processes and loading."
+        f"{HOST_RESERVE:.0%} is left to the system, processes and loading."
     ),
 ]
 MarginText = Annotated[

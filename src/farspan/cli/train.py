@@ -98,7 +98,7 @@ def train_command(
     settings: Settings = None,
     start: Start = None,
     with_states: WithStates = False,
-    folder: Annotated[Path | None, typer.Option(help="An existing folder resumes.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Run folder; an old one resumes.")] = None,
     steps: Annotated[int | None, typer.Option(help="Updates of the whole run.")] = None,
     trace: TraceFile = None,
     json_wanted: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
