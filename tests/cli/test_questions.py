@@ -38,7 +38,7 @@ QUESTIONS: list[tuple[str, tuple[str, int]]] = [
     (f"{SMALL} --context 8K --gpu 8", refused("give --gpus 8, and the card with --machine")),
     (f"{SMALL} --context 8K --gpus h100", refused("--gpu h100")),
     (f"{SMALL} --context 8K --gpus 4090", refused("--gpu 4090")),
-    (f"{SMALL} --context 8K --gpu 8xh100 --gpus 4", refused("give one of them")),
+    (f"{SMALL} --context 8K --gpu 8xh100 --gpus 4", refused("give only one")),
     (f"{SMALL} --context 8K --gpu '8 H100s'", ("8 x h100", 0)),
     (f"{SMALL} --context 8K --gpu GB200", refused("give --gpu b200")),
     (f"{SMALL} --context 8K --gpu cpu", refused("give --gpu here")),

@@ -95,7 +95,7 @@ def test_a_folder_with_the_models_name_is_not_replaced(tmp_path: Path, name: str
     path.parent.mkdir(parents=True)
     prepare(run)  # it is empty
     path.write_text("mine")
-    message = rf"model is in the way: it has {path.name} and no farspan\.json of an earlier run"
+    message = rf"model is in the way: it has {path.name} but no farspan\.json of an earlier run"
     with pytest.raises(UnsupportedError, match=message):
         prepare(run)
     (path.parent / "farspan.json").write_text("{}")
