@@ -29,8 +29,8 @@ MODELS = f"{ALLOCATOR}src/farspan_memory/compare/"
 # what was gained. A file belongs to the package whose path is the longest that it begins with.
 BUDGETS = {
     "core": (24_200, 20_000),
-    "planner": (11_950, 10_500),
-    "train": (15_400, 11_500),
+    "planner": (11_960, 10_500),
+    "train": (15_420, 11_500),
     "posttrain": (830, 1_300),
     "sparse": (4_320, 4_300),
     "people": (5_450, 4_500),

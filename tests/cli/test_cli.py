@@ -223,9 +223,7 @@ def test_a_strategy_comes_whole(
     assert run(monkeypatch, "train") == 0
     (other, notes), (default, no_notes) = trained
     assert other.schedule == ScheduleConfig(strategy=name)
-    assert notes == [
-        f"schedule: {name} in place of grouped, without chunk: 2048, which belonged to it"
-    ]
+    assert notes == [f"schedule: {name} replaces grouped, without its chunk: 2048"]
     assert replace(other, schedule=default.schedule) == default
     assert no_notes == []
 
@@ -290,7 +288,7 @@ def test_verify_says_that_it_leaves_ranks_out(
     assert run(monkeypatch, "verify", str(file), "--context", "64", "--json") == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["passed"]
-    assert ("parallel: left out: one process" in said.err) == (parallel is not None)
+    assert ("parallel: ignored: one process" in said.err) == (parallel is not None)
 
 
 def test_the_schedule_that_is_verified() -> None:
@@ -332,7 +330,7 @@ def test_every_command_that_reads_a_run_file_sets_its_keys(
     assert json.loads(capsys.readouterr().out)["run"]["steps"] == 2
     for command in (["plan", "--model", "Qwen3-8B", "--context", "8K"], ["verify", "Qwen3-8B"]):
         assert run(monkeypatch, *command, "--set", "steps=2") == 2
-        assert "--set steps=2: there is no run file to set it in" in capsys.readouterr().err
+        assert "--set steps=2: needs a run file" in capsys.readouterr().err
 
 
 def test_a_run_begins_from_another_and_resumes_by_its_own_command(
@@ -344,11 +342,11 @@ def test_a_run_begins_from_another_and_resumes_by_its_own_command(
     other = ["3", "--folder", str(root / "other")]
     assert run(monkeypatch, *short, *other, "--from", f"{root}/out/", "--with-states") == 0
     said = capsys.readouterr().err
-    assert f"start: goes on from {root}/out/checkpoints/step-00000002, after step 2 of 3" in said
+    assert f"start: resumes from {root}/out/checkpoints/step-00000002, after step 2 of 3" in said
     assert run(monkeypatch, *short, *other) == 0
     assert "resuming after step 3 of 3" in capsys.readouterr().err
     assert run(monkeypatch, *short, "3", "--with-states") == 2
-    assert "--with-states: of which run? Name it with --from" in capsys.readouterr().err
+    assert "--with-states: needs a run to continue; name it with --from" in capsys.readouterr().err
 
 
 @contextmanager

@@ -150,7 +150,7 @@ def test_tables_and_a_picture(folder: Path) -> None:
     assert any(line.startswith("1 to 64 ") for line in lines)
     assert any(line.startswith(f"{folder}/text/b.txt 5 ") for line in lines)
     assert any(line.startswith("hidden sentences: ") for line in lines)
-    assert "1 document is longer than the context; what lies beyond is left out" in lines
+    assert "1 document is longer than the context and evaluated up to it" in lines
     drawn = ElementTree.parse(picture).getroot()
     points = drawn.find("{http://www.w3.org/2000/svg}polyline")
     assert points is not None
@@ -160,7 +160,7 @@ def test_tables_and_a_picture(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--context", "30"], "--needles: a context of 30 tokens has no room"),
+        (["--context", "30"], "--needles: a context of 30 tokens is too short"),
         (["--context", "1"], "context: expected at least 2 tokens"),
         (["--dtype", "float16"], "dtype: expected float64, float32 or bfloat16"),
         (["--text", "nothing.txt"], "--text: no file matches"),

@@ -66,7 +66,7 @@ def test_temporaries_are_named() -> None:
         ((*SMALL, "--context", "1K", "--strategy", "x"), "strategy: 'x' is not known"),
         ((*SMALL, "--context", "1K", "--dtype", "int3"), "dtype"),
         ((*SMALL, "--context", "1K", "x"), "arguments: 'x' is for a program"),
-        ((*SMALL, "--record", "x.py"), "record: it records a program, not a model"),
+        ((*SMALL, "--record", "x.py"), "record: records a program, not a model"),
         (("--record", "/no/such.py"), r"record: /no/such\.py is not a file"),
     ],
 )

@@ -319,7 +319,7 @@ def test_longest_contexts_fit_a_screen(
         ([], "context: give --context TOKENS, or --max-context"),
         (
             ["--context", "1M", "--max-step", "1m"],
-            "max_step: is of the longest context; give --max",
+            "max_step: needs --max-context; add it",
         ),
         (["--max-context", "--max-step", "0"], "max_step: expected a time above 0 such as 90s"),
         (["--context", "1M", "--gpus", "0"], "gpus: expected a whole number of devices >= 1"),

@@ -188,7 +188,7 @@ def test_options_go_before_what_the_file_says(file: Path) -> None:
     found = planned(file, "--loss", "dpo", "--reference", "frozen")
     assert (found["loss"], found["reference"]) == ("dpo", "frozen")
     words = call(file, "--strategy", "oomb", "--sparse", "page=64,budget=256,recent=256").output
-    assert "schedule: oomb in place of grouped, without chunk: 512, which belonged to it" in words
+    assert "schedule: oomb replaces grouped, without its chunk: 512" in words
     assert "sparse attention" in words
 
 
@@ -316,9 +316,9 @@ def test_the_longest_context_of_a_run(file: Path) -> None:
 @pytest.mark.exhaustive
 def test_the_longest_context_says_what_it_leaves_open(file: Path) -> None:
     small = ("--device-memory", "1300MiB", "--host-memory", "16MiB", "--max-context")
-    words = "the longest contexts leave open what the schedule says of chunk"
+    words = "the longest contexts ignore these fields of the schedule: chunk"
     assert words in call(write(file, schedule={"strategy": "fpdt", "chunk": 512}), *small).output
-    assert "leave open" not in call(write(file, schedule={"strategy": "fpdt"}), *small).output
+    assert "ignore these" not in call(write(file, schedule={"strategy": "fpdt"}), *small).output
 
 
 def test_a_path_is_one_that_the_run_can_load(file: Path) -> None:
@@ -564,7 +564,7 @@ def test_a_hub_name_needs_no_network(file: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "GPT-2"], "names one; leave out --model, or the run file"),
+        (["--model", "GPT-2"], "names a model; leave out --model, or the run file"),
         (["--gpus", "0"], "gpus: expected a whole number of devices >= 1, got 0"),
         (["--lora", "-1"], "lora: rank: expected a whole number of at least 1, got -1"),
         (["--dtype", "fp16"], "dtype: expected one of bfloat16, float32, float64, bf16"),

@@ -42,7 +42,7 @@ QUESTIONS: list[tuple[str, tuple[str, int]]] = [
     (f"{SMALL} --context 8K --gpu 4090 --nf4", refused("give --quantize")),
     (f"{SMALL} --context 8K --gpu 4090 --qlora --write q.yaml", ("q.yaml: written", 0)),
     (f"{SMALL} --context 64K --gpu h200 --write long.yaml", ("stretches its RoPE to 64K", 0)),
-    (f"{SMALL} --context 8K --gpu 8xh100 --gpus 4", refused("give one of them")),
+    (f"{SMALL} --context 8K --gpu 8xh100 --gpus 4", refused("give only one")),
     (f"{SMALL} --context 8K --gpu '8 H100s'", ("8 x h100", 0)),
     (f"{SMALL} --context 8K --gpu GB200", refused("give --gpu b200")),
     (f"{SMALL} --context 8K --gpu cpu", refused("give --gpu here")),
@@ -94,7 +94,7 @@ QUESTIONS: list[tuple[str, tuple[str, int]]] = [
     (f"{SMALL} --deepspeed --gpu 4090", refused("give --optimizer host")),
     (f"{SMALL} --batch_size 2 --gpu 4090", refused("give --batch")),
     (f"{SMALL} --max-contxt --gpu 4090", refused("give --max-context")),
-    (f"{SMALL} --zzz", refused("--zzz: no such option of farspan plan; farspan plan --help has")),
+    (f"{SMALL} --zzz", refused("--zzz: no such option of farspan plan; farspan plan --help lists")),
     # What is short.
     (f"{SMALL} --context 8K --gpu 4090 --device-memory 2GiB --host-memory 4GiB", SHORT),
 ]

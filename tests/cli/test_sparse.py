@@ -92,7 +92,7 @@ class TestTrain:
         assert run(monkeypatch, "train", str(run_file), "--sparse", text) == 0
         ((asked, notes),) = trained
         assert asked.sparse == expected
-        dense = "sparse: dense attention in place of the run file's sparse one"
+        dense = "sparse: dense attention replaces the run file's sparse attention"
         assert notes == ([] if expected else [dense])
 
     def test_a_sparsity_that_goes_is_told(
@@ -107,7 +107,7 @@ class TestTrain:
         assert run(monkeypatch, "train", str(run_file), "--sparse", SMALL) == 0
         ((asked, notes),) = trained
         assert asked.sparse == SparseConfig(8, 16, 8, 8, warn_below=0.5)
-        assert notes == ["sparse: without sparsity: 0.9, which belonged to the run file's"]
+        assert notes == ["sparse: without sparsity: 0.9, a field of the run file"]
 
     def test_without_a_run_file(
         self, trained: list[tuple[RunConfig, list[str]]], monkeypatch: pytest.MonkeyPatch
@@ -121,7 +121,7 @@ class TestTrain:
         [
             ("maybe", "sparse: expected on, off or fields such as"),
             ("page=48", "sparse.budget: expected a multiple of page (48 tokens)"),
-            ("selector=index", "sparse.index: the selector is index, whose folder is not given"),
+            ("selector=index", "sparse.index: selector index needs the folder of an index"),
             ("page=24,budget=48", "schedule.chunk: expected a multiple of page (24 tokens)"),
         ],
     )
@@ -173,7 +173,7 @@ class TestVerify:
         assert found["sparse"]["gradient_error"] > 1e-6
         assert run(monkeypatch, "verify", str(folder), *shape) == 0
         said = " ".join(capsys.readouterr().out.split())
-        assert "exact for sparse attention's own function" in said
+        assert "exact for sparse attention as a function of its own" in said
         assert "APPROXIMATE: relative error of gradients against dense attention" in said
         assert "nothing is hidden" not in said
 
@@ -183,7 +183,7 @@ class TestVerify:
         monkeypatch.setattr("farspan.sparse.engine.BufferPages.add", lambda *_: None)
         shape = ["--context", "100", "--chunk", "16", "--sparse", SMALL]
         assert run(monkeypatch, "verify", str(folder), *shape) == 1
-        assert "NOT exact for sparse attention's own function" in capsys.readouterr().out
+        assert "NOT exact for sparse attention as a function of its own" in capsys.readouterr().out
 
     def test_where_nothing_is_hidden_it_says_so(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -260,7 +260,7 @@ class TestText:
             *(["0", "0"], ["8", "1"], ["16", "2"], ["32", "4"], ["64", "8"])
         ]
         # Attention of random weights is nearly even.
-        assert lines[-1].startswith("ask again with smaller pages and more recent tokens (--sparse")
+        assert lines[-1].startswith("try again with smaller pages and more recent tokens (--sparse")
         assert "loss of the last 24 tokens: dense" in said.out
         assert said.err.splitlines()[0] == "reading 97 tokens with dense attention"
         other = ["--sparse", "page=16,recent=0,sinks=16", "--chunk", "32", "--batch", "2"]
@@ -276,9 +276,15 @@ class TestText:
         [
             (["--documents", "2"], "documents: --text is read as one document"),
             (["--sparse", "off"], "sparse: off leaves nothing to compare on --text"),
-            (["--context", "250", "--batch", "9"], "it has 1,681 tokens, fewer than the 2,250"),
+            (
+                ["--context", "250", "--batch", "9"],
+                "has 1,681 tokens, fewer than the required 2,250",
+            ),
             (["--sparse", "page=16,recent=64,sinks=16"], "or recent=16 in --sparse"),
-            (["--set", "start.path=elsewhere"], "start: with --text the weights of elsewhere"),
+            (
+                ["--set", "start.path=elsewhere"],
+                "start: --text does not read the weights of elsewhere",
+            ),
         ],
     )
     def test_what_cannot_be_compared_is_refused(
@@ -328,14 +334,14 @@ class TestIndex:
         assert "wide: an index of 8 dims" in capsys.readouterr().out
         short = ["--text", str(run_file.parent / "held.txt"), "-o", str(folder / "new"), *longer]
         assert run(monkeypatch, "index", str(run_file), *short) == 2
-        assert "fewer than the 1,024 that are read; give more text\n" in capsys.readouterr().err
+        assert "fewer than the required 1,024; give more text\n" in capsys.readouterr().err
         assert run(monkeypatch, "index", str(run_file), "--text", text) == 2
-        assert f"output: {folder} is there already" in capsys.readouterr().err
+        assert f"output: {folder} exists already" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ([], "output: where is it to be written? give --output FOLDER"),
+            ([], "output: missing; give --output FOLDER"),
             (["-o", "new", "--text", "none.txt"], "--text: no file matches 'none.txt'"),
             (["-o", "new", "--context", "257"], "max_position_embeddings of 256"),
             (["-o", "new", "--dtype", "int8"], "dtype: expected float64, float32 or bfloat16"),
@@ -360,4 +366,4 @@ class TestIndex:
     ) -> None:
         given = ["--text", str(folder), "-o", str(folder / "new")]
         assert run(monkeypatch, "index", str(folder), *given) == 2
-        assert "context: how long will sequences be?" in capsys.readouterr().err
+        assert "context: missing; give --context" in capsys.readouterr().err

@@ -63,7 +63,7 @@ def test_the_command_shows_a_run_file_s_data(tmp_path: Path) -> None:
     assert ": 7 tokens, 6 trained" in result.output
     assert "  trained ext " in result.output
     beyond = CliRunner().invoke(app, ["data", str(run), "--held-out", "--sequence", "1"])
-    assert "sequence: expected a number below 1, as many as are held out, got 1" in str(
+    assert "sequence: expected a number below 1, the number of held-out sequences, got 1" in str(
         beyond.exception
     )
 

@@ -28,8 +28,8 @@ FIELD = (
     ),
     Fault(
         "runs: a plan is kept though its memory is gone",
-        "return found if found.fits and found.fit >= plan.fit else None",
-        "return found",
+        "return renewed if renewed.fits and renewed.fit >= plan.fit else None",
+        "return renewed",
         (PLANNED + "test_the_plan_of_a_start_is_what_a_search_for_the_memory_of_now_finds",),
     ),
     Fault(
@@ -124,7 +124,7 @@ FIELD = (
     ),
     Fault(
         "merge: links of an adapters' folder are followed",
-        'refuse_links(adapters, *[adapters.resolve().parents[1] / "blobs"] * cached)',
+        'refuse_links(folder, *[folder.resolve().parents[1] / "blobs"] * cached)',
         "assert cached in (True, False)",
         (MERGING + "test_links_are_not_followed",),
     ),

@@ -484,9 +484,9 @@ class TestOfARun:
         Step(shared_model("qwen2"), schedule, selector=found)
 
     def test_names_it_where_its_selector_does(self) -> None:
-        with pytest.raises(UnsupportedError, match=r"^index: the selector is index, whose folder"):
+        with pytest.raises(UnsupportedError, match=r"^index: selector index needs the folder"):
             SparseConfig(selector="index")
-        with pytest.raises(UnsupportedError, match=r"^index: the selector is submeans, which has"):
+        with pytest.raises(UnsupportedError, match=r"^index: selector submeans uses no index"):
             SparseConfig(index="folder")
         with pytest.raises(UnsupportedError, match=r"^index_dim: expected a whole number of at le"):
             SparseConfig(selector="index", index="folder", index_dim=0)

@@ -241,7 +241,7 @@ class TestWords:
             "loss of the last 256 tokens: dense 2.0000; at budget=128 in all layers and tokens "
             "submeans 2.5000 (+0.5000), mean 2.5000 (+0.5000), random pages 2.5000 (+0.5000)"
         )
-        assert said[4] == "to train so: --sparse page=128,budget=128,recent=256"
+        assert said[4] == "to train with this: --sparse page=128,budget=128,recent=256"
         assert said[5] == "to keep it in every layer: --sparse page=128,budget=256,recent=256"
         assert said[6].startswith("this holds for 1K tokens; longer sequences have more pages")
 
@@ -249,14 +249,14 @@ class TestWords:
         found = kept(mean=[[0.5, 0.97, 0.98, 1.0]] * 2, submeans=SLOW)
         said = kept_words(found, found.judged(), LOSSES)
         assert said[0].startswith("mean keeps 0.9 of dense attention")
-        assert "to train so: --sparse page=128,budget=128,recent=256,selector=mean" in said
+        assert "to train with this: --sparse page=128,budget=128,recent=256,selector=mean" in said
 
     def test_an_index_is_advised_with_its_selector(self) -> None:
         found = kept(submeans=SLOW)
         found = replace(found, kept={INDEX: [[0.5, 0.97, 0.98, 1.0]] * 2, **found.kept})
         said = kept_words(found, found.judged(), {INDEX: 2.5, **LOSSES})
         assert said[0].startswith("index keeps 0.9 of dense attention")
-        assert "to train so: --sparse page=128,budget=128,recent=256,selector=index" in said
+        assert "to train with this: --sparse page=128,budget=128,recent=256,selector=index" in said
 
     def test_none_is_enough(self) -> None:
         found = kept(submeans=SLOW)
@@ -268,7 +268,7 @@ class TestWords:
             " with fewer than all 4 pages: it is spread over this text"
         )
         assert said[-1] == (
-            "ask again with smaller pages and more recent tokens (--sparse page=64,recent=512), or "
+            "try again with smaller pages and more recent tokens (--sparse page=64,recent=512), or "
             "train with dense attention (--sparse off)"
         )
 
@@ -277,11 +277,11 @@ class TestWords:
         said = kept_words(found, found.judged(), LOSSES)
         assert said[0].startswith("without any page 0.920 of dense attention is seen")
         assert said[1] == "layer 5 needs most: budget=256 with submeans"
-        assert "to train so: --sparse page=128,budget=256,recent=256" in said
+        assert "to train with this: --sparse page=128,budget=256,recent=256" in said
         found = kept(submeans=[[0.96, 0.97, 0.98, 1.0], [0.91, 0.92, 0.93, 1.0]])
         said = kept_words(found, found.judged(), LOSSES)
-        assert said[1] == "so they are in every layer; layer 5 sees least"
-        assert "to train so: --sparse page=128,budget=0,recent=256" in said
+        assert said[1] == "this holds in every layer; layer 5 sees least"
+        assert "to train with this: --sparse page=128,budget=0,recent=256" in said
 
     def test_json_has_it_all(self) -> None:
         found = kept(submeans=[[0.5, 0.97, 0.98, 1.0], [0.5, 0.85, 0.91, 1.0]], mean=SLOW)

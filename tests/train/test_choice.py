@@ -346,7 +346,7 @@ def test_a_named_strategy_says_when_it_has_nothing_left(tmp_path: Path) -> None:
     made = a_policy(tmp_path, SMALLEST, device=torch.device("meta"))
     with pytest.raises(
         UnsupportedError,
-        match=r"nothing in the run's own: chunk 1; .* can be made smaller; shorten",
+        match=r"schedule: the run's own: chunk 1; .* cannot be made smaller; shorten",
     ):
         made.again(made.first(), SHORT[Tier.DEVICE])
 
@@ -424,8 +424,6 @@ def test_a_named_schedule_that_cannot_be_made_lighter_says_how_to_take_it_again(
     first = policy.first()
     known = choice_json(first, first.schedule, ALONE) | shortage_json(SHORT[Tier.DEVICE], first)
     (tmp_path / "shortage.json").write_text(json.dumps(known))
-    words = (
-        "nothing in the run's own: .*; memory ran out before: no memory; .*, delete shortage.json"
-    )
+    words = "the run's own: .*; memory ran out before: no memory; .*, delete shortage.json"
     with pytest.raises(UnsupportedError, match=words):
         policy.first()

@@ -73,11 +73,11 @@ def test_a_run_file_becomes_a_run(tmp_path: Path) -> None:
         (RUN + "steps: 5\noptimizer: {warmup: 5}", r"optimizer: given twice"),
         (
             RUN.replace("1e-5", "1e-5, decay_steps: 9"),
-            r"optimizer\.decay_steps: only decay wsd has them, got decay cosine; set decay",
+            r"optimizer\.decay_steps: only decay wsd uses it, got decay cosine; set decay",
         ),
         (
             RUN.replace("1e-5", "1e-5, decay: wsd, warmup: 20, decay_steps: 990"),
-            r"optimizer\.decay_steps: 990 with a warmup of 20 are more than all steps \(1000\)",
+            r"optimizer\.decay_steps: 990 and a warmup of 20 exceed steps \(1000\)",
         ),
         (RUN + "sparse: {pages: 4}", r"sparse\.pages: no such key \(did you mean page\?\)"),
         (RUN + "sparse: {page: 0}", r"sparse\.page: expected a whole number of tokens >= 1, got 0"),
@@ -218,8 +218,7 @@ def test_another_strategy_comes_without_the_fields_of_the_one_before(tmp_path: P
     assert changed.schedule == ScheduleConfig(strategy="oomb")
     assert replace(changed, schedule=run.schedule) == run
     assert note == (
-        "schedule: oomb in place of fpdt, without chunk: 32768, groups: [2, 2], kv: host, "
-        "which belonged to it"
+        "schedule: oomb replaces fpdt, without its chunk: 32768, groups: [2, 2], kv: host"
     )
     assert with_strategy(changed, "fpdt") == (
         replace(run, schedule=ScheduleConfig(strategy="fpdt")),
@@ -272,7 +271,7 @@ def test_gradients_elsewhere_than_the_weights_are_refused(
     tmp_path: Path, fields_text: str, expected: str
 ) -> None:
     wanted = (
-        rf"schedule\.weight_gradients: expected {expected}, where weights are, got \w+: .*; set "
+        rf"schedule\.weight_gradients: expected {expected}, as weights, got \w+: .*; set "
         r"both to host, or both to device$"
     )
     with pytest.raises(UnsupportedError, match=wanted):
@@ -317,7 +316,9 @@ def test_a_run_file_takes_the_words_of_the_command_line(tmp_path: Path) -> None:
     was = "sparse: {page: 64, budget: 2K, recent: 1.5K, sink_pages: 2}"
     now = Sparse(64, 2048, 1536, 128, 64, "mean")
     assert load_run(write(tmp_path, RUN + was)).pages() == now
-    with pytest.raises(UnsupportedError, match=r"sink_pages: not with sinks, .*; write sparse.sin"):
+    with pytest.raises(
+        UnsupportedError, match=r"sink_pages: not together with sinks, .*; write sparse.sin"
+    ):
         load_run(write(tmp_path, RUN + was.replace("2K", "2K, sinks: 64")))
     assert load_run(write(tmp_path, RUN + "sparse: on")).sparse == SparseConfig()
     assert load_run(write(tmp_path, RUN + "sparse: off")).sparse is None

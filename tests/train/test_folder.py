@@ -95,7 +95,7 @@ def test_a_folder_with_the_models_name_is_not_replaced(tmp_path: Path, name: str
     path.parent.mkdir(parents=True)
     prepare(run)  # it is empty
     path.write_text("mine")
-    message = rf"model is in the way: it has {path.name} and no farspan\.json of an earlier run"
+    message = rf"model is in the way: it has {path.name} but no farspan\.json of an earlier run"
     with pytest.raises(UnsupportedError, match=message):
         prepare(run)
     (path.parent / "farspan.json").write_text("{}")
@@ -300,7 +300,7 @@ def test_a_line_of_which_a_part_was_written_is_an_error_and_dropped_later(tmp_pa
         size = folder.metrics.stat().st_size
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, limits[1]))
-            with pytest.raises(WriteFailed, match=r"metrics\.jsonl: .*only a part of the line"):
+            with pytest.raises(WriteFailed, match=r"metrics\.jsonl: .*only part of the line"):
                 folder.record({"step": 2})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

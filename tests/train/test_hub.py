@@ -118,12 +118,12 @@ def test_a_model_has_a_card_that_says_how_it_was_trained(run: RunConfig) -> None
         "| data | text `text` |",
         "| context | 48 tokens a sequence |",
         "| steps | 2, of 2 sequences each |",
-        "| optimizer | AdamW, learning rate 0.01, 1 steps of warm-up, then cosine to 0.1 of it,",
+        "| optimizer | AdamW, learning rate 0.01, 1 warm-up steps, then cosine to 0.1 of that,",
         "| attention | dense and exact: loss and gradients are those of plain training",
         "| held-out loss | ",
         "| hardware | ",
         "| versions | farspan ",
-        "read, a loss on ",
+        " with a loss |",
     ):
         assert words in text, words
     assert str(Path(run.folder).parent) not in text
@@ -222,7 +222,7 @@ def test_an_upload_that_fails_loses_nothing(run: RunConfig, hub: type[StandIn]) 
             r"files that farspan did not upload \(config",
         ),
         (holding("notes.txt", "README.md", ".gitattributes"), r"did not upload \(notes\.txt\)"),
-        (holding("farspan.json", private=False), r"is public already, and a private one is asked"),
+        (holding("farspan.json", private=False), r"is public already, but a private one is asked"),
     ],
 )
 def test_what_is_of_others_stays(
@@ -320,7 +320,7 @@ def test_who_is_not_logged_in_is_told_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     run = replace(tiny_run(tmp_path), hub=HubConfig(REPO))
-    with pytest.raises(UnsupportedError, match=r"hub: nobody is logged in .*hf auth login"):
+    with pytest.raises(UnsupportedError, match=r"hub: you are not logged in .*hf auth login"):
         fit(run)
     assert not Path(run.folder).exists()
 

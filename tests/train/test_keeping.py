@@ -139,7 +139,7 @@ def test_patience_that_outlasts_a_run_is_told(tmp_path: Path, patience: int, tol
     """Of 12 steps, with an evaluation every two."""
     quiet = Quiet()
     fit(lasting(a_run(tmp_path), patience), reporter=quiet)
-    words = "evaluation.patience: ends nothing here: 6 evaluations, one every 2 steps, are not over"
+    words = "evaluation.patience: has no effect: 6 evaluations, one every 2 steps, do not end"
     assert any(words in note for note in quiet.notes) is told
 
 
@@ -147,9 +147,12 @@ def test_patience_that_outlasts_a_run_is_told(tmp_path: Path, patience: int, tol
     ("changes", "words"),
     [
         ({"patience": 0}, r"patience: expected a whole number of at least 1"),
-        ({"patience": 2, "every": 0}, r"patience: counts evaluations, and every: 0 has none"),
+        (
+            {"patience": 2, "every": 0},
+            r"patience: counts evaluations, and every: 0 evaluates only after",
+        ),
         ({"patience": 2, "min_delta": -1.0}, r"min_delta: expected 0 or more"),
-        ({"min_delta": 0.1}, r"min_delta: is of patience"),
+        ({"min_delta": 0.1}, r"min_delta: needs patience"),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -247,7 +247,7 @@ def test_a_finished_run_at_a_constant_rate_goes_on_for_more_steps(tmp_path: Path
     whole = tiny_run(tmp_path, optimizer=constant, folder=str(tmp_path / "whole"))
     fit(whole)
     assert all(torch.equal(t, weights(whole)[n]) for n, t in weights(run).items())
-    with pytest.raises(UnsupportedError, match=rf"has done {STEPS} already, more than the 3 asked"):
+    with pytest.raises(UnsupportedError, match=rf"has already done {STEPS}, more than the 3 of"):
         fit(run)
     again = fit(replace(run, steps=STEPS))
     assert again.loss == fit(whole).loss
@@ -342,7 +342,7 @@ def test_a_gpu_beyond_those_that_are_there_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("cuda:1") == torch.device("cuda:1")
     with pytest.raises(
-        UnsupportedError, match=r"device: cuda:2 does not exist, there are 2 GPU\(s\);"
+        UnsupportedError, match=r"device: cuda:2 does not exist; this machine has 2 GPU\(s\);"
     ):
         choose_device("cuda:2")
 

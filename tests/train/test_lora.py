@@ -212,8 +212,8 @@ def test_two_ranks_train_the_adapters_of_one(tmp_path: Path, names: tuple[str, .
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel": Parallel(tensor=2)}, r"parallel\.tensor: not with model\.lora"),
-        ({"kernels": Kernels(compile=True)}, r"kernels\.compile: not with model\.lora"),
+        ({"parallel": Parallel(tensor=2)}, r"parallel\.tensor: not supported with model\.lora"),
+        ({"kernels": Kernels(compile=True)}, r"kernels\.compile: not supported with model\.lora"),
     ],
 )
 def test_what_does_not_go_with_adapters(

@@ -253,7 +253,7 @@ def test_what_is_stored_belongs_to_its_run(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"reference\.safetensors cannot be read"):
         train(run, reporter=Quiet())
     path.unlink()
-    with pytest.raises(UnsupportedError, match=r"reference\.safetensors is not there"):
+    with pytest.raises(UnsupportedError, match=r"reference\.safetensors is missing"):
         train(run, reporter=Quiet())
     path.write_bytes(kept)
     more = EvaluationConfig(every=1, sequences=1)
@@ -301,7 +301,7 @@ def test_a_student_learns_from_a_teacher(tmp_path: Path) -> None:
     [
         ({"loss": of("dpo", reference="adapters-off")}, "adapters-off needs model.lora"),
         ({"loss": None}, "loss.kind: sft does not compare the answers"),
-        ({"sparse": {"page": 8, "budget": 8}}, "sparse: not with loss.kind dpo"),
+        ({"sparse": {"page": 8, "budget": 8}}, "sparse: not supported with loss.kind dpo"),
         ({"data": {"source": "stdlib"}}, "dpo compares pairs of .* got text of source 'stdlib'"),
         ({"data": {"source": "jsonl", "path": "x", "format": "chat"}}, "got chat"),
         ({"start": {"path": "runs/x"}, "loss": of("dpo", reference="frozen")}, "start: loss.refe"),
@@ -384,7 +384,7 @@ def test_ranks_train_as_one_process_does(tmp_path: Path, reference: str | None) 
 
 def test_stages_hold_one_model(tmp_path: Path) -> None:
     run = a_run(tmp_path, loss=of("dpo", reference="frozen"), parallel=Parallel(pipeline=2))
-    with pytest.raises(RankError, match=r"parallel\.pipeline: stages hold the layers of one"):
+    with pytest.raises(RankError, match=r"parallel\.pipeline: stages hold the layers of only one"):
         run_ranks(2, fit_all, [run])
 
 

@@ -118,7 +118,7 @@ def test_a_heldout_loss_that_is_not_finite_stops_the_run(
 ) -> None:
     bad(BadHeldout)
     run = tiny_run(tmp_path)
-    message = r"step 2: the held-out loss is not finite \(nan\); no parameter .*diagnosis\.json"
+    message = r"step 2: the held-out loss is not finite \(nan\); all parameters .*diagnosis\.json"
     with pytest.raises(Diverged, match=message):
         fit(run)
     diagnosis = json.loads((tmp_path / "run" / "diagnosis.json").read_text())
@@ -155,4 +155,4 @@ def test_a_heldout_loss_that_is_not_finite_can_be_passed_over(
 def test_a_norm_that_overflows_is_a_gradient_without_a_parameter() -> None:
     finding = find_nonfinite(1.0, {"w": torch.zeros(2)})
     assert finding.kind == "gradient"
-    assert "only their norm or the loss" in finding.describe()
+    assert "but their norm or the loss is not" in finding.describe()

@@ -209,7 +209,7 @@ def test_strided_parameters_are_refused_by_name() -> None:
     model = nn.Linear(3, 4)
     model.weight = nn.Parameter(torch.zeros(3, 4).t())
     with pytest.raises(
-        UnsupportedError, match=r"optimizer\.states: host takes contig.* weight has strides"
+        UnsupportedError, match=r"optimizer\.states: host needs contig.* weight has strides"
     ):
         TrainingOptimizer(model, OptimizerConfig(states=HOST))
 
@@ -254,7 +254,7 @@ def test_a_run_goes_on_to_the_same_bits_and_may_change_the_place(
         told += quiet.notes
     same_weights(tmp_path / "reference", tmp_path / "run")
     assert [note for note in told if "optimizer states: moved" in note] == [
-        f"optimizer states: moved from the {before}; the values are the same"
+        f"optimizer states: moved from the {before}; their values are unchanged"
         for before in (there, "device")
     ]
     assert ("states on disk: 0.00 GiB in " in "\n".join(told)) is (there is not HOST)

@@ -89,7 +89,7 @@ def test_with_states_the_settings_may_be_others(tmp_path: Path) -> None:
     fit(other := second(run, states=True, steps=7, optimizer=optimizer))
     assert [line["step"] for line in metrics(other) if "loss" in line] == [6, 7]
     with pytest.raises(
-        UnsupportedError, match=r"step-00000005 has done 5 already, more than the 3 asked"
+        UnsupportedError, match=r"step-00000005 has already done 5, more than the 3 of"
     ):
         fit(replace(second(run, states=True, steps=3), folder=str(tmp_path / "fewer")))
 
@@ -139,7 +139,7 @@ def test_another_shape_is_refused_before_anything_is_copied(tmp_path: Path, stat
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     run = first(tmp_path)
     with pytest.raises(
-        UnsupportedError, match=r"start.path: .*/nowhere has no checkpoint; expected the"
+        UnsupportedError, match=r"start.path: .*/nowhere has no checkpoint: expected the"
     ):
         fit(second(run, str(tmp_path / "nowhere")))
     with pytest.raises(
@@ -238,25 +238,25 @@ def test_adapters_of_another_kind_are_refused(tmp_path: Path) -> None:
     assert "holds adapters; give model.lora" in refused(model=whole, start=folder)
     plain = a_run(tmp_path, "plain", model=whole, steps=1, optimizer=run.optimizer)
     train(plain, reporter=Quiet())
-    assert "for adapters on it give its folder as model.path" in refused(
+    assert "to train adapters, give its folder as model.path" in refused(
         start=StartConfig(plain.folder)
     )
     wider = lora(rank=8, alpha=16.0)
     told = refused(model=wider, start=folder)
-    assert "have rank 4 and count alpha 8, here 8 and 16; give model.lora as there: rank: 4" in told
-    assert "have rank 4 and count alpha 8, here 8 and 16" in refused(model=wider)
+    assert "have rank 4 and alpha 8, here 8 and 16; give model.lora as there: rank: 4" in told
+    assert "have rank 4 and alpha 8, here 8 and 16" in refused(model=wider)
     states = replace(folder, states=True)
-    assert "holds adapters alone; leave it out (--with-states)" in refused(start=states)
+    assert "holds only adapters; leave start.states out (--with-states)" in refused(start=states)
     path = replace(run.model, path=str(saved), lora=None)
-    assert "holds adapters to begin with too" in refused(model=path)
+    assert "also holds adapters to start from" in refused(model=path)
     config = saved / "adapter_config.json"
     values = json.loads(config.read_text())
     config.write_text(json.dumps(values | {"use_dora": True}))
-    assert "use_dora: True: a run trains plain LoRA alone" in refused(start=folder)
+    assert "use_dora: True: a run trains only plain LoRA" in refused(start=folder)
     config.write_text(json.dumps(values | {"lora_dropout": 1.5}))
     assert "dropout: expected 0 to below 1, got 1.5" in refused(model=path, start=None)
     config.write_text(json.dumps(values | {"base_model_name_or_path": None}))
-    assert "does not say of which model" in refused(model=path, start=None)
+    assert "does not name their model" in refused(model=path, start=None)
 
 
 def test_another_base_is_told(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_another_base_is_told(tmp_path: Path) -> None:
     told = Quiet()
     other = replace(run, folder=str(tmp_path / "other"), start=StartConfig(run.folder))
     train(other, reporter=told)
-    assert any("the frozen weights here are not those" in note for note in told.notes)
+    assert any("the frozen weights differ from those" in note for note in told.notes)
     going_on = replace(other, folder=str(tmp_path / "on"), start=StartConfig(run.folder, True))
     with pytest.raises(UnsupportedError, match="it was trained with other frozen weights"):
         train(going_on, reporter=Quiet())

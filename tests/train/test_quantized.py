@@ -231,7 +231,7 @@ def test_verify_says_in_what_it_compares(
     path = str(run_file(tmp_path / "run.yaml", qlora(tmp_path, "run")))
     assert command(monkeypatch, "verify", path, "--context", "40", "--chunk", "12") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "dtype: float32 in place of float64, in which quantised weights have no products" in said
+    assert "dtype: float32 replaces float64, which quantised weights do not support" in said
     assert "exact: 28 parameters in float32" in said
     assert "in float64 of what packed weights stand for" in said
 
@@ -244,7 +244,7 @@ def test_an_index_says_in_what_it_is_made(
     path = str(run_file(tmp_path / "run.yaml", run))
     given = ["--text", str(text), "-o", str(tmp_path / "keys"), "--dtype", "float64"]
     assert command(monkeypatch, "index", path, *given) == 0
-    assert capsys.readouterr().out.startswith("dtype: float32 in place of float64, in which")
+    assert capsys.readouterr().out.startswith("dtype: float32 replaces float64, which")
 
 
 def no_lora(run: RunConfig) -> RunConfig:
@@ -260,8 +260,8 @@ def test_quantised_weights_are_for_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"config": {"model_type": "llama"}}, "nf4 has no weights to read in config"),
-        ({"path": "some/model", "dtype": DType.FLOAT64}, "nf4 has no float64 products"),
+        ({"config": {"model_type": "llama"}}, "nf4 needs weights to read"),
+        ({"path": "some/model", "dtype": DType.FLOAT64}, "nf4 cannot compute in float64"),
     ],
 )
 def test_what_cannot_be_quantised(given: dict[str, Any], message: str) -> None:

@@ -173,7 +173,7 @@ def test_where_nothing_lighter_is_left_all_say_the_same(tmp_path: Path) -> None:
     assert ours == theirs
     for words, end in zip(
         ours,
-        ("\nthen schedule: none fits ", "can be made smaller; shorten the context"),
+        ("\nthen schedule: none fits ", "cannot be made smaller; shorten the context"),
         strict=True,
     ):
         assert words.startswith("memory: ran out with\n  (1) grouped: chunk ")

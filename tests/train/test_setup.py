@@ -142,6 +142,6 @@ def test_documents_beyond_the_positions_are_said_first(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedError, match="exceeds the model's max_position_embeddings"):
         train(run, reporter=Hears())
-    assert f"context: {run.context} is beyond the model's 16 positions" in told[0]
+    assert f"context: {run.context} exceeds the model's 16 positions" in told[0]
     fine = tiny_run(tmp_path)
     assert "warning: farspan train" not in "\n".join(setup.show_data(fine, 0, held_out=False))

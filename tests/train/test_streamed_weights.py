@@ -208,7 +208,7 @@ def test_a_run_that_is_left_waits_for_one_parameter(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(HostStates, "_update", leaving)
     streamed.zero_gradients()
     optimizer.step(1e-2, optimizer.gradient_norm())
-    with pytest.raises(RuntimeError, match="the run was left"):
+    with pytest.raises(RuntimeError, match="the run ended"):
         optimizer.settle()
     assert len(updated) == 1
 

@@ -172,7 +172,7 @@ def test_where_main_memory_is_short_as_well_it_is_named(tmp_path: Path, parts: P
     )
     with pytest.raises(UnsupportedError, match=short) as error:
         train(run, components=replaced(parts(spec), load_model=load), reporter=Quiet())
-    assert str(error.value).endswith("of main memory (and so much host_memory, if set)")
+    assert str(error.value).endswith("of main memory (and raise host_memory, if set)")
     assert loaded == [Weights.NONE]
     found = planned(run, spec)
     assert not found.plan.fits

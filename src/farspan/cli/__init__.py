@@ -1,4 +1,4 @@
-"""The command line. A command's module is imported when that command is called, so that help and
+"""The command line. A command's module is imported when the command is called, so that help and
 planning need no torch."""
 
 import codecs
@@ -27,25 +27,25 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="A key of the run file and a value (YAML) in place of its own, such as "
-        "optimizer.lr=1e-5 or schedule=auto; more than once for several.",
+        help="Set a key of the run file to a value (YAML), such as optimizer.lr=1e-5 or "
+        "schedule=auto; may be repeated.",
     ),
 ]
-USAGE, FAILED = 2, 1  # exit codes: what was asked cannot be done; it was done and is not good
+USAGE, FAILED = 2, 1  # exit codes: the request is invalid; the command ran and failed
 
 
 def typer_app(*, completion: bool = False, **options: Any) -> typer.Typer:
-    """An application without the trimmings that would hide a traceback."""
+    """Return an application without decorations that would hide a traceback."""
     return typer.Typer(add_completion=completion, pretty_exceptions_enable=False, **options)
 
 
 @dataclass(frozen=True, slots=True)
 class LazyCommand:
-    """A command by the module that declares it, and the first line of its own help."""
+    """A command by the module that declares it, and the first line of its help."""
 
     module: str
     help: str
-    app: str = "app"  # its name there
+    app: str = "app"  # name of the application in the module
 
 
 def lazy_group(
@@ -53,8 +53,8 @@ def lazy_group(
     within: Callable[[], AbstractContextManager[object]] = nullcontext,
     **options: Any,
 ) -> typer.Typer:
-    """An application that knows its commands by name and help only, until one is called, and calls
-    it `within` a context."""
+    """Return an application that knows its commands by name and help, imports the one that is
+    called, and runs it `within` a context."""
 
     class LazyGroup(TyperGroup):
         def parse_args(self, ctx: Any, args: list[str]) -> Any:
@@ -66,7 +66,7 @@ def lazy_group(
                 return super().invoke(ctx)
 
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-            """The called command as its module declares it, and the remaining arguments."""
+            """Return the called command from its module, and the remaining arguments."""
             name, _, rest = super().resolve_command(ctx, args)
             called = commands[str(name)]
             return name, typer.main.get_command(load(called.module, called.app)), rest
@@ -88,7 +88,7 @@ COMMANDS = {
     ),
     "init": LazyCommand(
         "farspan.cli.plan",
-        "Write a run file for a model and its data, planned for this machine; it asks nothing.",
+        "Write a run file for a model and its data, planned for this machine, without questions.",
         "init_app",
     ),
     "verify": LazyCommand(
@@ -116,7 +116,7 @@ COMMANDS = {
     ),
     "merge": LazyCommand(
         "farspan.cli.train",
-        "Merge a run's adapters into the model that they are for; transformers loads the result.",
+        "Merge a run's adapters into their base model; transformers loads the result.",
         app="merge_app",
     ),
     "push": LazyCommand(
@@ -130,7 +130,7 @@ COMMANDS = {
     ),
     "profile": LazyCommand(
         "farspan.cli.calibrate",
-        "Measure what a model costs, which `farspan plan` reads; no weights, on any machine.",
+        "Measure the costs of a model, which `farspan plan` reads; no weights, on any machine.",
         "profile_app",
     ),
     "memory": LazyCommand(
@@ -160,22 +160,22 @@ def options(
         typer.Option("--version", callback=print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """What stands before the command."""
+    """Options before the command."""
 
 
-# What a write says whose reader is gone: of a pipe, a terminal, a connection.
+# Errors of a write whose reader is gone: a pipe, a terminal, a connection.
 GONE = (errno.EPIPE, errno.EIO, errno.ECONNRESET)
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk of a log file, which may have room later
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk of a log file, which may have space later
 
 
 class Lasting(io.FileIO):
-    """Standard output or error that outlasts its reader. `| head`, or a terminal that closes, ends
-    no run, nor does a log file on a full disk: what cannot be written is dropped."""
+    """Standard output or error that survives its reader. `| head`, a closed terminal or a log file
+    on a full disk end no run: output that cannot be written is dropped."""
 
     lost: ClassVar[set[int]] = set()  # descriptors whose disk was full
 
     def write(self, data: Any) -> int:
-        """As FileIO, in the dark once the reader is gone."""
+        """Write like FileIO, or drop the data once the reader is gone."""
         try:
             return super().write(data)
         except OSError as error:
@@ -190,7 +190,7 @@ class Lasting(io.FileIO):
             return len(data)
 
 
-# What stands for a character that an encoding lacks; of all others, what they are made of.
+# Replacements of characters that an encoding lacks; others are decomposed.
 PLAIN = {"█": "#", **dict.fromkeys("▉▊▋▌", "+"), **dict.fromkeys("▍▎▏", "-")}
 PLAIN |= {"×": "x", "…": "...", "–": "-", "—": "-", "→": "->", "≤": "<=", "≥": ">=", "✓": "ok"}
 PLAIN |= {
@@ -204,11 +204,11 @@ PLAIN |= {
 
 
 def in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Handle what cannot be encoded: write it in ASCII. A log or a pipe may know Latin-1 alone."""
+    """Replace characters that cannot be encoded by ASCII, for logs and pipes in, say, Latin-1."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    found = error.object[error.start : error.end]
-    parts = (PLAIN.get(c) or unicodedata.normalize("NFKD", c) for c in found)
+    characters = error.object[error.start : error.end]
+    parts = (PLAIN.get(c) or unicodedata.normalize("NFKD", c) for c in characters)
     plain = ("".join(filter(str.isascii, part)) or "?" for part in parts)
     return "".join(plain), error.end
 
@@ -217,8 +217,8 @@ codecs.register_error("in_ascii", in_ascii)
 
 
 def lasting(stream: Any) -> Any:
-    """The same for text, in ASCII where its encoding does not do; a stream that a caller of `main`
-    has put in place stays as it is. Of one that is closed, what is written is dropped."""
+    """Return a text stream that survives its reader, in ASCII where its encoding fails. A stream
+    that a caller of `main` has replaced stays unchanged; writes to a closed one are dropped."""
     if stream is None or stream.closed:
         return open(os.devnull, "w", encoding="utf-8")
     try:
@@ -237,22 +237,22 @@ def lasting(stream: Any) -> Any:
 
 
 class Notices(logging.Formatter):
-    """Warnings that no handler takes, in lines of the terminal."""
+    """Formatter that folds warnings without a handler to the terminal's width."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(part for line in super().format(record).split("\n") for part in fold(line))
 
 
 def main(called: Callable[[], Any] = app) -> None:
-    """Entry point: what is refused is one clear line, never a traceback."""
+    """Run the command line: refusals become one clear line, never a traceback."""
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
-    if not sys.stderr.isatty():  # read by tqdm when it is imported: bars of loading and of tokens
+    if not sys.stderr.isatty():  # tqdm reads it at import; hides bars of loading and tokenizing
         os.environ.setdefault("TQDM_DISABLE", "1")
-    # Before torch loads OpenMP: threads that wait without spinning. Beside another process on two
+    # Set before torch loads OpenMP: threads wait without spinning. Next to another process on two
     # cores a step took 3.5 to 4.4 s with this and 5 to 30 s without.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Tensors of 2 MiB and more in huge pages: where freed memory goes back (train.memory) a step
-    # with four-bit weights took 26 s of CPU with this and 35 s without.
+    # Put tensors of 2 MiB and more in huge pages: if freed memory is returned (train.memory), a
+    # step with four-bit weights took 26 s of CPU with this and 35 s without.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(Notices())
@@ -279,6 +279,6 @@ def main(called: Callable[[], Any] = app) -> None:
     except SystemExit as done:
         sys.stdout.flush()
         if not done.code and 1 in Lasting.lost:
-            print("farspan: output was lost: the disk that it goes to is full", file=sys.stderr)
+            print("farspan: output was lost: its disk is full", file=sys.stderr)
             raise SystemExit(FAILED) from done
         raise

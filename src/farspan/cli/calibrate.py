@@ -1,4 +1,4 @@
-"""`farspan calibrate` and `farspan profile`: measure the machine at hand, and a model."""
+"""`farspan calibrate` and `farspan profile`: measure this machine, and a model."""
 
 import json
 import sys
@@ -28,14 +28,14 @@ app, profile_app = typer_app(), typer_app()
 @app.command("calibrate")
 def calibrate_command(
     device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")
+        str | None, typer.Option(help="cpu or cuda; default: cuda if available.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Seconds rather than a minute, and less sure.")
+        bool, typer.Option("--quick", help="Seconds rather than a minute, less precise.")
     ] = False,
     disk: Annotated[
         Path | None,
-        typer.Option(help="Measure the drive of this folder, too, with a file of 1.6 GB."),
+        typer.Option(help="Also measure the drive of this folder, with a file of 1.6 GB."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help=f"File to write; default: {user_file()}.")
@@ -49,7 +49,7 @@ def calibrate_command(
     check_place(path, "output")
     with Console(stderr=True).status("measuring") as status:
         rate = None
-        if disk is not None:  # first: it may be refused
+        if disk is not None:  # first, as it may be refused
             status.update("the drive")
             rate = drive_rate(disk)
         measured = calibrate(chosen, progress=status.update, quick=quick)
@@ -67,7 +67,7 @@ def calibrate_command(
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of the command line. Raises UnsupportedError when it is not there."""
+    """Return the device of the command line. Raises UnsupportedError if it does not exist."""
     has_gpu = torch.cuda.is_available()
     if name is None:
         return torch.device("cuda" if has_gpu else "cpu")
@@ -90,16 +90,16 @@ def profile_command(
         bool, typer.Option("--kernels/--no-kernels", help="farspan's own kernels, as on a GPU.")
     ] = True,
     write: Annotated[
-        bool, typer.Option("--write", help="Make a preset's file in the package anew.")
+        bool, typer.Option("--write", help="Write a preset's file in the package again.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile.")] = False,
 ) -> None:
-    """Measure what a model costs, which `farspan plan` reads; no weights, on any machine."""
+    """Measure the costs of a model, which `farspan plan` reads; no weights, on any machine."""
     config = find_config(model)
     if write:
         if model not in {preset.name for preset in presets()}:
             raise UnsupportedError(
-                f"model: {model!r} is no preset's name, whose file could be written"
+                f"model: --write needs the name of a preset, got {model!r}; leave --write out"
             )
         print(f"written to {store.write(model, store.make(config, measure))}")
         return
@@ -109,7 +109,7 @@ def profile_command(
 
 
 def _text(profile: ModelProfile) -> str:
-    """A row for each kind of layer."""
+    """Return a line for each kind of layer."""
     rows = [f"{profile.spec.name}: {profile.spec.parameters:,} parameters, {profile.variant.key()}"]
     for number in range(len(profile.kinds)):
         layers = profile.kind_of.count(number)
@@ -118,7 +118,7 @@ def _text(profile: ModelProfile) -> str:
         flop = sum(2 * inner * outer for inner, outer in layer.work.products)
         rows.append(
             f"{layers} layers: {layer.work.parameters:,} parameters; a token: {flop:,} FLOP in "
-            f"products, {graph:,.0f} bytes in a graph beside O and LSE, "
+            f"products, {graph:,.0f} bytes in a graph without O and LSE, "
             f"{layer.work.forward_traffic:,} moved forward, {layer.work.backward_traffic:,} back"
         )
     return "\n".join(rows)

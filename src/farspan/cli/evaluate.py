@@ -1,5 +1,5 @@
-"""`farspan evaluate`: what a model makes of long text: its loss by position, the perplexity of each
-document, and whether it finds a sentence that lies far back."""
+"""`farspan evaluate`: a model on long text: its loss by position, the perplexity of each document,
+and whether it finds a sentence far back."""
 
 import json
 import math
@@ -46,25 +46,27 @@ from farspan.train.yaml_config import convert, to_mapping
 
 app = typer_app()
 
-Tell = Callable[[str, int, int, Progress], None]  # what, which from 0, of how many, its cells
+Tell = Callable[[str, int, int, Progress], None]  # label, index from 0, count, cells
 
-FIRST = 64  # tokens of the first range of positions; every further one is as long as all before it
+FIRST = 64  # tokens of the first range of positions; each later range is as long as all before it
 SHOWN = 20  # documents in the terminal; --json has all
 NEEDLE, QUESTION = "\nThe secret word of {} is {}.\n", "\nThe secret word of {} is"
-# Begin with letters of their own: a model is asked for the first token alone.
+# Distinct first letters: the model is asked only for the first token.
 ANSWERS = " apple", " bridge", " candle", " dragon", " engine", " forest", " garden", " harbor"
 PLACES = "Paris", "Cairo", "Lima", "Oslo", "Delhi", "Quito", "Seoul", "Tunis"
 
 Texts = Annotated[
     list[str],
-    typer.Option("--text", help="A file, a folder or a glob of text files, a document each."),
+    typer.Option("--text", help="A file, a folder or a glob of text files; each is a document."),
 ]
 DTypeName = Annotated[
     str | None, typer.Option("--dtype", help="bfloat16, float32 or float64; default: the model's.")
 ]
 TokenizerName = Annotated[
     str | None,
-    typer.Option("--tokenizer", help="Folder, hub name or bytes; default: the run's, the model's."),
+    typer.Option(
+        "--tokenizer", help="Folder, hub name or bytes; default: the run's, else the model's."
+    ),
 ]
 StrategyName = Annotated[
     str | None,
@@ -75,7 +77,7 @@ StrategyName = Annotated[
     ),
 ]
 Needles = Annotated[
-    int, typer.Option(min=0, help="Depths at which a sentence is hidden and asked for; 0: none.")
+    int, typer.Option(min=0, help="Depths at which to hide a sentence and ask for it; 0: none.")
 ]
 Trusted = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the run's model.")
@@ -87,7 +89,7 @@ Picture = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Tokens that have at least `begin` and fewer than `end` tokens before them."""
+    """Loss of tokens with at least `begin` and fewer than `end` tokens before them."""
 
     begin: int
     end: int
@@ -97,39 +99,39 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A document."""
+    """Loss of a document."""
 
     name: str
-    tokens: int  # that are predicted
+    tokens: int  # number of predicted tokens
     loss: float
     perplexity: float
 
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """A sentence in a context, and what the model says when it is asked for its last word."""
+    """A sentence hidden in a context, and the model's prediction of its last word."""
 
-    depth: float  # of the context, 0: its beginning
+    depth: float  # fraction of the context before the sentence
     tokens: int  # between the sentence and the question
     answer: str
     logprob: float  # of the answer's first token
-    wrong: dict[str, float]  # of other answers'
+    wrong: dict[str, float]  # of the first tokens of other answers
 
     @property
     def found(self) -> bool:
-        """Is the right answer the likeliest?"""
+        """Return whether the right answer is the likeliest."""
         return self.logprob > max(self.wrong.values())
 
 
 @dataclass(frozen=True, slots=True)
 class TextEvaluation:
-    """All that was found, and how."""
+    """Results of an evaluation, with its settings."""
 
     model: str
     dtype: str
     schedule: Schedule
     context: int
-    cut: int  # documents that were longer than the context, of which the rest was left out
+    cut: int  # documents longer than the context, evaluated up to it
     ranges: tuple[Range, ...]
     documents: tuple[Read, ...]
     needles: tuple[Needle, ...]
@@ -140,11 +142,11 @@ class TextEvaluation:
 
     @property
     def loss(self) -> float:
-        """The mean over all tokens that are predicted."""
+        """The mean over all predicted tokens."""
         return sum(read.tokens * read.loss for read in self.documents) / self.tokens
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values for JSON."""
         needles = [{**asdict(needle), "found": needle.found} for needle in self.needles]
         return {
             **{name: getattr(self, name) for name in ("model", "dtype", "context", "cut")},
@@ -167,7 +169,7 @@ def evaluate_command(
     texts: Texts,
     context_text: Annotated[
         str | None,
-        typer.Option("--context", help="Tokens at most: 8K, 1M; default: the run's, or 8K."),
+        typer.Option("--context", help="Longest context: 8K, 1M; default: the run's, or 8K."),
     ] = None,
     needles: Needles = 5,
     dtype: DTypeName = None,
@@ -206,23 +208,23 @@ def evaluate_command(
         print(f"loss by position: {picture}", file=sys.stderr)
 
 
-# -- what is evaluated ----------------------------------------------------------------------------
+# -- the model ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, and what it was trained with where that is known."""
+    """A model, with the settings of its run if known."""
 
     source: ModelConfig
     dtype: torch.dtype
     adapters: str | None
     tokenizer: str
     schedule: Schedule | None  # of the run
-    attention: SparseConfig | None  # which that has, where it is sparse
+    attention: SparseConfig | None  # of the schedule, if sparse
     context: int
 
     def model(self, device: torch.device) -> Any:
-        """The model with its adapters, in evaluation mode."""
+        """Return the model with its adapters, in evaluation mode."""
         source = self.source
         model: Any = load_model(
             **source.origin(),
@@ -239,7 +241,7 @@ class Subject:
         return model.eval()
 
     def step(self, device: torch.device, name: str | None, context: int) -> Step:
-        """The engine of the model, with this strategy or as the run had it."""
+        """Return the model's engine, with a strategy by name or the run's schedule."""
         model = self.model(device)
         if name == AUTO:
             return Step(model, AUTO)
@@ -254,11 +256,11 @@ class Subject:
 def subject_of(
     model: str, dtype: str | None, tokenizer: str | None, *, trusted: bool = False
 ) -> Subject:
-    """Return what a folder or a name stands for.
+    """Return the model of a folder or a hub name, with its settings.
 
     Raises:
-        UnsupportedError: It cannot be evaluated; or its run ran code that comes with the model and
-            `trusted` is False: a folder that somebody else made does not decide that.
+        UnsupportedError: It cannot be evaluated, or its run used code that comes with the model
+            and `trusted` is False: another person's folder may not decide that.
     """
     path, revision = split_revision(model)
     folder, schedule, run = Path(path).expanduser(), None, None
@@ -271,7 +273,7 @@ def subject_of(
                 f"{folder}: this run has no model yet; let it end, or give another folder"
             )
         source = replace(run.model, path=str(folder / "model"), config=None, lora=None)
-        if run.model.lora is None:  # its config has them
+        if run.model.lora is None:  # the exported config includes them
             source = replace(source, overrides={})
         about = read_about(folder)
         if "schedule" in about:
@@ -287,13 +289,13 @@ def subject_of(
     words = tokenizer or (run.data.tokenizer if run else None) or str(source.path)
     context = 8192 if run is None else run.context
     attention = None if run is None else run.sparse
-    if attention is not None and attention.index is not None:  # a copy is beside the model
+    if attention is not None and attention.index is not None:  # the exported model has a copy
         attention = replace(attention, index=str(folder / "model" / INDEX_FOLDER))
     return Subject(source, getattr(torch, own), adapters, words, schedule, attention, context)
 
 
 def product_dtype(source: ModelConfig, dtype: str) -> str:
-    """The dtype to compute in where `dtype` is asked for: packed weights have no products in
+    """Return the dtype to compute in for a requested `dtype`: packed weights do not support
     float64."""
     packed = source.quantize is not None or is_quantized_folder(source.path)
     return "float32" if packed and dtype == "float64" else dtype
@@ -307,16 +309,16 @@ def evaluate_text(
     needles: int,
     tell: Tell = lambda *_: None,
 ) -> TextEvaluation:
-    """Of named documents, each from its beginning to `context` tokens at most; `tell` hears after
-    each cell in which sequence or needle, from 0, of how many it was. Raises UnsupportedError where
-    there is nothing to predict."""
+    """Evaluate named documents, each from its beginning to at most `context` tokens. After each
+    cell `tell` gets a label, the index from 0 and the number of sequences or needles. Raises
+    UnsupportedError without tokens to predict."""
     rows = tokenizer.encode([text for _, text in texts])
     cut = sum(len(row) > context for row in rows)
     rows = [row[:context] for row in rows]
     named = [(name, row) for (name, _), row in zip(texts, rows, strict=True) if len(row) > 1]
     if not named:
         raise UnsupportedError("--text: no document has two tokens; give longer ones")
-    losses = dict(_losses_of(step, named, context, tell))
+    losses = dict(_document_losses(step, named, context, tell))
     reads = [_read(name, losses[name]) for name, _ in named]
     return TextEvaluation(
         model="",
@@ -335,10 +337,10 @@ def _read(name: str, losses: np.ndarray) -> Read:
     return Read(name, len(losses), loss, math.exp(loss))
 
 
-def _losses_of(
+def _document_losses(
     step: Step, named: Sequence[tuple[str, np.ndarray]], context: int, tell: Tell
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Of each document the losses of its tokens but the first, fp64."""
+    """Yield for each document the losses of all tokens but the first, fp64."""
     starts = np.cumsum([0, *(len(row) for _, row in named)])
     numbers = np.stack([np.arange(len(named)), np.zeros(len(named))], 1).astype(np.int64)
     store = TokenStore(
@@ -350,10 +352,10 @@ def _losses_of(
     for index in range(count):
         step.progress = partial(tell, "sequence", index, count)
         batch = packing.once(index)
-        yield from _of_batch(step, batch)
+        yield from _batch_losses(step, batch)
 
 
-def _of_batch(step: Step, batch: PackedBatch) -> Iterator[tuple[str, np.ndarray]]:
+def _batch_losses(step: Step, batch: PackedBatch) -> Iterator[tuple[str, np.ndarray]]:
     device = step.boundary.device
     ids, labels, marks = (
         torch.from_numpy(own).to(device)
@@ -365,8 +367,8 @@ def _of_batch(step: Step, batch: PackedBatch) -> Iterator[tuple[str, np.ndarray]
 
 
 def ranges_of(losses: Sequence[np.ndarray]) -> Iterator[Range]:
-    """Means over all documents by how many tokens lie before what is predicted."""
-    longest, begin, end = max(map(len, losses)), 1, FIRST  # a document's first is not predicted
+    """Yield mean losses over all documents by the number of tokens before the predicted one."""
+    longest, begin, end = max(map(len, losses)), 1, FIRST  # the first token is not predicted
     while begin <= longest:
         part = np.concatenate([own[begin - 1 : end - 1] for own in losses])
         yield Range(begin, min(end, longest + 1), len(part), float(part.mean()))
@@ -379,8 +381,8 @@ def ranges_of(losses: Sequence[np.ndarray]) -> Iterator[Range]:
 def _needles(
     step: Step, tokenizer: Tokenizer, hay: np.ndarray, context: int, count: int, tell: Tell
 ) -> Iterator[Needle]:
-    """A sentence at each of so many depths, in a context of all the text, or as much as there may
-    be."""
+    """Yield the result of a sentence at each of `count` depths, in a context of all text or as much
+    as fits."""
     for number in range(count):
         step.progress = partial(tell, "needle", number, count)
         town, answer = PLACES[number % len(PLACES)], ANSWERS[number % len(ANSWERS)]
@@ -390,45 +392,46 @@ def _needles(
         same, choices = next((n, c) for n, c in enumerate(tokens) if len(set(c)) > 1)
         if len(set(choices)) < len(ANSWERS):
             raise UnsupportedError(
-                "--needles: several answers begin with one token in this tokenizer; set it to 0"
+                "--needles: several answers begin with the same token in this tokenizer; set it "
+                "to 0"
             )
         room = min(context - len(sentence) - same - 1, len(hay))
         if room < 1:
             raise UnsupportedError(
-                f"--needles: a context of {context:,} tokens has no room for a sentence; give a "
-                "longer one, or set it to 0"
+                f"--needles: a context of {context:,} tokens is too short for a sentence; give a "
+                "longer one, or set --needles to 0"
             )
         depth = number / max(1, count - 1)
         at = round(depth * room)
         ids = np.concatenate([hay[:at], sentence, hay[at:room], rows[0][: same + 1]])
-        logprobs = dict(zip(ANSWERS, _of_choices(step, ids, choices), strict=True))
+        logprobs = dict(zip(ANSWERS, _choice_logprobs(step, ids, choices), strict=True))
         right = logprobs.pop(answer)
         wrong = {word.strip(): value for word, value in logprobs.items()}
         yield Needle(depth, room - at, answer.strip(), right, wrong)
 
 
-def _of_choices(step: Step, ids: np.ndarray, choices: Sequence[int]) -> list[float]:
-    """Log-probabilities of some ids in place of the last one."""
-    given = torch.from_numpy(ids.astype(np.int64)).to(step.boundary.device)[None]
-    labels = torch.full((*given.shape, len(choices)), UNTRAINED, device=given.device)
-    labels[0, -1] = torch.tensor(choices, device=given.device)
-    found: Tensor = step.logprobs(given, labels)
-    return [float(value) for value in found[0, -2]]
+def _choice_logprobs(step: Step, ids: np.ndarray, choices: Sequence[int]) -> list[float]:
+    """Return the log-probabilities of some ids at the last position."""
+    inputs = torch.from_numpy(ids.astype(np.int64)).to(step.boundary.device)[None]
+    labels = torch.full((*inputs.shape, len(choices)), UNTRAINED, device=inputs.device)
+    labels[0, -1] = torch.tensor(choices, device=inputs.device)
+    logprobs: Tensor = step.logprobs(inputs, labels)
+    return [float(value) for value in logprobs[0, -2]]
 
 
 def plain(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """The ids of a piece of a document, int64."""
+    """Return the ids of a part of a document, int64."""
     if isinstance(tokenizer, HubTokenizer):
         ids = tokenizer.inner(text, add_special_tokens=False, verbose=False)["input_ids"]
         return np.asarray(ids, dtype=np.int64)
-    return tokenizer.encode([text])[0][:-1]  # without the end
+    return tokenizer.encode([text])[0][:-1]  # without the end token
 
 
-# -- for a person ---------------------------------------------------------------------------------
+# -- output ---------------------------------------------------------------------------------------
 
 
 def show_evaluation(found: TextEvaluation) -> None:
-    """Print tables, and the sum of them."""
+    """Print tables and a summary."""
     table = lines_table("loss by position", "tokens before", "predicted", "loss", "perplexity")
     for part in found.ranges:
         span = f"{write_tokens(part.begin)} to {write_tokens(part.end)}"
@@ -444,7 +447,7 @@ def show_evaluation(found: TextEvaluation) -> None:
         show_needles(found.needles)
     if found.cut:
         are = f"{write_number(found.cut, 'document')} {'is' if found.cut == 1 else 'are'}"
-        show(f"{are} longer than the context; what lies beyond is left out")
+        show(f"{are} longer than the context and evaluated up to it")
     how = "" if found.schedule.sparse is None else ", with sparse attention, an approximation"
     show(
         f"{found.tokens:,} tokens in {found.dtype}: loss {found.loss:.4f}, perplexity "
@@ -453,7 +456,7 @@ def show_evaluation(found: TextEvaluation) -> None:
 
 
 def show_needles(needles: Iterable[Needle]) -> None:
-    """Print what was found of hidden sentences."""
+    """Print the results of hidden sentences."""
     known = tuple(needles)
     title = f"hidden sentences: {sum(n.found for n in known)} of {len(known)} found"
     table = lines_table(title, "depth", "tokens back", "answer", "log-prob", "best wrong", "")
@@ -470,11 +473,12 @@ def show_needles(needles: Iterable[Needle]) -> None:
     show(table)
 
 
-WIDTH, HEIGHT, EDGE = 640, 320, 48  # of the picture, and around its plot, in pixels
+WIDTH, HEIGHT, EDGE = 640, 320, 48  # pixels of the picture, and of the margin around its plot
 
 
 def draw(ranges: Sequence[Range]) -> str:
-    """The loss by position as SVG: positions in powers of two, a point in the middle of each."""
+    """Return the loss by position as SVG: positions in powers of two, a point in the middle of each
+    range."""
     low, high = min(r.loss for r in ranges), max(r.loss for r in ranges)
     wide = max(1, len(ranges) - 1)
     points, labels = [], []

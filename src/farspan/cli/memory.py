@@ -1,4 +1,4 @@
-"""`farspan memory`: what farspan-memory's command line has, and traces of a model's steps."""
+"""`farspan memory`: the commands of farspan-memory, and traces of a model's steps."""
 
 from farspan.allocator import allocator_package
 from farspan.cli import LazyCommand, lazy_group

@@ -1,5 +1,5 @@
-"""`farspan plan`: will it fit, how long is a step, what is the longest context? And `farspan init`,
-which writes a run file. Neither needs torch."""
+"""`farspan plan`: whether a run fits, the time of a step, and the longest context; and `farspan
+init`, which writes a run file. Neither needs torch."""
 
 import gc
 import json
@@ -19,7 +19,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
-from farspan.cli.train import Telling, with_sparse, with_strategy
+from farspan.cli.train import MeasuringNotes, with_sparse, with_strategy
 from farspan.data.config import DataConfig, LossConfig, RecordFormat
 from farspan.durable import check_place, write_output
 from farspan.formatting import (
@@ -70,15 +70,15 @@ from farspan.train.yaml_config import changed, convert, in_k, schedule_mapping, 
 
 @dataclass(frozen=True, slots=True)
 class Longest:
-    """The plans at the longest contexts, of those strategies that fit at any."""
+    """Plans at the longest context of each strategy that fits at any."""
 
     strategies: tuple[str, ...]  # all that were tried
     plans: dict[str, Plan]
     max_step: float = math.inf  # seconds
-    shortest: Plan | None = None  # of the shortest context, where there are no others
+    shortest: Plan | None = None  # plan at the shortest context, if `plans` is empty
 
     def best(self) -> Plan | None:
-        """The plan of the longest context; of equals the fastest."""
+        """Return the plan with the longest context; of equals the fastest."""
         return max(
             self.plans.values(),
             key=lambda plan: (plan.question.run.tokens, -plan.seconds.total),
@@ -86,7 +86,7 @@ class Longest:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The longest context of all and of each strategy, 0 where none fits."""
+        """Return the longest context overall and by strategy, 0 if none fits."""
         best = self.best()
         each = {name: {"fits": False, "max_context": 0} for name in self.strategies}
         for name, plan in self.plans.items():
@@ -98,33 +98,33 @@ class Longest:
         return {"max_context": tokens, "max_context_by_strategy": each, **more}
 
     def words(self) -> list[str]:
-        """That there is none, where so."""
+        """Return a line that no context fits, or nothing."""
         if (plan := self.shortest) is None:
             return []
         in_time = f"has a step of at most {write_seconds(self.max_step)}"
-        of = in_time if plan.fits else "fits"
-        return [f"no context {of}, not even {write_tokens(plan.question.run.tokens)} tokens"]
+        verb = in_time if plan.fits else "fits"
+        return [f"no context {verb}, not even {write_tokens(plan.question.run.tokens)} tokens"]
 
 
 @dataclass(frozen=True, slots=True)
 class PlanAnswer:
-    """The plan of the context asked for, the longest contexts, or both."""
+    """The plan at the requested context, the longest contexts, or both."""
 
     question: Question
     plan: Plan | None
     longest: Longest | None
-    words: tuple[str, ...] = ()  # of the run that is planned, below its plan
-    run: Mapping[str, Any] = field(default_factory=dict)  # what a program reads of it
-    planned: RunConfig | None = None  # the run, where a run file was planned
+    words: tuple[str, ...] = ()  # about the planned run, printed below its plan
+    run: Mapping[str, Any] = field(default_factory=dict)  # the run's part of the JSON
+    planned: RunConfig | None = None  # the run of a run file
 
     def chosen(self) -> Plan | None:
-        """The plan of the context asked for, or of the longest where none was."""
+        """Return the plan at the requested context, or at the longest if none was requested."""
         if self.plan is not None or self.longest is None:
             return self.plan
         return self.longest.best()
 
     def to_json(self) -> dict[str, Any]:
-        """The chosen plan; beside it, where they were asked for, the longest contexts."""
+        """Return the chosen plan, with the longest contexts if requested."""
         chosen = self.chosen()
         answer: dict[str, Any] = {"fits": False}
         if chosen is not None:
@@ -133,9 +133,9 @@ class PlanAnswer:
         return answer if self.longest is None else answer | self.longest.to_json()
 
     def show(self, *, everything: bool, after: int = 0, run_file: Path | None = None) -> None:
-        """Print the answer for a person, or all that is known of it.
+        """Print the answer, in short or with all details.
 
-        `after` lines follow; `run_file` is the one that is written or was read.
+        `after` lines follow; `run_file` is the file that is written or was read.
         """
         shown, longest = self.chosen(), self.longest
         words = Text("\n".join(line for said in self.words for line in fold(said)))
@@ -164,8 +164,8 @@ def _drawn(answer: PlanAnswer, name: str) -> Plan:
 
 
 def write_html(path: Path, answer: PlanAnswer, command: str) -> None:
-    """The answer as a page: all plans that were looked at. Raises UnsupportedError where there is
-    no such place."""
+    """Write the answer with all considered plans as a page. Raises UnsupportedError if the place
+    does not exist."""
     longest, first = answer.longest, answer.plan
     found = PageOf((), words=answer.words, command=command)
     if longest is not None:
@@ -185,8 +185,8 @@ def write_files(
     html: Path | None,
     command: str,
 ) -> None:
-    """What is asked for of the step as a trace, its memory as a snapshot of PyTorch's, and a page.
-    Raises UnsupportedError where there is no plan, or no such place."""
+    """Write the requested files: the step as a trace, its memory as a PyTorch snapshot, and a page.
+    Raises UnsupportedError without a plan, or if a place does not exist."""
     if timeline is not None:
         trace = json.dumps(timeline_json(_drawn(answer, "timeline")))
         write_output(timeline, trace + "\n", "timeline")
@@ -199,7 +199,7 @@ def write_files(
 
 
 def command_line(context: typer.Context) -> str:
-    """What was called, as it may be typed again: options in the order of the help."""
+    """Return the command to type for this call, with options in the order of the help."""
     words = [str(context.command.name)]
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
@@ -213,7 +213,7 @@ def command_line(context: typer.Context) -> str:
 
 app = typer_app()
 
-# Options that are of the machine, or say what no run file does; the others are put into the run.
+# Options of the machine, or without a key in run files; others change the run.
 OF_MACHINE = (
     *("machine", "gpus", "optimizer", "device_memory", "host_memory", "margin"),
     *("loss", "reference"),
@@ -223,14 +223,12 @@ MACHINES = ", ".join(machine_names())
 
 RunFile = Annotated[
     Path | None,
-    typer.Argument(
-        help="Run file (YAML) of `farspan train`; what options say goes before what it says."
-    ),
+    typer.Argument(help="Run file (YAML) of `farspan train`; options override its values."),
 ]
 Model = Annotated[
     str | None,
     typer.Option(
-        help="In place of a run file: folder, config.json, hub name (its configuration only), or a "
+        help="Instead of a run file: folder, config.json, hub name (its configuration only), or a "
         f"preset: {MODELS}."
     ),
 ]
@@ -244,7 +242,7 @@ Machine = Annotated[
         "--machine",
         "--gpu",
         help="A card by any usual name (4090, H100 PCIe, 8xh100), a file of `farspan calibrate`, "
-        f"or `here` (measured where it was not yet); cards: {MACHINES}.",
+        f"or `here` (measured once); cards: {MACHINES}.",
     ),
 ]
 Gpus = Annotated[
@@ -254,14 +252,12 @@ Gpus = Annotated[
 Batch = Annotated[int | None, typer.Option(help="Sequences a step; default: 1.")]
 StrategyName = Annotated[
     str | None,
-    typer.Option(
-        help=f"{AUTO}, the best of all and the default, or one of {', '.join(STRATEGIES)}."
-    ),
+    typer.Option(help=f"{AUTO}, the default: the best of all; or one of {', '.join(STRATEGIES)}."),
 ]
 OptimizerName = Annotated[
     str | None,
     typer.Option(
-        help=f"{AUTO}, the default: AdamW with its states where a step is the fastest that fits; "
+        help=f"{AUTO}, the default: AdamW, with its states in the fastest place that fits; "
         f"or {', '.join(Optimizer)}; or as in a run file: "
         f"{', '.join((*AS_IN_RUN_FILES, Optimizer.HOST, Optimizer.DISK))}."
     ),
@@ -269,42 +265,42 @@ OptimizerName = Annotated[
 WeightsTier = Annotated[
     str | None,
     typer.Option(
-        help=f"Where weights and their gradients live: {AUTO}, the default, device or host, with "
-        "optimizer states there or on a drive: the device has those of two groups of layers, the "
-        "embedding and the head; of several devices each has its shards there."
+        help=f"Tier of weights and gradients: {AUTO}, the default, device or host. With host, "
+        "optimizer states are there or on a drive, and the device holds two groups of layers, the "
+        "embedding and the head. Of several devices each moves its own shards."
     ),
 ]
 DriveFolder = Annotated[
     str | None,
-    typer.Option(help="A folder on a drive, where states may go that fit nowhere else."),
+    typer.Option(help="A folder on a drive for optimizer states that fit nowhere else."),
 ]
 DTypeName = Annotated[str | None, typer.Option(help="bf16, fp32 or fp64; default: bf16.")]
 DeviceMemory = Annotated[
-    str | None, typer.Option(help="Of one device, in place of the machine's: 80GB, 80GiB.")
+    str | None, typer.Option(help="Memory of one device, replacing the machine's: 80GB, 80GiB.")
 ]
 HostMemory = Annotated[
     str | None,
     typer.Option(
-        help="Of the node in all, in place of the machine's: 128GiB, 128G; "
-        f"{HOST_RESERVE:.0%} of it are left to the system, processes and loading."
+        help="Main memory of the node, replacing the machine's: 128GiB, 128G; "
+        f"{HOST_RESERVE:.0%} is left to the system, processes and loading."
     ),
 ]
 MarginText = Annotated[
     str | None,
     typer.Option(
-        help="Of a device, and of main memory, left free where any plan can: 3GiB, 5%, 0; a share "
-        f"counts what is in reserve; default: {SHARE:.0%} of a device."
+        help="Memory of a device, and main memory, that plans leave free if any can: 3GiB, 5%, 0; "
+        f"a share includes the reserve; default: {SHARE:.0%} of a device."
     ),
 ]
 Lora = Annotated[
     int | None,
-    typer.Option(help="Rank of adapters on every linear module; 0, the default: none."),
+    typer.Option(help="Rank of adapters on every linear module; 0, the default: no adapters."),
 ]
 Quantize = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(Quantization)}, with --lora: the frozen weights of linear modules have "
-        "four bits (QLoRA)."
+        help=f"{', '.join(Quantization)}, with --lora: store the frozen weights of linear modules "
+        "in four bits (QLoRA)."
     ),
 ]
 QLora = Annotated[
@@ -315,22 +311,22 @@ SparseText = Annotated[
     str | None,
     typer.Option(
         "--sparse",
-        help="Page-sparse attention, which approximates: on (8K tokens of chosen pages and 4K "
+        help="Page-sparse attention, an approximation: on (8K tokens of chosen pages and 4K "
         f"recent ones), off, or fields such as {EXAMPLE}.",
     ),
 ]
 LossName = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(LossKind)}; default: {LossKind.SFT}. All others are computed from "
-        "log-probabilities; a pair of answers is one sequence of --context tokens in all."
+        help=f"{', '.join(LossKind)}; default: {LossKind.SFT}. The others are computed from "
+        "log-probabilities; a pair of answers is one sequence of --context tokens."
     ),
 ]
 ReferenceName = Annotated[
     str | None,
     typer.Option(
-        help=f"Of such a loss: {', '.join(Reference)}; default: {Reference.STORED} where the loss "
-        "needs one."
+        help=f"Reference of such a loss: {', '.join(Reference)}; default: {Reference.STORED} if "
+        "the loss needs one."
     ),
 ]
 LongestToo = Annotated[
@@ -338,7 +334,7 @@ LongestToo = Annotated[
 ]
 MaxStep = Annotated[
     str | None,
-    typer.Option(help="Of --max-context: a step may take so long: 90s, 30m, 1.5h."),
+    typer.Option(help="With --max-context: the longest step to accept: 90s, 30m, 1.5h."),
 ]
 Timeline = Annotated[
     Path | None,
@@ -354,7 +350,7 @@ Snapshot = Annotated[
 
 Html = Annotated[
     Path | None,
-    typer.Option(help="Write the answer here as a page that any browser shows, without a network."),
+    typer.Option(help="Write the answer here as a page for any browser, without a network."),
 ]
 
 Everything = Annotated[
@@ -363,13 +359,13 @@ Everything = Annotated[
 
 WriteRun = Annotated[
     Path | None,
-    typer.Option(help="Write a run file here that trains as planned; its data is to be filled in."),
+    typer.Option(help="Write a run file here that trains as planned; fill in its data."),
 ]
 
-FEW_COLLECTIONS = 1_000_000  # objects made between two
+FEW_COLLECTIONS = 1_000_000  # new objects between two collections
 
 
-# What options are called by other tools, which difflib would not find.
+# Names of options in other tools, which difflib would not find.
 ELSEWHERE = {
     "--context": "--seq-len --seqlen --seq --seq-length --sequence-len --sequence-length --ctx "
     "--context-length --max-seq-len --max-seq-length --max-length --tokens --length --cutoff-len",
@@ -398,11 +394,11 @@ MEANT = {word: name for name, words in ELSEWHERE.items() for word in words.split
 
 
 class PlanCommand(TyperCommand):
-    """The command, whose options are known by what other tools call them, too."""
+    """A command that recognizes option names of other tools."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As typer; for an option of another tool the one that is meant is named, for words without
-        options the whole command, and `--lora` without a rank has the usual one."""
+        """Parse like typer, but name the intended option for one of another tool, the whole command
+        for words without options, and use the default rank for `--lora` without one."""
         given = []
         own = [option for parameter in self.get_params(ctx) for option in parameter.opts]
         for place, word in enumerate(args):
@@ -415,7 +411,7 @@ class PlanCommand(TyperCommand):
                 if meant and not meant.startswith("-"):  # an argument
                     words = [one.upper() for one in own if not one.startswith("-")]
                     meant = f"farspan {self.name} {' '.join(words)}"
-                give = f"give {meant}" if meant else f"farspan {self.name} --help has all"
+                give = f"give {meant}" if meant else f"farspan {self.name} --help lists all"
                 raise UnsupportedError(f"{name}: no such option of farspan {self.name}; {give}")
             given.append(word)
             if word == LORA and all(
@@ -433,12 +429,12 @@ class PlanCommand(TyperCommand):
         return rest
 
 
-FIRST = ("run", "model", "data")  # arguments, which stand without an option
-NEAR = 0.75  # of a slip in an option, against a word that is only alike
+FIRST = ("run", "model", "data")  # arguments without an option
+NEAR = 0.75  # similarity of a mistyped option, above that of merely similar words
 
 
 def with_options(command: str, arguments: list[str], others: list[str]) -> str:
-    """The command that words without options mean, each by its looks."""
+    """Return the command that words without options mean, each judged by its form."""
     named = []
     if command == "plan":
         arguments, others = [], [*arguments, *others]
@@ -451,8 +447,8 @@ def with_options(command: str, arguments: list[str], others: list[str]) -> str:
     return f"farspan {shlex.join([command, *arguments, *named])}"
 
 
-SIZE = re.compile(r"[\d_,.]+[km]|\d{5,}")  # of a context
-WORDS = {"strategy", "optimizer", "weights", "loss", "reference"}  # of options, not names
+SIZE = re.compile(r"[\d_,.]+[km]|\d{5,}")  # a context
+WORDS = {"strategy", "optimizer", "weights", "loss", "reference"}  # options with fixed values
 
 
 @app.command("plan", cls=PlanCommand)
@@ -489,7 +485,7 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Will it fit, how long is a step, what is the best schedule; exit 1 if it does not fit."""
-    # Programs are small objects without cycles: to look for some took 7% of the time.
+    # Programs are small objects without cycles: collecting them took 7% of the time.
     gc.set_threshold(FEW_COLLECTIONS)
     count = devices_of(gpus, machine)
     lora, quantize = (lora or RANK, quantize or Quantization.NF4) if qlora else (lora, quantize)
@@ -505,7 +501,7 @@ def plan_command(
     for option, path in (("timeline", timeline), ("snapshot", snapshot), ("html", html)):
         check_place(path, option)
     check_place(write, "write", new=True)
-    answer = _answered(run, settings or (), given, _longest_step(max_step, max_context))
+    answer = _answer(run, settings or (), given, _longest_step(max_step, max_context))
     write_files(answer, timeline, snapshot, html, command_line(call))
     after = [] if html is None else [f"page: {html}"]
     after += [] if write is None else write_run(write, answer, given, command_line(call))
@@ -517,15 +513,15 @@ def plan_command(
     raise typer.Exit(_status(answer))
 
 
-def _answered(
+def _answer(
     run: Path | None, settings: Sequence[str], given: dict[str, Any], longest: float | None
 ) -> PlanAnswer:
-    """The answer for a run file, or for a model. Raises UnsupportedError."""
+    """Return the answer for a run file or a model. Raises UnsupportedError."""
     if run is not None:
-        return _of_run(run, settings, given, longest)
+        return _answer_for_run(run, settings, given, longest)
     if settings:
-        raise UnsupportedError(f"--set {settings[0]}: there is no run file to set it in; name one")
-    return _of_model(given, longest)
+        raise UnsupportedError(f"--set {settings[0]}: needs a run file; name one")
+    return _answer_for_model(given, longest)
 
 
 def _status(answer: PlanAnswer) -> int:
@@ -535,33 +531,33 @@ def _status(answer: PlanAnswer) -> int:
 
 
 def devices_of(gpus: str | None, machine: str) -> int | None:
-    """The number of devices, of --gpus or of a machine such as 8xh100. Raises UnsupportedError for
-    a card in its place."""
+    """Return the number of devices from --gpus or a machine such as 8xh100. Raises UnsupportedError
+    for a card in --gpus."""
     counted = count_of(machine)
     if gpus is None:
         return counted
     named = count_of(gpus)
     if named or not gpus.strip().lstrip("-").isdecimal() or names_card(gpus):
-        of = f"--gpus {named} --gpu CARD" if named else f"--gpu {shlex.quote(gpus)}"
+        flags = f"--gpus {named} --gpu CARD" if named else f"--gpu {shlex.quote(gpus)}"
         raise UnsupportedError(
-            f"gpus: expected a number of devices, got {gpus!r}; for a card: {of}"
+            f"gpus: expected a number of devices, got {gpus!r}; for a card: {flags}"
         )
     if counted not in (None, int(gpus)):
-        raise UnsupportedError(f"gpus: {gpus} here and {counted} in {machine!r}; give one of them")
+        raise UnsupportedError(f"gpus: {gpus} here, but {counted} in {machine!r}; give only one")
     return int(gpus)
 
 
 def _longest_step(max_step: str | None, max_context: bool) -> float | None:
-    """Seconds that a step of the longest context may take; None where that is not asked for."""
+    """Return the longest step in seconds for --max-context, or None without it."""
     if max_step is None:
         return math.inf if max_context else None
     if not max_context:
-        raise UnsupportedError("max_step: is of the longest context; give --max-context, too")
+        raise UnsupportedError("max_step: needs --max-context; add it, or leave --max-step out")
     return read_seconds(max_step, "max_step")
 
 
-def _of_model(given: dict[str, Any], max_step: float | None) -> PlanAnswer:
-    """What the options ask; of the longest contexts where a step's longest time is given."""
+def _answer_for_model(given: dict[str, Any], max_step: float | None) -> PlanAnswer:
+    """Return the answer for a model; with `max_step`, for its longest contexts."""
     if "model" not in given:
         raise UnsupportedError("model: give --model NAME, or the run file of farspan train")
     if "context" not in given and max_step is None:
@@ -570,7 +566,7 @@ def _of_model(given: dict[str, Any], max_step: float | None) -> PlanAnswer:
         )
     if "sparse" in given:
         given = {**given, "sparse": read_sparse(given["sparse"])}
-    tell = Telling()
+    tell = MeasuringNotes()
     fields = {"context": 1, **given, "config": given["model"], "progress": tell}
     del fields["model"]
     request = Request(**fields)
@@ -587,7 +583,7 @@ def _of_model(given: dict[str, Any], max_step: float | None) -> PlanAnswer:
 def longest_of(
     question: Question, strategies: Sequence[str] | None, plans: dict[str, Plan], max_step: float
 ) -> Longest:
-    """The longest contexts, and where there are none, why."""
+    """Return the longest contexts; if there are none, with the plan of the shortest."""
     shortest = None
     if not plans:
         run = replace(question.run, tokens=LEAST)
@@ -595,26 +591,26 @@ def longest_of(
     return Longest(tuple(strategies or STRATEGIES), plans, max_step, shortest)
 
 
-def _of_run(
+def _answer_for_run(
     path: Path, settings: Sequence[str], given: dict[str, Any], max_step: float | None
 ) -> PlanAnswer:
-    """What a run file asks, with what the options say in place of it."""
+    """Return the answer for a run file, changed by the options."""
     if "model" in given:
-        raise UnsupportedError(f"model: {path} names one; leave out --model, or the run file")
+        raise UnsupportedError(f"model: {path} names a model; leave out --model, or the run file")
     if path.suffix not in RUN_FILES and not path.is_file():
         raise UnsupportedError(
             f"{path}: not a run file (.yaml); to plan a model, give --model {path}"
         )
-    run, notes = in_place_of(load_run(path, settings), given)
+    run, notes = with_overrides(load_run(path, settings), given)
     asked = {name: given[name] for name in OF_MACHINE if name in given}
     try:
         question_of_run = load("farspan.train.plan_run", "question_of_run")
     except ImportError as error:
         raise UnsupportedError(
             f"{path}: planning a run file needs torch and transformers ({error}); pip install "
-            "farspan, which has them, or give --model and --context in place of the run file"
+            "farspan, which installs both, or give --model and --context instead"
         ) from error
-    tell = Telling()
+    tell = MeasuringNotes()
     question = question_of_run(run, asked, tell)
     found, longest = question.plan(), None
     if max_step is not None:
@@ -626,7 +622,7 @@ def _of_run(
 
 
 def missing_data(run: RunConfig) -> list[str]:
-    """Say which of a run's data are not there; a plan needs none."""
+    """Return notes about data of the run that do not exist; a plan needs none."""
     notes = []
     for source, _ in run.data.each():
         if source.path not in (None, DATA):
@@ -637,8 +633,8 @@ def missing_data(run: RunConfig) -> list[str]:
     return notes
 
 
-def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-    """The run with options of the command line in place of its own, and what went with them."""
+def with_overrides(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
+    """Return the run changed by options of the command line, and notes about dropped values."""
     notes: list[str | None] = []
     model = run.model
     if "dtype" in given:
@@ -667,9 +663,9 @@ def in_place_of(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig, li
 
 
 def without_fields(run: RunConfig) -> list[str]:
-    """What of a written schedule the longest contexts do not keep."""
+    """Return a note about schedule fields that the longest contexts do not keep."""
     given = ", ".join(replace(run.schedule, weights=None).given())
-    return [f"the longest contexts leave open what the schedule says of {given}"] if given else []
+    return [f"the longest contexts ignore these fields of the schedule: {given}"] if given else []
 
 
 def _lora(rank: int) -> LoraConfig | None:
@@ -681,24 +677,24 @@ def _lora(rank: int) -> LoraConfig | None:
 
 # -- from a plan to a run -------------------------------------------------------------------------
 
-DATA, TEACHER = "DATA.jsonl", "TEACHER"  # what stands for the user's
+DATA, TEACHER = "DATA.jsonl", "TEACHER"  # placeholders for the user's values
 
 
 def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command: str) -> list[str]:
-    """Write a run file that trains as planned; lines on what to do next. Raises UnsupportedError
-    for what no run file says."""
+    """Write a run file that trains as planned, and return lines about the next steps. Raises
+    UnsupportedError for a plan that no run file can express."""
     plan = answer.chosen()
     if plan is None or not plan.fits:
-        return [f"{path}: not written, as nothing fits; see what would help above"]
+        return [f"{path}: not written, as nothing fits; see the remedies above"]
     question = plan.question
     values = run_of_model(plan, given) if answer.planned is None else changed(answer.planned)
     if values.get("folder") == f"runs/{Path(command.split()[2]).stem}":
-        del values["folder"]  # each file has its own
+        del values["folder"]  # each file has its own folder
     tokens = question.run.tokens
     schedule = schedule_mapping(plan.schedule, len(question.model.layers), tokens)
     optimizer = dict(values.get("optimizer", {}), states=STATES.get(question.optimizer, "auto"))
     values |= {"context": in_k(tokens), "schedule": schedule, "optimizer": optimizer}
-    built(dict(values), (), str(path))  # it is one that can be read
+    built(dict(values), (), str(path))  # check that it can be read
     text = f"# {command}\n# {FITTING[plan.fit]}: {chosen_words(plan)}\n{write_mapping(values)}"
     write_output(path, text, "write")
     start = [f"  farspan train {path}"]
@@ -706,9 +702,7 @@ def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command:
         launch = launch_words(question).partition(", with")[0].replace(RUN_FILE, str(path))
         start = fold(f"  {launch}", indent="  ")
     places = {DATA: "your data's path", TEACHER: "the teacher's folder or hub name"}
-    fill = [
-        f"  put {what} in the place of {w} in {path}" for w, what in places.items() if w in text
-    ]
+    fill = [f"  enter {what} for {w} in {path}" for w, what in places.items() if w in text]
     if "overrides" in values.get("model", {}):
         fill.append(f"  model.overrides in {path} stretches its RoPE to {in_k(tokens)} tokens")
     return [f"{path}: written; next:", *fill, f"  farspan data {path}", *start]
@@ -719,13 +713,13 @@ STATES |= {Optimizer.HOST: "host", Optimizer.DISK: "disk"}
 
 
 def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run file says of a model that was planned, but for its context and placement. Raises
-    UnsupportedError for what no run file says."""
+    """Return the values of a run file for a planned model, without context and placement. Raises
+    UnsupportedError for values that no run file can express."""
     question = plan.question
     if question.optimizer is Optimizer.NONE:
         raise UnsupportedError(
-            "write: a run file updates weights, and --optimizer none does not; leave it out, or "
-            "give a farspan.Step in a loop of your own farspan.plan(..., optimizer='none').schedule"
+            "write: a run file updates weights, but --optimizer none does not; leave it out, or "
+            "give a farspan.Step in your own loop farspan.plan(..., optimizer='none').schedule"
         )
     name, revision = split_revision(given["model"])
     model: dict[str, Any] = {"path": hub_name("model", name), "dtype": question.dtype}
@@ -750,7 +744,7 @@ def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loss_of_run(asked: Objective) -> LossConfig:
-    """The loss of a run file. Raises UnsupportedError for one that none has."""
+    """Return the loss for a run file. Raises UnsupportedError for a loss that run files lack."""
     if asked.kind is LossKind.DISTILL:
         return LossConfig(asked.kind, teacher=TEACHER, top_k=asked.ids)
     own = asked.reference not in (Reference.NONE, Reference.STORED)
@@ -777,14 +771,16 @@ def init_command(
     lora: Lora = None,
     quantize: Quantize = None,
 ) -> None:
-    """Write a run file for a model and its data, planned for this machine; it asks nothing."""
+    """Write a run file for a model and its data, planned for this machine, without questions."""
     check_place(output, "output", new=True)
     count = devices_of(gpus, machine)
     load("farspan.data.corpus", "settle")(DataConfig(path=data))
     options: dict[str, Any] = {"model": model, "context": context, "machine": machine}
     options |= {"gpus": count, "lora": lora, "quantize": quantize, "data": data}
     given = {name: value for name, value in options.items() if value is not None}
-    answer = _of_model({name: value for name, value in given.items() if name != "data"}, None)
+    answer = _answer_for_model(
+        {name: value for name, value in given.items() if name != "data"}, None
+    )
     chosen = answer.chosen()
     assert chosen is not None, "a context was asked for"
     lines = write_run(output, answer, given, command_line(call))

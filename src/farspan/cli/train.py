@@ -1,5 +1,5 @@
-"""`farspan train`, `farspan data` and what follows a run, such as `farspan report`. They read run
-files without torch: a slip is told at once."""
+"""`farspan train`, `farspan data` and the commands after a run, such as `farspan report`. They read
+run files without torch, so mistakes are reported at once."""
 
 import json
 import sys
@@ -42,30 +42,27 @@ Start = Annotated[
     str | None,
     typer.Option(
         "--from",
-        help="Begin with the weights of another run, one of its checkpoints, or a folder of "
-        "adapters; lr, batch, context and steps are the run file's own.",
+        help="Start with the weights of another run, one of its checkpoints, or a folder of "
+        "adapters; lr, batch, context and steps stay the run file's.",
     ),
 ]
 WithStates = Annotated[
     bool,
-    typer.Option(
-        "--with-states", help="Of that run also AdamW's states and the step count: it goes on."
-    ),
+    typer.Option("--with-states", help="Also continue that run's AdamW states and step count."),
 ]
 
 Margin = Annotated[
     str | None,
     typer.Option(
-        help=f"Of a GPU, and of main memory, that --strategy {AUTO} leaves free where any "
-        f"schedule can: 3GiB, 5%, 0; default: {SHARE:.0%} of a GPU less what the machine's "
-        "reserve explains."
+        help=f"GPU and main memory that --strategy {AUTO} leaves free if any schedule can: 3GiB, "
+        f"5%, 0; default: {SHARE:.0%} of a GPU, less what the machine's reserve explains."
     ),
 ]
 TraceFile = Annotated[
     Path | None,
     typer.Option(
-        help="Write the second step, as it was measured, here as a trace that ui.perfetto.dev "
-        "draws; of several ranks a file each."
+        help="Write the measured second step here as a trace that ui.perfetto.dev draws; with "
+        "several ranks, one file each."
     ),
 ]
 
@@ -81,29 +78,29 @@ def train_command(
         typer.Option(
             "--strategy",
             help=f"{AUTO}, the fastest that fits this machine, or one of {', '.join(STRATEGIES)}; "
-            "in place of the whole schedule of the run file.",
+            "replaces the run file's whole schedule.",
         ),
     ] = None,
     sparse: Annotated[
         str | None,
         typer.Option(
             help=f"Page-sparse attention, an approximation: {ON}, {OFF} or fields such as "
-            f"{EXAMPLE}; in place of the run file's."
+            f"{EXAMPLE}; replaces the run file's."
         ),
     ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(
-            help="Main memory that a node's ranks may take, such as 64GiB; in place of the run "
-            "file's, and of all that is available."
+            help="Main memory that a node's ranks may take, such as 64GiB; replaces the run "
+            "file's. Default: all that is available."
         ),
     ] = None,
     margin: Margin = None,
     settings: Settings = None,
     start: Start = None,
     with_states: WithStates = False,
-    folder: Annotated[Path | None, typer.Option(help="Run folder; the same resumes.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Updates to do in all.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Run folder; an old one resumes.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Updates of the whole run.")] = None,
     trace: TraceFile = None,
     json_wanted: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -112,7 +109,7 @@ def train_command(
     chosen = default_run(given) if run is None else load_run(run, given)
     chosen, notes = override(chosen, strategy_name, folder, steps)
     if with_states and start is None:
-        raise UnsupportedError("--with-states: of which run? Name it with --from")
+        raise UnsupportedError("--with-states: needs a run to continue; name it with --from")
     if start is not None:
         chosen = replace(chosen, start=StartConfig(str(Path(start)), with_states))
     if host_memory is not None:
@@ -129,14 +126,14 @@ def train_command(
 def override(
     run: RunConfig, strategy_name: str | None, folder: Path | None, steps: int | None
 ) -> tuple[RunConfig, list[str]]:
-    """The run with the command line's values in place of the file's, and notes for the user."""
+    """Return the run changed by the command line's values, and notes for the user."""
     note = None
     if strategy_name is not None:
         run, note = with_strategy(run, strategy_name)
     if folder is not None:
         run = replace(run, folder=str(folder))
     if steps is not None:
-        # A warm-up longer than a short trial of the run is cut rather than refused.
+        # A warm-up longer than a short trial is shortened rather than refused.
         warmup = min(run.optimizer.warmup, max(0, steps - 1))
         run = replace(run, steps=steps, optimizer=replace(run.optimizer, warmup=warmup))
     return run, [] if note is None else [note]
@@ -148,10 +145,8 @@ data_app = typer_app()
 @data_app.command("data")
 def data_command(
     run: Annotated[Path, typer.Argument(help="Run file (YAML).")],
-    sequence: Annotated[int, typer.Option(min=0, help="Which, counted from 0 as it trains.")] = 0,
-    held_out: Annotated[
-        bool, typer.Option("--held-out", help="Of those that are evaluated on.")
-    ] = False,
+    sequence: Annotated[int, typer.Option(min=0, help="Index, from 0 in training order.")] = 0,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Show a held-out sequence.")] = False,
     settings: Settings = None,
 ) -> None:
     """Show a run file's sequences: which documents, and which of their tokens are trained."""
@@ -168,12 +163,12 @@ def data_command(
         print(line.rstrip())
 
 
-class Telling:
-    """Hears what of this machine is measured, which takes up to a minute: that it happens is said
-    once, beside the answer."""
+class MeasuringNotes:
+    """Printer of the measurement in progress, which takes up to a minute: only its first
+    message."""
 
     def __init__(self) -> None:
-        self.words: list[str] = []  # for the answer itself
+        self.words: list[str] = []  # printed with the answer
         self.said = False
 
     def __call__(self, what: str) -> None:
@@ -184,9 +179,9 @@ class Telling:
 
 
 class ReadingLine:
-    """Tells how far data are read: one line, written over, on a terminal; elsewhere one a tenth."""
+    """Progress of reading data: on a terminal one line, rewritten; elsewhere one line per tenth."""
 
-    SECONDS = 1.0  # until it is worth a word
+    SECONDS = 1.0  # until the first line
 
     def __init__(self, out: TextIO) -> None:
         self._out, self._tenths, self._began = out, 0, time.monotonic()
@@ -195,7 +190,7 @@ class ReadingLine:
         return self
 
     def __call__(self, documents: int, tokens: int, read: Any) -> None:
-        """So many documents have become so many tokens, and so much is `read`."""
+        """Report the documents and tokens until now, and the part of the data that is `read`."""
         counts = (write_number(documents, "document"), write_number(tokens, "token"))
         text = f"tokenizing {read}: {', '.join(counts)}"
         tenths = int(10 * read.fraction())
@@ -220,10 +215,10 @@ def merge_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; a new one.")],
     base: Annotated[
         str | None,
-        typer.Option(help="Folder or hub name in place of the model that the adapters name."),
+        typer.Option(help="Folder or hub name of the base model, instead of the adapters' own."),
     ] = None,
 ) -> None:
-    """Merge a run's adapters into the model that they are for; transformers loads the result."""
+    """Merge a run's adapters into their base model; transformers loads the result."""
     load("farspan.cli.with_torch", "merge_and_tell")(run.expanduser(), output.expanduser(), base)
 
 
@@ -234,9 +229,7 @@ push_app = typer_app()
 def push_command(
     run: Annotated[Path, typer.Argument(help="Run folder whose run has ended.")],
     repo: Annotated[str, typer.Option("--to", metavar="USER/NAME", help="Repository on the hub.")],
-    public: Annotated[
-        bool, typer.Option("--public", help="A repository that is made for it is public.")
-    ] = False,
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public.")] = False,
 ) -> None:
     """Upload a run's model, with a card that says how it was trained, to the Hugging Face hub."""
     hub = HubConfig(repo, private=not public)
@@ -248,13 +241,13 @@ report_app = typer_app()
 
 @report_app.command("report")
 def report_command(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders; also of runs under way.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, also of running ones.")],
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            help=f"The file to write; default {REPORT} in the run folder, of several runs here.",
+            help=f"The file to write; default: {REPORT} in the run folder, or here for several.",
         ),
     ] = None,
     as_json: Annotated[
@@ -271,35 +264,35 @@ def report_command(
     print(f"report: {place}")
 
 
-# -- in place of a run file's own --------------------------------------------------------------
+# -- replacing values of a run file ------------------------------------------------------------
 
 
 def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
-    """The run with another strategy, whole: fields meant for the one before go with it, but not
-    where weights live. Also a sentence that says which, where there were any."""
+    """Return the run with another strategy, without the former one's fields but with the tier of
+    weights; and a note about dropped fields, or None."""
     weights = run.schedule.weights
     dropped = replace(run.schedule, weights=None).given()
     note = None
     if dropped:
         fields_text = ", ".join(f"{key}: {value}" for key, value in to_mapping(dropped).items())
         note = (
-            f"schedule: {name} in place of {run.schedule.strategy or 'the one written out'}, "
-            f"without {fields_text}, which belonged to it"
+            f"schedule: {name} replaces {run.schedule.strategy or 'the written schedule'}, "
+            f"without its {fields_text}"
         )
     return replace(run, schedule=ScheduleConfig(strategy=name, weights=weights)), note
 
 
 def with_sparse(run: RunConfig, sparse: Sparse | None) -> tuple[RunConfig, str | None]:
-    """The run with this attention in place of its own, of which the threshold of its warning stays.
-    Also a sentence that says what went, if anything did."""
+    """Return the run with another attention and its own threshold of the warning; and a note about
+    dropped values, or None."""
     before, note = run.sparse, None
     if sparse is None:
         if before is not None:
-            note = "sparse: dense attention in place of the run file's sparse one"
+            note = "sparse: dense attention replaces the run file's sparse attention"
         return replace(run, sparse=None), note
     before = before or SparseConfig()
     if before.sparsity is not None:
-        note = f"sparse: without sparsity: {before.sparsity}, which belonged to the run file's"
+        note = f"sparse: without sparsity: {before.sparsity}, a field of the run file"
     return replace(run, sparse=before.over(sparse)), note
 
 
@@ -309,13 +302,15 @@ DEFAULT_CONTEXT = 8192
 
 
 def default_run(settings: Sequence[str] = ()) -> RunConfig:
-    """A Qwen2-shaped model of bytes learns Python from the standard library's sources.
+    """Return the default run: a Qwen2-shaped model of bytes learns Python from the standard
+    library.
 
-    Four layers with two queries a K,V head, 8,192 tokens in four chunks, two groups.
+    It has four layers with two queries per K,V head, and 8,192 tokens in four chunks and two
+    groups.
     """
     model = {
         "model_type": "qwen2",
-        "vocab_size": 264,  # 256 bytes and the end of a document, padded to a multiple of 8
+        "vocab_size": 264,  # 256 bytes and the end token, padded to a multiple of 8
         "hidden_size": 128,
         "intermediate_size": 384,
         "num_hidden_layers": 4,

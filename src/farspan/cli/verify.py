@@ -1,6 +1,6 @@
-"""`farspan verify`: are the gradients exact, and how many pages does sparse attention need? What it
-may choose them by is made by `farspan index`. Reads what is asked, without torch: a slip in a run
-file is told at once."""
+"""`farspan verify`: whether gradients are exact, and the pages that sparse attention needs; and
+`farspan index`, which makes an index to choose pages by. Both read the request without torch, so
+mistakes in a run file are reported at once."""
 
 import os
 from collections.abc import Sequence
@@ -37,16 +37,15 @@ SparseFields = Annotated[
     str | None,
     typer.Option(
         help=f"Page-sparse attention: {ON}, {OFF} or fields such as {EXAMPLE}; default: the run's. "
-        "Also tells how far it is from dense attention."
+        "Also prints its distance from dense attention."
     ),
 ]
 Texts = Annotated[
     list[str] | None,
     typer.Option(
         "--text",
-        help="A file, a folder or a glob of text files. Instead of gradients: which budget of "
-        "pages keeps 0.9 of dense attention on the first --context tokens of them, with which "
-        "selector.",
+        help="A file, a folder or a glob of text files. Instead of gradients, find the selector "
+        "and the budget of pages that keep 0.9 of dense attention on their first --context tokens.",
     ),
 ]
 Chunk = Annotated[str | None, typer.Option("--chunk", help="Tokens a chunk: 128, 2K.")]
@@ -54,7 +53,7 @@ StrategyName = Annotated[
     str | None,
     typer.Option(
         "--strategy",
-        help=f"One of {', '.join(STRATEGIES)}; default: the run's, {GROUPED} where that is {AUTO}.",
+        help=f"One of {', '.join(STRATEGIES)}; default: the run's, or {GROUPED} for {AUTO}.",
     ),
 ]
 
@@ -81,14 +80,14 @@ def verify_command(
     documents: Annotated[int, typer.Option(min=1, help="Documents packed into a row.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Draw weights although the folder has some.")
+        bool, typer.Option("--random-weights", help="Draw weights even if the folder has some.")
     ] = False,
     settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
     """Compare loss and every gradient with plain full-sequence autograd; exit 1 if they differ.
 
-    With --text: which selector and budget of page-sparse attention keep enough of dense attention.
+    With --text: find a page-sparse selector and budget that keep enough of dense attention.
     """
     usual_dtype, usual_context = TEXT if texts else EXACT
     context = read_tokens(context_text or usual_context, "context")
@@ -112,7 +111,7 @@ def verify_command(
     chosen = chunk is not None or (strategy_name is None and has_chunk(run))
     schedule = replace_attention(replace_cuts(base, chunk, groups), attention, chosen)
     notes = filter(None, (note, ranks_note(run), packed_note(loaded, dtype)))
-    said = [*told_of(loaded, None if texts else run), *notes]
+    said = [*model_notes(loaded, None if texts else run), *notes]
     data = {"batch": batch, "context": context, "seed": seed, "notes": said, "in_json": as_json}
     if texts:
         tell = load("farspan.cli.with_torch", "compare_and_tell")
@@ -122,9 +121,9 @@ def verify_command(
         tell(loaded, schedule, attention, documents=documents, **data)
 
 
-def told_of(model: Any, run: RunConfig | None) -> list[str]:
-    """Say which positions the model reaches and, of a run file, what is trained, as `farspan data`
-    does."""
+def model_notes(model: Any, run: RunConfig | None) -> list[str]:
+    """Return lines about the model's positions and, for a run file, about its trained data, like
+    `farspan data`."""
     positions: list[str] = load("farspan.hf.unsupported", "describe_positions")(model)
     data = [] if run is None else load("farspan.train.setup", "glance_at_data")(run)
     return [*positions, *(line for line in data if line not in positions)]
@@ -132,7 +131,7 @@ def told_of(model: Any, run: RunConfig | None) -> list[str]:
 
 index_app = typer_app()
 
-READ = 1024  # tokens, of which an index was measured to be good
+READ = 1024  # tokens; an index from them was measured to be good
 
 
 @index_app.command("index")
@@ -142,7 +141,7 @@ def index_command(
     ],
     texts: Annotated[
         list[str],
-        typer.Option("--text", help="A file, a folder or a glob of text files, to make it from."),
+        typer.Option("--text", help="A file, a folder or a glob of text files to read."),
     ],
     output: Annotated[
         Path | None,
@@ -154,26 +153,26 @@ def index_command(
     ] = None,
     dim: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Dims of its keys. Default: the run's, or {Sparse().index_dim}."),
+        typer.Option(min=1, help=f"Dims of keys. Default: the run's, or {Sparse().index_dim}."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
     settings: Settings = None,
 ) -> None:
     """Make the index by which sparse attention with `selector: index` chooses, from a text.
 
-    Its first 1,024 tokens are read at several places of the context; the model stays as it is.
+    The text's first 1,024 tokens are read at several places of the context; the model is unchanged.
     """
     run = run_of(model, settings or ())
     given = (None if run is None else run.sparse) or SparseConfig()
     folder = output or (given.index and Path(given.index))
     if not folder:
-        raise UnsupportedError("output: where is it to be written? give --output FOLDER")
+        raise UnsupportedError("output: missing; give --output FOLDER")
     folder = folder.expanduser()
     if os.path.lexists(folder):
-        raise UnsupportedError(f"output: {folder} is there already; name a folder that is not")
+        raise UnsupportedError(f"output: {folder} exists already; name a new folder")
     longest = context_text or (None if run is None else run.context)
     if longest is None:
-        raise UnsupportedError("context: how long will sequences be? give --context, such as 128K")
+        raise UnsupportedError("context: missing; give --context LENGTH, such as 128K")
     context = read_tokens(longest, "context")
     dtype, seed = checked_dtype(dtype), 0 if run is None else run.seed
     loaded, words = load("farspan.cli.with_torch", "trained_model")(model, run, dtype, seed)
@@ -186,14 +185,14 @@ def index_command(
 def compared(
     attention: SparseConfig | None, text: str | None, context: int, documents: int
 ) -> SparseConfig:
-    """Sparse attention whose selectors and budgets are compared; by default an eighth of the
-    context is recent, as it is at 32K of a run's default. Raises UnsupportedError."""
+    """Return the sparse attention whose selectors and budgets are compared. By default an eighth of
+    the context is recent, as at 32K with a run's defaults. Raises UnsupportedError."""
     if documents > 1:
         raise UnsupportedError("documents: --text is read as one document; leave out --documents")
     if attention is None and text is not None:
         raise UnsupportedError(
-            f"sparse: {OFF} leaves nothing to compare on --text; leave it out, or give fields such "
-            f"as {EXAMPLE}"
+            f"sparse: {OFF} leaves nothing to compare on --text; leave --sparse out, or give "
+            f"fields such as {EXAMPLE}"
         )
     if attention is not None:
         return attention
@@ -202,24 +201,25 @@ def compared(
 
 
 def has_chunk(run: RunConfig | None) -> bool:
-    """Is the chunk written in its file?"""
+    """Return whether the run file sets a chunk."""
     return run is not None and run.schedule.chunk is not None
 
 
 def run_of(model: str | None, settings: Sequence[str]) -> RunConfig | None:
-    """The run of a run file with these settings; None: another model. Raises UnsupportedError."""
+    """Return the run of a run file with these settings, or None for another model. Raises
+    UnsupportedError."""
     if model is not None and model.endswith(RUN_FILES):
         return load_run(Path(model), settings)
     if settings:
-        raise UnsupportedError(f"--set {settings[0]}: there is no run file to set it in; name one")
+        raise UnsupportedError(f"--set {settings[0]}: needs a run file; name one")
     return None
 
 
 def base_schedule(
     run: RunConfig | None, name: str | None, layers: int, context: int
 ) -> tuple[Schedule, str | None]:
-    """The strategy of the command line; else the schedule of the run file; else grouped. Also what
-    the user is to know of it."""
+    """Return the command line's strategy, else the run file's schedule, else grouped; and a note
+    for the user."""
     written = None
     if name is None and run is not None:
         written = run.schedule
@@ -234,7 +234,7 @@ def base_schedule(
 
 
 def replace_cuts(schedule: Schedule, chunk: int | None, groups: str | None) -> Schedule:
-    """The schedule with the chunk and groups of the command line. Raises UnsupportedError."""
+    """Return the schedule with the command line's chunk and groups. Raises UnsupportedError."""
     if chunk is not None:
         schedule = replace(schedule, chunk=chunk)
     if groups is not None:
@@ -249,7 +249,7 @@ def replace_cuts(schedule: Schedule, chunk: int | None, groups: str | None) -> S
 
 
 def attention_for(run: RunConfig | None, text: str | None) -> SparseConfig | None:
-    """Sparse attention as the command line has it, else the run; None: dense."""
+    """Return the sparse attention of the command line, else of the run; None: dense."""
     if text is not None:
         pages, before = read_sparse(text), None if run is None else run.sparse
         if pages is None:
@@ -259,24 +259,24 @@ def attention_for(run: RunConfig | None, text: str | None) -> SparseConfig | Non
 
 
 def ranks_note(run: RunConfig | None) -> str | None:
-    """What is not verified of a run that several ranks share."""
+    """Return a note that several ranks are not verified."""
     if run is None or run.parallel is None:
         return None
-    return "parallel: left out: one process runs the whole step here, not the ranks of the run"
+    return "parallel: ignored: one process runs the whole step here, not the ranks of the run"
 
 
 def packed_note(model: Any, asked: str) -> str | None:
-    """In which dtype it computes where the one asked for is not that of the model's products."""
+    """Return a note about the dtype, if the model computes in another than the requested one."""
     found = str(model.dtype).removeprefix("torch.")
-    where = f"dtype: {found} in place of {asked}, in which quantised weights have no products"
+    where = f"dtype: {found} replaces {asked}, which quantised weights do not support"
     return None if found == asked else where
 
 
 def replace_attention(
     schedule: Schedule, attention: SparseConfig | None, written: bool
 ) -> Schedule:
-    """The schedule with this attention. A chunk that is `written` out is refused unless it is of
-    whole pages; others are rounded up. Raises UnsupportedError."""
+    """Return the schedule with this attention. A `written` chunk that does not hold whole pages is
+    refused, others are rounded up. Raises UnsupportedError."""
     if attention is None:
         return schedule
     if written:
@@ -285,7 +285,7 @@ def replace_attention(
 
 
 def checked_dtype(name: str) -> str:
-    """The dtype by its long name. Raises UnsupportedError."""
+    """Return the dtype by its long name. Raises UnsupportedError."""
     found = SHORT_NAMES.get(name, name)
     if found not in ("float64", "float32", "bfloat16"):
         raise UnsupportedError(f"dtype: expected float64, float32 or bfloat16, got {found!r}")
@@ -295,7 +295,7 @@ def checked_dtype(name: str) -> str:
 def source_of(
     model: str | None, run: RunConfig | None, random_weights: bool
 ) -> tuple[ModelConfig, bool]:
-    """Where the model comes from, and whether its weights are drawn although it has a folder."""
+    """Return the model's source, and whether its weights are random although it has a folder."""
     if run is not None:
         return run.model, False
     if model is None:
@@ -306,6 +306,6 @@ def source_of(
 
 
 def has_weights(path: str) -> bool:
-    """Does this local folder hold weights, of whatever format? A hub name is taken to."""
+    """Return whether a local folder holds weights, in any format; true for hub names."""
     folder = Path(path)
     return not folder.exists() or any([*folder.glob("*.safetensors"), *folder.glob("*.bin")])

@@ -1,5 +1,4 @@
-"""What `farspan train` and `farspan verify` do once they know what is asked, and `farspan memory
-trace`: this needs torch."""
+"""The parts of `farspan train`, `farspan verify` and `farspan memory trace` that need torch."""
 
 import json
 import sys
@@ -68,7 +67,7 @@ FURTHEST = "gradients furthest from plain autograd's"
 def train_and_tell(
     run: RunConfig, notes: Sequence[str], trace: Path | None = None, *, in_json: bool
 ) -> None:
-    """Trains and prints the result. Raises typer.Exit with the command's exit code, and
+    """Train and print the result. Raises typer.Exit with the command's exit code, and
     UnsupportedError."""
     before = metrics_sum(Path(run.folder))
     try:
@@ -91,7 +90,8 @@ def train_and_tell(
 
 
 def metrics_sum(folder: Path) -> int | None:
-    """Return a checksum of a run's metrics, None without any: unlike times it sees no clock."""
+    """Return a checksum of a run's metrics, or None without metrics. Unlike file times it needs no
+    clock."""
     try:
         return crc32((folder.expanduser() / "metrics.jsonl").read_bytes())
     except OSError:
@@ -99,10 +99,10 @@ def metrics_sum(folder: Path) -> int | None:
 
 
 def report_after(folder: Path, before: int | None, *, stderr: bool = True) -> None:
-    """Write the page of a run that has ended, by the rank that leads, and print where it is.
+    """Write the report of a run that has ended, on rank 0, and print its place.
 
-    A run whose metrics are those of `before` took no step, so its page has nothing new. A page that
-    cannot be written fails no run.
+    If the metrics equal `before`, the run took no step, and its report has nothing new. A report
+    that cannot be written does not fail the run.
     """
     launch, folder = launch_env(), folder.expanduser()
     if launch is not None and launch.rank:
@@ -112,13 +112,14 @@ def report_after(folder: Path, before: int | None, *, stderr: bool = True) -> No
             return
         print(f"report: {write_report(folder)}", file=sys.stderr if stderr else sys.stdout)
     except FileNotFoundError:
-        return  # no step was done
+        return  # no step was taken
     except Exception as error:
         print(f"farspan: no report of this run: {error}", file=sys.stderr)
 
 
 def merge_and_tell(source: Path, folder: Path, base: str | None) -> None:
-    """Merges and says so. Raises typer.Exit where the disk is full, and UnsupportedError."""
+    """Merge adapters and print the result. Raises typer.Exit if the disk is full, and
+    UnsupportedError."""
     try:
         print(merge(source, folder, base).describe())
     except WriteFailed as error:
@@ -127,7 +128,7 @@ def merge_and_tell(source: Path, folder: Path, base: str | None) -> None:
 
 
 def push_and_tell(folder: Path, hub: HubConfig) -> None:
-    """Uploads and says where. Raises typer.Exit where the hub does not take it, and
+    """Upload a model and print its address. Raises typer.Exit if the hub does not accept it, and
     UnsupportedError."""
     try:
         refuse_login(hub)
@@ -138,7 +139,7 @@ def push_and_tell(folder: Path, hub: HubConfig) -> None:
 
 
 def result_json(result: TrainingResult) -> dict[str, Any]:
-    """A training result for a program to read."""
+    """Return a training result for JSON."""
     heldout, comparison = result.heldout_loss, result.comparison
     return {
         **({"attention": "sparse"} if result.sparse else {}),
@@ -165,10 +166,10 @@ def model_for(
     zero: bool = False,
     run: RunConfig | None = None,
 ) -> PreTrainedModel:
-    """The model to verify, in evaluation mode: dropout plays no part in exactness. Adapters are
-    drawn whole, unless they are to be `zero`: of zeros half of their gradients would be zeros. For
-    a folder of adapters: the model that they are for, with such. Of a `run` with added tokens it
-    has rows for them."""
+    """Return the model to verify, in evaluation mode, as dropout plays no part in exactness. A
+    folder of adapters gives their base with new adapters. All adapter matrices are random, unless
+    `zero`: with zeros half of the gradients would be zero. A `run` with added tokens gets rows for
+    them."""
     source, _ = with_base(source)
     dtype = product_dtype(source, dtype)
     model = load_model(
@@ -192,7 +193,7 @@ def model_for(
             seed=seed,
             zero=zero,
         )
-    # Some families keep a few parameters in float32, whatever is asked for.
+    # Some models keep a few parameters in float32 in any dtype.
     return (model.double() if dtype == "float64" else model).eval()
 
 
@@ -208,7 +209,7 @@ def verify_and_tell(
     notes: Iterable[str],
     in_json: bool,
 ) -> None:
-    """Prints the notes, verifies and prints the outcome. Raises typer.Exit with the command's exit
+    """Print the notes, verify, and print the outcome. Raises typer.Exit with the command's exit
     code, and UnsupportedError."""
     run = VerificationRun(batch, context, documents, seed)
     for note in notes:
@@ -223,13 +224,13 @@ def verify_and_tell(
 
 
 def show_outcome(outcome: Verification) -> None:
-    """Print a verification for a person."""
+    """Print a verification."""
     table = Table("parameter", "relative error", "limit", title=FURTHEST)
     for entry in outcome.worst:
         table.add_row(entry.name, f"{entry.error:.2e}", f"{entry.limit:.2e}")
     show(table)
     verdict = "[green]exact[/green]" if outcome.passed else "[red]NOT exact[/red]"
-    own = "" if outcome.sparse is None else " for sparse attention's own function"
+    own = "" if outcome.sparse is None else " for sparse attention as a function of its own"
     show(
         f"{verdict}{own}: {outcome.checked_parameters} parameters in {outcome.dtype}, worst "
         f"relative error {outcome.max_relative_error:.2e}, loss {outcome.loss_error:.2e}"
@@ -245,7 +246,7 @@ def show_outcome(outcome: Verification) -> None:
 
 
 def show_approximation(found: Approximation) -> None:
-    """Print how far a sparse step is from dense attention, layer by layer (OOMB's figure 7)."""
+    """Print the distance of a sparse step from dense attention, by layer (OOMB's figure 7)."""
     modules = list(dict.fromkeys(name for errors in found.dense_error.values() for name in errors))
     title = "relative error of gradients against dense attention"
     title = f"APPROXIMATE: {title}" if found.hides else f"nothing is hidden: {title}"
@@ -261,9 +262,9 @@ def show_approximation(found: Approximation) -> None:
     if not found.hides:
         show(
             "nothing is hidden at this length, so this is dense attention: give a longer --context "
-            "or a smaller budget to see what it costs"
+            "or a smaller budget to see the error"
         )
-    show("which budget keeps enough of dense attention on a text of yours: add --text FILE")
+    show("to find a budget that keeps enough of dense attention on your text: add --text FILE")
 
 
 # -- farspan verify --text: which budget of pages keeps enough -----------------------------------
@@ -272,19 +273,19 @@ def show_approximation(found: Approximation) -> None:
 def trained_model(
     model: str | None, run: RunConfig | None, dtype: str, seed: int
 ) -> tuple[PreTrainedModel, str]:
-    """The model of a run file as its training begins, else of a folder or name with its adapters,
-    in evaluation mode; and the name of its tokenizer. Raises UnsupportedError."""
+    """Return the model of a run file at the start of its training, or of a folder or name with its
+    adapters, in evaluation mode; and the name of its tokenizer. Raises UnsupportedError."""
     if run is None:
         subject = subject_of(str(model), dtype, None)
         return subject.model(torch.device("cpu")), subject.tokenizer
     if run.start is not None:
         raise UnsupportedError(
-            f"start: with --text the weights of {run.start.path} are not read; give that folder in "
-            "place of the run file"
+            f"start: --text does not read the weights of {run.start.path}; give that folder "
+            "instead of the run file"
         )
     asked = resolve(run)
     found = model_for(asked.model, False, dtype, seed, zero=True, run=run)
-    if asked.start is not None:  # the model's path holds adapters
+    if asked.start is not None:  # the model's path is a folder of adapters
         copy_adapters(Path(asked.start.path), found, asked)
     return found, str(asked.data.tokenizer)
 
@@ -302,14 +303,14 @@ def compare_and_tell(
     notes: Iterable[str],
     in_json: bool,
 ) -> None:
-    """Prints the notes, then what each selector and budget keeps of dense attention on these
-    texts, and what follows. Raises UnsupportedError."""
+    """Print the notes, the share of dense attention that each selector and budget keeps on these
+    texts, and advice. Raises UnsupportedError."""
     for note in notes:
         print(note, file=sys.stderr if in_json else sys.stdout)
     index = index_of(attention)
     ids = tokens_of(texts, load_tokenizer(tokenizer), batch, context)
     tell = partial(print, file=sys.stderr, flush=True)
-    whole_tokens(context, schedule)  # refused before the work
+    whole_tokens(context, schedule)  # before the long work
     tell(f"reading {ids.numel():,} tokens with dense attention")
     found = kept_masses(model, ids, schedule, seed, index)
     if not in_json:
@@ -335,8 +336,8 @@ def index_and_tell(
     tokens: int,
     context: int,
 ) -> None:
-    """Makes an index, writes it and says how it is used. Raises typer.Exit where the disk is full,
-    and UnsupportedError."""
+    """Make an index, write it and print how to use it. Raises typer.Exit if the disk is full, and
+    UnsupportedError."""
     ids = tokens_of(texts, load_tokenizer(tokenizer), 1, tokens, fixed=True)
     index = principal_index(model, ids, dim, context)
     try:
@@ -354,8 +355,8 @@ def index_and_tell(
 def tokens_of(
     texts: Sequence[str], tokenizer: Tokenizer, rows: int, context: int, *, fixed: bool = False
 ) -> Tensor:
-    """The first tokens of the texts, joined: [rows, context]. Raises UnsupportedError where there
-    are fewer; unless their number is `fixed`, a shorter context reads as many."""
+    """Return the first tokens of the joined texts: [rows, context]. Raises UnsupportedError if
+    there are fewer; unless their number is `fixed`, it suggests a shorter context."""
     found: list[np.ndarray] = []
     files = list(dict.fromkeys(path for text in texts for path in find_files(text, "--text")))
     for path in files:
@@ -366,7 +367,7 @@ def tokens_of(
     if len(ids) < rows * context:
         shorter = "" if fixed else f", or a --context of at most {len(ids) // rows}"
         raise UnsupportedError(
-            f"--text: it has {len(ids):,} tokens, fewer than the {rows * context:,} that are read; "
+            f"--text: has {len(ids):,} tokens, fewer than the required {rows * context:,}; "
             f"give more text{shorter}"
         )
     return torch.from_numpy(ids[: rows * context].astype(np.int64)).view(rows, context)
@@ -376,7 +377,7 @@ def show_masses(found: KeptMass) -> None:
     """Print the table of selectors and budgets."""
     columns = [name for chooser in found.names for name in (chooser, "worst (layer)")]
     title = (
-        f"attention mass that is seen by {found.queries:,} queries of the last chunk, "
+        f"attention mass seen by {found.queries:,} queries of the last chunk, "
         f"{write_tokens(found.own)} of {found.tokens:,} tokens"
     )
     table = lines_table(title, "budget", "pages", *columns)
@@ -390,12 +391,13 @@ def show_masses(found: KeptMass) -> None:
 
 
 def kept_words(found: KeptMass, budget: int, losses: dict[str, float]) -> list[str]:
-    """What the table says, a sentence a line, and what to do. `losses` are of this budget."""
+    """Return the conclusions from the table, one sentence per line, and options to type. `losses`
+    are at this budget."""
     lines = [_in_the_whole_model(found), _in_every_layer(found)]
     if found.others:
         lines.append(
-            f"{found.others} other layers have a window or no attention: sparse attention changes "
-            "nothing in them"
+            f"{found.others} other layers have a window or no attention: sparse attention does not "
+            "change them"
         )
     dense = found.dense_loss
     by_name = ", ".join(
@@ -436,7 +438,7 @@ def _in_every_layer(found: KeptMass) -> str:
     name = found.best()
     budget, layer = found.enough_everywhere(name)
     if budget == 0:
-        return f"so they are in every layer; layer {layer} sees least"
+        return f"this holds in every layer; layer {layer} sees least"
     return f"layer {layer} needs most: {_need(found, budget)} with {name}"
 
 
@@ -447,10 +449,10 @@ def _what_to_type(found: KeptMass) -> list[str]:
         more = replace(sparse, page=page, recent=recent, budget=page * (Sparse().budget // page))
         fields = write_sparse(more, named=("page", "recent"))
         return [
-            f"ask again with smaller pages and more recent tokens (--sparse {fields}), or train "
+            f"try again with smaller pages and more recent tokens (--sparse {fields}), or train "
             "with dense attention (--sparse off)"
         ]
-    lines = [f"to train so: --sparse {write_sparse(advised)}"]
+    lines = [f"to train with this: --sparse {write_sparse(advised)}"]
     every = found.enough_everywhere(found.best())[0]
     if advised.budget < every < found.budgets[-1]:
         lines.append(
@@ -458,7 +460,7 @@ def _what_to_type(found: KeptMass) -> list[str]:
         )
     lines.append(
         f"this holds for {write_tokens(found.tokens)} tokens; longer sequences have more pages to "
-        "choose from, so ask with the --context that you train with"
+        "choose from, so use the --context that you train with"
     )
     return lines
 
@@ -471,7 +473,7 @@ def _chooser(name: str) -> str:
     return "random pages" if name == RANDOM else name
 
 
-# -- farspan memory trace: what a step asks its allocator for, without a GPU -------------------
+# -- farspan memory trace: a step's allocations, without a GPU --------------------------------
 
 trace_app = typer_app()
 
@@ -486,8 +488,8 @@ Model = Annotated[
 Strategy = Annotated[
     str,
     typer.Option(
-        help=f"Of plain Hugging Face training: {', '.join(Checkpointing)}. Of farspan's own cells: "
-        f"{', '.join(STRATEGIES)}, with {OWN} before it where both have the name."
+        help=f"For plain Hugging Face training: {', '.join(Checkpointing)}. For farspan's cells: "
+        f"{', '.join(STRATEGIES)}, after {OWN} if both have the name."
     ),
 ]
 
@@ -501,29 +503,27 @@ def trace_command(
         str | None, typer.Option(help="Lengths of the steps, one after the other: 64K,48K.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Trace only this many first layers.")] = None,
     strategy: Strategy = Checkpointing.PLAIN,
     lora: Annotated[
         int, typer.Option(min=0, max=2**16, help="Rank of adapters; 0 trains all weights.")
     ] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 1,
     dtype: Annotated[str, typer.Option(help="bf16, fp32 or fp64.")] = "bf16",
-    weights: Annotated[
-        bool, typer.Option(help="Weights and optimizer states are in the trace too.")
-    ] = True,
+    weights: Annotated[bool, typer.Option(help="Include weights and optimizer states.")] = True,
     temporaries: Annotated[
         str,
         typer.Option(
-            help="What CUDA kernels take within themselves: any of "
+            help="Memory that CUDA kernels take internally: any of "
             f"{','.join(Temporary)}, or {NOTHING}."
         ),
     ] = ",".join(Temporary),
     record: Annotated[
         Path | None,
-        typer.Option(help="A Python program to run on this GPU, whose allocations to record."),
+        typer.Option(help="A Python program to run on this GPU and record."),
     ] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Of the program to record, after --.")
+        list[str] | None, typer.Argument(help="Arguments of the recorded program, after --.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
@@ -554,9 +554,10 @@ def trace_command(
 def refuse_two_subjects(
     model: str | None, record: Path | None, arguments: list[str] | None
 ) -> None:
-    """Raise UnsupportedError unless a model or a program is named, and arguments with a program."""
+    """Raise UnsupportedError unless either a model or a program is given, and arguments only with a
+    program."""
     if record is not None and model is not None:
-        raise UnsupportedError("record: it records a program, not a model; leave out --model")
+        raise UnsupportedError("record: records a program, not a model; leave out --model")
     if record is None and model is None:
         raise UnsupportedError("model: give --model MODEL, or --record PROGRAM")
     if record is None and arguments:
@@ -566,7 +567,7 @@ def refuse_two_subjects(
 
 
 def read_contexts(context: str | None, contexts: str | None, steps: int | None) -> tuple[int, ...]:
-    """The length of each step; lengths begin anew where there are more steps than lengths."""
+    """Return the length of each step; lengths repeat if there are more steps."""
     if (context is None) == (contexts is None):
         raise UnsupportedError(
             "context: give either --context, or --contexts with the length of each step"
@@ -577,7 +578,7 @@ def read_contexts(context: str | None, contexts: str | None, steps: int | None) 
 
 
 def read_temporaries(text: str) -> Temporaries:
-    """The kinds that are named. Raises UnsupportedError for one that is not known."""
+    """Return the named kinds. Raises UnsupportedError for an unknown one."""
     names = [] if text == NOTHING else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in tuple(Temporary):

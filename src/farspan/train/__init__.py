@@ -1,5 +1,5 @@
-"""Training: configuration, planning, optimizers, loggers and the loop. The package is called as the
-command is: `farspan.train("run.yaml")`."""
+"""Training: configuration, planning, optimizers, loggers and the loop. The package is callable,
+like the command: `farspan.train("run.yaml")`."""
 
 import sys
 from types import ModuleType
@@ -9,11 +9,11 @@ from farspan.lazy import load
 
 
 class _CallablePackage(ModuleType):
-    """The name `farspan.train` is that of a package and of what it is for, in every order of
+    """Module that is also a function, so that `farspan.train` works as both in every order of
     imports; `farspan/__init__.pyi` shows type checkers the function."""
 
     def __call__(self, run: Any, **given: Any) -> Any:
-        """`farspan.train.trainer.train`, which needs torch."""
+        """Call `farspan.train.trainer.train`, which needs torch."""
         return load("farspan.train.trainer", "train")(run, **given)
 
 

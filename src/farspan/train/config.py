@@ -1,4 +1,5 @@
-"""A run as a value: what is trained on what, how, for how long, and where the results go."""
+"""Configuration of a training run: the model, the data, the loss, the schedule, and the folder for
+results."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,14 +26,15 @@ from farspan.spec import (
 from farspan.train.yaml_config import build, read_file, with_settings
 
 MOST_STEPS = 10**8 - 1  # checkpoints are named by eight digits
-MOST_BATCHES = 2**20  # of an update
-MOST_PIECES = 2**16  # that one sequence is cut into
+MOST_BATCHES = 2**20  # batches per update
+MOST_PIECES = 2**16  # pieces of one sequence
 
-_PAGES = Sparse()  # whose defaults a run has
+_PAGES = Sparse()  # the defaults of a run
 
 
 class DType(StrEnum):
-    """Of parameters and activations. Gradients and optimizer are float32, or float64 for it."""
+    """Dtype of parameters and activations. Gradients and optimizer are float32, or float64 with
+    float64 parameters."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -40,7 +42,7 @@ class DType(StrEnum):
 
 
 class Decay(StrEnum):
-    """How the learning rate goes on after the warm-up."""
+    """Shape of the learning rate after the warm-up."""
 
     COSINE = "cosine"
     LINEAR = "linear"
@@ -49,32 +51,32 @@ class Decay(StrEnum):
 
 
 class OnNonfinite(StrEnum):
-    """What follows a loss or gradient that is NaN or infinite."""
+    """Reaction to a loss or gradient that is NaN or infinite."""
 
     STOP = "stop"
     SKIP = "skip"
 
 
 class DeviceAllocator(StrEnum):
-    """Allocator of GPU memory: PyTorch's, or one of farspan's native library."""
+    """Allocator of GPU memory: PyTorch's, or one from farspan's native library."""
 
     DEFAULT = "default"
-    STITCH = "stitch"  # physical chunks behind any range of addresses: memory does not fragment
-    REPLAY = "replay"  # and the tensors of a step where a plan made of an earlier step has them
+    STITCH = "stitch"  # maps physical chunks behind any address range: memory does not fragment
+    REPLAY = "replay"  # also places a step's tensors by a plan from an earlier step
 
 
 class StatesPlace(StrEnum):
-    """Where AdamW's states live, and how wide they are."""
+    """Place and width of AdamW's states."""
 
-    AUTO = "auto"  # the device where they fit beside the step, else the host
-    DEVICE = "device"  # fp32 masters and moments beside the weights
-    HOST = "host"  # the same in main memory, where the update then happens: the same results
-    DISK = "disk"  # the same in a file on a drive, updated in main memory: the same results
-    EIGHT_BIT = "8bit"  # moments of one byte an element (torchao), no masters: other results
+    AUTO = "auto"  # the device if they fit next to the step, else the host
+    DEVICE = "device"  # fp32 masters and moments on the device
+    HOST = "host"  # fp32 in main memory, where the update then runs: the same results
+    DISK = "disk"  # fp32 in a file on a drive, updated in main memory: the same results
+    EIGHT_BIT = "8bit"  # moments of one byte per element (torchao), no masters: other results
 
 
 class ReportTo(StrEnum):
-    """Where metrics go beside metrics.jsonl; by the name of the package."""
+    """Trackers that receive metrics in addition to metrics.jsonl, by the name of their package."""
 
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
@@ -83,11 +85,11 @@ class ReportTo(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """LoRA adapters that are trained in place of the model's weights."""
+    """LoRA adapters, which are trained instead of the model's weights."""
 
     rank: int = 16  # rank of an adapter's two matrices
-    alpha: float | None = None  # an adapter's output counts `alpha / rank`; null: twice the rank
-    targets: str | tuple[str, ...] = "linear"  # `linear`, all linear modules of layers, or names
+    alpha: float | None = None  # output is scaled by `alpha / rank`; null: twice the rank
+    targets: str | tuple[str, ...] = "linear"  # `linear`: all linear modules of layers; or names
     dropout: float = 0.0  # probability that training drops an element of an adapter's input
 
     def __post_init__(self) -> None:
@@ -100,11 +102,11 @@ class LoraConfig:
             raise UnsupportedError(f"dropout: expected 0 to below 1, got {self.dropout}")
 
     def scale(self) -> float:
-        """Alpha as a number."""
+        """Return alpha as a number: twice the rank if none is set."""
         return 2.0 * self.rank if self.alpha is None else self.alpha
 
     def everywhere(self) -> int:
-        """The rank, where every linear module has an adapter that drops nothing; else 0."""
+        """Return the rank if every linear module has an adapter without dropout, else 0."""
         return self.rank if self.targets == "linear" and not self.dropout else 0
 
 
@@ -115,12 +117,12 @@ class ModelConfig:
     path: str | None = None  # a local folder or a name on the hub
     config: dict[str, Any] | None = None  # for random weights: fields with `model_type`
     overrides: dict[str, Any] = field(default_factory=dict)  # fields of the config to change
-    dtype: DType = DType.FLOAT32  # type of weights and activations; or `fp32`, `bf16`, `fp64`
-    revision: str | None = None  # commit or branch of a name on the hub
+    dtype: DType = DType.FLOAT32  # dtype of weights and activations; or `fp32`, `bf16`, `fp64`
+    revision: str | None = None  # commit or branch of a model on the hub
     trust_remote_code: bool = False  # run code that comes with a model; from the hub, by commit
-    lora: LoraConfig | None = None  # null: every weight is trained
+    lora: LoraConfig | None = None  # null: train every weight
     quantize: Quantization | None = None  # with `lora`: keep frozen linear weights in four bits
-    # Rows for tokens that were added to the tokenizer, drawn about the mean of the others.
+    # Add rows for tokens added to the tokenizer, drawn around the mean of the existing rows.
     resize_embeddings: bool | None = None
 
     def __post_init__(self) -> None:
@@ -131,38 +133,38 @@ class ModelConfig:
             )
         if self.config is not None and "model_type" not in self.config:
             raise UnsupportedError("config: model_type is missing; give one such as qwen2 or llama")
-        if self.resize_embeddings is False:  # as folders have it from before there was this key
+        if self.resize_embeddings is False:  # in folders from before this key existed
             object.__setattr__(self, "resize_embeddings", None)
         if self.resize_embeddings and (self.config or self.lora):
             what = (
                 "random weights have the vocab_size of config; set that"
                 if self.config
-                else "adapters leave embeddings frozen, so that new rows would stay as they are "
-                "drawn; leave model.lora out, or train without it first, and give the model/ of "
+                else "adapters leave embeddings frozen, so the new rows would keep their random "
+                "values; leave model.lora out, or train without it first, and give the model/ of "
                 "that run as model.path"
             )
             raise UnsupportedError(f"resize_embeddings: {what}")
         if self.quantize is not None and (self.config or self.dtype is DType.FLOAT64):
-            wrong = "float64 products" if self.config is None else "weights to read in config"
+            wrong = "cannot compute in float64" if self.config is None else "needs weights to read"
             raise UnsupportedError(
-                f"quantize: {self.quantize} has no {wrong}; give path, in bfloat16 or float32"
+                f"quantize: {self.quantize} {wrong}; give path, in bfloat16 or float32"
             )
 
     def origin(self) -> dict[str, Any]:
-        """Where the model is and what of it differs, as functions of `hf.load` ask."""
+        """Return the fields that locate and change the model, as keyword arguments of `hf.load`."""
         names = "path", "config", "overrides", "trust_remote_code", "revision"
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """A strategy by name, and the fields of its Schedule that are to differ from it.
+    """A strategy by name, and the fields of its Schedule to change.
 
-    `auto` leaves them all to the planner. With `strategy: null` the fields left out have the
-    defaults of `farspan.Schedule`.
+    With `strategy: auto` the planner chooses all fields. With `strategy: null` omitted fields have
+    the defaults of `farspan.Schedule`.
     """
 
-    strategy: str | None = "grouped"  # starting point; `auto`: the planner's; null: these defaults
+    strategy: str | None = "grouped"  # base; `auto`: chosen by the planner; null: defaults below
     chunk: int | None = None
     groups: int | tuple[int, ...] | None = None
     boundary_inputs: Tier | None = None
@@ -180,16 +182,15 @@ class ScheduleConfig:
     mlp_chunk_size: int | None = None
     alltoall_splits: int | None = None
     weights: Tier | None = None
-    weight_gradients: Tier | None = None  # as `weights`: they live together
+    weight_gradients: Tier | None = None  # must equal `weights`
 
     def __post_init__(self) -> None:
         self.apply(Schedule())
         weights = self.weights or Tier.DEVICE
         if self.weight_gradients not in (None, weights):
             raise UnsupportedError(
-                f"weight_gradients: expected {weights}, where weights are, got "
-                f"{self.weight_gradients}: gradients go with them; set both to host, or both to "
-                "device"
+                f"weight_gradients: expected {weights}, as weights, got {self.weight_gradients}: "
+                "gradients live with the weights; set both to host, or both to device"
             )
         if self.strategy is not None:
             check_name(self.strategy)
@@ -201,23 +202,23 @@ class ScheduleConfig:
             )
 
     def given(self) -> dict[str, Any]:
-        """The fields of a Schedule that are to differ from the strategy's."""
+        """Return the Schedule fields that replace the strategy's."""
         own = "strategy", "weight_gradients"
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
         return {name: value for name, value in values.items() if value is not None}
 
     def apply(self, base: Schedule) -> Schedule:
-        """`base` with the given fields in place of its own."""
+        """Return `base` with the configured fields replaced."""
         return replace(base, **self.given())
 
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
-    """Page-sparse attention in place of dense, an approximation. It says which earlier tokens are
-    seen (see `farspan.Sparse`), how pages are chosen, and when their share is too small.
+    """Page-sparse attention, an approximation of dense attention.
 
-    An attention output that gives weight m to what is seen is off by 1 - m of the way from that to
-    what is hidden: below a `warn_below` of 0.9, by more than a tenth of it.
+    The fields say which earlier tokens are visible (see `farspan.Sparse`), how pages are chosen,
+    and when to warn. If visible tokens hold a share m of the attention, the output is off by
+    1 - m of the distance between the visible and the hidden part: below 0.9, by over a tenth.
     """
 
     page: int = _PAGES.page
@@ -227,24 +228,24 @@ class SparseConfig:
     query_page: int = _PAGES.query_page
     selector: str = _PAGES.selector
     index_dim: int = _PAGES.index_dim
-    index: str | None = None  # folder of the adapter, for `selector: index`
-    # Share of the pages that is left out (FPDT 5.6); null: all but those that fit `budget`.
+    index: str | None = None  # folder of the adapter for `selector: index`
+    # Share of pages that is hidden (FPDT 5.6); null: all pages beyond `budget`.
     sparsity: float | None = None
-    warn_below: float = 0.9  # warn where a smaller share of attention is seen; 0: never
+    warn_below: float = 0.9  # warn if visible tokens hold a smaller share of attention; 0: never
 
     def __post_init__(self) -> None:
         if self.spec().indexed != (self.index is not None):
             raise UnsupportedError(
-                "index: the selector is index, whose folder is not given; name it in a run file "
+                "index: selector index needs the folder of an index; name it in a run file "
                 "(sparse.index; `farspan index` makes one), or give another selector"
                 if self.index is None
-                else f"index: the selector is {self.selector}, which has none; leave it out, or "
-                "set selector to index"
+                else f"index: selector {self.selector} uses no index; leave index out, or set "
+                "selector to index"
             )
         if self.sparsity is not None and not 0.0 < self.sparsity < 1.0:
             raise UnsupportedError(
-                "sparsity: expected a fraction above 0 and below 1, or null, got "
-                f"{self.sparsity!r}; dense attention is `sparse: null`, no chosen pages `budget: 0`"
+                f"sparsity: expected a fraction above 0 and below 1, or null, got {self.sparsity!r}"
+                "; for dense attention set `sparse: null`, for no chosen pages `budget: 0`"
             )
         if not 0.0 <= self.warn_below <= 1.0:
             raise UnsupportedError(
@@ -252,12 +253,12 @@ class SparseConfig:
             )
 
     def spec(self) -> Sparse:
-        """As a schedule has it."""
+        """Return the same attention as a field of a Schedule."""
         return Sparse(**{f.name: getattr(self, f.name) for f in fields(Sparse)})
 
     def over(self, pages: Sparse) -> "SparseConfig":
-        """Of other pages, with the same warning, by the same index where they are chosen by one.
-        Raises UnsupportedError where there is none."""
+        """Return this configuration with other pages, the same warning, and the same index if
+        `pages` uses one. Raises UnsupportedError if `pages` needs an index that this run lacks."""
         index = self.index if pages.indexed else None
         try:
             return SparseConfig(**asdict(pages), index=index, warn_below=self.warn_below)
@@ -269,19 +270,19 @@ class SparseConfig:
 class OptimizerConfig:
     """AdamW, its learning rate over time, and the limit on the gradient's norm."""
 
-    lr: float = 3e-4  # the highest learning rate
+    lr: float = 3e-4  # highest learning rate
     betas: tuple[float, float] = (0.9, 0.95)  # AdamW's betas
     eps: float = 1e-8  # AdamW's epsilon
-    weight_decay: float = 0.1  # decay of matrices; norms, biases and embeddings have none
+    weight_decay: float = 0.1  # weight decay of matrices; norms, biases and embeddings have none
     clip: float | None = 1.0  # largest global norm of the gradient; null: no limit
-    warmup: int = 0  # steps over which the rate rises linearly
+    warmup: int = 0  # steps over which the learning rate rises linearly
     decay: Decay = Decay.COSINE
-    decay_steps: int | None = None  # steps of `wsd`'s decay, the last ones; null: a tenth of all
-    final: float = 0.1  # fraction of `lr` at which the decay ends
+    decay_steps: int | None = None  # last steps, in which `wsd` decays; null: a tenth of all steps
+    final: float = 0.1  # learning rate at the end of the decay, as a fraction of `lr`
     states: StatesPlace = StatesPlace.AUTO
-    disk: str | None = None  # folder of states on disk; null: the run's own
-    disk_seconds: float = 600.0  # most seconds of an update on the drive, as tried beforehand
-    # With `weights: host`, run the update while the next step computes; null: on one GPU.
+    disk: str | None = None  # folder for states on disk; null: the run folder
+    disk_seconds: float = 600.0  # most seconds per update on the drive, by a test before the run
+    # With `weights: host`, update while the next step computes; null: only on one GPU.
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
@@ -301,12 +302,12 @@ class OptimizerConfig:
             _at_least(self.decay_steps, 1, "decay_steps")
             if self.decay is not Decay.WSD:
                 raise UnsupportedError(
-                    f"decay_steps: only decay wsd has them, got decay {self.decay}; set decay to "
+                    f"decay_steps: only decay wsd uses it, got decay {self.decay}; set decay to "
                     "wsd, or leave decay_steps out"
                 )
 
     def falls_over(self, steps: int) -> int:
-        """The last steps of so many, over which the rate falls."""
+        """Return the number of last steps in which the learning rate falls."""
         match self.decay:
             case Decay.CONSTANT:
                 return 0
@@ -316,18 +317,18 @@ class OptimizerConfig:
                 return steps - self.warmup
 
 
-_WSD_DECAY = 0.1  # of the steps, as in MiniCPM
+_WSD_DECAY = 0.1  # fraction of the steps, as in MiniCPM
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationConfig:
-    """Held-out loss at the full training length, if any documents are held out."""
+    """Held-out loss at the full training length, if documents are held out."""
 
-    every: int = 100  # steps between held-out losses; 0: only after the last one
-    on_start: bool = False  # also a held-out loss before step 1, which waits for it
-    sequences: int = 8  # most sequences that are read, spread over the held-out text
-    patience: int | None = None  # evaluations without a lower loss that end a run; null: none do
-    min_delta: float = 0.0  # how much lower a loss must be to count as lower
+    every: int = 100  # steps between held-out losses; 0: only after the last step
+    on_start: bool = False  # also compute a held-out loss before step 1
+    sequences: int = 8  # most sequences to evaluate, spread over the held-out text
+    patience: int | None = None  # evaluations without a lower loss that end the run; null: never
+    min_delta: float = 0.0  # smallest decrease of the loss that counts as lower
 
     def __post_init__(self) -> None:
         _at_least(self.every, 0, "every")
@@ -336,22 +337,23 @@ class EvaluationConfig:
             _at_least(self.patience, 1, "patience")
             if self.every == 0:
                 raise UnsupportedError(
-                    "patience: counts evaluations, and every: 0 has none before the last step; "
-                    "give every, or leave patience out"
+                    "patience: counts evaluations, and every: 0 evaluates only after the last "
+                    "step; set every, or leave patience out"
                 )
         if not 0.0 <= self.min_delta < float("inf"):
             raise UnsupportedError(f"min_delta: expected 0 or more, got {self.min_delta!r}")
         if self.min_delta and self.patience is None:
-            raise UnsupportedError("min_delta: is of patience; give patience, or leave it out")
+            raise UnsupportedError("min_delta: needs patience; set it, or leave min_delta out")
 
     def may_stop(self, steps: int) -> bool:
-        """Whether patience can end a run of so many steps before its last one."""
+        """Return whether patience can end a run of `steps` before its last step."""
         first = 0 if self.on_start else self.every
         return self.patience is not None and first + self.patience * self.every < steps
 
     def why_stop(self, held_out: Mapping[int, float]) -> str | None:
-        """Why a run ends after these losses by step; None: it goes on. What is not a multiple of
-        `every`, such as the last step of a run that was then made longer, does not count."""
+        """Return the reason to end a run with these held-out losses by step, or None to continue.
+        Only steps that are multiples of `every` count: a run that was extended also has a loss of
+        its former last step."""
         lowest, at, waited = float("inf"), 0, 0
         for step in sorted(step for step in held_out if self.every and step % self.every == 0):
             waited += 1
@@ -367,11 +369,11 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """How often everything is saved, and which checkpoints stay."""
+    """Frequency of checkpoints, and the ones to keep."""
 
-    every: int = 100  # steps between checkpoints; 0: after the last one and when interrupted
-    keep: int = 2  # latest checkpoints that stay
-    best: bool = False  # also keep the one of the lowest held-out loss, and make `model/` of it
+    every: int = 100  # steps between checkpoints; 0: only after the last step and on interruption
+    keep: int = 2  # number of latest checkpoints to keep
+    best: bool = False  # also keep the one with the lowest held-out loss, and export it to `model/`
 
     def __post_init__(self) -> None:
         _at_least(self.every, 0, "every")
@@ -380,7 +382,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class HubConfig:
-    """Where on the Hugging Face hub the model goes when the run has ended."""
+    """Repository on the Hugging Face hub that receives the model after the run."""
 
     repo: str  # `user/name` or `organisation/name`
     private: bool = True  # make a new repository private
@@ -395,43 +397,43 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, slots=True)
 class StartConfig:
-    """Another run, whose weights this one begins with."""
+    """Another run, whose weights this run starts with."""
 
     path: str  # folder of a run, a checkpoint or adapters
-    states: bool = False  # go on with its optimizer states, random numbers and step count
+    states: bool = False  # also continue its optimizer states, random numbers and step count
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Everything that decides a run; the same values on the same machine give the same bits, on a
-    GPU with `kernels.deterministic`."""
+    """All settings of a run. On one machine the same values give the same bits; on a GPU, with
+    `kernels.deterministic`."""
 
     model: ModelConfig
     data: DataConfig
-    start: StartConfig | None = None  # null: the model as it is
-    folder: str = "runs/default"  # for results and checkpoints; the same folder again resumes
+    start: StartConfig | None = None  # null: the model's weights, unchanged
+    folder: str = "runs/default"  # results and checkpoints; an existing folder resumes
     steps: int = 1000  # updates of the weights
     context: int = 8192  # tokens per sequence
     batch: int = 1  # sequences that go through the model together
     accumulate: int = 1  # batches per update
-    seed: int = 0  # seed of random weights, held-out documents, the order of data, and dropout
-    neftune_alpha: float | None = None  # NEFTune's noise on embeddings, usually 5; null: none
+    seed: int = 0  # seed of random weights, held-out documents, data order and dropout
+    neftune_alpha: float | None = None  # scale of NEFTune's noise, usually 5; null: no noise
     device: str = "auto"  # `auto`, `cpu`, `cuda` or `cuda:1`
     host_memory: str | int | None = None  # main memory for all ranks of a machine; null: all free
-    # Memory of a GPU, and main memory, that `auto` leaves free: `3GiB`, `5%`; null: 6% of a GPU.
+    # GPU and main memory that `auto` leaves free: `3GiB`, `5%`; null: 6% of a GPU.
     margin: str | int | None = None
-    parallel: Parallel | Auto | None = None  # how ranks share the run; null: one process
+    parallel: Parallel | Auto | None = None  # distribution over ranks; null: one process
     allocator: DeviceAllocator = DeviceAllocator.DEFAULT
     nonfinite: OnNonfinite = OnNonfinite.STOP
-    report_to: ReportTo | tuple[ReportTo, ...] | None = None  # where charts go; null: nowhere
+    report_to: ReportTo | tuple[ReportTo, ...] | None = None  # trackers for charts; null: none
     loss: LossConfig | None = None  # null: `sft`, the mean loss of trained tokens
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # a strategy's name, or keys
-    sparse: SparseConfig | None = None  # null: dense attention, exact
+    sparse: SparseConfig | None = None  # null: dense, exact attention
     kernels: Kernels = field(default_factory=Kernels)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
-    hub: HubConfig | None = None  # null: nothing is uploaded
+    hub: HubConfig | None = None  # null: no upload
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate"):
@@ -451,8 +453,8 @@ class RunConfig:
         falls = self.optimizer.falls_over(self.steps)
         if self.optimizer.warmup + falls > self.steps:
             raise UnsupportedError(
-                f"optimizer.decay_steps: {falls} with a warmup of {self.optimizer.warmup} are more "
-                f"than all steps ({self.steps}); give fewer"
+                f"optimizer.decay_steps: {falls} and a warmup of {self.optimizer.warmup} exceed "
+                f"steps ({self.steps}); give fewer"
             )
         self.host_bytes()
         if self.margin is not None:
@@ -467,10 +469,10 @@ class RunConfig:
         self._check_loss()
 
     def _check_loss(self) -> None:
-        """What a loss of log-probabilities needs, and what it is not known to be exact with."""
+        """Refuse data, references and sparse attention that the loss does not support."""
         loss = self.objective
         if loss.kind is not LossKind.SFT and self.sparse is not None:
-            raise UnsupportedError(f"sparse: not with loss.kind {loss.kind}; leave one of them out")
+            raise UnsupportedError(f"sparse: not supported with loss.kind {loss.kind}; omit one")
         for source, _ in self.data.each():
             known = source.format not in (RecordFormat.TEXT, RecordFormat.PREFERENCE)
             if loss.paired and (known or not source.has_fields()):
@@ -482,38 +484,39 @@ class RunConfig:
                 raise UnsupportedError(PAIRED.format(loss.kind))
         if loss.compared() is Reference.ADAPTERS_OFF and self.model.lora is None:
             raise UnsupportedError(
-                "loss.reference: adapters-off needs model.lora; give it, or set it to stored"
+                "loss.reference: adapters-off needs model.lora; set it, or set loss.reference to "
+                "stored"
             )
         start, other = self.start, loss.compared()
         if other is Reference.STORED and any(own.streaming for own, _ in self.data.each()):
             raise UnsupportedError(
-                "loss.reference: stored is computed of all pairs before the first step, and "
+                "loss.reference: stored is computed for all pairs before the first step, but "
                 "data.streaming reads them later; set loss.reference to frozen or adapters-off, or "
                 "leave data.streaming out"
             )
         late = other is Reference.STORED and start is not None and start.states
         if late or (other is Reference.FROZEN and start is not None):
             raise UnsupportedError(
-                f"start: loss.reference {other} is of the weights that are there before, "
-                "and the run begins with others; give these as model.path, without start (--from)"
+                f"start: loss.reference {other} compares with the weights in model.path, but start "
+                "replaces them; give these weights as model.path, without start (--from)"
             )
 
     def _check_held_out(self) -> None:
-        """What compares held-out losses needs some."""
+        """Refuse patience and `best` if no documents are held out."""
         if any(source.held_out or source.held_out_elsewhere() for source, _ in self.data.each()):
             return
         stops, best = self.evaluation.patience is not None, self.checkpoints.best
         if stops or best:
             key = "evaluation.patience" if stops else "checkpoints.best"
             raise UnsupportedError(
-                f"{key}: compares held-out losses, and no documents are held out; set "
-                "data.held_out, or leave it out"
+                f"{key}: compares held-out losses, but no documents are held out; set "
+                f"data.held_out, or leave {key} out"
             )
 
     def _check_states(self) -> None:
         states = self.optimizer.states
-        beside = states in (StatesPlace.DEVICE, StatesPlace.EIGHT_BIT)
-        if self.schedule.weights is Tier.HOST and beside:
+        on_device = states in (StatesPlace.DEVICE, StatesPlace.EIGHT_BIT)
+        if self.schedule.weights is Tier.HOST and on_device:
             raise UnsupportedError(
                 "optimizer.states: expected auto, host or disk with schedule.weights: host, got "
                 f"{states}: states are updated where weights and gradients are, in main memory; "
@@ -522,12 +525,12 @@ class RunConfig:
         eight_bit = states is StatesPlace.EIGHT_BIT
         if eight_bit and self.model.dtype is DType.FLOAT64:
             raise UnsupportedError(
-                "optimizer.states: 8bit updates in float32, less than model.dtype float64; set "
+                "optimizer.states: 8bit updates in float32, but model.dtype is float64; set "
                 "states to auto, device, host or disk, or dtype to bfloat16 or float32"
             )
 
     def _check_bounds(self) -> None:
-        """Sizes that no step has: counting its parts alone would take for ever."""
+        """Refuse sizes that no step can have: even counting the parts would take too long."""
         if self.context * self.batch > MOST_TOKENS:
             name, factor = ("context", "") if self.batch == 1 else ("batch", f" x {self.batch:,}")
             raise UnsupportedError(
@@ -548,40 +551,44 @@ class RunConfig:
 
     @property
     def objective(self) -> LossConfig:
-        """What is trained, written out."""
+        """The loss of the run, with its defaults filled in."""
         return self.loss or LossConfig()
 
     def tokens_per_step(self) -> int:
         return self.context * self.batch * self.accumulate * replicas(self.parallel)
 
     def host_bytes(self) -> int | None:
-        """Of main memory that the ranks of a node may take together; None: what is available.
-        Raises UnsupportedError."""
+        """Return the bytes of main memory that all ranks of a node may take, or None for all
+        available memory. Raises UnsupportedError."""
         return None if self.host_memory is None else read_memory(self.host_memory, "host_memory")
 
     def timeout(self) -> float:
-        """Seconds that ranks wait for each other."""
+        """Return the seconds that ranks wait for each other."""
         given = self.parallel if isinstance(self.parallel, Parallel) else Parallel()
         return given.timeout
 
     def trackers(self) -> tuple[ReportTo, ...]:
-        """Where metrics go beside the folder, each once."""
+        """Return each tracker that receives metrics once."""
         given = self.report_to if isinstance(self.report_to, tuple) else (self.report_to,)
         return tuple(dict.fromkeys(kind for kind in given if kind is not None))
 
     def pages(self) -> Sparse | None:
-        """Sparse attention as its schedules have it; None: dense."""
+        """Return the sparse attention of the run's schedules, or None for dense attention."""
         return None if self.sparse is None else self.sparse.spec()
 
     def _check_lora(self) -> None:
-        """What is not known to be exact with adapters."""
+        """Refuse options that are not known to be exact with adapters."""
         if self.kernels.compile:
-            raise UnsupportedError("kernels.compile: not with model.lora; set it to false")
+            raise UnsupportedError(
+                "kernels.compile: not supported with model.lora; set it to false"
+            )
         if isinstance(self.parallel, Parallel) and self.parallel.tensor > 1:
-            raise UnsupportedError("parallel.tensor: not with model.lora; use ulysses instead")
+            raise UnsupportedError(
+                "parallel.tensor: not supported with model.lora; use ulysses instead"
+            )
 
     def _check_chunk(self) -> None:
-        """A chunk that is written out begins on pages; others are made to."""
+        """Refuse a configured chunk that does not begin on a page; chosen chunks always do."""
         if self.sparse is None or self.schedule.chunk is None:
             return
         try:
@@ -594,12 +601,16 @@ TRUST = "model.trust_remote_code"
 
 
 def load_run(path: Path, settings: Sequence[str] = (), *, trusted: bool = False) -> RunConfig:
-    """The run that a YAML file describes, with settings such as optimizer.lr=1e-5 in place of its
-    own; its folder is `runs/<name of the file>` unless given.
+    """Return the run that a YAML file describes.
 
-    Raises UnsupportedError naming the file, the setting and the key; also where a config.yaml, as a
-    run folder has it that somebody else may have made, has a model's code run, and the user has
-    neither said so by a setting nor `trusted` it.
+    Args:
+        path: A run file, or the config.yaml of a run folder.
+        settings: Values such as `optimizer.lr=1e-5`, which replace those of the file.
+        trusted: Whether the user allows a config.yaml to run code that comes with a model.
+
+    Raises:
+        UnsupportedError: A value is wrong (the message names file, setting and key), or a
+            config.yaml, which another person may have written, would run a model's code.
     """
     given = read_file(path)
     if not given:
@@ -608,8 +619,8 @@ def load_run(path: Path, settings: Sequence[str] = (), *, trusted: bool = False)
     said = trusted or any(one.partition("=")[0].strip() in (TRUST, "model") for one in settings)
     if run.model.trust_remote_code and path.name == "config.yaml" and not said:
         raise UnsupportedError(
-            f"{path}: {TRUST} runs Python code that comes with the model, which the file of a run "
-            f"folder does not decide; read that code, and give --set {TRUST}=true "
+            f"{path}: {TRUST} runs Python code that comes with the model, and the config.yaml of a "
+            f"run folder cannot allow that; read the code, then give --set {TRUST}=true "
             "(--trust-remote-code of farspan evaluate) to run it"
         )
     return run

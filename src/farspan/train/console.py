@@ -1,5 +1,4 @@
-"""What a person sees while a run goes on, bars on a terminal, lines anywhere else, and how a signal
-ends it."""
+"""Progress of a run for its user, as bars on a terminal or as lines, and signals that end a run."""
 
 import signal
 import threading
@@ -22,41 +21,42 @@ Clock = Callable[[], float]  # seconds, from any origin
 
 
 class Pace:
-    """How fast a run goes and how long it still takes."""
+    """Speed of a run and its remaining time."""
 
     def __init__(self, steps: int, tokens_per_step: int, clock: Clock = time.monotonic) -> None:
         self._steps = steps
         self._tokens = tokens_per_step
         self._clock = clock
         self._started = clock()
-        self._seconds: float | None = None  # of the last step that ended
+        self._seconds: float | None = None  # duration of the last finished step
 
     def begin(self) -> None:
-        """A step begins."""
         self._started = self._clock()
 
     def end(self) -> None:
-        """It ended."""
         self._seconds = self._clock() - self._started
 
     def seconds_per_step(self, done: float) -> float | None:
-        """Of the step in progress, `done` of which is behind us, or of the one before it."""
+        """Return the seconds of the step in progress, of which the fraction `done` has passed, or
+        of the step before."""
         if done > 0:
             return max(self._clock() - self._started, 1e-9) / done
         return self._seconds
 
     def remaining(self, step: int, done: float) -> float | None:
-        """Seconds until the last step ends; `step` have ended, and `done` of the next one."""
+        """Return the seconds until the last step ends, after `step` whole steps and the fraction
+        `done` of the next."""
         seconds = self._guide(done)
         return None if seconds is None else max(0.0, (self._steps - step - done) * seconds)
 
     def left_of_step(self, done: float) -> float | None:
-        """Seconds until the step in progress ends, `done` of which is behind us."""
+        """Return the seconds until the step in progress ends, of which the fraction `done` has
+        passed."""
         seconds = self._guide(done)
         return None if seconds is None else max(0.0, (1.0 - done) * seconds)
 
     def _guide(self, done: float) -> float | None:
-        # The finished step is the better guide until a good part of this one has passed.
+        # The finished step predicts better until a good part of this one has passed.
         return self._seconds if self._seconds is not None else self.seconds_per_step(done)
 
     def tokens_per_second(self, done: float) -> float | None:
@@ -65,16 +65,17 @@ class Pace:
 
 
 class Countdown:
-    """How long an evaluation still takes."""
+    """Remaining time of an evaluation."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._began, self._at, self._done = 0.0, 0.0, 1.0
 
     def left(self, done: float) -> float | None:
-        """Seconds until it ends, `done` of which is behind us; None when it is first asked."""
+        """Return the seconds until the evaluation ends, of which the fraction `done` has passed;
+        None at the first call."""
         now = self._clock()
-        if done < self._done:  # another begins
+        if done < self._done:  # a new evaluation began
             self._began, self._at = now, done
         self._done = done
         if done <= self._at:
@@ -83,8 +84,8 @@ class Countdown:
 
 
 class Reporter:
-    """Told by the loop what happens; used as a context. This one says nothing: on ranks other than
-    0, or to inherit from."""
+    """Base of reporters: receives the events of a training loop, as a context manager. This class
+    prints nothing; ranks other than 0 use it."""
 
     def __enter__(self) -> Self:
         return self
@@ -92,41 +93,41 @@ class Reporter:
     def __exit__(self, *_: object) -> None: ...
 
     def note(self, text: str) -> None:
-        """Something a person should know."""
+        """Show a message."""
 
     def preparing(self, documents: int, tokens: int, read: object = "") -> None:
-        """So many documents have become so many tokens; `read` says how much of the data that is,
-        and how long the rest takes."""
+        """Report the documents and tokens prepared until now; `read` says which share of the data
+        that is, and how long the rest takes."""
 
     def measuring(self, what: str) -> None:
-        """`what` of the machine is being measured, for the planner."""
+        """Report that `what` of the machine is being measured for the planner."""
 
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
-        """Training begins after `step` of `steps`; `how` stands beside progress."""
+        """Begin training after `step` of `steps`; `how` is shown next to the progress."""
 
     def begin(self, step: int) -> None:
-        """Step `step`, from 1, begins."""
+        """Report that step `step`, counted from 1, begins."""
 
     def cells(self, step: int, done: float, progress: Progress, part: str = "") -> None:
-        """Step `step` is done to the fraction `done`; `progress` is that of its present batch, and
-        `part` says which of how many that is, where there are several."""
+        """Report that the fraction `done` of step `step` is finished; `progress` is that of its
+        current batch, and `part` the number of that batch, if there are several."""
 
     def end(self, values: Mapping[str, Any]) -> None:
-        """A step ended with these metrics."""
+        """Report the metrics of a finished step."""
 
     def over(self) -> None:
-        """No step follows, be there some left or not."""
+        """Report that no further step follows, even if some are left."""
 
     def evaluating(self, done: float, progress: Progress, part: str = "") -> None:
-        """The evaluation is done to the fraction `done`; `progress` is that of its present
-        sequence, and `part` says which of how many that is."""
+        """Report that the fraction `done` of the evaluation is finished; `progress` is that of its
+        current sequence, and `part` the number of that sequence."""
 
     def evaluated(self, values: Mapping[str, Any]) -> None:
-        """An evaluation ended with these metrics."""
+        """Report the metrics of a finished evaluation."""
 
 
 class Interrupted(Exception):
-    """The user or the system asked the run to end; raised only between two cells."""
+    """A signal asked the run to end; raised only between two cells."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -134,22 +135,23 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Between `__enter__` and `__exit__` the first signal is kept for `check`; a second one does
-    at once what it did before. Processes that share a run cannot leave one by one: all leave where
-    they `meet` between two steps, or within a step where all have `passed`.
+    """Handler of signals between `__enter__` and `__exit__`: keeps the first signal for `check`,
+    and lets a second one act as it did before. Processes of one run leave together: where they
+    `meet` between two steps, or at a point of a step that all have `passed`.
 
-    A terminal that closes hangs up twice, by itself and by its shell: SIGHUP ends nothing at once.
-    Where it was ignored, as under nohup, it still is."""
+    A closing terminal sends SIGHUP twice, itself and through its shell, so SIGHUP never ends a
+    process at once. An ignored SIGHUP, as under nohup, stays ignored.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
-        self._world: DistributedContext | None = None  # of several processes
+        self._world: DistributedContext | None = None  # the processes of the run, if several
         self._signum: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        # Python lets only its main thread set handlers; elsewhere the caller's own stay.
+        # Python lets only its main thread set handlers; other threads keep the caller's.
         if threading.current_thread() is threading.main_thread():
             for signum in self.SIGNALS:
                 if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
@@ -161,28 +163,28 @@ class Interrupt:
         self._give_back(*self._before)
 
     def share(self, world: DistributedContext) -> None:
-        """From now on with these others."""
+        """Share signals with the other processes of `world` from now on."""
         if world.size > 1:
             self._world = world
             world.request_stop(self._signum or 0)
 
     def check(self) -> None:
-        """Raises Interrupted when a signal has come and nobody waits for this process."""
+        """Raise Interrupted if a signal has come and no other process depends on this one."""
         if self._signum is not None and self._world is None:
             raise Interrupted(self._signum)
 
     def passed(self, place: StopPoint) -> None:
-        """Raises Interrupted when a signal has come; where several processes share the run, in all
-        of them at the same place."""
+        """Raise Interrupted if a signal has come; processes that share a run all raise it at the
+        same point."""
         if self._world is None:
             self.check()
         elif number := self._world.must_stop(place):
-            # None leaves before all are here: with rank 0 the store may go in which they agree.
+            # All meet here first: the store in which they agree may end with rank 0.
             raise Interrupted(self._world.maximum(number))
 
     def meet(self) -> None:
-        """Raises Interrupted in all processes when a signal has come to one. All of them call it
-        between the same two steps."""
+        """Raise Interrupted in all processes if a signal has come to one. All call it between the
+        same two steps."""
         if self._world is not None:
             self._signum = self._world.maximum(self._signum or 0) or None
         if self._signum is not None:
@@ -202,13 +204,13 @@ class Interrupt:
 
 
 class Observer:
-    """A Reporter behind an Interrupt: whatever takes long is told here how far it is, and leaves
-    by Interrupted if a signal has come."""
+    """A Reporter with an Interrupt: long work reports its progress here, and ends by Interrupted if
+    a signal has come."""
 
     def __init__(self, reporter: Reporter, interrupt: Interrupt, trace: Path | None = None) -> None:
         self.reporter = reporter
         self.interrupt = interrupt
-        self.trace = trace  # the file for a step's spans; None: nobody asks for them
+        self.trace = trace  # file for a step's spans; None: no trace
 
     def note(self, text: str) -> None:
         self.reporter.note(shown(text))
@@ -222,21 +224,21 @@ class Observer:
         self.reporter.measuring(what)
 
     def training(self, step: int, batch: int, batches: int, progress: Progress) -> None:
-        """Within batch `batch`, from 0, of step `step`, from 1."""
+        """Report progress of batch `batch`, counted from 0, of step `step`, counted from 1."""
         self.interrupt.passed(StopPoint.CELL)
         done = (batch + progress.work_done / progress.work) / batches
         part = f"batch {batch + 1}/{batches}" if batches > 1 else ""
         self.reporter.cells(step, done, progress, part)
 
     def evaluating(self, batch: int, batches: int, progress: Progress) -> None:
-        """Within batch `batch`, from 0."""
+        """Report progress of an evaluation in sequence `batch`, counted from 0."""
         self.interrupt.passed(StopPoint.HELD_OUT_CELL)
         done = (batch + progress.work_done / progress.work) / batches
         self.reporter.evaluating(done, progress, f"sequence {batch + 1}/{batches}")
 
 
 class LineReporter(Reporter):
-    """A line a step, and one every `patience` seconds within a long one."""
+    """Reporter of one line per step, and one every `patience` seconds within a long step."""
 
     def __init__(
         self, console: Console, patience: float = 15.0, clock: Clock = time.monotonic
@@ -305,7 +307,7 @@ class LineReporter(Reporter):
 
 
 class BarReporter(Reporter):
-    """A bar for the run and a bar for the cells of the present step."""
+    """Reporter of one bar for the run and one for the cells of the current step."""
 
     def __init__(self, console: Console) -> None:
         self._bars = Bars(
@@ -379,12 +381,11 @@ class BarReporter(Reporter):
 
 
 def make_reporter(console: Console) -> Reporter:
-    """Bars where they can be drawn, lines where not."""
+    """Return a reporter of bars if the console is a terminal, else of lines."""
     return BarReporter(console) if console.is_terminal else LineReporter(console)
 
 
 def describe_step(values: Mapping[str, Any]) -> str:
-    """The metrics of one step on one line."""
     if values.get("nonfinite"):
         return f"skipped: {values['nonfinite']} is not finite"
     return (
@@ -395,7 +396,6 @@ def describe_step(values: Mapping[str, Any]) -> str:
 
 
 def describe_heldout(values: Mapping[str, Any]) -> str:
-    """The metrics of one evaluation on one line."""
     return (
         f"held-out loss {values['heldout_loss']:.4f}{_attention(values)}"
         f"{_preference(values, 'heldout_')}"
@@ -403,14 +403,15 @@ def describe_heldout(values: Mapping[str, Any]) -> str:
 
 
 def _preference(values: Mapping[str, Any], prefix: str) -> str:
-    """How far chosen answers are above rejected ones, where pairs are trained."""
+    """Return the margin and accuracy of chosen over rejected answers, or "" unless the run trains
+    pairs."""
     if f"{prefix}margin" not in values:
         return ""
     return f"  margin {values[f'{prefix}margin']:.4f}  accuracy {values[f'{prefix}accuracy']:.0%}"
 
 
 def _attention(values: Mapping[str, Any]) -> str:
-    """By which attention a loss came about, where that is not the exact one."""
+    """Return the attention behind a loss, or "" for exact attention."""
     if "attention" not in values:
         return ""
     mass = values.get("attention_mass")
@@ -419,13 +420,13 @@ def _attention(values: Mapping[str, Any]) -> str:
 
 
 def _cells(progress: Progress, part: str = "") -> str:
-    """Which of how many, the larger part first."""
+    """Return the number of the batch, if any, and of the cell."""
     text = f"cell {progress.cells_done}/{progress.cells}"
     return f"{part}  {text}" if part else text
 
 
 def tokenized(documents: int, tokens: int, read: object) -> str:
-    """How far tokens are made, in words."""
+    """Return the progress of tokenizing in words."""
     text = f"{write_number(documents, 'document')}, {write_number(tokens, 'token')}"
     return f"{read}: {text}" if str(read) else text
 

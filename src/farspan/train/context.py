@@ -1,4 +1,4 @@
-"""What a run computes with: components, context, the model as the planner sees it."""
+"""Objects that a run computes with: components, context, and the model as the planner sees it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -44,24 +44,23 @@ from farspan.train.staged_states import StateBytes
 
 
 def torch_dtype(run: RunConfig) -> torch.dtype:
-    """Of its parameters and activations."""
-    found: torch.dtype = getattr(torch, run.model.dtype.value)
-    return found
+    """Return the torch dtype of the run's parameters and activations."""
+    dtype: torch.dtype = getattr(torch, run.model.dtype.value)
+    return dtype
 
 
 def machine_of(
     device: torch.device, dtype: torch.dtype, progress: Callable[[str], None]
 ) -> MachineSpec:
-    """The machine at hand with this device, measured in this dtype."""
+    """Measure this machine with the device, in the dtype."""
     return here(progress, device, [dtype])
 
 
 class Components:
-    """What training is made of besides the data: farspan's own, each of which a subclass or an
-    instance may give otherwise."""
+    """Functions that training is built from. A subclass or an instance may replace each."""
 
     load_model = staticmethod(load.load_model)
-    make_step: Callable[..., Step] = Step  # named are only what differs from its defaults
+    make_step: Callable[..., Step] = Step  # is given only arguments that differ from its defaults
     strategy = staticmethod(strategies.strategy)
     count_trained = staticmethod(trained_token_count)
     expect_memory = staticmethod(memory.expect_memory)
@@ -76,17 +75,17 @@ class Components:
     def machine_once(
         self, device: torch.device, dtype: torch.dtype, progress: Callable[[str], None]
     ) -> MachineSpec:
-        """`machine`, measured once for a device and a dtype."""
+        """Return `machine(...)`, measured once per device and dtype."""
         if (device, dtype) not in self._machines:
             self._machines[device, dtype] = self.machine(device, dtype, progress)
         return self._machines[device, dtype]
 
     def schedule_of(self, run: RunConfig, model: Any) -> Schedule:
-        """The run's schedule for this model; the default if the planner chooses."""
+        """Return the run's schedule for this model, or the default if the planner chooses."""
         return self.schedule_for(run, model.config.get_text_config().num_hidden_layers)
 
     def schedule_for(self, run: RunConfig, layers: int) -> Schedule:
-        """The run's schedule for a model of so many layers."""
+        """Return the run's schedule for a model of `layers` layers."""
         base, named = Schedule(), run.schedule.strategy
         if named is not None and named != AUTO:
             base = self.strategy(named, layers, run.context)
@@ -95,11 +94,11 @@ class Components:
 
 @dataclass(frozen=True, slots=True)
 class InspectedModel:
-    """What was found; without profiles where nothing but that was looked at."""
+    """Specification of a model, and its profile if it was measured."""
 
     model: ModelSpec
     profiles: Profiles | None = None
-    profile: ModelProfile | None = None  # of these, as the device runs it
+    profile: ModelProfile | None = None  # the one that matches the device
 
 
 def inspect_model(
@@ -109,41 +108,41 @@ def inspect_model(
     rank: int = 0,
     kernels: Kernels | None = None,
 ) -> InspectedModel:
-    """The model as it is, with its profile and the work of its layers that this tells. `device` is
-    where its cells will run, and `rank` that of adapters on every linear module of the layers, 0
-    where there are others or none. `kernels` are those of the run."""
+    """Describe the model and profile the work of its layers. `device` runs its cells; `rank` is
+    that of adapters on every linear module of the layers, or 0 for other adapters or none;
+    `kernels` are those of the run."""
     boundary, kernels = CausalLMStages(model), kernels or Kernels()
     fuse(boundary, kernels, device)
     spec = with_work(boundary, describe(boundary, device))
-    return _worked(inspect_blank(boundary, dtype, device, rank, kernels, _sizes(spec)), spec)
+    return _merge_work(inspect_blank(boundary, dtype, device, rank, kernels, _sizes(spec)), spec)
 
 
 def inspect_sharded(
     sharded_model: ShardedModel, model: nn.Module, device: torch.device, kernels: Kernels
 ) -> InspectedModel:
-    """As `inspect_model`, of a model that was sharded over ranks: by what was seen of it whole.
-    Raises UnsupportedError where that is not enough."""
+    """Describe a model that is sharded over ranks, like `inspect_model`, from its description
+    before sharding. Raises UnsupportedError if that is not enough."""
     spec, stage = sharded_model.spec, sharded_model.sharded.stage
     if stage not in (Stage.ZERO_0, Stage.ZERO_3):
         raise UnsupportedError(
-            f"schedule: 'auto' plans for stages zero-0 and zero-3, and the model was sharded by "
+            f"schedule: 'auto' plans for stages zero-0 and zero-3, but the model was sharded by "
             f"{stage}; give a schedule, such as that of farspan.plan(..., layout=...)"
         )
     sizes, dtype = [(spec.parameters, spec.trainable)], str(model.dtype).removeprefix("torch.")
-    found = inspect_blank(CausalLMStages(model), dtype, device, 0, kernels, sizes)
-    if sharded_model.tensor is not None and found.profiles and found.profiles.rank(0) is None:
+    blank = inspect_blank(CausalLMStages(model), dtype, device, 0, kernels, sizes)
+    if sharded_model.tensor is not None and blank.profiles and blank.profiles.rank(0) is None:
         raise UnsupportedError(
-            "schedule: 'auto' looks at a model whose weights are whole, and tensor has cut these; "
-            "give a schedule, such as that of farspan.plan(..., layout=...), or use ulysses"
+            "schedule: 'auto' needs a model with whole weights, but tensor parallelism has cut "
+            "these; give a schedule, such as that of farspan.plan(..., layout=...), or use ulysses"
         )
-    return _worked(found, spec)
+    return _merge_work(blank, spec)
 
 
-def _worked(found: InspectedModel, spec: ModelSpec) -> InspectedModel:
-    """What was found by a profile, of the model that was described."""
+def _merge_work(found: InspectedModel, spec: ModelSpec) -> InspectedModel:
+    """Combine the work of layers from the profile with the description of the model."""
     assert found.profile is not None, "it has been profiled"
     pairs = zip(spec.layers, found.profile.spec.layers, strict=True)
-    # What packed weights hold is known of the model, and which ones are.
+    # Only the model knows which weights are packed, and their bytes.
     layers = tuple(
         replace(layer, work=replace(known.work, packed=layer.work.packed)) for layer, known in pairs
     )
@@ -158,8 +157,8 @@ def inspect_blank(
     kernels: Kernels,
     sizes: list[tuple[int, int]] | None = None,
 ) -> InspectedModel:
-    """As `inspect_model`, of a model that may lack its weights: by its profile alone. `sizes` are
-    the last of `_sizes`, if anything was found out of it."""
+    """Describe a model that may lack its weights, like `inspect_model`, from its profile alone.
+    `sizes` are the last entries of `_sizes`, if the model was described in another way."""
     model = boundary.model
     name, parameters = model.config.name_or_path or type(model).__name__, list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -169,35 +168,35 @@ def inspect_blank(
     variant = Variant(dtype, rank, fused, adds, nf4=any(map(is_packed, model.modules())))
     profiles = profiles_of(model.config.to_dict(), name)
     profile = profiles.of(variant)
-    if _sizes(profile.spec)[-len(sizes) :] != sizes:  # such as adapters, or a family of its own
+    if _sizes(profile.spec)[-len(sizes) :] != sizes:  # such as other adapters, or a custom class
         profiles = profiles_of_model(model, name)
         profile = profiles.of(replace(variant, rank=None))
     return InspectedModel(profile.spec, profiles, profile)
 
 
 def _sizes(spec: ModelSpec) -> list[tuple[int, int]]:
-    """Elements of its layers and of all of it, and of these the trained ones."""
+    """Return the elements and the trained elements of each layer, and of the whole model last."""
     of_layers = [(layer.work.parameters, layer.work.trainable) for layer in spec.layers]
     return [*of_layers, (spec.parameters, spec.trainable)]
 
 
 def host_share(run: RunConfig, world: DistributedContext) -> int | None:
-    """One rank's share of the main memory that the run file allows the ranks of a node."""
+    """Return one rank's share of the main memory that the run file allows the ranks of a node."""
     limit = run.host_bytes()
     return None if limit is None else limit // world.local_size
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceModel:
-    """A second model, which is not trained, laid out over ranks as the first."""
+    """A second model, which is not trained, with the same layout over ranks as the first."""
 
     model: Any  # a PreTrainedModel
     sharded_model: ShardedModel | None
     weights: StreamedWeights | None
-    is_other: bool  # than the one that is trained: a teacher
+    is_other: bool  # a teacher, another model than the trained one
 
     def held_bytes(self) -> int:
-        """Of its weights on this rank."""
+        """Return the bytes of its weights on this rank."""
         if self.sharded_model is None:
             return sum(map(held_bytes, self.model.parameters()))
         return sum(local(p).nbytes for p in self.sharded_model.sharded.parameters().values())
@@ -205,7 +204,7 @@ class ReferenceModel:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What a run computes with."""
+    """Everything that a run computes with."""
 
     run: RunConfig
     components: Components
@@ -216,14 +215,14 @@ class RunContext:
     tokenizer: Tokenizer
     memory: DeviceMemory
     placed: Placed
-    pieces: ShardedUpdate | None  # of a model that is sharded over ranks
-    parameters: int  # elements of all of them, while they were whole
-    trainable: int  # elements of those that are trained
-    inspected: InspectedModel | None  # if the planner is asked
-    frozen: str | None  # digest of the weights that are not trained; None: all are
+    pieces: ShardedUpdate | None  # if the model is sharded over ranks
+    parameters: int  # elements of all parameters before sharding
+    trainable: int  # elements of the trained parameters before sharding
+    inspected: InspectedModel | None  # if the planner chooses
+    frozen: str | None  # digest of the frozen weights; None: all weights are trained
     weights: StreamedWeights | None = None  # of a model that lives whole in main memory
-    reference: "ReferenceModel | None" = None  # that the loss compares with, or learns from
-    index: Index | None = None  # by which sparse attention compares pages
+    reference: "ReferenceModel | None" = None  # teacher, or reference of the loss
+    index: Index | None = None  # for page selection of sparse attention
     outside: int = 0  # resident bytes of the process before its weights
 
     @property
@@ -232,29 +231,28 @@ class RunContext:
 
     @property
     def lives(self) -> Tier:
-        """Where weights are between steps."""
+        """The tier of weights between steps."""
         return self.run.schedule.weights or Tier.DEVICE
 
     @property
     def sharded_model(self) -> ShardedModel | None:
-        """The sharded model; None if every rank has it whole."""
+        """The sharded model; None if every rank has the whole model."""
         return None if self.pieces is None else self.pieces.sharded_model
 
     def make_step(self, schedule: Schedule) -> Step:
-        """The engine for this schedule, on this rank."""
         step = self._make_step(self.model, schedule, self.sharded_model, self.weights)
         step.host_room = self.host_room()
         return step
 
     def make_reference(self, step: Step) -> Any:
-        """The engine of the reference, by the schedule of a step, in whose memory it computes."""
-        of, beside = self.reference, cast(Any, step)
-        assert of is not None, "the loss has a reference"
-        # Layers one by one: a teacher has other groups, and a forward needs no more at once.
-        schedule = replace(beside.schedule, groups=1) if of.is_other else beside.schedule
-        found: Any = self._make_step(of.model, schedule, of.sharded_model, of.weights)
-        found.memory = beside.memory
-        return found
+        """Return the reference's engine, with the schedule of `step` and in its memory."""
+        second, main = self.reference, cast(Any, step)
+        assert second is not None, "the loss has a reference"
+        # One layer per group: a teacher has other groups, and a forward needs no larger ones.
+        schedule = replace(main.schedule, groups=1) if second.is_other else main.schedule
+        engine: Any = self._make_step(second.model, schedule, second.sharded_model, second.weights)
+        engine.memory = main.memory
+        return engine
 
     def _make_step(
         self,
@@ -263,7 +261,7 @@ class RunContext:
         sharded_model: ShardedModel | None,
         weights: StreamedWeights | None,
     ) -> Step:
-        # Named only if they differ from the defaults: other engines need not know of these.
+        # Only values that differ from the defaults: other engines need not know these options.
         how: dict[str, Any] = {}
         if self.run.kernels != Kernels():
             how["kernels"] = self.run.kernels
@@ -280,22 +278,22 @@ class RunContext:
         return self.components.make_step(model, schedule, **how)
 
     def describe(self) -> ModelSpec:
-        """The model as programs are made for it."""
         sharded = self.sharded_model
         if sharded is None:
-            found = describe(CausalLMStages(self.model), self.device)
+            spec = describe(CausalLMStages(self.model), self.device)
         else:
-            found = sharded.spec
-        return found if self.weights is None else self.weights.counted(found)
+            spec = sharded.spec
+        return spec if self.weights is None else self.weights.counted(spec)
 
     def held_bytes(self) -> int:
-        """Weights, optimizer states and an index on the device; on a CPU both tiers are that."""
+        """Return the bytes of weights, optimizer states and an index on the device; a CPU counts
+        both tiers."""
         held, both = self.optimizer.held(), self.device.type == "cpu"
         weights = self._weights() if both or self.lives is Tier.DEVICE else 0
         return weights + held.device + (held.host if both else 0) + self._index_bytes()
 
     def held_parts(self) -> dict[str, int]:
-        """The same by cause."""
+        """Return `held_bytes` split into weights, optimizer and index."""
         own = {"optimizer": self._held_states(), "index": self._index_bytes()}
         return {"weights": self.held_bytes() - sum(own.values()), **own}
 
@@ -307,13 +305,14 @@ class RunContext:
         return held.device + (held.host if self.device.type == "cpu" else 0)
 
     def gradient_bytes(self) -> int:
-        """Of `.grad` on the device."""
-        found = (p.grad for p in self.optimizer.parameters.values())
-        own = (local(g) for g in found if g is not None)
-        return sum(g.nbytes for g in own if g.device.type == self.device.type)
+        """Return the bytes of `.grad` on the device."""
+        gradients = (p.grad for p in self.optimizer.parameters.values())
+        shards = (local(g) for g in gradients if g is not None)
+        return sum(g.nbytes for g in shards if g.device.type == self.device.type)
 
     def touched_bytes(self) -> StateBytes:
-        """What is held and was written: memory of zeros is handed out at the first write."""
+        """Return the bytes that are allocated and written. The system hands out zeroed memory only
+        at the first write."""
         held = self.optimizer.held()
         if self.device.type == "cpu":
             written = held.device + held.host - held.untouched
@@ -323,15 +322,14 @@ class RunContext:
         return StateBytes(self._weights() + held.device, held.host, 0)
 
     def host_room(self) -> int | None:
-        """Bytes of main memory that the run file leaves to a step of this process; None: no
-        limit."""
+        """Return the bytes of main memory that the run file leaves to a step of this process, or
+        None for no limit."""
         share, held = host_share(self.run, self.world), self.touched_bytes()
         if share is None:
             return None
         return share - (held.device if self.device.type == "cpu" else held.host)
 
     def saver(self) -> Saver:
-        """What saves this run and resumes it."""
         tensors = self.optimizer.tensors()
         if self.pieces is None:
             return Saver(entries_of(model_tensors(self.model), tensors), self.world)
@@ -343,8 +341,8 @@ class RunContext:
 
     def _weights(self) -> int:
         if self.pieces is None:
-            own = sum(map(held_bytes, self.model.parameters()))
+            size = sum(map(held_bytes, self.model.parameters()))
         else:
-            own = self.pieces.held_bytes()
-        # A plan has a reference as large as the model, also where a teacher is larger.
-        return own if self.reference is None else own + min(own, self.reference.held_bytes())
+            size = self.pieces.held_bytes()
+        # A plan counts a reference as large as the model, even if a teacher is larger.
+        return size if self.reference is None else size + min(size, self.reference.held_bytes())

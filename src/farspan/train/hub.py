@@ -1,5 +1,5 @@
-"""The card of a model, which says how it was trained, and its way to the Hugging Face hub. Both
-read nothing but the run folder."""
+"""Model cards, which say how a model was trained, and uploads to the Hugging Face hub. Both read
+only the run folder."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ from farspan.train.run_folder import as_json
 from farspan.train.step_runner import TrainingResult
 from farspan.train.yaml_config import write_mapping
 
-PUSHED = "hub.json"  # in the run folder: which model went where
+PUSHED = "hub.json"  # in the run folder: the uploaded model and its repository
 EXACT = (
     "dense and exact: loss and gradients are those of plain training on whole sequences, up to "
     "rounding"
@@ -39,26 +39,26 @@ WEIGHTS = ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 
 class RepositoryTaken(Exception):
-    """What is in a repository is to stay as it is."""
+    """A repository must not be replaced; the message says why."""
 
 
 class PushFailed(RuntimeError):
-    """The hub did not take a model; the message says how to try again."""
+    """The hub did not accept a model; the message says how to try again."""
 
 
 def refuse_login(hub: HubConfig | None) -> None:
-    """Raises UnsupportedError where a run is to upload its model and nobody is logged in: now,
-    rather than when it has ended."""
+    """Refuse a run that is to upload its model while the user is not logged in: before the run, not
+    after it. Raises UnsupportedError."""
     if hub is not None and not huggingface_hub.get_token():
         raise UnsupportedError(
-            "hub: nobody is logged in to the Hugging Face hub; run `hf auth login` or set "
+            "hub: you are not logged in to the Hugging Face hub; run `hf auth login` or set "
             "HF_TOKEN, or leave hub out and upload the model later with farspan push"
         )
 
 
 def push(folder: Path, hub: HubConfig) -> str:
-    """Uploads the `model/` of a run folder, with its card, to a repository that is made if it is
-    not there; the commit's address. Raises UnsupportedError where there is no such model, and
+    """Upload the `model/` of a run folder, with its card, to a repository, which is created if it
+    does not exist, and return the commit's address. Raises UnsupportedError without a model, and
     PushFailed."""
     refuse_links(folder)
     model = folder / "model"
@@ -90,7 +90,7 @@ def push(folder: Path, hub: HubConfig) -> str:
         raise PushFailed(
             f"{model} was not uploaded: {hub.repo} {error}; nothing of the run is lost"
         ) from error
-    except (Exception, KeyboardInterrupt) as error:  # of the library, of the network, of a person
+    except (Exception, KeyboardInterrupt) as error:  # of the library, the network, or Ctrl+C
         name = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
         why = (str(error).strip().splitlines() or [name])[0].rstrip(".")
         raise PushFailed(_failure(folder, hub, why)) from error
@@ -109,14 +109,14 @@ def _failure(folder: Path, hub: HubConfig, why: str) -> str:
 
 
 def _leftovers(api: Any, model: Path, hub: HubConfig) -> list[str]:
-    """Weights that are in the repository and would lie beside these. Raises RepositoryTaken where
-    it is public and is not to be, and where what it has is not of farspan."""
+    """Return the weights in the repository that this model does not replace. Raises RepositoryTaken
+    if the repository is public but should be private, or has files that farspan did not write."""
     if not api.repo_exists(hub.repo):
         return []
     info = api.model_info(hub.repo)
     if hub.private and not info.private:
         raise RepositoryTaken(
-            "is public already, and a private one is asked for; make it private on the hub, name "
+            "is public already, but a private one is asked for; make it private on the hub, name "
             "another, or ask for a public one (hub.private: false, or --public)"
         )
     there = {file.rfilename for file in info.siblings or ()}
@@ -130,8 +130,8 @@ def _leftovers(api: Any, model: Path, hub: HubConfig) -> list[str]:
 
 
 def _files(model: Path) -> Iterator[huggingface_hub.CommitOperationAdd]:
-    """What is uploaded of `model/`: all but hidden files. Adapters name the model that they are for
-    by its last part, where that is a folder of this machine."""
+    """Yield the files of `model/` to upload, without hidden ones. The configuration of adapters
+    names a model in a local folder by the folder's last part."""
     for path in sorted(model.rglob("*")):
         name = path.relative_to(model)
         if not path.is_file() or any(part.startswith(".") for part in name.parts):
@@ -145,9 +145,9 @@ def _files(model: Path) -> Iterator[huggingface_hub.CommitOperationAdd]:
 
 
 class Upload(Thread):
-    """One in the background, which the process does not wait for when it ends."""
+    """Upload in a background thread, for which the process does not wait when it ends."""
 
-    POLL = 5.0  # seconds of one look at it
+    POLL = 5.0  # seconds to wait at each poll
 
     def __init__(self, folder: Path, hub: HubConfig) -> None:
         super().__init__(name="upload", daemon=True)
@@ -155,14 +155,13 @@ class Upload(Thread):
         self._found: tuple[str | None, str | None] | None = None
 
     def run(self) -> None:
-        """As `push`."""
         try:
             self._found = push(self._folder, self._hub), None
         except Exception as error:
             self._found = None, str(error) or type(error).__name__
 
     def poll(self) -> tuple[str | None, str | None] | None:
-        """The commit's address, or why there is none; None where it goes on."""
+        """Return the commit's address and the error, one of which is None; None while it runs."""
         try:
             self.join(self.POLL)
         except KeyboardInterrupt:
@@ -173,8 +172,8 @@ class Upload(Thread):
 def pushed(
     result: TrainingResult, hub: HubConfig | None, world: DistributedContext
 ) -> TrainingResult:
-    """The result on every rank, once the model of a run that ended by itself is on the hub, where
-    it is to go there and is not yet. Whatever fails, the run has ended as it did."""
+    """Upload the model of a run that ended by itself, unless the hub has it already, and return the
+    result on every rank. A failed upload does not change how the run ended."""
     if hub is None or result.signum is not None:
         return result
 
@@ -188,19 +187,19 @@ def pushed(
         return replace(result, uploaded=address)
     upload, found = Upload(result.folder, hub), None
     world.run_on_rank0(upload.start)
-    while found is None:  # an upload takes longer than ranks wait for each other
+    while found is None:  # in turns: an upload takes longer than ranks wait for each other
         found = world.run_on_rank0(upload.poll)
     return replace(result, uploaded=found[0], not_uploaded=found[1])
 
 
 # -- the card ------------------------------------------------------------------------------------
 
-_SEAL = re.compile(r"\n<!-- farspan: ([0-9a-f]{64}) -->\n$")  # of all that stands above it
+_SEAL = re.compile(r"\n<!-- farspan: ([0-9a-f]{64}) -->\n$")  # hash of all text above
 
 
 def card_of(folder: Path, step: int) -> str:
-    """The README of the model of step `step`, or the one that is there where a person has written
-    or changed it. Raises UnsupportedError where config.yaml cannot be read."""
+    """Return the README of the model of step `step`, or the existing one if a person wrote or
+    changed it. Raises UnsupportedError if config.yaml cannot be read."""
     path = folder / "model" / CARD
     before = path.read_text("utf-8", errors="replace") if path.is_file() else None
     if before is not None and not _is_own(before):
@@ -212,7 +211,7 @@ def card_of(folder: Path, step: int) -> str:
     rows = [f"| {name} | {_cell(text)} |" for name, text in said if text]
     base, adapters = base_words(run), run.model.lora is not None
     how = (
-        "Load the model that they are for, then these with `peft.PeftModel.from_pretrained`."
+        "Load the base model, then the adapters with `peft.PeftModel.from_pretrained`."
         if adapters
         else "Load it with `AutoModelForCausalLM.from_pretrained`."
     )
@@ -228,13 +227,13 @@ def card_of(folder: Path, step: int) -> str:
 
 
 def _is_own(card: str) -> bool:
-    """Whether it is as it was written here."""
+    """Return whether the card is unchanged since farspan wrote it."""
     seal = _SEAL.search(card)
     return seal is not None and seal[1] == hashlib.sha256(card[: seal.start()].encode()).hexdigest()
 
 
 def _metadata(run: RunConfig) -> dict[str, Any]:
-    """What the hub's search reads."""
+    """Return the card's metadata, which the hub's search reads."""
     path, adapters = run.model.path, run.model.lora is not None
     return {
         "library_name": "peft" if adapters else "transformers",
@@ -252,18 +251,18 @@ def _metadata(run: RunConfig) -> dict[str, Any]:
 def _rows(
     run: RunConfig, about: dict[str, Any], folder: Path, step: int
 ) -> Iterator[tuple[str, str]]:
-    """What was trained how, by what it is called."""
+    """Yield the rows of the card's table: names, and how the model was trained."""
     lora, o = run.model.lora, run.optimizer
     yield "base model", base_words(run) + (f" ({run.model.revision})" if run.model.revision else "")
     if run.model.overrides:
         yield "changes to its configuration", f"`{json.dumps(run.model.overrides)}`"
-    trained, of = about.get("trainable"), about.get("parameters")
+    trained, total = about.get("trainable"), about.get("parameters")
     what = "all weights"
     if lora is not None:
         targets = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
         what = f"LoRA adapters of rank {lora.rank}, alpha {lora.scale():g}, on {targets}"
-        what += f", beside weights in {run.model.quantize}" if run.model.quantize else ""
-    yield "trained", f"{what}, {trained:,} of {of:,} parameters" if trained and of else what
+        what += f", over weights in {run.model.quantize}" if run.model.quantize else ""
+    yield "trained", f"{what}, {trained:,} of {total:,} parameters" if trained and total else what
     for source, weight in run.data.each():
         share = "" if run.data.sources is None else f", weight {weight:g}"
         yield "data", source_words(source) + share
@@ -275,7 +274,7 @@ def _rows(
     fall = f"then {o.decay}" + (f" over the last {o.decay_steps}" if o.decay_steps else "")
     yield (
         "optimizer",
-        f"AdamW, learning rate {o.lr:g}, {o.warmup} steps of warm-up, {fall} to {o.final:g} of it, "
+        f"AdamW, learning rate {o.lr:g}, {o.warmup} warm-up steps, {fall} to {o.final:g} of that, "
         f"betas {o.betas[0]:g} and {o.betas[1]:g}, weight decay {o.weight_decay:g}, gradient norm "
         f"at most {o.clip if o.clip is None else format(o.clip, 'g')}",
     )
@@ -296,12 +295,12 @@ def _rows(
 
 
 def _measured(folder: Path, step: int) -> Iterator[tuple[str, str]]:
-    """Of the steps until this one."""
-    lines = list(read_metrics(folder / METRICS))  # a run without a step has none
+    """Yield the card's rows about the steps until this one: tokens, time and losses."""
+    lines = list(read_metrics(folder / METRICS))  # empty if the run has no step
     steps = [line for line in lines if "seconds" in line and line["step"] <= step]
     if steps:
         trained = sum(line["trained_tokens"] for line in steps)
-        yield "tokens", f"{steps[-1]['tokens']:,} read, a loss on {trained:,} of them"
+        yield "tokens", f"{steps[-1]['tokens']:,} read, {trained:,} with a loss"
         yield "time", f"{sum(line['seconds'] for line in steps) / 3600:,.2f} hours of steps"
         losses = [line["loss"] for line in steps if "loss" in line]
         yield "loss of the last step", str(as_json(round(losses[-1], 4))) if losses else ""
@@ -312,7 +311,7 @@ def _measured(folder: Path, step: int) -> Iterator[tuple[str, str]]:
 
 
 def attention_words(run: RunConfig) -> str:
-    """Whether loss and gradients are exact."""
+    """Return a description of the attention: exact, or approximate."""
     if run.sparse is None:
         return EXACT
     hidden = hides(run)
@@ -321,7 +320,7 @@ def attention_words(run: RunConfig) -> str:
 
 
 def base_words(run: RunConfig) -> str:
-    """The model that a run begins with, without the folders of this machine."""
+    """Return the name of the model that the run starts with, without local folders."""
     if run.model.path is None:
         kind = (run.model.config or {}).get("model_type")
         return f"a {kind} model of random weights"
@@ -329,7 +328,7 @@ def base_words(run: RunConfig) -> str:
 
 
 def source_words(source: SourceConfig) -> str:
-    """Documents, without the folders of this machine."""
+    """Return a description of a data source, without local folders."""
     if source.path is None:
         return "the sources of Python's standard library"
     rows = source.on_hub() or source.source is SourceKind.DATASET
@@ -340,7 +339,7 @@ def source_words(source: SourceConfig) -> str:
 
 
 def local_name(path: str) -> str:
-    """A name on the hub as it is; of a file, a folder or a glob the last part."""
+    """Return a hub name unchanged, and the last part of a file, a folder or a glob."""
     if is_on_hub(path):
         return path
     parts = Path(path).expanduser().parts

@@ -1,5 +1,5 @@
-"""Who is told of a run beside metrics.jsonl: TensorBoard, wandb and Trackio, each on a thread of
-its own, and callbacks of the caller."""
+"""Receivers of a run's metrics in addition to metrics.jsonl: TensorBoard, wandb and Trackio, each
+on its own thread, and callbacks of the caller."""
 
 import os
 import secrets
@@ -26,12 +26,12 @@ from farspan.train.run_folder import RunFolder, identity
 from farspan.train.step_runner import TrainingResult
 from farspan.train.yaml_config import to_mapping
 
-STEP = "train/global_step"  # as transformers calls the axis of its charts in wandb
+STEP = "train/global_step"  # the axis that transformers uses for its charts in wandb
 PROJECT = __name__.partition(".")[0]
-INIT_SECONDS = 60.0  # to reach the server; a process that ends meanwhile waits for it
-FINISH_SECONDS = 20.0  # for what is not yet uploaded when a run ends
-# wandb would otherwise send the terminal's output, the program, its git state and packages, what
-# the machine is, what it does, and its name.
+INIT_SECONDS = 60.0  # to reach the server; a process that ends earlier waits for it
+FINISH_SECONDS = 20.0  # for pending uploads when a run ends
+# By default wandb would also send the terminal's output, the program, its git state and packages,
+# and the machine's name, hardware and load.
 LEAST: Mapping[str, Any] = {
     "console": "off",
     "disable_code": True,
@@ -45,7 +45,7 @@ LEAST: Mapping[str, Any] = {
     "x_save_requirements": False,
 }
 HOST = "WANDB_HOST"
-ERROR_REPORTING = "WANDB_ERROR_REPORTING"  # of wandb to its makers
+ERROR_REPORTING = "WANDB_ERROR_REPORTING"  # wandb's reports to its makers
 MISSING = (
     "report_to: {name} cannot be imported here ({error}); "
     'pip install "farspan[{name}]", or leave it out of report_to'
@@ -53,22 +53,22 @@ MISSING = (
 
 
 class MetricsLogger(Protocol):
-    """One place for charts. Each method may raise, or take long."""
+    """A service for charts. Each method may raise, or take long."""
 
     def open(self, step: int) -> str:
-        """Charts go on after `step`, and nothing that was told of later steps is to stay in their
-        way. What a person is to know of it; empty: nothing."""
+        """Resume charts after `step`, overwriting later points. Returns a message for the user, or
+        ""."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """A point at `step` in each of these charts."""
+        """Add a point at `step` to each of these charts."""
 
     def close(self, *, failed: bool) -> None:
-        """No more will come; `failed`: the run has steps left."""
+        """End the run; `failed`: the run has steps left."""
 
 
 class TensorBoardLogger:
-    """Event files in `<folder>/tensorboard`. Raises UnsupportedError where tensorboard is
-    missing."""
+    """Logger that writes event files in `<folder>/tensorboard`. Raises UnsupportedError without
+    tensorboard."""
 
     def __init__(self, run: RunConfig, folder: RunFolder) -> None:
         self._make = _loaded(ReportTo.TENSORBOARD, "torch.utils.tensorboard", "SummaryWriter")
@@ -86,17 +86,17 @@ class TensorBoardLogger:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        # A killed process writes no more: after a checkpoint of this step it would be a gap.
+        # Points that a killed process has not written would be missing before a checkpoint.
         self._writer.flush()
 
-    def close(self, *, failed: bool) -> None:  # noqa: ARG002 - files have no such state
+    def close(self, *, failed: bool) -> None:  # noqa: ARG002 - event files have no status
         self._writer.close()
 
 
 class WandbLogger:
-    """A wandb run, which goes on where the folder does. What the user's environment and settings
-    of wandb say goes before what is set here. Raises UnsupportedError where wandb is missing or is
-    to send and nobody is logged in."""
+    """Logger of a wandb run, which resumes with the run folder. The user's environment and wandb
+    settings win over the values set here. Raises UnsupportedError without wandb, or if it is online
+    and the user is not logged in."""
 
     def __init__(self, run: RunConfig, folder: RunFolder) -> None:
         os.environ.setdefault(ERROR_REPORTING, "false")  # read when the package is imported
@@ -110,25 +110,25 @@ class WandbLogger:
         self._identity = identity(run)
         self._run: Any = None
 
-    def open(self, step: int) -> str:  # noqa: ARG002 - points have their step with them
+    def open(self, step: int) -> str:  # noqa: ARG002 - each point carries its step
         ours = {
             **LEAST,
             "project": PROJECT,
             "run_name": self._folder.name.name,
             "run_id": self._known.run_id or run_number(self._folder, WANDB_FILE, self._identity),
             "resume": "allow",
-            "reinit": "create_new",  # beside one that the calling program may have
+            "reinit": "create_new",  # the calling program may have another run
             "root_dir": str(self._folder.name),  # by name: another process writes there
-            "silent": True,  # its lines would go through the bars
+            "silent": True,  # its lines would break the bars
             "init_timeout": INIT_SECONDS,
             "finish_timeout": FINISH_SECONDS,
         }
         told = self._known.model_fields_set
         given = {name: value for name, value in ours.items() if name not in told}
         if HOST not in os.environ:
-            given["host"] = ""  # what is known by itself is the machine's
+            given["host"] = ""  # by default it is the machine's name
         self._run = self._init(config=self._config, settings=self._settings(**given))
-        # The library's own step may not go back, which a run does that is resumed after a crash.
+        # wandb's own step may not decrease, but a run resumed after a crash repeats steps.
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
         if self._run.disabled:
@@ -145,9 +145,9 @@ class WandbLogger:
 
 
 class TrackioLogger:
-    """A Trackio run, which goes on where the folder does: in files of this machine (TRACKIO_DIR),
-    unless the user's environment names a Space or a server of theirs. Raises UnsupportedError where
-    trackio is missing."""
+    """Logger of a Trackio run, which resumes with the run folder. It writes local files
+    (TRACKIO_DIR), unless the user's environment names a Space or a server. Raises UnsupportedError
+    without trackio."""
 
     def __init__(self, run: RunConfig, folder: RunFolder) -> None:
         self._init = _loaded(ReportTo.TRACKIO, "trackio", "init")
@@ -156,9 +156,9 @@ class TrackioLogger:
         self._identity = identity(run)
         self._run: Any = None
 
-    def open(self, step: int) -> str:  # noqa: ARG002 - points have their step with them
+    def open(self, step: int) -> str:  # noqa: ARG002 - each point carries its step
         project = os.environ.get("TRACKIO_PROJECT") or PROJECT
-        # It knows runs by their names alone, and many folders have the same.
+        # Trackio knows runs only by name, and run folders often share theirs.
         name = f"{self._folder.name.name}-{run_number(self._folder, TRACKIO_FILE, self._identity)}"
         self._run = self._init(
             project=project,
@@ -174,7 +174,7 @@ class TrackioLogger:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def close(self, *, failed: bool) -> None:  # noqa: ARG002 - a run has no such state there
+    def close(self, *, failed: bool) -> None:  # noqa: ARG002 - Trackio has no status
         self._run.finish()
 
 
@@ -182,7 +182,8 @@ WANDB_FILE, TRACKIO_FILE = "wandb.json", "trackio.json"
 
 
 def run_number(folder: RunFolder, file: str, run: str) -> str:
-    """Of a service's run: the folder's, unless its file there is of another run that was in it."""
+    """Return the service's id of this run: the one in `file`, or a new one if `file` is missing or
+    belongs to an earlier run in the folder."""
     path = folder.path / file
     known = read_json(path) or {}
     if known.get("run") == run and isinstance(known.get("id"), str):
@@ -200,17 +201,17 @@ KINDS: Mapping[ReportTo, Callable[[RunConfig, RunFolder], MetricsLogger]] = {
 
 
 def make_loggers(run: RunConfig, folder: RunFolder) -> dict[str, MetricsLogger]:
-    """Those that the run names, none of them open. Raises UnsupportedError."""
+    """Make a logger for each tracker of the run, not yet opened. Raises UnsupportedError."""
     return {kind.value: KINDS[kind](run, folder) for kind in run.trackers()}
 
 
 def config_of(run: RunConfig) -> dict[str, Any]:
-    """The run as charts have it beside them, and that it is sparse where it is."""
+    """Return the run's configuration for trackers, marked if attention is sparse."""
     return {**marks(run), **to_mapping(run)}
 
 
 def _log_in() -> None:
-    """Asks a person at a terminal now, rather than when bars are on it."""
+    """Ask for a login now: later, progress bars occupy the terminal."""
     try:
         load("wandb", "login")(verify=False)
     except Exception as error:
@@ -227,9 +228,9 @@ def _loaded(kind: ReportTo, module: str, name: str) -> Any:
         raise UnsupportedError(MISSING.format(name=kind.value, error=error)) from error
 
 
-WAITING = 10_000  # points that a tracker may be behind, a few MiB
+WAITING = 10_000  # points that a tracker may lag behind, a few MiB
 PATIENCE = 30.0  # seconds that the end of a run waits for a tracker; wandb's own limit is 20
-# All else keeps its name, under train/.
+# Other metrics keep their names, under train/.
 NAMES = {
     "lr": "train/learning_rate",
     "heldout_loss": "eval/loss",
@@ -243,12 +244,12 @@ NAMES = {
 
 
 def _chart(key: str) -> str:
-    own = key.removeprefix("heldout_")
-    return NAMES.get(key, f"train/{key}" if own == key else f"eval/{own}")
+    name = key.removeprefix("heldout_")
+    return NAMES.get(key, f"train/{key}" if name == key else f"eval/{name}")
 
 
 def charts(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line of metrics.jsonl by the names of their charts."""
+    """Return the numbers of a line of metrics.jsonl by chart name."""
     numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and k != "step"}
     named = {_chart(key): float(value) for key, value in numbers.items()}
     if "heldout_loss" not in values:
@@ -257,28 +258,27 @@ def charts(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 class LoggerThread:
-    """A tracker on a thread of its own. Invariant: no call here waits for it, but `close`, for
-    `PATIENCE` seconds; whatever it raises becomes a note, after which it is told nothing more."""
+    """Thread that feeds a tracker. Invariant: only `close` waits for the tracker, for at most
+    `PATIENCE` seconds; an exception of the tracker becomes a note and ends its logging."""
 
     def __init__(self, name: str, tracker: MetricsLogger) -> None:
         self._name = name
         self._tracker = tracker
         self._points: Queue[tuple[int, Mapping[str, float]] | None] = Queue(WAITING)
         self._notes: SimpleQueue[str] = SimpleQueue()
-        self._thread: Thread | None = None  # once there is something to tell
-        self._over = False  # and no reason to go on
-        self._failed = False  # the run
+        self._thread: Thread | None = None  # from the first `open`
+        self._over = False  # the tracker failed
+        self._failed = False  # the run has steps left
 
     def open(self, step: int) -> None:
-        """The run goes on after `step`."""
+        """Start the tracker for a run that continues after `step`."""
         if self._thread is None:
-            # A daemon: one that hangs does not keep the process.
+            # A daemon: a tracker that hangs does not keep the process alive.
             work = Thread(target=self._work, args=(step,), name=self._name, daemon=True)
             self._thread = work
             work.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """A point at `step` in each of these charts."""
         if self._over:
             return
         try:
@@ -287,7 +287,8 @@ class LoggerThread:
             self._give_up("does not answer")
 
     def close(self, *, failed: bool) -> None:
-        """All that was told is told, or never will be; `failed`: the run has steps left."""
+        """Wait until the tracker has logged all points, or gives up; `failed`: the run has steps
+        left."""
         if self._thread is None:
             return
         self._failed = failed
@@ -298,12 +299,12 @@ class LoggerThread:
             self._give_up("does not answer")
 
     def notes(self) -> list[str]:
-        """What a person is to know since this was asked last."""
-        found = []
+        """Return the messages for the user since the last call."""
+        texts = []
         with suppress(Empty):
             while True:
-                found.append(self._notes.get_nowait())
-        return found
+                texts.append(self._notes.get_nowait())
+        return texts
 
     def _work(self, step: int) -> None:
         try:
@@ -312,9 +313,9 @@ class LoggerThread:
             while (point := self._points.get()) is not None:
                 self._tracker.log(*point)
             self._tracker.close(failed=self._failed)
-        except BaseException as error:  # a library's sys.exit too: nobody is above to catch it
+        except BaseException as error:  # also sys.exit: this is the thread's last frame
             self._give_up(str(error).strip() or type(error).__name__)
-            with suppress(BaseException):  # what it has in memory may still come out
+            with suppress(BaseException):  # points in its memory may still be written
                 self._tracker.close(failed=True)
 
     def _give_up(self, why: str) -> None:
@@ -327,12 +328,12 @@ class LoggerThread:
 
 
 class LoggingReporter(Reporter):
-    """A Reporter that tells another one everything, and trackers the metrics."""
+    """Reporter that passes everything to another one, and metrics to trackers."""
 
     def __init__(self, person: Reporter, lanes: Sequence[LoggerThread]) -> None:
         self._person = person
         self._lanes = lanes
-        self._left = 0  # steps
+        self._left = 0  # steps left
 
     def __enter__(self) -> "LoggingReporter":
         self._person.__enter__()
@@ -357,7 +358,7 @@ class LoggingReporter(Reporter):
 
     def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
         self._left = steps - step
-        if self._left:  # a finished run that is asked for again has nothing to tell
+        if self._left:  # a finished run has nothing to log
             for lane in self._lanes:
                 lane.open(step)
         self._person.start(steps, tokens_per_step, step, how)
@@ -389,7 +390,7 @@ class LoggingReporter(Reporter):
     def _tell(self, values: Mapping[str, Any]) -> None:
         step, points = int(values["step"]), charts(values)
         for lane in self._lanes:
-            lane.open(step - 1)  # of an evaluation that a finished run still lacked
+            lane.open(step - 1)  # a finished run may still lack an evaluation
             lane.log(step, points)
         self._pass_on()
 
@@ -405,40 +406,41 @@ Answer = str | bool | None
 
 
 class Callback:
-    """Told by a run what happens, between two steps and on every rank; to inherit from.
+    """Base of a run's callbacks, which are called between two steps and on every rank.
 
-    A method that returns a text, or True, ends the run there as its last step would: evaluated,
-    saved, the model written. The text says why. An exception ends the run too, with its own
+    A method that returns a text, or True, ends the run as the last step would: with an evaluation,
+    a checkpoint and the model. The text is the reason. An exception also ends the run, with its own
     traceback, after a checkpoint is saved.
     """
 
     def on_step(self, metrics: Mapping[str, Any]) -> Answer:
-        """A step ended. Its line of metrics.jsonl: `step` (from 1), `loss`, `lr`, `grad_norm`,
-        `tokens`, `tokens_per_second`, `seconds` and others; `nonfinite` in place of `loss` where it
-        was skipped."""
+        """Receive the metrics.jsonl line of a finished step: `step` (from 1), `loss`, `lr`,
+        `grad_norm`, `tokens`, `tokens_per_second`, `seconds` and others; `nonfinite` instead of
+        `loss` for a skipped step."""
 
     def on_evaluation(self, metrics: Mapping[str, Any]) -> Answer:
-        """An evaluation ended: `step` (0 before the first), `heldout_loss`, `heldout_tokens`."""
+        """Receive a finished evaluation: `step` (0 before the first), `heldout_loss`,
+        `heldout_tokens`."""
 
     def on_checkpoint(self, path: Path) -> Answer:
-        """A checkpoint was saved in this folder."""
+        """Receive the folder of a saved checkpoint."""
 
     def on_end(self, result: TrainingResult) -> None:
-        """The run ended: after its last step, early, or by a signal."""
+        """Receive the result when the run ends: after its last step, early, or by a signal."""
 
 
 class Callbacks:
-    """Those of a run. Invariant: when `tell` returns, or raises, it does so on all ranks, and all
-    know what was asked."""
+    """All callbacks of a run. Invariant: `tell` returns or raises on all ranks, and all know the
+    answers."""
 
     def __init__(self, given: Sequence[Callback], world: DistributedContext) -> None:
         self._given, self._world = tuple(given), world
-        self.any = world.maximum(len(self._given)) > 0  # on any rank: all take part then
-        self.stop: str | None = None  # why the run is to end, once one has asked
+        self.any = world.maximum(len(self._given)) > 0  # callbacks on one rank need all ranks
+        self.stop: str | None = None  # reason to end the run, if a callback gave one
 
     def tell(self, call: Callable[[Callback], Answer]) -> None:
-        """Calls a method of each. Raises what the first of them raises, after which the others are
-        not called, and RankFailed where that was on another rank."""
+        """Call a method of each callback. Raises the first exception, after which the other
+        callbacks are not called, or RankFailed if another rank raised it."""
         why, error = None, None
         try:
             for one in self._given:
@@ -458,7 +460,7 @@ class Callbacks:
                 raise RankFailed(f"rank {rank}: {words}")
 
     def end(self, result: TrainingResult) -> TrainingResult:
-        """Tells each that the run has ended. Raises as `tell` does."""
+        """Tell each callback that the run has ended. Raises like `tell`."""
         if self.any:
             self.tell(lambda one: one.on_end(result))
         return result

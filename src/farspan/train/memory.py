@@ -1,5 +1,4 @@
-"""What a step is expected to take and what it took; where the optimizer's states lie; the device's
-allocator."""
+"""Memory of a step, expected and measured; the place of optimizer states; the GPU's allocator."""
 
 import ctypes
 import os
@@ -26,11 +25,11 @@ from farspan.train.staged_states import StateBytes
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Bytes of a step before it is taken. On a CPU both tiers lie in main memory."""
+    """Expected bytes of a step. On a CPU both tiers are main memory."""
 
-    new: int  # beside weights and optimizer, on the device; on a CPU in both tiers together
-    device: int  # in all, weights and optimizer included
-    host: int  # in all
+    new: int  # without weights and optimizer, on the device; on a CPU in both tiers
+    device: int  # total, with weights and optimizer
+    host: int  # total
     parts: Mapping[str, int]  # by name
 
 
@@ -42,10 +41,10 @@ def expect_memory(
     cells: Callable[[Program], int],
     values: int = 0,
 ) -> Expected:
-    """Size a step of `[batch, tokens]`, as `estimate_memory` does. Raises TooLarge when main memory
-    cannot hold it and the optimizer's states."""
+    """Estimate the memory of a step of `[batch, tokens]`, like `estimate_memory`. Raises TooLarge
+    if main memory cannot hold the step and the optimizer states."""
     found = estimate_memory(step, batch, tokens, values=values, cells=cells)
-    # Counted although they exist: memory of zeros is taken from the machine when first written.
+    # They exist, but the system hands out zeroed memory only at the first write.
     refuse_too_large(step, found, optimizer.untouched)
     on_cpu = step.boundary.device.type == "cpu"
     return Expected(
@@ -58,7 +57,7 @@ def expect_memory(
 
 
 def describe_expected(expected: Expected) -> str:
-    """One line for a person, before the first step."""
+    """Return one line about the expected memory, shown before the first step."""
     names = ("weights", "optimizer", "gradients", "device_arena", "transient")
     parts = [
         f"{name.replace('_', ' ')} {show_bytes(expected.parts[name])}"
@@ -86,38 +85,38 @@ _ON_HOST = {
 
 
 def describe_measured(predicted: int, measured: int) -> str:
-    """One line for a person, after the first step."""
     return (
-        f"memory of a step beside weights and optimizer: {show_bytes(predicted)} predicted, "
+        f"memory of a step without weights and optimizer: {show_bytes(predicted)} predicted, "
         f"{show_bytes(measured)} measured"
     )
 
 
 def describe_resident(predicted: int, resident: int) -> str:
-    """The same of the process on a CPU, without what it had before its weights."""
+    """Return one line about the memory of the process on a CPU, without its memory before loading
+    weights."""
     return (
-        f"memory of the process beside libraries and data: {show_bytes(predicted)} predicted, "
+        f"memory of the process without libraries and data: {show_bytes(predicted)} predicted, "
         f"{show_bytes(resident)} resident at most"
     )
 
 
 # -- the process on a CPU --------------------------------------------------------------------------
 
-# Blocks of so many bytes are maps of their own, which go back to the system when they are freed.
-# It is where glibc begins; by itself it goes up to 32 MiB with what is freed, and a process then
-# kept 34% more than was planned, and with it 5% (LoRA of a 135M model at 1,024 tokens). Of CPU
-# seconds a step of chunks of 64 tokens, which allocates the most, takes 18.4 without and 21.4 with
-# it, and with four-bit weights 20.5 and 26.0.
+# malloc maps blocks from this size on one by one, and returns them to the system when they are
+# freed. It is glibc's initial value; glibc raises it up to 32 MiB with freed blocks, and a process
+# then kept 34% more than planned, against 5% with the fixed value (LoRA of a 135M model at 1,024
+# tokens). It costs CPU time: a step of chunks of 64 tokens, which allocates most, takes 18.4
+# seconds without it and 21.4 with it; with four-bit weights 20.5 and 26.0.
 OWN_MAP = 128 * 2**10
 TRIM_EVERY = 16  # cells
-MOST_MAPS = 2**15  # half of what Linux allows a process
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of <malloc.h>
-_GIVEN = "MALLOC_MMAP_THRESHOLD_"  # the environment's own
+MOST_MAPS = 2**15  # half the limit of Linux per process
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # from <malloc.h>
+_GIVEN = "MALLOC_MMAP_THRESHOLD_"  # set by the user's environment
 
 
 def return_freed() -> bool:
-    """Have freed memory go back to the system from now on; whether it does. With other C libraries
-    than glibc, or where the environment has thresholds of its own, nothing changes."""
+    """Make malloc return freed memory to the system from now on, and return whether it does.
+    Without glibc, or if the environment sets thresholds, nothing changes."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or _GIVEN in os.environ:
         return False
@@ -125,38 +124,37 @@ def return_freed() -> bool:
     return all(mallopt(*one) for one in given)
 
 
-class _OnStack(ctypes.Structure):
+class _StackBlock(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_char * MIB),)
 
 
 def grow_stack() -> None:
-    """Have the main thread's stack take 1 MiB now: where all of a limited address space is in use
-    (`ulimit -v`), the system ends a process whose stack grows by SIGSEGV. Other threads have their
-    stacks from the start, and a stack that may not take 4 MiB (`ulimit -s`) is left alone."""
+    """Grow the main thread's stack by 1 MiB now. If a limited address space (`ulimit -v`) is full
+    later, the system would end the process with SIGSEGV when its stack grows. Other threads have
+    their stacks from the start, and one that may not take 4 MiB (`ulimit -s`) is left alone."""
     most, _ = resource.getrlimit(resource.RLIMIT_STACK)
     small = most != resource.RLIM_INFINITY and most < 4 * MIB
     if threading.current_thread() is threading.main_thread() and not small:
-        ctypes.CDLL(None).getpid(_OnStack())  # an argument, which is copied there
+        ctypes.CDLL(None).getpid(_StackBlock())  # the argument is copied to the stack
 
 
 def trimming() -> Any:
-    """glibc's malloc_trim; None without it, or where the user's environment sets malloc."""
+    """Return glibc's malloc_trim, or None without glibc or if the environment sets malloc."""
     return None if _GIVEN in os.environ else getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def resident_bytes() -> int:
-    """Main memory that the process has now, libraries and mapped files included."""
+    """Return the main memory that the process uses now, with libraries and mapped files."""
     return int(psutil.Process().memory_info().rss)
 
 
 def show_bytes(size: int) -> str:
-    """Bytes for a person."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
 
 
 # -- where the optimizer's states lie ------------------------------------------------------------
 
-STATES_KEY = "states"  # their place in about.json
+STATES_KEY = "states"  # key in about.json
 
 WHERE = {
     StatesPlace.DEVICE: "on the device",
@@ -168,37 +166,37 @@ WHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A place that is not `auto`, and why."""
+    """Chosen place of the optimizer states, never `auto`, and the reason."""
 
     states: StatesPlace
     reason: str
-    plan: Plan | None = None  # that chose it
+    plan: Plan | None = None  # plan that chose the place
 
     def describe(self) -> str:
-        """For the opening lines."""
+        """Return the place and the reason for the run's opening lines."""
         return f"{WHERE[self.states]} ({self.reason})"
 
 
 def is_unified(device: torch.device) -> bool:
-    """Whether both tiers lie in main memory."""
+    """Return whether both tiers are main memory."""
     return device.type == "cpu"
 
 
 def open_of(run: RunConfig) -> Open:
-    """What of its placement a run file leaves to the planner: weights where that chooses the
-    schedule as well."""
+    """Return the placements that a run file leaves to the planner. Weights are included only if the
+    planner also chooses the schedule."""
     schedule, optimizer = run.schedule, run.optimizer
     weights = schedule.strategy == AUTO and schedule.weights is schedule.weight_gradients is None
     return Open(optimizer.states is StatesPlace.AUTO, weights, optimizer.disk is not None)
 
 
 def with_weights_there(run: RunConfig) -> RunConfig:
-    """The run with its weights in main memory."""
+    """Return the run with its weights in main memory."""
     return replace(run, schedule=replace(run.schedule, weights=Tier.HOST))
 
 
 def bare_machine(device: torch.device) -> MachineSpec:
-    """A device and its main memory by their bytes alone, for whoever does not ask for time."""
+    """Return the device and its main memory without speeds, for plans that need no time."""
     rate, name, total, taken = float("inf"), "cpu", 0, 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -230,20 +228,20 @@ def bare_machine(device: torch.device) -> MachineSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What an allocator is told in the course of a run; None: it does not follow steps."""
+    """Calls that an allocator needs during a run; None: it does not follow steps."""
 
     begin_step: Callable[[], None] | None = None
-    forget: Callable[[], None] | None = None  # steps will be of another kind from here on
+    forget: Callable[[], None] | None = None  # the following steps differ from the earlier ones
 
 
 def choose_allocator(name: DeviceAllocator, device: torch.device) -> DeviceMemory:
-    """Installs what the run asks for, before CUDA starts. Raises UnsupportedError."""
+    """Install the allocator that the run names, before CUDA starts. Raises UnsupportedError."""
     if name is DeviceAllocator.DEFAULT:
         return DeviceMemory()
     if device.type != "cuda":
         raise UnsupportedError(
             f"allocator: {name} is for the memory of a GPU, and this run computes on a "
-            f"{device.type}; leave it out, or set device: cuda"
+            f"{device.type}; leave allocator out, or set device: cuda"
         )
     with allocator_package(f"allocator: {name}") as native:
         before = native.installed()
@@ -259,6 +257,6 @@ def choose_allocator(name: DeviceAllocator, device: torch.device) -> DeviceMemor
 
 
 def _tell(index: int | None, call: Callable[[int | None], None]) -> None:
-    """What the allocator refuses in the course of a run is refused as well."""
+    """Tell the allocator, and raise UnsupportedError if it refuses."""
     with allocator_package():
         call(index)

@@ -1,7 +1,8 @@
-"""Losses of a run that are not of one pass: of pairs of answers, and of a teacher.
+"""Losses that need several passes: preference losses of answer pairs, and distillation from a
+teacher.
 
-Each is computed from log-probabilities of the whole sequence (`farspan.losses`), whose backward is
-the rest of the step; before them, without gradients, those of the reference or of the teacher.
+Each is computed from log-probabilities of the whole sequence (`farspan.losses`), and its backward
+is the rest of the step. The reference's or the teacher's are computed before, without gradients.
 """
 
 import hashlib
@@ -28,33 +29,33 @@ from farspan.train.console import Observer
 from farspan.train.run_folder import STORED, RunFolder
 from farspan.train.step_runner import Batches, Micro
 
-MARK = "run"  # in the file of stored log-probabilities: whose they are
+MARK = "run"  # key in the file of stored log-probabilities: digest of their run
 F32 = torch.float32
 
 
-# What a batch adds to an update's loss and to its metrics, by name.
+# A batch's contributions to an update's loss and metrics, by name.
 Sums = dict[str, Tensor | float]
 
 
-class _OfLogProbs:
-    """A loss of log-probabilities, which each replica computes of its own: the mean over trained
+class _LogProbLoss:
+    """Loss of log-probabilities, which each replica computes for itself: the mean over trained
     tokens."""
 
     def __init__(self, batches: Batches, observer: Observer) -> None:
         self.batches, self.observer = batches, observer
         self.ctx, self.loss = batches.ctx, batches.ctx.run.objective
         self._reference: Any = None  # the engine of the second model
-        self._beside: Step | None = None  # the one that it shares memory with
+        self._reference_step: Step | None = None  # the step that it shares memory with
 
     def total(self, micros: list[Micro]) -> int:
-        """What the loss of these and of the other replicas' is a mean of, at least 1."""
+        """Return the denominator of the mean over these batches on all replicas, at least 1."""
         return max(1, self.batches.trained(micros))
 
     def prepare(self, step: Step, at: int) -> None:
-        """What is computed once, before the first update; `at` updates are done."""
+        """Compute values once, before the first update; `at` updates are done."""
 
     def train(self, step: Step, micro: Micro, total: int) -> Sums:
-        """Adds the gradient of this batch's part of a mean over `total`; that part."""
+        """Add the gradient of this batch's share of a mean over `total`, and return the share."""
         with torch.enable_grad():
             found = self._parts(step, micro, total, "train")
             found["loss"].backward()
@@ -62,29 +63,29 @@ class _OfLogProbs:
 
     @torch.no_grad()
     def evaluate(self, step: Step, micro: Micro, total: int) -> Sums:
-        """The same without gradients."""
+        """Return this batch's share of a mean over `total`, without gradients."""
         return {n: float(v) for n, v in self._parts(step, micro, total, "held_out").items()}
 
-    def of_all(self, sums: Sequence[Sums]) -> dict[str, float]:
-        """Of all batches and replicas."""
+    def gather_sums(self, sums: Sequence[Sums]) -> dict[str, float]:
+        """Return the sums over all batches and replicas."""
         own = {name: float(sum(one[name] for one in sums)) for name in sums[0]}
         found = self.ctx.world.gather_replicas([own])
         return {name: sum(one[name] for one in found) for name in own}
 
     def _parts(self, step: Step, micro: Micro, total: int, part: str) -> dict[str, Tensor]:
-        """Of a batch of the data to train on or of those held out, as tensors; `loss` with a
-        graph."""
+        """Return the contributions of a batch of the "train" or the "held_out" data as tensors;
+        `loss` has a graph."""
         raise NotImplementedError
 
-    def reference_beside(self, step: Step) -> Any:
-        """The engine of the second model."""
-        if self._beside is not step:
-            self._reference, self._beside = self.ctx.make_reference(step), step
+    def reference_engine(self, step: Step) -> Any:
+        """Return the engine of the second model, which shares the step's memory."""
+        if self._reference_step is not step:
+            self._reference, self._reference_step = self.ctx.make_reference(step), step
         return self._reference
 
     @contextmanager
     def watched(self, step: Any, progress: Callable[[Any], None] | None = None) -> Iterator[None]:
-        """A forward whose progress is no part of the update's; it is left when a signal comes."""
+        """Run a forward outside the update's progress; a signal ends it."""
         own = step.progress
         step.progress = progress or self._check
         try:
@@ -97,8 +98,8 @@ class _OfLogProbs:
         self.observer.interrupt.passed(StopPoint.HELD_OUT_CELL)
 
 
-class OfPairs(_OfLogProbs):
-    """The mean over pairs of a loss of their two answers: DPO, IPO, ORPO."""
+class PreferenceLoss(_LogProbLoss):
+    """Mean over pairs of a loss of their two answers: DPO, IPO, ORPO."""
 
     def __init__(
         self, batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
@@ -122,7 +123,7 @@ class OfPairs(_OfLogProbs):
                 values = losses.dpo(both, other, beta=loss.beta, label_smoothing=smoothing)
             case LossKind.IPO:
                 values = losses.ipo(both, other, beta=loss.beta)
-            case _:  # with the chosen answers' own loss, as the paper has it
+            case _:  # plus the chosen answers' own loss, as in the paper
                 values = losses.orpo(both, beta=loss.beta) - both[0]
         rewards = loss.beta * (policy - reference).detach()
         margins = rewards[:, 0] - rewards[:, 1]
@@ -136,29 +137,29 @@ class OfPairs(_OfLogProbs):
         return {name: value.sum() / total for name, value in found.items()}
 
     def _answers(self, step: Any, micro: Micro) -> Tensor:
-        """[pairs, 2]: log-probabilities of what was chosen and of what was rejected, summed, or
-        their means where the loss is of these."""
+        """Return [pairs, 2]: summed log-probabilities of the chosen and the rejected answers, or
+        their means if the loss uses means."""
         ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
-        found = step.logprobs(ids, labels, documents)
-        trained = _is_trained(labels, documents).to(found.dtype)
+        logprobs = step.logprobs(ids, labels, documents)
+        trained = _is_trained(labels, documents).to(logprobs.dtype)
         by_length = self.loss.by_length or self.loss.kind is not LossKind.DPO
         answers = []
         for row, numbers in enumerate(micro.batch.pairs):
             lengths = torch.unique_consecutive(documents[row], return_counts=True)[1].tolist()
-            pieces = zip(found[row].split(lengths), trained[row].split(lengths), strict=True)
-            for own, counted in islice(pieces, 2 * len(numbers)):
-                answers.append(own.sum() / counted.sum() if by_length else own.sum())
-        return torch.stack(answers).view(-1, 2) if answers else found.new_zeros(0, 2)
+            pieces = zip(logprobs[row].split(lengths), trained[row].split(lengths), strict=True)
+            for answer, counted in islice(pieces, 2 * len(numbers)):
+                answers.append(answer.sum() / counted.sum() if by_length else answer.sum())
+        return torch.stack(answers).view(-1, 2) if answers else logprobs.new_zeros(0, 2)
 
-    # -- what the policy is compared with ----------------------------------------------------------
+    # -- the reference -----------------------------------------------------------------------------
 
     def _references(self, step: Step, micro: Micro, part: str) -> Tensor:
-        """The same of the reference; zeros of a loss that has none."""
+        """Return `_answers` of the reference, or zeros if the loss has none."""
         match self.loss.compared():
             case Reference.STORED:
                 return self._look_up(micro, part)
             case Reference.FROZEN:
-                other = self.reference_beside(step)
+                other = self.reference_engine(step)
                 with self.watched(other):
                     return self._answers(other, micro)
             case Reference.ADAPTERS_OFF:
@@ -172,18 +173,18 @@ class OfPairs(_OfLogProbs):
             self._stored = self.ctx.world.run_on_rank0(self._read)
         if self._stored is None:
             raise UnsupportedError(
-                f"loss.reference: {self._path} is not there, or of another run, and the weights "
-                "that it is computed with are trained already; restore it, or begin again in "
-                "another folder"
+                f"loss.reference: {self._path} is missing or belongs to another run, and the "
+                "weights that it was computed with have already been trained; restore it, or begin "
+                "again in another folder"
             )
-        found = self._stored[part][list(_numbers(micro))]
-        if found.isnan().any():
+        rows = self._stored[part][list(_numbers(micro))]
+        if rows.isnan().any():
             raise UnsupportedError(
-                f"loss.reference: {self._path} has no log-probabilities of some pairs of this step "
+                f"loss.reference: {self._path} lacks log-probabilities of some pairs of this step "
                 "or evaluation: it was computed for the steps, batches and evaluation.sequences "
                 "that the run began with; set these back, or begin again in another folder"
             )
-        return found.to(micro.input_ids.device, torch.promote_types(self.ctx.model.dtype, F32))
+        return rows.to(micro.input_ids.device, torch.promote_types(self.ctx.model.dtype, F32))
 
     def prepare(self, step: Step, at: int) -> None:
         if self.loss.compared() is not Reference.STORED:
@@ -194,26 +195,26 @@ class OfPairs(_OfLogProbs):
             self.ctx.world.run_on_rank0(self._write)
 
     def _compute(self, step: Step) -> dict[str, Tensor]:
-        """Of every pair that the run reads or is evaluated on."""
+        """Compute the log-probabilities of every pair that the run reads or is evaluated on."""
         corpus, batches = self.ctx.corpus, self.batches
         numbers = range(batches.needed())
         self.observer.note(
             f"reference: log-probabilities of {len(numbers):,} batches, once; kept in {self._path}"
         )
-        found = {"train": self._table(step, corpus.train, map(batches.of, numbers), len(numbers))}
+        tables = {"train": self._table(step, corpus.train, map(batches.of, numbers), len(numbers))}
         if corpus.held_out is not None:
             micros = batches.held_out()
-            found["held_out"] = self._table(step, corpus.held_out, micros, len(micros))
-        return found
+            tables["held_out"] = self._table(step, corpus.held_out, micros, len(micros))
+        return tables
 
     def _table(self, step: Step, packing: Sequences, micros: Iterable[Micro], count: int) -> Tensor:
-        own: list[tuple[int, list[float]]] = []
+        rows: list[tuple[int, list[float]]] = []
         for place, micro in enumerate(micros):
             self.observer.interrupt.passed(StopPoint.BATCH)
             with self.watched(step, partial(self.observer.evaluating, place, count)):
-                own += zip(_numbers(micro), self._answers(step, micro).tolist(), strict=True)
+                rows += zip(_numbers(micro), self._answers(step, micro).tolist(), strict=True)
         table = torch.full((packing.documents(), 2), torch.nan, dtype=torch.float64)
-        for number, values in self.ctx.world.gather_replicas(own):
+        for number, values in self.ctx.world.gather_replicas(rows):
             table[number] = torch.tensor(values, dtype=torch.float64)
         return table
 
@@ -222,7 +223,8 @@ class OfPairs(_OfLogProbs):
         write_whole(self._path, save(self._stored, {MARK: self._mark}))
 
     def _read(self) -> dict[str, Tensor] | None:
-        """None: there is none, or of another run."""
+        """Return the stored log-probabilities, or None if the file is missing or belongs to another
+        run."""
         if not self._path.is_file():
             return None
         try:
@@ -237,8 +239,9 @@ class OfPairs(_OfLogProbs):
             ) from error
 
 
-class Distilled(_OfLogProbs):
-    """The mean over trained tokens of how far the student is from the teacher's k likeliest ids."""
+class DistillationLoss(_LogProbLoss):
+    """Mean over trained tokens of the distance between student and teacher on the teacher's k
+    likeliest ids."""
 
     def _parts(
         self,
@@ -248,37 +251,37 @@ class Distilled(_OfLogProbs):
         part: str,  # noqa: ARG002
     ) -> dict[str, Tensor]:
         ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
-        teacher, vocab = self.reference_beside(step), text_config(self.ctx.model).vocab_size
+        teacher, vocab = self.reference_engine(step), text_config(self.ctx.model).vocab_size
         with self.watched(teacher):
             top, known = teacher.top_logprobs(ids, documents, k=self.loss.top_k, vocab=vocab)
         trained = _is_trained(labels, documents)
-        asked = torch.full_like(top, UNTRAINED)  # labels are those of the token before
+        asked = torch.full_like(top, UNTRAINED)  # labels belong to the token before
         asked[:, 1:] = top[:, :-1].where(trained[:, :-1, None], UNTRAINED)
         student = step.logprobs(ids, asked, documents)
         return {"loss": losses.distillation(student, known, trained).sum() / total}
 
 
 def _numbers(micro: Micro) -> tuple[int, ...]:
-    """Its pairs, row by row."""
+    """Return the numbers of the batch's pairs, row by row."""
     return tuple(number for row in micro.batch.pairs for number in row)
 
 
 def _is_trained(labels: Tensor, documents: Tensor) -> Tensor:
-    """[batch, tokens] bool: is the token behind it trained, and of the same document?"""
-    found = torch.zeros_like(labels, dtype=torch.bool)
-    found[:, :-1] = (labels[:, 1:] != UNTRAINED) & (documents[:, 1:] == documents[:, :-1])
-    return found
+    """Return [batch, tokens] bool: the next token is trained and belongs to the same document."""
+    trained = torch.zeros_like(labels, dtype=torch.bool)
+    trained[:, :-1] = (labels[:, 1:] != UNTRAINED) & (documents[:, 1:] == documents[:, :-1])
+    return trained
 
 
 def text_config(model: Any) -> Any:
-    """Of a model's language part."""
+    """Return the configuration of a model's language part."""
     return model.config.get_text_config()
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside it adapters add nothing. What is trained stays so: peft's own way would have all that
-    is known of the model found out anew."""
+    """Switch all adapters off inside the block. Parameters stay trainable: peft's own context
+    manager changes that, and farspan would have to inspect the model again."""
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
     for layer in layers:
         layer._disable_adapters = True
@@ -289,10 +292,10 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def objective_of(
+def make_objective(
     batches: Batches, observer: Observer, folder: RunFolder, identity: Mapping[str, Any]
-) -> OfPairs | Distilled:
-    """What the run trains, of a loss that is not of one pass."""
+) -> PreferenceLoss | DistillationLoss:
+    """Return the run's loss, for losses that need several passes."""
     if batches.ctx.run.objective.paired:
-        return OfPairs(batches, observer, folder, identity)
-    return Distilled(batches, observer)
+        return PreferenceLoss(batches, observer, folder, identity)
+    return DistillationLoss(batches, observer)

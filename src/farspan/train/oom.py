@@ -1,4 +1,4 @@
-"""Out of memory: recognized in an exception, cleared away, and a lighter schedule found."""
+"""Out-of-memory errors: recognize them, free the memory, and find a lighter schedule."""
 
 import gc
 from collections.abc import Sequence
@@ -17,36 +17,36 @@ from farspan.planner.space import SMALLEST_CHUNK
 from farspan.program.layout import COMMAND, group_ranges, refuse_together
 from farspan.spec import Schedule, Tier, UnsupportedError
 
-# How torch's allocator of main memory says that it got none.
+# Parts of the messages by which torch reports too little main memory.
 NO_MAIN_MEMORY = ("DefaultCPUAllocator", "not enough memory", "an't allocate memory")
-# CUDA libraries that take device memory for themselves, and an allocator that was installed where
-# no compiler could make torch's own exception.
+# CUDA libraries that allocate device memory themselves, and an allocator that was built without
+# torch's own exception, as no compiler was installed.
 NO_DEVICE_MEMORY = ("CUDA error: out of memory", "ALLOC_FAILED", "CUDA out of memory")
 
 
 class NoScheduleFits(UnsupportedError):
-    """No schedule that was tried fits; the message says which were."""
+    """No schedule that was tried fits; the message names them."""
 
 
 class OneRankOutOfMemory(NoScheduleFits):
-    """One of several ranks ran out while the others went on: they wait for it within the step."""
+    """A rank ran out of memory while the others still wait for it within the step."""
 
 
-# What ranks look at together before they take any: all of them are refused, or none.
+# Errors that all ranks raise together, before any of them allocates.
 _TOGETHER = (TooLarge, DeviceTooSmall)
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A tier that ran out. On a CPU both are main memory: it is then the host."""
+    """A tier that ran out of memory. On a CPU both tiers are main memory, and `tier` is HOST."""
 
     tier: Tier
     message: str  # one line
-    of_all: bool = True  # the ranks of this run: all of them know, and have left the same work
+    of_all: bool = True  # all ranks know it and have left the same work
 
 
 def find_shortage(error: BaseException) -> Shortage | None:
-    """What ran out, if that is why `error`, or what it was raised from, was raised."""
+    """Return the shortage that caused `error` or one of its causes, or None for another error."""
     cause: BaseException | None = error
     while cause is not None:
         tier = _tier(cause)
@@ -63,7 +63,7 @@ def _tier(error: BaseException) -> Tier | None:
     if isinstance(error, torch.OutOfMemoryError | DeviceTooSmall):
         return Tier.DEVICE
     if isinstance(error, torch.cuda.CudaError):
-        return Tier.HOST if "out of memory" in str(error) else None  # pages that are to be locked
+        return Tier.HOST if "out of memory" in str(error) else None  # of page-locked memory
     if not isinstance(error, RuntimeError):
         return None
     if any(sign in str(error) for sign in NO_MAIN_MEMORY):
@@ -72,14 +72,14 @@ def _tier(error: BaseException) -> Tier | None:
 
 
 def clear_up(device: torch.device) -> None:
-    """Gives back what a failed step has left. Call it outside the handler of its exception, which
-    holds the step's frames and they its tensors."""
+    """Free the memory that a failed step has left. Call it outside the handler of its exception,
+    which keeps the step's frames and their tensors alive."""
     gc.collect()
     if device.type != "cuda":
         return
     try:
-        # A call of CUDA's that failed, such as locking pages, leaves its error code behind, and
-        # the next kernel would report it as its own.
+        # A failed CUDA call, such as locking pages, leaves an error code that the next kernel would
+        # report as its own.
         torch.zeros(1, device=device).add_(1)
         torch.cuda.synchronize(device)
     except RuntimeError:
@@ -87,28 +87,31 @@ def clear_up(device: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
-# Of what a failed schedule decides of a tier its successor may take so much: 41% after four tries.
+# Share of a failed schedule's bytes that its successor may take: 41% after four tries.
 RETRY_SHARE = 0.8
-# What no schedule decides. Taken off before the share: weights may be nearly all there is.
+# Parts that no schedule decides. Subtracted before the share: weights may be nearly all there is.
 FIXED = (
     *("weights", "reference", "index", "gathered", "gradients"),
     *("accumulators", "optimizer", "inputs", "reserve", "pages"),
 )
-WORTH = 0.02  # a change that takes away less of what a schedule decides costs time for nothing
-LEAST_FRACTION = 0.125  # half of it is too little to be worth its buffers
+WORTH = 0.02  # a change that saves a smaller share only costs time
+LEAST_FRACTION = 0.125  # half of this fraction is not worth its buffers
 
 
 def fixed_bytes(budget: Budget) -> int:
-    """Bytes of a tier that no schedule decides."""
+    """Return the bytes of a tier that no schedule decides."""
     return sum(found for part, found in budget.parts.items() if part in FIXED)
 
 
 def lighter_schedule(
     question: Question, schedule: Schedule, tiers: Sequence[Tier]
 ) -> Schedule | None:
-    """Changes one thing after the other, the cheapest in time first, until the planner finds that
-    the tiers need at most RETRY_SHARE of what they did; None when no change takes away what is
-    WORTH it. The ranks of the question's layout can run what is found: stages keep their layers."""
+    """Return a schedule that takes at most RETRY_SHARE of the tiers' bytes, or None if no change
+    saves the share WORTH.
+
+    Fields are changed one after the other, the cheapest in time first. The ranks of the question's
+    layout can run the result: pipeline stages keep their layers.
+    """
     layers = len(question.model.layers)
     before = now = needed(question, schedule, tiers)
     stages = group_ranges(schedule, layers, question.layout.pipeline)
@@ -130,15 +133,15 @@ def lighter_schedule(
 
 
 def needed(question: Question, schedule: Schedule, tiers: Sequence[Tier]) -> int:
-    """Bytes of the tiers that a schedule decides, of the rank that has the most."""
+    """Return the bytes of the tiers that a schedule decides, on the rank with the most."""
     sized = size(question, schedule)
     budgets = {Tier.DEVICE: sized.device, Tier.HOST: sized.host}
     return sum(budgets[tier].total - fixed_bytes(budgets[tier]) for tier in tiers)
 
 
 def _changes(question: Question, schedule: Schedule) -> dict[str, dict[str, Any]]:
-    """Fields that may be given up, the cheapest in time first. Chunks that would become so short
-    that cells take longer are the last."""
+    """Return fields to change, the cheapest in time first. Chunks that are so short that cells take
+    longer come last."""
     layers, tokens, host = len(question.model.layers), question.run.tokens, Tier.HOST
     largest, chunk = max(schedule.group_sizes(layers)), _half(min(schedule.chunk, tokens))
     if schedule.sparse is not None:
@@ -173,14 +176,14 @@ USUAL = "shorten the context, use a smaller batch or start more ranks, on more m
 
 
 def explain_none_fits(plan: Plan) -> str:
-    """The room there is, what the plan that misses by the least would take of it, and what to
-    change."""
+    """Return the error for a plan without a fitting schedule: the room, the nearest miss, and a
+    change to make."""
     where = "" if plan.unmoved is None else f"with {place_words(plan.question)}, "
     return f"schedule: none fits {_room(plan)}: {where}{_miss(plan)}; {advice(plan)}"
 
 
 def explain_moved(plan: Plan) -> str:
-    """Why weights go to main memory, and how long a step is for it; on one line."""
+    """Return one line that says why weights go to main memory, and how long a step then takes."""
     seconds, first = plan.seconds, plan.unmoved
     assert first is not None, "something was moved"
     why = f"a step took {write_seconds(first.seconds.total)}" if first.fits else _miss(first)
@@ -192,8 +195,8 @@ def explain_moved(plan: Plan) -> str:
 
 
 def advice(plan: Plan) -> str:
-    """The planner's first remedy that keeps the results, else its first, as a change of the run
-    file."""
+    """Return a change of the run file: the planner's first remedy that keeps the results, else its
+    first."""
     same = next((remedy for remedy in plan.remedies if remedy.same), None)
     words = (plan.remedy if same is None else same.options).split()
     changes = (_advice(plan.question, *pair) for pair in zip(words[::2], words[1::2], strict=True))
@@ -203,12 +206,12 @@ def advice(plan: Plan) -> str:
 def _advice(question: Question, flag: str, value: str) -> str:
     match flag:
         case "--optimizer" if value == "host":
-            # Where both tiers are main memory, states take as much of it either way.
+            # States take as much main memory either way.
             return USUAL if question.machine.unified else "set optimizer.states: host"
         case "--optimizer" if value == "disk":
             return "set optimizer.states: disk"
         case "--optimizer":
-            alone = question.layout.devices() == 1  # sharded over ranks they are refused
+            alone = question.layout.devices() == 1  # sharded runs refuse 8-bit states
             return f"set optimizer.states: 8bit, which is not AdamW, or {USUAL}" if alone else USUAL
         case "--lora":
             return f"set model.lora.rank: {value}, which trains adapters, or {USUAL}"
@@ -217,7 +220,7 @@ def _advice(question: Question, flag: str, value: str) -> str:
         case "--weights":
             return f"set schedule.weights: {value}"
         case "--host-memory":
-            return f"use a machine with {value} of main memory (and so much host_memory, if set)"
+            return f"use a machine with {value} of main memory (and raise host_memory, if set)"
         case "--batch":
             return f"set batch: {value}, and accumulate as much higher"
         case "--gpus":
@@ -245,9 +248,9 @@ def _room(plan: Plan) -> str:
 
 
 def _miss(plan: Plan) -> str:
-    """What one rank needs and has, of what it lacks most."""
+    """Return the need and the room of one rank in the tier that lacks most."""
     question = plan.question
-    if question.machine.unified:  # one memory, whose limits are less by what the other tier takes
+    if question.machine.unified:  # one memory: a tier's limit excludes the other tier
         tiers = (plan.device.parts, plan.host.parts)
         parts = {n: sum(t.get(n, 0) for t in tiers) for n in {**tiers[0], **tiers[1]}}
         budget, where = Budget(parts, question.host_share()), "main memory"

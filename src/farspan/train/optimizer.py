@@ -1,21 +1,21 @@
 """AdamW for a run: the learning rate, the update, and its states, on the device, in 8 bits, in main
 memory or on a drive.
 
-`ResidentStates` keeps fp32 masters and moments beside the weights, on the device.
+`ResidentStates` keeps fp32 masters and moments on the device, next to the weights.
 
-`EightBitStates` keeps moments of one byte an element, by torchao (arXiv 2110.02861), and follows
-another rule than AdamW's: after each update a moment is rounded to one of 256 values, relative to
+`EightBitStates` keeps moments of one byte per element, by torchao (arXiv 2110.02861), and its
+results differ from AdamW's: after each update a moment is rounded to one of 256 values, relative to
 the largest of its 256 neighbours; a moment of fewer than 4,096 elements, or of a number that 256
 does not divide, keeps the parameter's dtype. Weights have no master: bfloat16 ones are rounded
 stochastically, by torch's generator of the device, so that small updates count on average.
 
-States that are updated in main memory are in `farspan.train.staged_states`. Where weights live
-there, too, a thread may update them beside the beginning of the next step, in the order in which
-that needs them:
+States that are updated in main memory are in `farspan.train.staged_states`. If weights live there,
+too, a thread may update them while the next step begins, in the order in which the step needs them:
 
     update   (norm) outside | layer 0 | layer 1 | layer 2
     fetch                     outside  layer 0 | layer 1 | layer 2
-    compute                                      layer 0 | layer 1 | layer 2"""
+    compute                                      layer 0 | layer 1 | layer 2
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -45,25 +45,27 @@ from farspan.train.staged_states import (
 
 
 class OptimizerStates(Protocol):
-    """The states of one kind, in one place.
+    """Optimizer states in one format and one place.
 
-    `.grad` of a parameter has the dtype in which these states take it: whoever makes them has set
-    `grad_dtype` accordingly.
+    `.grad` of a parameter has the dtype that these states expect: their constructor sets
+    `grad_dtype`.
     """
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that changes besides the parameters, live: restored by copying into it."""
+        """Return all tensors that change in training, except the parameters. Copying into them
+        restores a checkpoint."""
 
     def held(self) -> StateBytes:
-        """What they take, counters included."""
+        """Return the bytes of the states, with counters."""
 
     def update(self, lr: float) -> None:
-        """One update of every parameter that has a `.grad`, from it. On CUDA it is ordered before
-        whatever the computing stream does next."""
+        """Update every parameter that has a `.grad`. On CUDA the update precedes later work on the
+        computing stream."""
 
 
 class ResidentStates:
-    """Invariant: a bfloat16 or float16 parameter equals its fp32 master rounded."""
+    """AdamW states on the device. Invariant: a bfloat16 or float16 parameter equals its rounded
+    fp32 master."""
 
     def __init__(self, parameters: Parameters, rule: Rule) -> None:
         self._parameters = parameters
@@ -83,7 +85,7 @@ class ResidentStates:
         adam = torch.optim.AdamW(
             rule.groups(weights), config.lr, config.betas, config.eps, fused=True
         )
-        # AdamW makes its state at the first step; made now, it has one form from the start.
+        # AdamW makes its state at the first step; made here, its format never changes.
         for weight in weights.values():
             adam.state[weight] = {
                 "step": torch.zeros((), dtype=torch.float32, device=weight.device),
@@ -122,16 +124,13 @@ NO_TORCHAO = (
     "optimizer.states: 8bit needs torchao, which cannot be imported here ({error}); pip install "
     "'farspan[8bit]', or set states to auto, device or host"
 )
-EIGHT_BIT_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # and whether its values have a sign
-EIGHT_BIT_PARTS = (
-    "codes",
-    "scale",
-    "qmap",
-)  # of a moment of one byte: uint8, fp32 a block, 256 values
+EIGHT_BIT_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether values have a sign
+# Parts of a moment of one byte per element: uint8, fp32 per block, 256 values.
+EIGHT_BIT_PARTS = ("codes", "scale", "qmap")
 
 
 def load_adamw() -> Any:
-    """torchao's class. Raises UnsupportedError where it is not installed."""
+    """Return torchao's 8-bit AdamW class. Raises UnsupportedError without torchao."""
     try:
         return load("torchao.optim", "AdamW8bit")
     except ImportError as error:
@@ -139,11 +138,11 @@ def load_adamw() -> Any:
 
 
 class EightBitStates:
-    """`.grad` has the parameters' dtype: in bfloat16 it is rounded once, when its layers' chunks
-    have been added up in fp32."""
+    """AdamW states in 8 bits. `.grad` has the parameters' dtype: in bfloat16 it is rounded once,
+    after its layers' chunks were added in fp32."""
 
     def __init__(self, parameters: Parameters, rule: Rule) -> None:
-        """Raises UnsupportedError without torchao."""
+        """Allocate all states. Raises UnsupportedError without torchao."""
         adamw, config = load_adamw(), rule.config
         self._parameters = parameters
         self._adam = adamw(
@@ -157,9 +156,9 @@ class EightBitStates:
             self._adam.state[parameter] = self._zeros(parameter)
 
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state as the library makes it at a first step; made now, it has one form from the
-        start. The library has no public way to: `_new_buffer(parameter, signed)` answers zeros,
-        one byte an element or in the parameter's dtype, by the rule above."""
+        """Return the state that torchao would make at the first step; made here, its format never
+        changes. torchao has no public way: `_new_buffer(parameter, signed)` returns zeros, one byte
+        per element or in the parameter's dtype, by the rule at the top of this file."""
         made = {
             key: self._adam._new_buffer(parameter, sign) for key, sign in EIGHT_BIT_MOMENTS.items()
         }
@@ -193,11 +192,11 @@ class EightBitStates:
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]:
-    """Of each update (from 0) of `steps`: rises over the warm-up, and falls at the end to `final`
-    of `lr`, as a half cosine or in a line."""
+    """Return the learning rate by update (from 0) of `steps`: it rises over the warm-up and falls
+    at the end to `final` of `lr`, as a half cosine or linearly."""
     falls, floor = config.falls_over(steps), config.lr * config.final
 
-    def of(step: int) -> float:
+    def rate(step: int) -> float:
         if step < config.warmup:
             return config.lr * (step + 1) / config.warmup
         if step < steps - falls:
@@ -207,12 +206,12 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[int], float]
             return floor + (config.lr - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
         return floor + (config.lr - floor) * (1.0 - done)
 
-    return of
+    return rate
 
 
 def decays(model: nn.Module) -> dict[str, bool]:
-    """Whether weight decay applies to each trainable parameter: to matrices, and neither to
-    norms and biases nor to embeddings, tied to the head or not."""
+    """Return by name whether weight decay applies to a trainable parameter: to matrices, but not to
+    norms, biases and embeddings, tied to the head or not."""
     embeddings = {
         id(parameter)
         for module in model.modules()
@@ -228,15 +227,15 @@ def decays(model: nn.Module) -> dict[str, bool]:
 
 
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that are updated, each once, under the first of its names."""
+    """Yield the parameters to update, each once, under its first name."""
     return ((n, p) for n, p in model.named_parameters() if p.requires_grad)
 
 
 class TrainingOptimizer:
-    """Updates the trainable parameters of a model from their `.grad`.
+    """Optimizer of the trainable parameters of a model, from their `.grad`.
 
-    `config.states` says where the states are; `auto`, which is decided before, stands for the
-    device here. Of a model that is sharded over ranks, each updates its pieces.
+    `config.states` is the place of the states; `auto`, which the run replaces earlier, means the
+    device here. If the model is sharded, each rank updates its pieces.
     """
 
     def __init__(
@@ -248,14 +247,14 @@ class TrainingOptimizer:
         room: int | None = None,
         streamed: StreamedWeights | None = None,
     ) -> None:
-        """Takes the memory of all states; `room` is of main memory, where nothing else of this
-        process's is counted yet. `streamed` are the model's, where parameters and gradients live in
-        main memory. Raises UnsupportedError, TooLarge."""
+        """Allocate all states, within `room` bytes of main memory for this process, if limited.
+        `streamed` holds the weights if parameters and gradients live in main memory. Raises
+        UnsupportedError, TooLarge."""
         self._config = config
         self._pieces = pieces
         self._streamed = streamed
         self._thread: ThreadPoolExecutor | None = None
-        self._updating: Future[None] | None = None  # the latest update that a thread was given
+        self._updating: Future[None] | None = None  # the latest update on the thread
         self._is_left = False
         self.parameters: dict[str, nn.Parameter] = dict(
             trainable(model) if pieces is None else pieces.trained
@@ -278,38 +277,37 @@ class TrainingOptimizer:
             pieces.widen()
 
     def _in_order(self) -> dict[str, nn.Parameter]:
-        """The parameters, those first that a step needs first."""
+        """Return the parameters in the order in which a step needs them."""
         if self._streamed is None:
             return self.parameters
         every = (id(p) for unit in self._streamed.trained() for p in unit)
-        places = {of: place for place, of in enumerate(every)}
+        places = {parameter: place for place, parameter in enumerate(every)}
         return dict(sorted(self.parameters.items(), key=lambda pair: places[id(pair[1])]))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that changes besides the parameters, live: restored by copying into it."""
+        """Return all tensors that change in training, except the parameters. Copying into them
+        restores a checkpoint."""
         return self._states.tensors()
 
     def settle(self) -> None:
-        """Waits until parameters and states are those after the latest update. Raises what that
-        has raised; so does every update after it."""
+        """Wait until the latest update has ended. Raises the update's exception, as does every
+        later update."""
         if self._updating is not None:
             self._updating.result()
 
     def abandon(self) -> None:
-        """Has the update under way end behind the parameter that it is at: the process waits for
-        its thread when it exits. Parameters and states are then of no more use."""
+        """Stop the running update after its current parameter, since the process waits for its
+        thread at exit. Parameters and states are useless afterwards."""
         self._is_left = True
 
     def held(self) -> StateBytes:
-        """Bytes of the states."""
         return self._states.held()
 
     def drive(self) -> str:
-        """What is known of the drive that has the states; empty for none."""
+        """Return a description of the drive that holds the states, or "" without one."""
         return self._states.describe() if isinstance(self._states, DiskStates) else ""
 
     def clear(self) -> None:
-        """Drops all gradients."""
         self.settle()
         if self._pieces is not None:
             self._pieces.clear()
@@ -317,9 +315,8 @@ class TrainingOptimizer:
             parameter.grad = None
 
     def gradient_norm(self) -> Tensor:
-        """L2 norm of all gradients together, a scalar in fp32 or better; not finite if one of
-        them is not. Of a model that is sharded over ranks, all of them ask for it before an update.
-        """
+        """Return the L2 norm of all gradients, a scalar in fp32 or better; not finite if a gradient
+        is not. All ranks of a sharded model call it before an update."""
         if self._pieces is not None:
             self._pieces.take()
             return self._pieces.norm()
@@ -334,10 +331,10 @@ class TrainingOptimizer:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def step(self, lr: float, norm: Tensor) -> None:
-        """One update from the gradients, whose norm is `norm`, and drops them. A thread may do it
-        while the next step begins; whatever else reads weights or states asks to `settle` first."""
+        """Update once from the gradients, whose norm is `norm`, and drop them. A thread may run the
+        update while the next step begins; call `settle` before reading weights or states."""
         if self._thread is not None:
-            self._update_beside(self._thread, lr, norm)
+            self._update_on_thread(self._thread, lr, norm)
             return
         self._clip(self.parameters.values(), norm)
         self._states.update(lr)
@@ -347,23 +344,23 @@ class TrainingOptimizer:
         if self._config.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self._config.clip, norm)
 
-    def _update_beside(self, thread: ThreadPoolExecutor, lr: float, norm: Tensor) -> None:
-        """Has the thread update, and units of the weights wait for it."""
+    def _update_on_thread(self, thread: ThreadPoolExecutor, lr: float, norm: Tensor) -> None:
+        """Start the update on the thread; units of the weights wait for it."""
         self.settle()
-        norm = norm.cpu()  # now: the thread would wait for all that the device was given since
+        norm = norm.cpu()  # now: the thread would wait for all later work of the device
         assert self._streamed is not None
         assert isinstance(self._states, HostStates)
         units = [[id(p) for p in unit if p.grad is not None] for unit in self._streamed.trained()]
         done = [Future[None]() for _ in units]
-        last = {unit[-1]: of for unit, of in zip(units, done, strict=True) if unit}
-        for unit, of in zip(units, done, strict=True):
+        last = {unit[-1]: future for unit, future in zip(units, done, strict=True) if unit}
+        for unit, future in zip(units, done, strict=True):
             if not unit:
-                of.set_result(None)
+                future.set_result(None)
         states = self._states
 
         def begins(parameter: nn.Parameter) -> None:
             if self._is_left:
-                raise RuntimeError("the run was left while its weights were updated")
+                raise RuntimeError("the run ended while its weights were updated")
             self._clip([parameter], norm)
 
         def ends(parameter: nn.Parameter) -> None:
@@ -374,13 +371,13 @@ class TrainingOptimizer:
         def update() -> None:
             try:
                 states.update(lr, begins, ends)
-                for of in done:  # of parameters without elements nobody hears
-                    if not of.done():
-                        of.set_result(None)
+                for future in done:  # no callback comes for parameters without elements
+                    if not future.done():
+                        future.set_result(None)
             except BaseException as error:
-                for of in done:
-                    if not of.done():
-                        of.set_exception(error)
+                for future in done:
+                    if not future.done():
+                        future.set_exception(error)
                 raise
 
         self._updating = thread.submit(update)

@@ -1,4 +1,4 @@
-"""What a run begins with beside the model of its run file: another run's weights, or adapters."""
+"""Start of a run from another run's weights, or from adapters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -44,7 +44,7 @@ ELSEWHERE = (
     "name another run or checkpoint, or what this one was trained with in the run file: model, "
     "optimizer.states"
 )
-# Of an adapter_config.json: what makes of adapters others than W x + alpha / r * B(A(x)).
+# Keys of adapter_config.json that make adapters compute more than W x + alpha / r * B(A(x)).
 OTHER_KINDS = (
     *("use_dora", "use_rslora", "use_qalora", "modules_to_save", "trainable_token_indices"),
     *("rank_pattern", "alpha_pattern", "lora_bias", "layer_replication"),
@@ -52,14 +52,14 @@ OTHER_KINDS = (
 
 
 def is_adapters(path: Path) -> bool:
-    """Whether a folder holds adapters, by peft's own file."""
+    """Return whether a folder holds adapters, by peft's configuration file."""
     return (path / ADAPTER_CONFIG).is_file()
 
 
 def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
-    """Of a model whose path is a folder of adapters: the model that they are for, with adapters
-    like them, and their folder; of another one itself. Raises UnsupportedError naming the field,
-    also for quantised weights without adapters."""
+    """Return the model and the folder of its adapters. If `model.path` is a folder of adapters, the
+    model is their base with adapters like them; any other model is returned unchanged, with None.
+    Raises UnsupportedError naming the field, also for quantised weights without adapters."""
     path = None if model.path is None else Path(model.path).expanduser()
     if path is None or not is_adapters(path):
         if model.quantize is not None and model.lora is None:
@@ -70,7 +70,7 @@ def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
     named = isinstance(base, str) and base and "\0" not in base
     if not named or not isinstance(revision, str | None):
         raise UnsupportedError(
-            f"model.path: {path} holds adapters and does not say of which model ({BASE}, revision "
+            f"model.path: {path} holds adapters but does not name their model ({BASE}, revision "
             f"in {ADAPTER_CONFIG}); give that model as model.path, and start: {{path: {path}}}"
         )
     lora = model.lora or lora_of(path, config)
@@ -86,7 +86,7 @@ def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
 
 
 def lora_of(path: Path, config: Mapping[str, Any]) -> LoraConfig:
-    """Adapters as a run file has them, like those of a folder. Raises UnsupportedError."""
+    """Return the configuration of adapters like those of a folder. Raises UnsupportedError."""
     refuse_other_kinds(path, config)
     with open_tensors(path / ADAPTER_TENSORS) as file:
         names = {name.split(".lora_")[0] for name in set(file.keys()) if ".lora_" in name}
@@ -106,7 +106,7 @@ def lora_of(path: Path, config: Mapping[str, Any]) -> LoraConfig:
 
 
 def refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedError for adapters that a run does not train."""
+    """Raise UnsupportedError for adapters that a run cannot train."""
     given = [name for name in OTHER_KINDS if config.get(name)]
     for name, plain in (("peft_type", "LORA"), ("bias", "none")):
         if config.get(name, plain) != plain:
@@ -114,14 +114,14 @@ def refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
     if given:
         named = ", ".join(f"{name}: {config[name]!r}" for name in given)
         raise UnsupportedError(
-            f"{path / ADAPTER_CONFIG}: {named}: a run trains plain LoRA alone; merge these "
+            f"{path / ADAPTER_CONFIG}: {named}: a run trains only plain LoRA; merge these "
             "adapters (farspan merge) and start from the whole model"
         )
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """The checkpoints of a run folder, the oldest first; of a checkpoint itself, that one. Raises
-    UnsupportedError where there are none."""
+    """Return the checkpoints of a run folder, oldest first, or a checkpoint itself. Raises
+    UnsupportedError without checkpoints."""
     if path.is_dir() and manifest_path(path).is_file():
         return [path]
     found = list_checkpoints(path / "checkpoints")
@@ -132,24 +132,24 @@ def checkpoints_of(path: Path) -> list[Path]:
             f"start.path: {path} is a whole model: give it as model.path instead"
         )
     raise UnsupportedError(
-        f"start.path: {path} has no checkpoint; expected the folder of a run that has saved one, "
+        f"start.path: {path} has no checkpoint: expected the folder of a run that has saved one, "
         "a checkpoint in it (checkpoints/step-...), or a folder of adapters"
     )
 
 
 def as_begun(run: RunConfig) -> RunConfig:
-    """Give the run what its folder says of its beginning, where the command does not: the run that
-    it began from, and the day that chat templates write, which of a run that begins is today.
+    """Complete a run with values from its folder, unless the command sets them: the run it started
+    from, and the day that chat templates write (today for a new run).
 
     Raises:
-        UnsupportedError: Where the folder cannot be read.
+        UnsupportedError: The folder's config.yaml has an invalid `start`.
     """
     config, known = Path(run.folder).expanduser() / "config.yaml", dict[str, Any]()
     if config.is_file():
         try:
             known = read_file(config)
         except UnsupportedError:
-            return run  # whoever takes the folder says so, where it matters
+            return run  # the run folder refuses it later, if it matters
     start, data = known.get("start"), known.get("data")
     if run.start is None and start is not None:
         run = replace(run, start=build(StartConfig, start, f"{config}: start"))
@@ -162,9 +162,8 @@ def as_begun(run: RunConfig) -> RunConfig:
 
 
 def begin(model: Any, run: RunConfig, note: Callable[[str], None]) -> None:
-    """Gives a loaded model the weights that the run begins with, unless a checkpoint of its own
-    has it go on, or the other run's will with all else. Raises UnsupportedError naming the
-    field."""
+    """Copy the weights that the run starts with into a loaded model, unless a checkpoint of the run
+    or of the other run will restore them. Raises UnsupportedError naming the field."""
     start = run.start
     if start is None or list_checkpoints(Path(run.folder).expanduser() / "checkpoints"):
         return
@@ -172,8 +171,8 @@ def begin(model: Any, run: RunConfig, note: Callable[[str], None]) -> None:
     if is_adapters(path):
         if start.states:
             raise UnsupportedError(
-                f"start.states: {path} holds adapters alone; leave it out (--with-states), or "
-                "name the run or the checkpoint that they are from"
+                f"start.states: {path} holds only adapters; leave start.states out "
+                "(--with-states), or name the run or the checkpoint that wrote them"
             )
         copy_adapters(path, model, run)
     elif start.states:
@@ -186,18 +185,18 @@ def begin(model: Any, run: RunConfig, note: Callable[[str], None]) -> None:
 
 
 def latest(paths: Sequence[Path], read: Callable[[Path], T], note: Callable[[str], None]) -> T:
-    """What `read` makes of the latest of these checkpoints that it does not refuse. Raises
-    UnsupportedError."""
+    """Return `read` of the latest checkpoint that it accepts. Raises UnsupportedError if it accepts
+    none."""
     problems: list[UnsupportedError] = []
     for path in reversed(paths):
         try:
-            found = read(path)
+            value = read(path)
         except UnsupportedError as problem:
             problems.append(problem)
             continue
         for passed in problems:
             note(f"start: {passed}; beginning from {path} instead")
-        return found
+        return value
     raise UnsupportedError(f"start: {problems[0]}; {ELSEWHERE}")
 
 
@@ -205,14 +204,14 @@ def _copy(model: Any, run: RunConfig, note: Callable[[str], None], path: Path) -
     refuse_other_adapters(run, path)
     state = copy_weights(path, model_tensors(model))
     if FROZEN in state and state[FROZEN] != frozen_digest(model):
-        note(f"start: the frozen weights here are not those that {path} was trained with")
+        note(f"start: the frozen weights differ from those that {path} was trained with")
     return path
 
 
 def copy_weights(path: Path, live: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Copies the weights of a checkpoint, whatever their dtype, into these of a whole model; its
-    state. Raises UnsupportedError where it has others, before anything is copied, and where it is
-    damaged."""
+    """Copy the weights of a checkpoint, in any dtype, into the tensors of a whole model, and return
+    the checkpoint's state. Raises UnsupportedError, before copying, if its tensors do not match,
+    and if it is damaged."""
     alone, entries = DistributedContext(torch.device("cpu")), entries_of(live, {})
     saved = open_checkpoint(path, {}, alone)
     refuse_other_model(saved, entries, (RNG, "optimizer/"), alone, any_dtype=True)
@@ -222,8 +221,8 @@ def copy_weights(path: Path, live: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def refuse_other_adapters(run: RunConfig, checkpoint: Path) -> None:
-    """Raises UnsupportedError where the run of a checkpoint has adapters and this one has none, or
-    has others. What they count no tensor says."""
+    """Raise UnsupportedError if only one of this run and the checkpoint's run has adapters, or if
+    their rank or alpha differ, which no tensor shows."""
     config = checkpoint.parent.parent / "config.yaml"
     if not config.is_file():
         return
@@ -237,8 +236,8 @@ def refuse_other_adapters(run: RunConfig, checkpoint: Path) -> None:
         )
     if here is not None and there is None:
         raise UnsupportedError(
-            f"{checkpoint} is of a model that was trained as a whole, without model.lora; "
-            f"for adapters on it give its folder as model.path ({config.parent / 'model'})"
+            f"{checkpoint} holds a model that was trained without model.lora; "
+            f"to train adapters, give its folder as model.path ({config.parent / 'model'})"
         )
     if here is not None:
         known = build(LoraConfig, there or {}, str(config))
@@ -248,14 +247,14 @@ def refuse_other_adapters(run: RunConfig, checkpoint: Path) -> None:
 def _refuse_scale(here: LoraConfig, rank: int, alpha: float, where: Path) -> None:
     if here.rank != rank or here.scale() / here.rank != alpha / rank:
         raise UnsupportedError(
-            f"the adapters of {where} have rank {rank} and count alpha {alpha:g}, here {here.rank} "
+            f"the adapters of {where} have rank {rank} and alpha {alpha:g}, here {here.rank} "
             f"and {here.scale():g}; give model.lora as there: rank: {rank}, alpha: {alpha:g}"
         )
 
 
 def copy_adapters(path: Path, model: Any, run: RunConfig) -> None:
-    """Copies the adapters of a folder, as peft writes it, into a model that has such. Raises
-    UnsupportedError where they are others, before any is copied."""
+    """Copy the adapters of a folder that peft wrote into a model with adapters. Raises
+    UnsupportedError, before copying, if they do not match."""
     if run.model.lora is None:
         raise UnsupportedError(
             f"start: {path} holds adapters; give model.lora to train them further"

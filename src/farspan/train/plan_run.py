@@ -1,4 +1,4 @@
-"""The plan of a run file for `farspan plan`: no weights, no text, on any machine."""
+"""Plan of a run file for `farspan plan`: without weights or data, for any machine."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -54,11 +54,11 @@ from farspan.train.yaml_config import as_yaml, to_mapping
 
 
 class Asked(TypedDict, total=False):
-    """What stands on the command line beside the run file."""
+    """Options of the command line, which override the run file."""
 
     machine: str | MachineSpec  # as in `Request`
-    gpus: int  # by default as many as `parallel` says
-    optimizer: str  # in place of `optimizer.states`
+    gpus: int  # by default the number that `parallel` gives
+    optimizer: str  # replaces `optimizer.states`
     device_memory: str
     host_memory: str
     margin: str
@@ -68,14 +68,14 @@ class Asked(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class PlanOfRun:
-    """A run's plan, and what it means for the run."""
+    """A run's plan, with the numbers of the whole run."""
 
     run: RunConfig
     plan: Plan
-    weights: str = ""  # why they are in main memory, or that they do not fit there either
+    weights: str = ""  # why weights are in main memory; empty: they are not
 
     def words(self) -> Iterator[str]:
-        """Lines for a person, below the plan's own."""
+        """Yield lines to print below the plan's own."""
         run, plan = self.run, self.plan
         if self.weights:
             yield self.weights
@@ -93,12 +93,12 @@ class PlanOfRun:
             yield as_yaml(plan.schedule, len(plan.question.model.layers), run.context)
 
     def tokens(self) -> int:
-        """Of an update."""
+        """Return the tokens of an update."""
         run, layout = self.run, self.plan.question.layout
         return run.context * run.batch * run.accumulate * layout.data
 
     def to_json(self) -> dict[str, Any]:
-        """The plan's own keys, and the run's."""
+        """Return the plan's keys, and the run's under `run`."""
         each = self.plan.update_seconds()
         run = {
             "steps": self.run.steps,
@@ -111,24 +111,25 @@ class PlanOfRun:
 
 @dataclass(frozen=True, slots=True)
 class QuestionOfRun:
-    """What a run file asks, with all that it leaves open."""
+    """A run file's question to the planner, with everything it leaves open."""
 
     run: RunConfig
     question: Question
 
     def plan(self) -> PlanOfRun:
-        """The plan of the run as `farspan train` would place it. Raises UnsupportedError."""
+        """Return the plan of the run with the placement of `farspan train`. Raises
+        UnsupportedError."""
         plan, run = self._plan(), self.run
         if plan.fits and plan.question.weights is Tier.HOST and plan.unmoved is not None:
             return PlanOfRun(with_weights_there(run), plan, explain_moved(plan))
         return PlanOfRun(run, plan)
 
     def longest(self, max_step: float) -> dict[str, Plan]:
-        """As `longest_contexts`."""
+        """Return the plans of the longest contexts, by `longest_contexts`."""
         return longest_contexts(self.question, self.strategies(), max_step=max_step)
 
     def strategies(self) -> list[str] | None:
-        """Those to choose from; None: all."""
+        """Return the strategies to choose from; None: all."""
         named = self.run.schedule.strategy
         return None if named in (None, AUTO) else [str(named)]
 
@@ -144,16 +145,17 @@ class QuestionOfRun:
         if stages > 1 and group_ranges(schedule, layers, stages) != equal:
             raise UnsupportedError(
                 f"schedule.groups: a pipeline is planned in stages of {layers // stages} or one "
-                f"more layers, the larger ones last, got {to_mapping(schedule.groups)}; leave it "
-                "out to plan the run so"
+                f"more layers, the larger ones last, got {to_mapping(schedule.groups)}; leave "
+                "schedule.groups out to plan such stages"
             )
         return plan_as_written(question, named or OWN, schedule)
 
 
 def question_of_run(run: RunConfig, asked: Asked, progress: Callable[[str], None]) -> QuestionOfRun:
-    """The run as a question for the planner; `progress` hears what of this machine is measured.
+    """Return the run as a question for the planner; `progress` is told what is measured on this
+    machine.
 
-    One sequence is one document, which is the most that attention can take. Raises UnsupportedError
+    A sequence counts as one document, for which attention takes most. Raises UnsupportedError
     naming the field.
     """
     model = run.model
@@ -198,9 +200,9 @@ def question_of_run(run: RunConfig, asked: Asked, progress: Callable[[str], None
 
 
 def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
-    """The configuration of the run's model; with adapters of other modules than all, the profiles
-    of the model with them. And whether its linear modules have weights of four bits. Raises
-    UnsupportedError for what cannot be trained exactly."""
+    """Return the configuration of the run's model, or the profiles of a model whose adapters skip
+    some modules; and whether its linear modules have weights of four bits. Raises UnsupportedError
+    for a model that cannot be trained exactly."""
     model, lora = run.model, run.model.lora
     config = config_for_planning(
         path=model.path,
@@ -227,7 +229,7 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
 
 
 def _with_optimizer(run: RunConfig, asked: Asked) -> RunConfig:
-    """The run with the command line's optimizer in place of its own, where it can have that."""
+    """Return the run with the command line's optimizer, if a run file can express it."""
     if "optimizer" not in asked:
         return run
     given = asked["optimizer"]
@@ -237,14 +239,15 @@ def _with_optimizer(run: RunConfig, asked: Asked) -> RunConfig:
 
 
 def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
-    """The question on the devices that share the run, with what they may take of the machine."""
+    """Return the question for the devices that share the run, within the machine's allowed
+    memory."""
     machine = question.machine
     layout = _layout(run.parallel, gpus, question.model, machine)
     if question.nf4 and layout.devices() > 1:
         raise UnsupportedError(SHARED)
     refuse_weights(question.weights, layout)
-    is_sharded(run, layout)  # refuses what sharded weights cannot have
-    if machine.unified:  # the ranks of a CPU are processes beside each other
+    is_sharded(run, layout)  # refuses combinations with sharded weights
+    if machine.unified:  # the ranks of a CPU are processes of one machine
         machine = replace(machine, devices=layout.devices())
     shared = replace(
         question,
@@ -258,7 +261,7 @@ def _shared(run: RunConfig, question: Question, gpus: int | None) -> Question:
 
 
 def _layout(given: Given, gpus: int | None, model: ModelSpec, machine: MachineSpec) -> Layout:
-    """As ranks would share the run, `gpus` being how many are started."""
+    """Return the layout in which `gpus` ranks would share the run."""
     if isinstance(given, Parallel):
         return given.layout(gpus or given.asked())
     if given is None and gpus is None:

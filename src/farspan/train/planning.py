@@ -1,4 +1,5 @@
-"""Which schedule a run has, its own or the planner's, and the next one after memory ran out."""
+"""Choice of a run's schedule, its own or the planner's, and of the next one after an out-of-memory
+error."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -87,40 +88,41 @@ PLANNED = {
 
 PLAN = "plan.json"  # in the run folder
 PLANNING = "choosing a schedule"
-OWN = "the run's own"  # what a schedule without a strategy's name is called
+OWN = "the run's own"  # name of a schedule without a strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A schedule and how it came about."""
+    """A schedule and the reason for it."""
 
     strategy: str
     schedule: Schedule
     reason: str = ""
-    plan: Plan | None = None  # where the planner chose
+    plan: Plan | None = None  # if the planner chose
 
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Bytes that this process can have now, what it has already included; on the host together with
+    """Bytes that this process can use now, with those it already holds; the host's are shared with
     the other ranks of its machine."""
 
-    device: int  # of a CPU 0: both tiers are main memory there
+    device: int  # 0 on a CPU, where both tiers are main memory
     host: int
 
     def limit(self, machine: MachineSpec) -> MachineSpec:
-        """A machine with no more than that."""
+        """Return the machine with no more memory than this."""
         host = min(machine.host_bytes, self.host)
         if machine.unified:
             return replace(machine, host_bytes=host)
-        # The context and the libraries' workspaces, which `reserve` stands for, are not free.
+        # The CUDA context and the libraries' workspaces, counted as `reserve`, are not free.
         mine = min(machine.device_bytes, self.device + machine.reserve)
         return replace(machine, device_bytes=mine, host_bytes=host)
 
 
 def free_now(device: torch.device, held: int, on_host: int = 0, ranks: int = 1) -> FreeMemory:
-    """`held` bytes are what each of the `ranks` on this machine has of the tier where its weights
-    live already, and may keep; `on_host` what a GPU's run has in main memory."""
+    """Return the memory that this process can use now. Each of the `ranks` on this machine already
+    holds `held` bytes in the tier of its weights, and `on_host` bytes in main memory next to a
+    GPU."""
     host = available_host_bytes()
     if device.type == "cpu":
         return FreeMemory(0, host + ranks * held)
@@ -129,20 +131,21 @@ def free_now(device: torch.device, held: int, on_host: int = 0, ranks: int = 1) 
 
 
 def least_free(world: DistributedContext, held: int, on_host: int) -> FreeMemory:
-    """What the rank has that can have the least: on its part of a step all of them must agree. All
-    ranks call it; the bytes are as in `free_now`."""
+    """Return the free memory of the rank with the least, for steps that all ranks share. All ranks
+    call it, with the bytes of `free_now`."""
     mine = free_now(world.device, held, on_host, world.local_size)
     return FreeMemory(world.minimum(mine.device), world.minimum(mine.host))
 
 
 class SchedulePolicy:
     """Chooses the run's schedules: its own, by name or in full, or with `strategy: auto` the
-    planner's for the machine at hand. Of several ranks rank 0 does, for what the shortest has free.
+    planner's for this machine. Rank 0 chooses for all ranks, within the memory of the rank with the
+    least.
 
-    Nothing is inspected or measured before a choice needs it; `progress` is then told what is
-    measured, and may raise to abandon it. After a shortage the planner is asked for less than what
-    ran out: for any schedule of a machine with less memory, whose budgets only ever shrink, or for
-    smaller pieces of the run's own and more of it on the host.
+    A choice inspects and measures only as much as it needs; `progress` is told what is measured,
+    and may raise to stop it. After a shortage the planner gets less of the tier that ran out: it
+    chooses any schedule for a machine with less memory, whose budgets only shrink, or cuts the
+    run's own schedule into smaller pieces and moves more to the host.
     """
 
     def __init__(
@@ -150,20 +153,20 @@ class SchedulePolicy:
     ) -> None:
         self._ctx, self._folder, self._state, self._progress = ctx, folder, state, progress
         self._is_planned = ctx.run.schedule.strategy == AUTO
-        self._question: Question | None = None  # that the planner was asked last
-        self._free: FreeMemory | None = None  # that ranks have found together
+        self._question: Question | None = None  # the planner's latest question
+        self._free: FreeMemory | None = None  # agreed among all ranks
 
     def first(self) -> Choice:
-        """What to begin with. Raises UnsupportedError."""
+        """Return the first schedule. Raises UnsupportedError."""
         return self._on_rank0(self._first)
 
     def again(self, before: Choice, shortage: Shortage) -> Choice:
-        """What needs less than `before` of what ran out. Raises UnsupportedError when nothing
-        does."""
+        """Return a schedule that takes less than `before` of the tier that ran out. Raises
+        UnsupportedError without one."""
         return self._on_rank0(partial(self._again, before, shortage))
 
     def lighter(self, before: Choice, shortage: Shortage) -> Choice:
-        """The same of a schedule that the run gives, without asking other ranks."""
+        """Return a lighter version of the run's own schedule, without asking other ranks."""
         ctx = self._ctx
         found = ctx.inspected or InspectedModel(ctx.describe())
         machine = bare_machine(ctx.device)
@@ -172,7 +175,7 @@ class SchedulePolicy:
         schedule = lighter_schedule(question, before.schedule, tiers)
         if schedule is None:
             raise UnsupportedError(
-                f"schedule: nothing in {describe_schedule(before)} can be made smaller; shorten "
+                f"schedule: {describe_schedule(before)} cannot be made smaller; shorten "
                 "the context, use a smaller batch, or let strategy: auto choose"
             )
         return Choice(before.strategy, schedule, f"less on the {shortage.tier} than before")
@@ -204,7 +207,7 @@ class SchedulePolicy:
         if self._question is None:
             schedule = ctx.components.schedule_of(ctx.run, ctx.model)
             return Choice(ctx.run.schedule.strategy or OWN, schedule)
-        if self._state.at.step:  # a run that goes on keeps its plan
+        if self._state.at.step:  # a resumed run keeps its plan
             known = read_json(self._folder.path / PLAN)
             before = recall_plan(known, self._question, ctx.components.evaluate)
             if before is not None and before.plan is not None and before.plan.fits:
@@ -212,9 +215,9 @@ class SchedulePolicy:
         return self._choose(self._question)
 
     def _ran_out(self) -> tuple[Choice, Shortage] | None:
-        """With which schedule one of several ranks ran out of memory when the others could not know
-        of it, and of what; None where none did, or it was for another machine, layout or schedule
-        of the run file."""
+        """Return the schedule and the shortage of a rank that ran out of memory alone in an earlier
+        part of the run, or None if there was none, or it belongs to another machine, layout or
+        schedule."""
         ctx, known = self._ctx, read_json(self._folder.shortage)
         if known is None or known.get("layout") != asdict(ctx.world.layout):
             return None
@@ -246,7 +249,7 @@ class SchedulePolicy:
         return self._choose(self._limit(replace(self._question, machine=machine)))
 
     def _limit(self, question: Question) -> Question:
-        """The question with no more memory than can be had now."""
+        """Return the question with no more memory than is free now."""
         free = self._free or self._look()
         machine = allowed(self._ctx.run, free.limit(question.machine))
         self._question = replace(question, machine=machine)
@@ -260,15 +263,15 @@ class SchedulePolicy:
 
 
 def _renewed(plan: Plan | None, question: Question) -> Plan | None:
-    """Return a plan as one of `question`, where that is about the same step with as much room."""
+    """Return a plan as one of `question`, if it plans the same step with as much room."""
     if plan is None or replace(plan.question, machine=question.machine) != question:
         return None
-    found = replace(of_whole(question, plan), unmoved=None)
-    return found if found.fits and found.fit >= plan.fit else None
+    renewed = replace(of_whole(question, plan), unmoved=None)
+    return renewed if renewed.fits and renewed.fit >= plan.fit else None
 
 
 def describe_schedule(choice: Choice, *, hides: bool = True) -> str:
-    """The schedule on one line; `hides`: sparse attention may hide tokens."""
+    """Return the schedule on one line; `hides`: sparse attention may hide tokens."""
     schedule = choice.schedule
     sizes = schedule.groups if isinstance(schedule.groups, tuple) else (schedule.groups,)
     groups = " + ".join(str(size) for size in sizes)
@@ -297,24 +300,24 @@ def _share(what: str, fraction: float, tier: Tier) -> str:
 
 
 def _less(budget: Budget) -> int:
-    """What the next plan may take of a tier that ran out."""
+    """Return the bytes that the next plan may take of a tier that ran out."""
     fixed = fixed_bytes(budget)
     return fixed + int(RETRY_SHARE * (budget.total - fixed))
 
 
 def ask(ctx: RunContext, progress: Callable[[str], None]) -> Question:
-    """One batch of the run on the machine at hand."""
+    """Return the question to plan one batch of the run on this machine."""
     assert ctx.inspected is not None, "a run that plans has inspected its model"
     machine = ctx.components.machine_once(ctx.device, torch_dtype(ctx.run), progress)
     return question_of(ctx.run, ctx.inspected, machine, ctx.placed.states, ctx.world)
 
 
 def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
-    """Return the function that tells the bytes of a step beside its program's buffers.
+    """Return a function that predicts the bytes of a step in addition to its program's buffers.
 
-    They are forecast by the model's profile, and the first step measures them. Of ranks that share
-    a step, and of modules compiled for a GPU, they are the most that cells hold: messages and
-    gathered weights are counted where they are largest, and what a compiler fuses is not taken off.
+    The model's profile predicts them, and the first step measures them. For ranks that share a
+    step, and modules compiled for a GPU, they are an upper bound: messages and gathered weights
+    count at their largest, and savings by fused kernels do not count.
     """
     run = ctx.run
     if choice.plan is not None:
@@ -323,7 +326,7 @@ def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
         found = ctx.inspected or inspect_for(run, ctx.model, ctx.device)
         machine = bare_machine(ctx.device)
         question = question_of(run, found, machine, ctx.placed.states, ctx.world)
-    # What values of tokens take beside a batch is in no program.
+    # No program counts the values of tokens, which are held with a batch.
     values = input_bytes(question, run.context)
     values -= input_bytes(replace(question, loss=Objective()), run.context)
     return lambda program: momentary(question, program) + values
@@ -331,7 +334,7 @@ def cells_of(ctx: RunContext, choice: Choice) -> Callable[[Program], int]:
 
 @dataclass(frozen=True, slots=True)
 class StepPlanner:
-    """Chooses for a `farspan.Step` as `strategy: auto` of a run file does."""
+    """Planner of a `farspan.Step`, which chooses like `strategy: auto` of a run file."""
 
     components: Components = field(default_factory=Components)
 
@@ -346,11 +349,11 @@ class StepPlanner:
         sharded: ShardedModel | None = None,
         moves: bool = True,
     ) -> Plan:
-        """The best plan of a step of this model, computed on a device, that keeps room for AdamW.
+        """Return the best plan of a step of this model on a device, with room for AdamW.
 
-        Of a `sharded` model all ranks call it, and rank 0 plans for the least that any of them has
-        free. Where it `moves`, the model's weights go to main memory where nothing fits with them
-        on the device, and stay there. Raises UnsupportedError if none fits.
+        For a `sharded` model all ranks call it, and rank 0 plans for the rank with the least free
+        memory. If `moves`, the model's weights go to main memory when nothing fits with them on the
+        device, and stay there. Raises UnsupportedError if no plan fits.
         """
         world = _world_of(device, sharded)
         parameters = list(model.parameters())
@@ -361,7 +364,7 @@ class StepPlanner:
             data=DataConfig(),
             context=run.tokens,
             batch=run.batch,
-            accumulate=2,  # gradients of other batches may be there
+            accumulate=2,  # gradients of other batches may exist
             kernels=kernels,
         )
         asked = with_weights_there(asked) if on_host else asked
@@ -394,19 +397,19 @@ class StepPlanner:
 
 
 def _world_of(device: torch.device, sharded: ShardedModel | None) -> DistributedContext:
-    """The ranks that share a model, or this process alone."""
+    """Return the ranks that share a model, or this process alone."""
     if sharded is None:
         return DistributedContext(device)
     return DistributedContext(device, launch_env(), 0.0, sharded.ranks, sharded.rank.layout)
 
 
 def _bytes_here(weight: torch.Tensor) -> int:
-    """Of the part that this rank holds."""
+    """Return the bytes of the part that this rank holds."""
     return 0 if weight.is_meta else local(weight).nbytes
 
 
 def _typed(plan: Plan) -> str:
-    """What a program says in place of a run file's keys, where no plan of its model fits."""
+    """Return advice for a program without a run file, if no plan of its model fits."""
     own = (
         "for another optimizer than AdamW in float32, give the step "
         "farspan.plan(..., optimizer=...).schedule"
@@ -415,14 +418,14 @@ def _typed(plan: Plan) -> str:
     if not stays or not any(WEIGHTS in remedy.options for remedy in plan.remedies):
         return own
     return (
-        "the model was sharded with its weights on the device: for main memory shard it by "
+        "the model was sharded with its weights on the device: for main memory, shard it with "
         "parallelize(model, farspan.Schedule(weights=farspan.Tier.HOST), ranks), or give the "
         f"Trainer that schedule; {own}"
     )
 
 
 OWN_OPTIMIZER = (
-    "update them there: a Trainer moves its optimizer's states, and a loop of your own does by "
+    "update them there: a Trainer moves its optimizer's states, and your own loop does with "
     "optimizer.load_state_dict(optimizer.state_dict())"
 )
 
@@ -434,10 +437,10 @@ def question_of(
     states: StatesPlace,
     world: DistributedContext,
 ) -> Question:
-    """One batch of the run, with its optimizer's states in a place; of `auto` the first of those
-    that may be chosen."""
+    """Return the question to plan one batch of the run, with its optimizer states in a place; for
+    `auto`, in the first allowed place."""
     default = StatesPlace.HOST if run.schedule.weights is Tier.HOST else StatesPlace.DEVICE
-    # Links and main memory are shared by the run's devices on this node, and by no others.
+    # Only the run's devices on this node share links and main memory.
     here = replace(machine, devices=world.local_size)
     return Question(
         model=inspected.model,
@@ -447,7 +450,7 @@ def question_of(
         optimizer=PLANNED.get(states, PLANNED[default]),
         weights=run.schedule.weights or Tier.DEVICE,
         dtype=run.model.dtype.value,
-        overlap=machine.pinned and not machine.unified,  # as the engine's copies run
+        overlap=machine.pinned and not machine.unified,  # like the engine's copies
         sparse=run.pages(),
         accumulates=run.accumulate > 1,
         batches=run.accumulate,
@@ -469,11 +472,11 @@ def place(
     about: Mapping[str, Any],
     observer: Observer,
 ) -> tuple[RunConfig, Placed]:
-    """Where the run's optimizer states, weights and gradients live, once its ranks have a layout:
-    the run with its weights there, and its states. `about` is the about.json of an earlier part of
-    the run, which goes on as it began; `inspect` looks at the model. Raises UnsupportedError where
-    a run that begins fits nowhere."""
-    # What is free differs from rank to rank.
+    """Choose where optimizer states, weights and gradients live, once the ranks have a layout.
+    Returns the run with its weights in their place, and the place of the states. A resumed run
+    keeps the placement in `about`, its about.json. Raises UnsupportedError if a new run fits in no
+    place."""
+    # Free memory differs between ranks.
     return world.run_on_rank0(partial(_place, run, components, world, inspect, about, observer))
 
 
@@ -524,8 +527,8 @@ def _place(
 def _planned(
     run: RunConfig, components: Components, question: Question, before: str | None
 ) -> Plan:
-    """The plan of where everything lives: of a run that goes on where it was, if it fits there. Of
-    a written schedule bytes alone tell."""
+    """Return the plan of all placements. A resumed run keeps its placement if that fits; for a
+    written schedule only bytes decide."""
     if run.schedule.strategy == AUTO:
         if before is not None:
             same = components.best_plan(replace(question, open=PINNED))
@@ -542,29 +545,29 @@ def _planned(
 
 
 def why_there(plan: Plan) -> str:
-    """Why states are where a plan has them."""
+    """Return the reason for the states' place in a plan."""
     if not plan.fits:
-        return "the plan finds room for the step nowhere"
+        return "the plan finds no room for the step"
     first = plan.unmoved
     if first is None:
-        return "they fit beside the step" + ", but tightly" * plan.tight
+        return "they fit next to the step" + ", but tightly" * plan.tight
     if plan.question.weights is Tier.HOST:
         return "where weights and gradients are"
     if first.fit is plan.fit:
         times = first.update_seconds() / plan.update_seconds()
         return f"a step would take {times:.2f} times as long with them on the device"
     tightly = " but tightly" * first.fits
-    return f"by the plan they do not fit beside the step on the device{tightly}"
+    return f"by the plan they do not fit next to the step on the device{tightly}"
 
 
 def inspect_for(run: RunConfig, model: Any, device: torch.device) -> InspectedModel:
-    """The run's model as the planner sees it, while its weights are whole."""
+    """Return the run's model as the planner sees it, before its weights are sharded."""
     adapters = run.model.lora.everywhere() if run.model.lora else 0
     return inspect_model(model, run.model.dtype.value, device, adapters, run.kernels)
 
 
 def allowed(run: RunConfig, machine: MachineSpec) -> MachineSpec:
-    """The machine with no more main memory than the run file allows."""
+    """Return the machine with no more main memory than the run file allows."""
     limit = run.host_bytes()
     if limit is None:
         return machine
@@ -572,7 +575,6 @@ def allowed(run: RunConfig, machine: MachineSpec) -> MachineSpec:
 
 
 def about_json(ctx: RunContext, choice: Choice, expected: Expected) -> dict[str, Any]:
-    """The content of about.json."""
     run, kept = ctx.run, ctx.corpus.train.kept
     epoch = ctx.corpus.sequences_per_epoch()
     return {
@@ -595,8 +597,8 @@ def about_json(ctx: RunContext, choice: Choice, expected: Expected) -> dict[str,
 
 
 def choice_json(choice: Choice, asked: Schedule, layout: Layout) -> dict[str, Any]:
-    """What finds a choice again, with its plan where the planner made it; `asked` is the schedule
-    of the run file, where that gives one."""
+    """Return the JSON from which `recall_plan` restores a choice, with the planner's plan; `asked`
+    is the schedule of the run file, if the planner did not choose."""
     found: dict[str, Any] = {"asked": to_mapping(asked), "layout": asdict(layout)}
     if choice.plan is not None:
         found = choice.plan.to_json()
@@ -608,14 +610,15 @@ def recall_plan(
     question: Question,
     evaluate: Callable[[Question, str, Schedule], Plan],
 ) -> Choice | None:
-    """The planner's schedule of an earlier part of this run, so that it goes on to the same bits;
-    None when it was for another machine. In another layout, where the bits are others anyway, only
-    a sparse one is kept that can run there: the chunk is part of what sparse attention computes."""
+    """Return the planner's schedule of an earlier part of this run, so that results stay
+    bit-identical, or None if it was for another machine. In another layout bits change anyway, so
+    only a sparse schedule that can run there is kept: its chunk is part of the attention's
+    definition."""
     layout = question.layout
     if known is None or known.get("machine") != question.machine.name:
         return None
     try:
-        # Where weights live changes no bit, and a run may say another place when it resumes.
+        # The place of weights changes no bit, and a resumed run may name another.
         schedule = convert(Schedule, known["fields"], "fields")
         schedule = replace(schedule, weights=question.weights)
         if schedule.sparse != question.sparse:

@@ -1,10 +1,9 @@
-"""What a run writes down of itself: how each part of it was started, on which machine, with which
-versions; and one step, instruction by instruction: what memory holds and why, as planned and as
-measured, and how long each kind of work takes. Two steps are looked at, once a schedule: the first
-for memory, which is metered anyway, and the one after it for time.
+"""Records of a run: the history of its parts with commands, machines and versions; and one step in
+detail, with its planned and measured memory by cause and its time by kind of work. Two steps per
+schedule are watched: the first for memory, which is metered anyway, and the second for time.
 
-What the engine plans has its exact bytes: weights, optimizer states, the program's buffers. Weight
-gradients are counted as they appear. The rest of what was measured is a cell's own.
+The engine knows the exact bytes of weights, optimizer states and the program's buffers. Weight
+gradients are counted as they appear. The rest of the measured memory belongs to a cell.
 """
 
 import os
@@ -59,7 +58,7 @@ from farspan.report.plan_page import StepFrames, drawn_walk
 from farspan.spec import VERSION, Tier
 from farspan.train.memory import Expected
 
-# In the run folder.
+# Files in the run folder.
 HISTORY = "history.json"
 STEP = "step.json"
 
@@ -70,15 +69,16 @@ Bytes = NDArray[np.int64]
 
 
 PACKAGES = ("torch", "transformers", "peft", "triton", "safetensors")
-# Words of an argument's name whose value is nobody else's business.
+# Words in an argument's name whose values are hidden.
 SECRET = {"token", "secret", "password", "passwd", "key", "apikey", "credential", "credentials"}
-# What services call their tokens, and what stands before the host of an address.
+# Prefixes of services' tokens, and credentials before the host of an address.
 TOKENS = re.compile(r"\b(?:hf_|sk-|gh[a-z]_|glpat-|xox[a-z]-|AKIA)[\w-]{12,}|(?<=://)[^/@\s]+(?=@)")
 HIDDEN = "***"
 
 
 def part_json(ranks: int) -> dict[str, Any]:
-    """A part of a run that begins now: the command, the machine, versions. No environment."""
+    """Return the history entry of a part of a run that begins now: command, machine, versions. No
+    environment variables."""
     return {
         "command": command_text(sys.argv),
         "ranks": ranks,
@@ -90,13 +90,12 @@ def part_json(ranks: int) -> dict[str, Any]:
 
 
 def now() -> str:
-    """The time in UTC, to a second."""
+    """Return the time in UTC, to a second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def command_text(arguments: Sequence[str]) -> str:
-    """What a process was called with, as a person would type it. Home is `~`, and what looks like a
-    secret is left out."""
+    """Return a process's arguments as a typed command, with `~` for home and without secrets."""
     program, *rest = arguments or ("python",)
     path = Path(program)
     words = [path.name]
@@ -104,7 +103,7 @@ def command_text(arguments: Sequence[str]) -> str:
         words = ["farspan"] if path.parent.name == "farspan" else ["python", "-m", path.parent.name]
     elif path.suffix == ".py":
         words = ["python", path.name]
-    hides = False  # the next word is the value of a secret
+    hides = False  # the next word is a secret value
     for word in rest:
         name, equals, _ = word.partition("=")
         secret = bool(SECRET & set(re.split("[^a-z]+", name.lower())))
@@ -122,19 +121,19 @@ def _quoted(word: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"farspan": VERSION, "python": platform.python_version()}
+    versions = {"farspan": VERSION, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name) if name != "torch" else str(torch.__version__)
+            versions[name] = version(name) if name != "torch" else str(torch.__version__)
         except PackageNotFoundError:
             continue
     if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    return found
+        versions["cuda"] = torch.version.cuda
+    return versions
 
 
 def _machine() -> dict[str, Any]:
-    """Of this process's node: bytes are of each device, and of main memory."""
+    """Return this node's hardware; bytes are those of each device and of main memory."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.cuda.get_device_properties(0) if gpus else None
     return {
@@ -150,28 +149,28 @@ def _machine() -> dict[str, Any]:
 
 @dataclass(slots=True)
 class WatchedProgram:
-    """A program that ran, and what was seen after each of its instructions."""
+    """A program that ran, with measurements after each instruction."""
 
     program: Program
-    peaks: list[int] = field(default_factory=list)  # bytes at most since the one before
-    gradients: list[int] = field(default_factory=list)  # bytes of them
-    marks: list[Any] = field(default_factory=list)  # seconds, or events of a GPU; one more, first
-    copied: list[int] = field(default_factory=list)  # copies beside it so far; one more, first
+    peaks: list[int] = field(default_factory=list)  # peak bytes since the instruction before
+    gradients: list[int] = field(default_factory=list)  # bytes of gradients
+    marks: list[Any] = field(default_factory=list)  # seconds or events; one before the first too
+    copied: list[int] = field(default_factory=list)  # copies issued; one before the first too
 
 
 @dataclass(slots=True)
 class StepRecorder:
-    """Watches the programs of one update. The device is not waited for before it is to `finish`."""
+    """Watcher of the programs of one update. Only `finish` waits for the device."""
 
     device: torch.device
     gradient_bytes: Callable[[], int]
-    meter: PeakMemory | None = None  # of memory, where that is looked at
-    copies: CopyEngine | None = None  # which times those beside the computation, for `spans`
+    meter: PeakMemory | None = None  # memory meter; None: time only
+    copies: CopyEngine | None = None  # times the copies of other lanes for `spans`
     walks: list[WatchedProgram] = field(default_factory=list)
-    update: tuple[Any, Any] | None = None  # marks around it
+    update: tuple[Any, Any] | None = None  # marks before and after it
 
     def follow(self, program: Program) -> Callable[[Instruction], None]:
-        """What is told of each instruction of a program that begins."""
+        """Return the callback for each instruction of a program that begins."""
         walk = WatchedProgram(program)
         self.walks.append(walk)
         held, known = self.gradient_bytes() if self.meter else 0, set[object]()
@@ -198,7 +197,7 @@ class StepRecorder:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around the optimizer's update."""
+        """Time the optimizer's update inside the block."""
         began = self._mark()
         yield
         self.update = began, self._mark()
@@ -211,30 +210,31 @@ class StepRecorder:
         return event
 
     def finish(self) -> None:
-        """Waits for the device: from now on times are known."""
+        """Wait for the device; times are known afterwards."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def seconds(self) -> dict[str, float]:
-        """Of each kind of work, all programs together."""
-        found = dict.fromkeys(map(str, WorkKind), 0.0)
+        """Return the seconds of each kind of work, over all programs."""
+        by_kind = dict.fromkeys(map(str, WorkKind), 0.0)
         for walk in self.walks:
             kinds = work_kinds(walk.program)
             for kind, began, ended in zip(kinds, walk.marks, walk.marks[1:], strict=False):
-                found[kind] += _between(began, ended)
+                by_kind[kind] += _between(began, ended)
         if self.update is not None:
-            found[UPDATE] = _between(*self.update)
-        return {kind: size for kind, size in found.items() if size > 0}
+            by_kind[UPDATE] = _between(*self.update)
+        return {kind: size for kind, size in by_kind.items() if size > 0}
 
     def spans(self) -> Iterator[tuple[Program, Span]]:
-        """What each lane did when, seconds from the begin of the first program."""
+        """Yield the span of each piece of work by lane, in seconds since the first program
+        began."""
         first, timed = self.walks[0].marks[0], self._timed()
         for walk in self.walks:
             for index, instruction in enumerate(walk.program.instructions):
                 lane, marks = _lane(walk.program, instruction), walk.marks[index : index + 2]
-                beside = timed[slice(*walk.copied[index : index + 2])]
-                found = [(copied.name.lower(), *around) for copied, *around in beside]
-                if lane and not (beside and lane != "compute"):
+                copies = timed[slice(*walk.copied[index : index + 2])]
+                found = [(copied.name.lower(), *around) for copied, *around in copies]
+                if lane and not (copies and lane != "compute"):
                     found.append((lane, *marks))
                 for name, began, ended in found:
                     span = Span(name, _between(first, began), _between(first, ended), index)
@@ -244,7 +244,7 @@ class StepRecorder:
             yield self.walks[-1].program, Span("compute", began, ended, UPDATE_SPAN)
 
     def highest(self) -> int:
-        """Which of the programs ran with the most memory; the first where none was metered."""
+        """Return the index of the program with the highest peak; 0 without a meter."""
         tops = [max(walk.peaks, default=0) for walk in self.walks]
         return tops.index(max(tops))
 
@@ -256,7 +256,7 @@ def _between(began: Any, ended: Any) -> float:
 
 
 def _lane(program: Program, instruction: Instruction) -> str:
-    """Where `farspan plan --timeline` draws it; empty: nowhere, as nothing happens."""
+    """Return the lane on which `farspan plan --timeline` draws an instruction, or "" for none."""
     alone = program.share.rank.layout.devices() == 1
     match instruction:
         case Allocate() | Free():
@@ -272,8 +272,8 @@ def _lane(program: Program, instruction: Instruction) -> str:
 
 
 def _may_bring_gradients(instruction: Instruction, known: set[object]) -> bool:
-    """Whether `.grad` may be another than before: at the first such instruction of its kind and
-    layer, and where a group is closed."""
+    """Return whether an instruction may change the bytes of `.grad`: the first of its kind and
+    layer, and every Close of a group."""
     if isinstance(instruction, Close):
         return True
     if not isinstance(instruction, Backward | Head | EmbedBackward):
@@ -295,9 +295,9 @@ def memory_json(
     peak: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Bytes by cause over a step, as planned and as measured, at the fullest moment of each frame;
-    one number for what does not change. `held` is what is there before the step on the device,
-    which on a CPU is main memory; `peak` the most that was measured beside it."""
+    """Return planned and measured bytes of a step by cause, at the fullest moment of each frame;
+    constant parts are one number. `held` are bytes on the device before the step (on a CPU, main
+    memory), and `peak` the measured peak in addition to them."""
     tiers = tuple(Tier) if device.type == "cpu" else (Tier.DEVICE,)
     places = _fullest(walk.peaks, at)
     buffers = _buffers(walk.program, tiers, places)
@@ -322,7 +322,7 @@ def memory_json(
 
 
 def _fullest(peaks: Sequence[int], at: StepFrames) -> Bytes:
-    """The instruction of each frame with the most bytes."""
+    """Return the instruction of each frame with the most bytes."""
     values, found, start = np.array(peaks, np.int64), list[int](), 0
     for end in at.ends:
         stop = min(end, len(values))
@@ -332,7 +332,7 @@ def _fullest(peaks: Sequence[int], at: StepFrames) -> Bytes:
 
 
 def _buffers(program: Program, tiers: tuple[Tier, ...], at: Bytes) -> dict[str, Bytes]:
-    """Bytes of the buffers of each class that are alive then."""
+    """Return the bytes of live buffers by class at each of the instructions `at`."""
     changes: dict[str, Bytes] = {}
     for buffer in program.buffers.values():
         if buffer.tier in tiers:
@@ -345,7 +345,7 @@ def _buffers(program: Program, tiers: tuple[Tier, ...], at: Bytes) -> dict[str, 
 
 
 def _fixed_parts(parts: Mapping[str, int], tiers: tuple[Tier, ...]) -> dict[str, int]:
-    """What a plan counts as there throughout, beside what is held before the step."""
+    """Return the constant parts of a plan, without those held before the step."""
     on_host = parts.get("host_gradients", 0) if Tier.HOST in tiers else 0
     return {
         "gradients": parts.get("gradients", 0) + on_host,
@@ -365,37 +365,38 @@ def _on_host(parts: Mapping[str, int]) -> Iterator[tuple[str, int]]:
 
 
 def _plain(parts: Mapping[str, int | Bytes]) -> dict[str, int | list[int]]:
-    """What there is any of, in plain numbers."""
-    found: dict[str, int | list[int]] = {}
+    """Return the nonzero parts as plain numbers."""
+    plain: dict[str, int | list[int]] = {}
     for part, sizes in parts.items():
         if isinstance(sizes, int):
-            found |= {part: sizes} if sizes else {}
+            plain |= {part: sizes} if sizes else {}
         elif sizes.any():
-            found[part] = sizes.tolist()
-    return found
+            plain[part] = sizes.tolist()
+    return plain
 
 
 def trace_json(recorder: StepRecorder, rank: int, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The step as `farspan plan --timeline` draws a planned one, a process a rank."""
+    """Return the measured step in the format of `farspan plan --timeline`, one process per rank."""
     words = {
         "about": "measured by farspan train",
         "rank": rank,
-        "metered": recorder.meter is not None,  # which takes time of its own
+        "metered": recorder.meter is not None,  # metering takes time itself
         **about,
     }
     return spans_json(recorder.spans(), words, rank + 1)
 
 
 def drawn_json(walk: WatchedProgram) -> tuple[StepFrames, dict[str, Any]]:
-    """The walk over the grid of cells, when it was where, as `farspan.report.plan_page` has it."""
+    """Return the frames of the grid of cells, and their times, as `farspan.report.plan_page` draws
+    them."""
     first, *_ = walk.marks
     begins = {index: _between(first, mark) for index, mark in enumerate(walk.marks[:-1])}
     return drawn_walk(walk.program, begins, _between(first, walk.marks[-1]))
 
 
 def planned_json(plan: Plan, program: Program, batches: int) -> dict[str, Any]:
-    """Seconds that the planner expects of each kind of work in an update of so many batches, alone
-    on its lane, and of attention in its cells; and of the update in all, side by side."""
+    """Return the seconds that the planner expects in an update of `batches` batches: of each kind
+    of work alone on its lane, of attention, and in total, with lanes overlapping."""
     prices = Prices(plan.question, program, together=plan.question.overlap)
     found, attended = dict.fromkeys((*map(str, WorkKind), ISSUING), 0.0), 0.0
     for i, kind in zip(program.instructions, work_kinds(program), strict=True):

@@ -1,24 +1,24 @@
-"""The run folder: what was asked for, what happened, and who may write here; where a run stands
-between two steps; and what is known of a loss or gradient that is not finite.
+"""The run folder: its files, its lock, and the checks before a run resumes in it; the state of a
+run between two steps; and the search for values that are not finite.
 
-config.yaml      the run, with every default written out
-about.json       what it is computed with: the model, the schedule, expected memory
-plan.json        only with strategy auto: what the planner chose and what it expects
-shortage.json    only after a rank ran out of memory within a step of all: with which schedule; the
-                 next start takes less
-comparison.json  only with strategy auto: that beside what was measured
-step.json        one step in detail: the walk over its cells, memory by cause, seconds by work
-history.json     each part of the run: its command, machine and versions, when it began and ended
-report.html      all of this as one page, written when `farspan train` ends
+config.yaml      the run, with all defaults filled in
+about.json       the model, the schedule, and the expected memory
+plan.json        only with strategy auto: the planner's choice and its predictions
+shortage.json    only after a rank ran out of memory within a shared step: its schedule; the next
+                 start takes a lighter one
+comparison.json  only with strategy auto: predictions and measurements
+step.json        one step in detail: its walk over the cells, memory by cause, seconds by work
+history.json     each part of the run: command, machine, versions, start and end
+report.html      all of the above as one page, written when `farspan train` ends
 windows.json     only with data.streaming: digests of the windows that were read, by source
-reference.safetensors  only with a loss.reference of stored: its log-probabilities, pair by pair
-metrics.jsonl    a line a step, a line an evaluation, a line each time memory ran out
-tensorboard/     only with report_to tensorboard: its event files
-hub.json         only with hub: which model went where
-wandb.json       only with report_to wandb: which of its runs this is; wandb/ has its files
-trackio.json     only with report_to trackio: which of its runs this is
-checkpoints/     to resume from
-model/           the trained model, as Hugging Face reads it
+reference.safetensors  only with loss.reference stored: log-probabilities of each pair
+metrics.jsonl    a line per step, per evaluation, and per out-of-memory error
+tensorboard/     only with report_to tensorboard: event files
+hub.json         only with hub: the uploaded model and its repository
+wandb.json       only with report_to wandb: the id of its run; wandb/ has its files
+trackio.json     only with report_to trackio: the id of its run
+checkpoints/     checkpoints to resume from
+model/           the trained model in Hugging Face's format
 diagnosis.json   only after a loss or gradient that is not finite
 """
 
@@ -67,17 +67,17 @@ from farspan.train.yaml_config import flatten, read_file, to_mapping, write_mapp
 
 STORED = "reference.safetensors"
 WINDOWS = "windows.json"
-# What a run writes; the last of them after its first step.
+# Files that a run writes; those in the last line after its first step.
 FILES = (
     *("config.yaml", "about.json", "plan.json", "wandb.json", "trackio.json", "hub.json"),
     *("metrics.jsonl", "shortage.json", "comparison.json", "diagnosis.json", STORED),
     WINDOWS,
     *(STEP, HISTORY, REPORT),
 )
-# What a killed process leaves of these behind `PARTIAL`; whatever else has such a name stays.
+# Leftovers of a killed process behind `PARTIAL`. Other files with such a prefix stay.
 LEFTOVER = re.compile(rf"(old-)?model|([0-9]+-)?({'|'.join(map(re.escape, FILES))})")
-# Keys that may change between an interruption and its resumption: where things are, how often one
-# looks at them, what happens after a failure, and how and where the same gradients are computed.
+# Keys that may change when a run resumes: locations, frequencies of evaluation and saving,
+# reactions to failures, and the way in which the same gradients are computed.
 FREE = (
     "folder",
     "data.cache",
@@ -89,27 +89,27 @@ FREE = (
     "device",
     "host_memory",
     "margin",
-    "headroom",  # what folders from before there was `margin` call it
+    "headroom",  # the older name of `margin`
     "allocator",
-    "optimizer.disk",  # and the seconds that it may take
+    "optimizer.disk",  # also optimizer.disk_seconds
     "optimizer.overlap",
     "schedule.",
     "kernels.",
     "sparse.warn_below",
-    "sparse.index",  # where it is, and its dims: checkpoints know what is in it
+    "sparse.index",  # its location and dims: checkpoints know its content
     "parallel",
 )
 DATA = "parallel.data"
-# Of these, the ones that change roundings: the run goes on, but not to the same bits.
+# Keys among these that change roundings: a resumed run is then no longer bit-identical.
 ROUNDING = ("device", "schedule.", "kernels.", "parallel")
-TIMEOUT = "parallel.timeout"  # and this one does not
-# Free between device, host and disk, which hold the same tensors; of other folders: not given.
+TIMEOUT = "parallel.timeout"  # the exception: changes no rounding
+# May change among device, host and disk, which hold the same tensors; None: an older folder.
 STATES = "optimizer.states"
 SAME_STATES = (None, *(place for place in StatesPlace if place is not StatesPlace.EIGHT_BIT))
-# Free where the learning rate does not fall over all of them.
+# May change if the learning rate does not fall over all steps.
 STEPS = "steps"
 DECAY = "optimizer.decay"
-# Folders from before there were these keys do not have them: null is as if they were not given.
+# Keys that older folders lack: null equals a missing key.
 LATER = (
     *("start", "sparse", "optimizer.decay_steps", "data.sources", "model.revision"),
     *("model.quantize", "loss", "neftune_alpha", "data.day", "data.ignore"),
@@ -118,16 +118,16 @@ LATER = (
 
 
 def identity(run: RunConfig) -> str:
-    """SHA-256 of everything that decides what a run computes."""
+    """Return the SHA-256 of all settings that decide the results of a run."""
     values = {k: v for k, v in flatten(to_mapping(run)).items() if not k.startswith(FREE)}
-    # Two replicas of one sequence are a batch of two.
+    # Two replicas with one sequence equal a batch of two.
     values["batch"] = run.batch * replicas(run.parallel)
     if values[STATES] in SAME_STATES:
         del values[STATES]
     if run.optimizer.decay is Decay.CONSTANT:
         del values[STEPS]
     values = {k: v for k, v in values.items() if v is not None or k not in LATER}
-    if run.data.sources is not None:  # which had no windows
+    if run.data.sources is not None:  # older folders had no windows
         values["data.sources"] = [
             {k: v for k, v in own.items() if v is not None or k not in ("streaming", "window")}
             for own in values["data.sources"]
@@ -136,22 +136,21 @@ def identity(run: RunConfig) -> str:
 
 
 class RunFolder:
-    """The folder that a run writes in, its own from `__enter__` to `__exit__`.
+    """The folder that a run writes in, locked from `__enter__` to `__exit__`.
 
-    The folder is held open and `path` leads through its descriptor, so a run goes on in it when it
-    is renamed; another run may then begin under the old name. A second process in one folder is
+    The folder stays open and `path` leads through its descriptor, so a run continues in a renamed
+    folder, and another run may start under the old name. A second process in the same folder is
     refused.
 
-    Attributes:
-        name: The folder as the user named it; after `__exit__`, the name that it has by then.
-        path: The folder to read and write in; `durable.shown` writes it for a person.
+    Attributes: name: The folder as the user named it; after `__exit__`, its current name. path: The
+    folder to read and write in; `durable.shown` makes it readable.
     """
 
     def __init__(self, run: RunConfig) -> None:
         self.name = self.path = Path(run.folder).expanduser()
         self._run = run
         self._open = ExitStack()
-        self._parts: list[dict[str, Any]] = []  # of history.json, where this is one
+        self._parts: list[dict[str, Any]] = []  # entries of history.json
 
     @property
     def checkpoints(self) -> Path:
@@ -181,7 +180,7 @@ class RunFolder:
             self.checkpoints.mkdir(exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
             lock = self._open.enter_context(open(os.open(self.path / ".lock", flags, 0o666), "w"))
-            # The kernel lets go of it however the process ends.
+            # The kernel releases the lock however the process ends.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._open.close()
@@ -201,7 +200,7 @@ class RunFolder:
         return self
 
     def hold(self) -> None:
-        """Keep the folder open, whatever its name is from now on."""
+        """Keep the folder open, even if it is renamed."""
         held = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
         self._open.callback(os.close, held)
         place = Path(f"/proc/self/fd/{held}")
@@ -216,7 +215,7 @@ class RunFolder:
         if self._parts:
             ended = {"ended": now()} | ({} if kind is None else {"error": kind.__name__})
             parts = [*self._parts[:-1], self._parts[-1] | ended]
-            with suppress(WriteFailed):  # the error to report is the one that led here
+            with suppress(WriteFailed):  # the error to report is the original one
                 self.write_json(HISTORY, {"parts": parts})
         if isinstance(error, Exception):
             error.args = tuple(shown(one) if isinstance(one, str) else one for one in error.args)
@@ -225,15 +224,16 @@ class RunFolder:
 
     @property
     def called(self) -> Path:
-        """The folder by the name that it has now: the user's, unless it was renamed."""
+        """The folder's current name: the user's, unless it was renamed."""
         return Path(shown(self.path))
 
     def prepare(self) -> list[str]:
-        """Cleans up after a killed process and writes config.yaml. What has changed since the
-        last time and will change roundings.
+        """Clean up after a killed process, write config.yaml, and return the changes that alter
+        roundings.
 
-        Raises UnsupportedError, naming the keys, when the folder holds another run that can be
-        resumed, and when something is in the way of what a run writes, which would fail only then.
+        Raises:
+            UnsupportedError: The folder holds another run that can be resumed (the message names
+                the keys), or a file or folder is in the way of one that the run writes.
         """
         self._refuse_in_the_way()
         remove_leftovers(self.path, LEFTOVER)
@@ -272,7 +272,7 @@ class RunFolder:
             inside = os.listdir(self.model) if os.path.lexists(self.model) else []
         if inside and SOURCE not in inside:
             raise UnsupportedError(
-                f"folder: {self.model} is in the way: it has {min(inside)} and no {SOURCE} of an "
+                f"folder: {self.model} is in the way: it has {min(inside)} but no {SOURCE} of an "
                 "earlier run, and the trained model would replace it; move it away, then run the "
                 "same command again"
             )
@@ -283,19 +283,19 @@ class RunFolder:
             )
 
     def record(self, values: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl in a single write, so that a killed process loses no
-        earlier one. Raises WriteFailed."""
+        """Append one line to metrics.jsonl in a single write, so that a killed process keeps all
+        earlier lines. Raises WriteFailed."""
         line = json.dumps(values, allow_nan=False).encode("utf-8") + b"\n"
         try:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
             with open(os.open(self.metrics, flags, 0o666), "ab", buffering=0) as file:
                 if file.write(line) < len(line):
-                    raise OSError(None, "the disk took only a part of the line")
+                    raise OSError(None, "the disk accepted only part of the line")
         except OSError as error:
             raise write_failure(self.metrics, error.strerror or str(error)) from error
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Drops the metrics of steps after `step`, and a last line that was cut off; the rest."""
+        """Drop metrics of steps after `step` and a truncated last line, and return the rest."""
         if not self.metrics.exists():
             return []
         kept = [line for line in read_metrics(self.metrics) if line["step"] <= step]
@@ -304,47 +304,47 @@ class RunFolder:
         return kept
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> Path:
-        """Writes a JSON file whole. Raises WriteFailed."""
-        path, many = self.path / name, name == STEP  # numbers, which nobody reads one by one
+        """Write a whole JSON file. Raises WriteFailed."""
+        path, many = self.path / name, name == STEP  # thousands of numbers, on one line
         text = json.dumps(values, indent=None if many else 1, allow_nan=False)
         write_whole(path, text.encode("utf-8"))
         return path
 
     def write_shortage(self, values: Mapping[str, Any]) -> None:
-        """Says with which plan memory ran out. Any rank does: the one that ran out leaves the
-        others waiting, and can tell none of them. Raises WriteFailed."""
+        """Write the plan with which memory ran out. Any rank may call it: the rank that ran out
+        cannot reach the others, which wait for it. Raises WriteFailed."""
         partial = self.path / f"{PARTIAL}{os.getpid()}-{self.shortage.name}"
         write_bytes(partial, json.dumps(values, indent=1).encode("utf-8"))
         publish(partial, self.shortage)
 
     def forget_shortage(self) -> None:
-        """The plan that came after it goes."""
+        """Remove shortage.json, once a later plan fits."""
         self.shortage.unlink(missing_ok=True)
 
 
 class OthersFolder(RunFolder):
-    """The folder of a rank whose run another rank writes down."""
+    """The run folder of a rank other than 0, which writes no records."""
 
     def __enter__(self) -> "OthersFolder":
         return self
 
     def hold(self) -> None:
-        """Keep the folder open once rank 0 has made it, where this machine sees it."""
+        """Keep the folder open once rank 0 has made it, if this machine sees it."""
         if self.name.is_dir():
             super().hold()
 
     def record(self, values: Mapping[str, Any]) -> None:
-        """Rank 0 does."""
+        """Leave metrics to rank 0."""
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> Path:  # noqa: ARG002
         return self.path / name
 
     def forget_shortage(self) -> None:
-        """Rank 0 does."""
+        """Leave the file to rank 0."""
 
 
 def _refuse_other(path: Path, kind: str) -> None:
-    """Raises UnsupportedError where what has the name of a file or folder is something else."""
+    """Raise UnsupportedError if `path` exists and is not of this kind, "file" or "folder"."""
     right = os.path.isdir(path) if kind == "folder" else os.path.isfile(path)
     if os.path.lexists(path) and not right:
         raise UnsupportedError(
@@ -358,13 +358,13 @@ def _read(config: Path) -> dict[str, Any]:
         return read_file(config)
     except UnsupportedError as error:
         raise UnsupportedError(
-            f"{error}; it says which run the checkpoints beside it belong to: restore it, or give "
-            "another folder"
+            f"{error}; it identifies the run that the checkpoints here belong to: restore it, or "
+            "give another folder"
         ) from error
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The leaves that differ, each by its path and with both values."""
+    """Return the leaves that differ, each with its path and both values."""
     old, new = flatten(before), flatten(now)
     if {old.get(DATA), new.get(DATA)} - {None, 1}:
         old, new = _whole_batch(old), _whole_batch(new)
@@ -380,7 +380,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _whole_batch(leaves: dict[str, Any]) -> dict[str, Any]:
-    """With the batch of all replicas in place of one's."""
+    """Return the leaves with the batch of all replicas instead of one replica's."""
     batch = leaves["batch"] * (leaves.get(DATA) or 1)
     return _without("batch", leaves) | {"batch of all replicas": batch}
 
@@ -393,8 +393,8 @@ def _without(key: str, leaves: dict[str, Any]) -> dict[str, Any]:
 class Finding:
     """The first parameters, in the order of the model, that are not finite."""
 
-    kind: str  # what is not finite: 'loss' or 'gradient'
-    weight: str | None  # bad before the step: the trouble is older than this batch
+    kind: str  # the value that is not finite: 'loss' or 'gradient'
+    weight: str | None  # not finite before the step: the cause is older than this batch
     gradient: str | None
 
     def describe(self) -> str:
@@ -402,11 +402,11 @@ class Finding:
             return f"parameter {self.weight} was already not finite before this step"
         if self.gradient is not None:
             return f"the first parameter whose gradient is not finite is {self.gradient}"
-        return "no parameter and no gradient is bad, only their norm or the loss"
+        return "all parameters and gradients are finite, but their norm or the loss is not"
 
 
 def find_nonfinite(loss: float, parameters: Mapping[str, Tensor]) -> Finding:
-    """Looks at the loss, then at every weight and its gradient."""
+    """Check the loss, then every weight and its gradient."""
     finite_loss = abs(loss) < float("inf")  # false for NaN too
     return Finding(
         kind="gradient" if finite_loss else "loss",
@@ -416,7 +416,7 @@ def find_nonfinite(loss: float, parameters: Mapping[str, Tensor]) -> Finding:
 
 
 def as_json(value: float) -> float | str:
-    """JSON knows no NaN and no infinity: these become text."""
+    """Return a number, or NaN and infinity as text, which JSON lacks."""
     return value if abs(value) < float("inf") else str(value)
 
 
@@ -427,7 +427,8 @@ def diagnosis_json(
     loss: float,
     norm: float | None,
 ) -> dict[str, Any]:
-    """The content of diagnosis.json, beside the batches; without a norm, of held-out text."""
+    """Return the content of diagnosis.json, without the batches. Without a norm, the loss is that
+    of held-out text."""
     return {
         "step": step,
         "not_finite": "held-out loss" if norm is None else finding.kind,
@@ -443,7 +444,7 @@ def _first_bad(tensors: Iterable[tuple[str, Tensor | None]]) -> str | None:
 
 
 def capture_rng() -> dict[str, Tensor]:
-    """The state of torch's generators, uint8: of the CPU and of every GPU in use."""
+    """Return the state of torch's generators, uint8: the CPU's and every used GPU's."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.update({f"cuda:{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())})
@@ -451,8 +452,8 @@ def capture_rng() -> dict[str, Tensor]:
 
 
 def restore_rng(states: Mapping[str, Tensor], own: torch.device | None = None) -> None:
-    """Sets what `capture_rng` returned, for the devices that are here. `own` is the GPU of a rank:
-    the states are those of rank 0, which computes on the first."""
+    """Restore the states of `capture_rng` for the devices that exist. `own` is a rank's GPU, which
+    gets rank 0's state: that of the first GPU."""
     torch.set_rng_state(states["cpu"])
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
@@ -464,7 +465,7 @@ def restore_rng(states: Mapping[str, Tensor], own: torch.device | None = None) -
 
 @dataclass(slots=True)
 class RunState:
-    """Where the run stands between two steps, and where a retried step begins again."""
+    """State of a run between two steps, from which a retried step starts again."""
 
     at: TrainState = field(default_factory=TrainState)
     rng: Mapping[str, Tensor] = field(default_factory=capture_rng)

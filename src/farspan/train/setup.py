@@ -1,4 +1,4 @@
-"""From a RunConfig to its context: model, data and optimizer, loaded and laid out over ranks."""
+"""Setup of a run: load its model, data and optimizer, and distribute them over ranks."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -80,13 +80,12 @@ EXPERTS = "none on the experts, whose weights are stacked, not linear modules; t
 
 SHARED = "parallel: quantised weights are for one device so far; leave it out, or model.quantize"
 GLANCE = 1_000, 1 << 20  # documents and tokens that are prepared within seconds
-TEXT = "only text is trained: the image encoder stays as it is and is saved with the model"
+TEXT = "only text is trained: the image encoder stays unchanged and is saved with the model"
 
 
 def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
-    """The run with its tokenizer spelled out, the model's own, or bytes for random weights; and the
-    replicas that so many ranks make, None being a process that nobody launched. Raises
-    UnsupportedError."""
+    """Return the run with its tokenizer filled in (the model's, or bytes for random weights), and
+    the replicas of `ranks` ranks (None: not launched by torchrun). Raises UnsupportedError."""
     model = run.model
     if model.path is not None:
         model = replace(model, path=hub_name("model.path", model.path))
@@ -96,7 +95,7 @@ def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
         if adapters is not None:
             if run.start not in (None, StartConfig(adapters)):
                 raise UnsupportedError(
-                    f"start: {adapters}, the model.path, holds adapters to begin with too; give "
+                    f"start: {adapters}, the model.path, also holds adapters to start from; give "
                     f"{model.path} as model.path"
                 )
             run = replace(run, start=StartConfig(adapters))
@@ -109,12 +108,13 @@ def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
 
 
 def _tell_reach(blank: Any, context: int, observer: Observer) -> None:
-    """Before the data are read: a document longer than the model's positions is refused then."""
+    """Warn before the data are read: only then can a document beyond the model's positions be
+    refused."""
     limit = context_limit(blank)
     if limit is not None and context > limit:
         observer.note(
-            f"context: {context:,} is beyond the model's {limit:,} positions: a longer document is "
-            "refused once the data are read; scale its RoPE, or set context to at most that"
+            f"context: {context:,} exceeds the model's {limit:,} positions: farspan refuses longer "
+            "documents once the data are read; scale the model's RoPE, or lower context"
         )
 
 
@@ -125,10 +125,10 @@ def make_context(
     observer: Observer,
     about: Mapping[str, Any],
 ) -> RunContext:
-    """Everything made but the engine, and the layout of ranks; `about` is that file of an earlier
-    part of the run. Raises UnsupportedError, and Interrupted while text becomes tokens."""
+    """Make everything but the engine, and the layout of ranks; `about` is the about.json of an
+    earlier part of the run. Raises UnsupportedError, and Interrupted during tokenization."""
     if run.optimizer.states is StatesPlace.EIGHT_BIT:
-        load_adamw()  # now, rather than when the model is there
+        load_adamw()  # fail before loading the model
     memory = components.choose_allocator(run.allocator, world.device)
     tokenizer = cache(partial(load_run_tokenizer, run))
     blank, config = _blank_model(run, components, world, tokenizer)
@@ -144,7 +144,7 @@ def make_context(
     run, placed, model, outside = loaded(run, blank, config, look, observer)
     other = _load_reference(run, components, world, model, corpus)
     corpus.read_ahead(partial(_check_window, run, blank, other))
-    counts = [(elements(p), p.requires_grad) for p in model.parameters()]  # while they are whole
+    counts = [(elements(p), p.requires_grad) for p in model.parameters()]  # before sharding
     frozen = world.run_on_rank0(lambda: frozen_digest(model), "reading the frozen weights")
     inspected = None
     if run.schedule.strategy == AUTO or world.size > 1:
@@ -155,7 +155,7 @@ def make_context(
     disk = run.optimizer.disk or run.folder
     states = replace(run.optimizer, states=placed.states, disk=disk)
     weights = None
-    if streams(run.schedule.apply(Schedule()), world.layout):  # before anything refers to them
+    if streams(run.schedule.apply(Schedule()), world.layout):  # before others refer to the weights
         weights = StreamedWeights(CausalLMStages(model, world.device), world.ranks)
     room = host_share(run, world)
     return RunContext(
@@ -191,35 +191,35 @@ def _load_placed(
     world: DistributedContext,
     about: Mapping[str, Any],
 ) -> tuple[RunConfig, Placed, Any, int]:
-    """Chooses where weights and states live, and loads the model there.
+    """Choose where weights and states live, and load the model there.
 
     Returns the run with its weights in their place, the states' place, the model, and the bytes
-    that the process held before it. Raises UnsupportedError.
+    that the process held before loading it. Raises UnsupportedError.
     """
     is_packed = run.model.quantize is not None or format_of(blank.config) is not None
     if not is_packed:
         run, placed = place(run, components, world, look, about, observer)
     outside = resident_bytes()
     model = _load_model(run, components, world, blank, config, observer)
-    if is_packed:  # how many bytes its weights take is known when they are there
+    if is_packed:  # packed bytes are known only after loading
         packed, loaded = partial(inspect_for, run, model, world.device), resident_bytes()
         run, placed = place(run, components, world, packed, about, observer)
-        outside += resident_bytes() - loaded  # what planning keeps, as where it comes first
+        outside += resident_bytes() - loaded  # memory that planning keeps, as above
     return run, placed, model, outside
 
 
 def _check_data(
     run: RunConfig, corpus: Corpus, tokenizer: Tokenizer, blank: Any, observer: Observer
 ) -> None:
-    """What the data asks of the model, now rather than at the first step that meets it. Raises
+    """Check that the model supports the data, before the first step that would fail. Raises
     UnsupportedError."""
     largest = max(corpus.parts, key=lambda part: max(store.largest for store in part.stores))
     _check_vocabulary(run, corpus.largest, largest.opened, blank)
     rows = blank.get_input_embeddings().num_embeddings
     if tokenizer.size() > rows:
         observer.note(
-            f"model: embeds {rows:,} ids, and the tokenizer has {tokenizer.size():,}; no text here "
-            "has the others, but text at inference may; model.resize_embeddings: true adds rows"
+            f"model: embeds {rows:,} ids, but the tokenizer has {tokenizer.size():,}; the data has "
+            "no others, but text at inference may; model.resize_embeddings: true adds rows"
         )
     _check_pairs(run, corpus)
     refuse_context(blank, min(run.context, corpus.longest))
@@ -228,8 +228,8 @@ def _check_data(
 def _check_window(
     run: RunConfig, model: Any, other: Any, opened: OpenedSource, store: TokenStore
 ) -> None:
-    """As of the whole data, of a stream's window, naming a document; `other` is the second model.
-    Raises UnsupportedError."""
+    """Check that both models support a stream's window, naming the document; `other` is the second
+    model. Raises UnsupportedError."""
     for limited in [model] if other is None else [model, other]:
         place = ""
         try:
@@ -242,7 +242,7 @@ def _check_window(
 
 
 def _check_pairs(run: RunConfig, corpus: Corpus) -> None:
-    """What the run file leaves to the fields of the records."""
+    """Refuse pairs without a loss of pairs, and the reverse, where only the records show it."""
     kind, paired = run.objective.kind, {p.stores[0].middles is not None for p in corpus.parts}
     if run.objective.paired and paired != {True}:
         raise UnsupportedError(f"data.format: {UNPAIRED.format(kind)}")
@@ -253,22 +253,22 @@ def _check_pairs(run: RunConfig, corpus: Corpus) -> None:
 def _load_reference(
     run: RunConfig, components: Components, world: DistributedContext, model: Any, corpus: Corpus
 ) -> Any:
-    """The second model of the run's loss, where rank 0 has it whole, and the others a blank one;
-    None: there is none. Raises UnsupportedError."""
-    loss, found = run.objective, None
+    """Return the second model of the run's loss, or None: the whole model on rank 0, a blank one on
+    other ranks. Raises UnsupportedError."""
+    loss, reference = run.objective, None
     if loss.compared() is Reference.FROZEN:
-        found = copy.deepcopy(model)
+        reference = copy.deepcopy(model)
     elif loss.teacher is not None:
-        found = _load_teacher(run, components, world, corpus)
-    if found is None:
+        reference = _load_teacher(run, components, world, corpus)
+    if reference is None:
         return None
     if isinstance(run.parallel, Parallel) and run.parallel.pipeline > 1:
         raise UnsupportedError(
-            "parallel.pipeline: stages hold the layers of one model so far, and loss has a second "
-            "one; use other axes"
+            "parallel.pipeline: stages hold the layers of only one model, but this loss has a "
+            "second model; use other axes"
             + ("" if loss.teacher else ", or set loss.reference to stored or adapters-off")
         )
-    return found.requires_grad_(False).eval()
+    return reference.requires_grad_(False).eval()
 
 
 def _load_teacher(
@@ -287,8 +287,8 @@ def _load_teacher(
         rows, most = teacher.get_input_embeddings().num_embeddings, run.objective.top_k
         if corpus.largest >= rows or most > rows:
             raise UnsupportedError(
-                f"loss.teacher: {path} embeds {rows:,} ids, and the data has ids up to "
-                f"{corpus.largest:,} (loss.top_k {most:,}); give a teacher of the same tokenizer"
+                f"loss.teacher: {path} embeds {rows:,} ids, but the data has ids up to "
+                f"{corpus.largest:,} (loss.top_k {most:,}); give a teacher with the same tokenizer"
             )
         refuse_context(teacher, min(run.context, corpus.longest))
         found.append(teacher)
@@ -300,7 +300,7 @@ def _load_teacher(
 def _lay_out(
     run: RunConfig, components: Components, world: DistributedContext, model: Any
 ) -> ReferenceModel:
-    """A second model, over ranks or in main memory as the first will be."""
+    """Distribute a second model over ranks or into main memory, like the first."""
     sharded_model = shard_model(run, components, model, world)
     weights = None
     if streams(run.schedule.apply(Schedule()), world.layout):
@@ -309,15 +309,14 @@ def _lay_out(
 
 
 def _open_data(run: RunConfig, tokenizer: Tokenizer, watch: Watch) -> Corpus:
-    """The run's sequences."""
     with activity("reading the data"):
         return open_corpus(run.data, tokenizer, context=run.context, seed=run.seed, watch=watch)
 
 
 def load_run_tokenizer(run: RunConfig) -> Tokenizer:
-    """The tokenizer of a run that is resolved. Raises UnsupportedError."""
+    """Return the tokenizer of a resolved run. Raises UnsupportedError."""
     model, name = run.model, str(run.data.tokenizer)
-    # The revision is the model's: code of another repository would not be pinned.
+    # The revision is the model's, and does not pin code of another repository.
     trusted = model.trust_remote_code and (name == model.path or not is_on_hub(name))
     revision = model.revision if name == model.path else None
     if name != model.path:
@@ -329,7 +328,7 @@ def load_run_tokenizer(run: RunConfig) -> Tokenizer:
 
 
 def embedded_rows(run: RunConfig) -> int:
-    """Rows that the run's embeddings have at least: an id of its tokenizer each, if asked for."""
+    """Return the fewest rows of the run's embeddings: one per id of its tokenizer, if asked for."""
     return load_run_tokenizer(run).size() if run.model.resize_embeddings else 0
 
 
@@ -339,9 +338,8 @@ def _blank_model(
     world: DistributedContext,
     tokenizer: Callable[[], Tokenizer],
 ) -> tuple[Any, PretrainedConfig | None]:
-    """The model without weights, in which what needs none of them is checked before any text is
-    read, and on rank 0, which loads the weights, its configuration. Raises UnsupportedError on all
-    ranks."""
+    """Return the model without weights, for checks before any text is read, and on rank 0 its
+    configuration. Raises UnsupportedError on all ranks."""
 
     def blank_of(config: PretrainedConfig | None = None) -> Any:
         rows = tokenizer().size() if run.model.resize_embeddings else 0
@@ -363,7 +361,7 @@ def _blank_model(
         found.append((blank, config))
 
     found: list[tuple[Any, PretrainedConfig]] = []
-    # What is wrong with it is refused everywhere; the others then find files that it downloaded.
+    # All ranks raise its errors; later they find the files that rank 0 downloaded.
     world.run_on_rank0(look_at, "reading the model's configuration")
     return found[0] if found else (blank_of(), None)
 
@@ -376,8 +374,8 @@ def _load_model(
     config: PretrainedConfig | None,
     observer: Observer,
 ) -> Any:
-    """Of several ranks the first loads it, into main memory: weights go to devices when it is known
-    which go where. The others have the blank one."""
+    """Load the model on rank 0. With several ranks it is loaded into main memory, as its layout is
+    not known yet, and the others return the blank model."""
     torch.manual_seed(run.seed)
     stays = world.size == 1 and run.schedule.weights is not Tier.HOST
     device = world.device if stays else torch.device("cpu")
@@ -389,7 +387,7 @@ def _load_model(
         begin(model, run, observer.note)
         found.append(model)
 
-    # What is wrong with it is refused everywhere.
+    # All ranks raise its errors.
     world.run_on_rank0(read, "loading the model")
     return found[0] if found else blank
 
@@ -402,7 +400,7 @@ def _load(
     config: PretrainedConfig | None = None,
     rows: int = 0,
 ) -> Any:
-    """The model, which embeds that many rows at least, with its adapters."""
+    """Load the model with its adapters and at least `rows` embedded ids."""
     model = components.load_model(
         **run.model.origin(),
         dtype=torch_dtype(run),
@@ -414,14 +412,14 @@ def _load(
     )
     resize_embeddings(model, rows, run.seed)
     adapt(model, run)
-    # Dropout, where a model has any, is then seen and refused rather than silently left out.
+    # Training mode shows dropout, which is then refused rather than silently left out.
     model.train()
     return model
 
 
 def adapt(model: Any, run: RunConfig) -> None:
-    """Gives the model the adapters of the run file, if it has any. Raises UnsupportedError, also
-    for a quantised model that is to have none."""
+    """Add the adapters of the run file, if any. Raises UnsupportedError, also for a quantised model
+    without adapters."""
     lora = run.model.lora
     if lora is None:
         refuse_whole(model.config)
@@ -447,7 +445,7 @@ def _check_vocabulary(run: RunConfig, largest: int, opened: OpenedSource, model:
             f"vocab_size to at least {largest + 1} for random weights"
         )
     if run.data.tokenizer == run.model.path:
-        advice = "for tokens that were added, set model.resize_embeddings to true"
+        advice = "for added tokens, set model.resize_embeddings to true"
         if run.model.lora is not None:
             advice += (
                 " and leave model.lora out: adapters leave embeddings frozen; the model/ of that "
@@ -466,20 +464,20 @@ def _check_vocabulary(run: RunConfig, largest: int, opened: OpenedSource, model:
 def shard_model(
     run: RunConfig, components: Components, model: Any, world: DistributedContext
 ) -> ShardedModel | None:
-    """Deals a model that rank 0 has loaded, in place; None where all ranks have it whole then."""
+    """Shard a model that rank 0 has loaded, in place. Returns None if all ranks hold the whole
+    model."""
     if world.ranks is None:
         return None
     if not is_sharded(run, world.layout):
         home = torch.device("cpu") if run.schedule.weights is Tier.HOST else world.device
         broadcast_from_rank0(world.ranks, model, home)
         return None
-    # Stages and tiles follow from the schedule; of the planner's neither does.
+    # Stages and tiles follow from the schedule, but not from a planned one.
     return parallelize(model, components.schedule_of(run, model), world.ranks, kernels=run.kernels)
 
 
 def is_sharded(run: RunConfig, layout: Layout) -> bool:
-    """Whether ranks hold parts of the weights, rather than all of them each. Raises
-    UnsupportedError."""
+    """Return whether ranks hold parts of the weights. Raises UnsupportedError."""
     cut = layout.tensor > 1 or layout.pipeline > 1 or layout.fsdp
     if layout.devices() == 1 or not cut:
         return False
@@ -493,8 +491,7 @@ def is_sharded(run: RunConfig, layout: Layout) -> bool:
 
 
 def refuse_groups(schedule: Schedule, layers: int, stages: int) -> None:
-    """Raises UnsupportedError, naming the run file's field, for groups that the model does not
-    have."""
+    """Raise UnsupportedError, naming the run file's field, for groups that do not fit the model."""
     try:
         group_ranges(schedule, layers, stages)
     except UnsupportedError as error:
@@ -503,8 +500,8 @@ def refuse_groups(schedule: Schedule, layers: int, stages: int) -> None:
 
 
 def refuse_weights(weights: Tier, layout: Layout) -> None:
-    """Raises UnsupportedError, naming the run file's field, where ranks of the layout cannot have
-    weights there."""
+    """Raise UnsupportedError, naming the run file's field, if ranks of the layout cannot hold
+    weights in this tier."""
     try:
         refuse_together(Schedule(weights=weights), layout)
     except UnsupportedError as error:
@@ -512,25 +509,25 @@ def refuse_weights(weights: Tier, layout: Layout) -> None:
 
 
 def _inspected(run: RunConfig, device: torch.device, blank: Any) -> InspectedModel:
-    """A model without weights, as the planner sees it."""
+    """Return a model without weights, as the planner sees it."""
     rank = 0 if run.model.lora is None else run.model.lora.everywhere()
     boundary = CausalLMStages(blank, device)
     return inspect_blank(boundary, run.model.dtype.value, device, rank, run.kernels)
 
 
 def choose_device(name: str) -> torch.device:
-    """A device that is there. Raises UnsupportedError."""
+    """Return an existing device. Raises UnsupportedError."""
     try:
         device = torch.device(_best() if name == AUTO else name)
     except RuntimeError as error:
         raise UnsupportedError(NO_DEVICE.format(name=name)) from error
-    if device.type not in ("cpu", "cuda"):  # mps, meta: devices, but none to train on
+    if device.type not in ("cpu", "cuda"):  # mps, meta: not supported
         raise UnsupportedError(NO_DEVICE.format(name=name))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("device: no CUDA GPU can be used here; give cpu or auto")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UnsupportedError(
-            f"device: {name} does not exist, there are {torch.cuda.device_count()} "
+            f"device: {name} does not exist; this machine has {torch.cuda.device_count()} "
             "GPU(s); give a lower index"
         )
     return device
@@ -541,7 +538,6 @@ def _best() -> str:
 
 
 def introduce(ctx: RunContext) -> str:
-    """The lines that open a run."""
     run = ctx.run
     every, trained = ctx.parameters, ctx.trainable
     some = "" if trained == every else f", {trained:,} of them trained,"
@@ -564,14 +560,14 @@ def introduce(ctx: RunContext) -> str:
     patience, every = run.evaluation.patience, run.evaluation.every
     if patience is not None and not run.evaluation.may_stop(run.steps):
         lines.append(
-            f"evaluation.patience: ends nothing here: {patience} evaluations, one every {every} "
-            f"steps, are not over before step {run.steps}"
+            f"evaluation.patience: has no effect: {patience} evaluations, one every {every} "
+            f"steps, do not end before step {run.steps}"
         )
     return "\n".join(lines)
 
 
 def _sharing(world: DistributedContext) -> str:
-    """How many ranks there are and what they share."""
+    """Return the number of ranks and their axes in words, or "" for one process."""
     axes = {axis: getattr(world.layout, axis) for axis in AXES}
     named = ", ".join(f"{axis} {extent}" for axis, extent in axes.items() if extent > 1)
     return f", {world.size} ranks: {named}" if named else ""
@@ -580,8 +576,8 @@ def _sharing(world: DistributedContext) -> str:
 def show_data(
     run: RunConfig, sequence: int, held_out: bool, watch: Watch = unwatched
 ) -> Iterator[str]:
-    """Lines about the data and one sequence of them, counted from 0 as it is trained, or of those
-    that are held out. Raises UnsupportedError."""
+    """Yield lines about the data and one sequence, counted from 0 in training order or among the
+    held-out ones. Raises UnsupportedError."""
     run = as_begun(resolve(replace(run, parallel=None)))
     tokenizer = load_run_tokenizer(run)
     corpus = _open_data(run, tokenizer, watch)
@@ -593,7 +589,8 @@ def show_data(
     count = packing.kept.sequences
     if held_out and sequence >= count:
         raise UnsupportedError(
-            f"sequence: expected a number below {count}, as many as are held out, got {sequence}"
+            f"sequence: expected a number below {count}, the number of held-out sequences, "
+            f"got {sequence}"
         )
     yield from corpus.describe(run.context)
     config = load_config(**run.model.origin())
@@ -608,8 +605,8 @@ def show_data(
 
 
 def glance_at_data(run: RunConfig) -> list[str]:
-    """List the lines of `show_data` for the first sequence, or say why there are none: for data
-    that the run file names, that are here, and that are prepared already or soon."""
+    """Return the lines of `show_data` for the first sequence, or the reason for their absence.
+    Reads only local data that the run file names, already prepared or quick to prepare."""
 
     def watch(documents: int, tokens: int, read: HowFar) -> None:  # noqa: ARG001
         if documents > GLANCE[0] or tokens > GLANCE[1]:

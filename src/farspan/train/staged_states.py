@@ -1,4 +1,4 @@
-"""States of AdamW that are updated in main memory, piece by piece: they lie there, or on a drive.
+"""AdamW states that are updated in main memory, piece by piece. They live there or on a drive.
 
 `HostStates` cuts parameters into pieces that pass through slots of pinned memory:
 
@@ -8,22 +8,23 @@
 
 AdamW is elementwise, so pieces change nothing; on a CPU the bits are those of `ResidentStates`.
 
-`DiskStates` does the same, in the same order, with master and moments of a piece in a slot, too:
+`DiskStates` does the same in the same order, but slots also hold a piece's master and moments:
 
     read    s0   s1   s2   s3   s4      several extents at a time, past the page cache
     CPU               u0   u1   u2
-    write                  s0   s1      a slot is read into again when it was written
+    write                  s0   s1      a slot is read into again after it was written
 
-Where gradients and weights are in main memory, they pass through no slots. The file is scratch: it
-has no name, so that it goes with the process, however that ends, and nothing resumes from it.
-Checkpoints read it, and are read into it, through a mapping, whose pages the kernel takes back.
+Gradients and weights in main memory need no slots. The file is scratch: it has no name, so it
+vanishes with the process, however that ends, and nothing resumes from it. Checkpoints read and
+restore it through a mapping, whose pages the kernel takes back.
 
-Note: [A gradient that has not arrived]. The CPU waits for the event behind a piece's copies before
+Note: [A gradient that has not arrived]. The CPU waits for the event after a piece's copies before
 it reads their slot.
-Note: [A weight that has not left]. A slot's weight is written again (by the CPU, or by an evict
-where a parameter has no master) only behind the event of the fetch that read it last.
-Note: [A mapping and direct reads]. What was written through the mapping is flushed before a piece
-is read past the page cache; what is written past it the kernel drops from the cache."""
+Note: [A weight that has not left]. A slot's weight is overwritten (by the CPU, or by an evict if
+the parameter has no master) only after the event of the last fetch that read it.
+Note: [A mapping and direct reads]. Writes through the mapping are flushed before a piece is read
+past the page cache; the kernel drops pages that are written past the cache.
+"""
 
 import fcntl
 import math
@@ -53,7 +54,7 @@ from farspan.program.dependencies import Lane
 from farspan.spec import Tier, UnsupportedError
 from farspan.train.config import OptimizerConfig, StatesPlace
 
-# Below 32 bits, adding a small update to a weight may change nothing at all.
+# Below 32 bits, adding a small update to a weight may not change it.
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 Parameters = Mapping[str, nn.Parameter]
@@ -61,16 +62,16 @@ Parameters = Mapping[str, nn.Parameter]
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of an optimizer. On a CPU both tiers lie in main memory."""
+    """Bytes of an optimizer's states. On a CPU both tiers are main memory."""
 
     device: int
     host: int
-    untouched: int  # of these, zeros that the machine hands out only when they are first written
+    untouched: int  # zeros among them, which the system hands out only at the first write
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What AdamW does to the parameters, the learning rate aside."""
+    """Parameters of AdamW's update, except the learning rate."""
 
     config: OptimizerConfig
     decays: Mapping[str, bool]
@@ -79,7 +80,7 @@ class Rule:
         return self.config.weight_decay if self.decays[name] else 0.0
 
     def groups(self, weights: Mapping[str, Tensor]) -> list[dict[str, object]]:
-        """Parameter groups for an optimizer of torch's making."""
+        """Return parameter groups for a torch optimizer."""
         return [
             {
                 "params": [weights[name] for name in weights if self.decays[name] is chosen],
@@ -90,18 +91,18 @@ class Rule:
 
 
 def is_low(parameter: nn.Parameter) -> bool:
-    """Whether it has an fp32 master."""
+    """Return whether a parameter has an fp32 master."""
     return parameter.dtype in LOW_PRECISION
 
 
 def widen_gradient(parameter: nn.Parameter) -> None:
-    """Lets `.grad` of a narrow parameter add up in fp32."""
+    """Accumulate `.grad` of a low-precision parameter in fp32."""
     if is_low(parameter):
         parameter.grad_dtype = torch.float32
 
 
 def lasting_bytes(parameter: nn.Parameter) -> int:
-    """Of its moments, and of a master where it has one."""
+    """Return the bytes of a parameter's moments, and of its master if it has one."""
     wide = accumulate_dtype(parameter.dtype).itemsize
     return parameter.numel() * wide * (MOMENTS + is_low(parameter))
 
@@ -111,12 +112,12 @@ ADVICE = (
     "set optimizer.states to device, or to 8bit (other results than AdamW's), or train fewer "
     "parameters"
 )
-ADVICE_BESIDE = "train fewer parameters (model.lora), or a smaller model"  # weights there, too
+ADVICE_BESIDE = "train fewer parameters (model.lora), or a smaller model"  # with weights there
 
 
 @dataclass(frozen=True, slots=True)
 class _ParameterSlice:
-    """Elements [start, stop) of a parameter, counted along its memory."""
+    """Elements [start, stop) of a parameter, in the order of its memory."""
 
     name: str
     start: int
@@ -125,7 +126,8 @@ class _ParameterSlice:
 
 @dataclass(slots=True)
 class _StagingSlot:
-    """Where a piece passes through. Invariant: `sent` is the event of the last copy out of it."""
+    """Pinned buffers of a piece in transit. Invariant: `sent` is the event of the last copy from
+    them."""
 
     gradient: Tensor  # uint8
     weight: Tensor  # uint8
@@ -137,8 +139,8 @@ class _StagingSlot:
 
 
 class HostStates:
-    """Invariant: between updates a bfloat16 or float16 parameter equals its fp32 master rounded,
-    and no copy is under way."""
+    """AdamW states in main memory. Invariant: between updates a bfloat16 or float16 parameter
+    equals its rounded fp32 master, and no copy is running."""
 
     def __init__(
         self,
@@ -149,13 +151,12 @@ class HostStates:
         room: int | None = None,
         weights: Tier = Tier.DEVICE,
     ) -> None:
-        """Takes all of its memory now; of `weights` in main memory nothing passes through slots.
-        Raises TooLarge when the host cannot hold it, and what the other ranks there take now, or it
-        is more than `room` bytes."""
+        """Allocate all memory. Weights in main memory need no slots. Raises TooLarge if the host
+        cannot hold the states of all its ranks, or they exceed `room` bytes."""
         for name, parameter in parameters.items():
             if not parameter.is_contiguous():
                 raise UnsupportedError(
-                    f"optimizer.states: {rule.config.states} takes contiguous parameters and "
+                    f"optimizer.states: {rule.config.states} needs contiguous parameters, but "
                     f"{name} has strides {parameter.stride()}; set states to device"
                 )
         self._parameters = parameters
@@ -163,7 +164,7 @@ class HostStates:
         self._passes = weights is Tier.DEVICE
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
         self._copies = copies or CopyEngine(device, overlap=device.type == "cuda")
-        # In line on CUDA there are no events to wait for before the CPU reads what was evicted.
+        # In-order copies on CUDA have no events for the CPU to wait for.
         assert self._copies.overlap or device.type != "cuda"
         self._arena = Arena(Tier.HOST, device)
         self._states: dict[str, Tensor] = {}
@@ -178,7 +179,7 @@ class HostStates:
                 self._states[f"master/{name}"].copy_(parameter.detach())
 
     def _lay_out(self, ranks: ParallelContext | None, room: int | None) -> None:
-        """Masters and moments; then slots."""
+        """Allocate masters and moments, then slots."""
         lasting, address = sum(lasting_bytes(p) for p in self._parameters.values()), 0
         self._reserve(lasting, 0, ranks, room)
         for key, shape, dtype in self._arrays():
@@ -187,7 +188,8 @@ class HostStates:
             address += view.nbytes
 
     def _arrays(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Masters and moments, the widest elements first so that each is aligned."""
+        """Yield name, shape and dtype of masters and moments, the widest first, so that each is
+        aligned."""
         wide = {name: accumulate_dtype(p.dtype) for name, p in self._parameters.items()}
         for name in sorted(wide, key=lambda name: -wide[name].itemsize):
             for key in self._keys(name):
@@ -196,7 +198,8 @@ class HostStates:
     def _reserve(
         self, lasting: int, beside: int, ranks: ParallelContext | None, room: int | None
     ) -> None:
-        """An arena of `lasting` bytes and slots; `beside` bytes are taken elsewhere."""
+        """Reserve an arena of `lasting` bytes and the slots; `beside` bytes are allocated
+        elsewhere."""
         parameters, staged = self._parameters.values(), self._staged * self._passes
         widths = (accumulate_dtype(p.dtype).itemsize for p in parameters)
         gradient = staged * max(widths, default=0)
@@ -227,8 +230,9 @@ class HostStates:
         begins: Callable[[nn.Parameter], None] | None = None,
         ends: Callable[[nn.Parameter], None] | None = None,
     ) -> None:
-        """As `OptimizerStates` has it. Of weights in main memory `begins` hears of each parameter
-        before its gradient is read, `ends` when the parameter is new; they come in order."""
+        """Update like `OptimizerStates`. For weights in main memory, call `begins` with each
+        parameter before its gradient is read, and `ends` after its update, in the parameters'
+        order."""
         pieces = list(self._pieces())
         for parameter in self._parameters.values():
             if parameter.grad is not None and not parameter.grad.is_contiguous():
@@ -248,7 +252,7 @@ class HostStates:
                     self._update(piece, self._slots[done % SLOTS], states_of, lr)
                     if ends is not None and piece.stop == parameter.numel():
                         ends(parameter)
-            next(states, None)  # the last piece is done with
+            next(states, None)  # release the last piece
         finally:
             try:
                 states.close()
@@ -264,7 +268,7 @@ class HostStates:
                     yield _ParameterSlice(name, start, min(start + self._staged, parameter.numel()))
 
     def _bring(self, piece: _ParameterSlice, slot: _StagingSlot) -> None:
-        """Issues the copies to the host. See Note: [A weight that has not left]."""
+        """Issue a piece's copies to the host. See Note: [A weight that has not left]."""
         if not self._passes:
             return
         parameter = self._parameters[piece.name]
@@ -278,8 +282,8 @@ class HostStates:
         slot.arrived = self._copies.record(Lane.EVICT)
 
     def _states_of(self, pieces: list[_ParameterSlice]) -> Generator[list[Tensor], None, None]:
-        """Of each piece, in order, its master, where it has one, and its moments, in main memory;
-        they are done with when those of the next are asked for."""
+        """Yield each piece's master, if any, and moments in main memory, in order. They are
+        released when the next ones are requested."""
         for piece in pieces:
             yield [_part(self._states[key], piece) for key in self._keys(piece.name)]
 
@@ -290,7 +294,7 @@ class HostStates:
     def _update(
         self, piece: _ParameterSlice, slot: _StagingSlot, states: list[Tensor], lr: float
     ) -> None:
-        """Updates a piece and issues its way back."""
+        """Update a piece and issue its copy back."""
         config, parameter = self._rule.config, self._parameters[piece.name]
         assert parameter.grad is not None, "a piece is of a parameter with a gradient"
         count, there = piece.stop - piece.start, _part(parameter, piece)
@@ -307,7 +311,7 @@ class HostStates:
             [first],
             [second],
             [],
-            [self._updates[piece.name] - 1],  # a copy: it is counted up for each piece
+            [self._updates[piece.name] - 1],  # a copy: adamw increments it for each piece
             fused=True,
             amsgrad=False,
             beta1=config.betas[0],
@@ -330,36 +334,36 @@ def _part(tensor: Tensor | nn.Parameter, piece: _ParameterSlice) -> Tensor:
 
 
 def _await(event: Any) -> None:
-    """The CPU waits; None is of a copy that has happened, or never was."""
+    """Wait on the CPU for a copy's event; None: no copy is running."""
     if event is not None:
         event.synchronize()
 
 
 # -- on a drive ----------------------------------------------------------------------------------
 
-THREADS = 8  # requests to the drive at a time, of at most 64 MiB
-TRIED = 2**28  # bytes that show how fast a drive is
+THREADS = 8  # concurrent requests to the drive, of at most 64 MiB each
+TRIED = 2**28  # bytes to measure the speed of a drive
 
 
 class ScratchFile:
-    """A file without a name, of a fixed size, for one process.
+    """A file without a name and of a fixed size, for one process.
 
-    `direct`: read and written past the page cache, which some file systems do not offer (such as
+    `direct`: read and written past the page cache, which some file systems do not support (such as
     tmpfs of older kernels). Addresses, sizes and memory are then whole sectors of 4,096 bytes.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
-        """Takes the space now. Raises UnsupportedError where there is no such folder, it cannot be
+        """Allocate the space. Raises UnsupportedError if the folder does not exist, cannot be
         written, or the drive is too full."""
         self.folder, self.size = folder, size
         try:
-            folder.mkdir(exist_ok=True)  # not its parents: a drive may not be mounted there
+            folder.mkdir(exist_ok=True)  # not its parents: the drive may be unmounted
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 self._number = os.dup(file.fileno())
         except OSError as error:
             raise UnsupportedError(
-                f"optimizer.disk: cannot make a file in {folder}: {error.strerror}; name a folder "
-                "on a local drive that can be written"
+                f"optimizer.disk: cannot make a file in {folder}: {error.strerror}; name a "
+                "writable folder on a local drive"
             ) from error
         weakref.finalize(self, os.close, self._number)
         free = os.fstatvfs(self._number)
@@ -367,7 +371,7 @@ class ScratchFile:
             os.posix_fallocate(self._number, 0, size)
         except OSError as error:
             raise UnsupportedError(
-                f"optimizer.disk: states on disk need {size:,} bytes and {folder} has "
+                f"optimizer.disk: states on disk need {size:,} bytes, but {folder} has "
                 f"{free.f_bavail * free.f_frsize:,} free ({error.strerror}); free some, or name a "
                 "folder on another drive"
             ) from error
@@ -392,15 +396,16 @@ class ScratchFile:
         return True
 
     def read(self, memory: Tensor, address: int) -> "Future[None]":
-        """Begins to fill uint8 `memory` from there."""
+        """Begin to fill uint8 `memory` from the address."""
         return self._pool.submit(self._move, os.preadv, memory, address)
 
     def write(self, memory: Tensor, address: int) -> "Future[None]":
-        """Begins to write uint8 `memory` there."""
+        """Begin to write uint8 `memory` to the address."""
         return self._pool.submit(self._move, os.pwritev, memory, address)
 
     def _move(self, call: Callable[[int, list[Any], int], int], memory: Tensor, at: int) -> None:
-        """Raises WriteFailed. A call moves no more than 2 GiB, and may move less than asked."""
+        """Move all bytes, in calls that may each move less than requested, at most 2 GiB. Raises
+        WriteFailed."""
         left = memoryview(memory.numpy())  # type: ignore[arg-type]
         try:
             while left:
@@ -419,17 +424,17 @@ class ScratchFile:
             raise write_failure(self.folder, reason) from error
 
     def flush(self) -> None:
-        """What was written through `memory` is there for direct reads, and its pages may go."""
+        """Flush writes through `memory` before direct reads, and let its pages go."""
         if self.direct:
             self.memory.flush()
             self.memory.madvise(mmap.MADV_DONTNEED)
 
     def rates(self, slab: Tensor) -> tuple[float, float]:
-        """Bytes a second written and read, with as many requests as updates have; the file's first
-        bytes are zeros afterwards. `slab` is uint8, of whole sectors."""
+        """Return the bytes per second written and read, with the number of requests of an update.
+        The file's first bytes are zeros afterwards. `slab` is uint8, of whole sectors."""
         size = min(len(slab), self.size, TRIED)
         extent = sectors(-(-size // THREADS))
-        slab[:size].random_(generator=torch.Generator())  # a run's own numbers stay as they are
+        slab[:size].random_(generator=torch.Generator())  # the run's own generator stays unchanged
 
         def move(begin: Callable[[Tensor, int], "Future[None]"]) -> float:
             began, places = time.perf_counter(), range(0, size, extent)
@@ -445,30 +450,30 @@ class ScratchFile:
 
 @dataclass(slots=True)
 class _DiskSlot:
-    """Master and moments of a piece. Invariant: nobody touches `memory` but who has waited."""
+    """Master and moments of a piece. Invariant: `memory` is used only after `wait`."""
 
     memory: Tensor  # uint8 [3 or 2, bytes]
     requests: list["Future[None]"] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Until what was begun is done. Raises WriteFailed."""
+        """Wait for the requests. Raises WriteFailed."""
         requests, self.requests = self.requests, []
         settle(requests)
 
 
 def settle(requests: Iterable["Future[None]"]) -> None:
-    """Waits for all of them. Raises what the first that failed has raised."""
+    """Wait for all requests. Raises the first failed one's exception."""
     failed = [error for request in requests if (error := request.exception()) is not None]
     if failed:
         raise failed[0]
 
 
 class DiskStates(HostStates):
-    """Invariant: between updates a bfloat16 or float16 parameter equals its fp32 master rounded,
-    and no copy is under way, nor a request to the drive."""
+    """AdamW states on a drive. Invariant: between updates a bfloat16 or float16 parameter equals
+    its rounded fp32 master, and no copy or request to the drive is running."""
 
     def _lay_out(self, ranks: ParallelContext | None, room: int | None) -> None:
-        """Raises UnsupportedError, on all ranks."""
+        """Allocate slots and open the file. Raises UnsupportedError on all ranks."""
         each = sectors(self._staged * max((d.itemsize for _, _, d in self._arrays()), default=0))
         kept = MOMENTS + any(map(is_low, self._parameters.values()))
         self._reserve(0, DISK_SLOTS * kept * each, ranks, room)
@@ -508,7 +513,7 @@ class DiskStates(HostStates):
             raise UnsupportedError(
                 f"optimizer.disk: {self.describe()}, more than "
                 f"optimizer.disk_seconds ({config.disk_seconds:g}); name a folder on a faster "
-                "drive, or raise it"
+                "drive, or raise optimizer.disk_seconds"
             )
         mapped = torch.frombuffer(self._file.memory, dtype=torch.uint8)
         for key, shape, dtype in self._arrays():
@@ -517,13 +522,14 @@ class DiskStates(HostStates):
             self._states[key] = part.view(dtype).view(shape)
 
     def describe(self) -> str:
-        """Where they are, and what an update will wait for there."""
+        """Return the states' folder, the measured speeds, and the seconds of an update on the
+        drive."""
         size, (written, read) = self._file.size, self._rates
-        how = "" if self._file.direct else ", by the page cache: no direct I/O there"
+        how = "" if self._file.direct else ", through the page cache: no direct I/O there"
         return (
-            f"{size / GIB:,.2f} GiB in {self._file.folder}{how}, {written / 1e9:.2f} GB/s written "
-            f"and {read / 1e9:.2f} read when tried: an update takes "
-            f"{size / written + size / read:,.1f} s of the drive"
+            f"{size / GIB:,.2f} GiB in {self._file.folder}{how}, measured at {written / 1e9:.2f} "
+            f"GB/s written and {read / 1e9:.2f} read: the drive takes "
+            f"{size / written + size / read:,.1f} s of an update"
         )
 
     def held(self) -> StateBytes:
@@ -559,7 +565,8 @@ class DiskStates(HostStates):
             slot.requests.append(move(memory, address))
 
     def _extents(self, piece: _ParameterSlice, slot: _DiskSlot) -> list[tuple[int, Tensor]]:
-        """Where its master and moments are in the file, and where in a slot."""
+        """Return the file addresses of a piece's master and moments, and their views in the
+        slot."""
         wide = accumulate_dtype(self._parameters[piece.name].dtype)
         start, size = piece.start * wide.itemsize, (piece.stop - piece.start) * wide.itemsize
         return [
@@ -568,19 +575,19 @@ class DiskStates(HostStates):
         ]
 
 
-MEASURED, PASSES = 2**27, 3  # elements of the states that show what a drive does: 1.6 GB
+MEASURED, PASSES = 2**27, 3  # elements of the measured states (1.6 GB), and passes
 
 
 def drive_rate(folder: Path, elements: int = MEASURED, passes: int = PASSES) -> float:
-    """Bytes a second that the drive of a folder reads and writes, together: the median pass of an
-    update that computes nothing. Raises UnsupportedError, also where there is no direct I/O, and
+    """Return the bytes per second that a folder's drive reads and writes together: the median pass
+    of an update without computation. Raises UnsupportedError, also without direct I/O, and
     WriteFailed."""
     weight = nn.Parameter(torch.empty(elements, dtype=torch.bfloat16))
     config = OptimizerConfig(states=StatesPlace.DISK, disk=str(folder))
     rule = Rule(config, {"weight": False})
     try:
         states = DiskStates({"weight": weight}, rule, weights=Tier.HOST)
-    except UnsupportedError as error:  # who asks has no key of a run file
+    except UnsupportedError as error:  # the caller has no key of a run file
         raise UnsupportedError(str(error).replace("optimizer.disk:", "disk:", 1)) from error
     if not states._file.direct:
         raise UnsupportedError(
@@ -596,5 +603,5 @@ def drive_rate(folder: Path, elements: int = MEASURED, passes: int = PASSES) -> 
             pass
         return time.perf_counter() - began
 
-    seconds()  # what was made through the page cache leaves it
+    seconds()  # empty the page cache of the file first
     return 2 * states._file.size / median(seconds() for _ in range(passes))

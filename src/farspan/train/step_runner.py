@@ -1,4 +1,5 @@
-"""Runs the engine on batches: chooses a schedule, sizes it, and retries after out-of-memory."""
+"""Runner of the engine on batches: chooses a schedule, estimates its memory, and retries after
+out-of-memory errors."""
 
 import json
 import resource
@@ -63,20 +64,19 @@ from farspan.train.yaml_config import as_yaml, to_mapping
 T = TypeVar("T")
 P = ParamSpec("P")
 
-RETRIES = 4  # of the same work
+RETRIES = 4  # retries of the same work
 
 
 @dataclass(frozen=True, slots=True)
 class PlanComparison:
-    """A plan beside what happened."""
+    """A plan's predictions, and the measurements."""
 
-    predicted_bytes: int  # of tensors: the reserve left out; on a CPU both tiers together
+    predicted_bytes: int  # of tensors, without the reserve; on a CPU both tiers together
     measured_bytes: int
-    predicted_seconds: float  # of an update
-    measured_seconds: float | None  # the median; the first step, which is metered, left out
+    predicted_seconds: float  # per update
+    measured_seconds: float | None  # the median, without the first step, which is metered
 
     def describe(self) -> str:
-        """One line for a person."""
         measured = self.measured_seconds
         seconds = "not" if measured is None else f"{measured:,.3f} s"
         return (
@@ -86,34 +86,33 @@ class PlanComparison:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """How a run ended."""
+    """Outcome of a run."""
 
     folder: Path
     step: int  # updates done
-    steps: int  # updates asked for
+    steps: int  # updates that the run file asks for
     loss: float | None = None  # of the last step that was not skipped
-    heldout_loss: float | None = None  # the latest
-    skipped: int = 0  # steps without an update, because something was not finite
-    signum: int | None = None  # the signal that ended it early
-    stopped: str | None = None  # why it ended before its last step, the signal apart
-    uploaded: str | None = None  # the address of its commit on the hub
-    not_uploaded: str | None = None  # why it is not there, though it was to be
-    best: int | None = None  # the step that the model is of, where that is the best checkpoint's
-    comparison: PlanComparison | None = None  # of the planner's plan with what happened
-    sparse: bool = False  # by sparse attention, the held-out losses too: an approximation if
-    hides: bool = True  # a query may miss what dense attention shows it
-    leads: bool = True  # this process is the one that tells of it
-    adapters: bool = False  # are what was trained, and is exported
+    heldout_loss: float | None = None  # the latest held-out loss
+    skipped: int = 0  # steps without an update, because a value was not finite
+    signum: int | None = None  # the signal that ended the run early
+    stopped: str | None = None  # reason to end before the last step, other than a signal
+    uploaded: str | None = None  # address of the commit on the hub
+    not_uploaded: str | None = None  # reason for a failed upload
+    best: int | None = None  # step of the exported model, if it is the best checkpoint's
+    comparison: PlanComparison | None = None  # the planner's predictions and the measurements
+    sparse: bool = False  # trained and evaluated with sparse attention
+    hides: bool = True  # sparse attention may hide tokens that dense attention sees
+    leads: bool = True  # this process prints the result
+    adapters: bool = False  # only adapters were trained and exported
 
     @property
     def exit_code(self) -> int:
-        """For the shell: 0, 128 and the signal's number, or 1 where the upload failed."""
+        """Exit code for the shell: 0, 128 plus the signal's number, or 1 after a failed upload."""
         return int(self.not_uploaded is not None) if self.signum is None else 128 + self.signum
 
     @property
@@ -138,9 +137,9 @@ class TrainingResult:
 
 
 class StepRunner:
-    """Owns the engine, which is made when there is first work for it.
+    """Owner of the engine, which it makes when work first needs it.
 
-    Invariant: whatever is returned was computed by one schedule from beginning to end.
+    Invariant: a returned result was computed by one schedule from beginning to end.
     """
 
     def __init__(
@@ -159,26 +158,26 @@ class StepRunner:
         self._choice: Choice | None = None
         self._expected: Expected | None = None
         self._step: Step | None = None
-        self._process_peak = 0  # bytes, before it was forgotten
-        self._resident = 0  # the most of the first two steps, on a CPU
-        self._planned = 0  # of the process, as it was planned
-        self._peak: int | None = None  # bytes of a step beside weights and optimizer
-        self._measured: dict[str, int] = {}  # for metrics.jsonl, until it is taken
+        self._process_peak = 0  # bytes, before `forget_peak`
+        self._resident = 0  # peak bytes of the first two steps, on a CPU
+        self._planned = 0  # planned bytes of the process
+        self._peak: int | None = None  # bytes of a step without weights and optimizer
+        self._measured: dict[str, int] = {}  # values for the next line of metrics.jsonl
         self._seconds: list[float] = []  # of whole steps after the metered one
-        self._recorder: StepRecorder | None = None  # of the update at hand, where it is looked at
-        self._known: dict[str, Any] = {}  # of the content of step.json
-        self._place = 0  # of the program that is drawn, among those of an update
-        self._is_timed = False  # a step that was not metered
+        self._recorder: StepRecorder | None = None  # of the current update, if it is recorded
+        self._known: dict[str, Any] = {}  # content of step.json
+        self._place = 0  # index of the drawn program among those of an update
+        self._is_timed = False  # an unmetered step was recorded
 
     def make_ready(self) -> None:
-        """Choose a schedule and its step now. Raises UnsupportedError, Interrupted."""
+        """Choose a schedule and make its step. Raises UnsupportedError, Interrupted."""
         self.attempt(_nothing)
 
     def attempt(
         self, work: Callable[Concatenate[Step, P], T], *given: P.args, **named: P.kwargs
     ) -> T:
-        """What `work(step, ...)` returns, with as many schedules as it takes. Raises
-        NoScheduleFits."""
+        """Return `work(step, ...)`, retried with lighter schedules after out-of-memory errors.
+        Raises NoScheduleFits."""
         tried: list[str] = []
         while True:
             try:
@@ -189,13 +188,13 @@ class StepRunner:
                     raise
                 if self._ctx.world.size > 1 and not shortage.of_all:
                     raise self._leave(shortage) from error
-            # Outside the handler: the exception holds the step's frames, and they its tensors.
+            # Outside the handler: the exception keeps the step's frames and their tensors alive.
             self._give_up(shortage, tried)
 
     @contextmanager
     def metering(self) -> Iterator[None]:
-        """Measures the peak bytes of the first step with a schedule, and the seconds of the second
-        at each instruction; later ones run as they are."""
+        """Measure the peak bytes of a schedule's first step, and the seconds of each instruction in
+        the second. Later steps run unmeasured."""
         if not self._seconds and self._ctx.device.type == "cpu":
             self._process_peak = max(self._process_peak, forget_peak())
         if self._peak is not None:
@@ -213,12 +212,12 @@ class StepRunner:
         self._observer.note(describe_measured(self._expected.new, meter.peak))
 
     def peak_process_bytes(self) -> int:
-        """The most main memory that the process has had at once, everything included."""
+        """Return the peak of all main memory of the process."""
         return max(self._process_peak, peak_resident_bytes())
 
     @contextmanager
     def _recording(self, meter: PeakMemory | None) -> Iterator[None]:
-        """Looks at a step's instructions, on the rank that writes them down."""
+        """Record a step's instructions, on ranks that write them."""
         step = self._step
         assert step is not None, "work is done with a step"
         traced = self._observer.trace is not None
@@ -234,12 +233,12 @@ class StepRunner:
             step.watch = None
 
     def updating(self) -> AbstractContextManager[None]:
-        """Around the optimizer's update."""
+        """Return a context that times the optimizer's update."""
         return nullcontext() if self._recorder is None else self._recorder.updating()
 
     def took(self, seconds: float) -> dict[str, int]:
-        """A whole step took so long. Its expected and measured peak bytes, if it was metered, for
-        metrics.jsonl."""
+        """Note the seconds of a whole step, and return values for metrics.jsonl: the expected and
+        measured peak bytes of a metered step."""
         found, self._measured = self._measured, {}
         metered = bool(found)
         if not self._seconds and self._ctx.device.type == "cpu":
@@ -257,9 +256,9 @@ class StepRunner:
         return found
 
     def _look_at_process(self, predicted: int | None) -> dict[str, int]:
-        """The most of the process in the first step, of which `predicted` bytes were, and in the
-        second, where there is one: gradients in main memory and states are written by the first,
-        for the most part behind its peak."""
+        """Return the peak of the process in the first step, for which `predicted` bytes were
+        expected, and in the second, if any. The first step writes gradients and states in main
+        memory mostly after its peak."""
         self._resident = max(self._resident, peak_resident_bytes() - self._ctx.outside)
         if predicted is not None:
             self._planned = self._ctx.held_bytes() + predicted
@@ -268,7 +267,7 @@ class StepRunner:
         return {"memory_planned_bytes": self._planned, "memory_resident_bytes": self._resident}
 
     def _write_step(self, recorder: StepRecorder, seconds: float) -> None:
-        """Says in the run folder what the step did when."""
+        """Write step.json: the times and memory of the step's work."""
         ctx, choice, expected = self._ctx, self._choice, self._expected
         assert choice is not None, "a step was done"
         assert expected is not None, "it was sized"
@@ -294,8 +293,8 @@ class StepRunner:
         self._folder.write_json(STEP, known)
 
     def _write_trace(self, recorder: StepRecorder, seconds: float, path: Path) -> None:
-        """Draws the step; the second with a schedule, where there is one, takes the place of the
-        first, which is metered. A trace that cannot be written ends no run."""
+        """Write the step's trace. A schedule's second step replaces the first, which is metered. A
+        trace that cannot be written does not end the run."""
         launch, step = self._ctx.world.launch, self._state.at.step
         rank = 0 if launch is None else launch.rank
         about = {
@@ -317,7 +316,7 @@ class StepRunner:
         self._observer.note(f"trace: step {step} is in {path}; ui.perfetto.dev draws it")
 
     def compare(self) -> PlanComparison | None:
-        """The plan beside what was measured; None without a plan or a measured step."""
+        """Return predictions and measurements, or None without a plan or a measured step."""
         ctx, plan = self._ctx, self._choice.plan if self._choice else None
         if plan is None or self._peak is None:
             return None
@@ -333,7 +332,7 @@ class StepRunner:
         )
 
     def _ready(self) -> Step:
-        """The engine, whose memory was refused or found enough."""
+        """Return the engine for the chosen schedule. Raises TooLarge if its memory does not fit."""
         ctx, run = self._ctx, self._ctx.run
         if self._choice is None:
             self._choice = self._policy.first()
@@ -356,7 +355,7 @@ class StepRunner:
         return self._step
 
     def _write_about(self, choice: Choice, expected: Expected) -> None:
-        """Says in the run folder with which schedule it goes on."""
+        """Write about.json, and plan.json for a planned schedule."""
         path = self._folder.path / ABOUT
         known = (read_json(path, schedule=dict) or {}) if self._state.at.step else {}
         if words := other_chunk(known.get("schedule", {}).get("chunk"), choice.schedule):
@@ -367,7 +366,8 @@ class StepRunner:
             self._folder.forget_shortage()
 
     def _described(self, choice: Choice) -> str:
-        """On one line. Groups of a pipeline are its stages, whatever size was asked for."""
+        """Return the schedule on one line. With a pipeline, groups are its stages, not the
+        configured size."""
         sharded_model, schedule = self._ctx.sharded_model, choice.schedule
         if sharded_model is not None and sharded_model.ranks.layout.pipeline > 1:
             stages = group_ranges(
@@ -382,13 +382,12 @@ class StepRunner:
         return choice_json(choice, asked, self._ctx.world.layout)
 
     def _leave(self, shortage: Shortage) -> OneRankOutOfMemory:
-        """What this rank raises when it leaves a step that the others are within. The step cannot
-        be retried: a process group in which ranks wait for this one is of no more use."""
+        """Write shortage.json and return the error of a rank that leaves a step alone. The step
+        cannot be retried: ranks of its process group still wait for this one."""
         ctx, choice = self._ctx, self._choice
         advice = "with a smaller schedule, if there is one"
         if choice is not None:
-            # The next start takes less. The disk may be full as well: the error to report is the
-            # first one.
+            # The next start takes less. If the disk is full too, the first error is reported.
             with suppress(WriteFailed):
                 known = self._found_again(choice) | shortage_json(shortage, choice)
                 self._folder.write_shortage(known)
@@ -409,7 +408,7 @@ class StepRunner:
         )
 
     def _give_up(self, shortage: Shortage, tried: list[str]) -> None:
-        """Clears away what failed and chooses what comes next. Raises NoScheduleFits."""
+        """Free the failed step and choose the next schedule. Raises NoScheduleFits."""
         ctx = self._ctx
         if self._step is not None:
             self._step.release()
@@ -418,7 +417,7 @@ class StepRunner:
         ctx.optimizer.clear()
         restore_rng(self._state.rng, ctx.device)
         clear_up(ctx.device)
-        if self._choice is None:  # before any schedule: nothing can be made smaller
+        if self._choice is None:  # before any schedule
             raise NoScheduleFits(f"memory: {shortage.message}")
         tried.append(f"{self._described(self._choice)}: {shortage.message}")
         if len(tried) > RETRIES:
@@ -436,7 +435,7 @@ class StepRunner:
         self._choice = choice
 
     def _record(self, shortage: Shortage, choice: Choice) -> None:
-        """Says in the run folder that memory ran out, and what is tried next."""
+        """Write the shortage and the next schedule into the run folder."""
         if self._ctx.memory.forget is not None:
             self._ctx.memory.forget()
         line = {"step": self._state.at.step + 1, **marks(self._ctx.run)}
@@ -446,7 +445,7 @@ class StepRunner:
 
 
 def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
-    """A shortage and what followed, for metrics.jsonl."""
+    """Return a shortage and the next schedule for metrics.jsonl."""
     return {
         "out_of_memory": shortage.tier.value,
         "message": shortage.message,
@@ -455,14 +454,15 @@ def shortage_json(shortage: Shortage, choice: Choice) -> dict[str, Any]:
 
 
 def _values_of(loss: LossConfig) -> dict[str, Any]:
-    """Log-probabilities of a token that the loss is of, where it is of any."""
+    """Return the log-probabilities per token that the loss holds, as arguments of
+    `expect_memory`."""
     if loss.kind is LossKind.SFT:
         return {}
     return {"values": loss.top_k if loss.kind is LossKind.DISTILL else 1}
 
 
 def _nothing(step: Step) -> None:
-    """The work of one who only wants the engine ready."""
+    """No work, so that `attempt` only makes the engine."""
 
 
 def _because(choice: Choice) -> str:
@@ -479,7 +479,7 @@ def _tier_words(tier: Tier, ctx: RunContext) -> str:
 
 
 def _listed(tried: list[str]) -> str:
-    """A line each: with five of them on one nobody finds what was different."""
+    """Return one line per try: on a single line the differences would be hard to find."""
     return "".join(f"\n  ({place}) {text}" for place, text in enumerate(tried, start=1))
 
 
@@ -488,17 +488,16 @@ def _listed(tried: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """One batch on the device and the number of its tokens that have a target."""
+    """One batch on the device, and the number of its tokens with a target."""
 
     batch: PackedBatch
     indices: tuple[int, ...]
     input_ids: Tensor  # [batch, tokens] int64
-    labels: Tensor  # the same, or UNTRAINED
+    labels: Tensor  # the same shape and dtype; UNTRAINED for no target
     document_ids: Tensor  # [batch, tokens] int64
     trained: int
 
     def describe(self) -> list[dict[str, Any]]:
-        """Its sequences and their documents, for diagnosis.json."""
         return [
             {"sequence": index, "documents": list(names)}
             for index, names in zip(self.indices, self.batch.names, strict=True)
@@ -506,22 +505,21 @@ class Micro:
 
 
 class Batches:
-    """The batches of a run. Batch n of D replicas is sequences [n * D * batch, (n + 1) * D * batch)
-    of the run's order, given out in order: the update reads what one replica reads with a batch of
-    D * batch."""
+    """Batches of a run, in its order. With D replicas batch n is sequences [n * D * batch, (n + 1)
+    * D * batch): an update reads the same as one replica with a batch of D * batch."""
 
     def __init__(self, ctx: RunContext) -> None:
         self.ctx = ctx
         self.replicas, self.replica = ctx.world.replicas, ctx.world.replica
 
     def of_step(self, step: int) -> list[Micro]:
-        """This replica's, of the update after `step` of them."""
+        """Return this replica's batches of the update after `step` updates."""
         count = self.ctx.run.accumulate
         return [self.of(step * count + place) for place in range(count)]
 
     def needed(self) -> int:
-        """How many batches of this replica's hold all that the run ever reads: those of its steps,
-        or of an epoch."""
+        """Return the number of this replica's batches that the run reads at most: those of its
+        steps, or of an epoch."""
         run = self.ctx.run
         epoch = self.ctx.corpus.sequences_per_epoch()
         assert epoch is not None, "stored log-probabilities are of data that is no stream"
@@ -529,8 +527,8 @@ class Batches:
         return min(run.steps * run.accumulate, epoch)
 
     def held_out(self) -> list[Micro]:
-        """This replica's share of those to evaluate on, spread over all that are held out: one long
-        document does not stand for the rest. Every replica has as many; what is missing has no
+        """Return this replica's batches to evaluate on, spread over all held-out sequences, so that
+        one long document does not dominate. Replicas have equal numbers: padding batches have no
         trained token."""
         packing, replicas = self.ctx.corpus.held_out, self.replicas
         assert packing is not None, "there is something to evaluate on"
@@ -547,19 +545,19 @@ class Batches:
         return found
 
     def trained(self, micros: list[Micro]) -> int:
-        """Trained tokens of these and of the other replicas'."""
+        """Return the trained tokens of these batches on all replicas."""
         return self.over_replicas(sum(m.trained for m in micros))
 
     def read(self, micros: list[Micro]) -> int:
-        """Tokens of documents in these and in the other replicas'."""
+        """Return the document tokens of these batches on all replicas."""
         return self.over_replicas(sum(m.batch.tokens for m in micros))
 
     def over_replicas(self, own: int) -> int:
-        """The sum of a number of each."""
+        """Return the sum of a number over all replicas."""
         return own if self.replicas == 1 else self.ctx.world.sum_over_replicas(own)
 
     def of(self, number: int) -> Micro:
-        """Batch `number` since the start of the run."""
+        """Return batch `number` since the start of the run."""
         size = self.ctx.run.batch
         start = (number * self.replicas + self.replica) * size
         indices = tuple(range(start, start + size))
@@ -574,14 +572,14 @@ class Batches:
 
 
 def peak_resident_bytes() -> int:
-    """The most that the process has had at once, or has had since `forget_peak`."""
+    """Return the peak resident bytes of the process, since `forget_peak` if that was called."""
     # The kernel counts kibibytes on Linux and bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def forget_peak() -> int:
-    """Have `peak_resident_bytes` begin anew, where the system can (Linux). The peak so far."""
+    """Reset the peak of `peak_resident_bytes`, if the system can (Linux), and return it."""
     found = peak_resident_bytes()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""The training loop, `TrainingLoop.fit`, and `train`, which prepares it and tells how it ended.
+"""The training loop, `TrainingLoop.fit`, and `train`, which sets it up and returns its result.
 
 Everything that decides a step follows from its number.
 """
@@ -88,14 +88,14 @@ from farspan.train.yaml_config import flatten, to_mapping
 
 
 class Diverged(RuntimeError):
-    """Training met a loss or gradient that is not finite, and `nonfinite: stop` is set."""
+    """A loss or gradient is not finite, and `nonfinite: stop` is set."""
 
 
 class TrainingLoop:
-    """Takes the steps of a run, and saves and measures between them.
+    """Loop over the steps of a run, with evaluations and checkpoints between them.
 
-    Invariant: between steps, `state`, weights and optimizer states are those of an uninterrupted
-    run after `at.step` steps, the last two when the optimizer has settled.
+    Invariant: between steps, `state`, weights and optimizer states equal those of an uninterrupted
+    run after `at.step` steps; the last two once the optimizer has settled.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ class TrainingLoop:
             self._identity[FROZEN] = ctx.frozen
         if ctx.index is not None:
             self._identity[INDEX_OF_KEYS] = ctx.index.digest()
-        self._objective: Any = None  # of a loss that is not of one pass
+        self._objective: Any = None  # a loss that needs several passes
         if ctx.run.objective.kind is not LossKind.SFT:
-            made = load("farspan.train.objectives", "objective_of")
+            made = load("farspan.train.objectives", "make_objective")
             self._objective = made(self._batches, observer, folder, self._identity)
         self._saved: int | None = None  # step of the latest checkpoint
         self.loss: float | None = None
         self.held_out: dict[int, float] = {}  # loss by step
-        self.best: int | None = None  # step of the best checkpoint, where it is kept
+        self.best: int | None = None  # step of the best checkpoint, if it is kept
         self._marks = marks(ctx.run)
         self._watch = None if ctx.run.sparse is None else MassWatch(ctx.run.sparse.warn_below)
         self._state = RunState()
@@ -141,12 +141,12 @@ class TrainingLoop:
         return self._state.at
 
     def fit(self) -> None:
-        """All steps that are left. Raises Interrupted between two cells, Diverged, NoScheduleFits,
+        """Take all remaining steps. Raises Interrupted between two cells, Diverged, NoScheduleFits,
         WriteFailed."""
         run, ctx, runner = self._run, self._ctx, self._runner
         if self.at.step < run.steps:
             if self.why_stop() is not None:
-                return  # an earlier part of the run has come to this
+                return  # an earlier part of the run has ended here
             self._interrupt.meet()
             runner.make_ready()
             if self._objective is not None:
@@ -187,17 +187,16 @@ class TrainingLoop:
             self._record(values, batches, seen, time.perf_counter() - began)
 
     def is_over(self) -> bool:
-        """Whether no step follows."""
         return self.at.step == self._run.steps or self.why_stop() is not None
 
     def why_stop(self) -> str | None:
-        """Why the run ends before its last step, if it does."""
+        """Return the reason to end the run before its last step, or None."""
         if self._callbacks.stop is None and self.at.step in self.held_out:
             return self._run.evaluation.why_stop(self.held_out)
         return self._callbacks.stop
 
     def _tell(self, call: Callable[[Callback], Answer]) -> None:
-        """Tells callbacks. Raises what one of them raises, once the step is saved."""
+        """Call a method of each callback. Raises a callback's exception, after saving the step."""
         if not self._callbacks.any:
             return
         try:
@@ -207,8 +206,8 @@ class TrainingLoop:
             raise
 
     def _gradients(self, step: Step, batches: list[Micro]) -> tuple[dict[str, float], list[Seen]]:
-        """Adds the gradient of the mean loss over all of the batches. That loss with its metrics,
-        and what sparse attention saw."""
+        """Add the gradient of the mean loss over all batches. Returns the loss with its metrics,
+        and the statistics of sparse attention."""
         total, objective = self._total(batches), self._objective
         sums, seen = [], []
         with self._runner.metering():
@@ -226,11 +225,11 @@ class TrainingLoop:
                     seen.append(step.seen)
             step.progress = None
             if objective is not None:
-                return objective.of_all(sums), seen
+                return objective.gather_sums(sums), seen
             return {"loss": float(torch.stack([loss.detach() for loss in sums]).sum())}, seen
 
     def _total(self, batches: list[Micro]) -> int:
-        """What the loss of these and of the other replicas' is a mean of."""
+        """Return the denominator of the mean loss over these batches on all replicas."""
         if self._objective is not None:
             return int(self._objective.total(batches))
         return max(1, self._batches.trained(batches))
@@ -238,7 +237,7 @@ class TrainingLoop:
     def _record(
         self, values: dict[str, Any], batches: list[Micro], seen: list[Seen], seconds: float
     ) -> None:
-        """Writes down the step that has just ended."""
+        """Record the step that has just ended."""
         values |= {
             **self._runner.took(seconds),
             **(mass_json(seen) if seen else {}),
@@ -289,10 +288,10 @@ class TrainingLoop:
             ids, labels, documents = micro.input_ids, micro.labels, micro.document_ids
             sums.append(float(step.evaluate(ids, labels, documents, trained_tokens=total)))
         step.progress = None
-        return {"loss": sum(sums)} if self._objective is None else self._objective.of_all(sums)
+        return {"loss": sum(sums)} if self._objective is None else self._objective.gather_sums(sums)
 
     def resume(self) -> None:
-        """Goes to where the latest checkpoint stands, if there is one."""
+        """Restore the latest checkpoint, if there is one, or the start of another run."""
         note = self._observer.note
         restored = self._saver.resume(self._folder.checkpoints, self._identity, note)
         start = self._run.start
@@ -311,12 +310,12 @@ class TrainingLoop:
             begun = latest(paths, lambda path: self._saver.begin(path, same), note)
             self._go_to(begun)
             note(
-                f"start: goes on from {begun.path}, after step {self.at.step} of {self._run.steps}"
+                f"start: resumes from {begun.path}, after step {self.at.step} of {self._run.steps}"
             )
         elif (self._folder.model / SOURCE).exists():
             note(
-                f"{self._folder.model} was exported by an earlier run whose checkpoints are gone; "
-                "it will be overwritten when this run ends"
+                f"{self._folder.model} was exported by an earlier run without checkpoints; "
+                "this run will overwrite it at its end"
             )
         for line in self._world.run_on_rank0(lambda: self._folder.rewind(self.at.step)):
             self.loss = line.get("loss", self.loss)
@@ -327,25 +326,25 @@ class TrainingLoop:
             names = {path.name for path in saved}
             there = {step for step in self.held_out if folder_name(step) in names}
             self.best = _lowest(self.held_out, there)
-        if restored is not None:  # a process may have been killed before it had done so
+        if restored is not None:  # a process may have been killed before pruning
             self._prune(saved=False)
 
     def _go_to(self, restored: Restored) -> None:
-        """Stands where a checkpoint does, whose tensors are copied."""
+        """Take the position and random numbers of a checkpoint whose tensors are already copied."""
         self._state.at = restored.at
         if self.at.step > self._run.steps:
             raise UnsupportedError(
-                f"steps: {restored.path} has done {self.at.step} already, more than the "
-                f"{self._run.steps} asked for; ask for at least {self.at.step}, or give another "
-                "folder"
+                f"steps: {restored.path} has already done {self.at.step}, more than the "
+                f"{self._run.steps} of the run; set steps to at least {self.at.step}, or give "
+                "another folder"
             )
         self._state.rng = restored.rng
         restore_rng(restored.rng, self._ctx.device)
 
     def save(self) -> None:
-        """A checkpoint of the last finished step, unless there is one. Callbacks know of it."""
+        """Save a checkpoint of the last finished step, unless it exists, and tell callbacks."""
         new = self._saved != self.at.step
-        self._save()  # one that is there may have become the best since
+        self._save()  # also prunes: an existing checkpoint may have become the best
         if new:
             path = Path(shown(self._folder.checkpoints / folder_name(self.at.step)))
             self._tell(lambda one: one.on_checkpoint(path))
@@ -369,15 +368,15 @@ class TrainingLoop:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is KeyboardInterrupt:  # a second signal, which waits for no update
+        if kind is KeyboardInterrupt:  # on a second signal, do not wait for updates
             self._ctx.optimizer.abandon()
 
     def told(self, result: TrainingResult) -> TrainingResult:
-        """The result, which callbacks know then."""
+        """Tell callbacks the result, and return it."""
         return self._callbacks.end(result)
 
     def compare(self) -> PlanComparison | None:
-        """The plan beside what was measured, also in the run folder; None without a plan."""
+        """Compare predictions with measurements, also in the run folder; None without a plan."""
         found = self._runner.compare()
         if found is not None:
             self._observer.note(found.describe())
@@ -385,8 +384,8 @@ class TrainingLoop:
         return found
 
     def export(self) -> None:
-        """The model as a folder that `from_pretrained` reads, with its tokenizer: that of the best
-        checkpoint, where it is kept, else of the last step."""
+        """Export the model and its tokenizer as a folder for `from_pretrained`: the best checkpoint
+        if it is kept, else the last step."""
         step = self.at.step if self.best is None else self.best
         path = self._folder.checkpoints / folder_name(step)
         folder, ctx = self._folder.model, self._ctx
@@ -404,21 +403,21 @@ class TrainingLoop:
         self._world.run_on_rank0(write)
 
     def _go_back(self, path: Path) -> None:
-        """Has the weights of an earlier checkpoint. Raises UnsupportedError."""
+        """Restore the weights of an earlier checkpoint. Raises UnsupportedError."""
         try:
             self._saver.begin(path, self._identity)
         except UnsupportedError as error:
             raise UnsupportedError(
                 f"{error}; it has the lowest held-out loss: move it away, and the same command "
-                "makes model/ of the best of the others, or set checkpoints.best to false"
+                "exports the best of the others as model/, or set checkpoints.best to false"
             ) from error
 
     def _nonfinite(self, batches: list[Micro], loss: float, norm: float | None = None) -> str:
-        """What is not finite: of the step that was to come, or, without a norm, of held-out text.
-        Raises Diverged, after saving, unless the run is to go on."""
+        """Handle a value that is not finite, of the next step or, without a norm, of held-out text,
+        and return its kind. Raises Diverged, after saving, unless the run skips it."""
         self._ctx.optimizer.settle()
         heldout, parameters = norm is None, self._ctx.optimizer.parameters
-        # On every rank that of the first one with a bad weight, or else a bad gradient.
+        # The first rank's with a bad weight, else with a bad gradient; the same on all ranks.
         found = self._world.all_gather(find_nonfinite(loss, parameters))
         finding = max(found, key=lambda f: (f.weight is not None, f.gradient is not None))
         if not heldout:
@@ -444,25 +443,25 @@ class TrainingLoop:
         )
 
     def _diagnose(self, values: dict[str, Any], batches: list[Micro]) -> Path:
-        own = [line for micro in batches for line in micro.describe()]
-        described = self._world.gather_replicas(own)
+        lines = [line for micro in batches for line in micro.describe()]
+        described = self._world.gather_replicas(lines)
         values = self._marks | values | {"batches": described}
         return self._folder.write_json("diagnosis.json", values)
 
 
 def base_of(run: RunConfig) -> dict[str, Any]:
-    """What a folder of adapters says of the model they are for, where that is not the one of
-    model.path: peft would lay them beside another rope, say, without a word."""
+    """Return the changes to the model's configuration that a folder of adapters must record: peft
+    would silently load the adapters over a model without them, such as another RoPE."""
     if run.model.lora is None or not run.model.overrides:
         return {}
     return {"overrides": json.loads(json.dumps(run.model.overrides))}
 
 
 def returning_freed(told: Callable[[Progress], None], trim: Any) -> Callable[[Progress], None]:
-    """What a step calls between cells: `told`, and every 16 cells the free pages within glibc's
-    heap go back: small blocks that stay, such as those of graphs, lie between freed ones. LoRA of a
-    135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without, and 2,349 with
-    it, for 0.1 of 19 seconds of CPU."""
+    """Return the callback between cells: `told`, and every 16 cells a return of free pages in
+    glibc's heap, where small live blocks, such as those of graphs, lie between freed ones. LoRA of
+    a 135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without it, and 2,349
+    with it, for 0.1 of 19 seconds of CPU."""
 
     def tell(progress: Progress) -> None:
         told(progress)
@@ -477,7 +476,8 @@ def _due(step: int, every: int) -> bool:
 
 
 def _lowest(held_out: Mapping[int, float], steps: Set[int | None]) -> int | None:
-    """Of these steps the first with the lowest loss; before the first one nothing is trained."""
+    """Return the step with the lowest loss, the first of equal ones. Step 0 does not count: its
+    model is untrained."""
     trained = [step for step in steps if step and math.isfinite(held_out[step])]
     return min(trained, key=lambda step: (held_out[step], step), default=None)
 
@@ -491,15 +491,14 @@ def train(
     notes: Sequence[str] = (),
     trace: Path | None = None,
 ) -> TrainingResult:
-    """Trains until the last step or the first signal, from the latest checkpoint if there is one.
+    """Train until the last step or the first signal, from the latest checkpoint if there is one.
 
-    `run` is a run file, or its value; `callbacks` are told what happens between steps, and may end
-    the run. `reporter` prints, `notes` are said first; `trace` is a file for the spans of a step.
-    Raises UnsupportedError for what cannot be done as asked, NoScheduleFits (which is one) when
-    memory runs out with every schedule, WriteFailed when the disk is full, Diverged when a loss or
-    gradient is not finite, and what a callback raises; all of them leave the last good checkpoint.
-    If torchrun started several processes, or in a process group, all of them call this and have the
-    same result; then also RankFailed, which names another rank that failed.
+    `run` is a run file, or its value; `callbacks` are called between steps and may end the run;
+    `reporter` prints progress, and `notes` first; `trace` is a file for the spans of a step. Raises
+    UnsupportedError for a run that cannot be done as configured, NoScheduleFits (a subclass) if
+    memory runs out with every schedule, WriteFailed on a full disk, Diverged for a loss or gradient
+    that is not finite, RankFailed if another rank failed, and exceptions of callbacks. All leave
+    the last good checkpoint. Processes started by torchrun all call it and get the same result.
     """
     run = run if isinstance(run, RunConfig) else load_run(Path(run))
     launch = launch_env()
@@ -540,26 +539,27 @@ def train(
             comparison = loop.compare()
             loop.export()
             result = loop.told(_result(folder, result, loop, comparison=comparison))
-        # The folder is let go of, and signals do again what they did.
+        # The folder is unlocked, and signals act as before.
         return pushed(result, run.hub, world)
 
 
 def _reporter_of(
     run: RunConfig, world: DistributedContext, folder: RunFolder, given: Reporter | None
 ) -> Reporter:
-    """What tells of the run: on rank 0 `given`, or a terminal, and the loggers of the run file."""
+    """Return the run's reporter: on rank 0 `given`, or the terminal's, with the loggers of the run
+    file."""
     lanes: list[LoggerThread] = []
     world.run_on_rank0(
         lambda: lanes.extend(LoggerThread(*named) for named in make_loggers(run, folder).items())
     )
     if not world.is_rank0:
-        return Reporter()  # says nothing
+        return Reporter()  # prints nothing
     reporter = make_reporter(Console()) if given is None else given
     return LoggingReporter(reporter, lanes) if lanes else reporter
 
 
 def _what_changed(run: RunConfig, world: DistributedContext, folder: RunFolder) -> list[str]:
-    """Takes the folder for this run. What changes since its last part."""
+    """Prepare the folder for this run, and return the changes since its last part."""
     changes = world.run_on_rank0(folder.prepare)
     if not world.is_rank0:
         folder.hold()
@@ -574,19 +574,19 @@ def _make_loop(
     observer: Observer,
     callbacks: Sequence[Callback],
 ) -> TrainingLoop:
-    """The loop, where the latest checkpoint stands."""
+    """Make the loop, at the latest checkpoint."""
     about = world.run_on_rank0(lambda: read_json(folder.path / ABOUT, schedule=dict) or {})
     ctx, before = make_context(run, components, world, observer, about), about.get(STATES_KEY)
     observer.note(introduce(ctx))
     loop = TrainingLoop(ctx, folder, observer, callbacks)
     loop.resume()
     if loop.at.step and before not in (None, ctx.placed.states):
-        observer.note(f"optimizer states: moved from the {before}; the values are the same")
+        observer.note(f"optimizer states: moved from the {before}; their values are unchanged")
     return loop
 
 
 def _unfinished(run: RunConfig, world: DistributedContext) -> TrainingResult:
-    """Of a run that ended before it began."""
+    """Return the result of a run that ended before its first step."""
     return TrainingResult(
         folder=Path(run.folder).expanduser(),
         step=0,

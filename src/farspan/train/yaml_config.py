@@ -1,7 +1,7 @@
-"""YAML to frozen dataclasses and back; unknown keys and wrong types are refused.
+"""Conversion of YAML to frozen dataclasses and back, which refuses unknown keys and wrong types.
 
-The types that a field may have: bool, int, float, str, an Enum, a dataclass, a mapping
-(`dict`), a tuple, and unions of them.
+A field may be a bool, int, float, str, an Enum, a dataclass, a mapping (`dict`), a tuple, or a
+union of these.
 """
 
 import logging
@@ -33,9 +33,9 @@ T = TypeVar("T")
 
 
 _TAG = "tag:yaml.org,2002:"
-_MERGE = f"{_TAG}merge"  # of the key <<, which stands for those of another mapping
-# What text without quotes is, by its first character. Numbers are as in YAML 1.2: to 1.1, which
-# the library reads, 1e6 is text, 010 is 8 and 1:30 is 90. No field is a date.
+_MERGE = f"{_TAG}merge"  # the key <<, which stands for the keys of another mapping
+# Types of unquoted text, by first character. Numbers follow YAML 1.2: in 1.1, which the library
+# reads, 1e6 is text, 010 is 8 and 1:30 is 90. No field is a date.
 _NUMBERS = {
     "int": (re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$"), "-+0123456789"),
     "float": (
@@ -47,22 +47,22 @@ _NUMBERS = {
     ),
 }
 _OTHERS = frozenset(_TAG + name for name in ("timestamp", "binary", "omap", "pairs", "set"))
-_LARGEST = 2**63 - 1  # of a whole number: what comes after reads 64 bits
+_LARGEST = 2**63 - 1  # largest whole number: later code reads 64 bits
 LONGEST_FILE = 2**18  # characters of a run file
-# Values of a run file, those behind an alias as often as it stands there; a long text counts as one
-# for each _LONG_TEXT characters. Each takes about 20 us to read.
+# Values of a run file, with those of an alias counted at each use; a long text counts once per
+# _LONG_TEXT characters. Each value takes about 20 us to read.
 MOST_VALUES, _LONG_TEXT = 20_000, 64
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain YAML. A key that is given twice is an error, not the later one; so are a mapping within
-    itself, and more values than any run has: a few aliases of aliases stand for billions."""
+    """Loader of plain YAML. It refuses duplicate keys, a mapping within itself, and more values
+    than any run has: a few nested aliases stand for billions."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self.deep_construct = True  # else what holds itself is made, and never ends
+        self.deep_construct = True  # otherwise a self-reference would be built, endlessly
         self._values = 0
-        self._behind: dict[int, int] = {}  # values of each node, by its id
+        self._behind: dict[int, int] = {}  # number of values in each node, by its id
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         alias = self.check_event(yaml.AliasEvent)
@@ -73,7 +73,7 @@ class _Loader(yaml.SafeLoader):
         if self._values > MOST_VALUES:
             raise UnsupportedError(
                 f"line {line}: more than {MOST_VALUES:,} values, counting those of an anchor again "
-                "where an alias (*name) stands for it; give fewer"
+                "at each alias (*name); give fewer"
             )
         if not alias:
             self._behind[id(node)] = self._values - before
@@ -85,7 +85,7 @@ class _Loader(yaml.SafeLoader):
         for key_node in own:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                continue  # which the library refuses
+                continue  # the library refuses it
             if key in seen:
                 line = key_node.start_mark.line + 1
                 raise UnsupportedError(
@@ -105,7 +105,8 @@ _Loader.yaml_implicit_resolvers = {
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what _Loader, or the library, would not read as text; numbers stand on one line."""
+    """Dumper that quotes text which _Loader or the library would read as another type, and writes
+    lists of numbers on one line."""
 
     def list_in_short(self, data: list[Any]) -> yaml.Node:
         flow = all(isinstance(value, int | float) for value in data)
@@ -121,7 +122,7 @@ for _name, (_form, _first) in _NUMBERS.items():
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises UnsupportedError naming it."""
+    """Return the mapping in a YAML file. Raises UnsupportedError naming the file."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(LONGEST_FILE + 1)
@@ -132,7 +133,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_mapping(text: str, name: str) -> dict[str, Any]:
-    """The mapping in a YAML document. Raises UnsupportedError naming `name` and the line."""
+    """Return the mapping in a YAML document. Raises UnsupportedError naming `name` and the line."""
     if len(text) > LONGEST_FILE:
         raise UnsupportedError(
             f"{name}: more than {LONGEST_FILE:,} characters, which no run file needs; shorten it"
@@ -145,7 +146,7 @@ def read_mapping(text: str, name: str) -> dict[str, Any]:
         raise UnsupportedError(f"{name}: {error}") from error
     except RecursionError as error:
         raise UnsupportedError(f"{name}: not valid YAML: nested too deep to be read") from error
-    except (ValueError, KeyError) as error:  # a tag of another type; thousands of digits
+    except (ValueError, KeyError) as error:  # wrong tag, or thousands of digits
         raise UnsupportedError(
             f"{name}: not valid YAML: a value is not of its type: {error}"
         ) from error
@@ -157,14 +158,14 @@ def read_mapping(text: str, name: str) -> dict[str, Any]:
 
 
 def with_settings(given: Mapping[str, Any], settings: Sequence[str], kind: Any) -> dict[str, Any]:
-    """The values of a file of `kind`, in plain, with those of settings in their place.
+    """Return the values of a file of `kind` as plain values, changed by settings.
 
-    A setting is KEY=VALUE: a dotted path, in a list by number, and YAML. Raises UnsupportedError
-    naming it.
+    A setting is KEY=VALUE: a dotted path, with numbers for list items, and a YAML value. Raises
+    UnsupportedError naming it.
     """
     values = in_plain_values(given)
     if settings:
-        values = to_mapping(values)  # of its own: what YAML has under two keys is one object
+        values = to_mapping(values)  # a copy: YAML may have one object under two keys
     for setting in settings:
         key, equals, text = setting.partition("=")
         section, _, name = key.strip().rpartition(".")
@@ -181,7 +182,7 @@ def with_settings(given: Mapping[str, Any], settings: Sequence[str], kind: Any) 
 
 
 def _put(values: dict[str, Any], path: str, value: Any) -> None:
-    """Sets what is at a dotted path, making the mappings on the way. Raises UnsupportedError."""
+    """Set the value at a dotted path, adding missing mappings. Raises UnsupportedError."""
     *above, last = path.split(".")
     place: Any = values
     for depth, key in enumerate(above):
@@ -203,8 +204,8 @@ def _index(place: Any, key: str, path: str) -> str | int:
 
 
 def _refuse_unknown_section(path: str, kind: Any) -> None:
-    """Raises UnsupportedError where a path begins with no key of the file, naming a section that
-    has it."""
+    """Raise UnsupportedError if a path does not begin with a key of the file. The message names
+    sections with its last key."""
     hints = typing.get_type_hints(kind)
     first, last = path.partition(".")[0], path.rpartition(".")[2]
     if first in hints:
@@ -222,12 +223,13 @@ def _refuse_unknown_section(path: str, kind: Any) -> None:
 
 
 def write_mapping(values: Mapping[str, Any]) -> str:
-    """YAML that `read_mapping` reads as the same."""
+    """Return YAML that `read_mapping` reads as the same values."""
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def build(kind: type[T], values: Mapping[Any, Any], path: str = "") -> T:
-    """An instance of the dataclass `kind`. Raises UnsupportedError naming the field by its path."""
+    """Return an instance of the dataclass `kind`. Raises UnsupportedError naming the field by its
+    path."""
     hints = typing.get_type_hints(kind)
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for key in values:
@@ -244,7 +246,7 @@ def build(kind: type[T], values: Mapping[Any, Any], path: str = "") -> T:
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
-    """`value`, read from YAML, as the type `hint`. Raises UnsupportedError naming `path`."""
+    """Return `value`, read from YAML, as the type `hint`. Raises UnsupportedError naming `path`."""
     if is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
             raise UnsupportedError(f"{path}: expected {describe_type(hint)}, got {_got(value)}")
@@ -259,7 +261,6 @@ def convert(hint: Any, value: Any, path: str) -> Any:
 
 
 def describe_type(hint: Any) -> str:
-    """The type in words a user knows."""
     words = {
         bool: "true or false",
         int: "a whole number",
@@ -271,7 +272,7 @@ def describe_type(hint: Any) -> str:
 
 
 def to_mapping(value: Any) -> Any:
-    """What YAML and JSON can hold: dataclasses as mappings, enums as their values."""
+    """Return a value for YAML and JSON: dataclasses become mappings, enums their values."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_mapping(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -284,17 +285,19 @@ def to_mapping(value: Any) -> Any:
 
 
 def as_yaml(schedule: Schedule, layers: int, tokens: int) -> str:
-    """A schedule as a run file's line, as `schedule_mapping` has it."""
+    """Return a schedule as a line of a run file, by `schedule_mapping`."""
     mapping = {"schedule": schedule_mapping(schedule, layers, tokens)}
     text = yaml.safe_dump(mapping, default_flow_style=True, sort_keys=False, width=10**6)
     return text.strip().removeprefix("{").removesuffix("}")
 
 
 def schedule_mapping(schedule: Schedule, layers: int, tokens: int) -> str | dict[str, Any]:
-    """A schedule as a person writes it: a strategy's name where it is that strategy's, for so many
-    layers and tokens, else what differs from `grouped`, which a run file has without a strategy;
-    groups of so many layers by their size where that says it. What is sparse of it has a key of its
-    own."""
+    """Return a schedule as a person writes it for a number of layers and tokens.
+
+    It is a strategy's name if they are equal, else the fields that differ from `grouped`, the
+    default of run files. Groups are written as their size if that is enough. Sparse attention is
+    omitted: it has its own key.
+    """
     size = max(schedule.group_sizes(layers))
     if replace(schedule, groups=size).group_sizes(layers) == schedule.group_sizes(layers):
         schedule = replace(schedule, groups=size)
@@ -310,7 +313,7 @@ def _differing(schedule: Schedule, base: Schedule) -> dict[str, Any]:
 
 
 def in_k(tokens: Any) -> Any:
-    """A number of tokens as a run file has it: 1M, 128K; as it is where it is no whole K."""
+    """Return a number of tokens as in a run file: 1M, 128K; unchanged if it is no multiple of K."""
     for name, unit in (("M", 2**20), ("K", 2**10)):
         if isinstance(tokens, int) and tokens and tokens % unit == 0:
             return f"{tokens // unit}{name}"
@@ -318,20 +321,21 @@ def in_k(tokens: Any) -> Any:
 
 
 def changed(value: Any) -> Any:
-    """The fields of a dataclass, deep down, that differ from their defaults, as YAML has them."""
+    """Return the fields of a dataclass, nested ones too, that differ from their defaults, as plain
+    values."""
     if not is_dataclass(value) or isinstance(value, type):
         return to_mapping(value)
-    found = {}
-    for one in fields(value):
-        own = getattr(value, one.name)
-        made = one.default_factory
-        if own != (one.default if made is MISSING else made()):
-            found[one.name] = changed(own)
-    return found
+    differing = {}
+    for field in fields(value):
+        current = getattr(value, field.name)
+        made = field.default_factory
+        if current != (field.default if made is MISSING else made()):
+            differing[field.name] = changed(current)
+    return differing
 
 
 def flatten(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Leaves by their dotted path; an empty mapping is a leaf."""
+    """Return leaves by their dotted path; an empty mapping is a leaf."""
     leaves: dict[str, Any] = {}
     for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
@@ -342,7 +346,7 @@ def flatten(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _required(kind: Any) -> list[str]:
-    """Fields without a default."""
+    """Return the names of fields without a default."""
     return [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
 
 
@@ -352,7 +356,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def _match(option: Any, value: Any, path: str) -> tuple[bool, Any]:
-    """Whether `value` is of the type `option`, and the value to use."""
+    """Return whether `value` has the type `option`, and the value to use."""
     origin = typing.get_origin(option) or option
     if is_dataclass(option) and isinstance(option, type):
         is_mapping = isinstance(value, Mapping)
@@ -362,7 +366,7 @@ def _match(option: Any, value: Any, path: str) -> tuple[bool, Any]:
     if origin is dict:
         return isinstance(value, Mapping), to_mapping(value)
     if isinstance(option, type) and issubclass(option, Enum):
-        other = option._missing_(value)  # what it is called elsewhere
+        other = option._missing_(value)  # names in other tools
         words = (value, as_meant(value) if isinstance(value, str) else value)
         found = [member for member in option if member.value in words or member is other]
         return bool(found), found[0] if found else None
@@ -379,7 +383,7 @@ def _match(option: Any, value: Any, path: str) -> tuple[bool, Any]:
 
 def _match_float(value: Any) -> tuple[bool, Any]:
     if isinstance(value, str) and value[:1] in "+-.0123456789":
-        # YAML 1.1 reads 1e-3, which lacks the point, as text.
+        # YAML 1.1 reads 1e-3, which has no decimal point, as text.
         try:
             return True, float(value)
         except ValueError:
@@ -415,7 +419,7 @@ def _describe_option(option: Any) -> str:
 
 
 def _offered(option: type[Enum]) -> list[str]:
-    """Values that a run file may have."""
+    """Return the values that a run file may use."""
     return [str(one.value) for one in option if not (isinstance(one, LossKind) and one.of_loops)]
 
 
@@ -443,7 +447,7 @@ def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-# Older names of keys, by their section as below.
+# Older names of keys, by section; the file itself is the section "".
 RENAMED = {
     "": {"headroom": "margin"},
     "schedule": {
@@ -455,7 +459,7 @@ RENAMED = {
         "exchange_pieces": "alltoall_splits",
     },
 }
-# By their section; the file itself is the section "".
+# Keys that are numbers of tokens, by section; the file itself is the section "".
 TOKENS = {
     "": ("context",),
     "schedule": ("chunk", "kv_block", "loss_chunk_size", "mlp_chunk_size"),
@@ -464,16 +468,16 @@ TOKENS = {
 
 
 def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a run file as `farspan.train.config` has them. Raises UnsupportedError naming
-    the field."""
+    """Return the values of a run file in the form of `farspan.train.config`. Raises
+    UnsupportedError naming the field."""
     values = _renamed(given, "")
-    if isinstance(values.get("schedule"), str):  # a strategy, as --strategy has it
+    if isinstance(values.get("schedule"), str):  # a strategy, like --strategy
         values["schedule"] = {"strategy": values["schedule"]}
     elif isinstance(values.get("schedule"), Mapping):
         values["schedule"] = _renamed(values["schedule"], "schedule")
-    if isinstance(values.get("sparse"), bool):  # YAML reads on and off so
+    if isinstance(values.get("sparse"), bool):  # YAML reads on and off as booleans
         values["sparse"] = {} if values["sparse"] else None
-    if values.get("report_to") == "none":  # as transformers has it
+    if values.get("report_to") == "none":  # transformers' value for no tracker
         values["report_to"] = None
     for section, names in TOKENS.items():
         if not section:
@@ -489,7 +493,7 @@ def in_plain_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(given: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """The values by today's names. Old names are read, and what they are now is said."""
+    """Return the values by their current names, with a warning for each older name."""
     values = dict(given)
     for old, new in RENAMED[section].items():
         if old not in values:
@@ -497,7 +501,7 @@ def _renamed(given: Mapping[str, Any], section: str) -> dict[str, Any]:
         name = _join(section, old)
         if new in values:
             raise UnsupportedError(
-                f"{name}: the older name of {new}, which is given too; keep {new}"
+                f"{name}: the older name of {new}, which is given as well; keep {new}"
             )
         values[new] = values.pop(old)
         LOG.warning("%s: its name is now %s", name, new)
@@ -508,25 +512,25 @@ SINK_PAGES = "sink_pages"
 
 
 def _sinks_in_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a file from when sinks were pages: its attention, in today's words."""
+    """Return the attention of an older file, which counted sinks in pages, with current keys."""
     page, sinks = values.get("page", Sparse().page), values[SINK_PAGES]
     if not isinstance(page, int) or not isinstance(sinks, int):
         raise UnsupportedError(
-            f"sparse.{SINK_PAGES}: sinks are given in tokens now; write sparse.sinks"
+            f"sparse.{SINK_PAGES}: sinks are now given in tokens; write sparse.sinks"
         )
     new = {"sinks": sinks * page, "query_page": page, "selector": MEAN}
     said = ", ".join(f"{name}: {value}" for name, value in new.items())
     if twice := sorted(new.keys() & values.keys()):
         raise UnsupportedError(
-            f"sparse.{SINK_PAGES}: not with {twice[0]}, which came with sinks in tokens; write "
-            f"sparse.sinks: {sinks * page} in its place"
+            f"sparse.{SINK_PAGES}: not together with {twice[0]}, as sinks are now given in tokens; "
+            f"write sparse.sinks: {sinks * page} instead"
         )
-    LOG.warning("sparse.%s: sinks are given in tokens now; this is as %s", SINK_PAGES, said)
+    LOG.warning("sparse.%s: sinks are now given in tokens; this equals %s", SINK_PAGES, said)
     return {name: value for name, value in values.items() if name != SINK_PAGES} | new
 
 
 def _tokens(values: Mapping[str, Any], names: tuple[str, ...], where: str) -> dict[str, Any]:
-    """Text in place of a number of tokens is read; all else stays for the types to judge."""
+    """Return the values with text for numbers of tokens converted. Types check all other values."""
     read = read_pages if where == "sparse." else read_tokens
     texts = {n: values[n] for n in names if isinstance(values.get(n), str)}
     texts |= {n: str(values[n]) for n in names if _is_too_many(values.get(n))}
