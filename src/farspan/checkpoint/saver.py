@@ -343,9 +343,9 @@ class Saver:
         self._together(write, "writing a checkpoint")
 
     def prune(self, folder: Path, step: int, keep: int, best: Best, saved: bool = True) -> None:
-        """Keep the latest `keep` checkpoints up to `step`, and that of step `best`. Later ones are
-        removed, too, once this step was `saved`: this run resumed from before them because they
-        were damaged. Skipped checkpoints that may be whole stay. Raises WriteFailed."""
+        """Keep the latest `keep` checkpoints up to `step`, and that of step `best`. If `step` is
+        now `saved`, also remove later ones: they were damaged, so this run resumed from before
+        them. Skipped checkpoints that may be whole stay. Raises WriteFailed."""
 
         def remove() -> None:
             known = [p for p in list_checkpoints(folder) if p.name not in self._kept]

@@ -381,8 +381,8 @@ def ranges_of(losses: Sequence[np.ndarray]) -> Iterator[Range]:
 def _needles(
     step: Step, tokenizer: Tokenizer, hay: np.ndarray, context: int, count: int, tell: Tell
 ) -> Iterator[Needle]:
-    """Yield the result of a sentence at each of `count` depths, in a context of all text or as much
-    as fits."""
+    """Yield a needle test for each of `count` depths: a sentence hidden in a context of `context`
+    tokens, or in all of the text if it is shorter."""
     for number in range(count):
         step.progress = partial(tell, "needle", number, count)
         town, answer = PLACES[number % len(PLACES)], ANSWERS[number % len(ANSWERS)]

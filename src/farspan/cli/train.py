@@ -164,8 +164,7 @@ def data_command(
 
 
 class MeasuringNotes:
-    """Printer of the measurement in progress, which takes up to a minute: only its first
-    message."""
+    """Printer of the first message of a measurement in progress, which takes up to a minute."""
 
     def __init__(self) -> None:
         self.words: list[str] = []  # printed with the answer

@@ -285,7 +285,7 @@ class Stream:
             return found
 
     def _learn(self, window: Window, sequences: int, digest: str) -> None:
-        """Store the facts of the next window."""
+        """Append the facts of a window just read, the first not yet known, and save them."""
         if not window.is_read:  # its tokens are cached, but its facts are lost
             deque(window.documents(), maxlen=0)
         facts = WindowFacts(window.end, sequences, digest)

@@ -36,7 +36,7 @@ class Source(Protocol):
     """Documents in a fixed order, read one at a time."""
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the files (or the dataset) that documents refer to."""
+        """Return the names of the files, or of the data set, that the documents come from."""
 
     def listing(self) -> list[list[object]]:
         """Return JSON values that change whenever the documents may have changed."""

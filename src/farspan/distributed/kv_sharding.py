@@ -49,7 +49,7 @@ from farspan.program.attention_blocks import Block
 
 @runtime_checkable
 class WholeRows(KeyValues, Protocol):
-    """Keys and values of earlier chunks that can be read whole, in the form that ranks send."""
+    """Keys and values of earlier chunks that can be read as whole rows, as ranks send them."""
 
     def prefix_rows(self) -> tuple[Tensor, Tensor]:
         """Return K [T, B, Hk, D] and V [T, B, Hk, Dv] of all rows before the chunk's own, if any;

@@ -179,8 +179,8 @@ class _LocalHeads:
 def local_block(
     module: nn.Module, block: TensorBlock, ranks: int, index: int, gather: GatherFeatures
 ) -> nn.Module:
-    """Return a shell of a block whose parameters are slices; it computes its share of the sum,
-    without the bias."""
+    """Return a shell of a block that uses this rank's slices of its weights, and so computes this
+    rank's share of the output sum, without the bias."""
     shell = twin(module)
     last = twin(module.get_submodule(block.last))
     last.__dict__["_parameters"] = {**last._parameters, "bias": None}
@@ -197,7 +197,7 @@ def local_block(
 
 
 def twin(module: Module) -> Module:
-    """Return a copy whose children may be replaced; it shares them and its parameters."""
+    """Return a copy that shares children and parameters, but whose children can be replaced."""
     shell = copy.copy(module)
     shell.__dict__["_modules"] = dict(module._modules)
     return shell

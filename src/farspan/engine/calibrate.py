@@ -223,7 +223,7 @@ class Calibration:
         self._overhead = _cell_seconds(self.bench)
 
     def file(self) -> MachineFile:
-        """Return the machine file from all passes."""
+        """Return what all calls of `look` measured, as a machine file."""
         link, record = self._links, versions()
         assert link is not None, "look first"
         on_cpu, device = self.bench.on_cpu, self.bench.device
@@ -267,8 +267,8 @@ def here(
 
     They come from the file that `farspan calibrate` wrote; else they are measured quickly, once, in
     these dtypes, and kept next to that file. Measurements with other hardware, CPU threads or
-    another version of torch are ignored. `progress` first receives that a measurement starts, and
-    the path that keeps it.
+    another version of torch are ignored. `progress` is told when a measurement starts and
+    which file will keep it.
 
     Raises:
         UnsupportedError: The file does not say which hardware it describes, and it is of another

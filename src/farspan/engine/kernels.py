@@ -319,7 +319,7 @@ class AttentionKernels:
             self._refuse_fault(spec, self.choice)
 
     def is_ready(self) -> bool:
-        """Return whether the chosen kernels run without `ready`."""
+        """Return whether the chosen kernels run without the settings of `ready`."""
         return not self.deterministic and self._wanted() is not AttentionKernel.FA3
 
     def _wanted(self) -> AttentionKernel:

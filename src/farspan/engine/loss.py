@@ -334,7 +334,7 @@ class ValueHead:
     plain: LossHead | None
 
     def values(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return values [B, C, k] from hidden [B, C, h] and targets [B, C, ...]."""
+        """Return every token's values [B, C, k] from hidden [B, C, h] and targets [B, C, ...]."""
         if self.plain is not None and self.function == LogProbs():
             return -self.plain.losses(hidden, targets)[..., None]
         with torch.no_grad():

@@ -210,7 +210,7 @@ class Bench:
 
 
 def products(bench: Bench, dtype: torch.dtype) -> Points:
-    """Yield products of 4w tokens and a w by w weight: y = x W, then dx = dy W'."""
+    """Yield a linear layer's y = x W', then dx = dy W, for 4w tokens and a w by w weight."""
     for x, dy, weight in _linears(bench, dtype):
         size = 2.0 * x.numel() * weight.shape[0]
 

@@ -109,7 +109,7 @@ class SparseReference:
     layer: int = 0
 
     def of(self, module: Any) -> "SparseReference":
-        """Return the reference for the layer that `module` belongs to."""
+        """Return this reference for the layer that `module` belongs to."""
         return replace(self, layer=module.layer_idx)
 
     def __call__(

@@ -585,7 +585,7 @@ class Step(ProgramRunner):
         return self.sharded_model.tiles
 
     def _agreement(self, call: str) -> AbstractContextManager[Agreement]:
-        """Return the ranks' comparison before a call; a single process compares nothing."""
+        """Return a check that all ranks make the same call; a single process checks nothing."""
         return agreement(None if self.sharded_model is None else self.sharded_model.ranks, call)
 
     def _compare(

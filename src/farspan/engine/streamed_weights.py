@@ -92,8 +92,8 @@ class _StreamedUnit:
     updated: "Future[None] | None" = None  # the running update of this unit
 
     def lay_out(self) -> None:
-        """Assign offsets to the parameters without gaps. A multiple of 4 KiB comes before one of 2
-        KiB, and so on: all then begin where the widest loads can, whatever their dtypes."""
+        """Assign offsets without gaps, parameters of a multiple of 4 KiB first, then of 2 KiB, and
+        so on: each begins where the widest loads can, whatever the dtypes."""
         sizes = [(p, [part.nbytes for part in parts_of(p.own)]) for p in self.parameters]
         for p, of in sizes:
             p.offsets = [0] * len(of)
@@ -367,8 +367,8 @@ class StreamedWeights:
     def close(
         self, program: Program, group: int, copies: CopyEngine, sums: GradientAccumulator
     ) -> None:
-        """Evict the sums of a group to main memory; with the first group also those outside the
-        layers."""
+        """Evict the gradient sums of a group to main memory; with the first group also the sums of
+        the modules outside the layers."""
         for p in self._trained(program, group, outer=program.closes_outer(group)):
             total = sums.take(p.used)
             if total is not None:

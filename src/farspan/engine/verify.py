@@ -221,9 +221,9 @@ def _spreads(plain: list[Errors], groups: dict[str, list[str]]) -> Errors:
 
 @contextmanager
 def perturbed_embeddings(model: nn.Module, seed: int) -> Iterator[None]:
-    """Run the body with embeddings that differ by about one more rounding, so that all results
-    round apart. Seed 0 changes nothing. A rounding is off by up to half a step, evenly, a variance
-    of 1/12 of a step squared: so is a table in which one number of twelve is a step up or down."""
+    """Run the body with embeddings perturbed by about one rounding, so that all results round
+    differently. Seed 0 changes nothing. One number of twelve moves a step up or down: a variance of
+    1/12 of a step squared, as that of rounding to the nearest."""
     if seed == 0:
         yield
         return
@@ -302,7 +302,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class VerificationRun:
-    """Random tokens for a verification, cut into random documents."""
+    """Sizes and seed of a verification's random tokens, cut into random documents."""
 
     batch: int = 1
     tokens: int = 512
@@ -435,7 +435,7 @@ def _verify(model: nn.Module, function: Function, data: Data, worst: int) -> Ver
 
 
 class _Side:
-    """Errors of the runs of one side, the steps' or plain autograd's, and the first run itself."""
+    """Errors of several runs of one side (steps or plain autograd), and the first of them."""
 
     def __init__(self, exact: Outcome) -> None:
         self.exact = exact

@@ -35,7 +35,7 @@ GRADIENTS = 8  # roundings allowed between gradients that are summed in two orde
 
 
 class Linears:
-    """The linear modules of a gated MLP; `engine.gradients` has a faster version for steps."""
+    """Calls of a gated MLP's linear modules; steps use the faster ones of `engine.gradients`."""
 
     def pair(self, gate: nn.Module, up: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """Run gate and up on one input."""
@@ -73,7 +73,7 @@ def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
 
 
 def _seen(look: Callable[[], bool]) -> bool:
-    """Return the result of `look`; False if the module cannot run on stand-ins."""
+    """Return the result of `look`, which runs a module on stand-ins; False if it raises."""
     try:
         return look()
     except Exception:
@@ -249,8 +249,8 @@ def _gated(names: tuple[str, ...], act: Act, linears: Linears, shell: nn.Module,
 
 
 def rotation_forward(module: nn.Module) -> Forward | None:
-    """Return the forward of attention that rotates queries and keys by a function of its file. It
-    is the same code with our function under that name."""
+    """Return the module's own forward with our rotary embedding in place of the function in its
+    file; None if that is not such a function."""
     return _rotating(type(module).forward)
 
 

@@ -228,8 +228,8 @@ def load_model(
 
 
 def _leave_files(model: nn.Module) -> None:
-    """Copy tensors out of mapped weights' files that are mostly unused, since one tensor keeps all
-    of a file's pages. A 135M model in four bits keeps 528 MiB, for 109 MiB of embeddings."""
+    """Copy tensors out of memory-mapped weight files that are mostly unused: one tensor keeps all
+    pages of its file. A 135M model in four bits keeps 528 MiB, for 109 MiB of embeddings."""
     if not MAPS.exists():
         return
     weights = (*model.parameters(), *model.buffers())

@@ -286,7 +286,7 @@ def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
 
 def _refuse_other_loss(model: PreTrainedModel, ids: Tensor) -> None:
     """Raise UnsupportedError if the model's own loss is not the mean cross-entropy of its logits,
-    which a step computes. Losses of transformers' classes are; this checks for replaced ones."""
+    which a step computes. Transformers' losses are; functions or hooks set later may not be."""
     standard: Any = LOSS_MAPPING["ForCausalLM"]
     what = {
         "a forward that was set on it": "forward" in vars(model),

@@ -60,7 +60,7 @@ class LayerCall:
         return replace(self, arguments=arguments, keywords=keywords)
 
     def kind(self) -> tuple[Any, ...]:
-        """Return the arguments without the values of tensors."""
+        """Return a key that is the same for calls that differ only in the values of tensors."""
         leaves, form = tree_flatten((self.arguments, self.keywords))
         return str(form), *(_kind(leaf) for leaf in leaves)
 
@@ -216,7 +216,8 @@ class CausalLMStages:
         self._shells: dict[nn.Module, nn.Module] = {}  # of modules around the layers
 
     def run_in(self, shell: Callable[[nn.Module], nn.Module]) -> None:
-        """Run layers, and modules between them and the logits, in such shells from now on."""
+        """From now on, run every layer, and every module between the layers and the logits, in the
+        shell that `shell` returns for it."""
         self.running = [shell(layer) for layer in self.layers]
         path = [self.model.get_submodule(".".join(self._path[:i])) for i in range(len(self._path))]
         inside = {*path, self.decoder, self.layers}
@@ -502,8 +503,8 @@ def uncompiled() -> Iterator[None]:
 
 
 class UncompiledMode(TorchDispatchMode):
-    """A dispatch mode for code without compilation. Any other mode tells the compiler so at every
-    operation, which takes as long as a smallest one (torch 2.13)."""
+    """A dispatch mode for code that is not compiled. Any other mode tells the compiler so at every
+    operation, which takes as long as the smallest operation (torch 2.13)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -525,8 +526,8 @@ def is_compiled(layer: nn.Module) -> bool:
 
 
 def _fusible(layer: nn.Module) -> Iterator[nn.Module]:
-    """Yield children without attention or routing: norms, with vectors; dense MLPs, with matrices
-    and an activation. Experts hold tensors of three dimensions, or lists of modules."""
+    """Yield children worth compiling: norms (only vectors) and dense MLPs (matrices and an
+    activation), not attention, nor experts (tensors of three dimensions, or lists)."""
     for child in layer.children():
         if any(isinstance(m, nn.Dropout) and m.p > 0 for m in child.modules()):
             continue  # has another forward during a step

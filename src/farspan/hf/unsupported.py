@@ -224,8 +224,8 @@ def refuse_untrained(model: nn.Module) -> None:
 
 
 def refuse_backward_hooks(model: nn.Module, *, over_ranks: bool) -> None:
-    """Raise UnsupportedError for hooks that would get the gradients of one chunk but expect a
-    sequence's. `over_ranks`: so would hooks of parameters."""
+    """Raise UnsupportedError for module hooks that would get a chunk's gradients in place of a
+    sequence's. With `over_ranks`, also for hooks of parameters, which would get a part."""
     everywhere = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
     for name, module in model.named_modules():
         if everywhere or module._backward_hooks or module._backward_pre_hooks:

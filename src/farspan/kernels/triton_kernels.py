@@ -266,7 +266,8 @@ def _tanh(y):
 
 @triton.jit
 def _logits(place, column, size, cap, shape: tl.constexpr):
-    """Load logits, -inf beyond the last, and their derivative by the stored values."""
+    """Load logits in fp32, -inf beyond the last; return them, capped, and their derivative by the
+    stored values, 1 without a cap."""
     mask = column < size
     x = tl.load(place + column, mask=mask, other=float("-inf")).to(tl.float32)
     slope = 1.0

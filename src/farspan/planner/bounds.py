@@ -233,7 +233,8 @@ def _cells(frames: Frames, part: Part, found: CellCounts) -> Array:
 
 
 def _moved(frames: Frames, part: Part, found: CellCounts) -> Array:
-    """Return the bytes of one layer's O, LSE and activations on the host, [2, 3, F]."""
+    """Return the bytes of one layer's O, LSE and activations copied from and to the host, [2, 3,
+    F]: fetched and evicted; by x (zero), attention and activations."""
     role, spec, alone = part
     choices = frames.kept.without_graphs if alone else frames.kept
     row = frames.cell_prices.attention_row(spec) * choices.over(frames.cell_prices.keys)
@@ -272,7 +273,8 @@ def _handed_on(frames: Frames) -> Array:
 
 
 def _boundaries(frames: Frames) -> Array:
-    """Return the bytes of x, its gradient, and the inputs inside kept cells, [K, 2, 3, F]."""
+    """Return the bytes copied for x and its gradient between groups, and for the inputs inside kept
+    cells, [K, 2, 3, F]: fetched and evicted; by x, attention and activations."""
     cell_prices, groups, kind = frames.cell_prices, frames.cuts.counts, frames.cuts.kind
     row = cell_prices.x_row() * cell_prices.sizes
     graphs = cell_prices.latest(frames.last_graphs) * cell_prices.x_row() * kind.is_last
@@ -464,10 +466,10 @@ def momentary(frames: Frames) -> Array:
 
 
 def _momentary(frames: Frames) -> Array:
-    """Return the bytes outside arenas, weights and optimizer states, [K, F]. The graphs are those
-    of the first chunk that runs backward, when no layer has gradients except from earlier batches;
-    or those of the last chunk in the first group, when all layers have them. With a single chunk
-    the second moment is just the end of the step."""
+    """Return the bytes of graphs and gradients, [K, F], which are outside the arenas: those of the
+    fuller of two moments. When the first chunk runs backward, gradients come from earlier batches
+    only, and the graphs are the largest of any group; when the last one does, in the first group,
+    all layers have gradients. With one chunk the second is the end of the step."""
     cell_prices = frames.cell_prices
     gradients = np.array([[float(states.gradients)] for states in frames.cuts.held])
     there = frames.cuts.gradients

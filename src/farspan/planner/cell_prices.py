@@ -65,8 +65,8 @@ class LaneSeconds:
         return np.stack([counts @ lane for lane in self.known[choices]])
 
     def seconds(self, *, overlap: bool) -> float:
-        """Return the seconds of all chunks' cells without copies. Issuing cells runs in parallel
-        with them where lanes overlap."""
+        """Return the seconds of all chunks' cells, copies left out. With `overlap` the CPU issues
+        cells while others are computed, so the longer of the two times counts."""
         busy = self.compute + self.collective
         both = np.maximum(busy, self.host) if overlap else busy + self.host
         return float(both.sum())
@@ -162,8 +162,8 @@ class CellSeconds:
 
 
 class CellPrices:
-    """Prices and bytes of one kind of rank at one chunk size and one tier of K, V. Frames share
-    them. By default the rank is one of the last stage, which has the head."""
+    """Prices and bytes of one kind of rank at one chunk size and one tier of K, V, shared by all
+    frames with these. By default the rank is one of the last stage, which has the head."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class CellPrices:
         return self._shared[key]
 
     def latest(self, chunks: NDArray[np.int64]) -> Array:
-        """Return the tokens of the latest `chunks` chunks, [F]."""
+        """Return the tokens of the sequence's last `chunks` chunks, one number per choice, [F]."""
         return np.asarray(self._latest[chunks])
 
     def latest_keys(self, chunks: NDArray[np.int64]) -> Array:

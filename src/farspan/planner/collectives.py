@@ -110,8 +110,8 @@ class Collectives:
         return exposed(before, work, after, pieces)
 
     def _ulysses(self, tokens: int, *elements: int) -> float:
-        """Return the seconds of all-to-alls, one for each of `elements` per token. Tokens of all
-        heads become heads of all tokens, or back."""
+        """Return the seconds of the all-to-alls, one for each entry of `elements` (elements per
+        token). They turn all heads of some tokens into some heads of all tokens, or back."""
         ranks, row = self.question.layout.ulysses, self._batch() * tokens * self._width()
         stride = self.question.layout.tensor
         return sum(self._over(ranks, row * count, stride) for count in elements)
@@ -173,7 +173,7 @@ class Collectives:
 
 
 def _elements(spec: LayerSpec) -> tuple[int, int, int]:
-    """Return the elements a token of q, of K with V, and of O."""
+    """Return the elements per token of q, of K and V together, and of O."""
     return spec.query_heads * spec.head_dim, spec.kv_elements(), spec.output_elements()
 
 

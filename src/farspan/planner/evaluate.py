@@ -279,8 +279,8 @@ ENDS = 2  # chunks walked at either end of a run of chunks that keep the same: t
 
 
 def telling_chunks(question: Question, schedule: Schedule) -> list[int] | None:
-    """Return chunks that make a program as full as any: the first and last of each run that keeps
-    the same. None means all chunks, as when queries choose pages, which differ in every chunk."""
+    """Return a few chunks whose program has the same peak as all: the first and last of each run of
+    chunks that keep the same tensors. None: all chunks, as where queries choose pages."""
     if schedule.sparse is not None:
         return None
     chunks = chunks_of(question.model, question.run.tokens, schedule, question.layout)

@@ -220,7 +220,7 @@ class Cuts:
 
     @cached_property
     def counts(self) -> Array:
-        """Number of groups, [K, 1]."""
+        """Number of groups of each cut, [K, 1]."""
         return np.array([[len(sizes)] for sizes in self.sizes], dtype=np.float64)
 
     @property
@@ -298,8 +298,8 @@ class Cuts:
 
     @cached_property
     def gradients(self) -> Array:
-        """Bytes of the gradients that exist along with the first layers', [K, 1]: those of all
-        layers and of the modules outside them, of which a stage may have none."""
+        """Bytes of weight gradients once the first layers have theirs, [K, 1]: of all layers and
+        the modules outside them; in a stage, which may lack those, of its layers."""
         sizes = [[float(held.gradients)] for held in self.held]
         if self.kind.is_stage:
             model, width = self.question.model, gradient_bytes(self.question)

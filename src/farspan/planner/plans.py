@@ -422,7 +422,7 @@ def named_schedule(question: Question, name: str, most: int = MOST_CELLS) -> Sch
 
 def _plans(question: Question, names: Sequence[str], seconds: float) -> list[Plan]:
     """Return the plans of the named strategies. `grouped` comes last: the other plans prune its
-    search, and if none of its own is faster, it is the fastest of the others."""
+    search, and the fastest of them is its result if it finds nothing faster."""
     for name in names:
         if name not in STRATEGIES:
             known = ", ".join(STRATEGIES)
@@ -581,8 +581,8 @@ def best_sparse(
 def longest_sparse(
     question: Question, search: Callable[[Question], dict[str, Plan]], least: int, finest: int
 ) -> dict[str, Plan]:
-    """Return, by strategy, the plan at the longest context that fits. The search steps down from
-    the longest dense context by 1 / `finest`."""
+    """Return, by strategy, the plan with sparse attention at the longest context that fits. The
+    search begins at the longest dense context and shortens it by 1 / `finest` at a time."""
     sparse, found = _sparse_of(question), {}
     for name, plan in search(replace(question, sparse=None)).items():
         tokens = plan.question.run.tokens

@@ -2,8 +2,8 @@
 traffic, copies and collectives; and the memory of attention's kernels.
 
 A program belongs to one rank. Everything except attention counts the rank's own tokens, C / P of
-every chunk, where P = `layout.sequence()`; a layer's products and messages have all heads, as in
-the question's model. Attention counts whole chunks: a rank's heads and keys see a P-th of all
+every chunk, where P = `layout.sequence()`; a layer's products, and messages between ranks, have
+all heads of the model. Attention counts whole chunks: a rank's heads and keys see a P-th of all
 pairs.
 
 A backward on CUDA holds the fp32 sum of dQ as well as its result, and dK, dV of every query head
@@ -534,8 +534,8 @@ class Prices:
         return tuple(rate * (outer + size) for size in accumulate(sizes))
 
     def streamed(self, groups: Sequence[Range]) -> tuple[float, float]:
-        """Return the seconds of fetch and evict of all groups of a cut in a step. The backward
-        begins with the last two groups, which are still there."""
+        """Return the seconds of fetching and of evicting all groups of a cut in a step. The
+        backward need not fetch the last two groups: they are still on the device."""
         fetched = self.streamed_once((*groups, *groups[:-2]))
         sums = sum(self._group_bytes(group, gradients=True) for group in (*groups, None))
         return fetched + self._begin(sums), sums / self.evict_rate()

@@ -249,8 +249,8 @@ class _Queue:
         return self._heap[0][0] if self._heap else INFINITE
 
     def step(self, best: float, cells: "TransientCache") -> Schedule | None:
-        """Expand the lowest frontier and return the schedule that it yields, if any. Choices that
-        cannot be faster than `best` seconds are left out."""
+        """Expand the frontier with the lowest bound, and return the schedule that it yields, if
+        any. Choices that cannot be faster than `best` seconds are left out."""
         _, at, frontier = heapq.heappop(self._heap)
         schedule = None
         if frontier.choices is None:

@@ -44,8 +44,8 @@ class Sharing:
         return -(-size // self.tensor)
 
     def gathered(self, hidden_bytes: int) -> int:
-        """Return the bytes of other devices' tokens in a layer's graph; `hidden_bytes` is the
-        device's own hidden state of a chunk."""
+        """Return the bytes that a layer's graph holds of other devices' tokens, which are gathered;
+        `hidden_bytes` is the hidden state of the device's own part of a chunk."""
         return BLOCKS * (self.tensor - 1) * hidden_bytes
 
 

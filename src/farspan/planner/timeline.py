@@ -74,7 +74,7 @@ class Timeline:
     waited: float = 0.0
 
     def before(self, other: "Timeline") -> "Timeline":
-        """Return the timeline of both, one after the other."""
+        """Return the timeline of this work followed by `other`: their seconds add up."""
         return Timeline(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
@@ -324,7 +324,7 @@ def folded_time(prices: Prices, *, beside: bool) -> tuple[float, float]:
 
 
 def _waited(prices: Prices, costs: list[Cost], alone: float) -> float:
-    """Return the additional seconds of a step whose weights are updated as it begins."""
+    """Return the additional seconds of a step that waits for weights to be updated as it begins."""
     return max(0.0, _Clock(prices, costs, updated=prices.updated()).run() - alone)
 
 

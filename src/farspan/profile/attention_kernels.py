@@ -422,7 +422,8 @@ def _flat(x: Outline, shape: tuple[int, ...]) -> Outline:
 
 
 def row_tiles(block: Block) -> Iterator[tuple[int, list[Block]]]:
-    """Yield the widest tiles of queries, each with some tiles of keys including the last."""
+    """Yield a few of the largest tiles of queries, each with the first and last of its tiles of
+    keys: enough to reach the peak."""
     starts = list(range(block.q_start, block.q_stop, TILE))
     for q_start in starts[-SEEN_TILES:] if block.causal else starts[:SEEN_TILES]:
         tiles = key_tiles(block, q_start, TILE)

@@ -489,7 +489,7 @@ def _on_grid(start: int, stop: int, kv_block: int) -> Iterator[Range]:
 
 
 def seen_pairs(stop: int, window: int | None) -> int:
-    """Return the query-key pairs of the queries [0, stop): query i sees min(i + 1, window) keys."""
+    """Return how many pairs the queries [0, stop) form: query i sees min(i + 1, window) keys."""
     ramp = stop if window is None else min(stop, window)
     return ramp * (ramp + 1) // 2 + (stop - ramp) * (window or 0)
 

@@ -27,7 +27,7 @@ def kv(layer: int) -> str:
 
 
 def kv_again(layer: int) -> str:
-    """Return the name of a layer's K, V that are back on the device for its backward."""
+    """Return the name of the device buffer that gets a layer's K, V again for its backward."""
     return f"kv.{layer}.again"
 
 

@@ -41,8 +41,8 @@ def build_program(
     """Return the program of one training step.
 
     `chunks` replaces the ranges of `chunks_of`. With `is_cut` the head runs on every chunk before
-    the backward, which starts at `Program.cut`. With `walked`, chunks in order, passes skip the
-    other chunks: an outline, which has every buffer at its size and in its order and cannot be run.
+    the backward, which starts at `Program.cut`. `walked`, chunks in order, makes an outline: passes
+    skip the others; every buffer has its size and place in the order, but it cannot be run.
 
     Every linear extension of the grid's order gives the same gradients; this one walks group by
     group, forward and then back. Raises UnsupportedError when the schedule's groups do not fit the

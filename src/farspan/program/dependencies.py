@@ -402,7 +402,8 @@ class _Derivation:
         self.held[name] = _Tracked(buffer, owners)
 
     def _require(self, access: Access, after: list[int], *, clears: bool) -> None:
-        """Raise `after` to the instructions that the access must follow."""
+        """Raise the numbers in `after`, one per lane, to those of the latest instructions that the
+        access must wait for."""
         lane, name, place, writes = access
         held = self.held[name]
         hazard = (_WRITING if writes else _READING)[lane]

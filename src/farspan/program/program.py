@@ -121,7 +121,7 @@ class Embed:
 
 @value
 class Load:
-    """hidden[layer] = the chunk of x in `buffer`."""
+    """Set hidden[layer], the layer's input, to the chunk of x in `buffer`."""
 
     layer: int
     chunk: int
@@ -400,7 +400,7 @@ def cell_sizes(rows: tuple[Range, ...], cell_bytes: int, cell_row: int) -> list[
 
 
 def cell_place(program: Program, buffer: Buffer, chunk: int) -> Range:
-    """Return the bytes of a chunk's cell in a buffer of raw cells; in a slot they start at 0."""
+    """Return the byte range of a chunk's cell in a buffer of raw cells; a slot has one cell."""
     if buffer.layer < 0:
         return 0, buffer.cell_bytes
     rows = program.share.cells

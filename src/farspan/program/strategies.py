@@ -12,7 +12,7 @@ GROUPED = "grouped"  # a search takes it as the whole space of schedules
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A named way to fill in a schedule for a model of `layers` layers and a length."""
+    """A named way to fill in a schedule from a model's number of layers and a length."""
 
     name: str
     source: str  # its origin

@@ -202,8 +202,8 @@ def pieces_of(schedule: Schedule, layout: Layout, spec: LayerSpec) -> tuple[Piec
 
 
 def exposed(into: float, work: float, out: float, count: int) -> float:
-    """Return the seconds of an exchange, `into` before and `out` after, that the `work` between
-    does not hide in `count` equal pieces, in order."""
+    """Return the seconds of an exchange that do not run behind `work`: `into` come before it and
+    `out` after it, and all are cut into `count` equal pieces in order."""
     done, link = 0.0, into
     for place in range(1, count + 1):
         done = max(done, place * into / count) + work / count

@@ -1,4 +1,4 @@
-"""The page of a plan and its alternatives, with memory and walk of a step.
+"""The page of a plan and its alternatives: a step's memory, and its walk over layers and chunks.
 
 A step is drawn in frames, each of an equal number of neighbouring cells. A frame shows the memory
 of the fullest moment in it, so that no peak is lost. At most `ROWS_SHOWN` layers and

@@ -109,8 +109,8 @@ def plan_snapshot(plan: Plan) -> tuple[dict[str, Any], str]:
 
 @dataclass(slots=True)
 class _StepMoments:
-    """Instructions grouped into moments. Moments have even numbers: the transients of a cell end at
-    the odd number after its moment."""
+    """Instructions grouped into moments 0, 2, 4 and so on; the transients of a cell end at the odd
+    number after its moment."""
 
     program: Program
     places: list[int] = field(default_factory=list)  # instruction to the number of its moment

@@ -281,7 +281,8 @@ def seen_mass(
 
 
 def seen_mask(choice: Tensor, sparse: Sparse, chunk: int, ids: Tensor) -> Tensor:
-    """Return the mask bool [B, Hk, S, S] of a choice [B, Hk, M, k] and document ids [B, S]."""
+    """Return which keys each query sees, bool [B, Hk, S, S], from a choice of pages [B, Hk, M, k]
+    and document ids [B, S]."""
     tokens, page, together = ids.shape[1], sparse.page, sparse.query_tokens
     pages = -(-tokens // page)
     marks = torch.zeros(*choice.shape[:3], pages + 1, dtype=torch.bool, device=choice.device)

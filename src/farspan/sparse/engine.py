@@ -120,7 +120,7 @@ class PageSlots:
 
 @dataclass(frozen=True, slots=True)
 class _ComingPages:
-    """A slab in transfer through a slot."""
+    """A slab of chosen pages that is being fetched from the host into a slot."""
 
     slot: _PageSlot
     slab: Slab

@@ -60,7 +60,7 @@ class PageReads(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """The query pages that read each page (`Inverse`), and first visible keys or None."""
+    """The query pages that read each page (`Inverse`), and queries' first visible keys or None."""
 
     query_pages: Any
     pages: Any
@@ -357,8 +357,8 @@ def _launch(
 
 
 def _shape(call: PagedCall, q: Tensor, tile: PageTile, *, several: bool = False) -> PageShape:
-    """Return the shape of a kernel's tiles; `several`: a tile may hold rows of several query pages,
-    so it need not shrink to one."""
+    """Return the shapes of a kernel's tiles. With `several`, one tile may hold rows of several
+    query pages; otherwise it is no larger than one needs."""
     table, group = call.table, q.shape[1] // call.table.choice.shape[1]
     rows = group * table.query_tokens
     return PageShape(
@@ -479,11 +479,12 @@ def fused_votes(
     superpages: Tensor | None = None,
     weighted: bool = True,
 ) -> Tensor:
-    """Return votes [B, Hk, M, n] fp32 of q [B, H, C, D] for n `pages`, as `pages.vote` does, or [B,
-    Hk, M, S * 16] for those of `superpages` [B, Hk, M, S]; largest scores unless `weighted`.
+    """Return votes [B, Hk, M, n] fp32 for n `pages`, as `pages.vote` does, or [B, Hk, M, S * 16]
+    for those of `superpages` [B, Hk, M, S]; without `weighted`, a page's largest score.
 
-    representatives [B, Hk, n * s, D]: a page's score is the largest of its s ones, which are
-    adjacent. They are rounded to the dtype of q. Only votes and an LSE a query are written.
+    Shapes: q [B, H, C, D], representatives [B, Hk, n * s, D], rounded to the dtype of q. The s of a
+    page are adjacent, and the largest of their scores counts. Only votes and one LSE per query are
+    written to memory.
     """
     (batch, heads, tokens, head_dim), kv_heads = q.shape, representatives.shape[1]
     first = None if call.documents is None else call.documents.int().contiguous()

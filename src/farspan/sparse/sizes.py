@@ -94,7 +94,8 @@ class FarRow:
         return self._part(masked) + self.queries * (part + whole + weights)
 
     def _joined_backward(self, masked: bool) -> int:
-        """Return the peak bytes of adding a part's gradients to earlier sums in the backward."""
+        """Return the peak bytes of the backward while a part's gradients are added to the sums of
+        earlier parts."""
         gradients = self.queries * self.head_dim * self.width + self._keys_and_values()
         widest = self.queries * self.head_dim
         if self.width < self.wide:
@@ -341,7 +342,8 @@ def _voting(far: Far, keys: int) -> tuple[int, int]:
 
 
 def watch_bytes(far: Far, q_start: int) -> int:
-    """Return the peak bytes of measuring visible mass: a few queries' scores, and wide keys."""
+    """Return the peak bytes of measuring visible mass: the scores of a few sampled queries, and
+    keys in the accumulate dtype."""
     keys = far.batch * min(q_start, WATCHED_KEYS)
     scores = far.heads * SAMPLES
     queries = far.batch * scores * far.head_dim

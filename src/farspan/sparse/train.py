@@ -208,7 +208,7 @@ class KeptMass:
         return fmean(layer[place] for layer in self.kept[name])
 
     def worst(self, name: str, place: int) -> tuple[float, int]:
-        """Return the smallest share that any layer keeps, and that layer."""
+        """Return the least mass that any layer keeps at `budgets[place]`, and that layer."""
         return min((row[place], n) for row, n in zip(self.kept[name], self.layers, strict=True))
 
     def enough(self, name: str) -> int:
@@ -295,7 +295,7 @@ class _Reader:
         scale: float,
         **keywords: Any,
     ) -> Tensor:
-        """Return attention [B, T, H, Dv] as the model's own does, and measure it."""
+        """Return the layer's own attention [B, T, H, Dv]; record the mass that selectors keep."""
         sinks, tokens = keywords.get("s_aux"), q.shape[2]
         if spec.window is None:
             for name, mass in self.masses(layer, q, k, scale, spec.softcap, sinks).items():

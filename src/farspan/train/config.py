@@ -253,7 +253,7 @@ class SparseConfig:
             )
 
     def spec(self) -> Sparse:
-        """Return the same attention as a field of a Schedule."""
+        """Return the configured attention as the `Sparse` of a Schedule."""
         return Sparse(**{f.name: getattr(self, f.name) for f in fields(Sparse)})
 
     def over(self, pages: Sparse) -> "SparseConfig":

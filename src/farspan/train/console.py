@@ -116,7 +116,7 @@ class Reporter:
         """Report the metrics of a finished step."""
 
     def over(self) -> None:
-        """Report that no further step follows, even if some are left."""
+        """Report that training has ended, perhaps before its planned number of steps."""
 
     def evaluating(self, done: float, progress: Progress, part: str = "") -> None:
         """Report that the fraction `done` of the evaluation is finished; `progress` is that of its

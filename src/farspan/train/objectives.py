@@ -85,7 +85,7 @@ class _LogProbLoss:
 
     @contextmanager
     def watched(self, step: Any, progress: Callable[[Any], None] | None = None) -> Iterator[None]:
-        """Run a forward outside the update's progress; a signal ends it."""
+        """Run a forward that is not part of an update's progress; a stop signal ends it."""
         own = step.progress
         step.progress = progress or self._check
         try:

@@ -155,8 +155,8 @@ def question_of_run(run: RunConfig, asked: Asked, progress: Callable[[str], None
     """Return the run as a question for the planner; `progress` is told what is measured on this
     machine.
 
-    A sequence counts as one document, for which attention takes most. Raises UnsupportedError
-    naming the field.
+    A sequence counts as one document, the case in which attention takes most time. Raises
+    UnsupportedError naming the field.
     """
     model = run.model
     if model.path is not None:

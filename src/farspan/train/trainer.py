@@ -376,7 +376,7 @@ class TrainingLoop:
         return self._callbacks.end(result)
 
     def compare(self) -> PlanComparison | None:
-        """Compare predictions with measurements, also in the run folder; None without a plan."""
+        """Compare predictions with measurements, and save the result; None without a plan."""
         found = self._runner.compare()
         if found is not None:
             self._observer.note(found.describe())
@@ -458,7 +458,7 @@ def base_of(run: RunConfig) -> dict[str, Any]:
 
 
 def returning_freed(told: Callable[[Progress], None], trim: Any) -> Callable[[Progress], None]:
-    """Return the callback between cells: `told`, and every 16 cells a return of free pages in
+    """Return a callback between cells that calls `told`, and every 16 cells returns free pages in
     glibc's heap, where small live blocks, such as those of graphs, lie between freed ones. LoRA of
     a 135M model at 1,024 tokens had 2,398 MiB at the peak of its second step without it, and 2,349
     with it, for 0.1 of 19 seconds of CPU."""

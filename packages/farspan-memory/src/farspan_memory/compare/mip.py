@@ -141,7 +141,7 @@ def _proved(bound: float | None, cap: int) -> int:
 
 
 def _solve_mip(program: MixedIntegerProgram, count: int, seconds: float) -> Any:
-    """Run HiGHS. x is continuous for A and M, binary for z."""
+    """Solve with HiGHS; offsets A and height M are continuous, the choices z are binary."""
     try:
         optimize, matrix = import_module("scipy.optimize"), import_module("scipy.sparse").csr_array
     except ImportError as error:
