@@ -57,8 +57,6 @@ SMALLER = (
 CODES = {
     "farspan plan --model Qwen2.5-7B --context 128K --machine rtx4090": 1,
     "farspan plan --model Qwen3-8B --context 128K --machine rtx4090": 1,
-    "farspan memory place bad.trace": 2,
-    "farspan memory trace --record train.py -o step.trace": 2,  # there is no GPU
 }
 # Lines that do not run here, and what runs the like of them. A line that no page has any more, or a
 # test that is not there, fails.
@@ -213,8 +211,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / f"{name}.yaml").write_text(yaml.safe_dump(run))
     (root / "RUN.yaml").write_text(yaml.safe_dump(run | {"parallel": "auto"}))
     (root / "first.yaml").write_text(tutorial())
-    (root / "bad.trace").write_text("malloc 1 512\nfree 2\n")
-    (root / "train.py").write_text("")
     return root
 
 
