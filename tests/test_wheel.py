@@ -300,5 +300,5 @@ def test_the_small_wheel_says_what_needs_the_whole(site: Path, tmp_path: Path) -
         found = ask(site, *arguments)
         assert found.returncode == cli.USAGE
         assert found.stderr.startswith(f"farspan: {field}: ")
-        assert "; pip install farspan, which has" in found.stderr
+        assert "; pip install farspan, which" in found.stderr
         assert len(found.stderr.splitlines()) == 1

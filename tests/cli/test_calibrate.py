@@ -86,7 +86,7 @@ def test_nothing_is_warned_of_where_nothing_varied(
     ("arguments", "message"),
     [
         (["--device", "tpu"], "device: expected cpu or cuda, got 'tpu'"),
-        (["--device", "cpu", "-o", "{folder}"], "output: {folder} cannot be written"),
+        (["--device", "cpu", "-o", "{folder}"], "output: {folder} is a folder; name a file in it"),
         (
             ["--device", "cpu", "-o", "{file}/below.json"],
             "output: {file}/below.json cannot be written: no such folder",

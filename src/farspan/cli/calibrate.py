@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -44,7 +45,7 @@ def calibrate_command(
 ) -> None:
     """Measure this machine and write the file that `farspan plan` reads."""
     chosen, path = device_of(device), output or user_file()
-    if output is None:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     check_place(path, "output")
     with Console(stderr=True).status("measuring") as status:
