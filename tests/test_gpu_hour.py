@@ -375,6 +375,9 @@ def test_every_measurement_of_the_quarter_has_a_plan() -> None:
     assert plan.question.loss.is_cut
     plan = planned.Planner(tiny().of(streamed.model), spec).plan(streamed)
     assert plan.schedule.weights == "host"
+    update = planned.Planner(tiny(), spec).update(2)
+    assert update.placed.states == "device"
+    assert update.fits
     assert full().of("Qwen3-14B").layers == 40
     assert full().of("").config == full().config
     assert len(named(full())) > len(set(quarter(full())))

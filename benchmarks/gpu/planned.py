@@ -182,7 +182,8 @@ class Planner:
         """As `farspan train` places the states of a run by `auto`."""
 
         question = self.question(self.work.middle, self.work.layers)
-        plan = best_plan(replace(question, open=Open(states=True)), seconds=SEARCH_SECONDS)
+        asked = replace(question, optimizer=Optimizer.ADAMW, open=Open(states=True))
+        plan = best_plan(asked, seconds=SEARCH_SECONDS)
         places = {optimizer: states for states, optimizer in PLANNED.items()}
         return Placed(places[plan.question.optimizer], why_there(plan))
 
