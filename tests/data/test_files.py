@@ -150,3 +150,8 @@ def test_a_config_that_contradicts_itself_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedError, match=message):
         DataConfig(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["parquet", "arrow", "csv", "json"])
+def test_a_source_by_the_name_of_a_format_is_read_by_its_suffix(name: str) -> None:
+    assert DataConfig(path=f"x.{name}", source=SourceKind(name)).source is SourceKind.AUTO
