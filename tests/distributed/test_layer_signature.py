@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from farspan.distributed.tensor_plan import layer_signature
+from farspan.hf.edits import layer_signature
 from farspan.hf.load import add_adapters
 from tests.zoo import make_model
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from farspan.distributed import messages
 from farspan.distributed.collectives import Communicator
 from farspan.distributed.failure import activity, record_sync
+from farspan.hf.swap import put, replacements
 from farspan.program.layout import AXES, SEQUENCE, Layout, Rank
 from farspan.spec import UnsupportedError
 
@@ -423,9 +424,10 @@ class Rank0Weights:
             name: nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), trained)
             for name, (shape, dtype, trained) in forms.items()
         }
-        for name, first_name in ties.items():
-            path, _, leaf = name.rpartition(".")
-            model.get_submodule(path)._parameters[leaf] = blanks[first_name]
+        put(
+            (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], blanks[first])
+            for name, first in ties.items()
+        )
         _broadcast_buffers(ranks, model)
         first = ranks.rank.number == 0
         return cls(ranks, forms, {n: p.detach() for n, p in named.items()} if first else {})
@@ -462,7 +464,7 @@ def broadcast_from_rank0(
         )
 
     weights.give(keep)
-    _replace(model, wholes)
+    put(replacements(model, wholes))
 
 
 def _forms(named: Mapping[str, nn.Parameter]) -> dict[str, WeightForm]:
@@ -475,20 +477,10 @@ def _ties(named: Mapping[str, nn.Parameter], places: Mapping[str, nn.Parameter])
     return {name: first[id(p)] for name, p in places.items()}
 
 
-def _replace(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Replace parameters under all their names: tied weights have several."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in others:
-                module._parameters[name] = others[parameter]
-
-
 def _broadcast_buffers(ranks: ParallelContext, model: nn.Module) -> None:
     dtypes = run_on_rank0(lambda: [b.dtype for b in model.buffers()])
     for buffer, dtype in zip(list(model.buffers()), dtypes, strict=True):
         there = buffer.detach().to(ranks.device, dtype, copy=True)
         broadcast_bits(there)
-        for module in model.modules():
-            for name, b in module._buffers.items():
-                if b is buffer:
-                    module._buffers[name] = there
+        tables = (module._buffers for module in model.modules())
+        put((of, name, there) for of in tables for name, b in list(of.items()) if b is buffer)

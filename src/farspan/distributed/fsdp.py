@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from farspan.attention.backends import accumulate_dtype
 from farspan.distributed.collectives import Communicator
+from farspan.hf.swap import put
 from farspan.spec import UnsupportedError
 
 LINE = 16  # bytes: the widest load of a kernel; every parameter starts at a multiple
@@ -242,9 +243,12 @@ class _FsdpUnit:
     held: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # totals of ZERO_1
 
     def put(self, gathered: bool) -> None:
-        for cut in self.cuts:
-            for module, name in cut.slots:
-                module._parameters[name] = cut.whole if gathered else cut.own
+        self.gathered = True  # until all are back, also if this is interrupted
+        put(
+            (module._parameters, name, cut.whole if gathered else cut.own)
+            for cut in self.cuts
+            for module, name in cut.slots
+        )
         self.gathered = gathered
 
 

@@ -16,7 +16,7 @@ is not, something between the sharded modules mixes heads or features, and the m
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +28,15 @@ from farspan.distributed.tensor_plan import (
     TensorBlock,
     TensorPlan,
     WideModule,
-    layer_signature,
 )
+from farspan.hf.edits import layer_signature
+from farspan.hf.swap import Module, put, shell_of
 from farspan.spec import UnsupportedError
 
 TOKENS = 1  # the dimension of a hidden state [B, C, h]
 # Attributes that count heads, in attention and its configuration.
 HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads")
 
-Module = TypeVar("Module", bound=nn.Module)
 BlockWrapper = Callable[[str, nn.Module], nn.Module]  # block's name, module on all tokens
 # (a wide module's name, a rank's features, their dimension) -> the features of all ranks
 GatherFeatures = Callable[[str, Tensor, int], Tensor]
@@ -56,7 +56,7 @@ class TensorParallel:
                 module, leaf = _weight_place(layer, name)
                 whole = cast(nn.Parameter, module._parameters[leaf])
                 own = cut.slice(whole.detach(), self.peers.index, self.peers.size)
-                module._parameters[leaf] = nn.Parameter(own, requires_grad=whole.requires_grad)
+                put([(module._parameters, leaf, nn.Parameter(own, whole.requires_grad))])
 
     def is_cut(self, name: str) -> bool:
         """Return whether this parameter of the model is sharded. If so, its gradient is complete on
@@ -92,15 +92,15 @@ class TensorParallel:
         def gather(_: str, x: Tensor, dim: int) -> Tensor:
             return _gather(x, self.peers, [x.shape[dim]] * self.peers.size, dim)
 
-        shell = twin(layer)
+        blocks: dict[str, nn.Module] = {}
         for block in self.plan.layers[index].blocks:
             module = layer.get_submodule(block.name)
             inner: nn.Module = local_block(module, block, self.peers.size, self.peers.index, gather)
             if inside is not None:
                 inner = inside(block.name, inner)
             bias = module.get_submodule(block.last)._parameters.get("bias")
-            shell._modules[block.name] = _SharedBlock(inner, bias, self.peers, tuple(counts))
-        return shell
+            blocks[block.name] = _SharedBlock(inner, bias, self.peers, tuple(counts))
+        return shell_of(layer, blocks, own_forward=True)
 
 
 class ModuleProxy(nn.Module):
@@ -156,12 +156,12 @@ class _Wide(nn.Module):
         dim = x.ndim - len(self._wide.shape)
         size = x.shape[dim]
         place = _WeightPlace(self._wide.name, dim, self._index * size, size, self._gather)
-        module = twin(self.inner)
         # Every rank has the gradients of all these weights; each keeps those of its own features.
-        module.__dict__["_parameters"] = {
+        own = {
             name: p if p is None else _only(p, place.start, size)
             for name, p in self.inner._parameters.items()
         }
+        module = shell_of(self.inner, parameters=own, own_forward=True)
         return _Own.apply(module(_Every.apply(x, place)), place)
 
 
@@ -181,26 +181,18 @@ def local_block(
 ) -> nn.Module:
     """Return a shell of a block that uses this rank's slices of its weights, and so computes this
     rank's share of the output sum, without the bias."""
-    shell = twin(module)
-    last = twin(module.get_submodule(block.last))
-    last.__dict__["_parameters"] = {**last._parameters, "bias": None}
-    shell._modules[block.last] = last
+    last = module.get_submodule(block.last)
+    inside: dict[str, nn.Module] = {
+        block.last: shell_of(last, parameters={"bias": None}, own_forward=True)
+    }
     for wide in block.wide:
-        shell._modules[wide.name] = _Wide(module.get_submodule(wide.name), wide, index, gather)
+        inside[wide.name] = _Wide(module.get_submodule(wide.name), wide, index, gather)
+    own, counted = vars(module), dict[str, Any]()
     if block.attends:
-        own = vars(shell)
         counted = {name: own[name] // ranks for name in HEADS if isinstance(own.get(name), int)}
-        own.update(counted)
         if "config" in own:
-            own["config"] = _LocalHeads(own["config"], ranks)
-    return shell
-
-
-def twin(module: Module) -> Module:
-    """Return a copy that shares children and parameters, but whose children can be replaced."""
-    shell = copy.copy(module)
-    shell.__dict__["_modules"] = dict(module._modules)
-    return shell
+            counted["config"] = _LocalHeads(own["config"], ranks)
+    return shell_of(module, inside, attributes=counted, own_forward=True)
 
 
 def first(out: Any) -> Tensor:
@@ -333,11 +325,11 @@ def check_layers(plan: TensorPlan, layers: nn.ModuleList, run: RunLayer) -> None
 def _run_sharded(
     where: str, layer: nn.Module, cuts: LayerPlan, ranks: int, index: int, run: RunLayer
 ) -> Tensor:
-    shell = twin(layer)
-    for block in cuts.blocks:
-        shell._modules[block.name] = _AllRanksBlock(
-            layer.get_submodule(block.name), block, cuts, ranks
-        )
+    blocks = {
+        block.name: _AllRanksBlock(layer.get_submodule(block.name), block, cuts, ranks)
+        for block in cuts.blocks
+    }
+    shell = shell_of(layer, blocks, own_forward=True)
     try:
         return run(index, shell)
     except (RuntimeError, ValueError, IndexError, KeyError) as error:
@@ -397,22 +389,21 @@ class _AllRanksBlock(ModuleProxy):
 
 def _sliced(module: nn.Module, name: str, cuts: LayerPlan, rank: int, ranks: int) -> nn.Module:
     """Return a shell of a block in which parameters are one rank's slices."""
-    shell = twin(module)
-    holders: dict[str, nn.Module] = {"": shell}
-    shell.__dict__["_parameters"] = dict(module._parameters)
+    own: dict[str, dict[str, nn.Parameter]] = {"": {}}  # of the block and its children
     for key, cut in cuts.cuts.items():
         if not key.startswith(f"{name}."):
             continue
         child, _, leaf = key.removeprefix(f"{name}.").rpartition(".")
-        if child not in holders:
-            holders[child] = twin(module.get_submodule(child))
-            holders[child].__dict__["_parameters"] = dict(holders[child]._parameters)
-            shell._modules[child] = holders[child]
-        parameters = holders[child]._parameters
-        whole = parameters[leaf]
+        whole = module.get_submodule(child)._parameters[leaf]
         assert whole is not None
-        parameters[leaf] = nn.Parameter(cut.slice(whole.detach(), rank, ranks), False)
-    return shell
+        part = nn.Parameter(cut.slice(whole.detach(), rank, ranks), False)
+        own.setdefault(child, {})[leaf] = part
+    slices = own.pop("")
+    children = {
+        child: shell_of(module.get_submodule(child), parameters=parts, own_forward=True)
+        for child, parts in own.items()
+    }
+    return shell_of(module, children, parameters=slices, own_forward=True)
 
 
 def _dtype(layer: nn.Module) -> torch.dtype:

@@ -10,16 +10,13 @@ Where transformers gathers the activations between the two ("colwise_gather_outp
 "rowwise_split_input"), they stay sharded here: outputs of several kinds in one weight are cut kind
 by kind, and a norm over the features of all ranks gathers its input. `tensor.check_layers` verifies
 that the parts of a block add up to the block.
-
-`layer_signature` tells which layers are built alike, so that one of each kind is checked.
 """
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import gcd
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -291,56 +288,3 @@ def _refuse_tied(model: nn.Module, plan: TensorPlan) -> None:
         other = seen.setdefault(id(parameter), name)
         if other != name and (name in plan.cuts or other in plan.cuts):
             raise UnsupportedError(f"tensor: {other} and {name} are tied; untie them, or {INSTEAD}")
-
-
-# Names that model families give to a layer's index in its model, for its cache; layers that differ
-# in these alone are alike.
-INDEX_NAMES = {
-    "layer_idx", "layer_id", "layer_num", "layer_number", "layer_index", "block_id", "block_index",
-    "target_name",  # set by peft 0.21 on adapters
-}  # fmt: skip
-NO_SETTINGS = INDEX_NAMES | set(vars(nn.Module()))
-PLAIN_SETTINGS = (
-    bool | int | float | str | None | FunctionType | BuiltinFunctionType | type
-    | torch.dtype | torch.device
-)  # fmt: skip
-
-
-def layer_signature(layer: nn.Module, index: int) -> tuple[Any, ...]:
-    """Return the modules, tensors and settings of a layer, equal for layers that compute alike:
-    those of SmolLM3 with and without rotation differ by one flag. A layer with a hook or a replaced
-    forward equals no other."""
-    modules = tuple((type(module), *_settings(module)) for module in layer.modules())
-    parameters = tuple((*p.shape, p.requires_grad) for p in layer.parameters())
-    buffers = tuple(tuple(b.shape) for b in layer.buffers())
-    return modules, parameters, buffers, index if _is_customised(layer) else None
-
-
-def _settings(module: nn.Module) -> list[tuple[str, Any]]:
-    return [(name, _plain(x)) for name, x in vars(module).items() if name not in NO_SETTINGS]
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that is equal for equal settings; opaque objects equal only themselves."""
-    if isinstance(value, PLAIN_SETTINGS):
-        return value
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype
-    if isinstance(value, partial):
-        return value.func, _plain(value.args), _plain(value.keywords)
-    if isinstance(value, MethodType):
-        return value.__func__
-    if isinstance(value, dict):
-        items = ((key, x) for key, x in value.items() if key not in INDEX_NAMES)
-        return tuple((_plain(key), _plain(x)) for key, x in items)
-    if isinstance(value, list | tuple | set | frozenset):
-        return tuple(map(_plain, value))
-    return id(value)
-
-
-def _is_customised(layer: nn.Module) -> bool:
-    """Return whether a hook or a replaced forward makes this layer differ from all others."""
-    return any(
-        bool(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m))
-        for m in layer.modules()
-    )

@@ -23,6 +23,7 @@ from torch.nn import functional
 from farspan.activations import SavedActivations
 from farspan.attention.backends import accumulate_dtype
 from farspan.hf.fused_layers import Linears
+from farspan.hf.swap import Part, put_in
 from farspan.kernels.operations import Act, swiglu_again
 
 # Sum a unit's accumulators over ranks, add the sums to `.grad`, and remove them from the dict.
@@ -59,18 +60,10 @@ def uncast(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     a layer's gradients in fp32 next to the sums."""
     parameters = list(parameters)
     wide = [p for p in parameters if p.dtype != p.grad_dtype == accumulate_dtype(p.dtype)]
-    hooks = {p: p._backward_hooks for p in parameters if p._backward_hooks}
-    for parameter in wide:
-        parameter.grad_dtype = None
-    for parameter in hooks:
-        parameter._backward_hooks = None
-    try:
+    hooked = [p for p in parameters if p._backward_hooks]
+    narrow: list[Part] = [(parameter, "grad_dtype", None) for parameter in wide]
+    with put_in(narrow + [(parameter, "_backward_hooks", None) for parameter in hooked]):
         yield
-    finally:
-        for parameter in wide:
-            parameter.grad_dtype = accumulate_dtype(parameter.dtype)
-        for parameter, own in hooks.items():
-            parameter._backward_hooks = own
 
 
 def is_hooked(parameter: nn.Parameter) -> bool:

@@ -246,18 +246,16 @@ class ProgramRunner:
             self._adding.gradients = gradients
             self.copies.begin()
             try:
-                if self.weights is not None:
-                    self.weights.begin(program, self.arenas[Tier.DEVICE])
-                model = self.boundary.model
+                model, weights = self.boundary.model, self.weights
+                slots = self.arenas[Tier.DEVICE]
+                streamed = nullcontext() if weights is None else weights.in_slots(program, slots)
                 dropping = drawing(model, draws) if draws or self._drops else nullcontext()
                 plain = uncast(model.parameters())
-                with routed(model), plain, dropping, self._settings():
+                with streamed, routed(model), plain, dropping, self._settings():
                     yield
                 if self.sharded_model is not None:
                     self.sharded_model.sharded.end()
             except BaseException:
-                if self.weights is not None:
-                    self.weights.abandon()
                 if self.sharded_model is not None:
                     self.sharded_model.sharded.abandon()
                 raise

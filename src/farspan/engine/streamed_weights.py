@@ -23,6 +23,7 @@ its update. No gradient is evicted before that, since every group runs forward f
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -50,6 +51,7 @@ from farspan.hf.quantized import (
     put_parts,
 )
 from farspan.hf.stages import CausalLMStages
+from farspan.hf.swap import Part, put, put_in
 from farspan.program import buffer_names as names
 from farspan.program.program import Gather, Program, aligned
 from farspan.program.work import linear_products
@@ -128,7 +130,6 @@ class StreamedWeights:
             )
         self.device = boundary.device
         self._model, self._layers = boundary.model, list(boundary.layers)
-        self._buffers: list[tuple[nn.Module, str, Tensor]] = []  # of the modules, during a step
         self._weights, self._sums = (Arena(Tier.HOST, boundary.device) for _ in range(2))
         layers = self._layers
         # A pipeline stage has other stages' layers on the meta device.
@@ -148,8 +149,7 @@ class StreamedWeights:
                 one.parameters.append(_Streamed(own, used, slots, own.requires_grad))
             one.lay_out()
         self._move(ranks)
-        for module, name, buffer in _buffers_of(self._model):
-            module._buffers[name] = buffer.cpu()
+        put((table, name, buffer.cpu()) for table, name, buffer in _buffers_of(self._model))
 
     def _move(self, ranks: ParallelContext | None) -> None:
         """Move the parameters into one slab. Raises TooLarge."""
@@ -287,9 +287,12 @@ class StreamedWeights:
 
     # -- a step ---------------------------------------------------------------------------------
 
-    def begin(self, program: Program, device: Arena) -> None:
-        """Give modules the parameters in the program's slots of the device's arena."""
+    @contextmanager
+    def in_slots(self, program: Program, device: Arena) -> Iterator[None]:
+        """Run the body with the modules' parameters in the program's slots of the device's arena,
+        and with their buffers on the device."""
         self._received.clear()
+        self._left.clear()
         if program.trains():
             self.reserve_sums()
         for p in self._all() if program.trains() else ():
@@ -299,7 +302,19 @@ class StreamedWeights:
             units = [self._units[layer] for layer in range(*program.groups[number])]
             self._place(program, device, units, number % 2)
         self._place(program, device, self._units[-1:], None)
-        self._put(used=True)
+        parts: list[Part] = [
+            (module._parameters, name, p.used) for p in self._all() for module, name in p.slots
+        ]
+        parts += [(table, name, b.to(self.device)) for table, name, b in _buffers_of(self._model)]
+        try:
+            with put_in(parts):
+                yield
+        finally:  # free references to the slots' memory
+            for p in self._all():
+                put_parts(p.used, empty_parts(p.used, self.device))
+                p.sum = None
+            for one in self._units:
+                one.place = None
 
     def _place(
         self, program: Program, device: Arena, units: list[_StreamedUnit], slot: int | None
@@ -378,9 +393,7 @@ class StreamedWeights:
                 self._left.append(p)
 
     def end(self, copies: CopyEngine) -> None:
-        """Finish a step: give modules the user's parameters and these their gradients, for which
-        the CPU waits."""
-        self._put(used=False)
+        """Finish a step: give the user's parameters their gradients, for which the CPU waits."""
         copies.synchronize()
         for p in self._left:
             assert p.home is not None
@@ -401,10 +414,6 @@ class StreamedWeights:
         """Return the user's parameters to which the latest step has added a gradient."""
         return self._received
 
-    def abandon(self) -> None:
-        self._put(used=False)
-        self._left.clear()
-
     def trained_outside(self) -> tuple[nn.Parameter, ...]:
         """Return the trained parameters that modules outside the layers have during a step."""
         return tuple(p.used for p in self._units[-1].parameters if p.trained)
@@ -417,28 +426,15 @@ class StreamedWeights:
         for one in self._of(program, group, outer=outer):
             yield from (p for p in one.parameters if p.trained)
 
-    def _put(self, *, used: bool) -> None:
-        for p in self._all():
-            for module, name in p.slots:
-                module._parameters[name] = p.used if used else p.own
-            if not used:  # frees references to the slots' memory
-                put_parts(p.used, empty_parts(p.used, self.device))
-                p.sum = None
-        for one in [] if used else self._units:
-            one.place = None
-        for module, name, buffer in self._buffers:
-            module._buffers[name] = buffer
-        self._buffers = list(_buffers_of(self._model)) if used else []
-        for module, name, buffer in self._buffers:
-            module._buffers[name] = buffer.to(self.device)
 
-
-def _buffers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield each buffer's module, name and tensor, such as rotary tables, without those of other
-    stages."""
+def _buffers_of(model: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
+    """Yield each buffer's table in its module, its name and its tensor, such as rotary tables,
+    without those of other stages."""
     for module in model.modules():
-        own = ((name, b) for name, b in module._buffers.items() if b is not None)
-        yield from ((module, name, b) for name, b in own if not b.is_meta)
+        table = module._buffers
+        yield from (
+            (table, name, b) for name, b in table.items() if b is not None and not b.is_meta
+        )
 
 
 def computing_device(

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from farspan.hf.stages import CausalLMStages, UncompiledMode
+from farspan.hf.swap import put
 from farspan.host import MIB
 from farspan.spec import UnsupportedError
 
@@ -450,7 +451,7 @@ def add_adapters(model: PreTrainedModel, rank: int) -> None:
     for parent, name, child in found:
         sizes = _sizes(child)
         if sizes is not None:
-            setattr(parent, name, Adapted(child, rank, sizes))
+            put([(parent._modules, name, Adapted(child, rank, sizes))])
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:

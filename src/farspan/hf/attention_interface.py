@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from farspan.hf.swap import put_in
 from farspan.spec import UnsupportedError
 
 NAME = "farspan"
@@ -123,14 +124,8 @@ def config_field(model: nn.Module, name: str, value: str) -> Iterator[None]:
     """Set a field of every configuration that the model's modules hold, inside the context."""
     found = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in found if isinstance(config, PretrainedConfig)}
-    before = {key: getattr(config, name, None) for key, config in configs.items()}
-    for config in configs.values():
-        setattr(config, name, value)
-    try:
+    with put_in((vars(config), name, value) for config in configs.values()):
         yield
-    finally:
-        for key, config in configs.items():
-            setattr(config, name, before[key])
 
 
 @contextmanager

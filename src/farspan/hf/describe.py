@@ -22,6 +22,7 @@ from farspan.hf.probe import TOKENS, ask_layers, probe_layers
 from farspan.hf.quantized import copied, elements, held_bytes, shape_of
 from farspan.hf.recurrent import RecurrentStates, with_states, zero_states
 from farspan.hf.stages import CausalLMStages, is_compiled, run_layer, uncompiled
+from farspan.hf.swap import put, replacements
 from farspan.hf.unsupported import refuse_dropout, refuse_model
 from farspan.program.layout import ALIGNMENT
 from farspan.spec import LayerSpec, LayerWork, ModelSpec, UnsupportedError
@@ -293,7 +294,6 @@ def _stand_in(model: PreTrainedModel) -> None:
     tables = {id(p) for p in _tables(model)}
     largest = max(_matrix(p) for p in model.parameters() if id(p) not in tables)
     zeros: dict[torch.dtype, Tensor] = {}
-    made: dict[int, nn.Parameter] = {}
 
     def stand_in(parameter: nn.Parameter) -> Tensor:
         shape, dtype = parameter.shape, parameter.dtype
@@ -303,13 +303,8 @@ def _stand_in(model: PreTrainedModel) -> None:
             zeros[dtype] = torch.zeros(largest, dtype=dtype)
         return zeros[dtype][: _matrix(parameter)].view(shape[-2:]).expand(shape)
 
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(stand_in(parameter), parameter.requires_grad)
-            module._parameters[name] = made[id(parameter)]
+    made = {p: nn.Parameter(stand_in(p), p.requires_grad) for p in model.parameters()}
+    put(replacements(model, made))
 
 
 def _tables(model: PreTrainedModel) -> list[Any]:

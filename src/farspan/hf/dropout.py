@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from farspan.hf.swap import forwards, put_in
 from farspan.hf.unsupported import drawing_dropouts
 from farspan.kernels.launch import TILE, Launch, padded, warps_of
 from farspan.spec import UnsupportedError
@@ -252,7 +253,7 @@ def drawing(model: PreTrainedModel, draws: Draws | None) -> Iterator[None]:
     if draws is not None and draws.alpha is not None:
         table = model.get_input_embeddings()
         found[table] = partial(draws.embed, table, table.forward)
-    with _forwards(found):
+    with put_in(forwards(found)):
         yield
 
 
@@ -266,24 +267,10 @@ def still(model: PreTrainedModel) -> Iterator[None]:
             raise _given_other(name, x)
         return x.clone()
 
-    with _forwards({module: partial(forward, name) for name, module in drawing_dropouts(model)}):
+    found = {module: partial(forward, name) for name, module in drawing_dropouts(model)}
+    with put_in(forwards(found)):
         yield
 
 
 def _same(x: Tensor) -> Tensor:
     return x
-
-
-@contextmanager
-def _forwards(found: dict[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
-    """Run the body with these forwards of the modules."""
-    before = {module: module.__dict__.get("forward") for module in found}
-    for module, forward in found.items():
-        module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        for module, own in before.items():
-            del module.__dict__["forward"]
-            if own is not None:
-                module.__dict__["forward"] = own

@@ -7,6 +7,8 @@ instances, classes, attributes, configurations and buffers. Two looks are equal 
 edited in between, and `first_edit` names an edit.
 
 Large objects of the model are held weakly, so a look keeps no replaced layer alive.
+
+`layer_signature` tells which layers are built alike, so that one of each kind is checked.
 """
 
 from collections.abc import Collection, Iterator
@@ -226,3 +228,58 @@ def _tensor(x: Tensor) -> Same:
         version = None if x.is_inference() else x._version
         return Same(x, text, (text, x.device, version))
     return Same(x, text, (text, x.device, *(x._backward_hooks or {}).items()))
+
+
+# -- layers that are built alike -------------------------------------------------------------------
+
+# Names that model families give to a layer's index in its model, for its cache; layers that differ
+# in these alone are alike.
+INDEX_NAMES = {
+    "layer_idx", "layer_id", "layer_num", "layer_number", "layer_index", "block_id", "block_index",
+    "target_name",  # set by peft 0.21 on adapters
+}  # fmt: skip
+NO_SETTINGS = INDEX_NAMES | set(vars(nn.Module()))
+PLAIN_SETTINGS = (
+    bool | int | float | str | None | FunctionType | BuiltinFunctionType | type
+    | torch.dtype | torch.device
+)  # fmt: skip
+
+
+def layer_signature(layer: nn.Module, index: int) -> tuple[Any, ...]:
+    """Return the modules, tensors and settings of a layer, equal for layers that compute alike:
+    those of SmolLM3 with and without rotation differ by one flag. A layer with a hook or a replaced
+    forward equals no other."""
+    modules = tuple((type(module), *_settings(module)) for module in layer.modules())
+    parameters = tuple((*p.shape, p.requires_grad) for p in layer.parameters())
+    buffers = tuple(tuple(b.shape) for b in layer.buffers())
+    return modules, parameters, buffers, index if _is_customised(layer) else None
+
+
+def _settings(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, _plain(x)) for name, x in vars(module).items() if name not in NO_SETTINGS]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that is equal for equal settings; opaque objects equal only themselves."""
+    if isinstance(value, PLAIN_SETTINGS):
+        return value
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, partial):
+        return value.func, _plain(value.args), _plain(value.keywords)
+    if isinstance(value, MethodType):
+        return value.__func__
+    if isinstance(value, dict):
+        items = ((key, x) for key, x in value.items() if key not in INDEX_NAMES)
+        return tuple((_plain(key), _plain(x)) for key, x in items)
+    if isinstance(value, list | tuple | set | frozenset):
+        return tuple(map(_plain, value))
+    return id(value)
+
+
+def _is_customised(layer: nn.Module) -> bool:
+    """Return whether a hook or a replaced forward makes this layer differ from all others."""
+    return any(
+        bool(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m))
+        for m in layer.modules()
+    )

@@ -11,14 +11,15 @@ parameters and another forward.
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import permutations
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from farspan.hf.stages import CausalLMStages, copy_module
+from farspan.hf.stages import CausalLMStages
+from farspan.hf.swap import shell_of
 from farspan.hf.tiled_mlp import Tokenwise, tokenwise
 from farspan.kernels import reference
 from farspan.kernels.launch import fused_for
@@ -65,11 +66,7 @@ def in_shells(module: nn.Module, rules: Iterable[Rule]) -> nn.Module:
     forward = next((f for f in found if f is not None), None)
     if forward is None and not changed:
         return module
-    shell = copy_module(module)
-    shell._modules |= changed
-    if forward is not None:
-        shell.__dict__["forward"] = MethodType(forward, shell)
-    return shell
+    return shell_of(module, changed, forward=forward)
 
 
 def _seen(look: Callable[[], bool]) -> bool:
@@ -161,14 +158,13 @@ def _normed(norm: Norm, shell: nn.Module, x: Tensor) -> Tensor:
 
 
 def _norms(module: nn.Module, width: int, norm: Norm) -> bool:
-    shell = copy_module(module)
     weight = _random(width, seed=1)
     # Vectors alternate between lengths 1, so short that eps matters, and long.
     lengths = torch.tensor([1.0, norm.eps**0.5, 30.0]).repeat(1 + TOKENS // 3)[:TOKENS, None]
 
     def own(x: Tensor) -> Tensor:
-        shell.__dict__["_parameters"] = {"weight": nn.Parameter(weight.to(x.dtype), False)}
-        out: Tensor = shell(x)
+        in_dtype = {"weight": nn.Parameter(weight.to(x.dtype), False)}
+        out: Tensor = shell_of(module, parameters=in_dtype)(x)
         return out
 
     def formula(x: Tensor) -> Tensor:
@@ -217,8 +213,7 @@ def _gates(module: nn.Module, names: tuple[str, ...], act: Act) -> bool:
     outer = INNER if len(ups) == 2 else 2 * INNER
     matrices = {name: _random(outer, WIDTH, seed=4 + i) for i, name in enumerate(ups)}
     matrices[down] = _random(WIDTH, INNER, seed=6)
-    shell = copy_module(module)
-    shell._modules |= {name: _Times(matrix) for name, matrix in matrices.items()}
+    shell = shell_of(module, {name: _Times(matrix) for name, matrix in matrices.items()})
 
     def formula(x: Tensor) -> Tensor:
         halves = [x @ matrices[name].T.to(x.dtype) for name in ups]

@@ -37,6 +37,7 @@ from farspan.durable import read_json, refuse_pipes
 from farspan.hf import quantized
 from farspan.hf.overrides import SPELLINGS, changed, refuse_idle, refuse_unknown, resolve
 from farspan.hf.stages import CausalLMStages
+from farspan.hf.swap import put_in
 from farspan.hf.unsupported import freeze_unmet, ropes
 from farspan.lazy import load
 from farspan.profile.catalog import (
@@ -326,12 +327,8 @@ def _without_weights() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         register(self, name, parameter)
 
-    module.register_parameter = register_blank
-    try:
-        with _LargeAreBlank():
-            yield
-    finally:
-        module.register_parameter = register
+    with put_in([(module, "register_parameter", register_blank)]), _LargeAreBlank():
+        yield
 
 
 def _with_random_weights(

@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_flatten, tree_map
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from farspan.distributed.tensor_plan import layer_signature
+from farspan.hf.edits import layer_signature
+from farspan.hf.swap import Module, shell_of
 from farspan.hf.unsupported import chooses_by_length, refuse_adapters, settled
 from farspan.spec import UnsupportedError
 
-Module = TypeVar("Module", bound=nn.Module)
 Found = TypeVar("Found")
 
 
@@ -129,16 +129,6 @@ class _Inject(StandIn):
 
     def forward(self, _: Tensor, *__: Any, **___: Any) -> Any:
         return self._given
-
-
-def copy_module(module: Module) -> Module:
-    """Copy a module so that its children may be replaced; children and parameters are shared. The
-    copy has the forward of its class: one that was set on the module itself (TRL's fused head,
-    accelerate's autocast) is bound to it, and would run its children instead of the copy's."""
-    twin = copy.copy(module)
-    twin.__dict__.pop("forward", None)
-    twin.__dict__["_modules"] = dict(module._modules)
-    return twin
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -319,10 +309,12 @@ class CausalLMStages:
     ) -> _Record:
         record, last = _Record(self.model, in_tuples), len(self.layers) - 1
         recorders = [_Recorder(layer, record, i == last) for i, layer in enumerate(self.layers)]
-        shell = copy_module(self.decoder)
-        shell._modules |= {self._layers_name: nn.ModuleList(recorders), **self._settled}
-        # GPT-2's asks the device about the ends of each chunk, which makes the CPU wait.
-        shell.__dict__["warn_if_padding_and_no_attention_mask"] = lambda *_: None
+        shell = shell_of(
+            self.decoder,
+            {self._layers_name: nn.ModuleList(recorders), **self._settled},
+            # GPT-2's asks the device about the ends of each chunk, which makes the CPU wait.
+            attributes={"warn_if_padding_and_no_attention_mask": lambda *_: None},
+        )
         try:
             shell(use_cache=use_cache, **inputs)
         except _AllRecorded:
@@ -391,8 +383,8 @@ class CausalLMStages:
 
     def _above(self, in_tuples: bool, hidden: Tensor, *, head: bool) -> Tensor:
         given = (hidden, None) if in_tuples else hidden
-        decoder = self._shell(self.decoder)
-        decoder._modules[self._layers_name] = nn.ModuleList([_Inject(self.layers[0], given)])
+        layers = nn.ModuleList([_Inject(self.layers[0], given)])
+        decoder = self._shell(self.decoder, {self._layers_name: layers})
         root = self._around(decoder, self._shell) if head else decoder
         blank = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
         width = self._embedding.shape[-1]
@@ -415,25 +407,24 @@ class CausalLMStages:
         ]
         if not any("forward" in module.__dict__ for module in (*around, self.decoder)):
             return None
-        return self._around(copy_module(self.decoder), copy_module)
+        return self._around(shell_of(self.decoder), shell_of)
 
     def _around(
-        self, decoder: nn.Module, shell: Callable[[nn.Module], nn.Module]
+        self,
+        inner: nn.Module,
+        shell: Callable[[nn.Module, dict[str, nn.Module]], nn.Module],
     ) -> PreTrainedModel:
         """Return the model with another decoder, in shells of the modules on the path to it."""
-        root = inner = shell(self.model)
-        for name in self._path[:-1]:
-            inner._modules[name] = shell(cast(nn.Module, inner._modules[name]))
-            inner = cast(nn.Module, inner._modules[name])
-        inner._modules[self._path[-1]] = decoder
-        return cast(PreTrainedModel, root)
+        for depth in reversed(range(len(self._path))):
+            holder = self.model.get_submodule(".".join(self._path[:depth]))
+            inner = shell(holder, {self._path[depth]: inner})
+        return cast(PreTrainedModel, inner)
 
-    def _shell(self, module: Module) -> Module:
-        """Copy a module that holds the layers, with the shells of its other children."""
-        shell = copy_module(module)
-        for name, child in module.named_children():
-            shell._modules[name] = self._shells.get(child, child)
-        return shell
+    def _shell(self, module: Module, inside: dict[str, nn.Module]) -> Module:
+        """Copy a module that holds the layers, with other modules `inside` and the shells of its
+        other children."""
+        children = module.named_children()
+        return shell_of(module, {n: self._shells.get(x, x) for n, x in children} | inside)
 
 
 def run_layer(layer: nn.Module, hidden: Tensor, call: LayerCall) -> Tensor:

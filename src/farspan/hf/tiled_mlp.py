@@ -29,7 +29,8 @@ from farspan.hf.attention_interface import answering, attended, eager_experts, r
 from farspan.hf.dropout import Draws, Place, still
 from farspan.hf.probe import CUT, MIXING, TOKENS, cast_call, distance
 from farspan.hf.quantized import copied
-from farspan.hf.stages import CausalLMStages, LayerCall, StandIn, copy_module, run_layer, uncompiled
+from farspan.hf.stages import CausalLMStages, LayerCall, StandIn, run_layer, uncompiled
+from farspan.hf.swap import shell_of
 from farspan.spec import UnsupportedError
 
 # Adds a tile's weight gradients in the accumulate dtype.
@@ -57,14 +58,16 @@ def tiled(
     """Return the layer's shell for cells of more than `tokens` tokens; smaller cells run without
     tiles. `value`: the layer's output is read, not only differentiated. Otherwise values that no
     gradient needs are NaN, so that any use shows."""
-    shell = copy_module(layer)
-    for child in children:
-        module = layer.get_submodule(child.name)
-        computed = value or child.needed
-        shell._modules[child.name] = _TiledModule(
-            module, child, tokens, add, computed, draws or Draws(0, 0, 0, 0)
-        )
-    return shell
+    draws = draws or Draws(0, 0, 0, 0)
+    return shell_of(
+        layer,
+        {
+            child.name: _TiledModule(
+                layer.get_submodule(child.name), child, tokens, add, value or child.needed, draws
+            )
+            for child in children
+        },
+    )
 
 
 class _TiledModule(StandIn):
@@ -262,11 +265,12 @@ class _Probe:
         if "forward" in layer.__dict__:
             return log
         inside: list[str] = []
-        shell = copy_module(layer)
-        for name, child in layer.named_children():
-            # A container does not run.
-            if type(child).forward is not nn.Module.forward:
-                shell._modules[name] = _Watch(name, child, log, inside, outputs)
+        watched = {
+            name: _Watch(name, child, log, inside, outputs)
+            for name, child in layer.named_children()
+            if type(child).forward is not nn.Module.forward  # a container does not run
+        }
+        shell = shell_of(layer, watched)
 
         def attend(*arguments: Any, **keywords: Any) -> Tensor:
             for name in inside:
@@ -405,9 +409,7 @@ def _why_not_tokenwise(module: nn.Module, seen: _ChildUse) -> str | None:
 
 def _blanked(layer: nn.Module, name: str, outputs: int | None) -> nn.Module:
     """Return a shell of the layer in which a child's output is NaN."""
-    shell = copy_module(layer)
-    shell._modules[name] = _BlankOut(layer.get_submodule(name), outputs)
-    return shell
+    return shell_of(layer, {name: _BlankOut(layer.get_submodule(name), outputs)})
 
 
 class _BlankOut(StandIn):

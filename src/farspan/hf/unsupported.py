@@ -4,7 +4,6 @@ Also two properties of a model that this depends on: the modules that text passe
 RoPE.
 """
 
-import copy
 import math
 import re
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from farspan.hf.swap import shell_of
 from farspan.spec import UnsupportedError
 
 LONG_ROPE = "longrope"  # one of two tables, by the longest position of a sequence
@@ -505,12 +505,11 @@ def settled(decoder: nn.Module, longest: int, device: torch.device) -> dict[str,
 
 @torch.no_grad()
 def _settle(rope: nn.Module, longest: int, device: torch.device) -> nn.Module:
-    twin: Any = copy.copy(rope)
     # A forward refills a buffer in one release of transformers and replaces it in another.
     buffers = {
         name: b if b is None else b.to(device, copy=True) for name, b in rope._buffers.items()
     }
-    twin.__dict__["_buffers"] = buffers
+    twin: Any = shell_of(rope, buffers=buffers, own_forward=True)
     blank = torch.zeros((), device=device)
     ends = torch.tensor([[min(1, longest - 1), longest - 1]], device=device)
     whole = twin(blank, ends)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import gradient_dtype
 from farspan.engine.parallelize import ShardedModel
+from farspan.hf.swap import put_in
 from farspan.lazy import load
 from farspan.program.layout import Layout
 from farspan.spec import UnsupportedError
@@ -116,14 +117,8 @@ def complete_gradients(model: nn.Module, ranks: ParallelContext) -> None:
 def trained_as(flags: dict[nn.Parameter, bool]) -> Iterator[None]:
     """Restore inside the block the requires_grad of parameters at the time they were sharded: peft
     freezes adapters while they are off."""
-    before = {parameter: parameter.requires_grad for parameter in flags}
-    try:
-        for parameter, is_trained in flags.items():
-            parameter.requires_grad_(is_trained)
+    with put_in((p, "requires_grad", is_trained) for p, is_trained in flags.items()):
         yield
-    finally:
-        for parameter, is_trained in before.items():
-            parameter.requires_grad_(is_trained)
 
 
 def whole_state(model: nn.Module, sharded: ShardedModel) -> dict[str, Tensor]:

@@ -38,6 +38,7 @@ from farspan.engine.loss import (
 )
 from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.engine.step import Step
+from farspan.hf.swap import forwards, put
 from farspan.hf.unsupported import refuse_adapters, rope_types
 from farspan.posttrain.ranks import (
     complete_gradients,
@@ -505,7 +506,7 @@ class _Forward:
                 )
             self.head = LogProbs(told["temperature"], further)
         functools.update_wrapper(self, self._own)
-        base.forward = self
+        put(forwards({base: self}))
 
     def __call__(self, *args: Any, fused_lm_head: bool = False, **inputs: Any) -> Any:
         if not fused_lm_head and not (self.classifies and self._step_of()):  # generation

@@ -1,0 +1,107 @@
+"""Put modules, parameters, buffers, forwards and attributes into a user's model, and take them out.
+
+Nothing else in farspan writes to the tables of a module that is not its own (tests/hf/test_swap.py
+reads the sources). There are three ways:
+
+- `shell_of` leaves the model alone: the copy has other parts, and shares all the rest.
+- `put_in` changes the model inside a context and restores it on return, error and interrupt.
+- `put` changes it for good: weights that are moved, or sharded over ranks.
+
+Values of parameters are not parts: weights that move to main memory stay the same parameters.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+Module = TypeVar("Module", bound=nn.Module)
+# A table such as `module._parameters`, or an object with attributes; a name in it; its new value.
+Part = tuple[Any, str, Any]
+
+_ABSENT = object()
+
+
+def put(parts: Iterable[Part]) -> None:
+    """Put parts into a model for good."""
+    for holder, name, value in parts:
+        if isinstance(holder, dict):
+            holder[name] = value
+        else:
+            setattr(holder, name, value)
+
+
+@contextmanager
+def put_in(parts: Iterable[Part]) -> Iterator[None]:
+    """Put parts into a model inside the context, and restore those that were there before."""
+    parts = list(parts)
+    before = [(holder, name, _value(holder, name)) for holder, name, _ in parts]
+    before.reverse()  # a part that is put in twice ends as it began
+    try:
+        put(parts)
+        yield
+    finally:
+        for holder, name, value in before:
+            if not isinstance(holder, dict):
+                setattr(holder, name, value)
+            elif value is _ABSENT:
+                holder.pop(name, None)
+            else:
+                holder[name] = value
+
+
+def _value(holder: Any, name: str) -> Any:
+    return holder.get(name, _ABSENT) if isinstance(holder, dict) else getattr(holder, name)
+
+
+def shell_of(
+    module: Module,
+    modules: Mapping[str, nn.Module] | None = None,
+    *,
+    parameters: Mapping[str, Tensor | None] | None = None,
+    buffers: Mapping[str, Tensor | None] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    forward: Callable[..., Any] | None = None,
+    own_forward: bool = False,
+) -> Module:
+    """Return a shallow copy of a module with other parts; all others are shared.
+
+    Args:
+        module: The user's module, which does not change.
+        modules: Replace children of these names.
+        parameters: Replace its own parameters of these names.
+        buffers: Replace its own buffers of these names.
+        attributes: Replace plain attributes.
+        forward: Replaces the forward; called with the shell and the module's arguments.
+        own_forward: Keep a forward that was set on the module itself (TRL's fused head,
+            accelerate's autocast). It is bound to the module, and would run its children instead of
+            the shell's, so by default a shell has the forward of its class.
+    """
+    shell = copy.copy(module)
+    own = shell.__dict__
+    if not own_forward:
+        own.pop("forward", None)
+    own["_modules"] = {**own["_modules"], **(modules or {})}
+    for table, parts in (("_parameters", parameters), ("_buffers", buffers)):
+        if parts is not None:  # else the table is the module's, and follows what is put into it
+            own[table] = {**own[table], **parts}
+    own.update(attributes or {})
+    if forward is not None:
+        own["forward"] = MethodType(forward, shell)
+    return shell
+
+
+def forwards(found: Mapping[Any, Callable[..., Any]]) -> Iterator[Part]:
+    """Yield the parts that give modules another forward."""
+    return ((vars(module), "forward", forward) for module, forward in found.items())
+
+
+def replacements(model: nn.Module, others: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[Part]:
+    """Yield the parts that replace parameters under all their names: tied weights have several."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter in others:
+                yield module._parameters, name, others[parameter]
