@@ -314,8 +314,8 @@ def by_instruction(
             found.append((meter.peak, meter.live))
             meter.peak = meter.live
 
-        meter.peak, interpreter.after = meter.live, after
-        return run(interpreter, orders)
+        meter.peak = meter.live
+        return run(replace(interpreter, after=after), orders)
 
     monkeypatch.setattr(Interpreter, "run", watched)
     ids = torch.arange(tokens).repeat(batch, 1) % step.model_spec.vocab

@@ -7,6 +7,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 import torch
@@ -145,9 +146,26 @@ def _kept_apart(unit: int, sums: dict[nn.Parameter, Tensor]) -> None:
 Waiting = tuple[ChunkAttention | RecurrentCell, Graph | None]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
+class Registers:
+    """The state that the instructions of a program change."""
+
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # inputs by layer, [B, C, hidden]
+    gradient: dict[int, Tensor] = field(default_factory=dict)  # of the loss by those
+    held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # O and LSE by layer
+    graphs: dict[tuple[int, int], Waiting] = field(default_factory=dict)  # by layer and chunk
+    calls: tuple[int, list[LayerCall]] = (-1, [])  # chunk, and its calls by layer
+    loss: Tensor | None = None
+    values: Tensor | None = None  # output of a value head, [B, T, k]
+    given: Tensor | None = None  # gradient of the loss by `values`, [B, T, k]
+    own: GradientAccumulator = field(default_factory=lambda: GradientAccumulator(_kept_apart))
+    place: int = 0  # index of the next instruction
+    order: StreamOrder | None = None  # the waits between lanes, if copies overlap
+
+
+@dataclass(frozen=True, kw_only=True)
 class Interpreter:
-    """Run one program on one batch."""
+    """Run one program on one batch. All that changes is in `registers`."""
 
     boundary: CausalLMStages
     program: Program
@@ -163,51 +181,52 @@ class Interpreter:
     watched: tuple[int, int] | None = None  # the sparse cell whose attention coverage is measured
     sharded_model: ShardedModel | None = None  # None: a single process
     weights: StreamedWeights | None = None  # None: weights stay on the device
-    attention: AttentionContext = field(init=False)
-    recurrent: Recurrent = field(init=False)
-    pipeline: Pipeline | None = field(init=False, default=None)
-    sparse: SparseRun | None = field(init=False, default=None)
-    hidden: dict[int, Tensor] = field(default_factory=dict)
-    gradient: dict[int, Tensor] = field(default_factory=dict)
-    held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    graphs: dict[tuple[int, int], Waiting] = field(default_factory=dict)
-    calls: tuple[int, list[LayerCall]] = (-1, [])  # chunk, and its calls by layer
-    loss: Tensor | None = None
-    values: Tensor | None = None  # output of a value head, [B, T, k]
-    given: Tensor | None = None  # gradient of the loss by `values`, [B, T, k]
-    own: GradientAccumulator = field(default_factory=lambda: GradientAccumulator(_kept_apart))
-    place: int = 0  # index of the next instruction
-    order: StreamOrder | None = field(init=False, default=None)
+    registers: Registers = field(default_factory=Registers)
+    make_attention: Callable[..., AttentionContext] = AttentionContext
 
-    def __post_init__(self) -> None:
-        slots = StagingBuffers(self.storage.copies)
+    @cached_property
+    def attention(self) -> AttentionContext:
+        """What the attention of all cells shares."""
+        slots, schedule = StagingBuffers(self.storage.copies), self.program.schedule
         ranks = None if self.sharded_model is None else self.sharded_model.ranks
-        self.attention = AttentionContext(
+        made = self.make_attention(
             self.program, self.inputs, self.kernels, ranks, self.storage, slots, self.kernel_of
         )
-        self.recurrent = Recurrent(self.boundary, self.program, self.storage, slots, self.attention)
-        if ranks is not None and ranks.layout.pipeline > 1:
-            self.pipeline = Pipeline(ranks.among("pipeline"))
-        sparse = self.program.schedule.sparse
-        if sparse is not None and self.select is not None:
-            self.sparse = self.attention.sparse = SparseRun(
+        if schedule.sparse is not None and self.select is not None:
+            made.sparse = SparseRun(
                 self.storage,
                 slots,
-                sparse,
+                schedule.sparse,
                 self.select,
                 self.kernels,
-                self.attention.documents,
+                made.documents,
                 self.watched,
             )
+        return made
+
+    @cached_property
+    def recurrent(self) -> Recurrent:
+        """What the cells of recurrent layers share."""
+        slots = self.attention.slots
+        return Recurrent(self.boundary, self.program, self.storage, slots, self.attention)
+
+    @cached_property
+    def pipeline(self) -> Pipeline | None:
+        """The stage's neighbours; None if this rank runs all layers."""
+        ranks = None if self.sharded_model is None else self.sharded_model.ranks
+        if ranks is None or ranks.layout.pipeline == 1:
+            return None
+        return Pipeline(ranks.among("pipeline"))
 
     def run(self, orders: tuple[Order, ...] | None = None, until: int | None = None) -> Tensor:
         """Run the remaining instructions, or those before `until`; return the mean loss (float64
         scalar). `orders` are the waits if copies overlap the computation."""
-        if orders is not None and self.order is None:
-            self.order = StreamOrder(self.storage.copies, orders)
-        order, instructions = self.order, self.program.instructions
-        for index in range(self.place, len(instructions) if until is None else until):
-            instruction, self.place = instructions[index], index + 1
+        now = self.registers
+        if orders is not None and now.order is None:
+            now.order = StreamOrder(self.storage.copies, orders)
+        order, instructions = now.order, self.program.instructions
+        for index in range(now.place, len(instructions) if until is None else until):
+            instruction, now.place = instructions[index], index + 1
             if order is not None:
                 order.before(index)
             match instruction:
@@ -218,15 +237,15 @@ class Interpreter:
                 case Fetch(source, target, chunk) | Evict(source, target, chunk):
                     self.storage.copy_chunk(source, target, chunk)
                 case Embed(chunk):
-                    self.hidden[0] = self._embed(chunk)
+                    now.hidden[0] = self._embed(chunk)
                 case Load(layer, chunk, buffer):
-                    self.hidden[layer] = self._load(buffer, chunk)
+                    now.hidden[layer] = self._load(buffer, chunk)
                 case Store(layer, chunk, buffer):
-                    self._store(buffer, chunk, self.hidden.pop(layer))
+                    self._store(buffer, chunk, now.hidden.pop(layer))
                 case LoadGradient(layer, chunk, buffer):
-                    self.gradient[layer] = self._load(buffer, chunk)
+                    now.gradient[layer] = self._load(buffer, chunk)
                 case StoreGradient(layer, chunk, buffer):
-                    self._store(buffer, chunk, self.gradient.pop(layer))
+                    self._store(buffer, chunk, now.gradient.pop(layer))
                 case Forward():
                     self._forward(instruction)
                 case Head(chunk, gradient):
@@ -246,9 +265,9 @@ class Interpreter:
             self.after(instruction)
         if self.pipeline is not None:
             self.pipeline.finish()
-        if self.loss is None:  # another pipeline stage has the head
+        if now.loss is None:  # another pipeline stage has the head
             return torch.zeros((), dtype=torch.float64, device=self.boundary.device)
-        return self.loss
+        return now.loss
 
     def _stream_weights(self, i: Gather | Reduce, weights: StreamedWeights) -> None:
         sharded = None if self.sharded_model is None else self.sharded_model.sharded
@@ -262,6 +281,7 @@ class Interpreter:
 
     def _among_ranks(self, instruction: Instruction) -> None:
         """Gather and release weights, and pass chunks between the stages of a pipeline."""
+        now = self.registers
         match instruction:
             case Gather(group, outer) if self.sharded_model is not None:
                 self.sharded_model.gather(self.program, group, outer=outer)
@@ -269,9 +289,9 @@ class Interpreter:
                 self.sharded_model.release(self.program, group, outer=outer)
             case Receive(layer, chunk, gradient) if self.pipeline is not None:
                 rows = self.pipeline.receive(self._passing(chunk), up=not gradient)
-                (self.gradient if gradient else self.hidden)[layer] = rows
+                (now.gradient if gradient else now.hidden)[layer] = rows
             case Send(layer, _, gradient) if self.pipeline is not None:
-                rows = (self.gradient if gradient else self.hidden).pop(layer)
+                rows = (now.gradient if gradient else now.hidden).pop(layer)
                 self.pipeline.send(rows, up=not gradient)
             case _:
                 raise AssertionError(f"{instruction}: this process is alone")
@@ -300,11 +320,11 @@ class Interpreter:
                 self.inputs.input_ids[:, span], self.inputs.position_ids[:, span]
             )
         if self.program.share.rank.layout.tensor == 1:
-            self.calls = chunk, calls
+            self.registers.calls = chunk, calls
         return hidden
 
     def _embed_backward(self, chunk: int) -> None:
-        gradient = self.gradient.pop(0)
+        gradient = self.registers.gradient.pop(0)
         parameters = self.head.parameters
         span = self._stand_at(chunk)
         with torch.enable_grad():
@@ -316,8 +336,9 @@ class Interpreter:
             self.gradients.add(parameters, found)
 
     def _head(self, chunk: int, gradient: bool) -> None:
+        now = self.registers
         layer, span, inputs = len(self.boundary.layers), self._span(chunk), self.inputs
-        hidden, targets = self.hidden.pop(layer), inputs.targets[:, span]
+        hidden, targets = now.hidden.pop(layer), inputs.targets[:, span]
         is_filler = self.attention.is_filler(chunk)
         if isinstance(self.head, ValueHead):
             self._value_head(self.head, span, hidden, gradient=gradient, is_filler=is_filler)
@@ -326,35 +347,36 @@ class Interpreter:
             targets = torch.full_like(targets, IGNORED)
         weights = None if inputs.weights is None else inputs.weights[:, span]
         if gradient:
-            loss, self.gradient[layer] = self.head.loss_and_gradient(
+            loss, now.gradient[layer] = self.head.loss_and_gradient(
                 hidden, targets, weights, self.gradients
             )
         else:
             loss = self.head.loss(hidden, targets, weights)
-        self.loss = loss if self.loss is None else self.loss + loss
+        now.loss = loss if now.loss is None else now.loss + loss
 
     def _value_head(
         self, head: ValueHead, span: slice, hidden: Tensor, *, gradient: bool, is_filler: bool
     ) -> None:
+        now = self.registers
         targets, layer = self.inputs.targets[:, span], len(self.boundary.layers)
         if hidden.shape[1] == 0:  # another rank has all tokens of the chunk
             if gradient:
-                self.gradient[layer] = hidden
+                now.gradient[layer] = hidden
             return
         if gradient:
-            assert self.given is not None
-            given = self.given[:, span]
-            self.gradient[layer] = head.gradient(
-                hidden, targets, given * 0 if is_filler else given, self.gradients, self.own
+            assert now.given is not None
+            given = now.given[:, span]
+            now.gradient[layer] = head.gradient(
+                hidden, targets, given * 0 if is_filler else given, self.gradients, now.own
             )
             return
-        if self.given is not None:  # a repeated forward: the values are known
+        if now.given is not None:  # a repeated forward: the values are known
             return
         values = head.values(hidden, targets)
-        if self.values is None:
-            self.values = values.new_zeros(*self.inputs.input_ids.shape, values.shape[2])
+        if now.values is None:
+            now.values = values.new_zeros(*self.inputs.input_ids.shape, values.shape[2])
         if not is_filler:
-            self.values[:, span] = values
+            now.values[:, span] = values
 
     def _close(self, group: int) -> None:
         if self.weights is not None:
@@ -395,12 +417,13 @@ class Interpreter:
     # -- cells -----------------------------------------------------------------------------------
 
     def _forward(self, i: Forward) -> None:
-        hidden = self.hidden[i.layer] if i.hold else self.hidden.pop(i.layer)
+        now = self.registers
+        hidden = now.hidden[i.layer] if i.hold else now.hidden.pop(i.layer)
         if self.program.model.layers[i.layer].query_heads == 0:
             self._forward_recurrent(i, hidden)
             return
         self._stand_at(i.chunk)
-        held = self.held.pop(i.layer) if i.mode is AttentionMode.HELD else None
+        held = now.held.pop(i.layer) if i.mode is AttentionMode.HELD else None
         cell = self.attention.begin(i, held)
         layer, call = self.layers.of(i), self._call(i.layer, i.chunk)
         saved = self._saved(i, hidden, cell) if i.kept else None
@@ -412,31 +435,32 @@ class Interpreter:
         except KVWritten:
             return
         out = out[0] if isinstance(out, tuple) else out
-        self.hidden[i.layer + 1] = out.detach() if i.graph else out
+        now.hidden[i.layer + 1] = out.detach() if i.graph else out
         if inlet is not None:
             if saved is not None:
                 saved.seal(self._planned_cell(i))
-            self.graphs[i.layer, i.chunk] = cell, Graph(get_gradient_edge(out), inlet, saved)
+            now.graphs[i.layer, i.chunk] = cell, Graph(get_gradient_edge(out), inlet, saved)
             cell.write_kv = cell.held = None
         elif i.hold:
             assert cell.held is not None
-            self.held[i.layer] = cell.held
+            now.held[i.layer] = cell.held
 
     def _forward_recurrent(self, i: Forward, hidden: Tensor) -> None:
+        now = self.registers
         cell = self.recurrent.cell(i)
         again = i.kept and cell.is_cut()
         if i.graph and not again:
             self._build_recurrent(i, cell, hidden)
         else:
             with torch.no_grad():
-                self.hidden[i.layer + 1] = cell.run(hidden)
+                now.hidden[i.layer + 1] = cell.run(hidden)
         if again:
             self._keep_input(i, cell, hidden)
         self.recurrent.leave(i, cell)
-        if i.kept and self.graphs[i.layer, i.chunk][1] is None:
+        if i.kept and now.graphs[i.layer, i.chunk][1] is None:
             cell.forget()
         if i.mode is AttentionMode.NONE:
-            del self.hidden[i.layer + 1]
+            del now.hidden[i.layer + 1]
 
     def _saved(
         self, i: Forward, hidden: Tensor, cell: ChunkAttention | RecurrentCell
@@ -449,7 +473,7 @@ class Interpreter:
     def _build_recurrent(self, i: Forward, cell: RecurrentCell, hidden: Tensor) -> None:
         """Run a recurrent layer and keep its graph for the backward."""
         saved = self._saved(i, hidden, cell) if i.kept else None
-        graph, self.hidden[i.layer + 1] = build_graph(cell.run, hidden, saved)
+        graph, self.registers.hidden[i.layer + 1] = build_graph(cell.run, hidden, saved)
         if saved is not None:
             store = self._planned_cell(i)
             # Scans save a little more than in proportion to their tokens.
@@ -457,12 +481,12 @@ class Interpreter:
                 self._keep_input(i, cell, hidden)
                 return
             saved.seal(store)
-        self.graphs[i.layer, i.chunk] = cell, graph
+        self.registers.graphs[i.layer, i.chunk] = cell, graph
 
     def _keep_input(self, i: Forward, cell: RecurrentCell, hidden: Tensor) -> None:
         """Keep the layer's input in the cell; the backward builds the graph from it."""
         self._as_input(self._planned_cell(i), i.chunk).copy_(hidden)
-        self.graphs[i.layer, i.chunk] = cell, None
+        self.registers.graphs[i.layer, i.chunk] = cell, None
 
     def _planned_cell(self, i: Forward) -> Tensor:
         """Return the bytes planned for this layer's cell: a slot may be wider than its home."""
@@ -473,8 +497,9 @@ class Interpreter:
         return self.storage.cell(i.activations, i.chunk)[: stop - start]
 
     def _backward(self, i: Backward) -> None:
-        cell, graph = self.graphs.pop((i.layer, i.chunk))
-        self.hidden.pop(i.layer + 1, None)
+        now = self.registers
+        cell, graph = now.graphs.pop((i.layer, i.chunk))
+        now.hidden.pop(i.layer + 1, None)
         if isinstance(cell, RecurrentCell):
             self._backward_recurrent(i, cell, graph)
             return
@@ -482,26 +507,27 @@ class Interpreter:
         self.attention.begin_backward(i, cell)
         self._restore(i, cell, graph)
         parameters = self._trained(i.layer)
-        found, self.gradient[i.layer] = differentiate(
-            graph, parameters, [self.gradient.pop(i.layer + 1)]
+        found, now.gradient[i.layer] = differentiate(
+            graph, parameters, [now.gradient.pop(i.layer + 1)]
         )
         self.gradients.add(parameters, found)
 
     def _backward_recurrent(self, i: Backward, cell: RecurrentCell, graph: Graph | None) -> None:
+        now = self.registers
         coming = self.recurrent.begin_backward(i)
         if graph is None:
             assert i.activations is not None
-            self.hidden.pop(i.layer, None)
+            now.hidden.pop(i.layer, None)
             hidden = self._as_input(self.storage.cell(i.activations, i.chunk), i.chunk)
             graph, _ = build_graph(self.recurrent.again(i, cell), hidden)
             cell.seal()
         self._restore(i, cell, graph)
         left, gradients = self.recurrent.given(i, cell)
         parameters = self._trained(i.layer)
-        found, self.gradient[i.layer] = differentiate(
+        found, now.gradient[i.layer] = differentiate(
             graph,
             parameters,
-            [self.gradient.pop(i.layer + 1), *gradients],
+            [now.gradient.pop(i.layer + 1), *gradients],
             left=left,
             inlets=cell.inlets,
         )
@@ -514,7 +540,7 @@ class Interpreter:
     def _restore(self, i: Backward, cell: ChunkAttention | RecurrentCell, graph: Graph) -> None:
         if graph.saved is not None:
             assert i.activations is not None
-            hidden = self.hidden.pop(i.layer, None)
+            hidden = self.registers.hidden.pop(i.layer, None)
             store = self.storage.cell(i.activations, i.chunk)
             graph.saved.restore(store, self._named(i.layer, hidden, cell))
 
@@ -537,11 +563,12 @@ class Interpreter:
         return named
 
     def _call(self, layer: int, chunk: int) -> LayerCall:
-        if self.calls[0] != chunk:
+        now = self.registers
+        if now.calls[0] != chunk:
             with torch.no_grad():
                 batch, positions = self.program.run.batch, self._positions(chunk)
-                self.calls = chunk, self.boundary.calls(batch, positions)
-        return self.calls[1][layer]
+                now.calls = chunk, self.boundary.calls(batch, positions)
+        return now.calls[1][layer]
 
     def _positions(self, chunk: int) -> Tensor:
         """Return position ids of the tokens that a layer's attention sees: those of all tensor

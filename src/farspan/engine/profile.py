@@ -8,7 +8,7 @@ these are known (`farspan.profile.model`).
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -20,9 +20,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from farspan.attention.backends import accumulate_dtype
+from farspan.engine.attention_op import AttentionContext
 from farspan.engine.buffers import ProgramBuffers
 from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator, uncast
-from farspan.engine.interpreter import Interpreter, Layers, TiledLayers
+from farspan.engine.interpreter import Interpreter, Layers, Registers, TiledLayers
 from farspan.engine.loss import LossHead, StepInputs
 from farspan.engine.profile_meter import (
     CellPass,
@@ -123,13 +124,21 @@ class _Subject:
         piece: int = 1,
         sums: GradientAccumulator | None = None,
         layers: Layers | None = None,
+        after: Callable[[Instruction], None],
+        registers: Registers,
     ) -> Interpreter:
         ids = torch.zeros(1, program.run.tokens, dtype=torch.long, device=META)
         self.arena.reserve(max(program.arena_bytes.values()))
         dtype, outer = self.stages.dtype, tuple(self.stages.outer_parameters())
         gradients = sums or NoSums(meter)
         self.linears.gradients = gradients
-        made = Interpreter(
+
+        def marked(*given: Any) -> AttentionContext:
+            context = MarkedContext(*given)
+            context.meter = meter
+            return context
+
+        return Interpreter(
             boundary=self.stages,
             program=program,
             storage=ProgramBuffers(
@@ -138,15 +147,12 @@ class _Subject:
             inputs=StepInputs(ids, ids, ids, None, draws=self.draws),
             head=LossHead(self.stages, 1, piece, outer, self.fused),
             gradients=gradients,
-            after=lambda _: None,
+            after=after,
             layers=layers or Layers(self.stages),
             kernels=MarkedKernels(META, dtype, meter=meter, heads_first=self.heads_first),
+            registers=registers,
+            make_attention=marked,
         )
-        own = made.attention
-        context = MarkedContext(own.program, own.inputs, own.kernels, None, own.storage, own.slots)
-        context.meter = meter
-        made.attention = made.recurrent.attention = context
-        return made
 
     @contextmanager
     def recording(self, meter: Meter) -> Iterator[None]:
@@ -207,27 +213,28 @@ def _run_cell(measured: _Subject, layer: int, length: Sequence[int], way: _Way) 
     forward, backward = _of_layer(program, layer)
     steps = (replace(forward, **_FORWARD, graph=way.graph, kept=way.kept), backward)
     program = replace(program, instructions=steps[: 1 + way.graph])
-    interpreter = measured.interpreter(program, meter, layers=way.layers(measured, layer, tile))
     blanks = torch.empty(2, 1, tokens, measured.spec.hidden, dtype=stages.dtype, device=META)
-    interpreter.hidden[layer], interpreter.gradient[layer + 1] = (x.clone() for x in blanks)
+    now = Registers()
+    now.hidden[layer], now.gradient[layer + 1] = (x.clone() for x in blanks)
     again = {layer: blanks[0]} if way.kept else {}  # a kept graph's input, from its buffer
-    entered = weakref.ref(interpreter.hidden[layer].untyped_storage())
+    entered = weakref.ref(now.hidden[layer].untyped_storage())
     saved: list[bool] = []
-    positions = interpreter.inputs.position_ids
+    positions = torch.zeros(1, tokens, dtype=torch.long, device=META)
     with routed(stages.model), torch.no_grad():
-        interpreter.calls = 0, stages.calls(1, positions)
+        now.calls = 0, stages.calls(1, positions)
 
     def after(instruction: Instruction) -> None:
         if isinstance(instruction, Forward):
             saved.append(entered() is not None)
             passes.append(tape.read())
-            interpreter.hidden.clear()
-            interpreter.hidden.update(again)
+            now.hidden.clear()
+            now.hidden.update(again)
             tape.read()
         else:
             passes.append(tape.read())
 
-    interpreter.after = after
+    layers = way.layers(measured, layer, tile)
+    interpreter = measured.interpreter(program, meter, layers=layers, after=after, registers=now)
     with measured.recording(meter):
         interpreter.run()
     sums = sum(p.grad.nbytes for p in parameters if way.fresh and p.grad is not None)
@@ -559,12 +566,18 @@ class _Outside:
         program = replace(measured.program(tokens), instructions=(step,))
         meter = Meter()
         sums = GradientAccumulator()
-        interpreter = measured.interpreter(program, meter, piece=piece, sums=sums)
-        found, tape = list[CellPass](), CellTape(meter)
+        found, tape, now = list[CellPass](), CellTape(meter), Registers()
         shape, top = (1, tokens, measured.spec.hidden), len(measured.stages.layers)
-        for bank, place in (interpreter.hidden, top), (interpreter.gradient, 0):
+        for bank, place in (now.hidden, top), (now.gradient, 0):
             bank[place] = torch.empty(shape, dtype=measured.stages.dtype, device=META)
-        interpreter.after = lambda _: found.append(tape.read())
+        interpreter = measured.interpreter(
+            program,
+            meter,
+            piece=piece,
+            sums=sums,
+            after=lambda _: found.append(tape.read()),
+            registers=now,
+        )
         with measured.recording(meter):
             interpreter.run()
         return found[0]

@@ -203,8 +203,8 @@ class ProgramRunner:
             loss = interpreter.run(prepared.orders if self.copies.overlap else None)
             if self.sharded_model is not None:
                 self.sharded_model.ranks.among(*AXES).sum(loss)
-        if interpreter.sparse is not None:
-            self._seen = interpreter.sparse.seen or self._seen
+        if interpreter.attention.sparse is not None:
+            self._seen = interpreter.attention.sparse.seen or self._seen
         return loss.to(accumulate_dtype(self.boundary.dtype))
 
     def _drawing(self, inputs: StepInputs) -> StepInputs:
@@ -429,7 +429,7 @@ class OpenForward:
             assert isinstance(head, ValueHead)
             if head.plain is not None and given.shape[2] > 1 and not bool(given[..., 1:].any()):
                 given = given[..., :1]  # statistics have no gradient
-            self.interpreter.given = given
+            self.interpreter.registers.given = given
             self.interpreter.run(self._orders())
             self._close_own()
 
@@ -449,7 +449,7 @@ class OpenForward:
         return self.prepared.orders if self.runner.copies.overlap else None
 
     def _of_all_ranks(self) -> Tensor:
-        values, sharded = self.interpreter.values, self.runner.sharded_model
+        values, sharded = self.interpreter.registers.values, self.runner.sharded_model
         if sharded is None:
             assert values is not None, "the head ran"
             return values
@@ -464,7 +464,7 @@ class OpenForward:
 
     def _close_own(self) -> None:
         """Close the gradients of the function's own parameters, summed over ranks."""
-        head, sums = self.interpreter.head, self.interpreter.own
+        head, sums = self.interpreter.head, self.interpreter.registers.own
         assert isinstance(head, ValueHead)
         for parameter in head.own:
             total, sharded = sums.take(parameter), self.runner.sharded_model
