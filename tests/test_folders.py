@@ -35,8 +35,8 @@ from farspan.train.config import (
     RunConfig,
     load_run,
 )
-from farspan.train.console import Reporter
 from farspan.train.hub import push
+from farspan.train.observer import Reporter
 from farspan.train.origin import with_base
 from farspan.train.run_folder import RunFolder
 from farspan.train.trainer import train

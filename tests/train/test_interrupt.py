@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from farspan.data.config import DataConfig, SourceKind, WeightedSource
 from farspan.spec import UnsupportedError
 from farspan.train.config import Decay, ModelConfig, OptimizerConfig
-from farspan.train.console import Interrupt, Interrupted
+from farspan.train.observer import Interrupt, Interrupted
 from tests.checkpoint.saved import saved_tensors
 from tests.grids import crossed
 from tests.train.tiny import (

@@ -27,8 +27,8 @@ from farspan.train.config import (
     ScheduleConfig,
     StatesPlace,
 )
-from farspan.train.console import Interrupted
 from farspan.train.loggers import Callback, Callbacks
+from farspan.train.observer import Interrupted
 from farspan.train.step_runner import TrainingResult
 from farspan.train.trainer import TrainingLoop, train
 from tests.ranks import run_ranks

@@ -30,8 +30,8 @@ from farspan.train.config import (
     ScheduleConfig,
     StatesPlace,
 )
-from farspan.train.console import Observer
 from farspan.train.context import Components, inspect_model
+from farspan.train.observer import Observer
 from farspan.train.planning import StepPlanner, place, question_of
 from farspan.train.trainer import train
 from farspan.train.yaml_config import convert

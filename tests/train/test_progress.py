@@ -6,14 +6,8 @@ import pytest
 from rich.console import Console
 
 from farspan.data.tokenizers import HowFar
-from farspan.train.console import (
-    BarReporter,
-    Interrupt,
-    LineReporter,
-    Observer,
-    Pace,
-    make_reporter,
-)
+from farspan.train.console import BarReporter, LineReporter, Pace, make_reporter
+from farspan.train.observer import Interrupt, Observer
 from tests.train.tiny import cells_done
 
 VALUES = {"step": 1, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_second": 1234.5}

@@ -35,8 +35,8 @@ from farspan.train.config import (
     ScheduleConfig,
     StatesPlace,
 )
-from farspan.train.console import Interrupt, Observer
 from farspan.train.context import Components, RunContext
+from farspan.train.observer import Interrupt, Observer
 from farspan.train.optimizer import TrainingOptimizer
 from farspan.train.setup import make_context, resolve
 from farspan.train.staged_states import HostStates

@@ -22,9 +22,9 @@ from farspan.train.config import (
     OptimizerConfig,
     RunConfig,
 )
-from farspan.train.console import Reporter
 from farspan.train.context import Components
 from farspan.train.memory import Expected
+from farspan.train.observer import Reporter
 from farspan.train.step_runner import TrainingResult
 from farspan.train.trainer import train
 

@@ -21,7 +21,7 @@ from farspan.lazy import load
 from farspan.sparse.train import marks
 from farspan.spec import UnsupportedError
 from farspan.train.config import ReportTo, RunConfig
-from farspan.train.console import Reporter
+from farspan.train.observer import Reporter
 from farspan.train.run_folder import RunFolder, identity
 from farspan.train.step_runner import TrainingResult
 from farspan.train.yaml_config import to_mapping

@@ -25,7 +25,7 @@ from farspan.distributed.run_context import StopPoint
 from farspan.durable import write_whole
 from farspan.engine.step import Step
 from farspan.spec import LossKind, Reference, UnsupportedError
-from farspan.train.console import Observer
+from farspan.train.observer import Observer
 from farspan.train.run_folder import STORED, RunFolder
 from farspan.train.step_runner import Batches, Micro
 

@@ -49,7 +49,6 @@ from farspan.spec import (
     UnsupportedError,
 )
 from farspan.train.config import DType, ModelConfig, RunConfig, StatesPlace
-from farspan.train.console import Observer
 from farspan.train.context import (
     Components,
     InspectedModel,
@@ -67,6 +66,7 @@ from farspan.train.memory import (
     open_of,
     with_weights_there,
 )
+from farspan.train.observer import Observer
 from farspan.train.oom import (
     RETRY_SHARE,
     Shortage,

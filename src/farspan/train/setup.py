@@ -60,7 +60,6 @@ from farspan.program.strategies import AUTO
 from farspan.sparse.train import index_of, opening_words
 from farspan.spec import LossKind, Reference, Schedule, Tier, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, StartConfig, StatesPlace
-from farspan.train.console import Observer
 from farspan.train.context import (
     Components,
     InspectedModel,
@@ -71,6 +70,7 @@ from farspan.train.context import (
     torch_dtype,
 )
 from farspan.train.memory import Placed, resident_bytes
+from farspan.train.observer import Observer
 from farspan.train.optimizer import TrainingOptimizer, load_adamw
 from farspan.train.origin import as_begun, begin, with_base
 from farspan.train.planning import inspect_for, place

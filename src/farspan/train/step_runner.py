@@ -25,7 +25,6 @@ from farspan.program.layout import group_ranges
 from farspan.report.run import ABOUT
 from farspan.sparse.train import HIDING_NOTHING, SPARSELY, hides, marks, other_chunk
 from farspan.spec import LossKind, Tier, UnsupportedError
-from farspan.train.console import Observer
 from farspan.train.context import RunContext
 from farspan.train.memory import (
     Expected,
@@ -34,6 +33,7 @@ from farspan.train.memory import (
     describe_resident,
     show_bytes,
 )
+from farspan.train.observer import Observer
 from farspan.train.oom import (
     NoScheduleFits,
     OneRankOutOfMemory,

@@ -48,7 +48,7 @@ from farspan.sparse.train import (
 )
 from farspan.spec import LossKind, UnsupportedError
 from farspan.train.config import OnNonfinite, RunConfig, load_run
-from farspan.train.console import Interrupt, Interrupted, Observer, Reporter, make_reporter
+from farspan.train.console import make_reporter
 from farspan.train.context import Components, RunContext
 from farspan.train.hub import card_of, pushed, refuse_login
 from farspan.train.loggers import (
@@ -60,6 +60,7 @@ from farspan.train.loggers import (
     make_loggers,
 )
 from farspan.train.memory import STATES_KEY, TRIM_EVERY, grow_stack, return_freed, trimming
+from farspan.train.observer import Interrupt, Interrupted, Observer, Reporter
 from farspan.train.oom import NoScheduleFits, OneRankOutOfMemory
 from farspan.train.optimizer import learning_rate
 from farspan.train.origin import as_begun, checkpoints_of, latest

@@ -1,0 +1,166 @@
+"""What long work tells its user as it goes, and signals that end it."""
+
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+from farspan.distributed.run_context import DistributedContext, StopPoint
+from farspan.durable import shown
+from farspan.engine.runner import Progress
+
+
+class Reporter:
+    """Base of reporters: receives the events of a training loop, as a context manager. This class
+    prints nothing; ranks other than 0 use it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def note(self, text: str) -> None:
+        """Show a message."""
+
+    def preparing(self, documents: int, tokens: int, read: object = "") -> None:
+        """Report the documents and tokens prepared until now; `read` says which share of the data
+        that is, and how long the rest takes."""
+
+    def measuring(self, what: str) -> None:
+        """Report that `what` of the machine is being measured for the planner."""
+
+    def start(self, steps: int, tokens_per_step: int, step: int, how: str = "") -> None:
+        """Begin training after `step` of `steps`; `how` is shown next to the progress."""
+
+    def begin(self, step: int) -> None:
+        """Report that step `step`, counted from 1, begins."""
+
+    def cells(self, step: int, done: float, progress: Progress, part: str = "") -> None:
+        """Report that the fraction `done` of step `step` is finished; `progress` is that of its
+        current batch, and `part` the number of that batch, if there are several."""
+
+    def end(self, values: Mapping[str, Any]) -> None:
+        """Report the metrics of a finished step."""
+
+    def over(self) -> None:
+        """Report that training has ended, perhaps before its planned number of steps."""
+
+    def evaluating(self, done: float, progress: Progress, part: str = "") -> None:
+        """Report that the fraction `done` of the evaluation is finished; `progress` is that of its
+        current sequence, and `part` the number of that sequence."""
+
+    def evaluated(self, values: Mapping[str, Any]) -> None:
+        """Report the metrics of a finished evaluation."""
+
+
+class Interrupted(Exception):
+    """A signal asked the run to end; raised only between two cells."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+class Interrupt:
+    """Handler of signals between `__enter__` and `__exit__`: keeps the first signal for `check`,
+    and lets a second one act as it did before. Processes of one run leave together: where they
+    `meet` between two steps, or at a point of a step that all have `passed`.
+
+    A closing terminal sends SIGHUP twice, itself and through its shell, so SIGHUP never ends a
+    process at once. An ignored SIGHUP, as under nohup, stays ignored.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._world: DistributedContext | None = None  # the processes of the run, if several
+        self._signum: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        # Python lets only its main thread set handlers; other threads keep the caller's.
+        if threading.current_thread() is threading.main_thread():
+            for signum in self.SIGNALS:
+                if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
+                    continue
+                self._before[signum] = signal.signal(signum, self._remember) or signal.SIG_DFL
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._give_back(*self._before)
+
+    def share(self, world: DistributedContext) -> None:
+        """Share signals with the other processes of `world` from now on."""
+        if world.size > 1:
+            self._world = world
+            world.request_stop(self._signum or 0)
+
+    def check(self) -> None:
+        """Raise Interrupted if a signal has come and no other process depends on this one."""
+        if self._signum is not None and self._world is None:
+            raise Interrupted(self._signum)
+
+    def passed(self, place: StopPoint) -> None:
+        """Raise Interrupted if a signal has come; processes that share a run all raise it at the
+        same point."""
+        if self._world is None:
+            self.check()
+        elif number := self._world.must_stop(place):
+            # All meet here first: the store in which they agree may end with rank 0.
+            raise Interrupted(self._world.maximum(number))
+
+    def meet(self) -> None:
+        """Raise Interrupted in all processes if a signal has come to one. All call it between the
+        same two steps."""
+        if self._world is not None:
+            self._signum = self._world.maximum(self._signum or 0) or None
+        if self._signum is not None:
+            raise Interrupted(self._signum)
+
+    def _remember(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self._signum = signum
+        if self._world is not None:
+            self._world.request_stop(signum)
+        # A launcher repeats SIGTERM while its processes leave their step.
+        if signum != signal.SIGHUP and (self._world is None or signum != signal.SIGTERM):
+            self._give_back(*(s for s in self._before if s != signal.SIGHUP))
+
+    def _give_back(self, *signals: int) -> None:
+        for signum in signals:
+            signal.signal(signum, self._before.pop(signum))
+
+
+class Observer:
+    """A Reporter with an Interrupt: long work reports its progress here, and ends by Interrupted if
+    a signal has come."""
+
+    def __init__(self, reporter: Reporter, interrupt: Interrupt, trace: Path | None = None) -> None:
+        self.reporter = reporter
+        self.interrupt = interrupt
+        self.trace = trace  # file for a step's spans; None: no trace
+
+    def note(self, text: str) -> None:
+        self.reporter.note(shown(text))
+
+    def preparing(self, documents: int, tokens: int, read: object = "") -> None:
+        self.interrupt.check()
+        self.reporter.preparing(documents, tokens, read)
+
+    def measuring(self, what: str) -> None:
+        self.interrupt.check()
+        self.reporter.measuring(what)
+
+    def training(self, step: int, batch: int, batches: int, progress: Progress) -> None:
+        """Report progress of batch `batch`, counted from 0, of step `step`, counted from 1."""
+        self.interrupt.passed(StopPoint.CELL)
+        done = (batch + progress.work_done / progress.work) / batches
+        part = f"batch {batch + 1}/{batches}" if batches > 1 else ""
+        self.reporter.cells(step, done, progress, part)
+
+    def evaluating(self, batch: int, batches: int, progress: Progress) -> None:
+        """Report progress of an evaluation in sequence `batch`, counted from 0."""
+        self.interrupt.passed(StopPoint.HELD_OUT_CELL)
+        done = (batch + progress.work_done / progress.work) / batches
+        self.reporter.evaluating(done, progress, f"sequence {batch + 1}/{batches}")
