@@ -56,7 +56,7 @@ SEAM = "farspan.lazy"  # the only module that may import by name
 UPWARD = {
     ("farspan.planner.api", "farspan.engine.calibrate"),
     ("farspan.planner.request", "farspan.report.plan"),
-    ("farspan.engine.step", "farspan.train.planning"),
+    ("farspan.engine.calls", "farspan.train.planning"),
     ("farspan.profile.store", "farspan.engine.profile"),
 }
 

@@ -1,5 +1,6 @@
 """The walk from the training loop to the attention kernel is measured, and does not get longer."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,3 +39,10 @@ def test_what_ran_is_counted(found: dict[str, Any]) -> None:
 
 def test_a_step_runs_few_files(found: dict[str, Any]) -> None:
     assert found["files"] <= walk.MOST_FILES, found["names"]
+    assert found["lines"] <= walk.MOST_LINES, found["names"]
+
+
+def test_the_design_shows_the_walk(found: dict[str, Any]) -> None:
+    design = (Path(walk.__file__).parents[1] / "docs/explanation/design.md").read_text("utf-8")
+    assert "\n".join(f"  {frame}" for frame in found["stack"]) in design
+    assert f"A step runs {found['files']} files." in design

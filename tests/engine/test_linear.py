@@ -26,7 +26,7 @@ SCHEDULES = {
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products add on a CPU, too."""
-    monkeypatch.setattr("farspan.engine.step.adds_products", lambda *_: True)
+    monkeypatch.setattr("farspan.engine.preparation.adds_products", lambda *_: True)
 
 
 @pytest.mark.usefixtures("everywhere", "float64_throughout")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from farspan.engine.runner import Runner
 from farspan.engine.step import Step
 from farspan.program.program import Forward
 from farspan.program.strategies import STRATEGIES, strategy
@@ -39,13 +40,13 @@ class Waits:
 @pytest.mark.parametrize("family", part_of(FAMILIES, *list(FAMILIES)[::4]))
 def test_nothing_computed_is_read_in_a_step(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(shared_model(family), replace(BASE, kv=Tier.HOST, activation_save_fraction=0.6))
-    run = step._run
+    run = Runner.run
 
     def watched(*everything: Any) -> Tensor:
         with Unread():
             return run(*everything)
 
-    monkeypatch.setattr(step, "_run", watched)
+    monkeypatch.setattr(Runner, "run", watched)
     assert torch.isfinite(step(*draw(TOKENS, batch=2, documents=3)))
 
 
@@ -73,7 +74,7 @@ def waits_of(step: Step, tokens: int = TOKENS) -> int:
     is read before, and its loss after."""
     given = [x.cuda() for x in draw(tokens, batch=2, documents=3) if x is not None]
     step(*given)
-    run, found = step._run, Waits()
+    run, found = Runner.run, Waits()
 
     def watched(*everything: Any) -> Tensor:
         with nothing_waited_for() as waits:
@@ -82,7 +83,7 @@ def waits_of(step: Step, tokens: int = TOKENS) -> int:
         return loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "_run", watched)
+        patch.setattr(Runner, "run", watched)
         loss = step(*given)
     assert torch.isfinite(loss)
     return found.count

@@ -313,7 +313,7 @@ def test_dealt_models_are_exact(layout: Layout, cases: list[Case], dealing: Deal
 
 def outcomes_with_sums(layout: Layout, cases: list[Case], dealing: Dealing | None) -> list[str]:
     """As a GPU has them: products add weight gradients to sums."""
-    with patch("farspan.engine.step.adds_products", lambda *_: True):
+    with patch("farspan.engine.preparation.adds_products", lambda *_: True):
         return outcomes_of(layout, cases, dealing)
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from farspan.attention.backends import accumulate_dtype
 from farspan.engine.loss import StepInputs
-from farspan.engine.runner import Progress
+from farspan.engine.runner import Progress, Runner
 from farspan.engine.step import Step
 from farspan.engine.streamed_weights import _Streamed, _StreamedUnit, computing_device
 from farspan.engine.tiers import CopyEngine
@@ -290,7 +290,7 @@ def test_a_step_that_cannot_begin_leaves_the_model_whole(monkeypatch: pytest.Mon
     def fail(*_: object) -> None:
         raise MemoryError("stop")
 
-    monkeypatch.setattr(step, "_interpreter", fail)
+    monkeypatch.setattr(Runner, "interpreter", fail)
     with pytest.raises(MemoryError, match="stop"):
         step(*DATA)
     after = dict(other.named_parameters())
@@ -383,11 +383,13 @@ def test_a_device_apart_computes_everything_and_main_memory_keeps_the_model(name
     and other buffers among their tensors; copies alone go between the two."""
     model: Any = make_model(name, torch.bfloat16)
     step = Step(model, streamed(GROUPED), device="meta")
-    step.kernels, step.copies = MetaKernels(META, torch.bfloat16), BetweenTiers(META)
+    step.copies, kernels = BetweenTiers(META), MetaKernels(META, torch.bfloat16)
+    step.prepared_model = replace(step.prepared_model, kernels=kernels)
     ids = torch.zeros(2, TOKENS, dtype=torch.long, device=META)
     prepared = step.prepared(2, TOKENS)
     with ComputesOn() as computed:
-        step._run(prepared, StepInputs(ids, ids, torch.zeros_like(ids[:1]), None), TOKENS)
+        inputs = StepInputs(ids, ids, torch.zeros_like(ids[:1]), None)
+        step.runner.run(step.prepared_model, prepared, inputs, TOKENS)
     buffers = [b for _, b in model.named_buffers(remove_duplicate=False) if b.numel() > 1]
     assert computed.copied == len(buffers) > 0
     moved = simulate(prepared.program)

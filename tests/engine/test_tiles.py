@@ -311,9 +311,11 @@ def test_a_gradient_that_needs_the_value_is_noticed() -> None:
     give NaN, not wrong numbers."""
     model, data = make_model("gemma2"), draw(37)
     step = Step(model, TILED)
-    step._tokenwise = tuple(
-        tuple(replace(child, needed=False) for child in layer) for layer in step._tokenwise
+    tiles = tuple(
+        tuple(replace(child, needed=False) for child in layer)
+        for layer in step.prepared_model.tiles
     )
+    step.prepared_model = replace(step.prepared_model, tiles=tiles)
     found: Outcome = run_step(model, step, data)
     assert any(bool(g.isnan().any()) for g in gradients(model).values())
     assert bool(found.loss.isfinite())

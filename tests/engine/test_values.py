@@ -256,7 +256,7 @@ def test_memory_that_another_call_took(caplog: pytest.LogCaptureFixture) -> None
     loss = loss_of(expected(model, one)[0]) + loss_of(expected(model, other)[0])
     wanted = gradients_of(model, loss)
     first, second = step.logprobs(*one), step.logprobs(*other)
-    with caplog.at_level("INFO", "farspan.engine.runner"):
+    with caplog.at_level("INFO", "farspan.engine.values"):
         (loss_of(first) + loss_of(second)).backward()
     assert "the forward runs again" in caplog.text
     assert max(errors(gradients(model), wanted).values()) < EXACT
@@ -276,7 +276,7 @@ def test_steps_that_take_turns_in_one_memory(
     with torch.no_grad():
         known = reference.logprobs(*data)
     found = step.logprobs(*data) if found is None else found
-    with caplog.at_level("INFO", "farspan.engine.runner"):
+    with caplog.at_level("INFO", "farspan.engine.values"):
         loss_of(found).backward()
     assert relative_error(known, expected(other, data)[0]) < EXACT
     assert ("the forward runs again" in caplog.text) is between
@@ -581,7 +581,7 @@ def test_the_fused_loss_weighs_tokens_as_the_plain_one(monkeypatch: pytest.Monke
     monkeypatch.setattr("farspan.engine.loss.fused_for", lambda *_: True)
     monkeypatch.setattr("farspan.engine.loss.cross_entropy", kernel)
     monkeypatch.setattr("farspan.engine.loss.cross_entropy_", in_place)
-    step._fused = True
+    step.prepared_model = replace(step.prepared_model, fused=True)
     loss_of(step.logprobs(*data)).backward()
     assert max(errors(gradients(model), wanted).values()) < EXACT
     weights = torch.rand(data.labels.shape, generator=torch.Generator().manual_seed(2)) - 0.5

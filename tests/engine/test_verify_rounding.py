@@ -1,6 +1,6 @@
 """Low precision: `verify` passes what rounding draws, and fails what is more than rounding."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -74,15 +74,17 @@ def merge_too_much(patch: pytest.MonkeyPatch) -> None:
 
 
 def lose_a_key(patch: pytest.MonkeyPatch) -> None:
-    """The last of every block."""
-    own = attention._forward
+    """The last of every block of earlier keys."""
+    own = attention._visits
 
-    def forward(call: Any, q: Tensor, keys: Tensor, values: Tensor, block: Block, at: int) -> Any:
-        if not block.causal and block.window is None and block.k_stop - block.k_start > 1:
-            block = replace(block, k_stop=block.k_stop - 1)
-        return own(call, q, keys, values, block, at)
+    def shorter(block: Block) -> Block:
+        lost = not block.causal and block.window is None and block.k_stop - block.k_start > 1
+        return replace(block, k_stop=block.k_stop - lost)
 
-    patch.setattr("farspan.attention.chunk._forward", forward)
+    def visits(call: Any) -> Iterator[Any]:
+        return (replace(x, blocks=tuple(map(shorter, x.blocks))) for x in own(call))
+
+    patch.setattr("farspan.attention.chunk._visits", visits)
 
 
 def lse_too_large(patch: pytest.MonkeyPatch) -> None:
@@ -114,7 +116,7 @@ def move_a_border(patch: pytest.MonkeyPatch) -> None:
         moved = (first[0], first[1] + 1, *first[2:])
         return replace(batch, documents=(moved, *others))
 
-    patch.setattr("farspan.engine.step.make_inputs", make)
+    patch.setattr("farspan.engine.calls.make_inputs", make)
 
 
 def count_a_chunk_twice(patch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from farspan.engine.loss import shift_labels
+from farspan.engine.preparation import PreparedModel, prepare
 from farspan.engine.step import Step
 from farspan.hf.edits import first_edit, look
 from farspan.hf.load import add_adapters
@@ -474,13 +475,13 @@ def test_adapters_that_are_switched_are_prepared_for_once(monkeypatch: pytest.Mo
     """As for a reference: on, off, on."""
     model: Any = make_model("llama")
     adapted(model)
-    step, times, stages = Step(model, SCHEDULE), [0], Step._stages
+    step, times = Step(model, SCHEDULE), [0]
 
-    def counted(of: Step) -> Any:
+    def counted(*given: Any, **named: Any) -> PreparedModel:
         times[0] += 1
-        return stages(of)
+        return prepare(*given, **named)
 
-    monkeypatch.setattr(Step, "_stages", counted)
+    monkeypatch.setattr("farspan.engine.preparation.prepare", counted)
     outcomes = []
     for _ in range(3):
         for off in (True, False):
@@ -492,7 +493,7 @@ def test_adapters_that_are_switched_are_prepared_for_once(monkeypatch: pytest.Mo
     assert len(set(outcomes)) == 2
     layers(model)[0] = noise(layers(model)[0])
     assert float(step.evaluate(*DATA)) not in outcomes
-    assert len(step._preparations) == 1, "replaced layers are let go"
+    assert len(step._calls.models._kept) == 1, "replaced layers are let go"
 
 
 def test_looks_are_equal_in_a_copy_but_for_identity() -> None:
@@ -543,4 +544,7 @@ def test_a_look_costs_less_than_a_hundredth_of_a_step() -> None:
 
     step(ids, ids)
     whole = min(seconds(lambda: step(ids, ids)) for _ in range(3))
-    assert min(seconds(lambda: look(model) == step._look) for _ in range(9)) < 0.05 * whole
+    assert (
+        min(seconds(lambda: look(model) == step.prepared_model.look) for _ in range(9))
+        < 0.05 * whole
+    )

@@ -134,7 +134,7 @@ def test_a_shell_shares_everything_but_the_way() -> None:
 @pytest.fixture
 def by_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules run in their shells on a CPU in any dtype."""
-    for place in ("hf.fused_layers", "engine.step"):
+    for place in ("hf.fused_layers", "engine.preparation"):
         monkeypatch.setattr(f"farspan.{place}.fused_for", lambda *_: True)
 
     def normed(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
@@ -159,7 +159,7 @@ def by_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_in_shells_is_exact(
     family: str, adds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farspan.engine.step.adds_products", lambda *_: adds)
+    monkeypatch.setattr("farspan.engine.preparation.adds_products", lambda *_: adds)
     model, data = make_model(family), draw(45, batch=2, documents=3)
     schedule = replace(SCHEDULE, chunk=16, activation_save_fraction=0.2)
     step, expected = Step(model, schedule, poison=True), run_oracle(model, data)
@@ -275,7 +275,7 @@ def test_what_does_more_does_so_in_shells(
     what: str, later: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before shells are made, and after a step."""
-    monkeypatch.setattr("farspan.engine.step.adds_products", lambda *_: True)
+    monkeypatch.setattr("farspan.engine.preparation.adds_products", lambda *_: True)
     model, data = make_model("qwen2", num_hidden_layers=2), draw(25)
     schedule = Schedule(chunk=8, groups=1, attention_save_fraction=0.5)
     step = Step(model, schedule) if later else None
@@ -317,7 +317,13 @@ def interpreted() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
-PLACES = "hf.fused_layers", "engine.step", "engine.loss", "attention.backends", "attention.chunk"
+PLACES = (
+    "hf.fused_layers",
+    "engine.preparation",
+    "engine.loss",
+    "attention.backends",
+    "attention.chunk",
+)
 
 
 def _fused(*_: Any) -> bool:
@@ -340,7 +346,7 @@ def _errors(family: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[st
                 for place in PLACES:
                     patch.setattr(f"farspan.{place}.fused_for", _fused)
             step = Step(model, SCHEDULE, kernels=Kernels(fused=fused), poison=True)
-            assert step._fused == fused
+            assert step.prepared_model.fused == fused
             runs = [run_step(model, step, DATA) for _ in range(2)]
             evaluated = float(relative_error(step.evaluate(*DATA), expected.loss))
         wide = torch.cat([g.flatten() for g in expected.gradients.values()])

@@ -329,11 +329,13 @@ def test_a_device_apart_has_the_scales_too(folder: Path) -> None:
     """On the meta device, by the code that runs on a GPU: no operator meets main memory."""
     model = packed(folder, torch.bfloat16)
     step = Step(model, streamed("grouped"), device="meta")
-    step.kernels, step.copies = MetaKernels(META, torch.bfloat16), BetweenTiers(META)
+    step.copies, kernels = BetweenTiers(META), MetaKernels(META, torch.bfloat16)
+    step.prepared_model = replace(step.prepared_model, kernels=kernels)
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device=META)
     prepared = step.prepared(1, TOKENS)
     with ComputesOn():
-        step._run(prepared, StepInputs(ids, ids, torch.zeros_like(ids), None), TOKENS)
+        inputs = StepInputs(ids, ids, torch.zeros_like(ids), None)
+        step.runner.run(step.prepared_model, prepared, inputs, TOKENS)
     assert step.copies.fetched == sum(simulate(prepared.program).fetched.values())
     kept = (part for p in model.parameters() for part in parts_of(p))
     assert {part.device.type for part in kept} == {"cpu"}

@@ -52,8 +52,8 @@ FIELD = (
     ),
     Fault(
         "steps: ranks keep whole weights on a device that has no room for them",
-        "if self._whole_on is not None:\n                    self.sharded_model",
-        "if self._whole_on is None:\n                    self.sharded_model",
+        "if on_host != (was.weights is not None):",
+        "if on_host == (was.weights is not None):",
         (ONE_AUTO + "test_on_ranks_they_answer_alike",),
     ),
     Fault(

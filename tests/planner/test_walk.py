@@ -255,7 +255,7 @@ def test_products_that_add_are_predicted(
 ) -> None:
     """No gradient of a matrix is made, and sums begin while autograd runs. In float32, since a CPU
     adds products to sums of their own dtype alone."""
-    monkeypatch.setattr("farspan.engine.step.adds_products", lambda *_: True)
+    monkeypatch.setattr("farspan.engine.preparation.adds_products", lambda *_: True)
     step = Step(make("qwen2", torch.float32, tie_word_embeddings=tied), SCHEDULES[name])
     tokens = last_is_short(SCHEDULES[name])
     for accumulates in (False, True):

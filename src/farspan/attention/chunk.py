@@ -143,7 +143,9 @@ def attend_earlier(
     for visit in visits:
         keys, values = key_values.keys(visit.start, visit.stop)
         for block in visit.blocks:
-            part = _forward(call, q, keys, values, block, visit.start)
+            own = _of_block(call, q, keys, values, block, visit.start)
+            part = call.kernel.forward(*own, block, call.scale)
+            del own
             last = narrow and visit is visits[-1] and block is visit.blocks[-1]
             joined.join(block, part, q.dtype if last else None)
             del part
@@ -316,7 +318,8 @@ def _attend_own(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
     """Return out and lse over the chunk's own keys."""
     blocks = _own_blocks(call)
     if len(blocks) == 1 and _queries(call, q, blocks[0]).shape == q.shape:
-        out, lse = _forward(call, q, k, v, blocks[0], call.own_start)
+        seen = _of_block(call, q, k, v, blocks[0], call.own_start)
+        out, lse = call.kernel.forward(*seen, blocks[0], call.scale)
         # Kernels use q's layout, which is heads-first in some families. The model, which joins
         # heads next, would then copy, and so would each block of a backward (`CudaCudnn`,
         # `CudaFlash`).
@@ -328,7 +331,8 @@ def _attend_own(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
         out.zero_()
         lse.fill_(-torch.inf)
     for block in blocks:
-        part_out, part_lse = _forward(call, q, k, v, block, call.own_start)
+        seen = _of_block(call, q, k, v, block, call.own_start)
+        part_out, part_lse = call.kernel.forward(*seen, block, call.scale)
         if block.causal:
             # Causal blocks share no query and come before their other blocks: there is nothing to
             # merge.
@@ -341,11 +345,12 @@ def _attend_own(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
     return out, lse
 
 
-def _forward(
+def _of_block(
     call: AttentionCall, q: Tensor, keys: Tensor, values: Tensor, block: Block, first_key: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the block's queries, keys and values."""
     k, v = (_keys(x, block, first_key) for x in (keys, values))
-    return call.kernel.forward(_queries(call, q, block), k, v, block, call.scale)
+    return _queries(call, q, block), k, v
 
 
 def _queries(call: AttentionCall, x: Tensor, block: Block) -> Tensor:

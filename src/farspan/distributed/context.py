@@ -1,7 +1,6 @@
 """This process in a layout: its process groups, and work that rank 0 does for all ranks, such as
 broadcasting weights that it alone has loaded."""
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from farspan.distributed import messages
+from farspan.distributed.agreement import (
+    MISSING,
+    SCOPES,
+    Agreement,
+    Fact,
+    between,
+    key_of,
+)
 from farspan.distributed.collectives import Communicator
 from farspan.distributed.failure import activity, record_sync
 from farspan.hf.swap import put, replacements
@@ -102,7 +109,7 @@ class ParallelContext:
         return found
 
     @contextmanager
-    def agreement(self, call: str) -> Iterator["Agreement"]:
+    def agreement(self, call: str) -> Iterator[Agreement]:
         """Compare this rank's facts about a call with those of the other ranks when the block ends.
 
         A rank whose block raises sends its message to the others, which raise it too, so the block
@@ -119,7 +126,7 @@ class ParallelContext:
             raise
         self._exchange(mine, digests, None)
 
-    def _exchange(self, mine: "Agreement", digests: list[int], refusal: str | None) -> None:
+    def _exchange(self, mine: Agreement, digests: list[int], refusal: str | None) -> None:
         turn, self.agreed = self.agreed, self.agreed + 1
         record_sync()
         rows = torch.tensor([[refusal is not None, *digests, *mine.figures]], device=self.device)
@@ -163,123 +170,23 @@ class ParallelContext:
             return "; ".join(f"rank {number}: {words}" for number, words in refused)
         found = []
         for scope in SCOPES:
-            own = [said.get(_key_of(scope), {}) for said in everyone]
+            own = [said.get(key_of(scope), {}) for said in everyone]
             for name in dict.fromkeys(name for said in own for name in said):
                 values = [said.get(name, MISSING) for said in own]
                 if any(len({values[n] for n in peers}) > 1 for peers in self._groups_of(scope)):
-                    found.append(_between(name, values))
+                    found.append(between(name, values))
         if found and found[0].startswith("call: "):
             found = found[:1]  # facts of different calls cannot be compared
         more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         return "; ".join(found[:SHOWN]) + f"{more}; every rank must be given the same"
 
-    def refuse_unlike(self, what: str, value: "Fact") -> None:
+    def refuse_unlike(self, what: str, value: Fact) -> None:
         """Raise UnsupportedError on all ranks if `value` differs among them."""
         with self.agreement(what) as same:
             same.add({what: value})
 
 
-# Ranks among which a fact is the same: all ranks; those of one batch; those of one pipeline stage,
-# which run the same layers; those that hold the same weights if nothing is sharded.
-EVERYWHERE, OF_BATCH, OF_STAGE, OF_WEIGHTS = SCOPES = (
-    AXES,
-    (*SEQUENCE, "pipeline"),
-    tuple(axis for axis in AXES if axis != "pipeline"),
-    tuple(axis for axis in AXES if axis not in ("pipeline", "tensor")),
-)
 SHOWN = 4  # differences that an error names
-MISSING = "missing"
-PIECE = 2**15  # elements of a tensor that one exchange compares: 30 ms for 300 tensors in fp32
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """Facts with a digest computed earlier, and a function that describes them if they differ."""
-
-    digest: bytes
-    words: Callable[[], Mapping[str, str]]
-
-
-Fact = str | Tensor | Mapping[str, Tensor] | Described
-
-
-@dataclass(slots=True)
-class Agreement:
-    """The facts of a rank about a call that it is about to make.
-
-    Note: [One exchange]. Ranks exchange a row of integers: a flag for a refusal, a digest of the
-    facts of each scope, and the figures. If all agree, that is the only collective. Otherwise all
-    ranks see it in the rows, and exchange facts and messages as JSON to name the difference.
-
-    Note: [Contents]. A single tensor is compared whole. For tensors in a mapping, each exchange
-    compares the next `PIECE` elements: small tensors whole each time, large ones in turns.
-    """
-
-    call: str
-    facts: dict[tuple[str, ...], dict[str, Fact]] = field(default_factory=dict)
-    figures: list[int] = field(default_factory=lambda: [0, 0])
-    table: list[list[int]] = field(default_factory=list)  # the figures of every rank
-
-    def __post_init__(self) -> None:
-        self.add({"call": self.call})
-
-    def add(self, facts: Mapping[str, Fact], scope: tuple[str, ...] = EVERYWHERE) -> None:
-        """Require these facts, by name, to be the same on the ranks of a scope."""
-        self.facts.setdefault(scope, {}).update(facts)
-
-    def digest(self, scope: tuple[str, ...], turn: int) -> int:
-        """Return a number that differs if the facts of a scope do."""
-        found = hashlib.blake2b(digest_size=8)
-        for name, fact in self.facts.get(scope, {}).items():
-            found.update(f"\0{name}\0".encode())
-            if isinstance(fact, Mapping):
-                for part in _pieces(fact, turn):
-                    found.update(part)
-            elif isinstance(fact, Described):
-                found.update(fact.digest)
-            else:
-                found.update(_value_bytes(fact))
-        return int.from_bytes(found.digest(), signed=True)
-
-    def words(self, turn: int) -> dict[str, dict[str, str]]:
-        """Return the facts as text, for an error that names the difference."""
-        said: dict[str, dict[str, str]] = {}
-        for scope, facts in self.facts.items():
-            own = said.setdefault(_key_of(scope), {})
-            for name, fact in facts.items():
-                if isinstance(fact, Mapping):
-                    each = {n: b"".join(_pieces({n: tensor}, turn)) for n, tensor in fact.items()}
-                    own |= {n: _digest_words(found) for n, found in each.items()}
-                elif isinstance(fact, Described):
-                    own |= fact.words()
-                else:
-                    own[name] = fact if isinstance(fact, str) else _digest_words(_value_bytes(fact))
-        return said
-
-
-@contextmanager
-def agreement(ranks: ParallelContext | None, call: str) -> Iterator[Agreement]:
-    """Compare facts as `ParallelContext.agreement` does; without other ranks compare nothing."""
-    if ranks is None:
-        mine = Agreement(call)
-        yield mine
-        mine.table = [mine.figures]
-        return
-    with ranks.agreement(call) as mine:
-        yield mine
-
-
-def _pieces(tensors: Mapping[str, Tensor], turn: int) -> Iterator[bytes]:
-    """Yield the bytes of each tensor's next piece. See Note: [Contents]."""
-    found: dict[torch.device, list[Tensor]] = {}
-    for name, tensor in tensors.items():
-        yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}".encode()
-        if not tensor.is_meta and tensor.numel():
-            flat = tensor.detach().reshape(-1)
-            start = turn * PIECE % (-(-len(flat) // PIECE) * PIECE)
-            piece = flat[start : start + PIECE].view(torch.uint8)
-            found.setdefault(tensor.device, []).append(piece)
-    yield from (torch.cat(of).cpu().numpy().tobytes() for of in found.values())
 
 
 def _words_of(error: Exception) -> str:
@@ -287,34 +194,7 @@ def _words_of(error: Exception) -> str:
     return said if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {said}"
 
 
-def _key_of(scope: tuple[str, ...]) -> str:
-    return " ".join(scope)
-
-
-def _digest_words(value: bytes) -> str:
-    return _DIGEST + hashlib.blake2b(value, digest_size=8).hexdigest()
-
-
-_DIGEST = "digest "
-
-
-def _between(name: str, values: list[str]) -> str:
-    """Return the message for a fact that differs."""
-    kinds = {v: [n for n, other in enumerate(values) if other == v] for v in values}
-    if all(value.startswith(_DIGEST) or len(value) > WIDTH for value in kinds):
-        return f"{name}: differs between " + " and ".join(f"ranks {of}" for of in kinds.values())
-    said = {v: "other numbers" if v.startswith(_DIGEST) else v for v in kinds}
-    return f"{name}: " + ", ".join(f"{said[v]} on {_listed(of)}" for v, of in kinds.items())
-
-
-def _listed(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-WIDTH = 200  # characters of a value that an error shows
-
-
-def weight_facts(model: nn.Module) -> dict[str, "Fact"]:
+def weight_facts(model: nn.Module) -> dict[str, Fact]:
     """Return a description of every weight, for ranks that each have the whole model.
 
     Weights are compared by checksums: sums over the bits of each parameter, weighted by their
@@ -335,13 +215,6 @@ def _parameter_checksum(parameter: Tensor) -> int:
         along = whole.sum(others, dtype=torch.int64) if others else whole.long()
         total = total * 31 + int((along * torch.arange(1, extent + 1, device=along.device)).sum())
     return total
-
-
-def _value_bytes(value: str | Tensor) -> bytes:
-    if isinstance(value, str):
-        return value.encode()
-    shape = repr((tuple(value.shape), value.dtype)).encode()
-    return shape + value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 T = TypeVar("T")

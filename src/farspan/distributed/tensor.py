@@ -30,7 +30,7 @@ from farspan.distributed.tensor_plan import (
     WideModule,
 )
 from farspan.hf.edits import layer_signature
-from farspan.hf.swap import Module, put, shell_of
+from farspan.hf.swap import Module, StandIn, put, shell_of
 from farspan.spec import UnsupportedError
 
 TOKENS = 1  # the dimension of a hidden state [B, C, h]
@@ -103,21 +103,7 @@ class TensorParallel:
         return shell_of(layer, blocks, own_forward=True)
 
 
-class ModuleProxy(nn.Module):
-    """Stands in for a module: model families read attributes of their layers' children."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.inner = module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-
-class _SharedBlock(ModuleProxy):
+class _SharedBlock(StandIn):
     """A block that takes a rank's own tokens and returns their outputs."""
 
     def __init__(
@@ -131,9 +117,9 @@ class _SharedBlock(ModuleProxy):
         given = {"hidden_states": arguments[0]} if arguments else keywords
         tokens = _Gather.apply(given["hidden_states"], self._peers, self._counts, TOKENS)
         if arguments:
-            out = self.inner(tokens, *arguments[1:], **keywords)
+            out = self._module(tokens, *arguments[1:], **keywords)
         else:
-            out = self.inner(**{**keywords, "hidden_states": tokens})
+            out = self._module(**{**keywords, "hidden_states": tokens})
         own = _ScatterSum.apply(first(out), self._peers, self._counts, TOKENS)
         return with_first(out, own if self.last_bias is None else own + self.last_bias)
 
@@ -356,7 +342,7 @@ class _AllRanksFeatures:
         return gather
 
 
-class _AllRanksBlock(ModuleProxy):
+class _AllRanksBlock(StandIn):
     """A block as all ranks compute it, with their outputs added."""
 
     def __init__(self, module: nn.Module, block: TensorBlock, cuts: LayerPlan, ranks: int) -> None:
@@ -383,7 +369,7 @@ class _AllRanksBlock(ModuleProxy):
         total = first(outs[0])
         for out in outs[1:]:
             total = total + first(out)
-        bias = self.inner.get_submodule(self._block.last)._parameters.get("bias")
+        bias = self._module.get_submodule(self._block.last)._parameters.get("bias")
         return with_first(outs[0], total if bias is None else total + bias)
 
 

@@ -28,8 +28,9 @@ from farspan.engine.gradients import (
     differentiate,
     enter,
 )
+from farspan.engine.heads import ValueHead
 from farspan.engine.kernels import AttentionKernels
-from farspan.engine.loss import IGNORED, LossHead, StepInputs, ValueHead
+from farspan.engine.loss import IGNORED, LossHead, StepInputs
 from farspan.engine.parallelize import ShardedModel
 from farspan.engine.recurrent import Recurrent, RecurrentCell
 from farspan.engine.streamed_weights import StreamedWeights

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from farspan.attention.backends import accumulate_dtype
-from farspan.distributed.context import (
+from farspan.distributed.agreement import (
     EVERYWHERE,
     OF_STAGE,
     OF_WEIGHTS,
     Agreement,
     Described,
     Fact,
+)
+from farspan.distributed.context import (
     ParallelContext,
     Rank0Weights,
     is_on_rank0_only,

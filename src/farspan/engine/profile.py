@@ -20,7 +20,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from farspan.attention.backends import accumulate_dtype
-from farspan.engine.attention_op import AttentionContext
 from farspan.engine.buffers import ProgramBuffers
 from farspan.engine.gradients import AccumulatingLinears, GradientAccumulator, uncast
 from farspan.engine.interpreter import Interpreter, Layers, Registers, TiledLayers
@@ -132,12 +131,6 @@ class _Subject:
         dtype, outer = self.stages.dtype, tuple(self.stages.outer_parameters())
         gradients = sums or NoSums(meter)
         self.linears.gradients = gradients
-
-        def marked(*given: Any) -> AttentionContext:
-            context = MarkedContext(*given)
-            context.meter = meter
-            return context
-
         return Interpreter(
             boundary=self.stages,
             program=program,
@@ -151,7 +144,7 @@ class _Subject:
             layers=layers or Layers(self.stages),
             kernels=MarkedKernels(META, dtype, meter=meter, heads_first=self.heads_first),
             registers=registers,
-            make_attention=marked,
+            make_attention=partial(MarkedContext, meter=meter),
         )
 
     @contextmanager
@@ -570,14 +563,8 @@ class _Outside:
         shape, top = (1, tokens, measured.spec.hidden), len(measured.stages.layers)
         for bank, place in (now.hidden, top), (now.gradient, 0):
             bank[place] = torch.empty(shape, dtype=measured.stages.dtype, device=META)
-        interpreter = measured.interpreter(
-            program,
-            meter,
-            piece=piece,
-            sums=sums,
-            after=lambda _: found.append(tape.read()),
-            registers=now,
-        )
+        made = partial(measured.interpreter, piece=piece, sums=sums, registers=now)
+        interpreter = made(program, meter, after=lambda _: found.append(tape.read()))
         with measured.recording(meter):
             interpreter.run()
         return found[0]

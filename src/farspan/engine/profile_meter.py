@@ -201,9 +201,9 @@ class MarkedAttention(ChunkAttention):
         return out
 
 
+@dataclass
 class MarkedContext(AttentionContext):
-    __slots__ = ("meter",)
-    meter: Meter
+    meter: Meter = field(kw_only=True)
 
     def begin(self, i: Forward, held: tuple[Tensor, Tensor] | None) -> ChunkAttention:
         cell = super().begin(i, held)

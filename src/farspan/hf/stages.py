@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from farspan.hf.edits import layer_signature
-from farspan.hf.swap import Module, shell_of
+from farspan.hf.swap import Module, StandIn, shell_of
 from farspan.hf.unsupported import chooses_by_length, refuse_adapters, settled
 from farspan.spec import UnsupportedError
 
@@ -84,21 +84,6 @@ class _Record:
     in_tuples: bool  # return (hidden, None) from layers
     hidden: Tensor | None = None  # the first layer's input
     calls: list[LayerCall] = field(default_factory=list)
-
-
-class StandIn(nn.Module):
-    """Replaces a module in a shell and has its attributes, such as a layer's attention type, on
-    which families branch. The module is not registered as a submodule."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        object.__setattr__(self, "_module", module)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(object.__getattribute__(self, "_module"), name)
 
 
 class _Recorder(StandIn):

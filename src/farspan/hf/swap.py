@@ -1,13 +1,8 @@
 """Put modules, parameters, buffers, forwards and attributes into a user's model, and take them out.
 
-Nothing else in farspan writes to the tables of a module that is not its own (tests/hf/test_swap.py
-reads the sources). There are three ways:
-
-- `shell_of` leaves the model alone: the copy has other parts, and shares all the rest.
-- `put_in` changes the model inside a context and restores it on return, error and interrupt.
-- `put` changes it for good: weights that are moved, or sharded over ranks.
-
-Values of parameters are not parts: weights that move to main memory stay the same parameters.
+Nothing else in farspan does (tests/hf/test_swap.py reads the sources). `shell_of` leaves the model
+alone, `put_in` restores it on return, error and interrupt, and `put` changes it for good: weights
+move, or are sharded. Values are no parts: weights in main memory stay the same parameters.
 """
 
 import copy
@@ -69,16 +64,9 @@ def shell_of(
 ) -> Module:
     """Return a shallow copy of a module with other parts; all others are shared.
 
-    Args:
-        module: The user's module, which does not change.
-        modules: Replace children of these names.
-        parameters: Replace its own parameters of these names.
-        buffers: Replace its own buffers of these names.
-        attributes: Replace plain attributes.
-        forward: Replaces the forward; called with the shell and the module's arguments.
-        own_forward: Keep a forward that was set on the module itself (TRL's fused head,
-            accelerate's autocast). It is bound to the module, and would run its children instead of
-            the shell's, so by default a shell has the forward of its class.
+    A `forward` is called with the shell and the module's arguments. One that was set on the module
+    itself (TRL's fused head, accelerate's autocast) would run its children instead of the shell's,
+    so a shell has the forward of its class unless `own_forward`.
     """
     shell = copy.copy(module)
     own = shell.__dict__
@@ -92,6 +80,21 @@ def shell_of(
     if forward is not None:
         own["forward"] = MethodType(forward, shell)
     return shell
+
+
+class StandIn(nn.Module):
+    """Replaces a module in a shell and has its attributes, such as a layer's attention type, on
+    which families branch. The module is not registered as a submodule."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        object.__setattr__(self, "_module", module)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_module"), name)
 
 
 def forwards(found: Mapping[Any, Callable[..., Any]]) -> Iterator[Part]:

@@ -29,8 +29,8 @@ from farspan.hf.attention_interface import answering, attended, eager_experts, r
 from farspan.hf.dropout import Draws, Place, still
 from farspan.hf.probe import CUT, MIXING, TOKENS, cast_call, distance
 from farspan.hf.quantized import copied
-from farspan.hf.stages import CausalLMStages, LayerCall, StandIn, run_layer, uncompiled
-from farspan.hf.swap import shell_of
+from farspan.hf.stages import CausalLMStages, LayerCall, run_layer, uncompiled
+from farspan.hf.swap import StandIn, shell_of
 from farspan.spec import UnsupportedError
 
 # Adds a tile's weight gradients in the accumulate dtype.

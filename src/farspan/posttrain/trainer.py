@@ -27,15 +27,8 @@ from transformers import Trainer as HuggingFaceTrainer
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from farspan.distributed.context import ParallelContext
-from farspan.engine.loss import (
-    IGNORED,
-    STATISTICS,
-    HeadFunction,
-    LogProbs,
-    document_starts,
-    shift_labels,
-    trained_token_count,
-)
+from farspan.engine.heads import STATISTICS, HeadFunction, LogProbs
+from farspan.engine.loss import IGNORED, document_starts, shift_labels, trained_token_count
 from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.engine.step import Step
 from farspan.hf.swap import forwards, put

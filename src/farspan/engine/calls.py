@@ -1,0 +1,225 @@
+"""Check a call of a step and make it ready: the model, the program, inputs and a divisor."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farspan.distributed.agreement import OF_BATCH, Agreement, agreement
+from farspan.engine.loss import StepInputs, make_inputs
+from farspan.engine.parallelize import facts_of
+from farspan.engine.preparation import Preparations, PreparedModel
+from farspan.engine.runner import PreparedProgram, Runner
+from farspan.hf.dropout import Draws
+from farspan.hf.unsupported import refuse_context
+from farspan.lazy import load
+from farspan.planner.request import Plan
+from farspan.program.strategies import AUTO
+from farspan.spec import LossKind, Objective, RunSpec, Schedule, UnsupportedError
+
+_INPUTS = ("input_ids", "labels", "document_ids", "weights")
+_VALUES = Objective(LossKind.GRPO)  # plans for a backward after values
+Planner = Callable[..., Plan]  # `train.planning.StepPlanner`
+# The model, its program, the inputs, and the divisor of the sum of losses.
+Ready = tuple[PreparedModel, PreparedProgram, StepInputs, int]
+
+
+@dataclass
+class Calls:
+    """The calls of one step: what they share, and how each is made ready."""
+
+    models: Preparations
+    runner: Runner
+    planner: Planner | None  # that chooses the schedule; None: it was given
+    seed: int
+    neftune_alpha: float | None
+    drawn: int = 0  # number of the next call that may drop or add noise
+    plans: list[Plan] = field(default_factory=list)  # of the planner, for the batches so far
+
+    @property
+    def plan(self) -> Plan | None:
+        """The planner's plan for the present schedule; None if the planner did not choose it."""
+        return next((p for p in self.plans if p.schedule is self.models.schedule), None)
+
+    def agreement(self, call: str) -> AbstractContextManager[Agreement]:
+        """Return a check that all ranks make the same call; a single process checks nothing."""
+        sharded = self.models.sharded
+        return agreement(None if sharded is None else sharded.ranks, call)
+
+    def ready(
+        self, call: str, given: tuple[Any, ...], trained_tokens: int | None, *, trains: bool
+    ) -> Ready:
+        """Check the arguments of a step or an evaluation, and make it ready. Raises
+        UnsupportedError."""
+        with self.agreement(call) as same:
+            if trains:
+                refuse_without_gradients()
+            model = self.accept(trains=trains)
+            self.compare(same, trained_tokens, draws=trains)
+            inputs = inputs_of(same, model, *given)
+        count = _count(same, model, inputs, trained_tokens)
+        prepared = self.prepared(same, *inputs.input_ids.shape, evaluation=not trains)
+        return self.models.now, prepared, self.drawing(inputs) if trains else inputs, count
+
+    def accept(self, *, trains: bool) -> PreparedModel:
+        """Return the model as it is now. Raises UnsupportedError."""
+        was, now = self.models.now, self.models.accept(trains=trains)
+        if now is not was:
+            self.runner.memory.open_forward = None
+            self.runner.follow(now)
+        return now
+
+    def compare(self, same: Agreement, trained_tokens: int | None = None, *, draws: bool) -> None:
+        """Let ranks compare everything that decides a call, except its inputs."""
+        if trained_tokens is not None and trained_tokens < 1:
+            raise UnsupportedError(f"trained_tokens: expected at least 1, got {trained_tokens}")
+        model = self.models.now
+        if model.sharded is None:
+            return
+        same.add({"trained_tokens": repr(trained_tokens), "schedule": repr(model.schedule)})
+        same.add({"kernels": repr(self.models.wanted)})
+        same.add(facts_of("selector", self.runner.selector))
+        if draws:
+            same.add({"neftune_alpha": repr(self.neftune_alpha)})
+            if model.drops or self.neftune_alpha:
+                same.add({"seed": repr(self.seed), "drawn": repr(self.drawn)})
+        model.compare(same)
+
+    def prepared(
+        self,
+        same: Agreement | None,
+        batch: int,
+        tokens: int,
+        *,
+        evaluation: bool = False,
+        is_cut: bool = False,
+    ) -> PreparedProgram:
+        """Return the program of a call of this shape, for which the planner may choose a schedule.
+        RoPE is scaled for the longest sequence of all replicas, which form one batch."""
+        if self.planner is not None:
+            run = RunSpec(batch, tokens)
+            self._choose(self.planner, run, _VALUES if is_cut else Objective())
+        model = self.models.now
+        if same is not None:
+            model.boundary.settle(max(longest for longest, _ in same.table))
+        return self.runner.program(model, batch, tokens, evaluation=evaluation, is_cut=is_cut)
+
+    def release(self) -> None:
+        """Free the arenas' memory; the next step allocates it again."""
+        self.runner.release(self.models.now)
+
+    def _choose(self, planner: Planner, run: RunSpec, loss: Objective) -> None:
+        """Prepare the model for a schedule planned for batches at least as large, and for values of
+        tokens if the loss uses them."""
+        now, sharded = self.models.now, self.models.sharded
+        if sharded is not None and sharded.ranks.layout.data > 1:  # replicas' batches may differ
+            rows = sharded.ranks.figures([run.batch, run.tokens])
+            run = RunSpec(max(batch for batch, _ in rows), max(tokens for _, tokens in rows))
+
+        def covers(plan: Plan) -> bool:
+            of, model = plan.question.run, plan.question.model
+            wide = of.batch >= run.batch and of.tokens >= run.tokens
+            same = model.element_bytes == now.spec.element_bytes
+            same = same and plan.question.loss.is_cut >= loss.is_cut
+            return wide and same and model.trainable >= now.spec.trainable
+
+        # A plan for values also covers one pass, so programs are built once.
+        covering = filter(covers, self.plans)
+        found = max(covering, key=lambda plan: plan.question.loss.is_cut, default=None)
+        if found is None:
+            self.release()  # plan with the memory that is then free
+            with torch.inference_mode(False), torch.enable_grad():  # planning runs backwards
+                model, device = now.boundary.model, now.boundary.device
+                moves = sharded is None or self.models.whole_on is not None
+                wanted = self.models.wanted
+                found = planner(model, device, run, wanted, loss, sharded=sharded, moves=moves)
+            self.plans.append(found)
+        if found.schedule is not self.models.schedule:
+            self.models.follow(found.schedule)
+
+    def drawing(self, inputs: StepInputs) -> StepInputs:
+        """Add this call's dropout draws to its inputs, the same on all ranks of a sequence."""
+        model, (batch, tokens), row = self.models.now, inputs.input_ids.shape, 0
+        if model.sharded is not None:
+            row = batch * model.sharded.ranks.rank.along["data"]
+        number, self.drawn = self.drawn, self.drawn + 1
+        alpha = self.neftune_alpha
+        if not (alpha or model.drops):
+            return inputs
+        draws = Draws(self.seed, number, row, tokens, model.fused, alpha or None)
+        return replace(inputs, draws=draws)
+
+
+def written(schedule: Schedule | str, selector: object) -> tuple[Schedule | None, Planner | None]:
+    """Return the schedule or, for "auto", the planner."""
+    if isinstance(schedule, Schedule):
+        if selector is not None and schedule.sparse is None:
+            raise UnsupportedError(
+                "selector: dense attention selects no pages; set schedule.sparse"
+            )
+        return schedule, None
+    if schedule != AUTO:
+        raise UnsupportedError(
+            f"schedule: expected a farspan.Schedule or 'auto', got {schedule!r}; for a named one, "
+            "call farspan.strategy(name, layers, tokens)"
+        )
+    if selector is not None:
+        raise UnsupportedError(
+            "selector: schedule='auto' plans for dense attention; give a schedule, such as that of "
+            "farspan.plan, or use `farspan train`"
+        )
+    return None, load("farspan.train.planning", "StepPlanner")()
+
+
+def refuse_without_gradients() -> None:
+    """Raise UnsupportedError if gradients are off."""
+    if not torch.is_grad_enabled():
+        inside = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise UnsupportedError(
+            f"{inside}: gradients are off, and a step adds gradients to .grad; call step.evaluate "
+            f"for the loss alone, or call the step outside of torch.{inside}()"
+        )
+
+
+def inputs_of(
+    same: Agreement,
+    model: PreparedModel,
+    input_ids: Tensor,
+    labels: Tensor,
+    document_ids: Tensor | None,
+    weights: Tensor | None = None,
+    *,
+    several: bool = False,
+) -> StepInputs:
+    """Check the inputs, and let ranks compare them. Raises UnsupportedError naming the argument."""
+    if torch.is_autocast_enabled(model.boundary.device.type):
+        raise UnsupportedError(
+            "autocast: the program is planned for one dtype; call the step outside autocast, "
+            "and load the model in the dtype to compute in"
+        )
+    vocab = model.spec.vocab
+    inputs = make_inputs(input_ids, labels, document_ids, vocab, weights, several=several)
+    if model.sharded is not None:
+        given = zip(_INPUTS, (input_ids, labels, document_ids, weights), strict=True)
+        same.add({n: repr(x) if x is None else x for n, x in given}, OF_BATCH)
+    longest = int(inputs.position_ids.max()) + 1
+    if model.limit is not None and longest > model.limit:
+        refuse_context(model.boundary.model, longest)
+    same.figures = [longest, inputs.trained]
+    return inputs
+
+
+def _count(same: Agreement, model: PreparedModel, inputs: StepInputs, given: int | None) -> int:
+    """Return the divisor of the sum of losses; at least 1, so the loss is 0 without trained
+    tokens."""
+    if given is not None:
+        return given
+    if inputs.weights is not None:
+        return 1
+    replicas = [0]
+    if model.sharded is not None:
+        replicas = list(model.sharded.ranks.rank.peers("data"))
+    return max(1, sum(same.table[number][1] for number in replicas))

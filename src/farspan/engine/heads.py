@@ -1,0 +1,126 @@
+"""Heads that compute values of every token, by pieces, in place of a loss."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from farspan.attention.backends import accumulate_dtype
+from farspan.engine.gradients import GradientAccumulator
+from farspan.engine.loss import IGNORED, LossHead, pieces_of
+from farspan.hf.stages import CausalLMStages
+from farspan.spec import UnsupportedError
+
+# Maps hidden states [n, hidden] and targets [n, ...] of tokens to values [n, k].
+HeadFunction = Callable[[Tensor, Tensor], Tensor]
+
+# Statistics of a token's distribution, from its scaled logits [n, V], their log-probabilities and
+# the first target id [n]; named as in TRL. Only the entropy has a gradient.
+STATISTICS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "entropy": lambda _, normal, __: -(normal.exp() * normal).sum(-1),
+    "log_sum_sq_probs": lambda _, normal, __: (2 * normal.detach()).logsumexp(-1),
+    "mean_logits": lambda wide, _, __: wide.detach().mean(-1),
+    "is_top1": lambda wide, _, target: wide.detach().argmax(-1) == target,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbs:
+    """Log-probabilities of target ids, and statistics of each token's distribution."""
+
+    temperature: float = 1.0  # divides the logits
+    statistics: tuple[str, ...] = ()  # names in STATISTICS, returned after the log-probabilities
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return log-probabilities [n, k] of targets [n, k] from logits [n, V], 0 at ignored
+        targets, followed by the statistics, [n, 1] each."""
+        wide = logits.to(accumulate_dtype(logits.dtype))
+        if self.temperature != 1.0:
+            wide = wide / self.temperature
+        normal = wide.log_softmax(-1)
+        asked = targets != IGNORED
+        found = normal.gather(1, targets.where(asked, 0)).where(asked, 0)
+        further = (STATISTICS[name](wide, normal, targets[:, 0]) for name in self.statistics)
+        return torch.cat((found, *(values[:, None].to(found.dtype) for values in further)), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TopIds(LogProbs):
+    """The k likeliest of the first `vocab` ids, and their log-probabilities."""
+
+    k: int = 1
+    vocab: int | None = None
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002 - unused
+        """Return [n, 2 k] from logits [n, V]: ids, then log-probabilities, the likeliest first."""
+        normal = logits.to(accumulate_dtype(logits.dtype)).log_softmax(-1)
+        found, ids = normal[:, : self.vocab].topk(self.k, -1)
+        return torch.cat((ids.to(found.dtype), found), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueHead:
+    """Values of every token, and the gradient of a loss computed from them."""
+
+    boundary: CausalLMStages
+    function: LogProbs | HeadFunction
+    piece: int  # tokens whose logits exist at one time
+    parameters: tuple[nn.Parameter, ...]  # trained outside the layers
+    own: tuple[nn.Parameter, ...]  # parameters of `function`
+    # Computes the first value as a step's loss, if it is the label's log-probability.
+    plain: LossHead | None
+
+    def values(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return every token's values [B, C, k] from hidden [B, C, h] and targets [B, C, ...]."""
+        if self.plain is not None and self.function == LogProbs():
+            return -self.plain.losses(hidden, targets)[..., None]
+        with torch.no_grad():
+            spans = pieces_of(hidden, self.piece, self.boundary.vocab)
+            return torch.cat([self._of(hidden[:, at], targets[:, at]) for at in spans], 1)
+
+    def gradient(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        given: Tensor,
+        gradients: GradientAccumulator,
+        own: GradientAccumulator,
+    ) -> Tensor:
+        """Return the gradient of hidden from the gradient `given` of all values [B, C, k] or of the
+        first [B, C, 1]; dW go to `gradients` and `own`."""
+        if self.plain is not None and given.shape[2] == 1:
+            return self.plain.loss_and_gradient(hidden, targets, -given[..., 0], gradients)[1]
+        gradient = torch.zeros_like(hidden)
+        for span in pieces_of(hidden, self.piece, self.boundary.vocab):
+            piece = hidden[:, span].detach().requires_grad_()
+            with torch.enable_grad():
+                values = self._of(piece, targets[:, span])[..., : given.shape[2]]
+            if not values.requires_grad:
+                continue
+            wanted = piece, *self.parameters, *self.own
+            dpiece, *dweights = torch.autograd.grad(
+                values, wanted, given[:, span], allow_unused=True
+            )
+            if dpiece is not None:
+                gradient[:, span] = dpiece
+            count = len(self.parameters)
+            gradients.add(self.parameters, dweights[:count])
+            own.add(self.own, dweights[count:])
+        return gradient
+
+    def _of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        batch, tokens = targets.shape[:2]
+        if isinstance(self.function, LogProbs):
+            rows = self.boundary.logits(hidden).flatten(0, 1)
+            found = self.function(rows, targets.reshape(batch * tokens, -1))
+        else:
+            rows = self.boundary.final(hidden).flatten(0, 1)
+            found = self.function(rows, targets.flatten(0, 1))
+            if not isinstance(found, Tensor) or found.shape[:-1] != rows.shape[:1]:
+                what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+                raise UnsupportedError(
+                    f"head: expected values [{len(rows)}, k] of {len(rows)} tokens, got {what}; "
+                    "return a tensor with a row for each hidden state"
+                )
+        return found.to(accumulate_dtype(self.boundary.dtype)).view(batch, tokens, -1)

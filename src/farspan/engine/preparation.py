@@ -1,0 +1,332 @@
+"""Prepare a model for steps: derive what they need of its present state, anew when it was edited.
+
+`prepare` derives everything in one order; a `PreparedModel` does not change. `Preparations` compare
+the model with the state that it was prepared for, and keep the latest results, as adapters or modes
+are switched.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from farspan.distributed.agreement import Agreement, Described
+from farspan.distributed.context import ParallelContext
+from farspan.distributed.fsdp import Stage
+from farspan.engine.gradients import AccumulatingLinears, adds_products
+from farspan.engine.kernels import AttentionKernels, attention_kernels
+from farspan.engine.parallelize import UNREAD, ShardedModel, described, inside, parallelize
+from farspan.engine.streamed_weights import StreamedWeights, computing_device
+from farspan.hf.describe import describe
+from farspan.hf.edits import Look, first_edit, has_same_parts, look
+from farspan.hf.fused_layers import fuse, spared_layers
+from farspan.hf.stages import CausalLMStages, compile_layers
+from farspan.hf.tiled_mlp import Tokenwise, tokenwise
+from farspan.hf.unsupported import (
+    context_limit,
+    refuse_backward_hooks,
+    refuse_dropout,
+    refuse_model,
+    refuse_places,
+    refuse_untrained,
+)
+from farspan.kernels.launch import fused_for
+from farspan.program.layout import ALONE, streams
+from farspan.spec import Kernels, ModelSpec, Schedule, UnsupportedError
+
+# Preparations kept for recent states of the same modules: one takes 0.3 s for 30 layers on a CPU,
+# and the memory of its programs' objects.
+PREPARATIONS_KEPT = 4
+# Attributes that may change in a sharded model, which cannot be probed again: modes, the numbers of
+# buffers, adapters that are switched off, and fields that do not affect a step. Sharded parameters
+# are checked separately.
+_WHILE_SHARDED = (
+    *("training", "_buffers", "_parameters", "_disable_adapters", "_adapters_disabled"),
+    *UNREAD,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedModel:
+    """A model in one state, with everything that steps derive from it."""
+
+    model: nn.Module  # the user's, with its wrappers
+    boundary: CausalLMStages
+    schedule: Schedule | None  # None: not planned yet
+    sharded: ShardedModel | None
+    weights: StreamedWeights | None  # None: they stay on the device
+    spec: ModelSpec
+    kernels: AttentionKernels
+    settings: Callable[[], AbstractContextManager[Any]]  # of torch, while a program runs
+    fused: bool  # modules run on the device's own kernels
+    linears: AccumulatingLinears
+    spared: frozenset[int]  # layers that can skip their last product
+    tiles: tuple[tuple[Tokenwise, ...], ...]  # of each layer, if the schedule has tiles
+    outer: tuple[nn.Parameter, ...]  # trained outside the layers, as modules have them in a step
+    drops: bool  # a dropout is active
+    limit: int | None  # the longest sequence
+    look: Look
+    programs: dict[Any, Any] = field(default_factory=dict)  # built for it so far, by the runner
+    _accepted: set[bool] = field(default_factory=set)  # whether it may be trained, and evaluated
+
+    def accept(self, *, trains: bool) -> None:
+        """Raise UnsupportedError if the model cannot be trained, or evaluated."""
+        if trains in self._accepted:
+            return
+        model = self.boundary.model
+        if trains and self.sharded is None:  # a rank may train nothing
+            refuse_untrained(model)
+        if trains:
+            refuse_backward_hooks(model, over_ranks=self.sharded is not None)
+        refuse_model(model)
+        self._accepted.add(trains)
+
+    def compare(self, same: Agreement) -> None:
+        """Let ranks compare the model."""
+        if self.sharded is not None:
+            same.add({"model": self._described})
+            idle = self.weights is None or not self.weights.is_updating()
+            self.sharded.compare(same, self.boundary, weights=idle)
+
+    @cached_property
+    def _described(self) -> Described:
+        return described(self.look, self.boundary)
+
+    def is_current(self) -> bool:
+        """Return whether weights in main memory still are where they were."""
+        return self.weights is None or self.weights.is_of(self.boundary)
+
+    def trains(self) -> bool:
+        return any(p.requires_grad for p in self.boundary.model.parameters())
+
+    def marks(self, head: object, own: list[nn.Parameter]) -> object:
+        """Return a value that compares unequal after weights, those of a head (`own`), or the set
+        of trained ones, have changed."""
+        found = [*self.boundary.model.parameters()]
+        if self.sharded is not None:
+            found = [*self.sharded.sharded.parameters().values()]
+        found += own
+        # A DTensor and its shard have separate version counters.
+        shards = [getattr(p, "_local_tensor", p) for p in found]
+        versions = [x._version for x in (*found, *shards)]
+        # A step may have moved the weights unchanged.
+        where = self.weights.has_all() if self.weights else [x.data_ptr() for x in shards]
+        return (
+            look(self.model),
+            look(head) if isinstance(head, nn.Module) else None,
+            versions,
+            where,
+        )
+
+
+def prepare(
+    model: nn.Module,
+    schedule: Schedule | None,
+    wanted: Kernels,
+    *,
+    sharded: ShardedModel | None = None,
+    device: torch.device | str | None = None,
+    weights: StreamedWeights | None = None,
+) -> PreparedModel:
+    """Derive everything that steps need from a model. Raises UnsupportedError if it cannot run in
+    chunks, or not by this schedule.
+
+    Args:
+        model: With weights on the host it moves to main memory.
+        schedule: None if it is not planned yet.
+        wanted: Implementations that the user asks for.
+        sharded: The model as `parallelize` has sharded it.
+        device: The device that computes, if weights are in main memory.
+        weights: Streamed weights to use on, if they are of the model's present state.
+    """
+    on_host = is_on_host(schedule, sharded)
+    boundary = _stages(model, sharded, device, on_host=on_host)
+    _refuse(boundary, sharded)
+    if wanted.compile:
+        compile_layers(boundary)
+    at, dtype = boundary.device, boundary.dtype
+    fused = wanted.fused and fused_for(at, dtype)
+    kernels = attention_kernels(wanted, at, dtype, fused=fused)
+    linears = AccumulatingLinears()
+    if sharded is None or sharded.tensor is None:  # slices of weights have their own shells
+        linears.adds = wanted.accumulate and adds_products(at, dtype)
+        fuse(boundary, wanted, at, *(linears.forward_of,) * linears.adds, linears=linears)
+    spec = describe(boundary.in_place(), at) if sharded is None else sharded.spec
+    streamed = None
+    if on_host:
+        kept = weights if weights is not None and weights.is_of(boundary) else None
+        streamed = kept or StreamedWeights(boundary)
+        spec = streamed.counted(spec)
+    kernels.refuse(spec)
+    if schedule is not None:
+        schedule.group_sizes(len(spec.layers))
+    return PreparedModel(
+        model,
+        boundary,
+        schedule,
+        sharded,
+        streamed,
+        spec,
+        kernels,
+        nullcontext if kernels.is_ready() else kernels.ready,
+        fused,
+        linears,
+        spared_layers(boundary) if fused and sharded is None else frozenset(),
+        _tiles(boundary, schedule, sharded),
+        _outer(boundary, sharded, streamed),
+        _drops(boundary.model),
+        context_limit(boundary.model),
+        _look_at(model, boundary, sharded),
+    )
+
+
+def is_on_host(schedule: Schedule | None, sharded: ShardedModel | None) -> bool:
+    """Return whether whole weights come from main memory."""
+    layout = ALONE if sharded is None else sharded.rank.layout
+    return schedule is not None and streams(schedule, layout)
+
+
+def _stages(
+    model: nn.Module,
+    sharded: ShardedModel | None,
+    device: torch.device | str | None,
+    *,
+    on_host: bool,
+) -> CausalLMStages:
+    boundary = CausalLMStages(model, None if sharded is None else sharded.sharded.device)
+    if not on_host and device is None:
+        return boundary
+    return CausalLMStages(model, computing_device(boundary.device, device, on_host, sharded))
+
+
+def _refuse(boundary: CausalLMStages, sharded: ShardedModel | None) -> None:
+    if boundary.dtype is torch.float16:
+        raise UnsupportedError(
+            "model: float16 gradients of a long sequence's mean loss vanish without loss scaling; "
+            "load the model in bfloat16 or float32"
+        )
+    refuse_dropout(boundary.model, is_cut=sharded is not None and sharded.tensor is not None)
+    if sharded is None:
+        refuse_places(boundary.model)
+
+
+def _drops(model: nn.Module) -> bool:
+    dropouts = (m for m in model.modules() if isinstance(m, nn.Dropout))
+    return any(m.p > 0 and m.training for m in dropouts)
+
+
+def _tiles(
+    boundary: CausalLMStages, schedule: Schedule | None, sharded: ShardedModel | None
+) -> tuple[tuple[Tokenwise, ...], ...]:
+    if schedule is None or schedule.mlp_chunk_size is None:
+        return ()
+    if sharded is None:
+        return tokenwise(boundary.in_place())
+    if not sharded.tiles:
+        raise UnsupportedError(
+            "mlp_chunk_size: the model was sharded without mlp_chunk_size; call parallelize again "
+            "with this schedule"
+        )
+    return sharded.tiles
+
+
+def _outer(
+    boundary: CausalLMStages, sharded: ShardedModel | None, weights: StreamedWeights | None
+) -> tuple[nn.Parameter, ...]:
+    if weights is not None:
+        return weights.trained_outside()
+    if sharded is not None:
+        return sharded.outer_parameters()
+    return tuple(boundary.outer_parameters())
+
+
+def _look_at(model: nn.Module, boundary: CausalLMStages, sharded: ShardedModel | None) -> Look:
+    """Look at the model; at a sharded one without attributes that trainers set."""
+    return look(model) if sharded is None else inside(boundary.model)
+
+
+@dataclass
+class Preparations:
+    """The model as it is prepared now, and as it was prepared for recent states."""
+
+    model: nn.Module
+    schedule: Schedule | None
+    wanted: Kernels
+    sharded: ShardedModel | None
+    whole_on: ParallelContext | None  # ranks that keep whole weights, which may then move
+    device: torch.device | str | None  # that computes, if given
+    now: PreparedModel = field(init=False)
+    _kept: list[PreparedModel] = field(default_factory=list)
+
+    def keep_whole(self) -> None:
+        """Keep the model's weights whole on its ranks, if it is not sharded. Ranks take part."""
+        if self.whole_on is not None:
+            keep = partial(parallelize, stage=Stage.ZERO_0, keep=True, kernels=self.wanted)
+            self.sharded = keep(self.model, self.schedule or Schedule(), self.whole_on)
+
+    def begin(self, weights: StreamedWeights | None = None) -> None:
+        """Prepare the model as it was given. Raises UnsupportedError."""
+        self._prepare(weights)
+        if self.sharded is not None:
+            self.now = self._kept[-1] = replace(self.now, look=self.sharded.look)
+
+    def follow(self, schedule: Schedule) -> None:
+        """Prepare the model for another schedule. Raises UnsupportedError."""
+        was, self.schedule = self.now, schedule
+        self._kept.clear()
+        on_host = is_on_host(schedule, self.sharded)
+        if on_host and self.sharded is None:
+            self.device = was.boundary.device
+        if on_host != (was.weights is not None):
+            self.keep_whole()
+        self.begin(was.weights)
+
+    def accept(self, *, trains: bool) -> PreparedModel:
+        """Return the model as it is now, prepared again if it has changed. Raises UnsupportedError
+        as a new step does, and if it cannot be trained, or evaluated."""
+        was = self.now
+        seen = _look_at(self.model, was.boundary, self.sharded)
+        if self.sharded is not None:
+            self._refuse_edits(self.sharded, seen)
+        if seen != was.look or not was.is_current():
+            self._prepare_for(seen)
+        self.now.accept(trains=trains)
+        return self.now
+
+    def _prepare_for(self, seen: Look) -> None:
+        """Reuse an earlier preparation for the model's present state, or prepare it again."""
+        known = [one for one in self._kept if has_same_parts(one.look, seen)]
+        self._kept = known[-PREPARATIONS_KEPT:]
+        found = next((one for one in known if one.look == seen and one.is_current()), None)
+        if found is None:
+            self._prepare(self.now.weights)
+        else:
+            self.now = found
+
+    def _prepare(self, weights: StreamedWeights | None) -> None:
+        with torch.inference_mode(False):  # cells are probed with a graph
+            self.now = prepare(
+                self.model,
+                self.schedule,
+                self.wanted,
+                sharded=self.sharded,
+                device=self.device,
+                weights=weights,
+            )
+        if self.now.weights is not None:  # their model's device is another from now on
+            self.device = self.now.boundary.device
+        self._kept.append(self.now)
+
+    def _refuse_edits(self, sharded: ShardedModel, seen: Look) -> None:
+        """Check a sharded model's state; its layers cannot be probed again."""
+        sharded.sharded.refuse_replaced(self.now.boundary.model)
+        edit = first_edit(self.now.look, seen, _WHILE_SHARDED) if seen != self.now.look else None
+        if edit is not None:
+            raise UnsupportedError(
+                f"model: {edit} changed after the model was sharded; change the model before "
+                "parallelize, or load and shard it again"
+            )
