@@ -28,7 +28,7 @@ MODELS = f"{ALLOCATOR}src/farspan_memory/compare/"
 # read of it in days. The first number only goes down; raising it takes a decision page, which says
 # what was gained. A file belongs to the package whose path is the longest that it begins with.
 BUDGETS = {
-    "core": (24_200, 20_000),
+    "core": (24_510, 20_000),
     "planner": (11_960, 10_500),
     "train": (15_420, 11_500),
     "posttrain": (830, 1_300),
