@@ -153,8 +153,8 @@ TRUST = (
     ),
     Fault(
         "step: a model that was accepted once is not looked at again",
-        "self.now.accept(trains=trains)",
-        "was.accept(trains=trains)",
+        "_accepted: set[bool] = field(default_factory=set)",
+        "_accepted: set[bool] = field(default_factory=lambda known=set(): known)",
         ("tests/hf/test_adapters.py::test_a_step_that_would_train_nothing_is_refused",),
     ),
     Fault(
