@@ -38,8 +38,6 @@ INSIDE = {
     "sparse.engine": "engine",
     "sparse.index": "engine",
     "sparse.train": "train",
-    # What a cell takes is read by builder and planner.
-    "sparse.sizes": "program",
     "profile": "program",
 }
 HEIGHT = {layer: -row for row, layers in enumerate(ORDER) for layer in layers}

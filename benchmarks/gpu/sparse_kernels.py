@@ -46,7 +46,7 @@ from farspan.sparse.kernel_calls import (
     fused_votes,
 )
 from farspan.sparse.pages import vote
-from farspan.sparse.sizes import VOTE_TILE, PageTile, PageTiles, choose_tiles
+from farspan.sparse.tiles import VOTE_TILE, PageTile, PageTiles, choose_tiles
 from farspan.spec import MEAN, Sparse
 
 Row = dict[str, Any]

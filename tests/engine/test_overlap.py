@@ -102,7 +102,7 @@ def test_states_come_and_go_in_any_order(name: str) -> None:
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slabs of three units, or one page of queries: slots are taken more than once by a cell."""
-    monkeypatch.setattr("farspan.sparse.sizes.SLAB_BYTES", 3 * 4 * 2 * 8 * 4)
+    monkeypatch.setattr("farspan.program.far_sizes.SLAB_BYTES", 3 * 4 * 2 * 8 * 4)
 
 
 @pytest.mark.usefixtures("small_slabs")

@@ -47,7 +47,7 @@ def by_triton(weights: dict[str, Tensor], schedule: Schedule) -> tuple[Outcome, 
     with (
         patch.object(AttentionKernels, "far", far),
         # Slabs of three units, or one page of queries: a cell takes several.
-        patch("farspan.sparse.sizes.SLAB_BYTES", 3 * 4 * 2 * 8 * 4),
+        patch("farspan.program.far_sizes.SLAB_BYTES", 3 * 4 * 2 * 8 * 4),
     ):
         model = model_of(weights)
         return run_step(model, Step(model, schedule, poison=True), DATA), asked

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from farspan.attention.backends import BackwardQueries, accumulate_dtype
 from farspan.engine.memory import LiveStorage
+from farspan.profile.far_sizes import MOST_UNITS, PART_BYTES, far_bytes
+from farspan.program.far_sizes import Far, slab_units
 from farspan.sparse.attend import FarCall
 from farspan.sparse.gathered import FlashPages, Gathered, PlainPages
-from farspan.sparse.sizes import MOST_UNITS, PART_BYTES, Far, far_bytes, slab_units
 from tests.grids import crossed
 from tests.sparse.memory_pages import MemoryPages
 

@@ -28,7 +28,7 @@ from farspan.sparse.kernel_calls import (
     supports,
 )
 from farspan.sparse.pages import vote
-from farspan.sparse.sizes import PageTile
+from farspan.sparse.tiles import PageTile
 from farspan.spec import MEAN, SUPERPAGE, Sparse, UnsupportedError
 from tests.attention.cases import Case, Inputs, Results, make_inputs
 from tests.grids import exhaustive, part_of

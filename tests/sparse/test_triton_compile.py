@@ -27,7 +27,7 @@ from farspan.sparse.kernel_calls import (
     forward_launch,
     fused_votes,
 )
-from farspan.sparse.sizes import PageTiles, choose_tiles, shared_bytes, vote_tile
+from farspan.sparse.tiles import PageTiles, choose_tiles, shared_bytes, vote_tile
 from tests.compiling import Compiler, assembled, compiling, products, spilled, waits
 from tests.grids import exhaustive, part_of
 from tests.sparse.triton_cases import PagedCase, PagedInputs, make_paged

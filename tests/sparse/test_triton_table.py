@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from farspan.sparse.kernel_calls import PageTable
-from farspan.sparse.sizes import (
+from farspan.sparse.tiles import (
     PARTED_VOTE_TILE,
     SMALL_VOTE_TILE,
     TILES,

@@ -26,7 +26,7 @@ from farspan.sparse.kernel_calls import (
     attend_pages_backward,
 )
 from farspan.sparse.pages import Pages, Slab
-from farspan.sparse.sizes import PageTile, PageTiles
+from farspan.sparse.tiles import PageTile, PageTiles
 from tests.attention.cases import Results
 from tests.versions import CANNOT_INTERPRET
 

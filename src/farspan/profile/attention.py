@@ -27,6 +27,7 @@ from farspan.profile.attention_kernels import (
     transpose,
     wide,
 )
+from farspan.profile.far_sizes import far_bytes, fullest_choice_bytes, lesson_bytes, watch_bytes
 from farspan.program.attention_blocks import (
     Block,
     cut_wide,
@@ -35,15 +36,7 @@ from farspan.program.attention_blocks import (
     overlapping,
     plan_blocks,
 )
-from farspan.sparse.sizes import (
-    Far,
-    far_bytes,
-    far_of,
-    fullest_choice_bytes,
-    lesson_bytes,
-    most_units_of,
-    watch_bytes,
-)
+from farspan.program.far_sizes import Far, far_of, most_units_of
 from farspan.spec import LayerSpec, Sparse
 
 

@@ -34,8 +34,10 @@ from torch import Tensor
 from farspan.attention.chunk import AttentionCall
 from farspan.engine.buffers import KVPrefix, ProgramBuffers, StagingBuffers
 from farspan.engine.kernels import AttentionKernels
+from farspan.profile.far_sizes import SAMPLES, WATCHED_KEYS
 from farspan.program import buffer_names as names
 from farspan.program.dependencies import Hazard, Lane
+from farspan.program.far_sizes import Far, far_of, most_units_of, slot_parts
 from farspan.program.program import CHOICE_BYTES, Backward, Forward, Program, aligned
 from farspan.sparse.attend import (
     Attended,
@@ -62,7 +64,6 @@ from farspan.sparse.pages import (
     mean_keys,
     units_of,
 )
-from farspan.sparse.sizes import SAMPLES, WATCHED_KEYS, Far, far_of, most_units_of, slot_parts
 from farspan.spec import LayerSpec, Schedule, Sparse, Tier, UnsupportedError
 
 ROWS = ("k", "v", "dk", "dv")  # parts of a slot that are rows of keys or values
