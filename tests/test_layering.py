@@ -18,28 +18,21 @@ ORDER = (
     {"__main__"},
     {"cli"},
     {"train", "posttrain"},
+    {"sparse"},
     {"checkpoint"},
     {"engine"},
     {"hf", "data", "report"},
-    {"sparse"},
     {"distributed"},
     {"attention", "activations"},
     {"kernels", "losses"},
     {"planner"},
+    {"profile"},
     {"program"},
     {"formatting"},
     {"host", "allocator"},
     {"durable"},
     {"spec", "lazy"},
 )
-# Sparse attention is one package, whose upper parts are the engine's and the run's: the longest
-# name that a module begins with says where it stands.
-INSIDE = {
-    "sparse.engine": "engine",
-    "sparse.index": "engine",
-    "sparse.train": "train",
-    "profile": "program",
-}
 HEIGHT = {layer: -row for row, layers in enumerate(ORDER) for layer in layers}
 TORCH_FREE = (
     *("__init__", "allocator", "durable", "formatting", "host", "lazy", "planner", "profile"),
@@ -47,10 +40,12 @@ TORCH_FREE = (
 )
 TORCH = ("torch", "transformers")
 SEAM = "farspan.lazy"  # the only module that may import by name
-# A user of the seam, and what stands above it and is loaded all the same: whoever plans for `here`
+# A user of the seam, and what stands above it and is loaded all the same: a step with sparse
+# attention asks the package that implements it, whoever plans for `here`
 # has the machine measured, whoever asks for a profile that does not ship has it measured, whoever
 # prints a plan sees its tables. A step that is to choose its schedule asks who chooses a run's.
 UPWARD = {
+    ("farspan.engine.far", "farspan.sparse"),
     ("farspan.planner.api", "farspan.engine.calibrate"),
     ("farspan.planner.request", "farspan.report.plan"),
     ("farspan.engine.step", "farspan.train.planning"),
@@ -83,9 +78,7 @@ def sources_of(package: Path) -> Sources:
 
 def layer(module: str) -> str:
     """`plan` for `farspan.program.layout`; the package itself is the layer `__init__`."""
-    inner = module.partition(".")[2]
-    named = [name for name in INSIDE if f"{inner}.".startswith(f"{name}.")]
-    return INSIDE[max(named, key=len)] if named else inner.split(".")[0] or "__init__"
+    return module.partition(".")[2].split(".")[0] or "__init__"
 
 
 def imports(text: str, known: Sources) -> Iterator[Import]:
@@ -330,8 +323,8 @@ def test_blocking_torch_catches_an_indirect_import(tmp_path: Path) -> None:
         ("farspan.train.trainer", "from farspan import Step"),
         ("farspan.cli", "import farspan"),
         ("farspan.program.layout", "from farspan.utils import chunks"),
-        ("farspan.sparse.pages", "import farspan.sparse.engine"),
-        ("farspan.sparse.engine", "import farspan.sparse.train"),
+        ("farspan.engine.far", "import farspan.sparse.engine"),
+        ("farspan.sparse.engine", "import farspan.train.sparse"),
         ("farspan.utils", ""),
         ("farspan.program.layout", "from farspan.lazy import load\nload('farspan.cli', 'main')"),
     ],

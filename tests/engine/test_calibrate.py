@@ -24,7 +24,6 @@ from farspan.engine.microbench import (
     attention,
     attentions,
     describe_machine,
-    page_curves,
     products,
     softmax,
     weight_products,
@@ -47,6 +46,7 @@ from farspan.planner.machines import (
 )
 from farspan.planner.plans import best_plan
 from farspan.report.plan import plan_view
+from farspan.sparse.measure import page_curves
 from farspan.spec import Curve, LayerSpec, Sparse, UnsupportedError
 from tests.report.cases import text_of
 

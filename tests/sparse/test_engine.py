@@ -9,11 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from farspan.engine.reference import SparseReference, gradients_of, reference_loss
+from farspan.engine.reference import gradients_of, reference_loss
 from farspan.engine.step import Step
 from farspan.program.program import Forward
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.sparse.pages import Candidates, Fraction, RandomPages, Selector, TopK
+from farspan.sparse.reference import SparseReference
 from farspan.spec import SELECTORS, Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import (
     Data,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import farspan
-from farspan.engine.reference import SparseReference, distance, linear_modules
 from farspan.engine.step import Step
 from farspan.engine.verify import VerificationRun, verify
 from farspan.hf.stages import CausalLMStages
 from farspan.sparse.engine import BufferPages, Means
 from farspan.sparse.pages import Candidates, Fraction, RandomPages, TopK, take_most
+from farspan.sparse.reference import SparseReference, distance, linear_modules
 from farspan.spec import Schedule, Sparse, UnsupportedError
 from tests.engine.checks import Data, run_oracle
 from tests.grids import crossed, part_of

@@ -19,6 +19,7 @@ from farspan.distributed.collectives import Pipeline
 from farspan.distributed.tensor import TensorParallel
 from farspan.engine.attention_op import AttentionContext, ChunkAttention, KVWritten
 from farspan.engine.buffers import ProgramBuffers, StagingBuffers
+from farspan.engine.far import FarStep
 from farspan.engine.gradients import (
     AccumulatingLinears,
     GradientAccumulator,
@@ -66,8 +67,6 @@ from farspan.program.program import (
     StoreGradient,
     cell_place,
 )
-from farspan.sparse.engine import SparseRun
-from farspan.sparse.pages import Selector
 from farspan.spec import LayerSpec
 
 
@@ -159,14 +158,13 @@ class Interpreter:
     layers: Layers
     kernels: AttentionKernels
     kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)  # kernels selected so far
-    select: Selector | None = None  # selects pages of sparse attention
-    watched: tuple[int, int] | None = None  # the sparse cell whose attention coverage is measured
+    far: FarStep | None = None  # None: queries see every key
+    watches: bool = False  # measure the coverage of a cell of `far`
     sharded_model: ShardedModel | None = None  # None: a single process
     weights: StreamedWeights | None = None  # None: weights stay on the device
     attention: AttentionContext = field(init=False)
     recurrent: Recurrent = field(init=False)
     pipeline: Pipeline | None = field(init=False, default=None)
-    sparse: SparseRun | None = field(init=False, default=None)
     hidden: dict[int, Tensor] = field(default_factory=dict)
     gradient: dict[int, Tensor] = field(default_factory=dict)
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -188,16 +186,9 @@ class Interpreter:
         self.recurrent = Recurrent(self.boundary, self.program, self.storage, slots, self.attention)
         if ranks is not None and ranks.layout.pipeline > 1:
             self.pipeline = Pipeline(ranks.among("pipeline"))
-        sparse = self.program.schedule.sparse
-        if sparse is not None and self.select is not None:
-            self.sparse = self.attention.sparse = SparseRun(
-                self.storage,
-                slots,
-                sparse,
-                self.select,
-                self.kernels,
-                self.attention.documents,
-                self.watched,
+        if self.far is not None:
+            self.attention.far = self.far.run(
+                self.storage, slots, self.kernels, self.attention.documents, watches=self.watches
             )
 
     def run(self, orders: tuple[Order, ...] | None = None, until: int | None = None) -> Tensor:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from farspan.attention.backends import BlockKernel, accumulate_dtype
+from farspan.attention.far import Seen
 from farspan.distributed.context import agreement
 from farspan.engine.buffers import ProgramBuffers
+from farspan.engine.far import FarStep
 from farspan.engine.gradients import (
     AccumulatingLinears,
     GradientAccumulator,
@@ -44,8 +46,6 @@ from farspan.program.dependencies import Cell, Order, unread_outputs, waits
 from farspan.program.layout import AXES, SEQUENCE
 from farspan.program.program import Backward, Forward, Head, Instruction, Program
 from farspan.program.work import work_of
-from farspan.sparse.engine import Seen, watched_cell
-from farspan.sparse.pages import Selector
 from farspan.spec import LayerSpec, Schedule, Tier, UnsupportedError
 
 LOG = logging.getLogger(__name__)
@@ -124,12 +124,12 @@ class ProgramRunner:
     memory: StepMemory
     copies: CopyEngine
     kernels: AttentionKernels
-    selector: Selector | None
+    far: FarStep | None  # None: dense attention
     progress: Callable[[Progress], None] | None
     # Called when a program with a backward begins; returns a callback for each issued instruction.
     watch: Callable[[Program], Callable[[Instruction], None]] | None = None
     poison: bool
-    watches: bool
+    watches = True  # one cell of a step with `far` measures its coverage
     _schedule: Schedule | None  # None: not planned yet
     _adding: AccumulatingLinears
     _settings: Callable[[], AbstractContextManager[Any]]
@@ -143,7 +143,6 @@ class ProgramRunner:
     neftune_alpha: float | None
     _drops = False  # the model has a dropout that is active
     _running = False
-    _steps = 0
 
     @property
     def arenas(self) -> dict[Tier, Arena]:
@@ -203,8 +202,8 @@ class ProgramRunner:
             loss = interpreter.run(prepared.orders if self.copies.overlap else None)
             if self.sharded_model is not None:
                 self.sharded_model.ranks.among(*AXES).sum(loss)
-        if interpreter.sparse is not None:
-            self._seen = interpreter.sparse.seen or self._seen
+        if interpreter.attention.far is not None:
+            self._seen = interpreter.attention.far.seen or self._seen
         return loss.to(accumulate_dtype(self.boundary.dtype))
 
     def _drawing(self, inputs: StepInputs) -> StepInputs:
@@ -298,8 +297,8 @@ class ProgramRunner:
             layers=self._layers(prepared, gradients, inputs.draws),
             kernels=self.kernels,
             kernel_of=prepared.kernel_of,
-            select=self.selector,
-            watched=self._watched(prepared.program),
+            far=self.far,
+            watches=self.watches and prepared.program.trains(),
             sharded_model=self.sharded_model,
             weights=self.weights,
         )
@@ -342,13 +341,6 @@ class ProgramRunner:
         if self.sharded_model is not None:
             return self.sharded_model.outer_parameters()
         return tuple(self.boundary.outer_parameters())
-
-    def _watched(self, program: Program) -> tuple[int, int] | None:
-        """Return the cell whose attention coverage this step measures; None in an evaluation."""
-        if not self.watches or not program.trains():
-            return None
-        self._steps += 1
-        return watched_cell(program, self._steps - 1)
 
     def _layers(
         self, prepared: PreparedProgram, gradients: GradientAccumulator, draws: Draws | None

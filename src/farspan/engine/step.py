@@ -9,9 +9,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from farspan.attention.far import GivenSelector
 from farspan.distributed.context import OF_BATCH, Agreement, Described, ParallelContext, agreement
 from farspan.distributed.fsdp import Stage
 from farspan.engine.buffers import ProgramBuffers
+from farspan.engine.far import far_step
 from farspan.engine.gradients import AccumulatingLinears, adds_products
 from farspan.engine.kernels import attention_kernels
 from farspan.engine.loss import HeadFunction, LogProbs, StepInputs, TopIds, make_inputs
@@ -56,8 +58,6 @@ from farspan.program.builder import build_evaluation, build_program
 from farspan.program.layout import ALONE, ONLY, streams
 from farspan.program.program import Program
 from farspan.program.strategies import AUTO
-from farspan.sparse.engine import PageFunction, selector_of
-from farspan.sparse.pages import Selector
 from farspan.spec import (
     Kernels,
     LossKind,
@@ -160,7 +160,7 @@ class Step(ProgramRunner):
         poison: bool = False,
         overlap: bool | None = None,
         kernels: Kernels | None = None,
-        selector: Selector | PageFunction | None = None,
+        selector: GivenSelector | None = None,
         ranks: ParallelContext | ShardedModel | None = None,
         device: torch.device | str | None = None,
         weights: StreamedWeights | None = None,
@@ -189,9 +189,7 @@ class Step(ProgramRunner):
         self._tokenwise: tuple[tuple[Tokenwise, ...], ...] = ()
         self._preparations: list[dict[str, Any]] = []
         with agreement(context, "Step: preparing"):
-            sparse = None if self._schedule is None else self._schedule.sparse
-            self.selector = None if sparse is None else selector_of(selector, self.schedule)
-            self.watches = sparse is not None  # one cell per step measures its coverage
+            self.far = None if self._schedule is None else far_step(self._schedule, selector)
             self.boundary = self._stages()
             self._compute_on(self.boundary.device, memory)
             self._prepare()
@@ -598,7 +596,8 @@ class Step(ProgramRunner):
         if sharded is None:
             return
         same.add({"trained_tokens": repr(trained_tokens), "schedule": repr(self._schedule)})
-        same.add({"kernels": repr(self._wanted), **facts_of("selector", self.selector)})
+        select = None if self.far is None else self.far.select
+        same.add({"kernels": repr(self._wanted), **facts_of("selector", select)})
         if draws:
             same.add({"neftune_alpha": repr(self.neftune_alpha)})
             if self._drops or self.neftune_alpha:

@@ -33,13 +33,12 @@ from farspan.profile.model import ModelProfile, Variant
 from farspan.profile.store import Profiles, profiles_of
 from farspan.program import strategies
 from farspan.program.strategies import AUTO
-from farspan.sparse.index import Index
-from farspan.sparse.train import selector_for
 from farspan.spec import Kernels, MachineSpec, ModelSpec, Schedule, Tier, UnsupportedError
 from farspan.train import memory
 from farspan.train.config import RunConfig
 from farspan.train.memory import DeviceMemory, Placed
 from farspan.train.optimizer import TrainingOptimizer
+from farspan.train.sparse import Index, selector_for
 from farspan.train.staged_states import StateBytes
 
 
