@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from farspan.ask import measuring
 from farspan.engine.calibrate import Calibration
 from farspan.engine.memory import PeakMemory
 from farspan.engine.microbench import THOROUGH, Bench, describe_machine
@@ -60,7 +61,7 @@ class Bed:
         self.device, self.dtype = device, dtype
         model: nn.Module = Qwen2ForCausalLM(self.config)
         self.model = model.to(device=device, dtype=dtype).train()
-        profiles = profiles_of(self.config.to_dict(), "agreement")
+        profiles = profiles_of(self.config.to_dict(), "agreement", measuring=measuring)
         self.profile = profiles.of(Variant(self.dtype_name))
         self.clock: Callable[[], float] = time.perf_counter
         if device.type == "cpu":

@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from farspan.planner.api import Request, as_run
+from farspan.ask import Request, as_run
 from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import machine
 from farspan.planner.plans import LEAST, best_plan, longest_contexts, named_schedule

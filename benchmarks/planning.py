@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from farspan.ask import Request
 from farspan.lazy import load
-from farspan.planner.api import Request
 from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.request import Plan
 from farspan.profile.catalog import presets

@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.fit import SECONDS, cell
 from benchmarks.fit_page import CLOSING, OPENING, RESULTS, ROOT, _grid, _reach
+from farspan.ask import Request
 from farspan.formatting import read_tokens, write_seconds
-from farspan.planner.api import Request
 from farspan.planner.feasibility import loss_seconds
 from farspan.planner.plans import LEAST, best_plan, longest_contexts
 from farspan.planner.request import Question

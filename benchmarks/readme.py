@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.fit import cell
 from benchmarks.fit_page import RESULTS, ROOT, _grid, _reach
-from farspan.planner.api import Request
+from farspan.ask import Request
 from farspan.planner.plans import LEAST, longest_contexts
 from farspan.planner.request import Question
 from farspan.program.strategies import GROUPED

@@ -125,7 +125,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Planner, "_make", planned)
 
 
-def first_layers(config: dict[str, Any], _: str) -> Profiles:
+def first_layers(config: dict[str, Any], _: str, **__: Any) -> Profiles:
     """Layers that are alike, which are measured once: a session plans with 16 numbers of them."""
     assert config == {**full().config, "num_hidden_layers": config["num_hidden_layers"]}
     return of_so_many(config["num_hidden_layers"])

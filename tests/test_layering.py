@@ -18,7 +18,7 @@ ORDER = (
     {"__main__"},
     {"cli"},
     {"train", "posttrain"},
-    {"sparse"},
+    {"sparse", "ask"},
     {"checkpoint"},
     {"engine"},
     {"hf", "data", "report"},
@@ -35,22 +35,20 @@ ORDER = (
 )
 HEIGHT = {layer: -row for row, layers in enumerate(ORDER) for layer in layers}
 TORCH_FREE = (
-    *("__init__", "allocator", "durable", "formatting", "host", "lazy", "planner", "profile"),
-    *("program", "report", "spec"),
+    *("__init__", "allocator", "ask", "durable", "formatting", "host", "lazy", "planner"),
+    *("profile", "program", "report", "spec"),
 )
 TORCH = ("torch", "transformers")
 SEAM = "farspan.lazy"  # the only module that may import by name
-# A user of the seam, and what stands above it and is loaded all the same: a step with sparse
-# attention asks the package that implements it, whoever plans for `here`
-# has the machine measured, whoever asks for a profile that does not ship has it measured, whoever
-# prints a plan sees its tables. A step that is to choose its schedule asks who chooses a run's.
+# A user of the seam, and what stands above it and is loaded all the same: whoever prints a plan
+# sees its tables. A step that is to choose its schedule asks who chooses a run's.
 UPWARD = {
-    ("farspan.engine.far", "farspan.sparse"),
-    ("farspan.planner.api", "farspan.engine.calibrate"),
     ("farspan.planner.request", "farspan.report.plan"),
     ("farspan.engine.step", "farspan.train.planning"),
-    ("farspan.profile.store", "farspan.engine.profile"),
 }
+
+# Parts that the package's face gives to layers below them (`lazy.give`), who ask for what they are.
+GIVEN = {"farspan.sparse"}
 
 # A package of its own, which knows nothing of farspan. Of farspan, its command line and its runs
 # name it, when they are used, by way of one module.
@@ -119,6 +117,18 @@ def wrong_direction(sources: Sources) -> list[str]:
             here, there = layer(module), layer(target)
             if here in HEIGHT and here != there and HEIGHT.get(there, 0) >= HEIGHT[here]:
                 found.append(f"{module}:{line}: '{here}' may not import '{there}'")
+    return found
+
+
+def given_parts(sources: Sources) -> list[str]:
+    """Parts that another module than the face gives, or that are not in GIVEN."""
+    found = []
+    for module, text in sources.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "give":
+                names = {a.value for a in node.args[1:] if isinstance(a, ast.Constant)}
+                if module != "farspan" or not names or not names <= GIVEN:
+                    found.append(f"{module}:{node.lineno}: gives {', '.join(map(str, names))}")
     return found
 
 
@@ -262,7 +272,7 @@ def import_without_torch(package: Path, modules: list[str]) -> str:
     "gate",
     [
         *(wrong_direction, private_exports, cycles, hidden_imports, torch_imports),
-        names_of_the_allocator,
+        *(names_of_the_allocator, given_parts),
     ],
 )
 def test_the_package_passes(gate: Callable[[Sources], list[str]]) -> None:
@@ -351,6 +361,13 @@ def test_imports_that_go_down_pass() -> None:
     }
     gates = (wrong_direction, private_exports, cycles, hidden_imports, torch_imports)
     assert [offence for gate in gates for offence in gate(sources)] == []
+
+
+def test_a_given_part_is_found() -> None:
+    give = "from farspan.lazy import give\ngive('far attention', '{}')"
+    assert not given_parts({"farspan": give.format("farspan.sparse")})
+    assert given_parts({"farspan": give.format("farspan.train")})
+    assert given_parts({"farspan.engine.far": give.format("farspan.sparse")})
 
 
 def test_private_export_is_found() -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from benchmarks.children import add_row, words_of
 from benchmarks.gpu.device import dtype_of, give_back
+from farspan.ask import measuring
 from farspan.engine.calibrate import Calibration
 from farspan.engine.kernels import select_kernel
 from farspan.engine.microbench import GLANCE, QUICK, AttentionProblem, Bench
@@ -54,7 +55,7 @@ def run(settings: Mapping[str, Any]) -> None:
     add_row(settings, {"machine_file": to_json(file), "contradiction": wrong})
     give_back(settings["device"])
     bench = Bench(device, effort)
-    profiles = profiles_of(settings["config"], "ceilings")
+    profiles = profiles_of(settings["config"], "ceilings", measuring=measuring)
     layer = profiles.of(Variant(dtype_name(settings["dtype"]))).spec.layers[0]
     for row in products(bench, settings, layer):
         add_row(settings, {"product": row})

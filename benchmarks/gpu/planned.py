@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.children import Row
 from benchmarks.gpu.work import LOGPROBS, QLORA, RANK, SPARSE, STREAMED, Item, Work
-from farspan.planner.api import as_run
+from farspan.ask import as_run, measuring
 from farspan.planner.evaluate import evaluate, useful_flop
 from farspan.planner.machines import machine, preset_of_gpu
 from farspan.planner.plans import best_plan
@@ -144,7 +144,7 @@ class Planner:
     def question(self, tokens: int, layers: int, room: float = ROOM) -> Question:
         device = int(room * self.machine.device_bytes)
         config = self.work.config | {"num_hidden_layers": layers}
-        profiles = profiles_of(config, "works")
+        profiles = profiles_of(config, "works", measuring=measuring)
         question = Question(
             model=profiles.of(Variant(self.work.dtype)).spec,
             run=RunSpec(1, tokens),

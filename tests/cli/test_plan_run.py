@@ -374,7 +374,7 @@ def test_a_place_is_looked_at_before_anything_is_planned(
         raise AssertionError
 
     monkeypatch.setattr("farspan.cli.plan.best_plan", planned_already)
-    monkeypatch.setattr("farspan.planner.api.Request.question", planned_already)
+    monkeypatch.setattr("farspan.ask.Request.question", planned_already)
     file.write_text("mine")
     model = ["plan", "--model", "Qwen2.5-0.5B", "--context", "8K", "--machine", "h200"]
     init = ["init", "Qwen2.5-0.5B", "texts", "--machine", "h200", "-o"]

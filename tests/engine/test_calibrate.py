@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from farspan.ask import Request
 from farspan.engine import calibrate as module
 from farspan.engine import microbench
 from farspan.engine.calibrate import Calibration, _name, _peak, calibrate, here
@@ -30,7 +31,6 @@ from farspan.engine.microbench import (
     workspace,
 )
 from farspan.engine.tiers import Arena
-from farspan.planner.api import Request
 from farspan.planner.machines import (
     BUSY_RATES,
     CURVES,

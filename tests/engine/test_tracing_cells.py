@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from farspan.ask import Request, measuring
 from farspan.engine.trace import NO_TEMPORARIES, meta_model
 from farspan.engine.trace_steps import Recording, TraceRequest, own_strategy, trace_cells
-from farspan.planner.api import Request
 from farspan.planner.evaluate import Sized, size
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.spec import Kernels, Tier, UnsupportedError
@@ -134,7 +134,12 @@ def peak(request: TraceRequest) -> int:
 def test_a_request_is_of_plain_training_or_of_cells() -> None:
     plain, own = (
         TraceRequest(
-            "Qwen2.5-0.5B", (256,), layers=2, strategy=name, recording=Recording(NO_TEMPORARIES)
+            "Qwen2.5-0.5B",
+            (256,),
+            layers=2,
+            strategy=name,
+            recording=Recording(NO_TEMPORARIES),
+            measuring=measuring,
         )
         for name in ("plain", "farspan:plain")
     )

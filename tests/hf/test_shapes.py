@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from farspan.ask import Request
 from farspan.hf.describe import describe, describe_config, describe_shapes, with_work
 from farspan.hf.load import add_adapters, blank_model
 from farspan.hf.stages import CausalLMStages
-from farspan.planner.api import Request
 from farspan.spec import Kernels, LayerWork, ModelSpec, UnsupportedError
 from tests.grids import crossed
 from tests.zoo import COMMON, FAMILIES, make_model
@@ -132,7 +132,7 @@ def test_without_torch_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) 
     def load(_: str, __: str) -> None:
         raise ImportError("No module named 'torch'")
 
-    monkeypatch.setattr("farspan.profile.store.load", load)
+    monkeypatch.setattr("farspan.ask.load", load)
     with pytest.raises(UnsupportedError, match=r"model: profiles of olmo2 .* needs torch"):
         Request({**TINY, "hidden_size": 40}, 64, "h200").question()
 

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 import farspan
+from farspan import ask
+from farspan.ask import Options, Request, as_run
 from farspan.cli import app
-from farspan.planner import api as ask
-from farspan.planner.api import Options, Request, as_run
 from farspan.planner.machines import machine
 from farspan.planner.request import Optimizer
 from farspan.planner.states import gradient_bytes, states

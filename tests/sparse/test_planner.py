@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from farspan.planner.api import Request
+from farspan.ask import Request
 from farspan.planner.evaluate import evaluate, size
 from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.remedies import part_words

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from farspan.planner.api import Request
+from farspan.ask import Request
 from farspan.planner.feasibility import plan_of
 from farspan.planner.prices import (
     FUSED_VOTES,

@@ -18,6 +18,7 @@ from rich.console import RenderableType
 from rich.text import Text
 from typer.core import TyperCommand
 
+from farspan.ask import AS_IN_RUN_FILES, HERE, Request
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
 from farspan.cli.train import MeasuringNotes, with_sparse, with_strategy
 from farspan.data.config import DataConfig, LossConfig, RecordFormat
@@ -33,7 +34,6 @@ from farspan.formatting import (
     write_tokens,
 )
 from farspan.lazy import load
-from farspan.planner.api import AS_IN_RUN_FILES, HERE, Request
 from farspan.planner.machines import HOST_RESERVE, count_of, names_card
 from farspan.planner.machines import names as machine_names
 from farspan.planner.plans import LEAST, best_plan, longest_contexts

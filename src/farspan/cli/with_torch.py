@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from farspan.allocator import allocator_package
+from farspan.ask import measuring
 from farspan.cli import FAILED, USAGE, typer_app
 from farspan.cli.evaluate import product_dtype, subject_of
 from farspan.cli.plan import MODELS
@@ -540,6 +541,7 @@ def trace_command(
             batch=batch,
             dtype=dtype,
             recording=Recording(read_temporaries(temporaries), lasting=weights),
+            measuring=measuring,
         )
     with allocator_package() as package:
         if request is None:

@@ -11,8 +11,10 @@ from farspan.attention.far import FarRun, GivenSelector
 from farspan.engine.buffers import KVPrefix, ProgramBuffers, StagingBuffers
 from farspan.engine.kernels import AttentionKernels
 from farspan.engine.reference import DenseFunction, Function
-from farspan.lazy import load
+from farspan.lazy import given
 from farspan.spec import Curve, Schedule
+
+PART = "far attention"  # of the package
 
 
 class FarStep(Protocol):
@@ -43,7 +45,7 @@ def far_step(schedule: Schedule, selector: GivenSelector | None) -> FarStep | No
     UnsupportedError."""
     if schedule.sparse is None:
         return None
-    found: FarStep = load("farspan.sparse", "SparseStep").of(schedule, selector)
+    found: FarStep = given(PART, "SparseStep").of(schedule, selector)
     return found
 
 
@@ -51,11 +53,11 @@ def function_of(schedule: Schedule, selector: GivenSelector | None, dtype: torch
     """Return the function that a step in `dtype` computes."""
     if schedule.sparse is None:
         return DenseFunction(schedule, dtype)
-    found: Function = load("farspan.sparse", "SparseFunction")(schedule, dtype, selector)
+    found: Function = given(PART, "SparseFunction")(schedule, dtype, selector)
     return found
 
 
 def far_curves(bench: Any, path: str, dtype: torch.dtype) -> dict[str, Curve]:
     """Return measured rates of far attention (`farspan.sparse.measure`)."""
-    found: dict[str, Curve] = load("farspan.sparse", "page_curves")(bench, path, dtype)
+    found: dict[str, Curve] = given(PART, "page_curves")(bench, path, dtype)
     return found

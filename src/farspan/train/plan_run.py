@@ -6,12 +6,12 @@ from typing import Any, TypedDict
 
 from transformers import PretrainedConfig
 
+from farspan.ask import HERE, Request, as_run
 from farspan.engine.profile import profiles_of_model
 from farspan.formatting import write_seconds
 from farspan.hf.load import blank_model, config_for_planning, load_config
 from farspan.hf.quantized import format_of, refuse_untrainable, refuse_whole
 from farspan.hf.unsupported import refuse_dropout, refuse_model, stretched
-from farspan.planner.api import HERE, Request, as_run
 from farspan.planner.machines import with_kernels
 from farspan.planner.plans import best_plan, longest_contexts, plan_as_written
 from farspan.planner.request import Plan, Question

@@ -14,7 +14,7 @@ from farspan.planner.machines import machine as find_machine
 from farspan.planner.plans import best_plan
 from farspan.planner.request import Open, Optimizer, Plan, Question, loss_of, margin_of
 from farspan.profile.model import Variant
-from farspan.profile.store import Profiles, find_profiles, profiles_of
+from farspan.profile.store import Measure, Profiles, find_profiles, profiles_of
 from farspan.program.layout import Layout, sequence_layout
 from farspan.program.strategies import AUTO, check_name
 from farspan.spec import (
@@ -280,18 +280,25 @@ def _profiles(config: str | Path | Mapping[str, Any] | Configuration | Profiles)
     if isinstance(config, Profiles):
         return config
     if isinstance(config, str | Path):
-        return find_profiles(str(config))
+        return find_profiles(str(config), measuring)
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         raise UnsupportedError(
             "config: expected a preset's name, a folder, a file, a hub name, a transformers "
             f"configuration or its fields, got {type(config).__name__}"
         )
     fields = config if isinstance(config, Mapping) else config.to_dict()
-    return profiles_of(fields, str(fields.get("_name_or_path") or fields.get("model_type")))
+    name = str(fields.get("_name_or_path") or fields.get("model_type"))
+    return profiles_of(fields, name, measuring=measuring)
+
+
+def measuring() -> Measure:
+    """Return what measures a model that does not ship; loaded late, since it needs torch."""
+    found: Measure = load("farspan.engine.profile", "measure")
+    return found
 
 
 def _here(progress: Callable[[str], None]) -> MachineSpec:
-    """Measure this machine; loaded late, since it needs torch and is a layer above planning."""
+    """Measure this machine; loaded late, since it needs torch."""
     try:
         measure: Callable[[Callable[[str], None]], MachineSpec] = load(
             "farspan.engine.calibrate", "here"
