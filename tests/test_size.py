@@ -38,7 +38,7 @@ BUDGETS = {
 }
 PACKAGES = {
     SOURCE: "core",
-    **dict.fromkeys((f"{SOURCE}{name}/" for name in ("planner", "profile")), "planner"),
+    **dict.fromkeys((f"{SOURCE}{name}" for name in ("planner/", "profile/", "ask")), "planner"),
     # What measures for the planner: cells, rates of a machine, and traces of a step.
     **dict.fromkeys(
         (f"{SOURCE}engine/{name}" for name in ("profile", "microbench", "calibrate", "trace")),
@@ -46,7 +46,7 @@ PACKAGES = {
     ),
     **dict.fromkeys((f"{SOURCE}{name}/" for name in ("train", "data", "checkpoint")), "train"),
     f"{SOURCE}posttrain/": "posttrain",
-    f"{SOURCE}sparse/": "sparse",
+    **dict.fromkeys((f"{SOURCE}sparse/", f"{SOURCE}program/far_"), "sparse"),
     **dict.fromkeys((f"{SOURCE}{name}/" for name in ("report", "cli")), "people"),
     f"{ALLOCATOR}src/": "allocator",
 }

@@ -175,3 +175,9 @@ def test_reading_what_ships_imports_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_what_cannot_be_measured_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UnsupportedError, match=r"profiles of mine .* give measuring"):
+        Profiles(SMALL, "mine").of(Variant())

@@ -1,16 +1,14 @@
 """Attention of a step that does not see every key (`farspan.attention.far`), by the package that
 implements it: what the engine asks of `farspan.sparse`, which stands above it."""
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from farspan.attention.far import FarRun, GivenSelector
-from farspan.engine.buffers import KVPrefix, ProgramBuffers, StagingBuffers
-from farspan.engine.kernels import AttentionKernels
-from farspan.engine.reference import DenseFunction, Function
+from farspan.engine.attention_op import AttentionContext
+from farspan.engine.buffers import KVPrefix
+from farspan.engine.reference import Function
 from farspan.lazy import given
 from farspan.spec import Curve, Schedule
 
@@ -24,17 +22,8 @@ class FarStep(Protocol):
     def select(self) -> object:
         """What chooses keys: equal on all ranks."""
 
-    def run(
-        self,
-        storage: ProgramBuffers,
-        slots: StagingBuffers,
-        kernels: AttentionKernels,
-        documents: Callable[[int], Tensor | None],
-        *,
-        watches: bool,
-    ) -> FarRun[KVPrefix]:
-        """Return the far attention of one run; `documents` are those of a chunk's queries
-        (`AttentionContext.documents`). With `watches` it measures what one cell sees."""
+    def run(self, context: AttentionContext, *, watches: bool) -> FarRun[KVPrefix]:
+        """Return the far attention of one run. With `watches` it measures what one cell sees."""
 
     def held_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
         """Return the bytes that all runs hold on the device, prepared now as they will use it."""
@@ -52,7 +41,7 @@ def far_step(schedule: Schedule, selector: GivenSelector | None) -> FarStep | No
 def function_of(schedule: Schedule, selector: GivenSelector | None, dtype: torch.dtype) -> Function:
     """Return the function that a step in `dtype` computes."""
     if schedule.sparse is None:
-        return DenseFunction(schedule, dtype)
+        return Function(schedule, dtype)
     found: Function = given(PART, "SparseFunction")(schedule, dtype, selector)
     return found
 

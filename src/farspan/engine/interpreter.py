@@ -187,9 +187,7 @@ class Interpreter:
         if ranks is not None and ranks.layout.pipeline > 1:
             self.pipeline = Pipeline(ranks.among("pipeline"))
         if self.far is not None:
-            self.attention.far = self.far.run(
-                self.storage, slots, self.kernels, self.attention.documents, watches=self.watches
-            )
+            self.attention.far = self.far.run(self.attention, watches=self.watches)
 
     def run(self, orders: tuple[Order, ...] | None = None, until: int | None = None) -> Tensor:
         """Run the remaining instructions, or those before `until`; return the mean loss (float64

@@ -119,54 +119,34 @@ class Approximation:
     dense_error: dict[str, dict[str, float]]  # by layer, by the name of a linear module in it
 
 
-class Function(Protocol):
-    """The function that a step of a schedule computes, for plain autograd and for the step."""
+@dataclass(slots=True)
+class Function:
+    """The function that a step of a schedule computes, for plain autograd and for the step: here
+    of dense attention."""
 
     schedule: Schedule
     dtype: torch.dtype  # of the step
 
     def exact(self) -> Attention:
         """Return its attention in float64, which runs first."""
+        return reference
 
     def again(self) -> Attention:
         """Return the same attention for the model's own precision."""
+        return self.exact()
 
     def in_double(self) -> Self:
         """Return the function of the same schedule's step in float64."""
-
-    def selector(self, model: nn.Module, batch: int, tokens: int) -> GivenSelector | None:
-        """Return the selector of a step of this shape."""
-
-    def rule(self) -> str:
-        """Describe the comparison, as the end of a limit's rule."""
-
-    def approximation(
-        self, model: nn.Module, tokens: int, found: Outcome, dense: Outcome
-    ) -> Approximation | None:
-        """Return the errors of a step against dense attention; None: its attention is dense."""
-
-
-@dataclass(slots=True)
-class DenseFunction:
-    """Implements `Function` for dense attention."""
-
-    schedule: Schedule
-    dtype: torch.dtype
-
-    def exact(self) -> Attention:
-        return reference
-
-    def again(self) -> Attention:
-        return reference
-
-    def in_double(self) -> Self:
         return replace(self, dtype=torch.float64)
 
-    def selector(self, *_: object) -> None:
+    def selector(self, *_: Any, **__: Any) -> GivenSelector | None:
+        """Return the selector of a step of a model, a batch and tokens."""
         return None
 
     def rule(self) -> str:
+        """Describe the comparison, as the end of a limit's rule."""
         return ""
 
-    def approximation(self, *_: object) -> None:
+    def approximation(self, *_: Any, **__: Any) -> Approximation | None:
+        """Return the errors of a step's outcome against one with dense attention."""
         return None

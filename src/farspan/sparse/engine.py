@@ -33,8 +33,8 @@ from torch import Tensor
 
 from farspan.attention.chunk import AttentionCall
 from farspan.attention.far import GivenSelector, Mass, Seen
-from farspan.engine.buffers import KVPrefix, ProgramBuffers, StagingBuffers
-from farspan.engine.kernels import AttentionKernels
+from farspan.engine.attention_op import AttentionContext
+from farspan.engine.buffers import KVPrefix, ProgramBuffers
 from farspan.profile.far_sizes import SAMPLES, WATCHED_KEYS
 from farspan.program import buffer_names as names
 from farspan.program.attention_blocks import Block, near_blocks
@@ -354,19 +354,10 @@ class SparseStep:
         assert schedule.sparse is not None, "attention is sparse"
         return cls(schedule.sparse, selector_of(given, schedule))
 
-    def run(
-        self,
-        storage: ProgramBuffers,
-        slots: StagingBuffers,
-        kernels: AttentionKernels,
-        documents: Callable[[int], Tensor | None],
-        *,
-        watches: bool,
-    ) -> "SparseRun":
-        cell = None
-        if watches:
-            cell, self.watched = watched_cell(storage.program, self.watched), self.watched + 1
-        return SparseRun(storage, slots, self.sparse, self.select, kernels, documents, cell)
+    def run(self, context: AttentionContext, *, watches: bool) -> "SparseRun":
+        cell = watched_cell(context.program, self.watched) if watches else None
+        self.watched += watches
+        return SparseRun(context, self.sparse, self.select, cell)
 
     def held_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
         """Return the bytes of an index."""
@@ -425,21 +416,18 @@ class SparseCell:
     means: Means | None = None
     index: LayerIndex | None = None  # compares pages; None: their means do
     learner: LayerIndex | None = None  # the index if it learns
-    chosen: bool = False  # the choice is made
+    chooses: bool = False  # the choice is still to be made
     at_hand: BufferPages | None = None  # from `begin` on
 
     def begin(self, keys: KVPrefix) -> None:
         """Prepare for the cell's attention or backward: known pages are fetched ahead."""
         self.at_hand = self.run.pages(self.i, self.means, keys)
-        if self.choice is not None and not self._chooses():
+        if self.choice is not None and not self.chooses:
             self.at_hand.begin(self.choice)
 
     def begin_backward(self, i: Backward, keys: KVPrefix) -> None:
         self.choice = self.run.choice(i)
         self.begin(keys)
-
-    def _chooses(self) -> bool:
-        return self.i.chooses and not self.chosen
 
     def note(self, k: Tensor) -> None:
         """Store the means of a chunk's k [C, B, Hk, D], which was just written."""
@@ -452,17 +440,17 @@ class SparseCell:
         """Return out and lse as `attention.chunk.attend` does."""
         call, pages = self.run.call(self.i, dense), self.at_hand
         assert pages is not None
-        chooses = self._chooses()
-        if chooses:
+        chose = self.chooses
+        if chose:
             assert self.choice is not None
             voting = q if self.index is None else self.index.of_queries(q)
             _keep(choose(call, voting, pages), self.choice)
             del voting
-            self.chosen = True
+            self.chooses = False
         out, lse = attend_sparse(call, q, k, v, self._choice(q, pages), pages, sinks)
-        if chooses and self.learner is not None:
+        if chose and self.learner is not None:
             self._learn(self.learner, call, q, lse, pages)
-        if chooses and (self.i.layer, self.i.chunk) == self.run.watched:
+        if chose and (self.i.layer, self.i.chunk) == self.run.watched:
             pages.prefix.done()
             self.run.watch(self.i, call, q, k, lse, sinks)
         return out, lse
@@ -514,14 +502,12 @@ def _keep(found: Tensor, kept: Tensor) -> None:
 class SparseRun:
     """Implements `attention.far.FarRun`. Equal layers of a chunk share calls."""
 
-    storage: ProgramBuffers
-    slots: StagingBuffers
+    context: AttentionContext
     sparse: Sparse
     select: Selector
-    kernels: AttentionKernels
-    documents: Callable[[int], Tensor | None]  # of a chunk: see `sparse_call`
     watched: tuple[int, int] | None = None  # the cell whose seen mass is measured
     seen: Callable[[], Seen] | None = None  # makes the CPU wait
+    storage: ProgramBuffers = field(init=False)
     page_slots: PageSlots = field(init=False)
     index: Mapping[int, LayerIndex] | None = field(init=False, default=None)  # as cells use it
     learner: Index | None = field(init=False, default=None)  # the index if it learns
@@ -529,10 +515,11 @@ class SparseRun:
     calls: dict[tuple[LayerSpec, float], SparseCall] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.storage = self.context.storage
         self.page_slots = PageSlots(self.storage)
         if isinstance(self.select, Index):
             self.select.refuse_misfit(self.storage.program.model.layers, self.sparse.index_dim)
-            self.index = self.select.at(self.kernels.device, self.storage.dtype)
+            self.index = self.select.at(self.context.kernels.device, self.storage.dtype)
             learns = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             if learns and self.select.learns():
                 refuse_keys_on_host(self.storage.program.schedule)
@@ -558,7 +545,7 @@ class SparseRun:
             shape = program.schedule.chunk // tokens, batch, spec.kv_heads, dim
             each = self.sparse.page // tokens
             means = Means(storage.cells(i.means, shape, storage.dtype), tokens, each, index)
-        return SparseCell(self, i, self.choice(i), means, index, learner)
+        return SparseCell(self, i, self.choice(i), means, index, learner, i.chooses)
 
     def near(self, spec: LayerSpec, blocks: tuple[Block, ...], start: int) -> tuple[Block, ...]:
         return near_blocks(blocks, self.sparse, start) if spec.window is None else blocks
@@ -589,10 +576,9 @@ class SparseRun:
         spec = self.storage.program.model.layers[i.layer]
         key = spec, dense.scale
         if key not in self.calls:
-            kernel = far_kernel(self.kernels.device, self.kernels.dtype, spec)
-            self.calls[key] = sparse_call(
-                self.sparse, dense, self.select, kernel, self.documents(i.chunk)
-            )
+            kernels, documents = self.context.kernels, self.context.documents(i.chunk)
+            kernel = far_kernel(kernels.device, kernels.dtype, spec)
+            self.calls[key] = sparse_call(self.sparse, dense, self.select, kernel, documents)
         return self.calls[key]
 
     def watch(
@@ -603,7 +589,7 @@ class SparseRun:
         start = call.near.q_start
         block = min(self.storage.program.schedule.kv_block, WATCHED_KEYS)
         spans = [(first, min(first + block, start)) for first in range(0, start, block)]
-        prefix = KVPrefix(self.storage, self.slots, i.layer, i.prefix)
+        prefix = KVPrefix(self.storage, self.context.slots, i.layer, i.prefix)
         prefix.begin(spans)
         mass = seen_mass(call, q, k, lse, prefix, sampled(q.shape[2], SAMPLES), spans, sinks)
         prefix.done()

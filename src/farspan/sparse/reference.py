@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from farspan.attention.backends import reference
 from farspan.attention.far import GivenSelector
-from farspan.engine.reference import Approximation, Attention, Gradients, Outcome
+from farspan.engine.reference import Approximation, Attention, Function, Gradients, Outcome
 from farspan.hf.describe import describe
 from farspan.hf.stages import CausalLMStages
 from farspan.program.builder import build_program
@@ -26,7 +26,7 @@ from farspan.sparse.engine import selector_of
 from farspan.sparse.gathered import Gathered, PlainPages
 from farspan.sparse.index import Index, reading
 from farspan.sparse.pages import Candidates, Checked, Selector, mean_keys
-from farspan.spec import RunSpec, Schedule, Sparse
+from farspan.spec import RunSpec, Sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +97,10 @@ class SparseReference:
 
 
 @dataclass(slots=True)
-class SparseFunction:
-    """Implements `engine.reference.Function` for sparse attention. In float64 plain autograd and
-    the step choose their own pages. In lower precision both use the choices of `exact`."""
+class SparseFunction(Function):
+    """The function of sparse attention. In float64 plain autograd and the step choose their own
+    pages. In lower precision both use the choices of `exact`."""
 
-    schedule: Schedule
-    dtype: torch.dtype
     given: GivenSelector | None
     choices: list[Tensor] | None = None  # by layer, then by chunk
 
