@@ -291,10 +291,16 @@ def _profiles(config: str | Path | Mapping[str, Any] | Configuration | Profiles)
     return profiles_of(fields, name, measuring=measuring)
 
 
-def measuring() -> Measure:
-    """Return what measures a model that does not ship; loaded late, since it needs torch."""
-    found: Measure = load("farspan.engine.profile", "measure")
-    return found
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """Loads what measures a model that does not ship: it needs torch. A value that ranks send."""
+
+    def __call__(self) -> Measure:
+        found: Measure = load("farspan.engine.profile", "measure")
+        return found
+
+
+measuring = Measuring()
 
 
 def _here(progress: Callable[[str], None]) -> MachineSpec:
