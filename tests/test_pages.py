@@ -47,7 +47,7 @@ def test_a_table_follows_its_record() -> None:
 
 def makers() -> dict[str, str]:
     """What makes each record, as the page of the benchmarks says."""
-    found = {}
+    found: dict[str, str] = {}
     for line in (BENCHMARKS / "README.md").read_text("utf-8").splitlines():
         if line.startswith("| `"):
             names, made_by = line.strip("| ").split(" | ")

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import performance
 from benchmarks.gpu.session import is_headline
 from benchmarks.performance import PUBLISHED
-from benchmarks.tables import filled
+from benchmarks.tables import filled, load
 from farspan.planner.machines import machine
 
 
@@ -53,7 +53,7 @@ def test_plans_by_rates_under_load_were_right() -> None:
 
 def test_kernels_of_sparse_attention_are_the_records() -> None:
     """The table, presets that price by it, and nothing that failed, was wrong or spilled."""
-    record = json.loads((performance.RESULTS / "sparse_kernels_h100.json").read_text("utf-8"))
+    record = load("sparse_kernels_h100")
     rows = [row for row in record["rows"] if row["kernel"] != "compiling"]
     assert not any("failed" in row for row in rows)
     assert all(row.get("right", True) for row in rows)
