@@ -9,8 +9,9 @@ backward, so that no more than one piece's logits exist.
 
 import importlib.util
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -18,8 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from benchmarks.children import Row, add_row
 from benchmarks.gpu.device import make_model, synchronize
@@ -56,7 +60,9 @@ class Baseline:
         # transformers is renaming this; both names take the same settings.
         enable: Any = getattr(self.model, "activation_checkpointing_enable", None)
         enable = enable or self.model.gradient_checkpointing_enable
-        kept = {"context_fn": keep_attention} if place is Place.KEPT else {}
+        kept: dict[str, Any] = {}
+        if place is Place.KEPT:
+            kept["context_fn"] = partial(create_selective_checkpoint_contexts, keep_attention)
         enable({"use_reentrant": False, **kept})
 
     def words(self) -> Row:
@@ -132,42 +138,11 @@ def piece_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 
-# -- attention that is kept ----------------------------------------------------------------------
-
-
-def keep_attention() -> tuple["Keeping", "Giving"]:
-    """Return what surrounds a layer's forward, and what surrounds it when it is computed again:
-    for `context_fn` of torch.utils.checkpoint, which asks once for each layer."""
-    kept: list[Any] = []
-    return Keeping(kept), Giving(kept)
-
-
-class Keeping(TorchDispatchMode):
-    """A layer's forward: what attention gives is kept."""
-
-    def __init__(self, kept: list[Any]) -> None:
-        super().__init__()
-        self.kept = kept
-
-    def __torch_dispatch__(
-        self, op: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        found = op(*args, **(kwargs or {}))
-        if is_attention(op):
-            # Not what autograd is about to give a history.
-            self.kept.append([x.detach() if isinstance(x, Tensor) else x for x in found])
-        return found
-
-
-class Giving(Keeping):
-    """The same again: what attention gave is taken in its place."""
-
-    def __torch_dispatch__(
-        self, op: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if not is_attention(op):
-            return op(*args, **(kwargs or {}))
-        return tuple(self.kept.pop(0))
+def keep_attention(_: Any, op: Any, *args: Any, **named: Any) -> CheckpointPolicy:
+    """Which operators a checkpoint keeps the results of: attention's, and no others'."""
+    del args, named
+    kept, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    return kept if is_attention(op) else again
 
 
 def is_attention(op: Any) -> bool:
