@@ -72,9 +72,7 @@ ELSEWHERE = {
     "pip install .": "tests/test_wheel.py",
     "pip install trl==1.16.0 accelerate==1.15.0 deepspeed==0.19.8": "with a network",
     "python -m benchmarks.peers --out peers.json": "tests/test_peers.py",
-    "python -m benchmarks.gpu --out gpu.json": "tests/test_gpu_tiny.py",
-    "python -m benchmarks.gpu --out gpu.json --resume": "tests/test_gpu_tiny.py",
-    "python -m benchmarks.gpu --show gpu.json": "tests/test_gpu_show.py",
+    "python -m benchmarks.gpu.hour --out records": "tests/test_gpu_hour.py",
     "python -m benchmarks.gpu.hour --plan --record benchmarks/results/gpu_h100.json": (
         "tests/test_gpu_hour.py"
     ),
@@ -82,7 +80,6 @@ ELSEWHERE = {
     "--host-memory 105GiB --out records": "tests/test_gpu_hour.py",
     "python -m benchmarks.gpu.pack build/gpu": "tests/test_gpu_hour.py",
     "python -m benchmarks.performance records/gpu.json": "tests/test_gpu_hour.py",
-    "python -m benchmarks.gpu.probe --out probe.json": "tests/test_gpu_probe.py",
     "python -m benchmarks.gpu_allocator --out FILE": (
         "packages/farspan-memory/tests/test_gpu_allocator.py"
     ),

@@ -35,6 +35,7 @@ BUDGETS = {
     "sparse": (4_280, 4_300),
     "people": (5_450, 4_500),
     "allocator": (3_600, 4_200),  # without its C++ and MODELS, which are 1,191 more
+    "benchmarks": (8_890, 6_500),  # without the allocator's, which go with their package
 }
 PACKAGES = {
     SOURCE: "core",
@@ -49,6 +50,7 @@ PACKAGES = {
     **dict.fromkeys((f"{SOURCE}sparse/", f"{SOURCE}program/far_"), "sparse"),
     **dict.fromkeys((f"{SOURCE}{name}/" for name in ("report", "cli")), "people"),
     f"{ALLOCATOR}src/": "allocator",
+    "benchmarks/": "benchmarks",
 }
 SMALL = 80  # lines; a module that has fewer and one importer belongs in it
 # Small modules with one importer that stand alone all the same, and why.

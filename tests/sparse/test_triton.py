@@ -8,13 +8,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import pad
 
-from benchmarks.gpu import sparse_kernels
 from farspan.attention.backends import BackwardQueries
 from farspan.sparse.attend import FarCall
 from farspan.sparse.kernel_calls import (
@@ -246,20 +244,6 @@ def test_fused_votes_are_those_of_the_formula(
     assert relative_error(found, exact) <= 8 * torch.finfo(torch.float32).eps
     if plain is not None:
         assert relative_error(plain, exact) <= 8 * torch.finfo(torch.float32).eps
-
-
-def benchmark_rows() -> list[dict[str, Any]]:
-    return list(sparse_kernels.rows((), tiny=True))
-
-
-def test_the_benchmark_runs_and_all_that_it_measures_is_right(
-    interpreted: ProcessPoolExecutor,
-) -> None:
-    rows = interpreted.submit(benchmark_rows).result()
-    assert {row["kernel"] for row in rows} >= {*sparse_kernels.KERNELS, "dense flash"}
-    for row in rows:
-        assert "failed" not in row, row
-        assert row.get("right", True), row
 
 
 def spread(x: torch.Tensor) -> torch.Tensor:
