@@ -224,7 +224,9 @@ def tutorial() -> str:
 def smaller(line: str) -> str:
     for pattern, replacement in SMALLER:
         line = re.sub(pattern, replacement, line)
-    if line.startswith("farspan plan ") and not re.search("--strategy|--max-context|--sparse", line):
+    if line.startswith("farspan plan ") and not re.search(
+        "--strategy|--max-context|--sparse", line
+    ):
         line += " --strategy oomb"  # seconds of search, which tests of the planner have
     return line
 

@@ -62,7 +62,7 @@ def crash(root: Path, *numbers: int) -> dict[str, Any]:
 
 
 def test_every_trial_was_killed_and_then_ended(report: dict[str, Any]) -> None:
-    assert len(report["trials"]) > 10
+    assert len(report["trials"]) > 6
     for trial in report["trials"]:
         name = report["names"][trial["at"]]
         assert (trial["first"], trial["second"]) == (signal.SIGKILL, 0), (trial["at"], name)

@@ -162,9 +162,9 @@ def loop_of(run: RunConfig, loss: LossConfig) -> tuple[nn.Module, list[dict[str,
 @pytest.mark.parametrize(
     "loss",
     [
-        of("dpo", reference="frozen"),
+        exhaustive(of("dpo", reference="frozen")),
         of("dpo", reference="stored", beta=0.5, by_length=True),
-        of("ipo"),
+        exhaustive(of("ipo")),
         of("orpo", beta=0.3),
     ],
     ids=lambda loss: f"{loss.kind} {loss.compared()}",
