@@ -44,7 +44,11 @@ SMALLER = (
     (r"--layers 4", "--layers 1"),
     (r"(memory trace .*--contexts) 64K,48K,56K", r"\1 4K,3K --layers 1"),
     (r"(evaluate .*)--context 1M", r"\1--context 512"),
-    (r"(verify .*--text books --context) 4K", r"\1 1K"),
+    (r"(verify .*--text books --context) 4K", r"\1 512"),
+    (r"(verify run.yaml --context) 2048 --chunk 300", r"\1 512 --chunk 75"),
+    (r"(verify run.yaml --context) 1024 --chunk 200", r"\1 256 --chunk 50"),
+    (r"verify run.yaml --dtype", r"verify run.yaml --context 256 --dtype"),
+    (r"(verify .*--sparse page=16.* --context) 1024", r"\1 256"),
     (r"run.yaml --from runs/first", "next.yaml --from runs/run"),
     (r"step-00000200", "step-00000002"),
     (r"--nproc-per-node \d", "--nproc-per-node 2"),
@@ -62,6 +66,7 @@ CODES = {
 # test that is not there, fails.
 ELSEWHERE = {
     "make check": "every submission",
+    "make durations": "tests/test_durations.py",
     "make format": "it rewrites the sources",
     "make mutants": "tests/mutants: minutes",
     "make native-test": "packages/farspan-memory/tests/native: minutes",
@@ -225,7 +230,7 @@ def smaller(line: str) -> str:
     for pattern, replacement in SMALLER:
         line = re.sub(pattern, replacement, line)
     if line.startswith("farspan plan ") and not re.search(
-        "--strategy|--max-context|--sparse", line
+        "--strategy|--max-context|--sparse|--weights", line
     ):
         line += " --strategy oomb"  # seconds of search, which tests of the planner have
     return line

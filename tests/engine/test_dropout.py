@@ -36,11 +36,14 @@ from tests.planner.test_walk import CLOSE, INDEX, SCHEDULES, measured
 from tests.ranks import run_ranks
 from tests.zoo import make_model
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing:FutureWarning",
-    "ignore:fan_in_fan_out:UserWarning",
-    "ignore:.torch.jit.script_method:DeprecationWarning",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:.is_gradient_checkpointing:FutureWarning",
+        "ignore:fan_in_fan_out:UserWarning",
+        "ignore:.torch.jit.script_method:DeprecationWarning",
+    ),
+]
 CPU = torch.device("cpu")
 LAYERS, TOKENS, SEED, P = 4, 45, 7, 0.3
 EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -27,6 +27,8 @@ from tests.oracles.check_order import check_order
 from tests.oracles.contents import ProgramError
 from tests.zoo import LAYERS, shared_model
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 42  # of four chunks the last is not full
 DATA = draw(TOKENS, batch=2, documents=4)
 BASE = Schedule(chunk=11, groups=2, kv_block=7)

@@ -33,6 +33,8 @@ from tests.grids import part_of
 from tests.numerics import EXACT
 from tests.zoo import make_model, shared_model
 
+pytestmark = pytest.mark.slow
+
 SCHEDULE = Schedule(
     chunk=16, groups=2, attention_save_fraction=0.4, activation_save_fraction=0.3, kv_block=24
 )

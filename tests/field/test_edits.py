@@ -39,6 +39,8 @@ from tests.engine.checks import (
 from tests.grids import examples, part_of
 from tests.zoo import make_model
 
+pytestmark = pytest.mark.slow
+
 SCHEDULE = Schedule(chunk=8, groups=2, activation_save_fraction=0.5, loss_chunk_size=5)
 DATA = draw(20, batch=2, documents=2)
 Edit = Callable[[Any], object]

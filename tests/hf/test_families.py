@@ -17,7 +17,7 @@ from tests.grids import crossed, part_of
 from tests.numerics import EXACT, relative_error
 from tests.zoo import FAMILIES, WINDOW, make_model, shared_model
 
-pytestmark = pytest.mark.usefixtures("float64_throughout")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64_throughout")]
 
 # The chunk is no multiple of the window, nor of the block of keys; lengths are no multiple of it.
 PLAIN = Schedule(chunk=16, groups=1)

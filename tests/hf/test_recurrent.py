@@ -25,6 +25,8 @@ from tests.hf.test_refused import refusal
 from tests.numerics import EXACT, relative_error
 from tests.zoo import COMMON, RECURRENT, make_model
 
+pytestmark = pytest.mark.slow
+
 # Blocks of keys are smaller than chunks, so a state comes from host in several.
 BLOCKS = Schedule(
     chunk=11, groups=2, kv=Tier.HOST, kv_block=4, boundary_inputs=Tier.DEVICE, attention_open=True

@@ -45,7 +45,10 @@ from tests.sparse.triton_cases import (
     run_paged_twice,
 )
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
+]
 
 HALF = torch.float16
 PLAIN = PagedCase()

@@ -23,6 +23,8 @@ from tests.numerics import EXACT, relative_error
 from tests.sparse.test_engine import run_sparse_oracle
 from tests.zoo import VOCAB, make_model, shared_model
 
+pytestmark = pytest.mark.slow
+
 SPARSE = Sparse(page=4, budget=8, recent=4, sinks=4)
 SCHEDULE = Schedule(chunk=16, groups=2, attention_save_fraction=0.4, kv_block=24, sparse=SPARSE)
 RUN = VerificationRun(batch=2, tokens=61, documents=2)

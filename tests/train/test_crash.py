@@ -11,6 +11,8 @@ from tests.grids import exhaustive
 from tests.ranks import PROCESSES
 from tests.train.crash import report as write_report
 
+pytestmark = pytest.mark.slow
+
 # Of the eighty moments that only sync a file or compute a cell; of the others a tenth of it.
 STRIDES = (exhaustive(1), 99)
 # Moments of a run whose states are on disk, drawn at random.

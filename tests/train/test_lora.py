@@ -34,6 +34,8 @@ from tests.ranks import run_ranks
 from tests.train.test_ranks import WIDE
 from tests.train.tiny import Quiet, Stopped, Stopping, memory_of, tiny_run
 
+pytestmark = pytest.mark.slow
+
 LORA = LoraConfig(rank=4)
 ADAPTER = "adapter_model.safetensors"
 

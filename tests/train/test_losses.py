@@ -39,6 +39,8 @@ from tests.train.planner import planned_components
 from tests.train.test_ranks import WIDE
 from tests.train.tiny import Quiet, Stopped, Stopping, documents
 
+pytestmark = pytest.mark.slow
+
 PAIRS = [
     {"prompt": f"{n}? ", "chosen": "yes " * (1 + n % 3), "rejected": "no " * (1 + n % 4)}
     for n in range(10)

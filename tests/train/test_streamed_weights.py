@@ -51,6 +51,8 @@ from tests.train.test_ranks import interrupted
 from tests.train.tiny import MODEL, Quiet, Stopped, Stopping, load_tiny, replaced, tiny_run
 from tests.zoo import make_model
 
+pytestmark = pytest.mark.slow
+
 RESIDENT = ScheduleConfig(strategy="grouped", chunk=16)
 STREAMED = replace(RESIDENT, weights=Tier.HOST)
 BF16 = ModelConfig(config=MODEL, dtype=DType.BFLOAT16)
