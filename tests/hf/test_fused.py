@@ -336,6 +336,13 @@ def _errors(family: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[st
     of the kernels, in two steps, and of PyTorch's operators."""
     assert os.environ["TRITON_INTERPRET"] == "1"
     torch.use_deterministic_algorithms(False)
+    try:
+        return _measured(family, dtype, changes)
+    finally:
+        torch.use_deterministic_algorithms(True)  # as the others of this process have it
+
+
+def _measured(family: str, dtype: torch.dtype, changes: dict[str, Any]) -> dict[str, list[float]]:
     exact = make_model(family, torch.float64, **changes)
     model: Any = make_model(family, torch.float64, **changes)
     model = model.to(dtype)
