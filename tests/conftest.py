@@ -53,6 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.shuffle is not None:
         shuffle(items, Random(config.option.shuffle))
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker(pytest.mark.slow)  # so that -m 'not slow' leaves it out
     if torch.cuda.is_available():
         return
     for item in items:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import durations
-from tests.conftest import shuffle
+from tests.conftest import pytest_collection_modifyitems, shuffle
 from tests.durations import BUDGETS, ROOT, Durations, Seconds, package_of, summed, table, too_dear
 
 TESTS: dict[str, Seconds] = {
@@ -101,6 +101,21 @@ def test_a_whole_run_beyond_its_budget_fails(
         written.pytest_sessionfinish(session)
         assert bool(session.exitstatus) == fails
     assert capsys.readouterr().out.count("tests took 9 s of CPU") == 1
+
+
+def test_what_is_exhaustive_is_slow() -> None:
+    """`-m "not slow"` stands in place of the default, which leaves out the exhaustive."""
+    marked: dict[str, list[str]] = {"exhaustive": [], "fast": []}
+    items: Any = [
+        SimpleNamespace(
+            get_closest_marker=lambda name, own=own: name == own or None,
+            add_marker=lambda mark, own=own: marked[own].append(mark.name),
+        )
+        for own in marked
+    ]
+    config: Any = SimpleNamespace(option=SimpleNamespace(shuffle=None))
+    pytest_collection_modifyitems(config, items)
+    assert marked == {"exhaustive": ["slow"], "fast": []}
 
 
 def test_another_order_keeps_files_together() -> None:
