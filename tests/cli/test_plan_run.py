@@ -32,6 +32,7 @@ from farspan.train.config import StatesPlace, load_run
 from farspan.train.plan_run import Asked, QuestionOfRun, question_of_run
 from farspan.train.setup import resolve
 from farspan.train.trainer import train
+from tests.grids import exhaustive
 from tests.train.planner import GIB, one_memory
 from tests.train.tiny import MODEL, Quiet, replaced, tiny_run
 
@@ -343,11 +344,14 @@ WRITTEN = (
 )
 
 
-@pytest.mark.parametrize(("options", "place"), WRITTEN)
+@pytest.mark.parametrize(
+    ("context", "options", "place"),
+    [("2K", *row) for row in WRITTEN] + [exhaustive("16K", *row) for row in WRITTEN],
+)
 def test_a_plan_writes_a_run_file_that_trains_as_planned(
-    file: Path, options: tuple[str, ...], place: tuple[str, str]
+    file: Path, context: str, options: tuple[str, ...], place: tuple[str, str]
 ) -> None:
-    model = ("plan", "--model", "Qwen2.5-0.5B", "--context", "16K", "--machine", "h200")
+    model = ("plan", "--model", "Qwen2.5-0.5B", "--context", context, "--machine", "h200")
     wanted = CliRunner().invoke(cli.app, [*model, *options, "--json", "--write", str(file)])
     found = json.loads(wanted.stdout)
     assert (found["optimizer"], found["weights"]) == place
@@ -429,7 +433,8 @@ def test_every_loss_that_a_run_file_has_is_written(
     file: Path, options: tuple[str, ...], expected: LossConfig
 ) -> None:
     model = ("plan", "--model", "Qwen2.5-0.5B", "--context", "8K", "--machine", "h200")
-    outcome = CliRunner().invoke(cli.app, [*model, *options, "--write", str(file)])
+    options = (*options, "--strategy", "fpdt", "--write", str(file))
+    outcome = CliRunner().invoke(cli.app, [*model, *options])
     assert outcome.exit_code == 0, outcome.exception
     run, question = load_run(file), asked(file).question
     assert run.objective == expected

@@ -33,6 +33,8 @@ from tests.grids import crossed, examples, part_of
 from tests.numerics import EXACT, relative_error
 from tests.zoo import FAMILIES, make_model, shared_model
 
+pytestmark = pytest.mark.slow
+
 SPARSE = Sparse(page=4, budget=8, recent=6, sinks=4)
 SCHEDULES = {
     "device": Schedule(chunk=16, groups=2, kv_block=20, sparse=SPARSE),

@@ -39,6 +39,8 @@ from tests.sparse.test_index import random_index
 from tests.train.planner import one_memory, plan_for, planned_components
 from tests.train.tiny import MODEL, STEPS, Quiet, Stopped, Stopping, replaced, tiny_run
 
+pytestmark = pytest.mark.slow
+
 # Of 48 tokens in chunks of 8 the last chunk sees 4 + 4 + 4 of 40 before it.
 SPARSE = SparseConfig(page=4, budget=4, recent=4, sinks=4)
 SCHEDULE = ScheduleConfig(strategy="grouped", chunk=8, groups=1)

@@ -19,6 +19,8 @@ from farspan.train.config import load_run
 from tests.ranks import run_ranks
 from tests.test_docs import COMMANDS, OF_EXAMPLES
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CHAT = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
