@@ -2,19 +2,21 @@
 fractions.
 
 A layer plays one of six roles: top of a group or below it, in the last group, in an earlier one, or
-in a pipeline stage that is not the last. Its cell of chunk c follows from its role and from whether
-the chunk's O and LSE are kept (`kept`), its activations are (`graph`), and it is the last chunk:
-see program/passes.py. The counts follow from the rules, not from walking a program; tests check
-that their sums equal those of the program.
+in a pipeline stage that is not the last. What its cell of chunk c does follows from its role and
+from whether the chunk's O and LSE are kept (`kept`), its activations are (`graph`), and it is the
+last chunk. The same holds for what crosses a boundary between groups. All of it is read off small
+programs, which the passes write (program/passes.py): six layers in three groups, two chunks.
 
 Shapes: F choices of (attention_save_fraction, activation_save_fraction), S spans of chunks. All
 chunks of a span are alike in every choice, so hundreds of chunks make only a few dozen spans.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import IntEnum
-from functools import cached_property
+from enum import Enum, IntEnum
+from functools import cached_property, lru_cache
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +25,11 @@ from farspan.planner.evaluate import RankKind
 from farspan.planner.prices import Prices
 from farspan.planner.request import Question
 from farspan.planner.states import States, gradient_bytes, sharing_of, states
-from farspan.spec import LayerSpec, Schedule
+from farspan.program.builder import build_program
+from farspan.program.layout import ONLY, Layout, Rank
+from farspan.program.program import AttentionMode, Evict, Fetch, Forward, Load, Program
+from farspan.program.residency import Kind
+from farspan.spec import HOST, LayerSpec, ModelSpec, RunSpec, Schedule, Tier
 
 Mask = NDArray[np.bool_]
 Counts = NDArray[np.float64]
@@ -38,6 +44,16 @@ class Role(IntEnum):
     LAST_TOP = 3
     STAGE_INNER = 4
     STAGE_TOP = 5
+
+
+class Boundary(Enum):
+    """What lies above a boundary."""
+
+    EARLIER = "a group that is not the last"
+    LAST = "the last group"
+    HEAD = "the head"
+    STAGE = "a pipeline stage"
+    LAST_STAGE = "the last pipeline stage"
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,11 +74,13 @@ class Kept:
         """Return the sums over the chunks of each span, [S]; `values` are [chunks]."""
         return np.asarray(np.add.reduceat(values, self.starts))
 
-    def masks(self) -> tuple[Mask, Mask]:
-        """Return masks of the spans that keep O and LSE, and a graph, [F, S] each."""
-        chunk = self.starts[None]
+    @cached_property
+    def cases(self) -> tuple[NDArray[np.int64], ...]:
+        """Whether the spans keep O and LSE, keep a graph, and are last, [F, S] or [1, S]: 0, 1."""
+        chunk, graphs = self.starts[None], self.graphs[:, None]
         kept = chunk >= self.chunks - self.attention[:, None]
-        return kept, chunk >= self.chunks - self.graphs[:, None]
+        masks = kept, chunk >= self.chunks - graphs, chunk == self.chunks - 1
+        return tuple(mask.astype(np.int64) for mask in masks)
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
@@ -81,106 +99,140 @@ class Kept:
         return Kept(self.attention, np.zeros_like(self.graphs), self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class CellCounts:
-    """Times that the cell of each chunk of a span runs and its tensors move, [F, S] each."""
+# -- what passes do, read off small programs ------------------------------------------------------
 
-    compute: Counts  # forward cells with attention
-    given: Counts  # forward cells with O and LSE already there
-    project: Counts  # cells that stop at K, V
-    attention_out: Counts  # O and LSE copied to their home
-    attention_in: Counts
-    graph: Counts  # kept cells, copied there and back once each
-    kv_written: Counts  # the chunk's own K, V copied into their buffer
+# Instructions by what they are about: forwards by mode or the buffer they write to, copies by the
+# kind of buffer, loads of a group's input.
+Act = tuple[type, AttentionMode | Kind]
+COMPUTES: Act = Forward, AttentionMode.COMPUTE
+IS_GIVEN: Act = Forward, AttentionMode.GIVEN
+PROJECTS: Act = Forward, AttentionMode.NONE
+WRITES_KV: Act = Forward, Kind.KV
+ENTERS: Act = Load, Kind.X
+COPIES = Fetch, Evict
+
+_LAYERS, _GROUPS = 6, (2, 2, 2)
+_MODEL = ModelSpec("outline", 1, 1, (LayerSpec(1, 1, 1, 1),) * _LAYERS, 2)
+_CHUNKS = (0, 1), (1, 2)
+# The stage that runs it, if any, and its layer or boundary.
+_AT: dict[Role | Boundary, tuple[int | None, int]] = {
+    Role.INNER: (None, 2),
+    Role.TOP: (None, 3),
+    Role.LAST_INNER: (None, 4),
+    Role.LAST_TOP: (None, 5),
+    Role.STAGE_INNER: (1, 2),
+    Role.STAGE_TOP: (1, 3),
+    Boundary.EARLIER: (None, 1),
+    Boundary.LAST: (None, 2),
+    Boundary.HEAD: (None, 3),
+    Boundary.STAGE: (1, 1),
+    Boundary.LAST_STAGE: (2, 2),
+}
 
 
-def _counts(*masks: Mask) -> Counts:
-    """Return the number of masks that are true, elementwise."""
-    return np.asarray(sum(masks, np.zeros(masks[0].shape)))
+@dataclass(frozen=True, slots=True, eq=False)
+class Acts:
+    """How often a place has an instruction for a chunk, [2, 2, 2] each: by `Kept.cases`. Places
+    with the same numbers share one object."""
+
+    counts: dict[Act, Counts]
+
+    def of(self, act: Act, choices: Kept) -> Counts:
+        """Return the number for each chunk of a span, [F, S]."""
+        kept, graph, last = choices.cases
+        if act not in self.counts:
+            return np.zeros(kept.shape)
+        return np.asarray(self.counts[act][kept, graph, last])
+
+    def copies(self, copy: type) -> Iterator[tuple[Kind, Act]]:
+        """Yield the kinds of tensors that cross the link at this place."""
+        for act in self.counts:
+            if act[0] is copy and isinstance(act[1], Kind):
+                yield act[1], act
 
 
-def switches(role: Role, schedule: Schedule) -> tuple[bool, ...]:
-    """Return the switches that decide about the cells of a layer in this role."""
-    kept = (schedule.kv_kept,) * (role in (Role.INNER, Role.TOP))
-    if role in (Role.TOP, Role.LAST_TOP, Role.STAGE_TOP):
-        return kept
-    return *kept, schedule.attention_open, schedule.layer_checkpoint
+def acts(place: Role | Boundary, schedule: Schedule, *, is_cut: bool = False) -> Acts:
+    """Return what passes do at a place, with x, attention and activations on the host. With
+    `is_cut`, the backward waits for all of the head."""
+    s = schedule
+    return _acts(place, s.kv, s.kv_home, s.kv_kept, s.attention_open, s.layer_checkpoint, is_cut)
 
 
-def cells(role: Role, schedule: Schedule, choices: Kept, *, is_cut: bool = False) -> CellCounts:
-    """Return the counts of one layer in this role. With `is_cut`, where the backward waits for all
-    of the head, the last group's first pass leaves nothing out."""
-    kept, graph = choices.masks()
-    last_chunk = choices.starts[None] == choices.chunks - 1
-    skipped = last_chunk & ~graph
-    if is_cut and role in (Role.LAST_INNER, Role.LAST_TOP):
-        skipped = np.zeros_like(graph)
-    if role in (Role.INNER, Role.TOP):
-        found = _earlier(role is Role.TOP, schedule, kept, graph, skipped)
-    elif role is Role.LAST_INNER:
-        found = _last_inner(schedule, kept, graph, skipped)
-    elif role is Role.STAGE_INNER:
-        found = _last_inner(schedule, kept, graph, np.zeros_like(graph))
-    elif role is Role.STAGE_TOP:
-        # It runs so that the stage above reads it, and its backward runs it again at once.
-        plain = replace(schedule, attention_open=False, layer_checkpoint=False)
-        found = _last_inner(plain, kept, graph, np.zeros_like(graph))
-    else:
-        found = _last_top(graph, skipped, is_cut)
+@lru_cache(maxsize=1024)
+def _acts(
+    place: Role | Boundary,
+    kv: Tier,
+    kv_home: Tier,
+    kv_kept: bool,
+    attention_open: bool,
+    layer_checkpoint: bool,
+    is_cut: bool,
+) -> Acts:
+    switches = Schedule(
+        chunk=1,
+        groups=_GROUPS,
+        boundary_inputs=HOST,
+        kv=kv,
+        kv_home=kv_home,
+        kv_kept=kv_kept,
+        attention=HOST,
+        attention_open=attention_open,
+        activations=HOST,
+        layer_checkpoint=layer_checkpoint,
+    )
+    stage, number = _AT[place]
+    found: dict[Act, Counts] = {}
+    for kept, graph in product((0, 1), repeat=2):
+        for (act, chunk), count in _counted(switches, stage, kept, graph, is_cut)[
+            isinstance(place, Role), number
+        ].items():
+            found.setdefault(act, np.zeros((2, 2, 2)))[kept, graph, chunk] = count
+    return _shared(tuple((act, tuple(counts.ravel())) for act, counts in sorted_acts(found)))
+
+
+def sorted_acts(found: dict[Act, Counts]) -> list[tuple[Act, Counts]]:
+    return sorted(found.items(), key=lambda item: (item[0][0].__name__, item[0][1]))
+
+
+@lru_cache(maxsize=1024)
+def _shared(rows: tuple[tuple[Act, tuple[float, ...]], ...]) -> Acts:
+    return Acts({act: np.array(counts).reshape(2, 2, 2) for act, counts in rows})
+
+
+Place = tuple[bool, int]  # whether a layer, else a boundary; its number
+
+
+@lru_cache(maxsize=1024)
+def _counted(
+    switches: Schedule, stage: int | None, kept: int, graph: int, is_cut: bool
+) -> dict[Place, Counter[tuple[Act, int]]]:
+    """Return how often each instruction occurs, by place and chunk."""
+    schedule = replace(
+        switches, attention_save_fraction=float(kept), activation_save_fraction=float(graph)
+    )
+    rank = ONLY if stage is None else Rank(Layout(pipeline=len(_GROUPS), fsdp=False), stage)
+    program = build_program(_MODEL, RunSpec(1, 2), schedule, rank, _CHUNKS, is_cut=is_cut)
+    found: dict[Place, Counter[tuple[Act, int]]] = {
+        (is_layer, number): Counter() for is_layer in (False, True) for number in range(_LAYERS + 1)
+    }
+    for place, act, chunk in _places(program):
+        found[place][act, chunk] += 1
     return found
 
 
-def _earlier(top: bool, schedule: Schedule, kept: Mask, graph: Mask, skipped: Mask) -> CellCounts:
-    """Counts in a group that is not the last: first pass, rebuild unless K, V stay, backward."""
-    rebuilt = ~skipped & (not schedule.kv_kept)
-    again = ~graph
-    opened = rebuilt & schedule.attention_open & (not top)
-    have = kept | opened
-    rebuild_compute = rebuilt & ~kept & (not top)
-    rebuild_given = rebuilt & kept & (not top)
-    held = again & schedule.layer_checkpoint & (not top)
-    always, never = np.ones_like(kept), np.zeros_like(kept)
-    return CellCounts(
-        compute=_counts(always, rebuild_compute, again & ~have),
-        given=_counts(rebuild_given, again & have, held),
-        project=_counts(rebuilt & top),
-        attention_out=_counts(kept, opened & ~kept),
-        # O kept only while the group was open is not fetched for a graph of the first pass.
-        attention_in=_counts(rebuild_given, again & have, graph & kept),
-        graph=_counts(graph),
-        kv_written=_counts(always, never if schedule.kv_kept else rebuilt | again),
-    )
-
-
-def _last_inner(schedule: Schedule, kept: Mask, graph: Mask, skipped: Mask) -> CellCounts:
-    again = ~graph
-    have = (kept | schedule.attention_open) & ~skipped
-    held = again & schedule.layer_checkpoint
-    return CellCounts(
-        compute=_counts(~skipped, again & ~have),
-        given=_counts(again & have, held),
-        project=np.zeros(kept.shape),
-        attention_out=_counts(have),
-        attention_in=_counts(again & have, graph & have),
-        graph=_counts(graph),
-        kv_written=np.ones(kept.shape),
-    )
-
-
-def _last_top(graph: Mask, skipped: Mask, is_cut: bool) -> CellCounts:
-    """Return the counts of the top layer, which keeps no O: its backward follows its only
-    computation, or the second one if the step is cut."""
-    none = np.zeros(graph.shape)
-    again = _counts(~graph & ~skipped)
-    return CellCounts(
-        compute=1 + again * is_cut,
-        given=none,
-        project=again * (not is_cut),
-        attention_out=none,
-        attention_in=none,
-        graph=_counts(graph),
-        kv_written=np.ones(graph.shape),
-    )
+def _places(program: Program) -> Iterator[tuple[Place, Act, int]]:
+    for i in program.instructions:
+        match i:
+            case Forward():
+                given = i.mode is AttentionMode.HELD
+                yield (True, i.layer), (Forward, AttentionMode.GIVEN if given else i.mode), i.chunk
+                if i.write_kv is not None:
+                    yield (True, i.layer), WRITES_KV, i.chunk
+            case Load():
+                yield (False, i.layer // _GROUPS[0]), ENTERS, i.chunk
+            case Fetch() | Evict():
+                home = program.buffers[i.source if isinstance(i, Fetch) else i.target]
+                yield (home.kind is not Kind.X, home.layer), (type(i), home.kind), i.chunk
 
 
 Array = NDArray[np.float64]
