@@ -11,6 +11,7 @@ padding. The P groups of all K cuts are computed together.
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,6 @@ from farspan.planner.cell_prices import Array, CellPrices
 from farspan.planner.evaluate import kinds_of
 from farspan.planner.pass_counts import (
     COMPUTES,
-    COPIES,
     ENTERS,
     IS_GIVEN,
     PROJECTS,
@@ -37,7 +37,7 @@ from farspan.planner.request import Question
 from farspan.planner.states import input_bytes, update_overlaps
 from farspan.program.layout import kept_chunks, streams
 from farspan.program.program import Evict, Fetch
-from farspan.program.residency import RESIDENCY, Kind
+from farspan.program.residency import RESIDENCY, CutInto, Kind
 from farspan.spec import LayerSpec, Schedule, Tier
 
 # The schedule's fields of these tiers.
@@ -107,13 +107,6 @@ class Frames:
         )
         row = self.cell_prices.x_row() * self.cell_prices.sizes[0]
         return np.asarray(saves * self.cuts.inner * row)
-
-    def kv_goes_home(self, role: Role) -> bool:
-        """Return whether kept K, V of a layer in this role wait on the host, across the link."""
-        schedule = self.schedule
-        waits = schedule.kv_kept and role in (Role.INNER, Role.TOP)
-        waits = waits and not self.cuts.kind.is_stage
-        return waits and schedule.kv is Tier.DEVICE and schedule.kv_home is Tier.HOST
 
     def covered(self, spec: LayerSpec, role: Role) -> Array:
         """Bytes of a kept cell, [F], with O and LSE unless their own buffer has them all."""
@@ -205,61 +198,67 @@ def _lanes(frames: Frames) -> tuple[Array, Array]:
 
 
 def _part(frames: Frames, part: Part) -> tuple[Array, Array]:
-    """Lanes [5, F] and bytes [2, 3, F] of one layer in this part, cached for all cuts."""
+    """Return the lanes [5, F] of one layer in this part, and the bytes [2, 3, F] of its O, LSE and
+    activations that are fetched and evicted, cached for all cuts."""
     role, spec, alone = part
-    found = acts(role, frames.schedule, is_cut=frames.is_cut)
-    key = part, found
-    known = frames.cell_prices.known
-    if key not in known:
-        part = role, frames.cell_prices.held[spec], alone
-        known[key] = _cells(frames, part, found), _moved(frames, part, found)
-    return known[key]
+    found, known = acts(role, frames.schedule, is_cut=frames.is_cut), frames.cell_prices.known
+    if (part, found) not in known:
+        choices = frames.kept.without_graphs if alone else frames.kept
+        layer = _Layer(frames, role, frames.cell_prices.held[spec], found, choices)
+        known[part, found] = layer.work_and_moved()
+    return known[part, found]
 
 
-def _cells(frames: Frames, part: Part, found: Acts) -> Array:
-    """Return the seconds of one layer's cells, and of copying its K, V, [5, F]."""
-    cell_prices, (_, spec, alone) = frames.cell_prices, part
-    choices = frames.kept.without_graphs if alone else frames.kept
-    work = cell_prices.lanes.forward[spec].total(found.of(COMPUTES, choices), choices)
-    work += cell_prices.lanes.given[spec].total(found.of(IS_GIVEN, choices), choices)
-    work += cell_prices.lanes.project[spec].total(found.of(PROJECTS, choices), choices)
-    once = np.ones_like(found.of(COMPUTES, choices))
-    work += cell_prices.lanes.backward[spec].total(once, choices)
-    if frames.schedule.kv is Tier.DEVICE:
-        work[FETCH : EVICT + 1] = 0.0  # no prefix is streamed
-    sizes, keys = choices.over(cell_prices.sizes), choices.over(cell_prices.keys)
-    # Copies on the device into the program's buffers.
-    put_away = found.of(WRITES_KV, choices) @ keys * cell_prices.row(Kind.KV, spec)
-    evicted = found.of((Evict, Kind.ATTENTION), choices)
-    put_away += evicted @ keys * cell_prices.row(Kind.ATTENTION, spec)
-    evicted = found.of((Evict, Kind.ACTIVATIONS), choices)
-    put_away += evicted @ sizes * cell_prices.prices.saved_row(spec)
-    work[COMPUTE] += 2 * put_away / cell_prices.question.machine.memory
-    rates = cell_prices.prices.fetch_rate(), cell_prices.prices.evict_rate()
-    for lane, copy, rate in zip((FETCH, EVICT), COPIES, rates, strict=True):
-        for kind, act in found.copies(copy):
-            if RESIDENCY[kind].tier not in OPEN:
-                row = cell_prices.row(kind, spec)
-                work[lane] += found.of(act, choices) @ keys * row / rate
-    return work
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer in its role."""
 
+    frames: Frames
+    role: Role
+    spec: LayerSpec
+    acts: Acts
+    choices: Kept
 
-def _moved(frames: Frames, part: Part, found: Acts) -> Array:
-    """Return the bytes of one layer's O, LSE and activations copied from and to the host, [2, 3,
-    F]: fetched and evicted; by x, attention and activations."""
-    cell_prices, (role, spec, alone) = frames.cell_prices, part
-    choices = frames.kept.without_graphs if alone else frames.kept
-    moved = np.zeros((LINK, len(OPEN), len(frames.zero)))
-    for way in range(LINK):
-        for kind, act in found.copies(COPIES[way]):
-            if kind is Kind.ACTIVATIONS:
-                size = cell_prices.cells(choices.graphs) * frames.covered(spec, role)
-            else:
-                keys = choices.over(cell_prices.keys)
-                size = found.of(act, choices) @ keys * cell_prices.row(kind, spec)
-            if RESIDENCY[kind].tier in OPEN:
-                moved[way, OPEN.index(RESIDENCY[kind].tier)] += size
-    return moved
+    def work_and_moved(self) -> tuple[Array, Array]:
+        prices, work = self.frames.cell_prices.prices, self._cells()
+        moved = np.zeros((LINK, len(OPEN), len(self.frames.zero)))
+        rates = prices.fetch_rate(), prices.evict_rate()
+        for way, (copy, rate) in enumerate(zip((Fetch, Evict), rates, strict=True)):
+            for act in self.acts.of_type(copy):
+                kind = cast("Kind", act[1])
+                size, tier = self._bytes(act, kind), RESIDENCY[kind].tier
+                if tier in OPEN:
+                    moved[way, OPEN.index(tier)] += size
+                else:
+                    work[FETCH + way] += size / rate
+        return work, moved
+
+    def _cells(self) -> Array:
+        """Return the seconds of the cells, and of copies on the device, [5, F]."""
+        cell_prices, spec, choices = self.frames.cell_prices, self.spec, self.choices
+        lanes, compute = cell_prices.lanes, self.acts.of(COMPUTES, choices)
+        work = lanes.forward[spec].total(compute, choices)
+        work += lanes.given[spec].total(self.acts.of(IS_GIVEN, choices), choices)
+        work += lanes.project[spec].total(self.acts.of(PROJECTS, choices), choices)
+        work += lanes.backward[spec].total(np.ones_like(compute), choices)
+        if self.frames.schedule.kv is Tier.DEVICE:
+            work[FETCH : EVICT + 1] = 0.0  # no prefix is streamed
+        put_away = self._bytes(WRITES_KV, Kind.KV)
+        put_away += self._bytes((Evict, Kind.ATTENTION), Kind.ATTENTION)
+        saved = self.acts.of((Evict, Kind.ACTIVATIONS), choices) @ choices.over(cell_prices.sizes)
+        put_away += saved * cell_prices.prices.saved_row(spec)
+        work[COMPUTE] += 2 * put_away / cell_prices.question.machine.memory
+        return work
+
+    def _bytes(self, act: Act, kind: Kind) -> Array:
+        """Return the bytes of a kind of tensor that instructions move, [F]."""
+        cell_prices, choices = self.frames.cell_prices, self.choices
+        if kind is Kind.ACTIVATIONS:
+            cells = cell_prices.cells(choices.graphs)
+            return cells * self.frames.covered(self.spec, self.role)
+        by_key = RESIDENCY[kind].rows is CutInto.KEYS
+        rows = choices.over(cell_prices.keys if by_key else cell_prices.sizes)
+        return np.asarray(self.acts.of(act, choices) @ rows * cell_prices.row(kind, self.spec))
 
 
 def _reference(frames: Frames) -> Array:
@@ -296,17 +295,18 @@ def _boundaries(frames: Frames) -> Array:
     """Return the bytes copied for x and its gradient between groups, and for the inputs inside kept
     cells, [K, 2, 3, F]: fetched and evicted; by x, attention and activations."""
     cell_prices, groups, kind = frames.cell_prices, frames.cuts.counts, frames.cuts.kind
-    numbers = {Boundary.HEAD: 1.0 * kind.is_last}
     if kind.is_stage:
         above = Boundary.LAST_STAGE if kind.is_last else Boundary.STAGE
-        numbers[above] = 1.0 * (not kind.is_first)
+        numbers: dict[Boundary, NDArray[Any]] = {above: groups * (not kind.is_first)}
     else:
-        numbers |= {Boundary.LAST: groups > 1, Boundary.EARLIER: np.maximum(groups - 2, 0)}
+        several = groups > 1
+        numbers = {Boundary.LAST: several, Boundary.EARLIER: several * (groups - 2)}
+    numbers[Boundary.HEAD] = groups**0 * kind.is_last
     row = cell_prices.x_row() * cell_prices.sizes
     cells = cell_prices.cells(frames.kept.graphs)
     inputs = cells * frames.cell_inputs.sum(axis=1, keepdims=True)
     moved = []
-    for copy in COPIES:
+    for copy in Fetch, Evict:
         each = (_at(frames, b, (copy, Kind.X), row) * n for b, n in numbers.items())
         x = sum(each, np.zeros((len(groups), len(frames.zero))))
         moved.append(np.stack([x, np.zeros_like(x), inputs], axis=1))
@@ -405,7 +405,9 @@ def _fullest(frames: Frames) -> Array:
 def _first(frames: Frames) -> tuple[Array, Array]:
     """Return the bytes of K, V on device and host in the groups' first passes, [P, 1, 1] each."""
     own, _, waiting = _kv(frames)
-    goes_home = frames.kv_goes_home(Role.TOP) & ~frames.cuts.groups.is_last
+    s = frames.schedule
+    is_copied = s.kv_kept and s.kv is Tier.DEVICE and s.kv_home is Tier.HOST
+    goes_home = (is_copied and not frames.cuts.kind.is_stage) & ~frames.cuts.groups.is_last
     device, host = _tiers(frames, own, waiting)
     return device[..., None], (host + own * goes_home)[..., None]
 

@@ -5,7 +5,7 @@ A layer plays one of six roles: top of a group or below it, in the last group, i
 in a pipeline stage that is not the last. What its cell of chunk c does follows from its role and
 from whether the chunk's O and LSE are kept (`kept`), its activations are (`graph`), and it is the
 last chunk. The same holds for what crosses a boundary between groups. All of it is read off small
-programs, which the passes write (program/passes.py): six layers in three groups, two chunks.
+programs, which the passes write (program/passes.py): three groups of layers, and two chunks.
 
 Shapes: F choices of (attention_save_fraction, activation_save_fraction), S spans of chunks. All
 chunks of a span are alike in every choice, so hundreds of chunks make only a few dozen spans.
@@ -13,7 +13,7 @@ chunks of a span are alike in every choice, so hundreds of chunks make only a fe
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import cached_property, lru_cache
 from itertools import product
@@ -75,12 +75,14 @@ class Kept:
         return np.asarray(np.add.reduceat(values, self.starts))
 
     @cached_property
-    def cases(self) -> tuple[NDArray[np.int64], ...]:
-        """Whether the spans keep O and LSE, keep a graph, and are last, [F, S] or [1, S]: 0, 1."""
+    def cases(self) -> NDArray[np.int64]:
+        """The case of each span, [F, S]: 4 if it keeps O and LSE, 2 if it keeps a graph, and 1 if
+        it is the last chunk, added up."""
         chunk, graphs = self.starts[None], self.graphs[:, None]
         kept = chunk >= self.chunks - self.attention[:, None]
-        masks = kept, chunk >= self.chunks - graphs, chunk == self.chunks - 1
-        return tuple(mask.astype(np.int64) for mask in masks)
+        return np.asarray(
+            4 * kept + 2 * (chunk >= self.chunks - graphs) + (chunk == self.chunks - 1)
+        )
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
@@ -103,121 +105,93 @@ class Kept:
 
 # Instructions by what they are about: forwards by mode or the buffer they write to, copies by the
 # kind of buffer, loads of a group's input.
-Act = tuple[type, AttentionMode | Kind]
+Act = tuple[type, str]
 COMPUTES: Act = Forward, AttentionMode.COMPUTE
 IS_GIVEN: Act = Forward, AttentionMode.GIVEN
 PROJECTS: Act = Forward, AttentionMode.NONE
 WRITES_KV: Act = Forward, Kind.KV
 ENTERS: Act = Load, Kind.X
-COPIES = Fetch, Evict
 
-_LAYERS, _GROUPS = 6, (2, 2, 2)
-_MODEL = ModelSpec("outline", 1, 1, (LayerSpec(1, 1, 1, 1),) * _LAYERS, 2)
+_GROUP = 3
+_GROUPS = (_GROUP,) * 3
+_MODEL = ModelSpec("outline", 1, 1, (LayerSpec(1, 1, 1, 1),) * sum(_GROUPS), 2)
 _CHUNKS = (0, 1), (1, 2)
-# The stage that runs it, if any, and its layer or boundary.
-_AT: dict[Role | Boundary, tuple[int | None, int]] = {
-    Role.INNER: (None, 2),
-    Role.TOP: (None, 3),
-    Role.LAST_INNER: (None, 4),
-    Role.LAST_TOP: (None, 5),
-    Role.STAGE_INNER: (1, 2),
-    Role.STAGE_TOP: (1, 3),
-    Boundary.EARLIER: (None, 1),
-    Boundary.LAST: (None, 2),
-    Boundary.HEAD: (None, 3),
-    Boundary.STAGE: (1, 1),
-    Boundary.LAST_STAGE: (2, 2),
+# The stage that runs it, if any, and its layers or boundary there.
+_AT: dict[Role | Boundary, tuple[int | None, tuple[int, ...]]] = {
+    Role.INNER: (None, (3, 4)),
+    Role.TOP: (None, (5,)),
+    Role.LAST_INNER: (None, (6, 7)),
+    Role.LAST_TOP: (None, (8,)),
+    Role.STAGE_INNER: (1, (3, 4)),
+    Role.STAGE_TOP: (1, (5,)),
+    Boundary.EARLIER: (None, (1,)),
+    Boundary.LAST: (None, (2,)),
+    Boundary.HEAD: (None, (3,)),
+    Boundary.STAGE: (1, (1,)),
+    Boundary.LAST_STAGE: (2, (2,)),
 }
+# Fields of a schedule that decide what cells run and copy.
+_SWITCHES = "kv", "kv_home", "kv_kept", "attention_open", "layer_checkpoint"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acts:
-    """How often a place has an instruction for a chunk, [2, 2, 2] each: by `Kept.cases`. Places
-    with the same numbers share one object."""
+    """How often a place has an instruction for a chunk, [8] each: by `Kept.cases`. Places with the
+    same numbers share one object."""
 
     counts: dict[Act, Counts]
 
     def of(self, act: Act, choices: Kept) -> Counts:
         """Return the number for each chunk of a span, [F, S]."""
-        kept, graph, last = choices.cases
-        if act not in self.counts:
-            return np.zeros(kept.shape)
-        return np.asarray(self.counts[act][kept, graph, last])
+        return np.asarray(self.counts.get(act, np.zeros(8)).take(choices.cases))
 
-    def copies(self, copy: type) -> Iterator[tuple[Kind, Act]]:
-        """Yield the kinds of tensors that cross the link at this place."""
-        for act in self.counts:
-            if act[0] is copy and isinstance(act[1], Kind):
-                yield act[1], act
+    def of_type(self, instruction: type) -> list[Act]:
+        return [act for act in self.counts if act[0] is instruction]
 
 
 def acts(place: Role | Boundary, schedule: Schedule, *, is_cut: bool = False) -> Acts:
-    """Return what passes do at a place, with x, attention and activations on the host. With
-    `is_cut`, the backward waits for all of the head."""
-    s = schedule
-    return _acts(place, s.kv, s.kv_home, s.kv_kept, s.attention_open, s.layer_checkpoint, is_cut)
+    """Return what passes do at a place, with x, attention and activations on the host: the least of
+    its layers. With `is_cut`, the backward waits for all of the head."""
+    return _acts(place, tuple(getattr(schedule, name) for name in _SWITCHES), is_cut)
 
 
 @lru_cache(maxsize=1024)
-def _acts(
-    place: Role | Boundary,
-    kv: Tier,
-    kv_home: Tier,
-    kv_kept: bool,
-    attention_open: bool,
-    layer_checkpoint: bool,
-    is_cut: bool,
-) -> Acts:
-    switches = Schedule(
-        chunk=1,
-        groups=_GROUPS,
-        boundary_inputs=HOST,
-        kv=kv,
-        kv_home=kv_home,
-        kv_kept=kv_kept,
-        attention=HOST,
-        attention_open=attention_open,
-        activations=HOST,
-        layer_checkpoint=layer_checkpoint,
-    )
-    stage, number = _AT[place]
-    found: dict[Act, Counts] = {}
+def _acts(place: Role | Boundary, switches: tuple[Tier | bool, ...], is_cut: bool) -> Acts:
+    (stage, numbers), found = _AT[place], dict[Act, Counts]()
     for kept, graph in product((0, 1), repeat=2):
-        for (act, chunk), count in _counted(switches, stage, kept, graph, is_cut)[
-            isinstance(place, Role), number
-        ].items():
-            found.setdefault(act, np.zeros((2, 2, 2)))[kept, graph, chunk] = count
-    return _shared(tuple((act, tuple(counts.ravel())) for act, counts in sorted_acts(found)))
-
-
-def sorted_acts(found: dict[Act, Counts]) -> list[tuple[Act, Counts]]:
-    return sorted(found.items(), key=lambda item: (item[0][0].__name__, item[0][1]))
+        counted = _counted(switches, stage, (kept, graph), is_cut)
+        for act, chunk in {(act, chunk) for _, act, chunk in counted}:
+            each = [counted[(type(place), number), act, chunk] for number in numbers]
+            found.setdefault(act, np.zeros(8))[4 * kept + 2 * graph + chunk] = min(each)
+    return _shared(tuple((act, tuple(found[act])) for act in sorted(found, key=str)))
 
 
 @lru_cache(maxsize=1024)
 def _shared(rows: tuple[tuple[Act, tuple[float, ...]], ...]) -> Acts:
-    return Acts({act: np.array(counts).reshape(2, 2, 2) for act, counts in rows})
+    return Acts({act: np.array(row) for act, row in rows if any(row)})
 
 
-Place = tuple[bool, int]  # whether a layer, else a boundary; its number
+Place = tuple[type[Role | Boundary], int]
 
 
 @lru_cache(maxsize=1024)
 def _counted(
-    switches: Schedule, stage: int | None, kept: int, graph: int, is_cut: bool
-) -> dict[Place, Counter[tuple[Act, int]]]:
+    switches: tuple[Tier | bool, ...], stage: int | None, keep: tuple[int, int], is_cut: bool
+) -> Counter[tuple[Place, Act, int]]:
     """Return how often each instruction occurs, by place and chunk."""
-    schedule = replace(
-        switches, attention_save_fraction=float(kept), activation_save_fraction=float(graph)
+    schedule = Schedule(
+        chunk=1,
+        groups=_GROUPS,
+        boundary_inputs=HOST,
+        attention_save_fraction=float(keep[0]),
+        attention=HOST,
+        activation_save_fraction=float(keep[1]),
+        activations=HOST,
+        **dict(zip(_SWITCHES, switches, strict=True)),  # type: ignore[arg-type]
     )
     rank = ONLY if stage is None else Rank(Layout(pipeline=len(_GROUPS), fsdp=False), stage)
     program = build_program(_MODEL, RunSpec(1, 2), schedule, rank, _CHUNKS, is_cut=is_cut)
-    found: dict[Place, Counter[tuple[Act, int]]] = {
-        (is_layer, number): Counter() for is_layer in (False, True) for number in range(_LAYERS + 1)
-    }
-    for place, act, chunk in _places(program):
-        found[place][act, chunk] += 1
-    return found
+    return Counter(_places(program))
 
 
 def _places(program: Program) -> Iterator[tuple[Place, Act, int]]:
@@ -225,14 +199,15 @@ def _places(program: Program) -> Iterator[tuple[Place, Act, int]]:
         match i:
             case Forward():
                 given = i.mode is AttentionMode.HELD
-                yield (True, i.layer), (Forward, AttentionMode.GIVEN if given else i.mode), i.chunk
+                yield (Role, i.layer), IS_GIVEN if given else (Forward, i.mode), i.chunk
                 if i.write_kv is not None:
-                    yield (True, i.layer), WRITES_KV, i.chunk
+                    yield (Role, i.layer), WRITES_KV, i.chunk
             case Load():
-                yield (False, i.layer // _GROUPS[0]), ENTERS, i.chunk
+                yield (Boundary, i.layer // _GROUP), ENTERS, i.chunk
             case Fetch() | Evict():
                 home = program.buffers[i.source if isinstance(i, Fetch) else i.target]
-                yield (home.kind is not Kind.X, home.layer), (type(i), home.kind), i.chunk
+                place = Boundary if home.kind is Kind.X else Role
+                yield (place, home.layer), (type(i), home.kind), i.chunk
 
 
 Array = NDArray[np.float64]
