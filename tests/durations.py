@@ -9,9 +9,9 @@ import argparse
 import json
 import multiprocessing.forkserver
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
+from time import monotonic, process_time  # by name: a test may move the clock
 from typing import Any
 
 import psutil
@@ -45,10 +45,10 @@ def cpu_seconds() -> float:
 def slowness(loop: int = LOOP) -> float:
     """How many times as many seconds of CPU as on an idle core anything takes now: cores that share
     what they compute with count the seconds of both."""
-    began, total = time.process_time(), 0
+    began, total = process_time(), 0
     for number in range(loop):
         total += number
-    return max(1.0, (time.process_time() - began) / LOOP_SECONDS * LOOP / loop)
+    return max(1.0, (process_time() - began) / LOOP_SECONDS * LOOP / loop)
 
 
 class Durations:
@@ -83,9 +83,9 @@ class Durations:
             return
         seconds = round(getattr(report, "cpu_seconds", 0.0), 3), round(report.duration, 3)
         self._tests.setdefault(report.nodeid, {})[report.when] = seconds
-        if time.monotonic() > self._looked + SAMPLED:
+        if monotonic() > self._looked + SAMPLED:
             self._slow.append(slowness(LOOP // 5))
-            self._looked = time.monotonic()
+            self._looked = monotonic()
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

@@ -44,7 +44,7 @@ SMALLER = (
     (r"--layers 4", "--layers 1"),
     (r"(memory trace .*--contexts) 64K,48K,56K", r"\1 4K,3K --layers 1"),
     (r"(evaluate .*)--context 1M", r"\1--context 512"),
-    (r"(verify .*--text books --context) 4K", r"\1 512"),
+    (r"(verify .*--text books --context) 4K", r"\1 1K"),
     (r"(verify run.yaml --context) 2048 --chunk 300", r"\1 512 --chunk 75"),
     (r"(verify run.yaml --context) 1024 --chunk 200", r"\1 256 --chunk 50"),
     (r"verify run.yaml --dtype", r"verify run.yaml --context 256 --dtype"),

@@ -201,7 +201,7 @@ def test_no_command_writes_elsewhere_or_through_a_link(tmp_path: Path, victim: P
         text=True,
         env=environment,
         cwd=outputs,
-        timeout=300,
+        timeout=1800,
     )
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     ran = [line for line in lines if line[0] == "ran"]

@@ -358,7 +358,7 @@ def fit_all(runs: list[RunConfig]) -> None:
 
 # A teacher is a second model as a frozen reference is, and adapters are switched off as alone.
 @pytest.mark.parametrize(
-    "reference", ["stored", None, exhaustive("frozen"), exhaustive("adapters-off")]
+    "reference", ["stored", *map(exhaustive, (None, "frozen", "adapters-off"))]
 )
 def test_ranks_train_as_one_process_does(tmp_path: Path, reference: str | None) -> None:
     """Replicas, whose pairs are others, and ranks that share every sequence; None: a teacher."""

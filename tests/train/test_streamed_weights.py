@@ -366,7 +366,7 @@ def trained(runs: list[RunConfig]) -> list[list[str]]:
     return [quiet.notes for quiet in reporters]
 
 
-@pytest.mark.parametrize("name", part_of(PARALLEL, "stages", "shards"))
+@pytest.mark.parametrize("name", part_of(PARALLEL, "shards"))
 def test_a_run_of_ranks_is_the_resident_one(tmp_path: Path, name: str) -> None:
     """With batches that add up, clipping, evaluations, checkpoints and what it exports."""
     runs = [of_ranks(tmp_path, PARALLEL[name], s) for s in (RESIDENT, STREAMED)]
