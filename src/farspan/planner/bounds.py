@@ -204,13 +204,13 @@ def _part(frames: Frames, part: Part) -> tuple[Array, Array]:
     found, known = acts(role, frames.schedule, is_cut=frames.is_cut), frames.cell_prices.known
     if (part, found) not in known:
         choices = frames.kept.without_graphs if alone else frames.kept
-        layer = _Layer(frames, role, frames.cell_prices.held[spec], found, choices)
+        layer = _LayerCounts(frames, role, frames.cell_prices.held[spec], found, choices)
         known[part, found] = layer.work_and_moved()
     return known[part, found]
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _LayerCounts:
     """One layer in its role."""
 
     frames: Frames
