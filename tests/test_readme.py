@@ -78,6 +78,7 @@ def test_the_data_are_the_planners(
     """A search by the same options finds the context again."""
     row = longest_of(record, model, way, machine)
     question = readme.asked(model, row["options"], machine, row["tokens"])
+    assert question is not None
     again = longest_contexts(question, [GROUPED], max_step=record["max_step"])[GROUPED]
     assert again.question.run.tokens == row["tokens"]
 
