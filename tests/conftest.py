@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -75,6 +76,11 @@ def pytest_collection_finish() -> None:
     """What imports and collection left stays: no collection of garbage looks at it again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    if (cases := sys.modules.get("tests.sparse.triton_cases")) is not None:
+        cases.stop_interpreting()
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,30 @@ PHASES = ("setup", "call", "teardown")  # setup has the fixtures
 
 # Seconds of CPU that the default run may take on two quiet cores, by folder of tests: a tenth more
 # than measured. They only go down.
-BUDGETS: dict[str, float] = {}
+BUDGETS: dict[str, float] = {
+    "packages/farspan-memory/tests": 10,
+    "packages/farspan-memory/tests/memory": 40,
+    "packages/farspan-memory/tests/memory/compare": 20,
+    "packages/farspan-memory/tests/native": 20,
+    "packages/farspan-memory/tests/pytorch": 40,
+    "tests": 200,
+    "tests/attention": 12,
+    "tests/checkpoint": 15,
+    "tests/cli": 105,
+    "tests/data": 45,
+    "tests/distributed": 50,
+    "tests/engine": 230,
+    "tests/field": 100,
+    "tests/hf": 100,
+    "tests/kernels": 50,
+    "tests/planner": 70,
+    "tests/posttrain": 60,
+    "tests/profile": 14,
+    "tests/program": 24,
+    "tests/report": 25,
+    "tests/sparse": 180,
+    "tests/train": 280,
+}
 
 LOOP, LOOP_SECONDS = 5_000_000, 0.25  # numbers that are added up, and what it takes on an idle core
 SAMPLED = 20.0  # seconds of the clock between two looks at how slow the machine is

@@ -41,6 +41,13 @@ def _interpreting() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_interpret)
 
 
+def stop_interpreting() -> None:
+    """End that process: it would outlive one that ends without Python's own exit."""
+    if _interpreting.cache_info().currsize:
+        _interpreting().shutdown()
+        _interpreting.cache_clear()
+
+
 @contextmanager
 def interpreter() -> Iterator[ProcessPoolExecutor]:
     """One process whose kernels are interpreted, the same for all tests of this process, since its
