@@ -29,7 +29,7 @@ from farspan.spec import (
     UnsupportedError,
 )
 from farspan.train.config import StatesPlace, load_run
-from farspan.train.plan_run import Asked, QuestionOfRun, question_of_run
+from farspan.train.plan_run import QuestionOfRun, question_of_run
 from farspan.train.setup import resolve
 from farspan.train.trainer import train
 from tests.train.planner import GIB, one_memory
@@ -70,7 +70,7 @@ def planned(file: Path, *options: str) -> dict[str, Any]:
 def asked(
     file: Path, machine: str | MachineSpec = "h200", gpus: int | None = None
 ) -> QuestionOfRun:
-    options = Asked(machine=machine)
+    options: dict[str, Any] = {"machine": machine}
     if gpus is not None:
         options["gpus"] = gpus
     return question_of_run(load_run(file), options, lambda _: None)
@@ -85,7 +85,7 @@ def test_a_loss_of_pairs_is_planned_as_the_run_has_it(file: Path) -> None:
     assert asked(file).question.loss == Objective(LossKind.DPO, Reference.FROZEN)
     parts = asked(file).plan().plan.device.parts
     assert parts["reference"] == parts["weights"]
-    other = Asked(machine="h200", reference="stored")
+    other = {"machine": "h200", "reference": "stored"}
     found = question_of_run(load_run(file), other, lambda _: None)
     assert found.question.loss == Objective(LossKind.DPO, Reference.STORED)
     write(file, loss={"kind": "distill", "teacher": "x", "top_k": 9})
@@ -328,7 +328,7 @@ def test_a_path_is_one_that_the_run_can_load(file: Path) -> None:
 
 def test_a_preset_is_its_name_on_the_hub(file: Path) -> None:
     run = load_run(write(file, model={"path": "qwen2.5-0.5b"}))
-    assert question_of_run(run, Asked(machine="h200"), print).run.model.path == "Qwen/Qwen2.5-0.5B"
+    assert question_of_run(run(machine="h200"), print).run.model.path == "Qwen/Qwen2.5-0.5B"
     assert resolve(run).model.path == resolve(run).data.tokenizer == "Qwen/Qwen2.5-0.5B"
     paper = next(preset for preset in presets() if preset.hub is None)
     with pytest.raises(UnsupportedError, match=r"^model\.path: the preset .* is of a paper"):
