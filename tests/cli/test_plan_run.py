@@ -329,7 +329,8 @@ def test_a_path_is_one_that_the_run_can_load(file: Path) -> None:
 
 def test_a_preset_is_its_name_on_the_hub(file: Path) -> None:
     run = load_run(write(file, model={"path": "qwen2.5-0.5b"}))
-    assert question_of_run(run, {"machine": "h200"}, print).run.model.path == "Qwen/Qwen2.5-0.5B"
+    found = question_of_run(run, {"machine": "h200"}, print)
+    assert found.run.model.path == "Qwen/Qwen2.5-0.5B"
     assert resolve(run).model.path == resolve(run).data.tokenizer == "Qwen/Qwen2.5-0.5B"
     paper = next(preset for preset in presets() if preset.hub is None)
     with pytest.raises(UnsupportedError, match=r"^model\.path: the preset .* is of a paper"):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -121,6 +121,7 @@ def compare(
     dtype=st.sampled_from(list(WIDTHS)),
     heads_first=st.booleans(),
 )
+@example(tokens=700, start=0, kv_block=64, batch=1, dtype=torch.bfloat16, heads_first=False)
 def test_bytes_of_a_chunk(
     name: str,
     tokens: int,

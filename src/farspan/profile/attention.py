@@ -116,7 +116,7 @@ def chunk_call(attention: LayerSpec, batch: int, start: int, stop: int, kv_block
 def kernel_of(attention: LayerSpec) -> Kernel:
     """Return the sizes of the kernel that `engine.kernels.select_kernel` chooses on a CPU."""
     if attention.softcap is not None:
-        return TiledSizes(capped=True)
+        return TiledSizes()
     if attention.head_dim == attention.value_dim:
         return FlashSizes()
     return PaddedSizes(FlashSizes(), max(attention.head_dim, attention.value_dim))

@@ -215,11 +215,8 @@ def visible(memory: Memory, block: Block) -> Outline:
     return pointwise(seen, inside)
 
 
-@dataclass(frozen=True, slots=True)
 class TiledSizes:
-    """Sizes of plain attention, tile by tile, in the accumulate dtype."""
-
-    capped: bool
+    """Sizes of plain attention with a soft cap, tile by tile, in the accumulate dtype."""
 
     def split(self, block: Block) -> tuple[Block, ...]:
         return (block,)
@@ -272,21 +269,19 @@ class TiledSizes:
                 del added
         return dq, dk, dv
 
-    def _score_gradient(self, weights: Outline, delta: Outline, slope: Outline | None) -> Outline:
+    def _score_gradient(self, weights: Outline, delta: Outline, slope: Outline) -> Outline:
         upstream = pointwise(weights)
         centred = pointwise(upstream, delta)
         del upstream
         product = pointwise(weights, centred)
         del centred
-        return pointwise(product, pointwise(slope) if slope is not None else product)
+        return pointwise(product, pointwise(slope))
 
-    def _scores(self, q: Outline, k: Outline, tile: Block) -> tuple[Outline, Outline | None]:
-        width = wide(q.width)
-        memory, slope = q.memory, None
-        scores = self._products(q, k, width)
-        if self.capped:
-            bounded = pointwise(pointwise(scores))
-            scores, slope = pointwise(bounded), pointwise(pointwise(bounded))
+    def _scores(self, q: Outline, k: Outline, tile: Block) -> tuple[Outline, Outline]:
+        memory = q.memory
+        scores = self._products(q, k, wide(q.width))
+        bounded = pointwise(pointwise(scores))
+        scores, slope = pointwise(bounded), pointwise(pointwise(bounded))
         if tile.causal or tile.window is not None:
             _hidden = pointwise(visible(memory, tile))
             tall = memory.new(scores.shape[2:], 1)
