@@ -4,6 +4,7 @@
 #   make test WORKERS=8          more test processes
 #   make test-all                exhaustive tests, too
 #   make test-versions           core tests with the oldest and the newest versions of libraries
+#   make durations               where the seconds of the last `make test` went
 #   make mutants                 plant faults, and see that tests catch each
 #   make PYTHON=python3.12 ...   another interpreter for .venv
 #   make check                   style, types and gates only
@@ -34,7 +35,7 @@ SANITIZE_thread   := thread
 # One thread has no races.
 ONLY_thread       := test_threads
 
-.PHONY: train test test-all only-test only-test-all test-versions test-oldest test-newest mutants check format site wheels clean native-test $(NATIVE_TESTS:%=native-test-%)
+.PHONY: train test test-all only-test only-test-all test-versions test-oldest test-newest durations mutants check format site wheels clean native-test $(NATIVE_TESTS:%=native-test-%)
 
 # OpenMP threads that wait without spinning: beside another process on two cores a step of the
 # default run took 3.5 to 4.4 s with this and 5 to 30 s without.
@@ -58,10 +59,13 @@ test-all: $(DEV)
 	$(MAKE) $(BESIDE) only-test-all
 
 only-test: $(DEV)
-	$(PYTEST)
+	$(PYTEST) --durations-file build/durations.json
 
 only-test-all: $(DEV)
-	$(PYTEST) -m '' --hypothesis-profile=thorough
+	$(PYTEST) -m '' --hypothesis-profile=thorough --durations-file build/durations-all.json
+
+durations: $(DEV)
+	$(BIN)/python -m tests.durations $(ARGS)
 
 # Each in an environment of its own, the newest as pip resolves them that day. Records with what the
 # tests passed, and shows it in the guide.

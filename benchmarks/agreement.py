@@ -9,7 +9,6 @@ with one sequence a step there are rows of two sequences, and on a CPU of bfloat
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,8 @@ import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.tables import save
+from farspan.ask import measuring
 from farspan.engine.calibrate import Calibration
 from farspan.engine.memory import PeakMemory
 from farspan.engine.microbench import THOROUGH, Bench, describe_machine
@@ -60,7 +61,7 @@ class Bed:
         self.device, self.dtype = device, dtype
         model: nn.Module = Qwen2ForCausalLM(self.config)
         self.model = model.to(device=device, dtype=dtype).train()
-        profiles = profiles_of(self.config.to_dict(), "agreement")
+        profiles = profiles_of(self.config.to_dict(), "agreement", measuring=measuring)
         self.profile = profiles.of(Variant(self.dtype_name))
         self.clock: Callable[[], float] = time.perf_counter
         if device.type == "cpu":
@@ -209,19 +210,12 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     given = parser.parse_args()
     found = record(given.strategies, given.tokens, given.rounds)
-    if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(
-        f"{'strategy':12}{'dtype':10}{'batch':>6}{'tokens':>8}{'predicted s':>13}{'measured s':>12}"
-        f"{'ratio':>7}{'bytes':>8}"
-    )
+    save(given.out, found)
+    print(f"{'step':40}{'predicted s':>13}{'measured s':>12}{'bytes':>8}")
     for case in found["rows"]:
-        both = case["seconds"]
-        print(
-            f"{case['strategy']:12}{case['dtype']:10}{case['batch']:6}{case['tokens']:8}"
-            f"{both['predicted']:13.3f}{both['measured']:12.3f}{case['seconds_ratio']:7.2f}"
-            f"{case['bytes_ratio']:8.4f}"
-        )
+        step = f"{case['dtype']} {case['strategy']} {case['batch']} x {case['tokens']}"
+        seconds = "{predicted:13.3f}{measured:12.3f}".format(**case["seconds"])
+        print(f"{step:40}{seconds}{case['bytes_ratio']:8.4f}")
 
 
 if __name__ == "__main__":

@@ -24,14 +24,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.tables import DOCS, RESULTS, save
 from farspan.checkpoint.saver import Saver, entries_of, folder_name
 from farspan.distributed.run_context import DistributedContext
 from farspan.durable import sync
 from farspan.engine.microbench import describe_machine
 from farspan.train.run_folder import capture_rng
 
-RESULTS = Path(__file__).parent / "results" / "checkpoints.json"
-PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "cpu.md"
+PAGE = DOCS / "evidence" / "cpu.md"
 SHAPE = (2048, 1024)  # 8 MiB, as a projection of a small model has
 STATE = {"run": "measured", "position": {"step": 1, "tokens": 1, "skipped": 0}}
 KINDS = ("save", "resume")
@@ -140,10 +140,10 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.5)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "checkpoints.json")
     options = parser.parse_args()
     record = measure(options.gib, options.turns, options.folder)
-    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    save(options.out, record)
     for kind in KINDS:
         print(kind, json.dumps(record[kind]))
 

@@ -67,10 +67,12 @@ class Clock:
         return Clock.of(max(0.0, self.left) * part)
 
 
-def environment(configuration: str) -> dict[str, str]:
-    """This process's own, with `configuration` for PyTorch's allocator; "" for its defaults."""
+def environment(configuration: str, site: Path | None = None) -> dict[str, str]:
+    """This process's own, with `configuration` for PyTorch's allocator ("" for its defaults) and
+    packages from `site` behind all others."""
     kept = {k: v for k, v in os.environ.items() if k not in (CONFIGURATION, OLDER)}
     places = [*map(str, (ROOT, *SOURCES)), *filter(None, [kept.get("PYTHONPATH")])]
+    places += [] if site is None else [str(site.resolve())]
     kept |= FIXED | {"PYTHONPATH": os.pathsep.join(places)}
     return kept | ({CONFIGURATION: configuration} if configuration else {})
 
@@ -111,12 +113,12 @@ class Nursery:
     several seconds are made once. That process must leave CUDA alone: whoever starts CUDA cannot
     be forked from."""
 
-    def __init__(self, preloaded: str, configuration: str = "") -> None:
+    def __init__(self, preloaded: str, configuration: str = "", site: Path | None = None) -> None:
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload([preloaded])
         before = dict(os.environ)
         # Whether there is a GPU is asked of NVML, not of CUDA.
-        theirs = environment(configuration) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        theirs = environment(configuration, site) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         os.environ.clear()
         os.environ.update(theirs)
         try:

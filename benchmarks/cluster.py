@@ -1,4 +1,4 @@
-"""farspan and three baselines on 8 to 1,024 GPUs, by simulation: longest context, MFU, what breaks.
+"""farspan and three baselines on 8 to 1,024 GPUs, by simulation: longest context and MFU.
 
     python -m benchmarks.cluster --out benchmarks/results/cluster.json
 
@@ -19,27 +19,28 @@ host that fits; Ulysses also without the last. All of them compute the head in p
 """
 
 import argparse
-import json
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coarse import Coarse, even_cuts
+from benchmarks.tables import Record, grid, save
+from farspan.formatting import write_seconds
 from farspan.planner.evaluate import evaluate, most_layers, stage_schedule
 from farspan.planner.feasibility import families, room, states_do_not_fit, taken
 from farspan.planner.machines import machine
 from farspan.planner.plans import best_plan, named_schedule
-from farspan.planner.request import Budget, Plan, Question
+from farspan.planner.request import Plan, Question
 from farspan.planner.search import search
-from farspan.planner.space import Space, whole_space
+from farspan.planner.space import Space, even, whole_space
 from farspan.profile.model import ModelProfile, Variant
 from farspan.profile.store import find_profiles
 from farspan.program.layout import Layout
-from farspan.spec import ModelSpec, RunSpec
+from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 
 MACHINE = "h100"
 MODELS = ("Llama-3-8B", "Llama-3-70B")
@@ -94,19 +95,6 @@ def _tensor(_: ModelSpec, devices: int) -> Iterator[Layout]:
     yield Layout(tensor=NODE, ring=devices // NODE)
 
 
-@dataclass(frozen=True, slots=True)
-class Lack:
-    """What a context takes that may not fit."""
-
-    tokens: int
-    device: Budget
-    host: Budget
-
-    def over(self) -> int:
-        """Bytes that are missing."""
-        return -min(0, self.device.left) - min(0, self.host.left)
-
-
 FARSPAN = "farspan"
 SYSTEMS = (
     System(FARSPAN, _grouped, (), _any),
@@ -147,6 +135,23 @@ def ask(name: str, tokens: int, layout: Layout) -> Question:
         profile=profile,
         overlap=True,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Coarse(Space):
+    """Kept K, V wait on host, and O of an open group is kept only with that of all others."""
+
+    def schedules(self) -> Iterator[Schedule]:
+        for chunk, cut, kv in product(self.chunks, self.cuts, Tier):
+            for kept in (False, True)[: 1 if self.staged else len(cut)]:
+                for checkpoint in (True, False)[: max(cut)]:
+                    yield Schedule(chunk, cut, kv=kv, kv_kept=kept, layer_checkpoint=checkpoint)
+
+
+def even_cuts(layers: int, counts: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Even cuts into so many groups, as far as there are layers."""
+    found = dict.fromkeys(even(layers, count) for count in counts if count <= layers)
+    return tuple(found)
 
 
 def coarse_space(question: Question, parts: tuple[float, ...] = (0.0, 0.5, 1.0)) -> Coarse:
@@ -201,30 +206,27 @@ def lengths() -> list[int]:
     return found
 
 
-def longest(system: System, name: str, gpus: int) -> tuple[Plan | None, Lack | None]:
-    """The plan at the longest context, and what the next one lacks."""
-    grid, low, high = lengths(), -1, len(lengths())
+def longest(system: System, name: str, gpus: int) -> Plan | None:
+    """The plan at the longest context."""
+    known, low, high = lengths(), -1, len(lengths())
     while high - low > 1:
         middle = (low + high) // 2
-        if _may_fit(system, name, grid[middle], gpus):
+        if _may_fit(system, name, known[middle], gpus):
             low = middle
         else:
             high = middle
     kept = None
     while low >= 0 and kept is None:
-        kept = next((p for p in _at(system, name, grid[low], gpus) if p.fits), None)
-        low -= kept is None
-    if low + 1 == len(grid):
-        return kept, None
-    following = _questions(system, name, grid[low + 1], gpus)
-    return kept, min((lack for q in following for lack in _lacks(system, q)), key=Lack.over)
+        kept = next((p for p in _at(system, name, known[low], gpus) if p.fits), None)
+        low -= 1
+    return kept
 
 
 def _may_fit(system: System, name: str, tokens: int, gpus: int) -> bool:
     """Exact for baselines; of farspan what its bounds leave."""
     for question in _questions(system, name, tokens, gpus):
         if system.strategies:
-            found = any(lack.over() == 0 for lack in _lacks(system, question))
+            found = any(plan.fits for plan in plans(system, question))
         else:
             found = something_fits(question, coarse_space(question, (0.0,)))
         if found:
@@ -251,43 +253,12 @@ def _at(system: System, name: str, tokens: int, gpus: int) -> Iterator[Plan]:
                 yield found
 
 
-def _lacks(system: System, question: Question) -> Iterator[Lack]:
-    """What each of the system's ways needs; of farspan's, those that keep nothing, in the finest
-    chunks, with the inputs of groups on host."""
-    schedules = [named_schedule(question, name) for name in system.strategies]
-    if not system.strategies:
-        space = coarse_space(question, (0.0,))
-        finest = replace(space, chunks=space.chunks[:1])
-        schedules = [s for s in finest.schedules() if s.layer_checkpoint and not s.kv_kept]
-    for schedule in schedules:
-        plan = evaluate(question, system.name, schedule)
-        yield Lack(question.run.tokens, plan.device, plan.host)
-
-
 def _questions(system: System, name: str, tokens: int, gpus: int) -> Iterator[Question]:
     """All devices that can share the one sequence do."""
     model = profile_of(name).spec
     shared = min(gpus, system.most(model))
     for layout in system.layouts(model, shared):
         yield ask(name, tokens, replace(layout, data=gpus // shared))
-
-
-def breaks(system: System, name: str, gpus: int, lack: Lack | None) -> dict[str, Any]:
-    """What a longer context lacks."""
-    if lack is None:
-        return {"what": "nothing", "why": "no longer context was tried"}
-    tier, budget = ("device", lack.device) if lack.device.left < 0 else ("host", lack.host)
-    most = system.most(profile_of(name).spec)
-    what = f"{tier} memory"
-    if gpus > most:
-        what = f"heads: at most {most} devices share a sequence, then {what}"
-    return {"what": what, "tokens": lack.tokens, "parts": _largest(budget)}
-
-
-def _largest(budget: Budget) -> dict[str, float]:
-    """GiB of the parts that fill it."""
-    order = sorted(budget.parts.items(), key=lambda part: -part[1])[:3]
-    return {part: round(size / GIB, 1) for part, size in order}
 
 
 def cell(plan: Plan | None) -> dict[str, Any] | None:
@@ -317,14 +288,13 @@ def cell(plan: Plan | None) -> dict[str, Any] | None:
 def curves(name: str, system: System) -> Iterator[dict[str, Any]]:
     """One row for each number of GPUs."""
     for gpus in GPUS:
-        kept, lack = longest(system, name, gpus)
+        kept = longest(system, name, gpus)
         reach = 0 if kept is None else kept.question.run.tokens
         yield {
             "model": name,
             "system": system.name,
             "gpus": gpus,
             "longest": cell(kept),
-            "breaks": breaks(system, name, gpus, lack),
             "at": {
                 str(tokens): cell(fastest(system, name, tokens, gpus) if tokens <= reach else None)
                 for tokens in CONTEXTS
@@ -342,6 +312,67 @@ def planning() -> list[dict[str, Any]]:
         spent = time.process_time() - started
         found.append({"gpus": gpus, "cpu_seconds": spent, "gap": plan.gap, **(cell(plan) or {})})
     return found
+
+
+# -- the page ------------------------------------------------------------------------------------
+
+
+def tables(cluster: Record) -> dict[str, str]:
+    """Tables of many devices by their names in the page."""
+    return {
+        "cluster longest": reach_table(cluster),
+        "cluster mfu": mfu_table(cluster),
+        "cluster planning": planning_table(cluster),
+    }
+
+
+def reach_table(cluster: Record) -> str:
+    """Longest contexts."""
+
+    def show(row: Record) -> str:
+        return _mega(row["longest"]["tokens"]) if row["longest"] else "-"
+
+    return _systems(cluster, show)
+
+
+def mfu_table(cluster: Record) -> str:
+    """MFU at 4M tokens, with N where the network takes over a tenth of the step."""
+    return _systems(cluster, lambda row: _mfu(row["at"][str(4 * MEGA)]))
+
+
+def _mfu(cell: Record | None) -> str:
+    if cell is None:
+        return "-"
+    return f"{100 * cell['mfu']:.0f}%" + (" N" if cell["network"] > 0.1 else "")
+
+
+def _systems(cluster: Record, show: Any) -> str:
+    sizes = list(dict.fromkeys(row["gpus"] for row in cluster["rows"]))
+    by_place = {(row["model"], row["system"], row["gpus"]): row for row in cluster["rows"]}
+    body = []
+    for model, system in dict.fromkeys((row["model"], row["system"]) for row in cluster["rows"]):
+        found = (show(by_place[model, system, size]) for size in sizes)
+        body.append([f"{model.removeprefix('Llama-3-')} {system}", *found])
+    return grid(["GPUs", *map(str, sizes)], body)
+
+
+def planning_table(cluster: Record) -> str:
+    """Seconds of the full search."""
+    rows = [
+        [
+            str(entry["gpus"]),
+            f"{entry['cpu_seconds']:.1f} s",
+            f"{100 * entry['mfu']:.0f}%",
+            write_seconds(entry["seconds"]),
+            f"{100 * entry['gap']:.1f}%",
+        ]
+        for entry in cluster["planning"]
+    ]
+    return grid(["GPUs", "search, processor time", "MFU", "step", "gap at most"], rows)
+
+
+def _mega(tokens: int) -> str:
+    return f"{tokens / MEGA:g}M" if tokens >= MEGA else f"{tokens // 1024}K"
 
 
 def main() -> None:
@@ -367,8 +398,7 @@ def main() -> None:
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "rows": rows,
     }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    save(arguments.out, record)
     print(f"{time.process_time() - started:.0f} s, {record['peak_mib']:.0f} MiB")
 
 

@@ -11,7 +11,6 @@ leaves the margin that plans leave by default.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import textwrap
@@ -22,7 +21,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from farspan.planner.api import Request, as_run
+from benchmarks.tables import Record, grid, reach, save, short
+from farspan.ask import Request, as_run
+from farspan.formatting import write_seconds
 from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import machine
 from farspan.planner.plans import LEAST, best_plan, longest_contexts, named_schedule
@@ -208,6 +209,84 @@ def _wrapped(line: str) -> str:
     return "\n".join(textwrap.wrap(line.rstrip(), 100, subsequent_indent=indent))
 
 
+# -- pages ---------------------------------------------------------------------------------------
+
+
+def commands_shown(fit: Record) -> dict[str, str]:
+    """Every command and what it printed, by its name in the page."""
+    return {
+        f"command {index}": f"```\n$ {entry['command']}\n{entry['output'].strip()}\n```"
+        for index, entry in enumerate(fit["commands"])
+    }
+
+
+def tables(fit: Record) -> dict[str, str]:
+    """Tables of one device by their names in the page."""
+    return {
+        "longest": longest_table(fit),
+        "on host": on_host_table(fit),
+        "bytes": bytes_table(fit),
+    }
+
+
+def longest_table(fit: Record) -> str:
+    """A table for each model and way to train it."""
+    parts = []
+    for model, way in dict.fromkeys((row["model"], row["way"]) for row in fit["longest"]):
+        own = [row for row in fit["longest"] if (row["model"], row["way"]) == (model, way)]
+        names = list(own[0]["strategies"])
+        rows = [
+            [row["machine"], *(_tokens(row["strategies"][name]) for name in names)] for row in own
+        ]
+        parts.append(f"{model}, {way}:\n\n{grid(['', *names], rows)}")
+    return "\n\n".join(parts)
+
+
+def on_host_table(fit: Record) -> str:
+    """Large models on one device, with its main memory."""
+    rows = fit["on_host"]
+    nodes = list(dict.fromkeys((row["machine"], row["host_gib"]) for row in rows))
+    by_place = {(r["model"], r["way"], r["machine"], r["host_gib"]): r["longest"] for r in rows}
+    body = [
+        [f"{model}, {way}", *(reach(by_place[model, way, *node]) for node in nodes)]
+        for model, way in dict.fromkeys((row["model"], row["way"]) for row in rows)
+    ]
+    return grid(["", *(f"{machine}, {memory} GiB" for machine, memory in nodes)], body)
+
+
+def steps_table(fit: Record) -> str:
+    """Rows of the table of docs/explanation/comparison.md."""
+    rows = []
+    for row in fit["steps_on_host"]:
+        gib = row["host_gib"]
+        memory = f"{gib / 1024:g} TiB" if gib > 1024 else f"{gib} GiB"
+        card = row["machine"].upper().replace("RTX", "RTX ")
+        name = f"{row['model']}, {row['context']} tokens, {card}"
+        times = (write_seconds(row[part]) for part in ("seconds", "compute", "update"))
+        rows.append(f"| {name} | {memory} | {' | '.join(times)} |")
+    return "\n".join(rows)
+
+
+def _tokens(cell: Record | None) -> str:
+    return short(cell["tokens"]) if cell else "-"
+
+
+def bytes_table(fit: Record) -> str:
+    """KB a token on device and on host."""
+    rows = fit["bytes_a_token"]["rows"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    by_place = {(row["strategy"], row["model"]): row for row in rows}
+    body = []
+    for strategy in dict.fromkeys(row["strategy"] for row in rows):
+        found = (by_place[strategy, model] for model in models)
+        body.append([strategy, *(f"{_kilo(c['device'])} + {_kilo(c['host'])}" for c in found)])
+    return grid(["KB a token, device + host", *models], body)
+
+
+def _kilo(size: float) -> str:
+    return f"{size / 1e3:,.0f}" if size >= 10 * 1e3 else f"{size / 1e3:.1f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fit", description=__doc__)
     parser.add_argument("--out", type=Path, help="result file to write")
@@ -226,8 +305,7 @@ def main() -> None:
         "steps_on_host": list(steps_on_host()),
         "bytes_a_token": {"between": [SHORT, LONG], "rows": list(slopes())},
     }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    save(arguments.out, record)
     print(f"{time.process_time() - started:.0f} s")
 
 

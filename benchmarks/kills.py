@@ -39,6 +39,7 @@ from typing import Any, cast
 
 import torch
 
+from benchmarks.tables import RESULTS, save
 from farspan.data.config import DataConfig, LossConfig, RecordFormat
 from farspan.distributed.failure import FAILED, RankFailed
 from farspan.durable import WriteFailed
@@ -58,8 +59,6 @@ from farspan.train.trainer import train
 from tests.distributed.strangers import WAYS, speak
 from tests.train.tiny import MODEL, Quiet, load_tiny, tiny_run
 
-RESULTS = Path(__file__).parent / "results" / "kills.json"
-NETWORK = RESULTS.with_name("network.json")
 KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "heldout_loss")
 NAMED = (UnsupportedError, WriteFailed, RankFailed)
 FULL = 3  # exit status of a run that ended by a named error
@@ -350,7 +349,7 @@ def main() -> None:
     parser.add_argument("--network", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    asked.out = asked.out or (NETWORK if asked.network else RESULTS)
+    out = asked.out or RESULTS / ("network.json" if asked.network else "kills.json")
     torch.set_num_threads(1)
     # What is imported at its first use is imported here, once. No backward: its threads and forks
     # do not go together.
@@ -359,10 +358,10 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="farspan-kills-"))
     if asked.network:
         told = {"machine": describe_machine(), **network(root, asked.network, asked.seed)}
-        asked.out.write_text(json.dumps(told, indent=1) + "\n")
+        save(out, told)
         print(told["ways"])
         raise SystemExit("LOST" in str(told))
-    before = json.loads(asked.out.read_text()) if asked.out.exists() else {"modes": []}
+    before = json.loads(out.read_text()) if out.exists() else {"modes": []}
     kept = [mode for mode in before["modes"] if mode["mode"] not in asked.only]
     record: dict[str, Any] = {**before, "machine": describe_machine(), "modes": kept}
     record["date"] = time.strftime("%Y-%m-%d")
@@ -374,7 +373,7 @@ def main() -> None:
             record["disks"] = disks(root / "disks", asked.disks)
             print(record["disks"], flush=True)
     finally:
-        asked.out.write_text(json.dumps(record, indent=1) + "\n")
+        save(out, record)
     lost = [mode for mode in record["modes"] if any("lost" in name for name in mode["trials"])]
     if not lost:
         shutil.rmtree(root)

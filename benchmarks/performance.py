@@ -2,37 +2,33 @@
 
     python -m benchmarks.performance [FOLDER/gpu.json]
 
-Measured tables are read from the records of `benchmarks.gpu`; one that is given takes the place of
-its card's. What is planned is computed from the machine's preset, by the planner that
-`benchmarks.gpu` uses. The picture is drawn by `python -m benchmarks.figures`
-(performance_figures.py).
+Measured tables are read from the records of `benchmarks.gpu.hour`; one that is given takes the
+place of its card's. What is planned is computed from the machine's preset, by the planner that
+`benchmarks.gpu.hour` uses.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.children import Clock, Row
-from benchmarks.gpu.__main__ import saving
-from benchmarks.gpu.floor import Ceilings, floor
-from benchmarks.gpu.planned import Planner
-from benchmarks.gpu.rows import is_done
-from benchmarks.gpu.session import Session
-from benchmarks.gpu.show import PUBLISHED, is_headline
+from benchmarks.gpu.hour import saving
+from benchmarks.gpu.planned import Ceilings, Planner, floor
+from benchmarks.gpu.session import Session, is_done, is_headline
 from benchmarks.gpu.work import AUTO, STREAMED, Item, Place, full, quarter
+from benchmarks.tables import DOCS, RESULTS, grid, write
 from farspan.formatting import write_tokens
 from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import from_json, machine, preset_of_gpu
 from farspan.planner.request import Plan
 from farspan.spec import Curve, MachineSpec, Schedule, Tier
 
-PAGE = Path(__file__).parent.parent / "docs" / "evidence" / "performance.md"
-RESULTS = Path(__file__).parent / "results"
+PAGE = DOCS / "evidence" / "performance.md"
 RECORD, H100 = RESULTS / "gpu_h200.json", RESULTS / "gpu_h100.json"
 # What the calls of the record's `sustained` limit.
 LIMITED = {
@@ -43,7 +39,8 @@ LIMITED = {
     "causal_forward": "attention 32768 x 32768 causal forward",
     "causal_backward": "attention 32768 x 32768 causal backward",
 }
-OPENING, CLOSING = "<!-- table {} -->", "<!-- end -->"
+# OOMB, Table 2: 4K chunks, checkpoints and offload, one H200, batch 1, the best of three runs.
+PUBLISHED = {131072: 260.4, 262144: 985.8}
 GIB = 2**30
 HOST_BYTES = 118 * GIB  # what a machine of 128 GiB has free
 # Large products in bf16 measured with PyTorch on an H200; cuDNN 9.19 there, heads of 128, 32K
@@ -61,7 +58,7 @@ def tables() -> dict[str, str]:
     made, work = planner(), full()
     lengths = (*work.lengths, *work.longer)
     plans = {
-        (name, tokens): made.plan(Item("step", 1.0, tokens, name))
+        (name, tokens): made.plan(Item("step", tokens, name))
         for tokens in lengths
         for name in (AUTO, *work.strategies)
     }
@@ -106,7 +103,7 @@ def measured(record: Row) -> dict[str, str]:
     head.append("times OOMB's speed")
     if not any(row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
-    return {"measured": _grid(head, rows), "beside": _beside(record["measurements"])}
+    return {"measured": grid(head, rows, "--:"), "beside": _beside(record["measurements"])}
 
 
 def _beside(rows: Sequence[Row]) -> str:
@@ -123,7 +120,7 @@ def _beside(rows: Sequence[Row]) -> str:
         cells = (cell for pair in pairs for cell in pair)
         lines.append([write_tokens(tokens), f"{own:.2f}", *cells])
     head = ["tokens", "farspan, s", "checkpointing, s", "ratio", "attention's outputs kept, s"]
-    return _grid([*head, "ratio"], lines)
+    return grid([*head, "ratio"], lines, "--:")
 
 
 def _quarter() -> str:
@@ -134,7 +131,7 @@ def _quarter() -> str:
         words = re.sub(r"\d{4,}", lambda found: write_tokens(int(found[0])), item.name)
         body.append([words, *(cell for column in columns for cell in column[item.name])])
     heads = (f"{card}: {what}, s" for card in ("H100", "H200") for what in ("measured", "planned"))
-    return _grid(["", *heads], body)
+    return grid(["", *heads], body, "--:")
 
 
 def _column(record: Row) -> dict[str, tuple[str, str]]:
@@ -153,9 +150,7 @@ def _column(record: Row) -> dict[str, tuple[str, str]]:
         if item.work == "update":
             measured = " ".join(f"{one['seconds'][-1]:.2f}" for one in row.get("rows", ()) if
                                 "parameters" in one)  # fmt: skip
-            seconds: float | None = planner.update(full().layers).seconds
-        elif item.work == "longest":
-            seconds = None
+            seconds: float | None = planner.update().seconds
         elif "planned" in row:
             seconds = row["planned"]["seconds"]
         else:
@@ -201,7 +196,7 @@ def _planned(made: Planner, plans: dict[tuple[str, int], Plan], lengths: Sequenc
     for tokens in lengths:
         plan = plans[AUTO, tokens]
         question = made.question(tokens, full().layers)
-        least = floor(question, CEILINGS).total
+        least = floor(question, CEILINGS)
         published = PUBLISHED.get(tokens)
         rows.append(
             [
@@ -217,7 +212,7 @@ def _planned(made: Planner, plans: dict[tuple[str, int], Plan], lengths: Sequenc
             ]
         )
     head = ["tokens", "floor, s", "planned, s", "planned / floor", "MFU", "device, GiB"]
-    return _grid([*head, "host, GiB", "copies", "OOMB published, s"], rows)
+    return grid([*head, "host, GiB", "copies", "OOMB published, s"], rows, "--:")
 
 
 def _strategies(
@@ -230,23 +225,7 @@ def _strategies(
         [write_tokens(tokens), *(cell(plans[name, tokens]) for name in (AUTO, *names))]
         for tokens in lengths
     ]
-    return _grid(["tokens", AUTO, *names], rows)
-
-
-def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["--:"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def filled(text: str, found: dict[str, str]) -> str:
-    """The page with every table in its place. Raises ValueError where a mark is missing."""
-    for name, table in found.items():
-        opening = OPENING.format(name)
-        before, mark, rest = text.partition(opening)
-        if not mark or CLOSING not in rest:
-            raise ValueError(f"the page has no place for {opening}")
-        text = f"{before}{opening}\n\n{table}\n\n{rest[rest.index(CLOSING) :]}"
-    return text
+    return grid(["tokens", AUTO, *names], rows, "--:")
 
 
 def adopt(path: Path) -> Path:
@@ -284,8 +263,7 @@ def main() -> None:
             print(f"wrote {adopt(given.record)}")
         except ValueError as error:
             sys.exit(f"performance: {error}")
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(filled(text, tables()), encoding="utf-8")
+    write(PAGE, tables())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ after its imports.
 """
 
 import argparse
-import json
 import multiprocessing
 import resource
 import time
@@ -16,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables import save
+from farspan.ask import Request
 from farspan.lazy import load
-from farspan.planner.api import Request
 from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.request import Plan
 from farspan.profile.catalog import presets
@@ -105,16 +105,15 @@ def main() -> None:
         for row in pool.imap(measure, HARD if given.hard else cases()):
             rows.append(row)
             print(line(row), flush=True)
-    if given.out is not None:
-        record = {
-            "benchmark": "planning",
-            "machine": load("farspan.engine.microbench", "describe_machine")(),
-            "clock": "seconds that one process computed, imports left out",
-            "limit": LIMIT,
-            "slowest": max(row["process_seconds"] for row in rows),
-            "rows": rows,
-        }
-        given.out.write_text(json.dumps(record, indent=1) + "\n")
+    record = {
+        "benchmark": "planning",
+        "machine": load("farspan.engine.microbench", "describe_machine")(),
+        "clock": "seconds that one process computed, imports left out",
+        "limit": LIMIT,
+        "slowest": max(row["process_seconds"] for row in rows),
+        "rows": rows,
+    }
+    save(given.out, record)
 
 
 def line(row: dict[str, Any]) -> str:

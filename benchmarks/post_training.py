@@ -2,35 +2,30 @@
 of docs/how-to/post-training.md, and its tables.
 
     python -m benchmarks.post_training --out benchmarks/results/post_training.json
-    python -m benchmarks.post_training --page
+    python -m benchmarks.pages post_training
 
 All is planned, by the rates of presets. A longest context is found to within a sixty-fourth of
 itself and leaves the margin that plans leave by default.
 """
 
 import argparse
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from benchmarks.fit import SECONDS, cell
-from benchmarks.fit_page import CLOSING, OPENING, RESULTS, ROOT, _grid, _reach
+from benchmarks.tables import Record, grid, reach, save
+from farspan.ask import Request
 from farspan.formatting import read_tokens, write_seconds
-from farspan.planner.api import Request
 from farspan.planner.feasibility import loss_seconds
 from farspan.planner.plans import LEAST, best_plan, longest_contexts
 from farspan.planner.request import Question
 from farspan.program.strategies import GROUPED
 from farspan.spec import VERSION, LossKind, Reference
 
-PAGE = ROOT / "docs" / "how-to" / "post-training.md"
-NAME = "post_training"
 MODEL, CONTEXT = "Qwen3-8B", "128K"
-Record = dict[str, Any]
 
 HOST = {"optimizer": "host", "weights": "host"}
 # What a machine is called, and what is asked of it.
@@ -98,45 +93,28 @@ def steps() -> Iterator[Record]:
 # -- the page ------------------------------------------------------------------------------------
 
 
-def load() -> Record:
-    """The result file."""
-    found: Record = json.loads((RESULTS / f"{NAME}.json").read_text(encoding="utf-8"))
-    return found
+def tables(record: Record) -> dict[str, str]:
+    """Longest contexts, each with the time of its step; and what a step of one context takes, with
+    how much longer that is than one pass of the same schedule."""
+    named = dict.fromkeys((row["way"], row["loss"]) for row in record["steps"])
+    longest = {_place(row): row["longest"] for row in record["longest"]}
+    steps = {_place(row): row for row in record["steps"]}
+
+    def table(head: str, shown: Callable[[str, str, str], str]) -> str:
+        body = [
+            [f"{way}: {loss}", *(shown(way, loss, on) for on in MACHINES)] for way, loss in named
+        ]
+        return grid([head, *MACHINES], body)
+
+    asked = f"{record['model']}, {record['context']} tokens, planned"
+    return {
+        "longest": table(f"{record['model']}, planned", lambda *at: reach(longest.get(at))),
+        "steps": table(asked, lambda *at: _cost(steps.get(at))),
+    }
 
 
-def filled(text: str, record: Record) -> str:
-    """The page with both tables in their places. Raises ValueError where a mark is missing."""
-    for name, table in (("longest", reach(record)), ("steps", costs(record))):
-        opening = OPENING.format(name)
-        before, mark, rest = text.partition(opening)
-        if not mark or CLOSING not in rest:
-            raise ValueError(f"the page has no place for {opening}")
-        text = f"{before}{opening}\n\n{table}\n\n{rest[rest.index(CLOSING) :]}"
-    return text
-
-
-def reach(record: Record) -> str:
-    """Longest contexts, each with the time of its step."""
-    rows = record["longest"]
-    by_place = {(row["way"], row["loss"], row["machine"]): row["longest"] for row in rows}
-    named = dict.fromkeys((row["way"], row["loss"]) for row in rows)
-    body = [
-        [f"{way}: {loss}", *(_reach(by_place.get((way, loss, on))) for on in MACHINES)]
-        for way, loss in named
-    ]
-    return _grid([f"{record['model']}, planned", *MACHINES], body)
-
-
-def costs(record: Record) -> str:
-    """What a step takes, and how much longer that is than one pass of the same schedule."""
-    rows = record["steps"]
-    by_place = {(row["way"], row["loss"], row["machine"]): row for row in rows}
-    named = dict.fromkeys((row["way"], row["loss"]) for row in rows)
-    body = [
-        [f"{way}: {loss}", *(_cost(by_place.get((way, loss, on))) for on in MACHINES)]
-        for way, loss in named
-    ]
-    return _grid([f"{record['model']}, {record['context']} tokens, planned", *MACHINES], body)
+def _place(row: Record) -> tuple[str, str, str]:
+    return row["way"], row["loss"], row["machine"]
 
 
 def _cost(row: Record | None) -> str:
@@ -150,12 +128,7 @@ def _cost(row: Record | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.post_training", description=__doc__)
     parser.add_argument("--out", type=Path, help="result file to write")
-    parser.add_argument("--page", action="store_true", help="put the tables into the page")
     arguments = parser.parse_args()
-    if arguments.page:
-        text = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(filled(text, load()), encoding="utf-8")
-        return
     record = {
         "about": "planned on presets' rates; a pair is one sequence, priced as one document",
         "date": datetime.now(UTC).date().isoformat(),
@@ -167,8 +140,7 @@ def main() -> None:
         "steps": list(steps()),
         "longest": list(longest()),
     }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    save(arguments.out, record)
 
 
 if __name__ == "__main__":

@@ -11,24 +11,19 @@ of the place before.
 """
 
 import argparse
-import json
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from benchmarks.fit import cell
-from benchmarks.fit_page import RESULTS, ROOT, _grid, _reach
-from farspan.planner.api import Request
+from benchmarks.tables import DOCS, ROOT, Record, grid, load, reach, save, write
+from farspan.ask import Request
 from farspan.planner.plans import LEAST, longest_contexts
 from farspan.planner.request import Question
 from farspan.program.strategies import GROUPED
 from farspan.spec import VERSION, UnsupportedError
 
-PAGE = ROOT / "README.md"
-PAGES = (PAGE, ROOT / "docs" / "index.md")
-OPENING, CLOSING = "<!-- table -->", "<!-- end -->"
-Record = dict[str, Any]
+PAGES = (ROOT / "README.md", DOCS / "index.md")
 
 MODELS = ("Qwen3-8B", "GPT-OSS-20B", "Qwen3-32B", "Llama-3.1-70B")
 MAX_STEP = 600.0  # seconds
@@ -90,29 +85,15 @@ def _longest(question: Question) -> Record:
     return cell(found[GROUPED]) if GROUPED in found else {}
 
 
-def load() -> Record:
-    """The result file."""
-    found: Record = json.loads((RESULTS / "readme.json").read_text(encoding="utf-8"))
-    return found
-
-
-def table(record: Record) -> str:
-    """Longest contexts, each with the time of its step."""
+def tables(record: Record) -> dict[str, str]:
+    """Longest contexts, each with the time of its step: the one table of its pages."""
     rows = record["longest"]
     by_place = {(row["model"], row["way"], row["machine"]): row["longest"] for row in rows}
     body = [
-        [f"{model}, {way}", *(_reach(by_place[model, way, on]) for on in MACHINES)]
+        [f"{model}, {way}", *(reach(by_place[model, way, on]) for on in MACHINES)]
         for model, way in product(MODELS, WAYS)
     ]
-    return _grid(["planned", *MACHINES], body)
-
-
-def filled(text: str, record: Record) -> str:
-    """A page with the table in its place. Raises ValueError where a mark is missing."""
-    before, mark, rest = text.partition(OPENING)
-    if not mark or CLOSING not in rest:
-        raise ValueError(f"the page has no place for {OPENING}")
-    return f"{before}{OPENING}\n\n{table(record)}\n\n{rest[rest.index(CLOSING) :]}"
+    return {"": grid(["planned", *MACHINES], body)}
 
 
 def main() -> None:
@@ -122,7 +103,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.page:
         for page in PAGES:
-            page.write_text(filled(page.read_text(encoding="utf-8"), load()), encoding="utf-8")
+            write(page, tables(load("readme")))
         return
     record = {
         "about": "planned on presets' rates; the longest context whose step takes at most max_step",
@@ -132,8 +113,7 @@ def main() -> None:
         "machines": MACHINES,
         "longest": longest(),
     }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    save(arguments.out, record)
 
 
 if __name__ == "__main__":

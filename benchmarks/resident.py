@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.children import Row, add_row, run_child, settings_of
+from benchmarks.tables import save
 from farspan.data.config import DataConfig
 from farspan.engine.microbench import describe_machine
 from farspan.hf.load import load_model
@@ -119,10 +120,8 @@ def main() -> None:
                 raise SystemExit(f"{name}: {found.ended}: {found.words}")
             rows += found.rows
             print(describe(found.rows[0]), flush=True)
-    if given.out is not None:
-        versions = describe_machine()
-        record = {"benchmark": "resident", "machine": versions | {"threads": 1}, "rows": rows}
-        given.out.write_text(json.dumps(record, indent=1) + "\n")
+    machine = describe_machine() | {"threads": 1}
+    save(given.out, {"benchmark": "resident", "machine": machine, "rows": rows})
 
 
 if __name__ == "__main__":

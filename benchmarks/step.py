@@ -1,6 +1,6 @@
 """Time a training step beside Hugging Face's own path, in one run.
 
-    python benchmarks/step.py [--json] [--out FILE] [--tokens N] [--repeats R] [--streamed]
+    python benchmarks/step.py [--out FILE] [--tokens N] [--repeats R] [--streamed]
 
 Both train the same Qwen2-shaped model with the same weights on the same tokens. The baseline is
 what a Hugging Face user has: SDPA attention, gradient checkpointing, the model's own loss. The two
@@ -280,7 +280,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print the whole record")
     parser.add_argument("--out", type=Path, help="write the record to this file")
     kinds = parser.add_mutually_exclusive_group()
     for kind, what in ("streamed_step", "streamed"), ("logprobs", "logprobs"):
@@ -289,12 +288,8 @@ def main() -> None:
         )
     given = parser.parse_args()
     record = measure(given.tokens, given.repeats, given.kind)
-    text = json.dumps(record, indent=1)
     if given.out is not None:
-        given.out.write_text(text + "\n")
-    if given.json:
-        print(text)
-        return
+        given.out.write_text(json.dumps(record, indent=1) + "\n")
     for name, times in record["seconds"].items():
         ratio = record["ratio"].get(name, 1.0)
         print(f"{name:22} {min(times):8.2f} s   {ratio:5.2f} of {next(iter(record['seconds']))}")

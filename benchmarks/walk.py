@@ -8,7 +8,6 @@ farspan's own frames are counted: those of torch and transformers between them a
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -136,12 +135,8 @@ def measure() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--files", action="store_true", help="print the files of a step too")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     arguments = parser.parse_args()
     found = measure()
-    if arguments.json:
-        print(json.dumps(found, indent=1))
-        return
     for frame in found["stack"]:
         print(f"  {frame}")
     print(f"frames from the command to the step: {found['frames_cli_to_step']}")

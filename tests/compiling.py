@@ -52,7 +52,7 @@ def assembled(kernel: Any, capability: tuple[int, int], folder: Path) -> str:
     tool = load("triton.backends.nvidia.compiler", "get_ptxas")
     arch = 10 * capability[0] + capability[1]
     command = [tool(arch).path, "-v", f"--gpu-name={target[1]}", "-o", folder / "kernel", source]
-    return run(command, check=True, capture_output=True, text=True, timeout=120).stderr
+    return run(command, check=True, capture_output=True, text=True, timeout=1200).stderr
 
 
 def spilled(kernel: Any, capability: tuple[int, int], folder: Path) -> int:

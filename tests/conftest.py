@@ -4,15 +4,19 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
-import time
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from random import Random
 
 import hypothesis
 import pytest
 import torch
 
 from farspan.hf.probe import Float64Mode
+from tests import durations
+from tests.durations import cpu_seconds, slowness
 
 # `make test-all` draws four times as many examples, and `pytest --hypothesis-profile=explore` new
 # ones on every run.
@@ -28,11 +32,15 @@ hypothesis.settings.load_profile("repeatable")
 
 # Twice what the longest takes, and not by the clock: other processes may have the cores as well.
 MOST_SECONDS = 40.0
-LOOP, LOOP_SECONDS = 5_000_000, 0.25  # numbers that are added up, and what it takes on an idle core
 BEGUN = pytest.StashKey[float]()
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, help="run files, and the tests of each, in this order")
+    durations.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Several test processes share the machine, so each of them, and whatever it starts, computes
     on one thread."""
     torch.set_num_threads(1)
@@ -40,9 +48,15 @@ def pytest_configure() -> None:
     # What is measured of this machine is kept for these tests alone.
     home = os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, home, ignore_errors=True)
+    durations.register(config)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.shuffle is not None:
+        shuffle(items, Random(config.option.shuffle))
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker(pytest.mark.slow)  # so that -m 'not slow' leaves it out
     if torch.cuda.is_available():
         return
     for item in items:
@@ -50,10 +64,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
+def shuffle(items: list[pytest.Item], random: Random) -> None:
+    """Files in another order, and tests within each: what a file's tests share is made once."""
+    order: dict[Path, float] = {}
+    for item in items:
+        order.setdefault(item.path, random.random())
+    items.sort(key=lambda item: (order[item.path], random.random()))
+
+
 def pytest_collection_finish() -> None:
     """What imports and collection left stays: no collection of garbage looks at it again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    if (cases := sys.modules.get("tests.sparse.triton_cases")) is not None:
+        cases.stop_interpreting()
 
 
 @pytest.fixture(autouse=True)
@@ -81,21 +108,6 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     yield
     refuse_long(item, cpu_seconds() - item.stash[BEGUN])
-
-
-def cpu_seconds() -> float:
-    """Of this process and of those that it started and that have ended."""
-    spent = os.times()
-    return spent.user + spent.system + spent.children_user + spent.children_system
-
-
-def slowness() -> float:
-    """How many times as many seconds of CPU as on an idle core anything takes now: cores that share
-    what they compute with count the seconds of both."""
-    began, total = time.process_time(), 0
-    for number in range(LOOP):
-        total += number
-    return max(1.0, (time.process_time() - began) / LOOP_SECONDS)
 
 
 def refuse_long(item: pytest.Item, seconds: float, slower: Callable[[], float] = slowness) -> None:

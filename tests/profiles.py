@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from farspan.ask import measuring
 from farspan.planner.evaluate import stage_model
 from farspan.profile.model import ModelProfile, Variant
 from farspan.profile.store import find_profiles, profiles_of
@@ -13,7 +14,10 @@ from farspan.spec import ModelSpec
 def profile_of(model: str | dict[str, Any], layers: int | None = None, **how: Any) -> ModelProfile:
     """Of a preset or of fields of a configuration, its first so many layers; `how` are fields of
     the variant."""
-    profiles = find_profiles(model) if isinstance(model, str) else profiles_of(model, "fields")
+    if isinstance(model, str):
+        profiles = find_profiles(model, measuring)
+    else:
+        profiles = profiles_of(model, "fields", measuring=measuring)
     return _first(profiles.of(Variant(**how)), layers)
 
 

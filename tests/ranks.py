@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SECONDS = 240.0  # after which ranks that have not answered are stopped
+SECONDS = 1200.0  # after which ranks that hang are stopped: a busy machine takes long for anything
 PRELOADED = [
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
@@ -116,7 +116,7 @@ def _work(
             init_method=f"file://{store}",
             rank=rank,
             world_size=ranks,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=600),
         )
         # By value: what torch would share is gone when this process ends.
         end.send_bytes(pickle.dumps((False, function(*arguments))))

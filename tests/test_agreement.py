@@ -88,7 +88,7 @@ def test_cases_are_of_every_kind() -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # beside other work the clock says little
 def test_seconds_are_of_the_right_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "THOROUGH", QUICK)
     bed = agreement.Bed(agreement.SMALL, torch.device("cpu"), torch.float32)

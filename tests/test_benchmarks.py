@@ -1,18 +1,14 @@
 """Benchmarks run, at sizes that say nothing about speed."""
 
-import json
 import subprocess
 import sys
 from collections import Counter
-from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks import checkpoints, curves, memory, step
-from farspan import Step, Tier
-from farspan.program.strategies import STRATEGIES
+from benchmarks import checkpoints, step
+from benchmarks.tables import load
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,47 +18,6 @@ def test_step_trains_the_same_on_both_sides() -> None:
     assert record["ratio"].keys() == {"attention_save_fraction", "attention_recomputed"}
     for loss in record["loss"].values():
         assert loss == pytest.approx(record["loss"]["huggingface"], rel=1e-5)
-
-
-# Of each kind one: x, K, V, O with LSE and whole cells, on either tier.
-@pytest.mark.parametrize(
-    "name", ["g = 1", "g = 2, phi = 1", "g = 2, K,V kept on device", "g = 1, alpha = 0.5"]
-)
-def test_memory_is_what_the_formula_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the byte: lengths are whole chunks, of which an even number is there."""
-    monkeypatch.setattr(memory, "LENGTHS", (256, 512))
-    row = memory.measure(memory.SCHEDULES[name])
-    assert row["device_bytes_a_token"] == row["device_formula"]
-    assert row["host_bytes_a_token"] == row["host_formula"]
-
-
-def test_measured_memory_is_what_the_formula_says() -> None:
-    """The result file, whose formula is that of today."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "memory.json").read_text())["rows"]
-    spec = Step(memory.make_model(), memory.BASE).model_spec
-    assert rows.keys() == memory.SCHEDULES.keys()
-    for name, row in rows.items():
-        expected = memory.formula(spec, memory.SCHEDULES[name])
-        for tier in Tier:
-            assert row[f"{tier}_bytes_a_token"] == row[f"{tier}_formula"] == expected[tier], name
-
-
-@cache
-def curve(name: str) -> list[float]:
-    """Of two steps: the first update went the same way as well."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curves, "STEPS", 2)
-        return curves.curve(curves.plain if name == "autograd" else curves.by_strategy(name))
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_curves_start_together(name: str) -> None:
-    losses, expected = torch.tensor(curve(name)), torch.tensor(curve("autograd"))
-    assert (losses - expected).abs().max() <= 1e-5
-
-
-def test_a_curve_is_the_same_again() -> None:
-    assert curve.__wrapped__("autograd") == curve("autograd")
 
 
 # Each script in a process as `python benchmarks/SCRIPT.py` or `python -m MODULE` makes it, but that
@@ -85,8 +40,8 @@ for script in sys.argv[1:]:
 
 @pytest.mark.exhaustive
 def test_scripts_run() -> None:
-    scripts = [f"benchmarks/{name}.py" for name in ("step", "memory", "curves")]
-    scripts += ["benchmarks.agreement", "benchmarks.sparse.learning"]
+    scripts = ["benchmarks/step.py"]
+    scripts += ["benchmarks.agreement", "benchmarks.sparse.retrieval"]
     scripts += ["benchmarks.sparse.evidence"]
     command = [sys.executable, "-c", BEGUN, *scripts]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -94,7 +49,7 @@ def test_scripts_run() -> None:
 
 
 def test_log_probabilities_cost_what_the_page_says() -> None:
-    found = json.loads((ROOT / "benchmarks" / "results" / "logprobs.json").read_text("utf-8"))
+    found = load("logprobs")
     page = " ".join((ROOT / "docs" / "how-to" / "any-loss.md").read_text("utf-8").split())
     ratio, peaks = found["cpu_ratio"]["logprobs"], found["peak_bytes"]
     memory = peaks["logprobs"] / peaks["one pass"]
@@ -104,7 +59,7 @@ def test_log_probabilities_cost_what_the_page_says() -> None:
 
 
 def test_kills_are_as_many_as_their_page_says() -> None:
-    record = json.loads((checkpoints.RESULTS.parent / "kills.json").read_text(encoding="utf-8"))
+    record = load("kills")
     found = Counter[str]()
     for mode in (*record["modes"], {"trials": record["disks"]["trials"]}):
         found.update(mode["trials"])
@@ -119,7 +74,7 @@ def test_kills_are_as_many_as_their_page_says() -> None:
 
 
 def test_strangers_at_a_store_do_what_their_page_says() -> None:
-    record = json.loads((checkpoints.RESULTS.parent / "network.json").read_text(encoding="utf-8"))
+    record = load("network")
     found = Counter[str]()
     for results in record["ways"].values():
         assert results
@@ -139,7 +94,7 @@ def test_strangers_at_a_store_do_what_their_page_says() -> None:
 
 def test_checkpoints_are_as_fast_as_their_page_says(tmp_path: Path) -> None:
     """By the record, which the command writes."""
-    record = json.loads(checkpoints.RESULTS.read_text(encoding="utf-8"))
+    record = load("checkpoints")
     assert record["save"]["ratio"] <= 1.15
     assert record["resume"]["ratio"] <= 1.5
     assert checkpoints.row(record) in checkpoints.PAGE.read_text(encoding="utf-8").splitlines()

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cluster, fit, fit_page
-from benchmarks.coarse import Coarse, even_cuts
+from benchmarks import cluster, fit
+from benchmarks.cluster import Coarse, even_cuts
+from benchmarks.tables import DOCS, load
 from farspan.planner.evaluate import evaluate, refuse_layout
 from farspan.planner.plans import named_schedule
 from farspan.planner.request import Fit
@@ -26,45 +27,19 @@ BY_HAND = 0.02
 
 @pytest.fixture(scope="module")
 def planned() -> dict[str, Any]:
-    return fit_page.load("fit")
+    return load("fit")
 
 
 @pytest.fixture(scope="module")
 def simulated() -> dict[str, Any]:
-    return fit_page.load("cluster")
-
-
-def test_page_has_the_tables_of_the_data(
-    planned: dict[str, Any], simulated: dict[str, Any]
-) -> None:
-    for page, made in (
-        (fit_page.COMMANDS, fit_page.commands(planned)),
-        (fit_page.TABLES, fit_page.tables(planned, simulated)),
-    ):
-        text = page.read_text(encoding="utf-8")
-        assert made
-        assert fit_page.filled(text, made) == text
-
-
-def test_page_follows_the_data(planned: dict[str, Any], simulated: dict[str, Any]) -> None:
-    text = fit_page.TABLES.read_text(encoding="utf-8")
-    moved = json.loads(json.dumps(planned))
-    moved["longest"][-1]["strategies"]["grouped"] = {"tokens": 3 * 2**30, "seconds": 1.0}
-    assert fit_page.filled(text, fit_page.tables(moved, simulated)) != text
-
-
-def test_page_without_a_place_is_refused(
-    planned: dict[str, Any], simulated: dict[str, Any]
-) -> None:
-    with pytest.raises(ValueError, match="no place for"):
-        fit_page.filled("# A page\n", fit_page.tables(planned, simulated))
+    return load("cluster")
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_figures_are_there_and_shown(name: str) -> None:
     drawn = ROOT / "docs" / "figures" / f"{name}.svg"
     assert drawn.read_text(encoding="utf-8").lstrip().startswith("<?xml")
-    assert f"figures/{name}.svg" in fit_page.TABLES.read_text(encoding="utf-8")
+    assert f"figures/{name}.svg" in (DOCS / "evidence/longest-contexts.md").read_text("utf-8")
 
 
 # -- one device ------------------------------------------------------------------------------------
@@ -111,7 +86,7 @@ def test_the_measured_step_of_the_comparison_is_the_datas() -> None:
 def test_planned_steps_of_the_comparison_are_the_datas(planned: dict[str, Any]) -> None:
     assert all(row["fits"] for row in planned["steps_on_host"])
     page = (ROOT / "docs" / "explanation" / "comparison.md").read_text(encoding="utf-8")
-    assert fit_page.steps_on_host(planned) in page
+    assert fit.steps_table(planned) in page
 
 
 def test_farspan_reaches_as_far_as_any_strategy(planned: dict[str, Any]) -> None:
@@ -188,13 +163,6 @@ def test_plans_use_every_device(simulated: dict[str, Any]) -> None:
     for row in simulated["rows"]:
         for key, cell in row["at"].items():
             assert cell is None or cell["layout"]["data"] * int(key) <= cluster.TOKENS_A_STEP
-
-
-def test_what_breaks_is_longer_than_what_fits(simulated: dict[str, Any]) -> None:
-    for row in simulated["rows"]:
-        if row["longest"]:
-            assert row["breaks"]["tokens"] > row["longest"]["tokens"]
-            assert "memory" in row["breaks"]["what"]
 
 
 def test_repeated_heads_are_what_a_rank_holds() -> None:

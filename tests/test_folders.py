@@ -135,6 +135,7 @@ def calls_of(root: Path, run: RunConfig, adapted: RunConfig) -> list[list[str]]:
     """Each command, and what it writes in `root / 'out'`."""
     out, text, model = root / "out", str(root / "text"), f"{run.folder}/model"
     plan = ["plan", "--model", "Qwen3-8B", "--machine", "h100", "--context", "32K"]
+    plan += ["--strategy", "oomb"]
     trace = ["--model", model, "--context", "48", "--output", str(out / "trace.txt")]
     index = ["--text", text, "--context", "48", "--dim", "4", "--output", str(out / "index")]
     placed = ["--output", str(out / "placed.json"), "--snapshot", str(out / "snapshot.pickle")]
@@ -200,7 +201,7 @@ def test_no_command_writes_elsewhere_or_through_a_link(tmp_path: Path, victim: P
         text=True,
         env=environment,
         cwd=outputs,
-        timeout=300,
+        timeout=1800,
     )
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     ran = [line for line in lines if line[0] == "ran"]

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.children import CONFIGURATION, Nursery, Outcome, Row
 from benchmarks.gpu import session
 from benchmarks.gpu.session import Session
-from benchmarks.gpu.work import items, tiny
+from benchmarks.gpu.work import Item, tiny
 from tests import gpu_benchmark_works as works
 from tests.test_gpu_benchmark import MACHINE, Left
 
@@ -69,7 +69,7 @@ def test_children_are_told_what_main_memory_there_is(monkeypatch: pytest.MonkeyP
     record: Row = {"runs": [], "measurements": []}
     clock: Any = Left(60)
     made = Session(tiny(), "cpu", clock, record, lambda _: None, lambda _: None, host_memory=7)
-    made.measured(next(items(tiny())), session.Arranged({}, 1.0))
+    made.measured(Item("ceilings"), session.Arranged({}, 1.0))
     assert told[0]["host_memory"] == 7
 
 
@@ -93,5 +93,5 @@ def test_where_a_fork_has_no_cuda_children_start_afresh(monkeypatch: pytest.Monk
     nursery: Any = Unforkable()
     clock: Any = Left(60)
     made = Session(tiny(), "cpu", clock, record, lambda _: None, lambda _: None, nursery=nursery)
-    row = made.measured(next(items(tiny())), session.Arranged({}, 1.0))
+    row = made.measured(Item("ceilings"), session.Arranged({}, 1.0))
     assert (row["child"]["ended"], asked, made.nursery) == ("completed", ["ceilings"], None)

@@ -18,47 +18,38 @@ ORDER = (
     {"__main__"},
     {"cli"},
     {"train", "posttrain"},
+    {"sparse", "ask"},
     {"checkpoint"},
     {"engine"},
     {"data", "report"},
-    {"sparse"},
     {"distributed"},
     {"hf"},
     {"attention", "activations"},
     {"kernels", "losses"},
     {"planner"},
+    {"profile"},
     {"program"},
     {"formatting"},
     {"host", "allocator"},
     {"durable"},
     {"spec", "lazy"},
 )
-# Sparse attention is one package, whose upper parts are the engine's and the run's: the longest
-# name that a module begins with says where it stands.
-INSIDE = {
-    "sparse.engine": "engine",
-    "sparse.index": "engine",
-    "sparse.train": "train",
-    # What a cell takes is read by builder and planner.
-    "sparse.sizes": "program",
-    "profile": "program",
-}
 HEIGHT = {layer: -row for row, layers in enumerate(ORDER) for layer in layers}
 TORCH_FREE = (
-    *("__init__", "allocator", "durable", "formatting", "host", "lazy", "planner", "profile"),
-    *("program", "report", "spec"),
+    *("__init__", "allocator", "ask", "durable", "formatting", "host", "lazy", "planner"),
+    *("profile", "program", "report", "spec"),
 )
 TORCH = ("torch", "transformers")
 SEAM = "farspan.lazy"  # the only module that may import by name
-# A user of the seam, and what stands above it and is loaded all the same: whoever plans for `here`
-# has the machine measured, whoever asks for a profile that does not ship has it measured, whoever
-# prints a plan sees its tables. A step that is to choose its schedule asks who chooses a run's.
+# A user of the seam, and what stands above it and is loaded all the same: whoever prints a plan
+# sees its tables. A step that is to choose its schedule asks who chooses a run's.
 UPWARD = {
-    ("farspan.planner.api", "farspan.engine.calibrate"),
     ("farspan.planner.request", "farspan.report.plan"),
     ("farspan.engine.calls", "farspan.train.planning"),
-    ("farspan.profile.store", "farspan.engine.profile"),
 }
+
+# Parts that the package's face gives to layers below them (`lazy.give`), who ask for what they are.
+GIVEN = {"farspan.sparse"}
 
 # A package of its own, which knows nothing of farspan. Of farspan, its command line and its runs
 # name it, when they are used, by way of one module.
@@ -86,9 +77,7 @@ def sources_of(package: Path) -> Sources:
 
 def layer(module: str) -> str:
     """`plan` for `farspan.program.layout`; the package itself is the layer `__init__`."""
-    inner = module.partition(".")[2]
-    named = [name for name in INSIDE if f"{inner}.".startswith(f"{name}.")]
-    return INSIDE[max(named, key=len)] if named else inner.split(".")[0] or "__init__"
+    return module.partition(".")[2].split(".")[0] or "__init__"
 
 
 def imports(text: str, known: Sources) -> Iterator[Import]:
@@ -129,6 +118,18 @@ def wrong_direction(sources: Sources) -> list[str]:
             here, there = layer(module), layer(target)
             if here in HEIGHT and here != there and HEIGHT.get(there, 0) >= HEIGHT[here]:
                 found.append(f"{module}:{line}: '{here}' may not import '{there}'")
+    return found
+
+
+def given_parts(sources: Sources) -> list[str]:
+    """Parts that another module than the face gives, or that are not in GIVEN."""
+    found = []
+    for module, text in sources.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "give":
+                names = {a.value for a in node.args[1:] if isinstance(a, ast.Constant)}
+                if module != "farspan" or not names or not names <= GIVEN:
+                    found.append(f"{module}:{node.lineno}: gives {', '.join(map(str, names))}")
     return found
 
 
@@ -272,7 +273,7 @@ def import_without_torch(package: Path, modules: list[str]) -> str:
     "gate",
     [
         *(wrong_direction, private_exports, cycles, hidden_imports, torch_imports),
-        names_of_the_allocator,
+        *(names_of_the_allocator, given_parts),
     ],
 )
 def test_the_package_passes(gate: Callable[[Sources], list[str]]) -> None:
@@ -333,8 +334,8 @@ def test_blocking_torch_catches_an_indirect_import(tmp_path: Path) -> None:
         ("farspan.train.trainer", "from farspan import Step"),
         ("farspan.cli", "import farspan"),
         ("farspan.program.layout", "from farspan.utils import chunks"),
-        ("farspan.sparse.pages", "import farspan.sparse.engine"),
-        ("farspan.sparse.engine", "import farspan.sparse.train"),
+        ("farspan.engine.far", "import farspan.sparse.engine"),
+        ("farspan.sparse.engine", "import farspan.train.sparse"),
         ("farspan.utils", ""),
         ("farspan.program.layout", "from farspan.lazy import load\nload('farspan.cli', 'main')"),
     ],
@@ -361,6 +362,13 @@ def test_imports_that_go_down_pass() -> None:
     }
     gates = (wrong_direction, private_exports, cycles, hidden_imports, torch_imports)
     assert [offence for gate in gates for offence in gate(sources)] == []
+
+
+def test_a_given_part_is_found() -> None:
+    give = "from farspan.lazy import give\ngive('far attention', '{}')"
+    assert not given_parts({"farspan": give.format("farspan.sparse")})
+    assert given_parts({"farspan": give.format("farspan.train")})
+    assert given_parts({"farspan.engine.far": give.format("farspan.sparse")})
 
 
 def test_private_export_is_found() -> None:

@@ -32,6 +32,7 @@ from farspan.train.hub import push
 from farspan.train.origin import copy_adapters, with_base
 from farspan.train.setup import show_data
 from tests.checkpoint.saved import relist
+from tests.grids import WHOLE, examples
 from tests.train.test_hub import StandIn
 from tests.train.tiny import fit, tiny_run
 
@@ -112,10 +113,12 @@ def tried(
     *commands: Command, depth: int = 0,
 ) -> None:  # fmt: skip
     """Each value of a file replaced by each odd one and read by one command, the outer ones by
-    all; with a `depth` those down to there, by one odd value in turn."""
+    all; with a `depth` those down to there, by one odd value in turn. Inner ones meet two in turn
+    by default, and each where examples are not cut."""
     text = (folder / name).read_text()
     for number, at in enumerate(places(before)):
-        odds = [ODD[number % len(ODD)]] if depth else ODD
+        few = depth or (len(at) > 1 and examples(WHOLE) < WHOLE)
+        odds = [ODD[(number + n) % len(ODD)] for n in range(1 if depth else 2)] if few else ODD
         for turn, odd in enumerate(odds if not depth or len(at) <= depth else ()):
             for command in commands if len(at) < 2 else (commands[turn % len(commands)],):
                 shutil.rmtree(work, ignore_errors=True)

@@ -5,17 +5,10 @@ import json
 import pytest
 
 from benchmarks import performance
-from benchmarks.gpu.show import PUBLISHED, is_headline
+from benchmarks.gpu.session import is_headline
+from benchmarks.performance import PUBLISHED
+from benchmarks.tables import filled, load
 from farspan.planner.machines import machine
-
-
-def test_tables_stand_between_their_marks() -> None:
-    text = performance.PAGE.read_text(encoding="utf-8")
-    made = performance.filled(text, {"planned": "| a |", "strategies": "| b |"})
-    assert "<!-- table planned -->\n\n| a |\n\n<!-- end -->" in made
-    assert "<!-- table strategies -->\n\n| b |\n\n<!-- end -->" in made
-    with pytest.raises(ValueError, match="no place for"):
-        performance.filled(text, {"another": ""})
 
 
 def test_published_numbers_are_the_papers() -> None:
@@ -28,7 +21,7 @@ def test_what_was_measured_is_the_records() -> None:
     """Planned within 4% at the rates under load."""
     record = json.loads(performance.RECORD.read_text(encoding="utf-8"))
     text = performance.PAGE.read_text(encoding="utf-8")
-    assert performance.filled(text, performance.records()) == text
+    assert filled(text, performance.records()) == text
     steps = [row for row in record["measurements"] if is_headline(row)]
     assert len(steps) == 5
     for row in steps:
@@ -60,7 +53,7 @@ def test_plans_by_rates_under_load_were_right() -> None:
 
 def test_kernels_of_sparse_attention_are_the_records() -> None:
     """The table, presets that price by it, and nothing that failed, was wrong or spilled."""
-    record = json.loads((performance.RESULTS / "sparse_kernels_h100.json").read_text("utf-8"))
+    record = load("sparse_kernels_h100")
     rows = [row for row in record["rows"] if row["kernel"] != "compiling"]
     assert not any("failed" in row for row in rows)
     assert all(row.get("right", True) for row in rows)

@@ -1,11 +1,11 @@
 """The page on post-training shows its data, and the data are those of the planner."""
 
-import json
 from typing import Any
 
 import pytest
 
 from benchmarks import post_training as of
+from benchmarks.tables import DOCS, load
 from farspan.planner.feasibility import loss_seconds
 from farspan.planner.plans import LEAST, best_plan, fits
 from farspan.program.strategies import GROUPED
@@ -14,20 +14,11 @@ from farspan.spec import VERSION, LossKind
 
 @pytest.fixture(scope="module")
 def record() -> dict[str, Any]:
-    return of.load()
+    return load("post_training")
 
 
 def page() -> str:
-    return of.PAGE.read_text(encoding="utf-8")
-
-
-def test_the_page_has_the_tables_of_the_data(record: dict[str, Any]) -> None:
-    assert of.filled(page(), record) == page()
-    moved = json.loads(json.dumps(record))
-    moved["longest"][0]["longest"]["tokens"] *= 2
-    assert of.filled(page(), moved) != page()
-    with pytest.raises(ValueError, match="no place for"):
-        of.filled("# A page\n", record)
+    return (DOCS / "how-to/post-training.md").read_text(encoding="utf-8")
 
 
 def test_everything_was_asked_and_says_of_what(record: dict[str, Any]) -> None:

@@ -2,21 +2,20 @@
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.record import cells as record_cells
-from benchmarks.record import fpdt, fpdt_cells, memo, memo_cells, memo_waits, oomb, page
-from benchmarks.record.__main__ import all_cells, record
+from benchmarks.record import fpdt, memo, oomb
+from benchmarks.record.__main__ import record
 from benchmarks.record.cells import KILO, Cell, Kind, misses, on_grid, published, steps_between
+from benchmarks.record.page import all_cells, tables
+from benchmarks.tables import DOCS, filled, load
 from farspan.spec import RunSpec, Schedule, Tier
 from tests.oracles.formulas import live_bytes
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "evidence" / "record.md"
-RESULT = ROOT / "benchmarks" / "results" / "record.json"
+PAGE = DOCS / "evidence" / "record.md"
 # Predictions written to the result file and made again on another machine: sums of floats in the
 # same order, so only the libraries' last digits may differ.
 SAME = 1e-9
@@ -48,16 +47,11 @@ def test_cells_are_told_apart(cells: list[Cell]) -> None:
 
 def test_page_has_the_tables_that_the_script_writes(cells: list[Cell]) -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert page.filled(text, cells) == text
-
-
-def test_page_without_a_place_is_refused(cells: list[Cell]) -> None:
-    with pytest.raises(ValueError, match="no place for"):
-        page.filled("# A page\n", cells)
+    assert filled(text, tables(cells)) == text
 
 
 def test_result_file_is_what_the_script_writes(cells: list[Cell]) -> None:
-    written = json.loads(RESULT.read_text(encoding="utf-8"))
+    written = load("record")
     made = json.loads(json.dumps(record(cells)))
     assert made["misses"] == written["misses"]
     assert made["calibration"] == pytest.approx(written["calibration"], rel=SAME)
@@ -119,9 +113,9 @@ def test_memo_numbers_belong_together() -> None:
 
 
 def test_layouts_use_every_device() -> None:
-    for system in memo_cells.NAMES:
-        for size, devices in memo_cells.DEVICES.items():
-            found = memo_cells.layouts(system, size)
+    for system in memo.NAMES:
+        for size, devices in memo.DEVICES.items():
+            found = memo.layouts(system, size)
             assert found
             assert {split.devices for split, _ in found.values()} == {devices}
 
@@ -206,7 +200,7 @@ def test_predictions_know_only_the_numbers_marked_as_used(
     cells: list[Cell], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = record_cells.published
-    for module in (oomb, memo, memo_cells, fpdt, fpdt_cells):
+    for module in (oomb, memo, fpdt):
         monkeypatch.setattr(module, "published", lambda paper: _moved(paper, real))
     again = all_cells()
     assert [cell.predicted for cell in again] == [cell.predicted for cell in cells]
@@ -268,9 +262,9 @@ def test_flash_attention_1_holds_deepspeed_with_nothing_read_off(cells: list[Cel
 
 def test_stops_are_the_published_counts_and_none_before_them() -> None:
     model = memo.model_of("7B")
-    found = [memo_waits.stops(model, k * KILO) for k in (64, 128, 256, 384)]
+    found = [memo.stops(model, k * KILO) for k in (64, 128, 256, 384)]
     assert found == [0.0, 6.0, 16.0, 26.0]
-    assert memo_waits.stops(memo.model_of("65B"), 128 * KILO) == 6.0 * 80 / 32
+    assert memo.stops(memo.model_of("65B"), 128 * KILO) == 6.0 * 80 / 32
 
 
 def test_one_stop_holds_three_models(cells: list[Cell]) -> None:
@@ -289,11 +283,11 @@ def test_spanning_tensor_parallelism_takes_the_published_seconds() -> None:
     """120.4 s on TP 16, from which the ports were read off, and 44.3 s on TP 8, from which not."""
     model, (on, _) = memo.model_of("65B"), memo.calibrated()
     gathered = 2 * model.hidden * 256 * KILO
-    wide = memo_waits.ringed(on, 16)
+    wide = memo.ringed(on, 16)
     assert (wide.devices, wide.peer) == (16, on.network * on.devices)
     across = 12 * 20 * 16 * gathered * 15 / 16 / wide.peer
     assert across == pytest.approx(120.4)
-    assert memo_waits.ringed(on, 8) is on
+    assert memo.ringed(on, 8) is on
     inside = 12 * 80 * 8 * gathered / 4 * 7 / 8 / on.peer  # CP 4, DP 2
     assert abs(inside / 44.3 - 1) < 0.05
 

@@ -5,6 +5,7 @@ import io
 import re
 import tokenize
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,17 +29,18 @@ MODELS = f"{ALLOCATOR}src/farspan_memory/compare/"
 # read of it in days. The first number only goes down; raising it takes a decision page, which says
 # what was gained. A file belongs to the package whose path is the longest that it begins with.
 BUDGETS = {
-    "core": (24_510, 20_000),
-    "planner": (11_960, 10_500),
-    "train": (15_420, 11_500),
+    "core": (24_460, 20_000),
+    "planner": (12_150, 10_500),
+    "train": (15_570, 11_500),
     "posttrain": (830, 1_300),
-    "sparse": (4_320, 4_300),
+    "sparse": (4_280, 4_300),
     "people": (5_450, 4_500),
     "allocator": (3_600, 4_200),  # without its C++ and MODELS, which are 1,191 more
+    "benchmarks": (8_890, 6_500),  # without the allocator's, which go with their package
 }
 PACKAGES = {
     SOURCE: "core",
-    **dict.fromkeys((f"{SOURCE}{name}/" for name in ("planner", "profile")), "planner"),
+    **dict.fromkeys((f"{SOURCE}{name}" for name in ("planner/", "profile/", "ask")), "planner"),
     # What measures for the planner: cells, rates of a machine, and traces of a step.
     **dict.fromkeys(
         (f"{SOURCE}engine/{name}" for name in ("profile", "microbench", "calibrate", "trace")),
@@ -46,9 +48,10 @@ PACKAGES = {
     ),
     **dict.fromkeys((f"{SOURCE}{name}/" for name in ("train", "data", "checkpoint")), "train"),
     f"{SOURCE}posttrain/": "posttrain",
-    f"{SOURCE}sparse/": "sparse",
+    **dict.fromkeys((f"{SOURCE}sparse/", f"{SOURCE}program/far_"), "sparse"),
     **dict.fromkeys((f"{SOURCE}{name}/" for name in ("report", "cli")), "people"),
     f"{ALLOCATOR}src/": "allocator",
+    "benchmarks/": "benchmarks",
 }
 SMALL = 80  # lines; a module that has fewer and one importer belongs in it
 # Small modules with one importer that stand alone all the same, and why.
@@ -62,6 +65,9 @@ TOLERANCE_HELPER = "tests/numerics.py"
 LEFTOVER = re.compile(r"\b(?:" + "|".join(("TODO", "FIXME", "XXX", "HACK")) + r")\b")
 BARE_IGNORE = re.compile(r"type:\s*ignore(?!\[\w)|noqa(?!:\s*[A-Z]+\d)", re.IGNORECASE)
 
+# Only a comment that says one of these is looked at, and few files have one.
+MAY_OFFEND = re.compile(f"{LEFTOVER.pattern}|{BARE_IGNORE.pattern}", re.IGNORECASE)
+
 Gate = Callable[[str, str], list[str]]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 BLOCKS = (
@@ -70,8 +76,12 @@ BLOCKS = (
 )
 
 
+# Every gate looks at every file.
+parsed = cache(ast.parse)
+
+
 def functions(text: str) -> Iterator[Function]:
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, Function):
             yield node
 
@@ -121,7 +131,7 @@ def opens_block(outer: ast.AST, child: ast.AST, depth: int) -> bool:
 def deep_nesting(path: str, text: str) -> list[str]:
     return [
         f"{path}:{line}: nested {depth} deep, at most {NESTING}"
-        for line, depth in nested(ast.parse(text))
+        for line, depth in nested(parsed(text))
         if depth > NESTING
     ]
 
@@ -132,19 +142,21 @@ def stray_tolerances(path: str, text: str) -> list[str]:
         return []
     return [
         f"{path}:{node.lineno}: '{node.arg}' outside {TOLERANCE_HELPER}"
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(text))
         if isinstance(node, ast.keyword | ast.arg) and node.arg in ("atol", "rtol")
     ]
 
 
 def comments(text: str) -> Iterator[tuple[int, str]]:
+    if not MAY_OFFEND.search(text):
+        return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
 
 
 def docstrings(text: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Module | ast.ClassDef | Function):
             yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
 
@@ -203,7 +215,7 @@ def names_twice(sources: dict[str, str]) -> list[str]:
     """Classes of one name."""
     places: dict[str, list[str]] = {}
     for path, text in sources.items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
     return [f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1]
@@ -213,7 +225,7 @@ def small_modules(sources: dict[str, str]) -> list[str]:
     """Modules of few lines that one other imports, and reasons that none needs any more."""
     importers: dict[str, set[str]] = {path: set() for path in sources}
     for path, text in sources.items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.ImportFrom) and node.module:
                 whole = [f"src/{node.module.replace('.', '/')}.py"]
                 parts = [f"{whole[0][:-3]}/{alias.name}.py" for alias in node.names]
@@ -234,6 +246,7 @@ def small_modules(sources: dict[str, str]) -> list[str]:
 WHOLE = (names_twice, small_modules)
 
 
+@cache
 def read_files() -> dict[str, str]:
     return {
         path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")

@@ -11,10 +11,19 @@ import pytest
 import torch
 from torch import Generator
 
-from benchmarks.sparse import evidence, haystack, learning, reading, retrieval
-from benchmarks.sparse.arms import ARMS, DENSE, RANDOM, SPARSE, Attention
-from benchmarks.sparse.haystack import Haystack
-from benchmarks.sparse.retrieval import LESSON, LONGER_PAGES, Lesson, Stage
+from benchmarks.sparse import evidence, retrieval
+from benchmarks.sparse.retrieval import (
+    ARMS,
+    DENSE,
+    LESSON,
+    LONGER_PAGES,
+    RANDOM,
+    SPARSE,
+    Attention,
+    Haystack,
+    Lesson,
+    Stage,
+)
 from farspan.spec import INDEX, MEAN, SUBMEANS, Sparse
 
 ROOT = Path(__file__).parent.parent
@@ -63,10 +72,13 @@ def test_votes_find_far_pages_and_chance_does_not() -> None:
 
 
 def test_questions_are_far_and_pairs_within_reach_of_a_choice() -> None:
-    shares = retrieval.budget_shares(LESSON)
-    assert 0.05 <= shares["budget_of_prefix"]["least"] <= shares["budget_of_prefix"]["most"] <= 0.1
-    assert shares["pages_back"]["least"] >= 20
-    assert shares["questions"] == LESSON.examined * LESSON.last.pairs
+    sparse, chunk = LESSON.attention.sparse, LESSON.attention.chunk
+    for sequence in retrieval.examination(LESSON):
+        for asked, said in zip(sequence.asked.tolist(), sequence.said.tolist(), strict=True):
+            # Far: a page that is chosen or not seen at all.
+            assert (said + 1) // sparse.page in sparse.candidates(asked // chunk * chunk)
+            assert 0.05 <= sparse.budget / asked <= 0.1
+            assert (asked - said) // sparse.page >= 20
 
 
 def test_a_question_is_answered_by_its_pair_alone() -> None:
@@ -94,14 +106,14 @@ def test_accuracy_counts_what_the_arm_answers(arm: str) -> None:
     """A model that always answers one value is right as often as that is the value."""
     model = retrieval.make_model(0)
     head = model.get_output_embeddings()
-    answer = haystack.FIRST_VALUE + 1
+    answer = retrieval.FIRST_VALUE + 1
     torch.nn.init.zeros_(head.weight)
     head.bias = torch.nn.Parameter(torch.zeros(256).index_fill(0, torch.tensor(answer), 1.0))
     sequences = [Haystack(512, 4, 4).draw(Generator().manual_seed(seed)) for seed in range(6)]
     step = SMALL.attention.step(arm, model, 0)
     right = sum(int((s.labels == answer).sum()) for s in sequences)
     assert right > 0
-    assert haystack.accuracy(model, step, iter(sequences)) == right / 24
+    assert retrieval.accuracy(model, step, iter(sequences)) == right / 24
 
 
 def test_arms_are_one_function_where_a_chunk_is_all() -> None:
@@ -110,16 +122,6 @@ def test_arms_are_one_function_where_a_chunk_is_all() -> None:
     batch = Haystack(SMALL.warm_tokens, 8, 16).batch(2, Generator().manual_seed(0))
     losses = {float(SMALL.attention.step(arm, model, 0)(*batch)) for arm in ARMS}
     assert len(losses) == 1
-
-
-def test_reading_trains_every_arm() -> None:
-    short = replace(reading.READING, tokens=2048, steps=2, held_out=1)
-    found = {arm: reading.read(short, arm, 0) for arm in ARMS}
-    for row in found.values():
-        assert len(row["loss"]) == 2
-        assert row["loss"][1] < row["loss"][0]
-    # The same weights and text; only far keys differ.
-    assert len({row["held_out_loss"] for row in found.values()}) == 3
 
 
 # Of both pages; dense attention, which has none, is measured once.
@@ -132,7 +134,7 @@ def test_the_result_is_of_this_benchmark(result: dict[str, Any], name: str) -> N
     assert {key: kept[key] for key in again} == again
     seeds = {(row["arm"], row["seed"]) for row in result[name]["arms"]}
     arms = ARMS if name == "retrieval" else (SPARSE, RANDOM)
-    assert seeds == {(arm, seed) for arm in arms for seed in learning.SEEDS}
+    assert seeds == {(arm, seed) for arm in arms for seed in retrieval.SEEDS}
 
 
 @pytest.mark.parametrize(("name", "gap"), [("retrieval", 0.02), ("longer_pages", 0.03)])

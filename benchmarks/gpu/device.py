@@ -3,15 +3,13 @@
 import gc
 import resource
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.children import Row
-from farspan.engine.memory import PeakMemory
 
 SEED = 0
 
@@ -53,41 +51,25 @@ def draw(settings: Mapping[str, Any], tokens: int) -> Tensor:
     return ids.to(settings["device"])
 
 
-class Peaks:
-    """Bytes at the fullest moment of a block.
+def reset_peaks(device: str) -> None:
+    """Begins to look for the fullest moment."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
 
-    `allocated` is what PyTorch's allocator handed out (on a CPU, what tensors that are new in the
-    block took), `reserved` what it took from the driver for it, `outside` what is on the device
-    beside that (the context, libraries), `host` the most this process ever had resident.
+
+def peaks(device: str) -> Row:
+    """Bytes at the fullest moment since `reset_peaks`.
+
+    `allocated` is what PyTorch's allocator handed out, `reserved` what it took from the driver for
+    it, `outside` what is on the device beside that (the context, libraries), `host` the most this
+    process ever had resident. A CPU has the last one alone.
     """
-
-    def __init__(self, device: str) -> None:
-        self._on_cuda = device == "cuda"
-        self._meter = None if self._on_cuda else PeakMemory(torch.device("cpu"))
-
-    def __enter__(self) -> Self:
-        if self._meter is not None:
-            self._meter.__enter__()
-        else:
-            torch.cuda.reset_peak_memory_stats()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._meter is not None:
-            self._meter.__exit__(kind, error, trace)
-
-    def to_json(self) -> Row:
-        row: Row = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-        if self._meter is not None:
-            return row | {"allocated": self._meter.peak, "reserved": None, "outside": None}
-        free, total = torch.cuda.mem_get_info()
-        return row | {
-            "allocated": torch.cuda.max_memory_allocated(),
-            "reserved": torch.cuda.max_memory_reserved(),
-            "outside": total - free - torch.cuda.memory_reserved(),
-        }
+    row: Row = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if device != "cuda":
+        return row | {"allocated": None, "reserved": None, "outside": None}
+    free, total = torch.cuda.mem_get_info()
+    return row | {
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+        "outside": total - free - torch.cuda.memory_reserved(),
+    }

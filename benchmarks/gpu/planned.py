@@ -1,18 +1,17 @@
 """What planning says of each measurement, on the machine whose ceilings were measured first.
 
-It decides which schedule `auto` is, how many layers fit into the time that is left, and stands
-beside every number that was measured.
+It decides which schedule `auto` is and which measurement the time is left for, and stands beside
+every number that was measured.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from math import log
 from typing import Any
 
 from benchmarks.children import Row
 from benchmarks.gpu.work import LOGPROBS, QLORA, RANK, SPARSE, STREAMED, Item, Work
-from farspan.planner.api import as_run
+from farspan.ask import as_run, measuring
 from farspan.planner.evaluate import evaluate, useful_flop
 from farspan.planner.machines import machine, preset_of_gpu
 from farspan.planner.plans import best_plan
@@ -21,9 +20,17 @@ from farspan.planner.request import Open, Optimizer, Plan, Question
 from farspan.planner.states import states, update_seconds
 from farspan.profile.model import Variant
 from farspan.profile.store import profiles_of
+from farspan.program.attention_blocks import seen_pairs
 from farspan.program.strategies import STRATEGIES, strategy
-from farspan.spec import LossKind, MachineSpec, Objective, RunSpec, Schedule, Tier
-from farspan.train.config import StatesPlace
+from farspan.spec import (
+    BACKWARD_PRODUCTS,
+    LossKind,
+    MachineSpec,
+    Objective,
+    RunSpec,
+    Tier,
+    UnsupportedError,
+)
 from farspan.train.memory import Placed
 from farspan.train.planning import PLANNED, why_there
 
@@ -40,21 +47,6 @@ GROUPED = "grouped"  # its own defaults: a search for it would be auto's
 OFFLOAD = "offload"  # the strategy that is the baseline's
 SEARCH_SECONDS = 3.0
 
-NOWHERE = "h200"  # the preset to plan with where there is no GPU: the script is only seen to run
-CAPABILITIES = {
-    "h100": 9.0,
-    "h200": 9.0,
-    "b200": 10.0,
-    "b300": 10.3,
-    "a100-40g": 8.0,
-    "a100-80g": 8.0,
-    "a800": 8.0,
-    "l40s": 8.9,
-    "rtx4090": 8.9,
-    "rtx3090": 8.6,
-    "a6000": 8.6,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Card:
@@ -62,26 +54,19 @@ class Card:
 
     name: str
     device_bytes: int
-    capability: float  # 9.0
 
 
 def preset_for(card: Card | None) -> tuple[MachineSpec, str]:
-    """What to plan with where nothing was measured, and words for it: the GPU's own preset, or
-    the nearest by capability, then by memory, with the bytes that are there."""
+    """The preset to plan with where nothing was measured, with the bytes that are there, and words
+    for it. Raises UnsupportedError for a card without one."""
     if card is None:
-        return machine(NOWHERE), f"preset {NOWHERE}: there is no GPU"
+        return machine("h200"), "preset h200: there is no GPU"
     found = preset_of_gpu(card.name)
-    words = f"preset {found}"
     if found is None:
-
-        def distance(name: str) -> tuple[float, float]:
-            near = abs(log(machine(name).device_bytes / card.device_bytes))
-            return abs(CAPABILITIES[name] - card.capability), near
-
-        found = min(CAPABILITIES, key=distance)
-        has = f"{card.device_bytes / GIB:.0f} GiB, capability {card.capability:.1f}"
-        words = f"preset {found}, the nearest to {card.name} ({has}), which none is of"
-    return replace(machine(found), device_bytes=card.device_bytes), words
+        raise UnsupportedError(
+            f"only: no preset is of {card.name}; measure its ceilings first: --only ceilings"
+        )
+    return replace(machine(found), device_bytes=card.device_bytes), f"preset {found}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,51 +85,36 @@ class Update:
 
 @dataclass(slots=True)
 class Planner:
-    """Plans of full depth, made on a thread while something is measured, and of fewer layers."""
+    """Plans of full depth, made on a thread while something is measured."""
 
     work: Work
     found: MachineSpec  # all that can be had
     machine: MachineSpec = field(init=False)  # what plans may take
     _pool: ThreadPoolExecutor = field(init=False)
-    _urgent: ThreadPoolExecutor = field(init=False)  # what is waited for at once: others are queued
     _plans: dict[tuple[str, int, float], "Future[Plan]"] = field(init=False, default_factory=dict)
     _placed: "Future[Placed] | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         host = host_room(self.found.host_bytes)
         self.machine = replace(self.found, devices=1, host_bytes=host)
-        self._pool, self._urgent = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._pool = ThreadPoolExecutor(1)
 
     def prepare(self, items: Iterable[Item]) -> None:
         """Begins to plan what these items need, in their order."""
         for item in items:
             if item.work == "update":
                 self._begin_placing()
-            elif item.tokens and item.work != "longest":
+            elif item.tokens:
                 self._begin(name_of(item), item.tokens, ROOM)
 
     def plan(self, item: Item, room: float = ROOM) -> Plan:
-        """At full depth, in so much of the device."""
+        """The item's plan, in so much of the device."""
         return self._begin(name_of(item), item.tokens, room).result()
-
-    def cut(self, plan: Plan, layers: int) -> Plan:
-        """The same on fewer layers."""
-        schedule = cut_schedule(plan.schedule, self.work.layers, layers)
-        question = self.question(plan.question.run.tokens, layers)
-        asked = plan.question
-        question = replace(question, machine=asked.machine, sparse=schedule.sparse)
-        question = replace(question, wide_gradients=asked.wide_gradients, weights=asked.weights)
-        return evaluate(question, plan.strategy, schedule)
-
-    def share(self, tokens: int, layers: int) -> float:
-        """Seconds of so many layers over those of all, about: their share of the work."""
-        one, all_ = (useful_flop(self.question(tokens, n)) for n in (layers, self.work.layers))
-        return one / all_
 
     def question(self, tokens: int, layers: int, room: float = ROOM) -> Question:
         device = int(room * self.machine.device_bytes)
         config = self.work.config | {"num_hidden_layers": layers}
-        profiles = profiles_of(config, "works")
+        profiles = profiles_of(config, "works", measuring=measuring)
         question = Question(
             model=profiles.of(Variant(self.work.dtype)).spec,
             run=RunSpec(1, tokens),
@@ -157,10 +127,11 @@ class Planner:
         )
         return as_run(question)
 
-    def update(self, layers: int) -> Update:
-        """Of so many layers, the states where training at the middle length has them."""
-        placed = self._begin_placing().result()
-        question = self._with_states(self.work.middle, layers, placed.states)
+    def update(self) -> Update:
+        """The update, the states where training at the middle length has them."""
+        placed, layers = self._begin_placing().result(), self.work.layers
+        asked = self.question(self.work.middle, layers)
+        question = replace(asked, optimizer=PLANNED[placed.states])
         parts, room = states(question, ((0, layers),)), int(LESS_ROOM * self.machine.device_bytes)
         on_device = parts.weights + parts.gradients + parts.optimizer
         return Update(
@@ -170,9 +141,6 @@ class Planner:
             on_device <= room and parts.optimizer_on_host <= self.machine.host_bytes,
         )
 
-    def _with_states(self, tokens: int, layers: int, place: StatesPlace) -> Question:
-        return replace(self.question(tokens, layers), optimizer=PLANNED[place])
-
     def _begin_placing(self) -> "Future[Placed]":
         if self._placed is None:
             self._placed = self._pool.submit(self._place)
@@ -180,7 +148,6 @@ class Planner:
 
     def _place(self) -> Placed:
         """As `farspan train` places the states of a run by `auto`."""
-
         question = self.question(self.work.middle, self.work.layers)
         asked = replace(question, optimizer=Optimizer.ADAMW, open=Open(states=True))
         plan = best_plan(asked, seconds=SEARCH_SECONDS)
@@ -190,8 +157,7 @@ class Planner:
     def _begin(self, name: str, tokens: int, room: float) -> "Future[Plan]":
         key = name, tokens, room
         if key not in self._plans:
-            pool = self._pool if room == ROOM else self._urgent
-            self._plans[key] = pool.submit(self._make, *key)
+            self._plans[key] = self._pool.submit(self._make, *key)
         return self._plans[key]
 
     def _make(self, name: str, tokens: int, room: float) -> Plan:
@@ -221,24 +187,6 @@ def name_of(item: Item) -> str:
     return OFFLOAD if item.work == "huggingface" else item.strategy
 
 
-def cut_schedule(schedule: Schedule, full: int, layers: int) -> Schedule:
-    """The schedule for a model of the last `layers` of `full` layers."""
-    return replace(schedule, groups=cut_sizes(schedule.group_sizes(full), layers))
-
-
-def cut_sizes(sizes: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Groups of so many layers: as many of the last ones as they are, what is left in one before
-    them. There are two at least where there were: a last group is passed once less than others."""
-    kept: list[int] = []
-    for size in reversed(sizes):
-        kept.insert(0, min(size, layers - sum(kept)))
-        if sum(kept) == layers:
-            break
-    if len(kept) == 1 and len(sizes) > 1 and layers > 1:
-        return layers - layers // 2, layers // 2
-    return tuple(kept)
-
-
 def mfu(plan: Plan, seconds: float) -> float:
     """Of a step by this plan that took so long."""
     return useful_flop(plan.question, plan.schedule) / (rates_of(plan.question).peak * seconds)
@@ -260,3 +208,41 @@ def plan_json(plan: Plan) -> Row:
         "host_bytes": plan.host.total,
         "device_parts": device,
     }
+
+
+# -- the floor -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """FLOP a second."""
+
+    linear: float
+    forward: float  # attention; pairs that are masked are no work
+    backward: float
+
+
+def ceilings_of(question: Question) -> Ceilings:
+    """The best rates that were measured on the question's machine, in its dtype."""
+    rates = question.machine.rates[question.dtype]
+    curves = (rates.matmul, rates.attention_forward, rates.attention_backward)
+    return Ceilings(*(max(rate for _, rate in curve.points) for curve in curves))
+
+
+def floor(question: Question, ceilings: Ceilings) -> float:
+    """Seconds that a step takes at least: the products and the attention of one forward and one
+    backward, nothing computed twice, at the ceilings' rates. Everything else (norms, loss, copies,
+    the update, the host) has no floor but zero."""
+    model, run = question.model, question.run
+    layers = sum(i * o for layer in model.layers for i, o in layer.work.products)
+    linear = 2.0 * run.batch * run.tokens * (layers + model.hidden * model.vocab)
+    attention = sum(
+        2.0
+        * run.batch
+        * seen_pairs(run.tokens, layer.window)
+        * layer.query_heads
+        * (layer.head_dim + layer.value_dim)
+        for layer in model.layers
+    )
+    backward = BACKWARD_PRODUCTS * attention / ceilings.backward
+    return 3.0 * linear / ceilings.linear + attention / ceilings.forward + backward

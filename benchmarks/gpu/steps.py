@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.children import Row, add_row
-from benchmarks.gpu.device import Peaks, draw, dtype_of, give_back, make_model, synchronize
+from benchmarks.gpu.device import (
+    draw,
+    dtype_of,
+    give_back,
+    make_model,
+    peaks,
+    reset_peaks,
+    synchronize,
+)
 from benchmarks.gpu.work import LOGPROBS, QLORA, RANK
 from farspan import Schedule, Sparse, Step
 from farspan.hf.load import add_adapters
@@ -146,11 +154,11 @@ def time_steps(
         number += 1
         model.zero_grad(set_to_none=True)
         synchronize(device)
-        with Peaks(device) as peaks:
-            began = time.perf_counter()
-            loss = one_step(ids)
-            synchronize(device)
-            seconds = time.perf_counter() - began
+        reset_peaks(device)
+        began = time.perf_counter()
+        loss = one_step(ids)
+        synchronize(device)
+        seconds = time.perf_counter() - began
         spent += seconds
         row = {"step": number, "seconds": seconds, "ended_at": time.time(), "loss": loss}
-        add_row(settings, row | peaks.to_json())
+        add_row(settings, row | peaks(device))

@@ -1,4 +1,4 @@
-"""What is measured, in order of importance."""
+"""What is measured: models, lengths, and the order in which measurements tell most."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,13 +31,11 @@ HOST_MODEL, PACKED_MODEL, LONG_MODEL = "Qwen3-14B", "Qwen3-8B", "Qwen2.5-0.5B"
 
 
 class Place(StrEnum):
-    """Of the baseline: where what a checkpointed layer keeps is."""
+    """What a layer of the baseline keeps until its backward."""
 
     NONE = "nothing computed again"  # no checkpointing
     DEVICE = "inputs on the device"  # checkpointing as it comes
     KEPT = "inputs and attention outputs on the device"
-    HOST = "inputs and attention outputs on host"  # copies beside the computation
-    OFFLOAD = "inputs on host"  # transformers' own `offload=True`, copies in line
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +45,10 @@ class Work:
     config: dict[str, Any]
     dtype: str
     lengths: tuple[int, ...]  # tokens, ascending; the last one is the headline
-    longer: tuple[int, ...]  # with as many layers as the time allows
+    longer: tuple[int, ...]
     short: tuple[int, ...]  # of SHORT_MODELS
     strategies: tuple[str, ...]  # beside auto
-    depths: tuple[int, ...]  # layers that a model may be cut to, deepest first
     exact: tuple[int, ...]  # lengths of the small model whose gradients are checked
-    split: int  # tokens of the step that is taken apart
-    first: int  # tokens that the search for the baseline's longest context begins with
     sparse: Sparse
     tiny: bool = False
 
@@ -67,29 +62,23 @@ class Work:
         return self.lengths[-2]
 
     def of(self, model: str) -> "Work":
-        """The same work with another model of the catalogue, at full depth; "" for this one."""
+        """The same work with another model of the catalogue; "" for this one."""
         if not model:
             return self
         config = find_config(model) | {"max_position_embeddings": KILO * KILO}
-        if self.tiny:
-            config |= TINY
-        return replace(self, config=config, depths=(config["num_hidden_layers"],))
+        return replace(self, config=config | (TINY if self.tiny else {}))
 
 
 def full() -> Work:
     """Qwen2.5-7B, as the published records have it."""
-    config = find_config("Qwen2.5-7B") | {"max_position_embeddings": KILO * KILO}
     return Work(
-        config=config,
+        config=find_config("Qwen2.5-7B") | {"max_position_embeddings": KILO * KILO},
         dtype="bfloat16",
         lengths=(32 * KILO, 64 * KILO, 128 * KILO, 256 * KILO),
         longer=(512 * KILO, 1024 * KILO),
         short=(8 * KILO, 16 * KILO),
         strategies=("grouped", "memo", "fpdt", "oomb"),
-        depths=(28, 20, 14, 10, 7, 4, 2),
         exact=(4096, 5000, 8192),
-        split=128 * KILO,
-        first=64 * KILO,
         sparse=Sparse(page=128, budget=8192, recent=4096),
     )
 
@@ -103,10 +92,7 @@ def tiny() -> Work:
         longer=(512,),
         short=(64, 128),
         strategies=("oomb",),
-        depths=(4, 2),
         exact=(70,),
-        split=128,
-        first=64,
         sparse=Sparse(page=8, budget=32, recent=16, sinks=8),
         tiny=True,
     )
@@ -114,18 +100,14 @@ def tiny() -> Work:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One measurement, made by one child."""
+    """One measurement, made by one child at full depth."""
 
-    work: str  # ceilings, step, huggingface, longest, split, update or exact
-    share: float  # of the time that is left, what it is planned to take at most
+    work: str  # ceilings, step, huggingface, update or exact
     tokens: int = 0
     strategy: str = ""
     place: Place = Place.DEVICE  # of the baseline
-    compiled: bool = False  # of the baseline: norms and SwiGLU by torch.compile
     model: str = ""  # of the catalogue; "": the headline's
     steps: int = 1  # timed at least; a second one follows where it takes little of the time left
-    whole: bool = False  # at full depth or not at all
-    alone: bool = False  # it fills most of a call of ten minutes
 
     @property
     def name(self) -> str:
@@ -133,19 +115,18 @@ class Item:
         if self.work == "step":
             return f"{model}{self.strategy} at {self.tokens}"
         if self.work == "huggingface":
-            how = f"{self.place}{', compiled' * self.compiled}"
-            return f"{model}huggingface at {self.tokens}, {how}"
+            return f"{model}huggingface at {self.tokens}, {self.place}"
         return f"{self.work} at {self.tokens}" if self.tokens else self.work
 
 
 def quarter(work: Work) -> Iterator[Item]:
     """Measurements for a quarter of an hour on a card whose ceilings are known: those that no
-    record has, the most telling first, at full depth."""
-    base, short = Item("step", 1.0, strategy=AUTO, whole=True), work.lengths[-3:][0]
-    yield replace(base, tokens=work.longer[0], alone=True)
+    record has, the most telling first."""
+    base, short = Item("step", strategy=AUTO), work.lengths[-3:][0]
+    yield replace(base, tokens=work.longer[0])
     yield replace(base, tokens=short, steps=2)
-    yield Item("huggingface", 1.0, short, place=Place.KEPT, steps=2, whole=True)
-    yield Item("update", 1.0, work.middle)
+    yield Item("huggingface", short, place=Place.KEPT, steps=2)
+    yield Item("update", work.middle)
     yield replace(base, tokens=work.middle, strategy=SPARSE)
     yield replace(base, tokens=work.lengths[0], strategy=STREAMED, model=HOST_MODEL)
     yield replace(base, tokens=short, strategy=QLORA, model=PACKED_MODEL)
@@ -154,51 +135,16 @@ def quarter(work: Work) -> Iterator[Item]:
         for tokens in work.short:
             yield replace(base, tokens=tokens, model=model)
             for place in (Place.NONE, Place.DEVICE):
-                yield Item("huggingface", 1.0, tokens, place=place, model=model, whole=True)
-    yield Item("longest", 1.0)
-    yield replace(base, tokens=work.longer[-1], model=LONG_MODEL, alone=True)
+                yield Item("huggingface", tokens, place=place, model=model)
+    yield replace(base, tokens=work.longer[-1], model=LONG_MODEL)
 
 
 def named(work: Work) -> dict[str, Item]:
     """Everything that can be measured, by name."""
-    return {item.name: item for item in (*items(work), *quarter(work))}
-
-
-def items(work: Work) -> Iterator[Item]:
-    """Everything, the most important first: what comes last is skipped where time is short."""
-    small, middle, headline = work.lengths[:-2], work.middle, work.lengths[-1]
-    short = small or (middle,)  # where all that a step keeps fits on the device
-    yield Item("ceilings", 0.2)
-    yield Item("step", 0.2, middle, AUTO)
-    for tokens in reversed(short):
-        yield Item("huggingface", 0.2, tokens)
-        if small:
-            yield Item("step", 0.2, tokens, AUTO)
-    yield Item("step", 0.8, headline, AUTO)
-    for tokens in reversed(short):
-        yield Item("huggingface", 0.2, tokens, place=Place.KEPT)
-    yield Item("huggingface", 0.5, middle, place=Place.HOST)
-    yield Item("exact", 0.4)
-    yield Item("update", 0.3, middle)
-    yield Item("split", 0.4, work.split, AUTO)
-    for tokens in reversed(short):
-        if small:
-            yield Item("huggingface", 0.3, tokens, place=Place.HOST)
-        yield Item("huggingface", 0.3, tokens, compiled=True)
-    for name in work.strategies:
-        yield Item("step", 0.15, middle, name)
-    for tokens in (*small[:1], middle):
-        yield Item("step", 0.3, tokens, STREAMED)
-    for tokens in (middle, headline, *small[-1:]):
-        yield Item("step", 0.3, tokens, SPARSE)
-    yield Item("longest", 0.4)
-    for tokens in (middle, headline, *reversed(small)):
-        yield Item("huggingface", 0.3, tokens, place=Place.OFFLOAD)
-    for tokens in (headline, *reversed(small)):
-        for name in work.strategies:
-            yield Item("step", 0.15, tokens, name)
-    for tokens in work.longer:
-        yield Item("step", 0.4, tokens, AUTO)
-    yield Item("huggingface", 0.3, headline, place=Place.HOST)
-    for place in (Place.DEVICE, Place.KEPT) if small else ():
-        yield Item("huggingface", 0.3, middle, place=place)
+    found = [Item("ceilings"), Item("exact"), *quarter(work)]
+    for tokens in (*work.lengths, *work.longer):
+        for strategy in (AUTO, *work.strategies, STREAMED, SPARSE):
+            found.append(Item("step", tokens, strategy))
+        found += [Item("huggingface", tokens, place=place) for place in Place]
+    # What the quarter has stays as it is there.
+    return {item.name: item for item in reversed(found)}

@@ -1,20 +1,18 @@
-"""Runs every way on every case, or puts the tables into the page."""
+"""Runs every way on every case."""
 
 import argparse
 import json
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from benchmarks.children import Nursery
 from benchmarks.peers import page
 from benchmarks.peers.bed import BATCHES, COMMON, MODELS, Case
 from benchmarks.peers.processes import PRELOADED, rows_of
 from benchmarks.peers.ways import WAYS
+from benchmarks.tables import Record, save
 from farspan.engine.microbench import describe_machine
-
-Record = dict[str, Any]
 
 
 def record(names: list[str]) -> Iterator[Record]:
@@ -82,23 +80,17 @@ def together(found: Record, before: Record) -> Record:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
     parser.add_argument(
         "--out", type=Path, help="write the record to this file; it keeps its other ways"
     )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--page", action="store_true", help="only put the tables into the page")
     given = parser.parse_args()
-    if given.page:
-        page.write()
-        return
     before = None
     if given.out is not None and given.out.exists():
         before = json.loads(given.out.read_text(encoding="utf-8"))
     for found in record(given.ways):
-        whole = found if before is None else together(found, before)
-        if given.out is not None:
-            given.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        save(given.out, found if before is None else together(found, before))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 import os
 import pickle
 import socket
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.children import Nursery, Row, add_row
 from benchmarks.peers.bed import Case, errors, expected
@@ -21,8 +21,8 @@ def rows_of(nursery: Nursery, name: str, case: Case) -> Row:
     about = {"way": name, "model": case.model, "batch": case.batch, "dtype": case.dtype}
     right = pickle.dumps(expected(case))  # by value: tensors would be shared with the child
     outcome = nursery.run(_work, {"way": name, "case": case, "right": right}, SECONDS)
-    if outcome.rows:
-        return about | outcome.rows[0]
+    for row in sorted(outcome.rows, key=lambda row: "raised" not in row):
+        return about | row
     return about | {"raised": f"{outcome.ended}: {outcome.words}"[:LINE]}
 
 
@@ -32,47 +32,23 @@ def _work(settings: dict[str, Any]) -> None:
     if way.ranks == 1 and not way.processes:
         add_row(settings, _row(settings))
         return
-    fork = get_context("fork")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ends: list[Connection] = []
-    started = []
-    for rank in range(way.ranks):
-        here, there = fork.Pipe()
-        ends.append(here)
-        started.append(fork.Process(target=_rank, args=(settings, rank, port, there)))
-        started[-1].start()
-        there.close()
-    found: dict[int, Row] = {}
-    while len(found) < len(ends):
-        for end in wait([end for rank, end in enumerate(ends) if rank not in found]):
-            assert isinstance(end, Connection)
-            rank = ends.index(end)
-            try:
-                found[rank] = end.recv()
-            except EOFError:
-                found[rank] = {"raised": f"rank {rank} ended"}
-        raised = [row for row in found.values() if "raised" in row]
-        if raised:  # the others may wait for it
-            found = {0: raised[0]}
-            break
-    add_row(settings, found[0])
-    for process in started:
-        process.kill()
+    start_processes(_rank, (settings, port), nprocs=way.ranks, start_method="fork")
 
 
-def _rank(settings: dict[str, Any], rank: int, port: int, end: Connection) -> None:
+def _rank(rank: int, settings: dict[str, Any], port: int) -> None:
+    """One of the ranks. The first tells what it found; one that fails tells why, and ends with a
+    status for which the others, which may wait for it, are ended."""
     size = WAYS[settings["way"]].ranks
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    end.send(_row(settings))
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {name: str(value) for name, value in numbers.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    found = _row(settings)
+    if rank == 0 or "raised" in found:
+        add_row(settings, found)
+    os._exit("raised" in found)  # libraries would wait for each other at the end
 
 
 def _row(settings: dict[str, Any]) -> Row:

@@ -1,8 +1,13 @@
-"""What one rank holds, computes and sends in a step of one layout, at one length."""
+"""What one rank holds and sends in a step of one layout, at one length; ranks are processes of one
+machine."""
 
-from collections.abc import Callable, Iterator
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -10,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import start_processes
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.ranks.clock import Clock, Event
-from benchmarks.ranks.counting import Counted
+from benchmarks.tables import Record, grid
 from farspan import Schedule, Step
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.fsdp import ShardedParameters
@@ -25,6 +30,7 @@ from farspan.program.program import AttentionMode, Backward, Forward, Program, S
 from tests.oracles.sent_bytes import sent_bytes
 
 CPU = torch.device("cpu")
+MB = 1e6
 MODEL: dict[str, Any] = {  # Llama's layers, bytes for tokens; as many K, V heads as ranks
     "vocab_size": 256,
     "hidden_size": 128,
@@ -44,20 +50,12 @@ class Size:
     """How large the benchmark is."""
 
     chunk: int
-    lengths: dict[int, int]  # tokens, and how often a step of them is timed
+    lengths: tuple[int, ...]  # tokens
     ranks: tuple[int, ...]
-    counted_chunk: int  # where work is counted, which needs no long sequences
-    counted: tuple[int, ...]  # lengths
 
 
-FULL = Size(
-    chunk=1024,
-    lengths={4096: 3, 8192: 2, 16384: 1},
-    ranks=(1, 2, 4),
-    counted_chunk=256,
-    counted=(1024, 2048, 4096),
-)
-TINY = Size(chunk=64, lengths={128: 1}, ranks=(1, 2), counted_chunk=64, counted=(128, 192, 256))
+FULL = Size(chunk=1024, lengths=(4096, 8192, 16384), ranks=(1, 2, 4))
+TINY = Size(chunk=64, lengths=(128,), ranks=(1, 2))
 
 Row = dict[str, Any]
 
@@ -75,22 +73,13 @@ def schedule_of(name: str, ranks: int, chunk: int) -> Schedule:
     return Schedule(chunk=chunk, groups=groups, attention_save_fraction=1.0)
 
 
-def rows_of_rank(size: Size, ranks: int) -> list[tuple[Row, list[Event]]]:
+def rows_of_rank(size: Size, ranks: int) -> list[Row]:
     """Every layout and length, on one of the ranks of the process group; one process has none."""
     torch.set_num_threads(1)
     found = []
     for name in names(ranks):
         work = Work.of(name, ranks, size.chunk)
-        found += [work.measure(tokens, runs) for tokens, runs in size.lengths.items()]
-    return found
-
-
-def counts_of_rank(size: Size, ranks: int) -> list[Row]:
-    """The work of every layout and counted length."""
-    found = []
-    for name in names(ranks):
-        work = Work.of(name, ranks, size.counted_chunk)
-        found += [work.count(tokens) for tokens in size.counted]
+        found += [work.measure(tokens) for tokens in size.lengths]
     return found
 
 
@@ -118,54 +107,28 @@ class Work:
         team = parallelize(model, schedule, ranks) if ranks is not None and cut else ranks
         return cls(name, ranks, model, Step(model, schedule, ranks=team))
 
-    def measure(self, tokens: int, runs: int) -> tuple[Row, list[Event]]:
-        """The run that took the process least, and bytes of a step before it. Building a length's
-        program is counted by itself."""
-        ids = _tokens(tokens)
-        building = Clock()
-        with building.running():
-            program = self.step.program(1, tokens)
+    def measure(self, tokens: int) -> Row:
+        """Bytes of a step."""
+        ids = torch.randint(256, (1, tokens), generator=torch.manual_seed(tokens))
+        program = self.step.program(1, tokens)
         self.step.release()
         with self._sending() as sent:
             memory = self._memory(ids)
-        clocks = [self._timed(ids) for _ in range(runs)]
-        best = min(clocks, key=lambda clock: clock.total)
-        row = {
-            **self._key(tokens),
-            "build_seconds": building.total,
-            "seconds": best.seconds(),
-            "tail": best.tail,
+        return {
+            "layout": self.name,
+            "ranks": 1 if self.ranks is None else self.ranks.layout.devices(),
+            "tokens": tokens,
             "memory": memory,
             "planned": {str(t): n for t, n in program.arena_bytes.items()},
             "sent": self._sent_by_cells(program, sent),
         }
-        return row, best.events
-
-    def count(self, tokens: int) -> Row:
-        """What a step is made of; gradients are there before."""
-        ids = _tokens(tokens)
-        self._parameters_with_gradients()
-        with Counted() as work:
-            self.step(ids, ids)
-        return {**self._key(tokens), "work": work.found}
-
-    def _key(self, tokens: int) -> Row:
-        ranks = 1 if self.ranks is None else self.ranks.layout.devices()
-        return {"layout": self.name, "ranks": ranks, "tokens": tokens}
-
-    def _timed(self, ids: Tensor) -> Clock:
-        self.model.zero_grad(set_to_none=True)
-        if self.ranks is not None:
-            dist.barrier()
-        clock = Clock()
-        with clock.running():
-            self.step(ids, ids)
-        return clock
 
     def _memory(self, ids: Tensor) -> dict[str, int]:
         """Bytes: arenas, the peak of everything else that a step makes, and what lies between
         steps, whose gradients are there before."""
-        parameters = self._parameters_with_gradients()
+        parameters = [p for p in self.model.parameters() if p.device.type != "meta"]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
         with LiveStorage() as meter, gathered(meter):
             self.step(ids, ids)
         arenas = self.step.arena_bytes()
@@ -176,13 +139,6 @@ class Work:
             "weights": sum(_local(p).nbytes for p in parameters),
             "gradients": sum(_local(g).nbytes for g in gradients),
         }
-
-    def _parameters_with_gradients(self) -> list[nn.Parameter]:
-        """Those that are here, with gradients of zero."""
-        found = [p for p in self.model.parameters() if p.device.type != "meta"]
-        for p in found:
-            p.grad = torch.zeros_like(p)
-        return found
 
     @contextmanager
     def _sending(self) -> Iterator[list[dict[str, int]]]:
@@ -256,9 +212,95 @@ def _sent(ranks: ParallelContext | None) -> dict[str, int]:
     return {} if ranks is None else {"+".join(k): p.sent for k, p in ranks.groups.items()}
 
 
-def _tokens(count: int) -> Tensor:
-    return torch.randint(256, (1, count), generator=torch.manual_seed(count))
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def measured(size: Size, ranks: int) -> list[Row]:
+    """Rows of all layouts and lengths on so many processes, each with what all ranks found."""
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_rank, (size, ranks, folder), nprocs=ranks, start_method="forkserver")
+        found = pickle.loads(Path(folder, "found").read_bytes())
+    rows = []
+    for same in zip(*found, strict=True):
+        row = {name: same[0][name] for name in ("layout", "ranks", "tokens")}
+        row |= {name: [each[name] for each in same] for name in ("memory", "planned", "sent")}
+        rows.append(row)
+    return rows
+
+
+def _rank(number: int, size: Size, ranks: int, folder: str) -> None:
+    """One of the processes. The first writes what all of them found."""
+    where, waits = f"file://{folder}/store", timedelta(seconds=600)
+    dist.init_process_group("gloo", init_method=where, rank=number, world_size=ranks, timeout=waits)
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, rows_of_rank(size, ranks))
+    if number == 0:
+        Path(folder, "found").write_bytes(pickle.dumps(everyone))
+    dist.destroy_process_group()
+
+
+# -- the page ------------------------------------------------------------------------------------
+
+
+class Found:
+    """A record's rows, and what follows from them."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = {(row["layout"], row["ranks"], row["tokens"]): row for row in rows}
+        self.lengths = sorted({row["tokens"] for row in rows})
+        self.ranks = sorted({row["ranks"] for row in rows} - {1})
+
+    def row(self, layout: str, ranks: int, tokens: int) -> Row:
+        return self._rows[ALONE if ranks == 1 else layout, ranks, tokens]
+
+    def most(self, layout: str, ranks: int, tokens: int, *names: str) -> int:
+        """Bytes of these parts of memory, of the rank with most."""
+        memory = self.row(layout, ranks, tokens)["memory"]
+        return max(sum(each[name] for name in names) for each in memory)
+
+    def arenas(self, layout: str, ranks: int, tokens: int) -> int:
+        """Bytes, of the rank with most, on both tiers."""
+        return self.most(layout, ranks, tokens, "device", "host")
+
+
+def tables(record: Record) -> dict[str, str]:
+    """Tables of docs/evidence/several-gpus.md by the names of their places."""
+    found = Found(record["rows"])
+    return {"memory": memory_table(found), "sent": sent_table(found)}
+
+
+def memory_table(found: Found) -> str:
+    shortest, longest = found.lengths[0], found.lengths[-1]
+    whole = found.arenas(ALONE, 1, longest)
+
+    def line(name: str, counts: list[int]) -> list[str]:
+        most = counts[-1]
+        held = [found.arenas(name, ranks, longest) / whole for ranks in counts]
+        sizes = [
+            found.arenas(name, most, longest),
+            *(found.most(name, most, n, "beside") for n in (shortest, longest)),
+            found.most(name, most, longest, "weights", "gradients"),
+        ]
+        return [name, *(f"{n:.3f}" for n in held), *(f"{n / MB:.1f}" for n in sizes)]
+
+    head = ["layout", *(f"arenas of one, {n} ranks" for n in found.ranks), "arenas, MB"]
+    head += [f"beside, {tokens // 1024}K" for tokens in (shortest, longest)]
+    lines = [line(ALONE, [1] * len(found.ranks)), *(line(n, found.ranks) for n in LAYOUTS)]
+    return grid([*head, "weights, gradients"], lines)
+
+
+def sent_table(found: Found) -> str:
+    longest, ranks = found.lengths[-1], found.ranks[-1]
+
+    def line(name: str) -> list[str]:
+        sent = found.row(name, ranks, longest)["sent"]
+        kinds = [max((each[kind] for each in sent), key=sum) for kind in ("forward", "backward")]
+        cells = [f"{kind[n]:,}" for kind in kinds for n in (1, -1)]
+        return [name, *cells, f"{max(each['step'] for each in sent) / MB:.1f}"]
+
+    head = ["layout", "forward, 2nd chunk", "last", "backward, 2nd chunk", "last", "a step, MB"]
+    return grid(head, [line(name) for name in LAYOUTS])

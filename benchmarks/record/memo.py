@@ -13,7 +13,7 @@ the other activations too. What its description (sections 3.2, 4.1, 4.2) and Meg
 What its baselines add:
 
 - Megatron-LM without a memory plan stops to reorganise its memory, and its tensor parallelism
-  spans nodes (`memo_waits.py`);
+  spans nodes;
 - Megatron-DeepSpeed is taken to run FlashAttention-1: `FLASH_1`.
 """
 
@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from benchmarks.record.cells import KILO, on_grid, published
-from benchmarks.record.memo_waits import port_rate, ringed, stops
+from benchmarks.record.cells import KILO, Cell, Kind, on_grid, published, steps_between
 from benchmarks.record.models import (
     BF16,
     ask,
@@ -35,6 +34,7 @@ from benchmarks.record.models import (
     with_rates,
 )
 from farspan.planner.machines import machine
+from farspan.planner.space import solve_alpha
 from farspan.program.layout import Layout
 from farspan.spec import MachineSpec, ModelSpec, Schedule, Tier
 from tests.oracles.simulate import simulate
@@ -187,6 +187,45 @@ def host_bracket() -> dict[tuple[int, float], int]:
 def host_limit() -> float:
     """Bytes of a node that swapping may take."""
     return sum(host_bracket().values()) / 2
+
+
+# -- waits ----------------------------------------------------------------------------------------
+
+# Reorganisations of memory, a sequence and 32 layers, by length in K tokens (section 5.2). A line
+# through them gives other lengths; none are named below the first, where Table 4's unplanned run
+# is as fast as the planned one. Every layer's allocations cause as many.
+STOPS, STOPPING_LAYERS = ((128, 6), (256, 16)), 32
+
+# Section 5.2's communication of tensor parallelism in an iteration of the 65B model at 256K:
+# seconds, and the layout, TP 16 in pipelines of four.
+SPANNING_SECONDS, SPANNING_TENSOR, SPANNING_PIPELINE, SPANNING_TOKENS = 120.4, 16, 4, 256 * KILO
+PASSES = 12  # gathers and scatters of a layer's tokens: four forward, again, and backward
+
+
+def ringed(on: MachineSpec, tensor: int) -> MachineSpec:
+    """The machine to a group of tensor parallelism that spans nodes. NCCL's rings bring every byte
+    into a node once, over all of its ports, not once for each of its ranks: one node as large as
+    the group, whose link is the slower of NVLink and of all of a real node's ports together."""
+    if tensor <= on.devices:
+        return on
+    return replace(on, devices=tensor, peer=min(on.peer, on.network * on.devices))
+
+
+def port_rate(model: ModelSpec, batch: int, devices: int) -> float:
+    """Bytes a second of one of a node's ports, from the seconds of section 5.2."""
+    gathered = BF16 * model.hidden * SPANNING_TOKENS * (SPANNING_TENSOR - 1) / SPANNING_TENSOR
+    layers = len(model.layers) / SPANNING_PIPELINE
+    return PASSES * gathered * layers * batch / SPANNING_SECONDS / devices
+
+
+def stops(model: ModelSpec, tokens: int) -> float:
+    """How often a sequence is stopped for a reorganisation of memory."""
+    (first, few), (second, many) = STOPS
+    length = tokens / KILO
+    if length < first:
+        return 0.0
+    line = few + (many - few) * (length - first) / (second - first)
+    return line * len(model.layers) / STOPPING_LAYERS
 
 
 # -- seconds ---------------------------------------------------------------------------------------
@@ -370,3 +409,181 @@ def longest(size: str, devices: int, system: str, grid: list[int]) -> int:
         return any(a and b for a, b in zip(on_host, on_device, strict=True))
 
     return on_grid(grid, [runs(length) for length in grid])
+
+
+# -- cells -----------------------------------------------------------------------------------------
+
+NAMES = {"deepspeed": "DeepSpeed-Ulysses", "megatron": "Megatron-LM", "memo": "MEMO"}
+APPENDIX = {
+    "deepspeed": "appendix_table5",
+    "megatron": "appendix_table6",
+    "memo": "appendix_table7",
+}
+DEVICES = {"7B": 8, "13B": 16, "30B": 32, "65B": 64}
+
+
+def cells() -> list[Cell]:
+    """Everything that is predicted."""
+    return [*_table3(), *_table4(), *_table5(), *_table7(), *_figure11()]
+
+
+def layouts(system: str, size: str) -> dict[int, tuple[Split, float]]:
+    """The published layout of each length, and MEMO's alpha."""
+    table = published("memo")["tables"][APPENDIX[system]]
+    row = table["rows"][size]
+    found = {}
+    for place, length in enumerate(table["context_k"]):
+        values = {k: v[place] if place < len(v) else None for k, v in row.items()}
+        if values["dp"] is None:
+            continue
+        split = Split(
+            values.get("tp") or 1,
+            values.get("cp") or values.get("sp") or 1,
+            values["dp"],
+            values.get("pp") or 1,
+        )
+        found[length] = split, float(values.get("alpha") or 0.0)
+    return found
+
+
+def _way(system: str, alpha: float) -> Way:
+    if system == "memo":
+        return Way(alpha)
+    if system == "deepspeed":
+        return Way(swaps=False, ulysses=True)
+    return Way(swaps=False, planned=False)
+
+
+def table3(system: str, size: str) -> dict[int, dict[str, Any]]:
+    """Cells of one column of Table 3 by length."""
+    found = published("memo")["tables"]["table3"]["cells"]
+    return {c["context_k"]: c for c in found if (c["system"], c["model"]) == (system, size)}
+
+
+def _table3() -> Iterator[Cell]:
+    for system in NAMES:
+        for size, devices in DEVICES.items():
+            row = f"{NAMES[system]} {size}"
+            printed = table3(system, size)
+            for length, (split, alpha) in layouts(system, size).items():
+                if "mfu" not in printed[length]:
+                    continue
+                value, column = printed[length]["mfu"], f"{length}K"
+                ours = mfu(size, length * KILO, split, _way(system, alpha))
+                used = system == "megatron" and (size, length, value) == STOP_READ_OFF
+                yield Cell("MEMO 3", row, column, Kind.MFU, "%", value, ours, used=used)
+            grid = sorted(length for length in printed if length >= 128)
+            ran = max(length for length in printed if "mfu" in printed[length])
+            ours = longest(size, devices, system, grid)
+            yield _longest("MEMO 3", row, f"{devices} GPUs", grid, (ran, ours))
+
+
+def _longest(table: str, row: str, column: str, grid: list[int], found: tuple[int, int]) -> Cell:
+    theirs, ours = found
+    steps = steps_between(grid, theirs, ours)
+    return Cell(table, row, column, Kind.LONGEST, "K tokens", theirs, ours, steps)
+
+
+def _table4() -> Iterator[Cell]:
+    table = published("memo")["tables"]["table4"]
+    grid = table["context_k"]
+    alphas = {length: alpha for length, (_, alpha) in layouts("memo", "7B").items()}
+    ways = {
+        "recompute_planned": lambda _: Way(swaps=False),
+        "swap_planned": lambda _: Way(1.0),
+        "memo": lambda length: Way(alphas[length]),
+    }
+    names = {"recompute_planned": "recompute, planned", "swap_planned": "swap, planned"}
+    for key, way in ways.items():
+        row = names.get(key, "MEMO")
+        for length, value in zip(grid, table["rows"][key], strict=True):
+            yield from _ablation("MEMO 4", row, f"{length}K", length, (way(length), value))
+    row = "recompute, unplanned"
+    for length, value in zip(grid, table["rows"]["recompute"], strict=True):
+        if value != "oom":
+            way_here = Way(swaps=False, planned=False)
+            ours = mfu("7B", length * KILO, ABLATION, way_here)
+            yield Cell("MEMO 4", row, f"{length}K", Kind.MFU, "%", value, ours)
+
+
+def _ablation(
+    table: str, row: str, column: str, length: int, found: tuple[Way, float | str]
+) -> Iterator[Cell]:
+    """Whether one cell of the ablations runs, and its MFU if it did."""
+    way, value = found
+    ran = not isinstance(value, str)
+    ours = _runs("7B", length * KILO, ABLATION, way)
+    used = table == "MEMO 5" and (length, way.alpha) in host_bracket()
+    yield Cell(table, row, column, Kind.FEASIBLE, "runs", float(ran), float(ours), used=used)
+    if not isinstance(value, str):
+        used = (length, way.alpha, value) in CALIBRATION.values() and table == "MEMO 5"
+        ours_mfu = mfu("7B", length * KILO, ABLATION, way)
+        yield Cell(table, row, column, Kind.MFU, "%", value, ours_mfu, used=used)
+
+
+def _runs(size: str, tokens: int, split: Split, way: Way) -> bool:
+    model = model_of(size)
+    if not way.swaps:
+        return recompute_bytes(model, tokens, split) <= usable_bytes()
+    on_host = node_bytes(size, tokens, split, way.alpha) <= host_limit()
+    return on_host and memo_bytes(model, tokens, split) <= usable_bytes()
+
+
+def _table5() -> Iterator[Cell]:
+    table = published("memo")["tables"]["table5"]
+    for length, values in table["rows"].items():
+        for alpha, value in zip(table["alpha"], values, strict=True):
+            found = Way(alpha), value
+            yield from _ablation("MEMO 5", f"{length}K", f"{alpha:g}", int(length), found)
+        ran = [0.0 if isinstance(value, str) else value for value in values]
+        theirs, grid = table["alpha"][ran.index(max(ran))], table["alpha"]
+        ours = floored(allowed_alpha("7B", int(length), ABLATION), grid)
+        steps = grid.index(ours) - grid.index(theirs)
+        row, column = "best alpha", f"{length}K"
+        yield Cell("MEMO 5", row, column, Kind.BEST, "fraction", theirs, ours, steps)
+
+
+def _table7() -> Iterator[Cell]:
+    """Whether what the appendix says was run can run, and what ran out of host memory cannot."""
+    for size in DEVICES:
+        found = layouts("memo", size)
+        for length, cell in table3("memo", size).items():
+            if length in found:
+                split, alpha = found[length]
+                ours = _runs(size, length * KILO, split, Way(alpha))
+                row, column = f"MEMO {size}", f"{length}K"
+                yield Cell("MEMO 7", row, column, Kind.FEASIBLE, "runs", 1.0, float(ours))
+            elif cell.get("failed") == "oohm":
+                split, alpha = found[max(found)]
+                ours = _runs(size, length * KILO, split, Way(0.0))
+                row, column = f"MEMO {size}", f"{length}K"
+                yield Cell("MEMO 7", row, column, Kind.FEASIBLE, "runs", 0.0, float(ours))
+
+
+def _figure11() -> Iterator[Cell]:
+    figure = published("memo")["tables"]["figure11"]
+    grid = [1024 << k for k in range(5)]
+    for devices, length in zip(figure["gpus"], figure["memo_k"], strict=True):
+        ours = longest("7B", devices, "memo", grid)
+        yield _longest("MEMO 11a", "MEMO 7B", f"{devices} GPUs", grid, (length, ours))
+
+
+def allowed_alpha(size: str, length: int, split: Split) -> float:
+    """The largest alpha that the planner's own program for it allows (`farspan.planner.space`),
+    on a node with the link and the host memory that were read off."""
+    tokens = length * KILO
+    on, link = calibrated()
+    on = replace(
+        on,
+        fetch_together=link,
+        evict_together=link,
+        host_memory=2 * link * on.devices,
+        host_bytes=int(host_limit()),
+    )
+    question = ask(swapped_model(size), tokens, on, layout_of(split, Way()))
+    return solve_alpha(question, schedule_of(tokens, 0.0)).value
+
+
+def floored(value: float, grid: list[float]) -> float:
+    """The largest of a grid up to a value."""
+    return max(point for point in grid if point <= value)

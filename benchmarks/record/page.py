@@ -1,12 +1,15 @@
 """The tables of docs/evidence/record.md, from the cells."""
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 
 from benchmarks.record import fpdt, memo, oomb
 from benchmarks.record.cells import GIB, KILO, WITHIN, Cell, Kind, misses
+from benchmarks.tables import grid
 
-OPENING, CLOSING = "<!-- table {} -->", "<!-- end -->"
+
+def all_cells() -> list[Cell]:
+    """Every cell of every table."""
+    return [*oomb.cells(), *fpdt.cells(), *memo.cells()]
 
 
 def tables(cells: list[Cell]) -> dict[str, str]:
@@ -23,29 +26,6 @@ def tables(cells: list[Cell]) -> dict[str, str]:
     return found
 
 
-def write(path: Path, cells: list[Cell]) -> None:
-    """Put the tables between their marks."""
-    text = path.read_text(encoding="utf-8")
-    path.write_text(filled(text, cells), encoding="utf-8")
-
-
-def filled(text: str, cells: list[Cell]) -> str:
-    """The page with every table in its place. Raises ValueError where a mark is missing."""
-    for name, table in tables(cells).items():
-        opening = OPENING.format(name)
-        before, mark, rest = text.partition(opening)
-        if not mark or CLOSING not in rest:
-            raise ValueError(f"the page has no place for {opening}")
-        after = rest[rest.index(CLOSING) :]
-        text = f"{before}{opening}\n\n{table}\n\n{after}"
-    return text
-
-
-def _grid(head: list[str], rows: Iterable[list[str]]) -> str:
-    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def _matrix(cells: list[Cell]) -> str:
     columns = list(dict.fromkeys(cell.column for cell in cells))
     rows = list(dict.fromkeys(cell.row for cell in cells))
@@ -55,7 +35,7 @@ def _matrix(cells: list[Cell]) -> str:
     for row in rows:
         found = (by_place.get((row, column)) for column in columns)
         body.append([row, *(_show(cell, show) for cell in found)])
-    return _grid(["", *columns], body)
+    return grid(["", *columns], body)
 
 
 def _show(cell: Cell | None, show: Callable[[Cell], str]) -> str:
@@ -102,65 +82,76 @@ _SHOWN: dict[Kind, Callable[[Cell], str]] = {
 }
 
 
+def constants() -> dict[str, float]:
+    """What was read off a few published numbers."""
+    machine, link = memo.calibrated()
+    h200, a800 = (of.rates["bfloat16"] for of in (oomb.calibrated(), machine))
+    return {
+        "h200_attention": h200.attention_forward.points[0][1],
+        "h200_attention_backward": h200.attention_backward.points[0][1],
+        "a800_attention": a800.attention_forward.points[0][1],
+        "a800_attention_backward": a800.attention_backward.points[0][1],
+        "a800_link": link,
+        "a800_host_bytes": memo.host_limit(),
+        "a800_unplanned_share": memo.unplanned_share(),
+        "a800_port": machine.network,
+        "a800_stop_seconds": memo.stop_seconds(),
+        "a100_whole_tensors": fpdt.whole_tensors(),
+        "a100_tensor_whole": fpdt.tensor_whole(),
+        "a100_copy_seconds_a_byte": fpdt.copy_pace(),
+    }
+
+
 def _calibration() -> str:
-    kernel = oomb.calibrated().rates["bfloat16"]
-    ours, link = memo.calibrated()
-    rates = ours.rates["bfloat16"]
-    forward, backward = (
-        curve.points[0][1] for curve in (rates.attention_forward, rates.attention_backward)
+    found = constants()
+    ours, theirs = (
+        [found[f"{card}_attention{way}"] for way in ("", "_backward")] for card in ("h200", "a800")
     )
-    tera = 1e12
-    own = (kernel.attention_forward.points[0][1], kernel.attention_backward.points[0][1])
+    swap, free = found["a800_host_bytes"] / GIB, found["a800_unplanned_share"]
+    link, port = (found[f"a800_{name}"] / 1e9 for name in ("link", "port"))
+    stop, copy = found["a800_stop_seconds"], found["a100_copy_seconds_a_byte"] * 1e9
     rows = [
-        [
+        (
             "H200, OOMB's kernel",
-            f"attention {own[0] / tera:.0f} TFLOP/s forward, {own[1] / tera:.0f} backward",
+            f"attention {ours[0] / 1e12:.0f} TFLOP/s forward, {ours[1] / 1e12:.0f} backward",
             "Table 2, 4K at 256K: offload, and checkpoint with offload",
-        ],
-        [
+        ),
+        (
             "A800, MEMO",
-            f"attention {forward / memo.PEAK:.2f} and {backward / memo.PEAK:.2f} of the peak",
+            f"attention {theirs[0] / memo.PEAK:.2f} and {theirs[1] / memo.PEAK:.2f} of the peak",
             "Table 5, 256K, alpha 1",
-        ],
-        ["", f"one rank's link, eight copying: {link / 1e9:.1f} GB/s", "Table 5, 192K, alpha 1"],
-        [
+        ),
+        ("", f"one rank's link, eight copying: {link:.1f} GB/s", "Table 5, 192K, alpha 1"),
+        (
             "",
-            f"host memory to swap to: {memo.host_limit() / GIB:.0f} GiB a node",
+            f"host memory to swap to: {swap:.0f} GiB a node",
             "Table 5, between what ran and what did not",
-        ],
-        [
+        ),
+        (
             "",
-            f"device memory without a plan: {memo.unplanned_share():.2f} of it",
+            f"device memory without a plan: {free:.2f} of it",
             "Table 4, first row, the longest that ran",
-        ],
-        [
+        ),
+        (
             "",
-            f"one port between nodes: {ours.network / 1e9:.1f} GB/s",
+            f"one port between nodes: {port:.1f} GB/s",
             "section 5.2, 120.4 s of communication",
-        ],
-        [
-            "",
-            f"a reorganisation of memory: {memo.stop_seconds():.2f} s",
-            "Table 3, Megatron-LM 7B at 128K",
-        ],
-        [
+        ),
+        ("", f"a reorganisation of memory: {stop:.2f} s", "Table 3, Megatron-LM 7B at 128K"),
+        (
             "A100, FPDT",
-            f"{fpdt.whole_tensors():.1f} h-wide tensors of all of a rank's tokens",
+            f"{found['a100_whole_tensors']:.1f} h-wide tensors of all of a rank's tokens",
             "Table 3, FPDT's HBM",
-        ],
-        [
+        ),
+        (
             "",
-            f"tensor parallelism: {fpdt.tensor_whole():.1f} of them, of all tokens",
+            f"tensor parallelism: {found['a100_tensor_whole']:.1f} of them, of all tokens",
             "Table 3, its second row's HBM",
-        ],
-        [
-            "",
-            f"a checkpoint to host and back: {fpdt.copy_pace() * 1e9:.2f} s a GB",
-            "Table 4, 8B",
-        ],
-        ["", "attention's rate: as on MEMO's A800", ""],
+        ),
+        ("", f"a checkpoint to host and back: {copy:.2f} s a GB", "Table 4, 8B"),
+        ("", "attention's rate: as on MEMO's A800", ""),
     ]
-    return _grid(["machine", "constant", "read off"], rows)
+    return grid(["machine", "constant", "read off"], rows)
 
 
 def _summary(cells: list[Cell]) -> str:
@@ -171,7 +162,7 @@ def _summary(cells: list[Cell]) -> str:
         off = sorted(abs(cell.ratio - 1) for cell in own)
         middle = f"{100 * off[len(off) // 2]:.1f}%" if off and kind in WITHIN else ""
         rows.append([group, str(kind), str(len(own)), str(agree), str(len(own) - agree), middle])
-    return _grid(["table", "number", "cells", "agree", "miss", "median off by"], rows)
+    return grid(["table", "number", "cells", "agree", "miss", "median off by"], rows)
 
 
 def _group(cell: Cell) -> str:
@@ -211,4 +202,4 @@ def _host() -> str:
             "1 TB",
         ],
     ]
-    return _grid(["run", "predicted", "the machine's"], rows)
+    return grid(["run", "predicted", "the machine's"], rows)

@@ -5,20 +5,21 @@ trained sparsely.
 
 On a CPU, in float32. Without `--model` only the needle. `--seeds` says how much is measured: a run
 of 4,096 tokens takes about half a minute on one core, dense or sparse. `mean` is measured with the
-first seeds only. The index of `index` is made of another text here, or was by
-`benchmarks.sparse.index`: `--index`.
+first seeds only. The index of `index` has the principal dimensions of another text, docstrings of
+Python's library.
 
 - needle: 1,024 pages of 128 random keys; one key of one page holds 90% of the dense attention of
   some tokens of a page of queries, with 7 heads each. How often is its page among the 64 chosen?
 - pass key: five digits in English text, between an eighth and five eighths of the way, asked for
   at the end. Mean negative log-likelihood of their tokens; all layers and tokens are sparse.
 - text: the same of the last quarter of text.
-- mass: share of dense attention that a chunk's queries see, by layer.
 """
 
 import argparse
+import ast
 import json
 import math
+import os
 import pydoc_data.topics
 import random
 import time
@@ -30,15 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from benchmarks.sparse.index import CONTEXT, passages
 from farspan import Schedule, Sparse, Step
 from farspan.engine.loss import IGNORED
 from farspan.engine.microbench import describe_machine
-from farspan.sparse.attend import FarCall, compare, seen_mask
+from farspan.sparse.attend import FarCall, compare
 from farspan.sparse.gathered import Gathered, PlainPages
-from farspan.sparse.index import Index, LayerIndex, principal_index
+from farspan.sparse.index import principal_index
 from farspan.sparse.pages import Candidates, TopK, mean_keys
 from farspan.spec import INDEX, MEAN, SELECTORS
 
@@ -48,12 +47,14 @@ CHUNK = 256
 # At most 15% of the prefix of the answer at 4,096 tokens, and 10% at 8,192, in whole pages.
 BUDGETS = {4096: 512, 8192: 768}
 RECENT = 512
-PAGES = (16, 64, 128)
 CONTROLS = 2  # seeds of `mean`, which finds nothing
 ALL = *SELECTORS, INDEX
+TEXT = 1024  # tokens of the text that an index is made of
+CONTEXT = 8192  # tokens that SmolLM2 reads at most
 
 
-def sparse_of(tokens: int, selector: str, page: int = Sparse().page) -> Sparse:
+def sparse_of(tokens: int, selector: str) -> Sparse:
+    page = Sparse().page
     budget = BUDGETS[tokens] // page * page
     query_page = page if selector == MEAN else Sparse().query_page
     return Sparse(page, budget, recent=RECENT, selector=selector, query_page=query_page)
@@ -100,18 +101,27 @@ def needles(trials: int) -> Iterator[Row]:
 # -- a real model -------------------------------------------------------------------------------
 
 
+def docstrings() -> str:
+    """Those of Python's library, in the order of its modules' names."""
+    found = []
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                found.append(ast.get_docstring(node) or "")
+    return "\n\n".join(filter(None, found))
+
+
 class Reader:
     """A model, and English text in its tokens."""
 
-    def __init__(self, folder: Path, index: Path | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         began = time.perf_counter()
-        if index is None:
-            text = next(passages(self.tokenizer))
-            self.index = principal_index(self.model, text, Sparse().index_dim, CONTEXT)
-        else:
-            self.index = Index.load(index)
+        other = self.tokens(docstrings())
+        start = random.Random(0).randrange(len(other) - TEXT)
+        text = torch.tensor([other[start : start + TEXT]])
+        self.index = principal_index(self.model, text, Sparse().index_dim, CONTEXT)
         self.about = {"dim": self.index.dim, "seconds": round(time.perf_counter() - began, 1)}
         topics = pydoc_data.topics.topics
         self.text = self.tokens("\n\n".join(topics[name] for name in sorted(topics)))
@@ -163,51 +173,6 @@ class Reader:
                 print(json.dumps(row), flush=True)
                 yield row
 
-    @torch.no_grad()
-    def masses(self, tokens: int = 4096) -> Iterator[Row]:
-        """Of the last chunk of text, every layer's mean over queries and heads."""
-        caught: list[tuple[Tensor, Tensor]] = []
-        plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-        def catching(module: Any, q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Any:
-            caught.append((q[:, :, -CHUNK:], k))
-            return plain(module, q, k, *rest, **named)
-
-        ALL_ATTENTION_FUNCTIONS.register("catching", catching)
-        self.model.set_attn_implementation("catching")
-        self.model.model(self.passage(tokens, 0)[0], use_cache=False)
-        self.model.set_attn_implementation("sdpa")
-        for page in PAGES:
-            for selector in ALL:
-                sparse = sparse_of(tokens, selector, page)
-                found = []
-                for layer, (q, k) in enumerate(caught):
-                    maps = self.index.layers[layer] if selector == INDEX else None
-                    found.append(round(seen(q, k, sparse, maps), 4))
-                row = {"page": page, "selector": selector, "mass": found}
-                print(page, selector, sum(found) / len(found), flush=True)
-                yield row
-
-
-def seen(q: Tensor, k: Tensor, sparse: Sparse, maps: LayerIndex | None = None) -> float:
-    """Mean mass that a last chunk's q [1, H, C, D] sees of k [1, Hk, T, D]; `maps` choose."""
-    (_, heads, tokens, dim), kv_heads, length = q.shape, k.shape[1], k.shape[2]
-    start, each = length - tokens, sparse.page // sparse.mean_tokens
-    pages = sparse.candidates(start)
-    means = mean_keys(k.permute(2, 0, 1, 3), sparse.mean_tokens).permute(1, 2, 0, 3)
-    queries, means = (q, means) if maps is None else maps.compared(q, k)
-    given = means[:, :, pages.start * each : pages.stop * each]
-    call = FarCall(dim**-0.5, sparse.page, None, sparse.query_tokens)
-    of = queries, given, Candidates(pages)
-    chosen = TopK(sparse.budget // sparse.page)(*compare(Gathered(PlainPages()), call, sparse, *of))
-    earlier = chosen.new_full((1, kv_heads, start // sparse.query_tokens, chosen.shape[3]), -1)
-    ids = torch.zeros(1, length, dtype=torch.int64)
-    mask = seen_mask(torch.cat([earlier, chosen], 2), sparse, CHUNK, ids)[:, :, start:]
-    scores = q @ k.repeat_interleave(heads // kv_heads, 1).mT * dim**-0.5
-    causal = torch.arange(length) <= torch.arange(start, length)[:, None]
-    weights = scores.masked_fill(~causal, -torch.inf).softmax(-1)
-    return float((weights * mask.repeat_interleave(heads // kv_heads, 1)).sum(-1).mean())
-
 
 def gaps(rows: list[Row]) -> list[Row]:
     """Mean losses above dense attention's of the same data."""
@@ -234,15 +199,14 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20, help="needles of a kind")
     parser.add_argument("--seeds", type=int, nargs=2, default=(16, 2), help="by length")
     parser.add_argument("--texts", type=int, default=4, help="passages of text")
-    parser.add_argument("--index", type=Path, help="folder of an index of the model")
     given = parser.parse_args()
     torch.set_num_threads(1)
     record: Row = {"benchmark": "sparse_evidence", "machine": describe_machine()}
     record |= {"dtype": "float32", "chunk": CHUNK, "needle": list(needles(given.trials))}
     if given.model is not None:
-        reader = Reader(given.model, given.index)
+        reader = Reader(given.model)
         record["sparse"] = {tokens: asdict(sparse_of(tokens, SELECTORS[0])) for tokens in BUDGETS}
-        record |= {"index": reader.about, "mass": list(reader.masses())}
+        record["index"] = reader.about
         rows = list(reader.compare("text", 4096, given.texts))
         for tokens, seeds in zip(BUDGETS, given.seeds, strict=True):
             rows += reader.compare("pass key", tokens, seeds)

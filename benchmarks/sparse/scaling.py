@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.tables import save
 from farspan import Schedule, Sparse, Step, Tier
 from farspan.engine.memory import PeakMemory
 from farspan.engine.microbench import describe_machine
@@ -109,8 +110,7 @@ def main() -> None:
         "exponents": {name: exponent(rows, name) for name in SCHEDULES},
     }
     print(json.dumps(record["exponents"]))
-    if given.out is not None:
-        given.out.write_text(json.dumps(record, indent=1) + "\n")
+    save(given.out, record)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import logging
 
 from farspan import train
-from farspan.lazy import attributes
+from farspan.lazy import attributes, give
 from farspan.program.layout import Layout
 from farspan.program.strategies import strategy
 from farspan.spec import VERSION as __version__
@@ -14,6 +14,8 @@ from farspan.spec import Schedule, Sparse, Tier, UnsupportedError
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
     lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 )
+
+give("far attention", "farspan.sparse")  # to `farspan.engine.far`
 
 Refused = UnsupportedError  # former name, for code that catches it
 
@@ -32,7 +34,7 @@ __getattr__, __dir__ = attributes(
         "VerificationRun": "farspan.engine.verify",
         "losses": "farspan.losses",
         "parallelize": "farspan.engine.parallelize",
-        "plan": "farspan.planner.api",
+        "plan": "farspan.ask",
         "verify": "farspan.engine.verify",
     },
 )

@@ -1,10 +1,10 @@
 from farspan import losses as losses
+from farspan.ask import plan
 from farspan.distributed.context import ParallelContext
 from farspan.engine.parallelize import ShardedModel, parallelize
 from farspan.engine.runner import Progress
 from farspan.engine.step import Step
 from farspan.engine.verify import Verification, VerificationRun, verify
-from farspan.planner.api import plan
 from farspan.posttrain.trainer import LongContext, Trainer
 from farspan.program.layout import Layout
 from farspan.program.strategies import strategy

@@ -35,6 +35,20 @@ def load(module: str, name: str) -> Any:
         return getattr(import_module(module), name)
 
 
+_GIVEN: dict[str, str] = {}
+
+
+def give(part: str, module: str) -> None:
+    """Let lower layers ask for a `part` of the package by what it is. The package's face, which is
+    above all layers and imported first, says which module it is."""
+    _GIVEN[part] = module
+
+
+def given(part: str, name: str) -> Any:
+    """Return the value called `name` in the module that was given as `part`."""
+    return load(_GIVEN[part], name)
+
+
 def attributes(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

@@ -405,7 +405,7 @@ def test_what_is_measured_is_said_beside_the_answer(monkeypatch: pytest.MonkeyPa
         progress("matrix products")
         raise UnsupportedError("enough")
 
-    monkeypatch.setattr("farspan.planner.api.load", lambda *_: measure)
+    monkeypatch.setattr("farspan.ask.load", lambda *_: measure)
     outcome = call("plan", "--model", "Qwen2.5-0.5B", "--context", "8K")
     assert "this machine: measuring quickly\n" in outcome.stderr
     assert "products" not in outcome.stderr
@@ -424,7 +424,7 @@ def test_rates_of_a_busy_machine_are_said(
             progress(BUSY_RATES)
         return machine("h200")
 
-    monkeypatch.setattr("farspan.planner.api.load", lambda *_: measure)
+    monkeypatch.setattr("farspan.ask.load", lambda *_: measure)
     page = tmp_path / "plan.html"
     options = ("--context", "8K", "--strategy", "oomb", "--html", str(page))
     outcome = call("plan", "--model", "Qwen2.5-0.5B", *options)

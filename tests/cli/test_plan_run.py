@@ -29,9 +29,10 @@ from farspan.spec import (
     UnsupportedError,
 )
 from farspan.train.config import StatesPlace, load_run
-from farspan.train.plan_run import Asked, QuestionOfRun, question_of_run
+from farspan.train.plan_run import QuestionOfRun, question_of_run
 from farspan.train.setup import resolve
 from farspan.train.trainer import train
+from tests.grids import exhaustive
 from tests.train.planner import GIB, one_memory
 from tests.train.tiny import MODEL, Quiet, replaced, tiny_run
 
@@ -70,7 +71,7 @@ def planned(file: Path, *options: str) -> dict[str, Any]:
 def asked(
     file: Path, machine: str | MachineSpec = "h200", gpus: int | None = None
 ) -> QuestionOfRun:
-    options = Asked(machine=machine)
+    options: dict[str, Any] = {"machine": machine}
     if gpus is not None:
         options["gpus"] = gpus
     return question_of_run(load_run(file), options, lambda _: None)
@@ -85,7 +86,7 @@ def test_a_loss_of_pairs_is_planned_as_the_run_has_it(file: Path) -> None:
     assert asked(file).question.loss == Objective(LossKind.DPO, Reference.FROZEN)
     parts = asked(file).plan().plan.device.parts
     assert parts["reference"] == parts["weights"]
-    other = Asked(machine="h200", reference="stored")
+    other = {"machine": "h200", "reference": "stored"}
     found = question_of_run(load_run(file), other, lambda _: None)
     assert found.question.loss == Objective(LossKind.DPO, Reference.STORED)
     write(file, loss={"kind": "distill", "teacher": "x", "top_k": 9})
@@ -328,7 +329,8 @@ def test_a_path_is_one_that_the_run_can_load(file: Path) -> None:
 
 def test_a_preset_is_its_name_on_the_hub(file: Path) -> None:
     run = load_run(write(file, model={"path": "qwen2.5-0.5b"}))
-    assert question_of_run(run, Asked(machine="h200"), print).run.model.path == "Qwen/Qwen2.5-0.5B"
+    found = question_of_run(run, {"machine": "h200"}, print)
+    assert found.run.model.path == "Qwen/Qwen2.5-0.5B"
     assert resolve(run).model.path == resolve(run).data.tokenizer == "Qwen/Qwen2.5-0.5B"
     paper = next(preset for preset in presets() if preset.hub is None)
     with pytest.raises(UnsupportedError, match=r"^model\.path: the preset .* is of a paper"):
@@ -343,11 +345,14 @@ WRITTEN = (
 )
 
 
-@pytest.mark.parametrize(("options", "place"), WRITTEN)
+@pytest.mark.parametrize(
+    ("context", "options", "place"),
+    [("2K", *row) for row in WRITTEN] + [exhaustive("16K", *row) for row in WRITTEN],
+)
 def test_a_plan_writes_a_run_file_that_trains_as_planned(
-    file: Path, options: tuple[str, ...], place: tuple[str, str]
+    file: Path, context: str, options: tuple[str, ...], place: tuple[str, str]
 ) -> None:
-    model = ("plan", "--model", "Qwen2.5-0.5B", "--context", "16K", "--machine", "h200")
+    model = ("plan", "--model", "Qwen2.5-0.5B", "--context", context, "--machine", "h200")
     wanted = CliRunner().invoke(cli.app, [*model, *options, "--json", "--write", str(file)])
     found = json.loads(wanted.stdout)
     assert (found["optimizer"], found["weights"]) == place
@@ -374,7 +379,7 @@ def test_a_place_is_looked_at_before_anything_is_planned(
         raise AssertionError
 
     monkeypatch.setattr("farspan.cli.plan.best_plan", planned_already)
-    monkeypatch.setattr("farspan.planner.api.Request.question", planned_already)
+    monkeypatch.setattr("farspan.ask.Request.question", planned_already)
     file.write_text("mine")
     model = ["plan", "--model", "Qwen2.5-0.5B", "--context", "8K", "--machine", "h200"]
     init = ["init", "Qwen2.5-0.5B", "texts", "--machine", "h200", "-o"]
@@ -429,7 +434,8 @@ def test_every_loss_that_a_run_file_has_is_written(
     file: Path, options: tuple[str, ...], expected: LossConfig
 ) -> None:
     model = ("plan", "--model", "Qwen2.5-0.5B", "--context", "8K", "--machine", "h200")
-    outcome = CliRunner().invoke(cli.app, [*model, *options, "--write", str(file)])
+    options = (*options, "--strategy", "fpdt", "--write", str(file))
+    outcome = CliRunner().invoke(cli.app, [*model, *options])
     assert outcome.exit_code == 0, outcome.exception
     run, question = load_run(file), asked(file).question
     assert run.objective == expected

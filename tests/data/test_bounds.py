@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from farspan.ask import MOST_DEVICES, Request
 from farspan.data.tokenizers import load_tokenizer
 from farspan.formatting import MOST_TOKENS, read_tokens
 from farspan.hf.load import Weights, load_config, load_model
-from farspan.planner.api import MOST_DEVICES, Request
 from farspan.profile.catalog import (
     LARGEST_CONFIG,
     find_config,

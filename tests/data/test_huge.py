@@ -17,7 +17,7 @@ from farspan.data.config import DataConfig, SourceKind
 from farspan.data.corpus import open_corpus
 from farspan.data.sources import MOST_TEXT, MOST_VALUES, DataFiles
 from farspan.data.tokenizers import ByteTokenizer
-from tests.conftest import slowness
+from tests.durations import slowness
 
 SECONDS, MEMORY = 10.0, 1 << 30
 

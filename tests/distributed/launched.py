@@ -29,7 +29,7 @@ def launch(
     ranks: int,
     function: Callable[..., str],
     *arguments: Any,
-    seconds: float = 60.0,
+    seconds: float = 300.0,
     lost: int | None = None,
 ) -> list[Ended]:
     """`function(*arguments)` in each of so many processes. Those that have not ended after

@@ -20,7 +20,7 @@ class Crew:
         self.store = HashStore()
         self.halts = [CooperativeStop(rank, ranks, 30.0) for rank in range(ranks)]
         self.draws = [random.Random(seed * 100 + rank) for rank in range(ranks)]
-        self.meeting, self.meet = threading.Barrier(ranks, timeout=30.0), meet
+        self.meeting, self.meet = threading.Barrier(ranks, timeout=300.0), meet
         self.stopped: dict[int, tuple[int, int]] = {}
         self.over = threading.Event()
 

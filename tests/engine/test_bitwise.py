@@ -68,7 +68,7 @@ def outcomes() -> dict[tuple[str, torch.dtype], Outcome]:
     }
 
 
-@pytest.mark.parametrize(("base", "change"), part_of(CASES, *CASES[: len(CHANGES) : 2]))
+@pytest.mark.parametrize(("base", "change"), part_of(CASES, *CASES[: len(CHANGES) : 4]))
 def test_the_same_bits(
     base: str, change: str, outcomes: dict[tuple[str, torch.dtype], Outcome]
 ) -> None:
@@ -97,7 +97,7 @@ placements = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(24))
 @given(st.sampled_from(sorted(BASES)), placements)
 def test_all_of_them_together(
     outcomes: dict[tuple[str, torch.dtype], Outcome], base: str, changes: dict[str, object]
@@ -108,7 +108,7 @@ def test_all_of_them_together(
 
 
 @pytest.mark.parametrize(
-    "name", part_of(["gemma2", "gpt_oss", "mixtral", "gpt2", "deepseek_v3"], "gpt_oss", "mixtral")
+    "name", part_of(["gemma2", "gpt_oss", "mixtral", "gpt2", "deepseek_v3"], "gpt_oss")
 )
 def test_other_families(name: str) -> None:
     """Kept graphs hold what is theirs: experts' index tensors, caps, sinks, fused projections."""
@@ -139,7 +139,7 @@ def test_layouts_are_kept(name: str, dtype: torch.dtype) -> None:
     assert_same_bits(run_step(model, replace(base, activation_save_fraction=1.0), data), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", part_of(DTYPES, torch.bfloat16))
 def test_the_order_of_the_grid(dtype: torch.dtype) -> None:
     """Every order visits the chunks of a layer from the last: no sum changes its order, but for a
     head tied to the embedding, which share one."""

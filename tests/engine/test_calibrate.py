@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from farspan.ask import Request
 from farspan.engine import calibrate as module
-from farspan.engine import microbench
 from farspan.engine.calibrate import Calibration, _name, _peak, calibrate, here
 from farspan.engine.microbench import (
     GLANCE,
@@ -24,14 +24,12 @@ from farspan.engine.microbench import (
     attention,
     attentions,
     describe_machine,
-    page_curves,
     products,
     softmax,
     weight_products,
     workspace,
 )
 from farspan.engine.tiers import Arena
-from farspan.planner.api import Request
 from farspan.planner.machines import (
     BUSY_RATES,
     CURVES,
@@ -47,6 +45,8 @@ from farspan.planner.machines import (
 )
 from farspan.planner.plans import best_plan
 from farspan.report.plan import plan_view
+from farspan.sparse import measure
+from farspan.sparse.measure import page_curves
 from farspan.spec import Curve, LayerSpec, Sparse, UnsupportedError
 from tests.report.cases import text_of
 
@@ -524,10 +524,10 @@ def test_chosen_pages_are_timed_where_there_are_kernels(monkeypatch: pytest.Monk
 
     bench = Bench(CPU, GLANCE)
     assert page_curves(bench, "rates.bfloat16", torch.bfloat16) == {}
-    monkeypatch.setattr(microbench, "supports", lambda *_: True)
-    monkeypatch.setattr(microbench, "attend_pages", attended)
-    monkeypatch.setattr(microbench, "attend_pages_backward", lambda *_: None)
-    monkeypatch.setattr(microbench, "fused_votes", voted)
+    monkeypatch.setattr(measure, "supports", lambda *_: True)
+    monkeypatch.setattr(measure, "attend_pages", attended)
+    monkeypatch.setattr(measure, "attend_pages_backward", lambda *_: None)
+    monkeypatch.setattr(measure, "fused_votes", voted)
     assert page_curves(bench, "rates.float32", torch.float32) == {}
     found = page_curves(bench, "rates.bfloat16", torch.bfloat16)
     assert found.keys() == set(PAGES)

@@ -174,7 +174,7 @@ def test_cudnn_sees_one_layout_of_outputs(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("of", ["grouped", "memo", "fpdt", "oomb"])
+@pytest.mark.parametrize("of", part_of(["grouped", "memo", "fpdt", "oomb"], "memo", "fpdt"))
 def test_a_step_with_the_heads_of_a_model(of: str) -> None:
     """28/4 heads of 128 in bfloat16, as Qwen2.5-7B has them: the second of two equal steps is no
     less accurate than autograd without chunks. cuDNN takes the squares of whole chunks, flash
@@ -260,7 +260,7 @@ class ThirdOnCpu(AttentionKernels):
 # -- the same bits -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", part_of(["qwen2", "mixtral", "gpt_oss"], "mixtral"))
 def test_deterministic_steps_are_steps(name: str) -> None:
     """The switch of torch is on while a step runs, and as it was after it and where it failed."""
     model, data = shared_model(name), draw(40)

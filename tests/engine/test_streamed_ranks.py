@@ -24,7 +24,7 @@ from tests.engine.checks import Data, draw
 from tests.engine.test_ranks import FEW as OF_RANKS
 from tests.engine.test_ranks import SCHEDULES, outcomes_of, rows_of, words
 from tests.engine.test_streamed_weights import counted
-from tests.grids import exhaustive
+from tests.grids import crossed, exhaustive
 from tests.oracles.check import check_program
 from tests.oracles.check_order import check_order
 from tests.oracles.contents import ProgramError
@@ -131,7 +131,7 @@ WHOLE: dict[str, Any] = {"fsdp": False}
         exhaustive(Layout(data=2), MORE),
         exhaustive(Layout(data=4), FEW),
         exhaustive(Layout(pipeline=2, ulysses=2, **WHOLE), [*FEW, *DEALT]),
-        (Layout(ulysses=2), DEALT),  # shards
+        (Layout(ulysses=2), DEALT[:1]),  # shards
         exhaustive(Layout(data=2), MORE_DEALT),
         exhaustive(Layout(data=4), DEALT),
         exhaustive(Layout(pipeline=2, data=2), MORE_DEALT),
@@ -186,8 +186,7 @@ def test_weights_are_where_the_model_was_sharded() -> None:
 LAYOUTS = [Layout(ulysses=2, **WHOLE), Layout(pipeline=3, **WHOLE), Layout(data=2, **WHOLE)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=words)
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("name", "layout"), crossed(SCHEDULES, LAYOUTS), ids=str)
 def test_programs_are_whole_and_nothing_races(layout: Layout, name: str) -> None:
     schedule = streamed(replace(SCHEDULES[name], groups=1))
     for number in range(layout.devices()):

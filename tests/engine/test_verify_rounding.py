@@ -33,14 +33,16 @@ from tests.grids import part_of
 from tests.numerics import EXACT
 from tests.zoo import make_model, shared_model
 
+pytestmark = pytest.mark.slow
+
 SCHEDULE = Schedule(
     chunk=16, groups=2, attention_save_fraction=0.4, activation_save_fraction=0.3, kv_block=24
 )
-RUN = VerificationRun(batch=2, tokens=61, documents=3)
+RUN = VerificationRun(batch=2, tokens=45, documents=3)
 
 
 @pytest.mark.parametrize(
-    "seeds", part_of([range(4), range(4, 16), range(16, 28), range(28, 40)], range(4)), ids=str
+    "seeds", part_of([range(2), range(2, 16), range(16, 28), range(28, 40)], range(2)), ids=str
 )
 def test_forty_seeds_without_a_false_alarm(seeds: range) -> None:
     """One draw of rounding held against twice another fails three of 39 seeds of `SCHEDULE`."""
@@ -178,7 +180,7 @@ def test_fails_what_only_low_precision_has_wrong(
     assert not found.passed, found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", part_of([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_fails_what_no_rounding_could_hide(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

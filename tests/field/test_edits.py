@@ -37,8 +37,10 @@ from tests.engine.checks import (
     run_oracle,
     run_step,
 )
-from tests.grids import examples
+from tests.grids import examples, part_of
 from tests.zoo import make_model
+
+pytestmark = pytest.mark.slow
 
 SCHEDULE = Schedule(chunk=8, groups=2, activation_save_fraction=0.5, loss_chunk_size=5)
 DATA = draw(20, batch=2, documents=2)
@@ -322,8 +324,20 @@ def check(model: PreTrainedModel, step: Step, schedule: Schedule) -> Outcome | s
     return found
 
 
-@pytest.mark.parametrize("weights", Tier)
-@pytest.mark.parametrize(("family", "name"), EDITS)
+# Each on one tier, and those that something else sees on the other as well.
+ON_A_TIER = [(*edit, list(Tier)[number % 2]) for number, edit in enumerate(EDITS)]
+ON_BOTH = [
+    ("llama", name, tier) for name in ("a layer replaced", "layers swapped") for tier in Tier
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "weights"),
+    part_of(
+        [(*edit, tier) for edit in EDITS for tier in Tier],
+        *(*ON_A_TIER, *ON_BOTH, ("gemma2", "soft cap of a module", Tier.DEVICE)),
+    ),
+)
 def test_an_edit_is_taken_up(family: str, name: str, weights: Tier) -> None:
     model, schedule = make_model(family), replace(SCHEDULE, weights=weights)
     with Float64Mode():

@@ -17,7 +17,7 @@ from tests.grids import crossed, part_of
 from tests.numerics import EXACT, relative_error
 from tests.zoo import FAMILIES, WINDOW, make_model, shared_model
 
-pytestmark = pytest.mark.usefixtures("float64_throughout")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64_throughout")]
 
 # The chunk is no multiple of the window, nor of the block of keys; lengths are no multiple of it.
 PLAIN = Schedule(chunk=16, groups=1)
@@ -39,53 +39,50 @@ TIES = [(name, tied) for name in FAMILIES for tied in (True, False)]
 
 
 @pytest.mark.parametrize(("name", "kind"), crossed(FAMILIES, SCHEDULES))
-def test_two_steps_are_exact(name: str, kind: str) -> None:
-    """The second, shorter step finds the first one's memory, poisoned, and clears nothing."""
-    model = shared_model(name)
+def test_a_family(name: str, kind: str) -> None:
+    """The probe sees its attention, and two steps are exact: the second, shorter one finds the
+    first one's memory, poisoned, and clears nothing."""
+    family, model = FAMILIES[name], shared_model(name)
     step = Step(model, SCHEDULES[kind], poison=True)
-    for tokens, seed in ((53, 0), (38, 1)):
-        data, expected = drawn(name, tokens, seed)
-        assert all(bool(g.isfinite().all()) for g in expected.gradients.values())
-        assert_close(run_step(model, step, data), expected)
+    layers = step.model_spec.layers
+    assert tuple(layer.window for layer in layers) == family.windows
+    assert {layer.softcap for layer in layers} == {family.softcap}
+    assert {layer.sinks for layer in layers} == {family.sinks}
+    assert {layer.kv_heads for layer in layers} == {family.kv_heads}
+    data, expected = drawn(name, 53, 0)
+    takes_part(name, expected)
+    is_the_family_s_own_loss(model, data)
+    for own, found in ((data, expected), drawn(name, 29, 1)):
+        assert all(bool(g.isfinite().all()) for g in found.gradients.values())
+        assert_close(run_step(model, step, own), found)
 
 
-@pytest.mark.parametrize(("name", "tied"), part_of(TIES, *TIES[1::7]))
+def takes_part(name: str, expected: Outcome) -> None:
+    """Every parameter: no gradient is zero, except where mathematics makes it so."""
+    found = expected.gradients
+    whole = sum(float(g.norm()) ** 2 for g in found.values()) ** 0.5
+    zero = {key for key, g in found.items() if not float(g.norm()) > 1e-6 * whole}
+    assert zero <= {key for key in found if "k_proj.bias" in key and name == "opt"}
+
+
+@torch.no_grad()
+def is_the_family_s_own_loss(model: Any, data: Data) -> None:
+    """The oracle's, by Hugging Face's eager attention: no window, cap, sink or scale is
+    forgotten."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    own = model(input_ids=data.input_ids, labels=data.labels).loss
+    model.set_attn_implementation(before)
+    assert relative_error(reference_loss(model, *data), own) <= EXACT
+
+
+@pytest.mark.parametrize(("name", "tied"), part_of(TIES, *TIES[1::14]))
 def test_tied_and_untied_embeddings(name: str, tied: bool) -> None:
     model = make_model(name, tie_word_embeddings=tied)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert (embedding.weight is head.weight) is tied
     data = draw(29, seed=2)
     assert_close(run_step(model, KEPT, data), run_oracle(model, data))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_parameter_takes_part(name: str) -> None:
-    """The gradients compared above are no zeros, except where mathematics makes them so."""
-    found = drawn(name, 53, 0)[1].gradients
-    whole = sum(float(g.norm()) ** 2 for g in found.values()) ** 0.5
-    zero = {key for key, g in found.items() if not float(g.norm()) > 1e-6 * whole}
-    assert zero <= {key for key in found if "k_proj.bias" in key and name == "opt"}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_probe_sees_the_attention(name: str) -> None:
-    family = FAMILIES[name]
-    layers = Step(shared_model(name), PLAIN).model_spec.layers
-    assert tuple(layer.window for layer in layers) == family.windows
-    assert {layer.softcap for layer in layers} == {family.softcap}
-    assert {layer.sinks for layer in layers} == {family.sinks}
-    assert {layer.kv_heads for layer in layers} == {family.kv_heads}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_oracle_is_the_family_s_own_loss(name: str) -> None:
-    """By Hugging Face's eager attention: no window, cap, sink or scale is forgotten."""
-    model = make_model(name)
-    model.set_attn_implementation("eager")
-    data = draw(53, batch=2)
-    with torch.no_grad():
-        own = model(input_ids=data.input_ids, labels=data.labels).loss
-        assert relative_error(reference_loss(model, *data), own) <= EXACT
 
 
 @pytest.mark.parametrize(
@@ -104,21 +101,21 @@ def test_the_oracle_is_the_family_s_own_loss(name: str) -> None:
 )
 def test_what_is_special_changes_the_loss(name: str, changes: dict[str, Any]) -> None:
     """Otherwise exactness would say nothing about it."""
-    data = draw(53)
-    special = run_step(shared_model(name), PLAIN, data).loss
-    ordinary = run_step(make_model(name, **changes), PLAIN, data).loss
+    data = draw(41)
+    special = Step(shared_model(name), PLAIN).evaluate(*data)
+    ordinary = Step(make_model(name, **changes), PLAIN).evaluate(*data)
     assert relative_error(ordinary, special) > 1e-4
 
 
 def test_sinks_change_the_loss() -> None:
     model = make_model("gpt_oss")
-    data = draw(53)
-    special = run_step(model, PLAIN, data).loss
+    data = draw(41)
+    special = Step(model, PLAIN).evaluate(*data)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("sinks"):
                 parameter.fill_(-1e4)
-    assert relative_error(run_step(model, PLAIN, data).loss, special) > 1e-4
+    assert relative_error(Step(model, PLAIN).evaluate(*data), special) > 1e-4
 
 
 ROPES = {

@@ -10,7 +10,7 @@ from tests.hf.test_families import KEPT
 from tests.numerics import EXACT, relative_error
 from tests.zoo import FURTHER, make_model
 
-pytestmark = pytest.mark.usefixtures("float64_throughout")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64_throughout")]
 
 
 SOME = list(FURTHER)[::7]

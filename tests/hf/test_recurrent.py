@@ -25,6 +25,8 @@ from tests.hf.test_refused import refusal
 from tests.numerics import EXACT, relative_error
 from tests.zoo import COMMON, RECURRENT, make_model
 
+pytestmark = pytest.mark.slow
+
 # Blocks of keys are smaller than chunks, so a state comes from host in several.
 BLOCKS = Schedule(
     chunk=11, groups=2, kv=Tier.HOST, kv_block=4, boundary_inputs=Tier.DEVICE, attention_open=True
@@ -44,7 +46,7 @@ def assert_exact(name: str, schedule: Schedule, data: list[Data]) -> None:
             assert_close(run_step(model, step, batch), run_oracle(model, batch))
 
 
-PAIRS = [(name, list(SCHEDULES)[n % 3]) for n, name in enumerate(list(RECURRENT)[::2])]
+PAIRS = [(name, list(SCHEDULES)[n % 3]) for n, name in enumerate(list(RECURRENT)[::4])]
 
 
 @pytest.mark.parametrize(("name", "kind"), part_of(product(RECURRENT, SCHEDULES), *PAIRS))
@@ -81,11 +83,10 @@ def test_documents_of_a_token(cuts: tuple[int, ...]) -> None:
     for cut in cuts:
         documents[:, cut:] += 1
     data = replace(data, document_ids=documents)
-    for name in ("lfm2", "qwen3_5_text"):
-        assert_exact(name, Schedule(chunk=8, groups=2), [data])
+    assert_exact("qwen3_5_text", Schedule(chunk=8, groups=2), [data])
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", part_of(RECURRENT, *list(RECURRENT)[::2]))
 def test_what_is_exact_is_the_model_of_hugging_face(name: str) -> None:
     model = make_model(name)
     data = draw(53, batch=2)
@@ -126,7 +127,9 @@ def test_sparse_attention_leaves_recurrences_exact() -> None:
     assert_close(run_step(model, step, data), run_oracle(model, data))
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "mamba2", "nemotron_h"])
+@pytest.mark.parametrize(
+    "name", part_of(["lfm2", "qwen3_5_text", "mamba2", "nemotron_h"], "qwen3_5_text", "mamba2")
+)
 def test_bfloat16_is_as_close_as_plain(name: str) -> None:
     """Twice the error of plain bfloat16 autograd on the same model, both against float64."""
     model, data = make_model(name), draw(53)

@@ -12,6 +12,7 @@ from farspan.engine.step import Step
 from farspan.hf.stages import CausalLMStages
 from farspan.spec import Schedule, Tier, UnsupportedError
 from tests.engine.checks import Data, assert_close, draw, run_oracle, run_step
+from tests.grids import part_of
 from tests.numerics import relative_error
 from tests.zoo import make_model
 
@@ -49,7 +50,7 @@ SEQUENCES = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("family", part_of(["llama", "phi3"], "phi3"))
 def test_each_sequence_has_the_table_of_its_longest_document(family: str) -> None:
     """One step after the other: a table of one must not stay for the next."""
     model = long_rope(family)

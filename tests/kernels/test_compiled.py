@@ -170,7 +170,7 @@ BLACKWELL = r"norm True|norm backward True|silu|rotary True|loss 1\.0"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "capability", [(9, 0), exhaustive((8, 0)), exhaustive((10, 0)), (12, 0)], ids=str
+    "capability", [(9, 0), exhaustive((8, 0)), exhaustive((10, 0)), exhaustive((12, 0))], ids=str
 )
 def test_kernels_compile(capability: tuple[int, int], driver: Any, tmp_path: Path) -> None:
     driver.set_active(Compiler(capability))
@@ -182,7 +182,7 @@ def test_kernels_compile(capability: tuple[int, int], driver: Any, tmp_path: Pat
             assert_good(name, launch, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kernels_compile_for_another_model(driver: Any, tmp_path: Path) -> None:
     """Those that are compiled for its sizes."""
     driver.set_active(Compiler((9, 0)))

@@ -31,6 +31,21 @@ PLANNER = (
         ),
     ),
     Fault(
+        "bound: copies are counted for the first layer alone",
+        "yield (place, home.layer), (type(i), home.kind), i.chunk",
+        "yield (place, 0), (type(i), home.kind), i.chunk",
+        (
+            "tests/program/test_residency.py::test_the_search_counts_its_copies",
+            "tests/planner/test_bound.py::test_bounds_hold",
+        ),
+    ),
+    Fault(
+        "profile: positions of queries in a mask are left out",
+        "_positions, keys = memory.new((block.queries,), 8), memory.new((block.keys,), 8)",
+        "keys = memory.new((block.keys,), 8)",
+        ("tests/profile/test_attention_kernels.py::test_bytes_of_a_chunk",),
+    ),
+    Fault(
         "bound: O and LSE of a kept cell are left out",
         "outside = (self.kept.attention >= self.kept.graphs)",
         "outside = (self.kept.attention >= 0)",

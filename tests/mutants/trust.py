@@ -393,6 +393,18 @@ TRUST = (
         ("tests/train/test_losses.py::test_what_is_stored_belongs_to_its_run",),
     ),
     Fault(
+        "far: keys that a layer sees by choice are streamed like near ones",
+        "blocks = self.far.near(spec, blocks, start)",
+        "self.far.near(spec, blocks, start)",
+        ("tests/sparse/test_traffic.py",),
+    ),
+    Fault(
+        "far: a backward begins as a forward",
+        "cell.far.begin_backward(i, cell.key_values)",
+        "cell.far.begin(cell.key_values)",
+        ("tests/engine/test_far.py",),
+    ),
+    Fault(
         "sparse: the mass that a budget keeps is that of the first pages",
         "chosen = far.gather(3, order).sum((0, 1, 2)).cumsum(0)",
         "chosen = far.sum((0, 1, 2)).cumsum(0)",

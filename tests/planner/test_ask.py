@@ -13,9 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import farspan
+from farspan import ask
+from farspan.ask import Request, as_run
 from farspan.cli import app
-from farspan.planner import api as ask
-from farspan.planner.api import Options, Request, as_run
+from farspan.cli.plan import NAMES, plan_command
 from farspan.planner.machines import machine
 from farspan.planner.request import Optimizer
 from farspan.planner.states import gradient_bytes, states
@@ -196,9 +197,11 @@ def test_a_strategy_by_name() -> None:
         Request(CONFIG, 64, strategy="magic").strategies()
 
 
-def test_the_function_takes_every_field_of_a_request() -> None:
-    fields = set(Request.__dataclass_fields__)
-    assert fields == set(Options.__annotations__) | {"config", "context", "machine"}
+def test_the_function_and_the_command_take_every_field_of_a_request() -> None:
+    names = set(Request.__dataclass_fields__)
+    assert set(signature(farspan.plan).parameters) == names
+    options = {NAMES.get(name, name) for name in names - {"kernels", "progress"}}
+    assert options <= set(signature(plan_command).parameters)
 
 
 def test_the_function_answers(monkeypatch: pytest.MonkeyPatch) -> None:

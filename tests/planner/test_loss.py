@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from farspan import losses
+from farspan.ask import Request
 from farspan.engine.memory import PeakMemory
 from farspan.engine.step import Step
 from farspan.planner import search as best_first
-from farspan.planner.api import Request
 from farspan.planner.evaluate import evaluate, programs, size
 from farspan.planner.feasibility import loss_seconds, plan_of
 from farspan.planner.plans import best_plan

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from farspan.planner.api import Request
+from farspan.ask import Request
 from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import machine, with_main_memory
 from farspan.planner.plans import best_plan, fits, longest_contexts, named_schedule, plan_as_written

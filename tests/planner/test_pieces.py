@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from farspan.planner.api import Request
+from farspan.ask import Request
 from farspan.planner.evaluate import evaluate
 from farspan.planner.feasibility import plan_of
 from farspan.planner.plans import best_plan

@@ -7,9 +7,10 @@ from itertools import count
 
 import pytest
 
-from farspan.planner import api, plans
+from farspan import ask as api
+from farspan.ask import Request
 from farspan.planner import feasibility as quick
-from farspan.planner.api import Request
+from farspan.planner import plans
 from farspan.planner.evaluate import evaluate
 from farspan.planner.feasibility import plan_of
 from farspan.planner.machines import machine

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from farspan.ask import Request, as_run
 from farspan.engine.profile import profiles_of_model
 from farspan.engine.step import Step
 from farspan.hf.load import add_adapters, load_model
 from farspan.hf.quantized import held_bytes, parts_of
-from farspan.planner.api import Request, as_run
 from farspan.planner.request import Optimizer, Question
 from farspan.planner.states import states
 from farspan.profile.model import highest

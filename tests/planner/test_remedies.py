@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from farspan.ask import Request
 from farspan.formatting import read_bytes
-from farspan.planner.api import Request
 from farspan.planner.evaluate import evaluate
 from farspan.planner.machines import machine, with_main_memory
 from farspan.planner.plans import best_plan

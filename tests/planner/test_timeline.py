@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.planner.api import Request
+from farspan.ask import Request
 from farspan.planner.evaluate import evaluate, outlined, size, surely_sized
 from farspan.planner.feasibility import composed
 from farspan.planner.prices import Prices

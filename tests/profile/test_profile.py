@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import farspan
+from farspan.ask import measuring
 from farspan.engine import profile as engine
 from farspan.engine.profile import measure
 from farspan.engine.step import Step
@@ -126,9 +128,10 @@ def test_a_model_that_does_not_ship_is_measured_once(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = Profiles(SMALL, "mine").of(Variant())
+    mine = partial(Profiles, SMALL, "mine", measuring=measuring)
+    first = mine().of(Variant())
     monkeypatch.setattr(engine, "measure", None)
-    again = Profiles(SMALL, "mine").of(Variant())
+    again = mine().of(Variant())
     assert to_json([again]) == to_json([first])
     assert first.spec.name == "mine"
     monkeypatch.undo()
@@ -138,7 +141,7 @@ def test_a_model_that_does_not_ship_is_measured_once(
     layerless = {**value, "kinds": [], "kind_of": [3]}
     for broken in "{", "[]", json.dumps(layerless), json.dumps({**value, "kinds": [{"cells": 1}]}):
         path.write_text(broken)
-        assert to_json([Profiles(SMALL, "mine").of(Variant())]) == to_json([first])
+        assert to_json([mine().of(Variant())]) == to_json([first])
         assert json.loads(path.read_text()) == value
 
 
@@ -172,3 +175,9 @@ def test_reading_what_ships_imports_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_what_cannot_be_measured_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UnsupportedError, match=r"profiles of mine .* give measuring"):
+        Profiles(SMALL, "mine").of(Variant())

@@ -1,21 +1,29 @@
 """A class of tensors is a row of a table: builder, checker, simulation, plan and engine take it."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 
 from farspan.engine.step import Step
+from farspan.planner import pass_counts
+from farspan.planner.bounds import seconds, tiers_of
 from farspan.planner.evaluate import arena_parts
+from farspan.planner.prices import Prices
+from farspan.planner.timeline import run_time
 from farspan.program import builder as build
 from farspan.program import residency
+from farspan.program.ledger import Ledger
 from farspan.program.passes import GroupPasses
-from farspan.program.program import Load, Program, Store
+from farspan.program.program import Evict, Load, Program, Store
 from farspan.program.residency import RESIDENCY, CutInto, Kind, Residency, RowTensor, Until
 from farspan.spec import RunSpec, Schedule, Tier
 from tests.oracles.check import check_program
 from tests.oracles.contents import ProgramError
 from tests.oracles.simulate import simulate
+from tests.planner.test_bound import CLOSE, framed
 from tests.program.cases import model_of
 from tests.zoo import VOCAB, make_model
 
@@ -42,15 +50,19 @@ ROW = Residency(
 )
 
 
+def open_slots(ledger: Ledger) -> None:
+    if ROW.tier_of(ledger.schedule) is Tier.HOST:
+        for name in SLOTS:
+            if name not in ledger.buffers:
+                ledger.allocate_slot(name, ECHO, ledger.share.tokens.most)
+
+
 class EchoPasses(GroupPasses):
     """Every group keeps a copy of what it reads, and reads that from its second pass on."""
 
     def open_first(self) -> None:
         ledger = self.ledger
-        if ROW.tier_of(ledger.schedule) is Tier.HOST:
-            for name in SLOTS:
-                if name not in ledger.buffers:
-                    ledger.allocate_slot(name, ECHO, ledger.share.tokens.most)
+        open_slots(ledger)
         ledger.allocate(echo(self.layers[0]), ECHO, self.layers[0])
         super().open_first()
 
@@ -118,6 +130,48 @@ def _without(tier: Tier) -> Program:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "GroupPasses", GroupPasses)
         return program(tier)
+
+
+class EveryLayer(GroupPasses):
+    """Every forward of a layer writes a copy of what it read."""
+
+    def open_first(self) -> None:
+        open_slots(self.ledger)
+        for layer in self.layers:
+            self.ledger.allocate(echo(layer), ECHO, layer)
+        super().open_first()
+
+    def forward(self, layer: int, chunk: int, **how: Any) -> None:
+        super().forward(layer, chunk, **how)
+        on_host = ROW.tier_of(self.ledger.schedule) is Tier.HOST
+        self._evict(SLOTS[0] if on_host else echo(layer), echo(layer), chunk)
+
+
+@pytest.fixture
+def without_caches() -> Iterator[None]:
+    for cached in pass_counts._acts, pass_counts._counted:
+        cached.cache_clear()
+    yield
+    for cached in pass_counts._acts, pass_counts._counted:
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("with_echo", "without_caches")
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("kv_kept", [False, True])
+def test_the_search_counts_its_copies(
+    tier: Tier, kv_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound of the seconds is that of the program, without a rule for the class."""
+    monkeypatch.setattr(build, "GroupPasses", EveryLayer)
+    asked, planned, frames = framed(
+        (model_of(6), RunSpec(1, TOKENS), replace(schedule(tier), kv_kept=kv_kept)), overlap=False
+    )
+    made = build.build_program(asked.model, asked.run, planned)
+    evicted = sum(isinstance(i, Evict) and i.target.startswith("echo") for i in made.instructions)
+    assert (evicted > 0) == (tier is Tier.HOST)
+    total = run_time(Prices(asked, made, together=False), overlap=False).total
+    assert abs(seconds(frames)[0, 0, tiers_of(planned)] - total) <= CLOSE * total
 
 
 @pytest.mark.usefixtures("with_echo")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from farspan.planner.api import Request
+from farspan.ask import Request
 from farspan.planner.machines import machine
 from farspan.planner.plans import best_plan
 from farspan.planner.remedies import PARTS, breaks_first, reason_of

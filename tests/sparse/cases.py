@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from farspan.attention.backends import accumulate_dtype
 from farspan.attention.chunk import AttentionCall
 from farspan.engine.kernels import select_kernel
+from farspan.profile.far_sizes import MOST_UNITS
 from farspan.program.attention_blocks import Run, document_runs, plan_blocks
 from farspan.sparse.attend import (
     FarKernel,
@@ -24,7 +25,6 @@ from farspan.sparse.attend import (
 )
 from farspan.sparse.gathered import select_far
 from farspan.sparse.pages import Selector, TopK
-from farspan.sparse.sizes import MOST_UNITS
 from farspan.spec import Sparse
 from tests.attention.cases import Case, Inputs, Results
 from tests.sparse.memory_pages import MemoryPages

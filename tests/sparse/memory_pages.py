@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from farspan.attention.backends import accumulate_dtype
+from farspan.profile.far_sizes import MOST_UNITS
 from farspan.sparse.pages import Resident, Slab, Units, mean_keys, units_of
-from farspan.sparse.sizes import MOST_UNITS
 
 
 @dataclass(slots=True)

@@ -8,19 +8,13 @@ import torch
 from farspan.attention.chunk import AttentionCall
 from farspan.engine.kernels import select_kernel
 from farspan.engine.memory import PeakMemory
+from farspan.profile.far_sizes import SAMPLES, WATCHED_KEYS, choice_bytes, lesson_bytes, watch_bytes
 from farspan.program.attention_blocks import plan_blocks
+from farspan.program.far_sizes import Far
 from farspan.sparse.attend import SparseCall, choose, sampled, seen_mass, sparse_call
 from farspan.sparse.gathered import select_far
 from farspan.sparse.index import Index, LayerIndex, learn, lesson
 from farspan.sparse.pages import TopK
-from farspan.sparse.sizes import (
-    SAMPLES,
-    WATCHED_KEYS,
-    Far,
-    choice_bytes,
-    lesson_bytes,
-    watch_bytes,
-)
 from farspan.spec import SUPERMEAN, Sparse
 from tests.sparse.memory_pages import MemoryPages
 

@@ -9,11 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from farspan.engine.reference import SparseReference, gradients_of, reference_loss
+from farspan.engine.reference import gradients_of, reference_loss
 from farspan.engine.step import Step
 from farspan.program.program import Forward
 from farspan.program.strategies import STRATEGIES, strategy
 from farspan.sparse.pages import Candidates, Fraction, RandomPages, Selector, TopK
+from farspan.sparse.reference import SparseReference
 from farspan.spec import SELECTORS, Schedule, Sparse, Tier, UnsupportedError
 from tests.engine.checks import (
     Data,
@@ -31,6 +32,8 @@ from tests.engine.test_values import expected, loss_of
 from tests.grids import crossed, examples, part_of
 from tests.numerics import EXACT, relative_error
 from tests.zoo import FAMILIES, make_model, shared_model
+
+pytestmark = pytest.mark.slow
 
 SPARSE = Sparse(page=4, budget=8, recent=6, sinks=4)
 SCHEDULES = {

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from farspan.engine.kernels import AttentionKernels
 from farspan.engine.step import Step
 from farspan.sparse.kernel_calls import TritonFar
 from farspan.spec import Schedule, Sparse, Tier
@@ -45,9 +44,9 @@ def by_triton(weights: dict[str, Tensor], schedule: Schedule) -> tuple[Outcome, 
         return TritonFar(SMALL)
 
     with (
-        patch.object(AttentionKernels, "far", far),
+        patch("farspan.sparse.engine.far_kernel", far),
         # Slabs of three units, or one page of queries: a cell takes several.
-        patch("farspan.sparse.sizes.SLAB_BYTES", 3 * 4 * 2 * 8 * 4),
+        patch("farspan.program.far_sizes.SLAB_BYTES", 3 * 4 * 2 * 8 * 4),
     ):
         model = model_of(weights)
         return run_step(model, Step(model, schedule, poison=True), DATA), asked

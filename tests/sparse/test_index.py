@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from farspan.attention.backends import reference
 from farspan.distributed.context import ParallelContext
-from farspan.engine.reference import SparseReference, reference_loss
+from farspan.engine.reference import reference_loss
 from farspan.engine.step import Step
 from farspan.hf.attention_interface import answering, routed
 from farspan.program.layout import Layout, refuse_together
@@ -30,9 +30,10 @@ from farspan.sparse.index import (
     principal_index,
 )
 from farspan.sparse.pages import Candidates, Fraction, TopK
-from farspan.sparse.train import selector_for
+from farspan.sparse.reference import SparseReference
 from farspan.spec import LayerSpec, Schedule, Sparse, UnsupportedError
 from farspan.train.config import SparseConfig
+from farspan.train.sparse import selector_for
 from tests.engine.checks import assert_close, assert_same_bits, draw, run_step
 from tests.engine.test_ranks import check
 from tests.numerics import EXACT, relative_error

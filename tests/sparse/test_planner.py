@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from farspan.planner.api import Request
+from farspan.ask import Request
 from farspan.planner.evaluate import evaluate, size
 from farspan.planner.plans import best_plan, longest_contexts
 from farspan.planner.remedies import part_words
@@ -91,8 +91,8 @@ def test_what_does_not_fit_says_so() -> None:
 
 def test_the_longest_context() -> None:
     asked = question(1, host=4 * 2**30, sparse=SPARSE)
-    sparse = longest_contexts(asked, ["grouped"], seconds=0.5)["grouped"]
-    dense = longest_contexts(replace(asked, sparse=None), ["grouped"], seconds=0.5)["grouped"]
+    sparse = longest_contexts(asked, ["oomb"], seconds=0.5)["oomb"]
+    dense = longest_contexts(replace(asked, sparse=None), ["oomb"], seconds=0.5)["oomb"]
     assert sparse.fits
     assert sparse.schedule.sparse == SPARSE
     assert 0.9 < sparse.question.run.tokens / dense.question.run.tokens <= 1
@@ -169,5 +169,5 @@ def test_maps_of_an_index_are_counted() -> None:
 def test_it_pays_on_a_card_whose_votes_nobody_measured() -> None:
     asked = Request("Qwen2.5-0.5B", 2**17, "rtx4090", sparse=Sparse()).question()
     assert asked.machine.rates["bfloat16"].votes is None
-    dense = best_plan(replace(asked, sparse=None))
-    assert best_plan(asked).seconds.total < 0.7 * dense.seconds.total
+    dense = best_plan(replace(asked, sparse=None), ["oomb"])
+    assert best_plan(asked, ["oomb"]).seconds.total < 0.7 * dense.seconds.total

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from farspan.sparse.attend import Mass, sampled, seen_mask, seen_mass
+from farspan.attention.far import Mass
+from farspan.sparse.attend import sampled, seen_mask, seen_mass
 from farspan.sparse.pages import RandomPages
 from farspan.spec import Sparse
 from tests.attention.cases import Case, make_inputs

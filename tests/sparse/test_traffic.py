@@ -96,7 +96,7 @@ def test_each_page_travels_once_a_cell_and_pass(
     sparse, counts = schedule.sparse, list[int]()
     assert sparse is not None
     spec, unit = heads_of(model, schedule), unit_bytes(model, schedule)
-    monkeypatch.setattr("farspan.sparse.sizes.SLAB_BYTES", most_units * unit)
+    monkeypatch.setattr("farspan.program.far_sizes.SLAB_BYTES", most_units * unit)
 
     def select(votes: Tensor, pages: range) -> Tensor:
         """Neighbours differ, so that most pages are wanted by several slabs of queries."""
@@ -144,7 +144,7 @@ def test_pages_in_several_slabs_are_exact(name: str, monkeypatch: pytest.MonkeyP
         SCHEDULES[name],
         draw(TOKENS, batch=2, documents=3),
     )
-    monkeypatch.setattr("farspan.sparse.sizes.SLAB_BYTES", 3 * unit_bytes(model, schedule))
+    monkeypatch.setattr("farspan.program.far_sizes.SLAB_BYTES", 3 * unit_bytes(model, schedule))
     step = Step(model, schedule, poison=True)
     step.watches = False
     found = run_step(model, step, data)

@@ -18,7 +18,6 @@ from farspan.planner.request import Question
 from farspan.program.layout import Layout, Parallel
 from farspan.sparse.index import Index
 from farspan.sparse.pages import Fraction
-from farspan.sparse.train import fraction_of, hides, other_chunk
 from farspan.spec import LayerSpec, ModelSpec, RunSpec, Schedule, Sparse, Tier, UnsupportedError
 from farspan.train import setup
 from farspan.train.config import (
@@ -32,12 +31,15 @@ from farspan.train.config import (
 from farspan.train.context import Components
 from farspan.train.oom import lighter_schedule
 from farspan.train.planning import Choice, choice_json, describe_schedule, recall_plan
+from farspan.train.sparse import fraction_of, hides, other_chunk
 from farspan.train.trainer import train
 from tests.numerics import assert_exact
 from tests.ranks import run_ranks
 from tests.sparse.test_index import random_index
 from tests.train.planner import one_memory, plan_for, planned_components
 from tests.train.tiny import MODEL, STEPS, Quiet, Stopped, Stopping, replaced, tiny_run
+
+pytestmark = pytest.mark.slow
 
 # Of 48 tokens in chunks of 8 the last chunk sees 4 + 4 + 4 of 40 before it.
 SPARSE = SparseConfig(page=4, budget=4, recent=4, sinks=4)
@@ -401,7 +403,9 @@ class TestSelector:
         quiet = Quiet()
         run = sparse_run(tmp_path, sparse=sparse, steps=3)
         train(run, components=replaced(make_step=watched), reporter=quiet)
-        assert watched.made[0].selector == Fraction(0.75)
+        far = watched.made[0].far
+        assert far is not None
+        assert far.select == Fraction(0.75)
         assert any("chosen at a sparsity of 0.75" in note for note in quiet.notes)
         assert read(run, "about.json")["sparse"]["sparsity"] == 0.75
 

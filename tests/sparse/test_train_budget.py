@@ -12,17 +12,12 @@ from torch import Tensor
 from farspan.attention.backends import reference
 from farspan.cli.with_torch import kept_words
 from farspan.engine.loss import IGNORED
-from farspan.engine.reference import SparseReference, reference_logits, reference_loss
+from farspan.engine.reference import reference_logits, reference_loss
 from farspan.formatting import read_sparse, write_sparse
+from farspan.sparse.budget import RANDOM, KeptMass, kept_masses, ladder, sparse_losses
 from farspan.sparse.index import Index, LayerIndex
 from farspan.sparse.pages import TopK
-from farspan.sparse.train import (
-    RANDOM,
-    KeptMass,
-    kept_masses,
-    ladder,
-    sparse_losses,
-)
+from farspan.sparse.reference import SparseReference
 from farspan.spec import INDEX, MEAN, SELECTORS, SUBMEANS, Schedule, Sparse, UnsupportedError
 from tests.grids import part_of
 from tests.numerics import EXACT, relative_error

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from farspan.sparse.attend import Mass
-from farspan.sparse.engine import Seen
-from farspan.sparse.train import REMIND, MassWatch, mass_json
+from farspan.attention.far import Mass, Seen
+from farspan.train.sparse import REMIND, MassWatch, mass_json
 from farspan.train.trainer import train
 from tests.sparse.test_train import SPARSE, lines, sparse_run
 from tests.train.tiny import Quiet

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import farspan
-from farspan.engine.reference import SparseReference, distance, linear_modules
 from farspan.engine.step import Step
 from farspan.engine.verify import VerificationRun, verify
 from farspan.hf.stages import CausalLMStages
 from farspan.sparse.engine import BufferPages, Means
 from farspan.sparse.pages import Candidates, Fraction, RandomPages, TopK, take_most
+from farspan.sparse.reference import SparseReference, distance, linear_modules
 from farspan.spec import Schedule, Sparse, UnsupportedError
 from tests.engine.checks import Data, run_oracle
 from tests.grids import crossed, part_of
@@ -23,9 +23,11 @@ from tests.numerics import EXACT, relative_error
 from tests.sparse.test_engine import run_sparse_oracle
 from tests.zoo import VOCAB, make_model, shared_model
 
+pytestmark = pytest.mark.slow
+
 SPARSE = Sparse(page=4, budget=8, recent=4, sinks=4)
 SCHEDULE = Schedule(chunk=16, groups=2, attention_save_fraction=0.4, kv_block=24, sparse=SPARSE)
-RUN = VerificationRun(batch=2, tokens=101, documents=2)
+RUN = VerificationRun(batch=2, tokens=61, documents=2)
 
 
 def drawn(run: VerificationRun) -> Data:
@@ -35,7 +37,7 @@ def drawn(run: VerificationRun) -> Data:
 FAMILIES = ["qwen2", "gpt2", "gemma2", "gpt_oss", "deepseek_v3"]
 
 
-@pytest.mark.parametrize("name", part_of(FAMILIES, *FAMILIES[1:]))  # Qwen 2 is below
+@pytest.mark.parametrize("name", part_of(FAMILIES, "gpt_oss", "deepseek_v3"))  # Qwen 2 is below
 def test_exact_for_its_own_function_in_float64(name: str) -> None:
     found = farspan.verify(shared_model(name), SCHEDULE, RUN)
     assert found.passed, found
@@ -89,7 +91,7 @@ def test_selectors(dtype: torch.dtype, selector: RandomPages | Fraction | None) 
     assert found.sparse.selector == repr(selector or TopK(2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", part_of([torch.float64, torch.float32], torch.float32))
 def test_a_user_s_selector(dtype: torch.dtype) -> None:
     def last_page(votes: Tensor, pages: range) -> Tensor:
         return torch.full((*votes.shape[:3], 1), pages[-1])
@@ -134,13 +136,13 @@ def test_what_is_told_is_the_distance_from_dense_attention() -> None:
 
 def test_a_larger_budget_is_nearer_and_one_for_everything_is_dense() -> None:
     errors = []
-    for budget in (0, 16, 40, 104):
+    for budget in (0, 16, 64):
         schedule = replace(SCHEDULE, sparse=replace(SPARSE, budget=budget))
-        found = verify(shared_model("qwen2"), schedule, VerificationRun(tokens=101))
+        found = verify(shared_model("qwen2"), schedule, VerificationRun(tokens=61))
         assert found.passed, found
         assert found.sparse is not None
         errors.append(found.sparse.gradient_error)
-        assert found.sparse.hides == (budget < 104)
+        assert found.sparse.hides == (budget < 64)
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] <= EXACT < errors[-2]
 
@@ -237,7 +239,7 @@ def stale_means(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Means, "read", lambda self, pages: own(self, pages).roll(1, dims=2))
 
 
-FEW = VerificationRun(tokens=61, documents=2)
+FEW = VerificationRun(tokens=45, documents=2)
 
 
 def test_what_is_sound_passes_on_few_tokens() -> None:
@@ -273,8 +275,8 @@ def test_nothing_is_hidden_where_every_layer_has_a_window() -> None:
 
 
 def test_a_share_of_pages_hides_whatever_the_budget() -> None:
-    wide = replace(SCHEDULE, sparse=replace(SPARSE, budget=104))
-    found = verify(shared_model("qwen2"), wide, VerificationRun(tokens=101), selector=Fraction(0.5))
+    wide = replace(SCHEDULE, sparse=replace(SPARSE, budget=64))
+    found = verify(shared_model("qwen2"), wide, VerificationRun(tokens=61), selector=Fraction(0.5))
     assert found.sparse is not None
     assert found.sparse.hides
     assert found.sparse.gradient_error > EXACT

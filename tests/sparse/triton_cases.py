@@ -7,7 +7,9 @@ imported. What runs there is in this file, which imports no test and no Triton.
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from multiprocessing import get_context
 
@@ -26,7 +28,7 @@ from farspan.sparse.kernel_calls import (
     attend_pages_backward,
 )
 from farspan.sparse.pages import Pages, Slab
-from farspan.sparse.sizes import PageTile, PageTiles
+from farspan.sparse.tiles import PageTile, PageTiles
 from tests.attention.cases import Results
 from tests.versions import CANNOT_INTERPRET
 
@@ -34,12 +36,25 @@ from tests.versions import CANNOT_INTERPRET
 SMALL = PageTiles(PageTile(32, 16, 4, 2), PageTile(16, 32, 4, 2), PageTile(32, 16, 4, 2))
 
 
-def interpreter() -> ProcessPoolExecutor:
-    """One process whose kernels are interpreted; a test that asks for it is skipped where that
-    cannot be."""
+@cache
+def _interpreting() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_interpret)
+
+
+def stop_interpreting() -> None:
+    """End that process: it would outlive one that ends without Python's own exit."""
+    if _interpreting.cache_info().currsize:
+        _interpreting().shutdown()
+        _interpreting.cache_clear()
+
+
+@contextmanager
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """One process whose kernels are interpreted, the same for all tests of this process, since its
+    imports take 5 s; a test that asks for it is skipped where that cannot be."""
     if CANNOT_INTERPRET:
         pytest.skip("Triton before 3.7 does not interpret with NumPy 2.4 or newer")
-    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_interpret)
+    yield _interpreting()
 
 
 def _interpret() -> None:

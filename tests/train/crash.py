@@ -1,15 +1,15 @@
 """Kills a training process at chosen moments, starts it again, and tells what became of it.
 
-`python -m tests.train.crash ROOT [STRIDE [COUNT [BEST [STREAM]]]]` imports everything once and
-forks for every run, so that a run costs a fraction of a second. A moment is a call that a run
-makes: the n-th sync, rename, removal, tensor file or cell. The first, undisturbed run counts them;
-then the run is killed at one, by the signal that cannot be caught, and started again. Every
-STRIDE-th moment is tried, the first of each kind, and of those that change a name or write tensors
-ten times as many. With COUNT the states are in a file on a drive, a request to it is a moment,
-too, and so many moments are tried that are drawn at random. With BEST the best checkpoint is kept
-beside the latest one, and of the moments only those that change a name are tried. With STREAM its
-data are read a window at a time, and so many moments are tried that are drawn at random.
-Prints one JSON object: the moments' names, and for every kill what the folder held in the end.
+A process of the fork server, which has imported everything, forks for every run, so that a run
+costs a fraction of a second. A moment is a call that a run makes: the n-th sync, rename, removal,
+tensor file or cell. The first, undisturbed run counts them; then the run is killed at one, by the
+signal that cannot be caught, and started again. Every `stride`-th moment is tried, the first of
+each kind, and of those that change a name or write tensors ten times as many. With `count` the
+states are in a file on a drive, a request to it is a moment, too, and so many moments are tried
+that are drawn at random. With `best` the best checkpoint is kept beside the latest one, and of the
+moments only those that change a name are tried. With `stream` its data are read a window at a
+time, and so many moments are tried that are drawn at random. The report has the moments' names,
+and for every kill what the folder held in the end.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ import os
 import random
 import shutil
 import signal
-import sys
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -187,7 +187,9 @@ def trial(root: Path, at: int, states: StatesPlace, best: bool, stream: bool) ->
     return {"at": at, "first": first, "second": second, **found}
 
 
-def main(root: Path, stride: int, count: int = 0, best: int = 0, stream: int = 0) -> None:
+def report(root: Path, stride: int, count: int = 0, best: int = 0, stream: int = 0) -> None:
+    """Write the report to report.json in `root`."""
+    warnings.simplefilter("ignore")
     states = StatesPlace.DISK if count else StatesPlace.AUTO
     torch.set_num_threads(1)
     # What is imported at its first use is imported here, once. No backward: its threads and forks
@@ -212,8 +214,5 @@ def main(root: Path, stride: int, count: int = 0, best: int = 0, stream: int = 0
     if stream:  # a thread's moments come sooner or later, so that there may be fewer of them
         chosen = random.Random(0).sample(range(int(0.9 * len(names))), stream)
     trials = [trial(root, at, states, bool(best), bool(stream)) for at in chosen]
-    print(json.dumps({"names": names, "whole": outcome(root / "run"), "trials": trials}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:] or ["1"]))
+    found = {"names": names, "whole": outcome(root / "run"), "trials": trials}
+    (root / "report.json").write_text(json.dumps(found), "utf-8")

@@ -45,6 +45,7 @@ from farspan.train.planning import (
 from farspan.train.run_folder import RunState
 from farspan.train.staged_states import StateBytes
 from farspan.train.step_runner import shortage_json
+from tests.grids import crossed
 from tests.train.planner import one_memory, plan_for
 from tests.train.tiny import replaced, tiny_run
 from tests.zoo import LAYERS, make_model
@@ -267,8 +268,9 @@ def a_question(tokens: int = TOKENS, layout: Layout = ALONE) -> Question:
     return Question(spec(), RunSpec(1, tokens), one_memory(), layout, dtype="float64")
 
 
-@pytest.mark.parametrize("tiers", [(Tier.DEVICE,), (Tier.HOST,), tuple(Tier)])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    ("name", "tiers"), crossed(STRATEGIES, [(Tier.DEVICE,), (Tier.HOST,), tuple(Tier)])
+)
 def test_a_lighter_schedule_needs_less_where_it_is_short(
     name: str, tiers: tuple[Tier, ...]
 ) -> None:

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from farspan.cli import app
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 

@@ -39,6 +39,8 @@ from tests.train.planner import planned_components
 from tests.train.test_ranks import WIDE
 from tests.train.tiny import Quiet, Stopped, Stopping, documents
 
+pytestmark = pytest.mark.slow
+
 PAIRS = [
     {"prompt": f"{n}? ", "chosen": "yes " * (1 + n % 3), "rejected": "no " * (1 + n % 4)}
     for n in range(10)
@@ -162,9 +164,9 @@ def loop_of(run: RunConfig, loss: LossConfig) -> tuple[nn.Module, list[dict[str,
 @pytest.mark.parametrize(
     "loss",
     [
-        of("dpo", reference="frozen"),
+        exhaustive(of("dpo", reference="frozen")),
         of("dpo", reference="stored", beta=0.5, by_length=True),
-        of("ipo"),
+        exhaustive(of("ipo")),
         of("orpo", beta=0.3),
     ],
     ids=lambda loss: f"{loss.kind} {loss.compared()}",
@@ -356,7 +358,7 @@ def fit_all(runs: list[RunConfig]) -> None:
 
 # A teacher is a second model as a frozen reference is, and adapters are switched off as alone.
 @pytest.mark.parametrize(
-    "reference", ["stored", None, exhaustive("frozen"), exhaustive("adapters-off")]
+    "reference", ["stored", *map(exhaustive, (None, "frozen", "adapters-off"))]
 )
 def test_ranks_train_as_one_process_does(tmp_path: Path, reference: str | None) -> None:
     """Replicas, whose pairs are others, and ranks that share every sequence; None: a teacher."""

@@ -14,10 +14,10 @@ from transformers import Trainer as HuggingFaceTrainer
 from transformers import TrainingArguments
 
 import farspan
+from farspan.ask import Request
 from farspan.distributed.run_context import DistributedContext
 from farspan.engine.step import Step
 from farspan.planner import plans
-from farspan.planner.api import Request
 from farspan.planner.request import Plan
 from farspan.program.layout import ALONE, Layout, Parallel
 from farspan.spec import Kernels, MachineSpec, Tier, UnsupportedError
@@ -68,7 +68,7 @@ QUESTIONS: list[tuple[int, int, int, int, dict[str, str]]] = [
 def briefly(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> Parts:
     monkeypatch.setattr(plans, "CHALLENGE", 0.1)
     short = partial(plans.best_plan, seconds=0.1)
-    monkeypatch.setattr("farspan.planner.api.best_plan", short)
+    monkeypatch.setattr("farspan.ask.best_plan", short)
     monkeypatch.setattr("farspan.train.plan_run.best_plan", short)
     return parts
 

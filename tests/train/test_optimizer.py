@@ -9,6 +9,7 @@ from torch import nn
 
 from farspan.train.config import Decay, OptimizerConfig
 from farspan.train.optimizer import TrainingOptimizer, decays, learning_rate
+from tests.grids import crossed
 from tests.train.tiny import MODEL, load_tiny
 
 
@@ -49,8 +50,9 @@ def update(model: nn.Module, config: OptimizerConfig, lrs: list[float]) -> Train
     return optimizer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("clip", [None, 0.5, 1e9])
+@pytest.mark.parametrize(
+    ("clip", "dtype"), crossed([None, 0.5, 1e9], [torch.float32, torch.float64])
+)
 def test_updates_are_those_of_torch(dtype: torch.dtype, clip: float | None) -> None:
     config = OptimizerConfig(clip=clip, weight_decay=0.3)
     model = load_tiny(config=MODEL, dtype=dtype, seed=1)

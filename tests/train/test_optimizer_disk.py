@@ -173,8 +173,7 @@ def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("weights", list(Tier))
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize(("dtype", "weights"), crossed(DType, Tier))
 def test_planned_bytes_are_those_taken(tmp_path: Path, dtype: DType, weights: Tier) -> None:
     """Main memory to the byte, counters of four bytes a parameter aside; of the file sectors."""
     model = load_tiny(config=MODEL, dtype=getattr(torch, dtype.value), seed=1)

@@ -44,6 +44,8 @@ from tests.train.tiny import (
     tiny_run,
 )
 
+pytestmark = pytest.mark.slow
+
 AUTO = ScheduleConfig(strategy="auto")
 LARGE = Schedule(chunk=48, groups=2, activation_save_fraction=1.0, attention_save_fraction=1.0)
 MIDDLE = Schedule(chunk=16, groups=1, attention_save_fraction=1.0)

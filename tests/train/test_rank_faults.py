@@ -27,6 +27,8 @@ from tests.train.faulty import ACCUMULATE, faulty_components, fit
 from tests.train.planner import planned_components
 from tests.train.tiny import MODEL, STEPS, Quiet, replaced, tiny_run
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -31,6 +31,8 @@ from tests.ranks import run_ranks
 from tests.train.fused import Moment, components_with
 from tests.train.tiny import MODEL, Quiet, tiny_run, write_documents
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 WIDE = MODEL | {
     "model_type": "llama",

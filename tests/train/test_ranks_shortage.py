@@ -32,6 +32,8 @@ from tests.train.planner import GIB, planned_components
 from tests.train.test_sharded_model import SHORT, a_run, lines_of
 from tests.train.tiny import Quiet, replaced
 
+pytestmark = pytest.mark.slow
+
 LARGE = Schedule(chunk=48, groups=3, activation_save_fraction=1.0, attention_save_fraction=1.0)
 SMALL = Schedule(chunk=12, groups=1)
 PULSE = 0.02

@@ -13,12 +13,13 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from benchmarks import recipes
 from farspan.cli import app
 from farspan.data.tokenizers import load_tokenizer
 from farspan.train.config import load_run
 from tests.ranks import run_ranks
 from tests.test_docs import COMMANDS, OF_EXAMPLES
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CHAT = (
@@ -26,6 +27,9 @@ CHAT = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 POSITIONS = 2560
+# Of recipes for a GPU, on a CPU with the small model.
+HERE = "--set model.path=../smollm2 --set model.dtype=float32 --set schedule.strategy=grouped"
+RECORD = json.loads((EXAMPLES.parent / "benchmarks/results/recipes.json").read_text())
 SHORT = {"steps": 2, "context": 512, "schedule.chunk": 128, "optimizer.warmup": 0}
 
 
@@ -137,7 +141,7 @@ def test_four_bits_take_adapters(examples: Path, monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("bitsandbytes")
     monkeypatch.chdir(examples / "qlora")
     prepare(examples / "chat", 1500, 20)
-    here = recipes.HERE.split()
+    here = HERE.split()
     farspan("train", "run.yaml", *here, *flags(examples, context=2048))
     assert len(losses(examples / "qlora/run")) == 2
 
@@ -171,7 +175,7 @@ def test_long_pairs_are_trained(examples: Path, monkeypatch: pytest.MonkeyPatch)
 def test_ranks_share_a_sequence(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(examples / "ranks")
     prepare(examples / "repositories", 12_000)
-    given = [*recipes.HERE.split(), "--set", "model.overrides={}", *flags(examples)]
+    given = [*HERE.split(), "--set", "model.overrides={}", *flags(examples)]
     run_ranks(2, _train_in, examples / "ranks", given)
     assert len(losses(examples / "ranks/run")) == 2
 
@@ -184,8 +188,9 @@ def _train_in(folder: Path, given: list[str]) -> None:
 
 def test_settings_in_the_readmes_fit_their_run_files() -> None:
     """Of commands as they are written: tests shorten what they run."""
-    commands = [*OF_EXAMPLES, *(c for all_ in recipes.RECIPES.values() for c in all_)]
-    folders = {c: name.split(",")[0] for name, all_ in recipes.RECIPES.items() for c in all_}
+    measured = {name: row["commands"] for name, row in RECORD["recipes"].items()}
+    commands = [*OF_EXAMPLES, *(command for row in measured.values() for command in row)]
+    folders = {c: name.split(",")[0] for name, row in measured.items() for c in row}
     for command in commands:
         folder = EXAMPLES / (folders.get(command) or COMMANDS[command].parent.name)
         words = shlex.split(command)
@@ -195,8 +200,7 @@ def test_settings_in_the_readmes_fit_their_run_files() -> None:
 
 
 def test_numbers_of_the_readmes_are_recorded() -> None:
-    record = json.loads((EXAMPLES.parent / "benchmarks/results/recipes.json").read_text())
-    found, plans = record["recipes"], record["planned"]
+    found, plans = RECORD["recipes"], RECORD["planned"]
     folders = {name: EXAMPLES / name.split(",")[0] for name in (*found, "qlora")}
     words = {name: (folder / "README.md").read_text() for name, folder in folders.items()}
     for name, plan in plans.items():

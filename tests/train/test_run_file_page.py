@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fit_page import OPENING, filled
+from benchmarks.tables import OPENING, filled
 from farspan.spec import Schedule, Sparse
 from farspan.train.config import RunConfig, ScheduleConfig, SparseConfig, load_run
 from farspan.train.yaml_config import TOKENS, convert, describe_type, read_mapping, to_mapping

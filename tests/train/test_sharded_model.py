@@ -41,6 +41,8 @@ from tests.train.fused import Moment, components_with
 from tests.train.planner import planned_components
 from tests.train.tiny import MODEL, Quiet, tiny_run
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 SHORT = {"steps": 2, "accumulate": 1}  # of runs that nothing happens to
 GLOO_THREADS = 2

@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,15 @@ from farspan.train.setup import make_context, resolve
 from farspan.train.staged_states import HostStates
 from farspan.train.trainer import train
 from tests.engine.checks import draw
-from tests.grids import crossed, part_of
+from tests.grids import part_of
 from tests.numerics import assert_exact
 from tests.ranks import run_ranks
 from tests.train.planner import planned_components
 from tests.train.test_ranks import interrupted
 from tests.train.tiny import MODEL, Quiet, Stopped, Stopping, load_tiny, replaced, tiny_run
 from tests.zoo import make_model
+
+pytestmark = pytest.mark.slow
 
 RESIDENT = ScheduleConfig(strategy="grouped", chunk=16)
 STREAMED = replace(RESIDENT, weights=Tier.HOST)
@@ -88,7 +91,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", part_of(CASES, "float32", "lora"))
 def test_a_run_is_the_resident_one(tmp_path: Path, name: str) -> None:
     """With batches that add up, clipping, evaluations, checkpoints and what it exports."""
     changes = CASES[name]
@@ -136,7 +139,13 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return waited
 
 
-@pytest.mark.parametrize(("name", "states"), crossed(CASES, [StatesPlace.HOST, StatesPlace.DISK]))
+@pytest.mark.parametrize(
+    ("name", "states"),
+    part_of(
+        product(CASES, [StatesPlace.HOST, StatesPlace.DISK]),
+        *(("bfloat16", StatesPlace.HOST), ("lora", StatesPlace.DISK)),
+    ),
+)
 def test_an_update_beside_the_next_step_changes_nothing(
     tmp_path: Path, late: list[str], states: StatesPlace, name: str
 ) -> None:
@@ -159,7 +168,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), KINDS.items())
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    part_of(KINDS.items(), ("gemma3_text", torch.float32), ("lfm2", torch.bfloat16)),
+)
 def test_models_of_all_kinds_are_updated_in_every_place(
     tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
@@ -354,7 +366,7 @@ def trained(runs: list[RunConfig]) -> list[list[str]]:
     return [quiet.notes for quiet in reporters]
 
 
-@pytest.mark.parametrize("name", part_of(PARALLEL, "stages", "replicas", "shards"))
+@pytest.mark.parametrize("name", part_of(PARALLEL, "shards"))
 def test_a_run_of_ranks_is_the_resident_one(tmp_path: Path, name: str) -> None:
     """With batches that add up, clipping, evaluations, checkpoints and what it exports."""
     runs = [of_ranks(tmp_path, PARALLEL[name], s) for s in (RESIDENT, STREAMED)]
@@ -369,7 +381,7 @@ def test_a_run_of_ranks_is_the_resident_one(tmp_path: Path, name: str) -> None:
     assert (memory["accumulators"] > 0) == name.startswith("shards")
 
 
-@pytest.mark.parametrize("name", part_of(PARALLEL, "heads", "shards of stages"))
+@pytest.mark.parametrize("name", part_of(PARALLEL, "shards of stages"))
 def test_a_stopped_run_of_ranks_goes_on_to_the_same_bits(tmp_path: Path, name: str) -> None:
     run = of_ranks(tmp_path, PARALLEL[name], STREAMED)
     run_ranks(2, trained, [run])

@@ -29,7 +29,7 @@ from farspan.train.config import (
     StatesPlace,
 )
 from farspan.train.context import Components
-from farspan.train.plan_run import Asked, PlanOfRun, question_of_run
+from farspan.train.plan_run import PlanOfRun, question_of_run
 from farspan.train.planning import FreeMemory
 from farspan.train.trainer import train
 from farspan.train.yaml_config import convert
@@ -74,7 +74,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
 
 
 def planned(run: RunConfig, spec: MachineSpec) -> PlanOfRun:
-    return question_of_run(run, Asked(machine=spec), lambda _: None).plan()
+    return question_of_run(run, {"machine": spec}, lambda _: None).plan()
 
 
 def weights_notes(quiet: Quiet) -> list[str]:
@@ -199,7 +199,7 @@ PLACES = {
 
 def places(run: RunConfig) -> list[str]:
     """What is looked at, in its order."""
-    question = question_of_run(run, Asked(machine=apart(GIB)), print).question
+    question = question_of_run(run, {"machine": apart(GIB)}, print).question
     names = {place: name for name, place in PLACES.items()}
     every = [placed for group in placements(question) for placed in group]
     return [names[placed.optimizer.value, placed.weights.value] for placed in every]
@@ -242,12 +242,12 @@ def test_the_longest_context_is_that_of_a_run(
         }
 
     monkeypatch.setattr("farspan.planner.plans._longest_plans", longest)
-    found = question_of_run(run, Asked(machine=apart(GIB)), print).longest(math.inf)
+    found = question_of_run(run, {"machine": apart(GIB)}, print).longest(math.inf)
     where = {
         name: (plan.question.run.tokens, plan.question.weights) for name, plan in found.items()
     }
     assert where == {"plain": (2048, "device"), "fpdt": (2048, "host"), "memo": (1024, "host")}
     del tokens[Tier.HOST]["memo"]
     written = replace(run, schedule=DEVICE)
-    found = question_of_run(written, Asked(machine=apart(GIB)), print).longest(math.inf)
+    found = question_of_run(written, {"machine": apart(GIB)}, print).longest(math.inf)
     assert {name: plan.question.run.tokens for name, plan in found.items()} == tokens[Tier.DEVICE]

@@ -26,7 +26,7 @@ MODEL = TINY | {"eos_token_id": 256}
 def without(script: str) -> subprocess.CompletedProcess[str]:
     text = WITHOUT.format(source=str(ROOT / "src")) + script
     command = [sys.executable, "-c", text]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
 
 
 def run_file(folder: Path, data: dict[str, str]) -> str:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from farspan.attention.far import Seen
 from farspan.data.config import DataConfig, SourceKind
 from farspan.data.formats import UNTRAINED
 from farspan.engine.runner import Progress
-from farspan.sparse.engine import Seen
 from farspan.spec import Schedule
 from farspan.train.config import (
     CheckpointConfig,

@@ -63,7 +63,6 @@ from farspan.engine.parallelize import ShardedModel
 from farspan.hf.load import save_model
 from farspan.hf.merge import ADAPTER_CONFIG, FILES, INDEX_FOLDER, SOURCE
 from farspan.program.layout import Rank
-from farspan.sparse.index import Index
 from farspan.spec import UnsupportedError
 
 T = TypeVar("T")
@@ -493,12 +492,12 @@ def export(
     marks: Mapping[str, Any],
     weights: Mapping[str, Tensor] | None = None,
     card: str | None = None,
-    index: Index | None = None,
+    save_index: Callable[[Path], None] | None = None,
 ) -> None:
     """Write `folder`, which `from_pretrained` reads, with the present weights of the model.
 
     `marks` record how it was trained; `weights` are the whole ones of a model that is sharded over
-    ranks, `card` is its README, and `index` that of its sparse attention. Raises WriteFailed.
+    ranks, `card` is its README, and `save_index` writes its index of keys. Raises WriteFailed.
     """
     source = source_of(checkpoint, marks)
     unfinished = folder.with_name(f"{PARTIAL}{folder.name}")
@@ -509,8 +508,8 @@ def export(
         write_bytes(unfinished / SOURCE, json.dumps(source).encode("utf-8"))
         if card is not None:
             write_bytes(unfinished / CARD, card.encode("utf-8"))
-        if index is not None:
-            index.save(unfinished / INDEX_FOLDER)
+        if save_index is not None:
+            save_index(unfinished / INDEX_FOLDER)
     _spare_what_is_theirs(folder, unfinished, note)
     publish(unfinished, folder)
     if "overrides" in marks:

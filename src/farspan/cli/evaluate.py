@@ -36,12 +36,12 @@ from farspan.profile.catalog import refuse_absent, split_revision
 from farspan.program.strategies import AUTO, GROUPED, STRATEGIES, strategy
 from farspan.report.run import ABOUT, read_about
 from farspan.report.tables import lines_table, show
-from farspan.sparse.train import selector_for
 from farspan.spec import Schedule, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, SparseConfig, load_run
 from farspan.train.console import LineReporter
 from farspan.train.origin import copy_adapters, with_base
 from farspan.train.setup import choose_device
+from farspan.train.sparse import selector_for
 from farspan.train.yaml_config import convert, to_mapping
 
 app = typer_app()

@@ -7,9 +7,10 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +19,12 @@ from rich.console import RenderableType
 from rich.text import Text
 from typer.core import TyperCommand
 
+from farspan.ask import HERE, Request
 from farspan.cli import FAILED, RUN_FILES, Settings, typer_app
 from farspan.cli.train import MeasuringNotes, with_sparse, with_strategy
 from farspan.data.config import DataConfig, LossConfig, RecordFormat
 from farspan.durable import check_place, write_output
 from farspan.formatting import (
-    EXAMPLE,
     as_meant,
     fold,
     read_seconds,
@@ -33,12 +34,11 @@ from farspan.formatting import (
     write_tokens,
 )
 from farspan.lazy import load
-from farspan.planner.api import AS_IN_RUN_FILES, HERE, Request
-from farspan.planner.machines import HOST_RESERVE, count_of, names_card
+from farspan.planner.machines import count_of, names_card
 from farspan.planner.machines import names as machine_names
 from farspan.planner.plans import LEAST, best_plan, longest_contexts
 from farspan.planner.remedies import LORA, RANK
-from farspan.planner.request import SHARE, Optimizer, Plan, Question
+from farspan.planner.request import Optimizer, Plan, Question
 from farspan.profile.catalog import hub_name, presets, split_revision
 from farspan.program.strategies import AUTO, STRATEGIES
 from farspan.report.plan import (
@@ -220,114 +220,40 @@ OF_MACHINE = (
 )
 MODELS = ", ".join(preset.name for preset in presets())
 MACHINES = ", ".join(machine_names())
+FIELDS = {field.name: field for field in fields(Request) if "help" in field.metadata}
+NAMES = {"config": "model"}  # fields of a request with another name on the command line
+
+
+def option_of(name: str) -> Any:
+    """Return the option of the command line for a field of a request."""
+    about = FIELDS[name].metadata
+    text = about["help"].replace("{models}", MODELS).replace("{cards}", MACHINES)
+    return typer.Option(*about["flags"], metavar=about["metavar"], help=text)
+
+
+def with_request(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of `Request` as options, after its run file, in place of
+    `**options`."""
+    named = []
+    for name, about in FIELDS.items():
+        kind: Any = about.metadata["reads"] | None
+        option = Annotated[kind, option_of(name)]
+        default = HERE if name == "machine" else None
+        name = NAMES.get(name, name)
+        named.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=option))
+    call, run, *others, _ = signature(command).parameters.values()
+    taken = [call, run, *named, *(o.replace(kind=Parameter.KEYWORD_ONLY) for o in others)]
+    command.__signature__ = Signature(taken)  # type: ignore[attr-defined]
+    return command
+
 
 RunFile = Annotated[
     Path | None,
     typer.Argument(help="Run file (YAML) of `farspan train`; options override its values."),
 ]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="Instead of a run file: folder, config.json, hub name (its configuration only), or a "
-        f"preset: {MODELS}."
-    ),
-]
-Context = Annotated[
-    str | None,
-    typer.Option(help="Tokens of a sequence: 131072, 128K, 1M; K and M are 2**10 and 2**20."),
-]
-Machine = Annotated[
-    str,
-    typer.Option(
-        "--machine",
-        "--gpu",
-        help="A card by any usual name (4090, H100 PCIe, 8xh100), a file of `farspan calibrate`, "
-        f"or `here` (measured once); cards: {MACHINES}.",
-    ),
-]
-Gpus = Annotated[
-    str | None,
-    typer.Option(metavar="COUNT", help="Devices that share the sequence; default: 1."),
-]
-Batch = Annotated[int | None, typer.Option(help="Sequences a step; default: 1.")]
-StrategyName = Annotated[
-    str | None,
-    typer.Option(help=f"{AUTO}, the default: the best of all; or one of {', '.join(STRATEGIES)}."),
-]
-OptimizerName = Annotated[
-    str | None,
-    typer.Option(
-        help=f"{AUTO}, the default: AdamW, with its states in the fastest place that fits; "
-        f"or {', '.join(Optimizer)}; or as in a run file: "
-        f"{', '.join((*AS_IN_RUN_FILES, Optimizer.HOST, Optimizer.DISK))}."
-    ),
-]
-WeightsTier = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Tier of weights and gradients: {AUTO}, the default, device or host. With host, "
-        "optimizer states are there or on a drive, and the device holds two groups of layers, the "
-        "embedding and the head. Of several devices each moves its own shards."
-    ),
-]
-DriveFolder = Annotated[
-    str | None,
-    typer.Option(help="A folder on a drive for optimizer states that fit nowhere else."),
-]
-DTypeName = Annotated[str | None, typer.Option(help="bf16, fp32 or fp64; default: bf16.")]
-DeviceMemory = Annotated[
-    str | None, typer.Option(help="Memory of one device, replacing the machine's: 80GB, 80GiB.")
-]
-HostMemory = Annotated[
-    str | None,
-    typer.Option(
-        help="Main memory of the node, replacing the machine's: 128GiB, 128G; "
-        f"{HOST_RESERVE:.0%} is left to the system, processes and loading."
-    ),
-]
-MarginText = Annotated[
-    str | None,
-    typer.Option(
-        help="Memory of a device, and main memory, that plans leave free if any can: 3GiB, 5%, 0; "
-        f"a share includes the reserve; default: {SHARE:.0%} of a device."
-    ),
-]
-Lora = Annotated[
-    int | None,
-    typer.Option(help="Rank of adapters on every linear module; 0, the default: no adapters."),
-]
-Quantize = Annotated[
-    str | None,
-    typer.Option(
-        help=f"{', '.join(Quantization)}, with --lora: store the frozen weights of linear modules "
-        "in four bits (QLoRA)."
-    ),
-]
 QLora = Annotated[
     bool,
     typer.Option("--qlora", help=f"The same as --lora {RANK} --quantize {Quantization.NF4}."),
-]
-SparseText = Annotated[
-    str | None,
-    typer.Option(
-        "--sparse",
-        help="Page-sparse attention, an approximation: on (8K tokens of chosen pages and 4K "
-        f"recent ones), off, or fields such as {EXAMPLE}.",
-    ),
-]
-LossName = Annotated[
-    str | None,
-    typer.Option(
-        help=f"{', '.join(LossKind)}; default: {LossKind.SFT}. The others are computed from "
-        "log-probabilities; a pair of answers is one sequence of --context tokens."
-    ),
-]
-ReferenceName = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Reference of such a loss: {', '.join(Reference)}; default: {Reference.STORED} if "
-        "the loss needs one."
-    ),
 ]
 LongestToo = Annotated[
     bool, typer.Option("--max-context", help="Find the longest context of each strategy.")
@@ -452,28 +378,11 @@ WORDS = {"strategy", "optimizer", "weights", "loss", "reference"}  # options wit
 
 
 @app.command("plan", cls=PlanCommand)
+@with_request
 def plan_command(
     call: typer.Context,
     run: RunFile = None,
-    model: Model = None,
-    context: Context = None,
-    machine: Machine = HERE,
-    gpus: Gpus = None,
-    batch: Batch = None,
-    strategy: StrategyName = None,
-    optimizer: OptimizerName = None,
-    weights: WeightsTier = None,
-    disk: DriveFolder = None,
-    lora: Lora = None,
-    quantize: Quantize = None,
     qlora: QLora = False,
-    dtype: DTypeName = None,
-    device_memory: DeviceMemory = None,
-    host_memory: HostMemory = None,
-    margin: MarginText = None,
-    sparse: SparseText = None,
-    loss: LossName = None,
-    reference: ReferenceName = None,
     max_context: LongestToo = False,
     max_step: MaxStep = None,
     timeline: Timeline = None,
@@ -483,19 +392,15 @@ def plan_command(
     settings: Settings = None,
     everything: Everything = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    **options: Any,
 ) -> None:
     """Will it fit, how long is a step, what is the best schedule; exit 1 if it does not fit."""
     # Programs are small objects without cycles: collecting them took 7% of the time.
     gc.set_threshold(FEW_COLLECTIONS)
-    count = devices_of(gpus, machine)
-    lora, quantize = (lora or RANK, quantize or Quantization.NF4) if qlora else (lora, quantize)
-    options = {
-        **{"model": model, "context": context, "machine": machine, "gpus": count, "batch": batch},
-        **{"strategy": strategy, "optimizer": optimizer, "weights": weights},
-        **{"device_memory": device_memory, "host_memory": host_memory, "margin": margin},
-        **{"lora": lora, "quantize": quantize, "dtype": dtype, "sparse": sparse, "disk": disk},
-        **{"loss": loss, "reference": reference},
-    }
+    options["gpus"] = devices_of(options["gpus"], options["machine"])
+    if qlora:
+        options["lora"] = options["lora"] or RANK
+        options["quantize"] = options["quantize"] or Quantization.NF4
     given = {name: value for name, value in options.items() if value is not None}
     given |= {name: as_meant(str(given[name])) for name in WORDS & given.keys()}
     for option, path in (("timeline", timeline), ("snapshot", snapshot), ("html", html)):
@@ -765,11 +670,11 @@ def init_command(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The run file to write; a new one.")
     ] = Path("run.yaml"),
-    context: Context = "8K",
-    machine: Machine = HERE,
-    gpus: Gpus = None,
-    lora: Lora = None,
-    quantize: Quantize = None,
+    context: Annotated[str, option_of("context")] = "8K",
+    machine: Annotated[str, option_of("machine")] = HERE,
+    gpus: Annotated[str | None, option_of("gpus")] = None,
+    lora: Annotated[int | None, option_of("lora")] = None,
+    quantize: Annotated[str | None, option_of("quantize")] = None,
 ) -> None:
     """Write a run file for a model and its data, planned for this machine, without questions."""
     check_place(output, "output", new=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from farspan.allocator import allocator_package
+from farspan.ask import measuring
 from farspan.cli import FAILED, USAGE, typer_app
 from farspan.cli.evaluate import product_dtype, subject_of
 from farspan.cli.plan import MODELS
@@ -39,18 +40,16 @@ from farspan.lazy import load
 from farspan.program.strategies import STRATEGIES
 from farspan.report.run import write_report
 from farspan.report.tables import lines_table, show
-from farspan.sparse.index import principal_index
-from farspan.sparse.train import (
+from farspan.sparse.budget import (
     ENOUGH,
     LAST,
     RANDOM,
     KeptMass,
-    index_of,
     kept_masses,
-    selector_for,
     sparse_losses,
     whole_tokens,
 )
+from farspan.sparse.index import principal_index
 from farspan.spec import Schedule, Sparse, UnsupportedError
 from farspan.train.config import HubConfig, ModelConfig, RunConfig, SparseConfig
 from farspan.train.console import make_reporter
@@ -58,6 +57,7 @@ from farspan.train.hub import PushFailed, push, refuse_login
 from farspan.train.origin import copy_adapters, with_base
 from farspan.train.run_folder import as_json
 from farspan.train.setup import embedded_rows, resolve
+from farspan.train.sparse import index_of, selector_for
 from farspan.train.step_runner import TrainingResult
 from farspan.train.trainer import Diverged, train
 
@@ -541,6 +541,7 @@ def trace_command(
             batch=batch,
             dtype=dtype,
             recording=Recording(read_temporaries(temporaries), lasting=weights),
+            measuring=measuring,
         )
     with allocator_package() as package:
         if request is None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from farspan.attention.backends import BlockKernel
 from farspan.attention.chunk import AttentionCall, attend, attend_backward
+from farspan.attention.far import FarAttention, FarRun
 from farspan.distributed.context import ParallelContext
 from farspan.distributed.kv_sharding import KVShards, Ring
 from farspan.engine.buffers import (
@@ -45,13 +46,11 @@ from farspan.program.attention_blocks import (
     cut_wide,
     document_runs,
     most_of,
-    near_blocks,
     plan_held_blocks,
 )
 from farspan.program.layout import Range, Rank, Share, among_heads, share_of
 from farspan.program.program import AttentionMode, Backward, Forward, Program
 from farspan.program.work import Piece, parts_of, pieces_of
-from farspan.sparse.engine import SparseCell, SparseRun
 from farspan.spec import LayerSpec, Tier, UnsupportedError
 
 Rows = dict[str, Tensor]
@@ -76,7 +75,7 @@ class ChunkAttention:
     kept: bool = False  # the graph outlives the chunk
     own_kv: Rows | None = None  # of a kept graph, set for its backward
     own_dkv: Rows | None = None  # sums from later chunks, set for the backward
-    sparse: SparseCell | None = None  # None: dense
+    far: FarAttention[KVPrefix] | None = None  # None: queries see every key
     spread: KVShards | Ring | None = None  # for keys spread over ranks
     exchange: HeadExchange | None = None  # tokens for heads; None: this rank has all heads
     graph: bool = False  # a backward will follow
@@ -99,7 +98,7 @@ class ChunkAttention:
 
     def is_dense(self) -> bool:
         """Return whether this rank holds all keys, and queries see all of them."""
-        return self.spread is None and self.sparse is None
+        return self.spread is None and self.far is None
 
     def to_heads(
         self, exchange: HeadExchange, q: Tensor, k: Tensor, v: Tensor
@@ -130,8 +129,8 @@ class ChunkAttention:
             return
         self.write_kv["k"].copy_(k.detach().permute(2, 0, 1, 3))
         self.write_kv["v"].copy_(v.detach().permute(2, 0, 1, 3))
-        if self.sparse is not None:
-            self.sparse.note(self.write_kv["k"])
+        if self.far is not None:
+            self.far.note(self.write_kv["k"])
 
     def attend(
         self, call: AttentionCall, of_keys: OfKeys, prefix: KVPrefix | KVHeads, sinks: Tensor | None
@@ -141,8 +140,8 @@ class ChunkAttention:
             return self.spread.attend(call, *of_keys, self.key_values, sinks)
         if self.spread is not None:
             return self.spread.attend(call, *of_keys, prefix, sinks)
-        if self.sparse is not None:
-            return self.sparse.attend(call, *of_keys, sinks)
+        if self.far is not None:
+            return self.far.attend(call, *of_keys, sinks)
         return attend(call, *of_keys, prefix, sinks)
 
     def keep(self, out: Tensor, lse: Tensor) -> Attended:
@@ -177,8 +176,8 @@ class ChunkAttention:
             return self.spread.attend_backward(call, dout, of_keys, attended, whole, sinks)
         if self.spread is not None:
             return self.spread.attend_backward(call, dout, of_keys, attended, prefix, sinks)
-        if self.sparse is not None:
-            return self.sparse.attend_backward(call, dout, of_keys, attended, sinks)
+        if self.far is not None:
+            return self.far.attend_backward(call, dout, of_keys, attended, sinks)
         return attend_backward(call, dout, *of_keys, attended, prefix, sinks, narrow=True)
 
     def with_later(self, dk: Tensor, dv: Tensor, heads: slice) -> list[Tensor]:
@@ -303,7 +302,7 @@ class AttentionContext:
     storage: ProgramBuffers
     slots: StagingBuffers
     kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)
-    sparse: SparseRun | None = None
+    far: FarRun[KVPrefix] | None = None  # None: queries see every key
     chunk: int = -1
     blocks: dict[tuple[int | None, int, int], tuple[Block, ...]] = field(default_factory=dict)
     shares: bool = field(init=False)  # other ranks have tokens of the same sequence
@@ -324,22 +323,24 @@ class AttentionContext:
             attention=self._rows(i.attention, i.chunk, i.layer),
             held=held,
             kept=i.kept,
-            sparse=None if self.sparse is None else self.sparse.cell(i),
+            far=None if self.far is None else self.far.cell(i),
             graph=i.graph,
         )
         if self.shares:
             self._share_cell(i, cell)
         if i.mode is AttentionMode.COMPUTE:
             self._fetch(cell, i.layer, i.chunk)
+            if cell.far is not None:
+                cell.far.begin(cell.key_values)
         return cell
 
     def begin_backward(self, i: Backward, cell: ChunkAttention) -> None:
         """Give a cell the tensors of its backward; fetches of keys and of their gradient sums
         start."""
         cell.key_values = self._prefix(i.layer, i.chunk, i.prefix, i.accumulator)
-        if cell.sparse is not None and self.sparse is not None:
-            cell.sparse.choice = self.sparse.choice(i)
         self._fetch(cell, i.layer, i.chunk)
+        if cell.far is not None:
+            cell.far.begin_backward(i, cell.key_values)
         cell.own_dkv = self._rows(i.own_dkv, i.chunk, i.layer)
         if cell.kept:
             cell.own_kv = self._rows(i.own_kv, i.chunk, i.layer)
@@ -350,8 +351,6 @@ class AttentionContext:
         if cell.key_values.on_host(cell.key_values.keys_in):
             blocks = self.blocks_of(layer, chunk, self._ring_index())
             cell.key_values.begin(streamed_spans(blocks, self._own_row(chunk)))
-        if cell.sparse is not None:
-            cell.sparse.begin(cell.key_values)
 
     def _rows(self, name: str | None, chunk: int, layer: int) -> Rows | None:
         return None if name is None else self.storage.chunk(name, chunk, layer)
@@ -385,7 +384,7 @@ class AttentionContext:
     def blocks_of(self, layer: int, chunk: int, ring: int) -> tuple[Block, ...]:
         """Return the blocks of the queries against the keys of the rank at index `ring`."""
         program = self.program
-        spec, sparse = program.model.layers[layer], program.schedule.sparse
+        spec = program.model.layers[layer]
         if chunk != self.chunk:
             self.chunk, self.blocks = chunk, {}
         most = most_of(spec, program.run)
@@ -395,8 +394,8 @@ class AttentionContext:
             block, held = program.schedule.kv_block, self._held(ring)
             runs = self.runs(chunk)
             blocks = plan_held_blocks(start, stop, block, spec.window, runs, held)
-            if sparse is not None and spec.window is None:
-                blocks = near_blocks(blocks, sparse, start)
+            if self.far is not None:
+                blocks = self.far.near(spec, blocks, start)
             self.blocks[key] = tuple(piece for block in blocks for piece in cut_wide(block, most))
         return self.blocks[key]
 

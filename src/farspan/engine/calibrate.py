@@ -22,6 +22,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from farspan.durable import write_whole
+from farspan.engine.far import far_curves
 from farspan.engine.kernels import AttentionKernels, deterministic_algorithms
 from farspan.engine.microbench import (
     HEAD_DIM,
@@ -34,7 +35,6 @@ from farspan.engine.microbench import (
     links,
     logit,
     memory,
-    page_curves,
     products,
     softmax,
     weight_products,
@@ -358,7 +358,7 @@ def _rates(bench: Bench, dtype: torch.dtype, progress: Progress) -> Rates:
         for causal, kind in ((False, "attention"), (True, "causal")):
             points = attentions(bench, dtype, causal=causal, backward=backward)
             curves[f"{kind}_{way}"] = bench.curve(f"{path}.{kind}_{way}", points)
-    curves |= page_curves(bench, path, dtype)
+    curves |= far_curves(bench, path, dtype)
     return Rates(
         **curves,
         peak=_peak(bench, dtype, curves.values()),

@@ -81,7 +81,8 @@ class Calls:
             return
         same.add({"trained_tokens": repr(trained_tokens), "schedule": repr(model.schedule)})
         same.add({"kernels": repr(self.models.wanted)})
-        same.add(facts_of("selector", self.runner.selector))
+        far = self.runner.far
+        same.add(facts_of("selector", None if far is None else far.select))
         if draws:
             same.add({"neftune_alpha": repr(self.neftune_alpha)})
             if model.drops or self.neftune_alpha:

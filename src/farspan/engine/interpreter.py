@@ -20,6 +20,7 @@ from farspan.distributed.collectives import Pipeline
 from farspan.distributed.tensor import TensorParallel
 from farspan.engine.attention_op import AttentionContext, ChunkAttention, KVWritten
 from farspan.engine.buffers import ProgramBuffers, StagingBuffers
+from farspan.engine.far import FarStep
 from farspan.engine.gradients import (
     AccumulatingLinears,
     GradientAccumulator,
@@ -68,8 +69,6 @@ from farspan.program.program import (
     StoreGradient,
     cell_place,
 )
-from farspan.sparse.engine import SparseRun
-from farspan.sparse.pages import Selector
 from farspan.spec import LayerSpec
 
 
@@ -178,8 +177,8 @@ class Interpreter:
     layers: Layers
     kernels: AttentionKernels
     kernel_of: dict[LayerSpec, BlockKernel] = field(default_factory=dict)  # kernels selected so far
-    select: Selector | None = None  # selects pages of sparse attention
-    watched: tuple[int, int] | None = None  # the sparse cell whose attention coverage is measured
+    far: FarStep | None = None  # None: queries see every key
+    watches: bool = False  # measure the coverage of a cell of `far`
     sharded_model: ShardedModel | None = None  # None: a single process
     weights: StreamedWeights | None = None  # None: weights stay on the device
     registers: Registers = field(default_factory=Registers)
@@ -188,21 +187,13 @@ class Interpreter:
     @cached_property
     def attention(self) -> AttentionContext:
         """What the attention of all cells shares."""
-        slots, schedule = StagingBuffers(self.storage.copies), self.program.schedule
+        slots = StagingBuffers(self.storage.copies)
         ranks = None if self.sharded_model is None else self.sharded_model.ranks
         made = self.make_attention(
             self.program, self.inputs, self.kernels, ranks, self.storage, slots, self.kernel_of
         )
-        if schedule.sparse is not None and self.select is not None:
-            made.sparse = SparseRun(
-                self.storage,
-                slots,
-                schedule.sparse,
-                self.select,
-                self.kernels,
-                made.documents,
-                self.watched,
-            )
+        if self.far is not None:
+            made.far = self.far.run(made, watches=self.watches)
         return made
 
     @cached_property

@@ -33,9 +33,6 @@ from farspan.lazy import load
 from farspan.planner.machines import read, user_file
 from farspan.program.attention_blocks import Block, most_of
 from farspan.program.program import Program
-from farspan.sparse.attend import FarKernel
-from farspan.sparse.gathered import select_far
-from farspan.sparse.kernel_calls import TritonFar, supports
 from farspan.spec import AttentionKernel, Kernels, LayerSpec, ModelSpec, UnsupportedError
 
 WIDEST = 256  # elements of a head in flash attention
@@ -298,13 +295,6 @@ class AttentionKernels:
         if program is not None:
             lengths = chunk_lengths(program, most_of(spec, program.run))
         return self._select(spec, self._choice(spec), lengths)
-
-    def far(self, spec: LayerSpec) -> FarKernel:
-        """Return the kernel of a layer's attention to chosen pages."""
-        heads = spec.head_dim, spec.value_dim, spec.softcap
-        if supports(self.device, self.dtype, *heads):
-            return TritonFar()
-        return select_far(self.device.type, *heads)
 
     def refuse(self, model: ModelSpec) -> None:
         """Raise UnsupportedError if the chosen kernel cannot run one of the layers."""

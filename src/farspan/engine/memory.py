@@ -19,7 +19,6 @@ from farspan.hf.quantized import state_bytes
 from farspan.hf.stages import UncompiledMode, uncompiled
 from farspan.host import GIB, UNLIMITED
 from farspan.program.program import Program, made_bytes
-from farspan.sparse.index import Index
 from farspan.spec import Tier
 
 
@@ -260,10 +259,9 @@ def _static(step: Step, program: Program) -> MemoryEstimate:
         accumulators=0,
         transient=0,
     )
-    if isinstance(step.selector, Index):
-        device, dtype = step.boundary.device, step.boundary.dtype
-        step.selector.at(device, dtype)  # prepared now, as the step will use it
-        found = replace(found, index=step.selector.nbytes(dtype))
+    if step.far is not None:
+        held = step.far.held_bytes(step.boundary.device, step.boundary.dtype)
+        found = replace(found, index=held)
     if step.weights is not None:
         return replace(
             found,

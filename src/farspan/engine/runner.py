@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from farspan.attention.backends import BlockKernel, accumulate_dtype
+from farspan.attention.far import Seen
 from farspan.engine.buffers import ProgramBuffers
+from farspan.engine.far import FarStep
 from farspan.engine.gradients import GradientAccumulator, call_accumulated, is_hooked, uncast
 from farspan.engine.heads import ValueHead
 from farspan.engine.interpreter import CutLayers, Interpreter, Layers, SparingLayers, TiledLayers
@@ -24,8 +26,6 @@ from farspan.program.dependencies import Cell, Order, unread_outputs, waits
 from farspan.program.layout import AXES, ONLY
 from farspan.program.program import Backward, Forward, Head, Instruction, Program
 from farspan.program.work import work_of
-from farspan.sparse.engine import Seen, watched_cell
-from farspan.sparse.pages import Selector
 from farspan.spec import LayerSpec, RunSpec, Tier, UnsupportedError
 
 ADVICE = (
@@ -97,16 +97,15 @@ class Runner:
 
     memory: StepMemory
     overlap: bool | None  # copies run in parallel with the computation; None: on CUDA
-    selector: Selector | None  # of pages, with sparse attention
+    far: FarStep | None  # None: dense attention
     progress: Callable[[Progress], None] | None
     poison: bool
-    watches: bool  # one cell of each step measures its coverage
+    watches: bool = True  # one cell of a step with `far` measures its coverage
     # Called when a program with a backward begins; returns a callback for each issued instruction.
     watch: Callable[[Program], Callable[[Instruction], None]] | None = None
     copies: CopyEngine = field(init=False)
     _seen: Callable[[], Seen] | None = None  # of the latest watched cell
     _running: bool = False
-    _steps: int = 0
 
     def __post_init__(self) -> None:
         self._compute_on(self.memory)
@@ -171,8 +170,8 @@ class Runner:
             loss = interpreter.run(prepared.orders if self.copies.overlap else None)
             if model.sharded is not None:
                 model.sharded.ranks.among(*AXES).sum(loss)
-        if interpreter.attention.sparse is not None:
-            self._seen = interpreter.attention.sparse.seen or self._seen
+        if interpreter.attention.far is not None:
+            self._seen = interpreter.attention.far.seen or self._seen
         return loss.to(accumulate_dtype(model.boundary.dtype))
 
     @contextmanager
@@ -241,8 +240,8 @@ class Runner:
             layers=_layers(model, prepared, gradients, inputs.draws),
             kernels=model.kernels,
             kernel_of=prepared.kernel_of,
-            select=self.selector,
-            watched=self._watched(prepared.program),
+            far=self.far,
+            watches=self.far is not None and self.watches and prepared.program.trains(),
             sharded_model=model.sharded,
             weights=model.weights,
         )
@@ -275,13 +274,6 @@ class Runner:
             counter(instruction)
 
         return both
-
-    def _watched(self, program: Program) -> tuple[int, int] | None:
-        """Return the cell whose attention coverage this step measures; None in an evaluation."""
-        if not self.watches or not program.trains():
-            return None
-        self._steps += 1
-        return watched_cell(program, self._steps - 1)
 
 
 def accumulator(model: PreparedModel) -> GradientAccumulator:

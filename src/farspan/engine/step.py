@@ -7,9 +7,11 @@ from typing import Generic, Literal, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
+from farspan.attention.far import GivenSelector, Seen
 from farspan.distributed.agreement import agreement
 from farspan.distributed.context import ParallelContext
 from farspan.engine.calls import Calls, written
+from farspan.engine.far import FarStep, far_step
 from farspan.engine.heads import HeadFunction, LogProbs, TopIds
 from farspan.engine.kernels import AttentionKernels
 from farspan.engine.parallelize import ShardedModel, refuse_schedule
@@ -22,8 +24,6 @@ from farspan.hf.dropout import refuse_noise
 from farspan.hf.stages import CausalLMStages
 from farspan.planner.request import Plan
 from farspan.program.program import Instruction, Program
-from farspan.sparse.engine import PageFunction, Seen, selector_of
-from farspan.sparse.pages import Selector
 from farspan.spec import Kernels, ModelSpec, Schedule, Tier, UnsupportedError
 
 Value = TypeVar("Value")
@@ -99,7 +99,7 @@ class Step:
     # Called when a program with a backward begins; returns a callback for each issued instruction.
     watch = _OfPart[Callable[[Program], Callable[[Instruction], None]] | None]("runner.watch")
     poison, watches = _OfPart[bool]("runner.poison"), _OfPart[bool]("runner.watches")
-    selector = _OfPart[Selector | None]("runner.selector")
+    far = _OfPart[FarStep | None]("runner.far")  # None: dense attention
     copies, memory = _OfPart[CopyEngine]("runner.copies"), _OfPart[StepMemory]("runner.memory")
     arenas = _OfPart[dict[Tier, Arena]]("runner.memory.arenas")  # with the programs' buffers
     # Attention coverage of the latest watched cell; None: nothing was hidden. The CPU waits for it.
@@ -128,7 +128,7 @@ class Step:
         poison: bool = False,
         overlap: bool | None = None,
         kernels: Kernels | None = None,
-        selector: Selector | PageFunction | None = None,
+        selector: GivenSelector | None = None,
         ranks: ParallelContext | ShardedModel | None = None,
         device: torch.device | str | None = None,
         weights: StreamedWeights | None = None,
@@ -151,11 +151,10 @@ class Step:
         models = Preparations(model, asked, wanted, sharded, whole, on)
         models.keep_whole()
         with agreement(context, "Step: preparing"):
-            sparse = asked is not None and asked.sparse is not None
-            chosen = selector_of(selector, asked) if asked is not None and sparse else None
+            far = None if asked is None else far_step(asked, selector)
             models.begin(weights)
             memory = StepMemory.on(models.now.boundary.device, memory)
-        self.head, self.runner = head, Runner(memory, overlap, chosen, progress, poison, sparse)
+        self.head, self.runner = head, Runner(memory, overlap, far, progress, poison)
         self._calls = Calls(models, self.runner, planner, seed, neftune_alpha)
 
     @property

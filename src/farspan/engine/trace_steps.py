@@ -40,7 +40,7 @@ from farspan.hf.stages import CausalLMStages
 from farspan.lazy import without_garbage_collection
 from farspan.profile.catalog import find_config
 from farspan.profile.model import Variant
-from farspan.profile.store import profiles_of
+from farspan.profile.store import Measure, profiles_of
 from farspan.program.builder import build_program
 from farspan.program.program import Backward, EmbedBackward, Forward, Instruction, Program
 from farspan.program.program import Head as HeadInstruction
@@ -352,6 +352,7 @@ class TraceRequest:
     batch: int = 1
     dtype: str = "bf16"
     recording: Recording = ALL_OF_IT
+    measuring: Callable[[], Measure] | None = None  # as for `Profiles`; for farspan's strategies
 
     def trace(self) -> Trace:
         """Run the trace. Raises UnsupportedError naming the field."""
@@ -373,7 +374,8 @@ class TraceRequest:
             )
         else:
             variant = Variant(dtype_name(self.dtype), self.rank)
-            spec = profiles_of(config, self.model).of(variant).spec
+            profiles = profiles_of(config, self.model, measuring=self.measuring)
+            spec = profiles.of(variant).spec
             programs = {
                 tokens: build_program(
                     spec, RunSpec(self.batch, tokens), strategy(own, len(spec.layers), tokens)

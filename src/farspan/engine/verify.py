@@ -45,14 +45,15 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farspan.attention.backends import reference
+from farspan.attention.far import GivenSelector
+from farspan.engine.far import function_of
 from farspan.engine.gradients import own_gradients
 from farspan.engine.loss import IGNORED, make_inputs
 from farspan.engine.reference import (
     Approximation,
     Attention,
     Function,
-    Gradients,
-    approximation,
+    Outcome,
     gradients_of,
     reference_loss,
 )
@@ -62,8 +63,6 @@ from farspan.hf.probe import Float64Mode
 from farspan.hf.quantized import is_quantized, unpacked
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import drawing_dropouts, refuse_context
-from farspan.sparse.engine import PageFunction
-from farspan.sparse.pages import Selector
 from farspan.spec import Schedule, UnsupportedError
 
 EXACT = 1e-12  # float64 throughout, also where the model's own code would compute in float32
@@ -276,7 +275,6 @@ NOISE = 1e-14
 OWN = 1e-4
 
 Data = tuple[Tensor, Tensor, Tensor | None]  # input_ids, labels, document_ids
-Outcome = tuple[Tensor, Gradients]  # loss and gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +331,7 @@ def verify(
     run: VerificationRun,
     *,
     worst: int = 10,
-    selector: Selector | PageFunction | None = None,
+    selector: GivenSelector | None = None,
 ) -> Verification:
     """Compare loss and every gradient of one step with plain full-sequence autograd.
 
@@ -370,7 +368,7 @@ def verify(
         raise UnsupportedError(
             f"model: {name} would drop other elements in the reference; call model.eval()"
         )
-    function = Function(schedule, selector, _dtype(model))
+    function = function_of(schedule, selector, _dtype(model))
     with eager_experts(model), Float64Mode() if function.dtype is torch.float64 else nullcontext():
         # Both refuse now, before the references, which take time and memory by the length squared.
         Step(model, schedule, selector=selector)
@@ -418,7 +416,7 @@ def _verify(model: nn.Module, function: Function, data: Data, worst: int) -> Ver
     )
     told = None
     if dense is not None:
-        told = approximation(function, model, data[0].shape[1], *steps.first, *dense)
+        told = function.approximation(model, data[0].shape[1], steps.first, dense)
     return Verification(
         passed=bool(within),
         loss_error=loss_error,
@@ -467,7 +465,7 @@ class Structure:
 
 
 def _structure(twin: nn.Module, function: Function, data: Data, exact: Outcome) -> Structure:
-    function = replace(function, dtype=torch.float64, choices=None)
+    function = function.in_double()
     outcome = _stepped(twin, function, data)
     found, moved = _errors(outcome[1], exact[1]), []
     if max(found.values(), default=0.0) > EXACT:

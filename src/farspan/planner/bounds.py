@@ -8,22 +8,40 @@ so nothing is simulated. Memory (peaks) is the fullest of a few phases of the pr
 padding. The P groups of all K cuts are computed together.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from farspan.planner.cell_prices import Array, CellPrices
 from farspan.planner.evaluate import kinds_of
-from farspan.planner.pass_counts import CellCounts, Counts, Cuts, Kept, Part, Role, cells, switches
+from farspan.planner.pass_counts import (
+    COMPUTES,
+    ENTERS,
+    IS_GIVEN,
+    PROJECTS,
+    WRITES_KV,
+    Act,
+    Acts,
+    Boundary,
+    Cuts,
+    Kept,
+    Part,
+    Role,
+    acts,
+)
 from farspan.planner.request import Question
 from farspan.planner.states import input_bytes, update_overlaps
 from farspan.program.layout import kept_chunks, streams
+from farspan.program.program import Evict, Fetch
+from farspan.program.residency import RESIDENCY, CutInto, Kind
 from farspan.spec import LayerSpec, Schedule, Tier
 
+# The schedule's fields of these tiers.
+OPEN = tuple(RESIDENCY[kind].tier for kind in (Kind.X, Kind.ATTENTION, Kind.ACTIVATIONS))
 TIERS = tuple(product(Tier, repeat=3))  # of x, attention, activations
 ON_HOST = np.array([[tier is Tier.HOST for tier in tiers] for tiers in TIERS], dtype=np.float64)
 
@@ -64,11 +82,6 @@ class Frames:
         return self.cell_prices.question.loss.is_cut
 
     @property
-    def unseen(self) -> NDArray[np.bool_]:
-        """True where the last chunk's first pass ends below the rank's last group, [K, F]."""
-        return np.asarray((self.last_graphs == 0) & self.cuts.has_head & (not self.is_cut))
-
-    @property
     def evaluates(self) -> bool:
         """Return whether each step runs the forward of a reference model."""
         return self.cell_prices.question.loss.evaluates
@@ -94,13 +107,6 @@ class Frames:
         )
         row = self.cell_prices.x_row() * self.cell_prices.sizes[0]
         return np.asarray(saves * self.cuts.inner * row)
-
-    def kv_goes_home(self, role: Role) -> bool:
-        """Return whether kept K, V of a layer in this role wait on the host, across the link."""
-        schedule = self.schedule
-        waits = schedule.kv_kept and role in (Role.INNER, Role.TOP)
-        waits = waits and not self.cuts.kind.is_stage
-        return waits and schedule.kv is Tier.DEVICE and schedule.kv_home is Tier.HOST
 
     def covered(self, spec: LayerSpec, role: Role) -> Array:
         """Bytes of a kept cell, [F], with O and LSE unless their own buffer has them all."""
@@ -178,8 +184,6 @@ def _lanes(frames: Frames) -> tuple[Array, Array]:
     work = work.reshape(size, LANES, choices)
     work[:, COMPUTE] += cell_prices.once(("outside", cuts, kv_kept), lambda: _outside(frames))
     work[:, COMPUTE] += cell_prices.clear
-    if frames.schedule.kv is Tier.HOST:
-        work[:, EVICT] += cell_prices.zeros
     work[:, COLLECTIVE] += frames.gathers
     if frames.streams:
         work[:, FETCH : EVICT + 1] += cuts.streamed(cell_prices.prices)[..., None]
@@ -194,55 +198,67 @@ def _lanes(frames: Frames) -> tuple[Array, Array]:
 
 
 def _part(frames: Frames, part: Part) -> tuple[Array, Array]:
-    """Lanes [5, F] and bytes [2, 3, F] of one layer in this part, cached for all cuts."""
+    """Return the lanes [5, F] of one layer in this part, and the bytes [2, 3, F] of its O, LSE and
+    activations that are fetched and evicted, cached for all cuts."""
     role, spec, alone = part
-    key = part, switches(role, frames.schedule), frames.kv_goes_home(role)
-    known = frames.cell_prices.known
-    if key not in known:
-        part = role, frames.cell_prices.held[spec], alone
+    found, known = acts(role, frames.schedule, is_cut=frames.is_cut), frames.cell_prices.known
+    if (part, found) not in known:
         choices = frames.kept.without_graphs if alone else frames.kept
-        found = cells(role, frames.schedule, choices, is_cut=frames.is_cut)
-        known[key] = _cells(frames, part, found), _moved(frames, part, found)
-    return known[key]
+        layer = _LayerCounts(frames, role, frames.cell_prices.held[spec], found, choices)
+        known[part, found] = layer.work_and_moved()
+    return known[part, found]
 
 
-def _cells(frames: Frames, part: Part, found: CellCounts) -> Array:
-    """Return the seconds of one layer's cells, and of copying its K, V, [5, F]."""
-    cell_prices, (role, spec, alone) = frames.cell_prices, part
-    choices = frames.kept.without_graphs if alone else frames.kept
-    work = cell_prices.lanes.forward[spec].total(found.compute, choices)
-    work += cell_prices.lanes.given[spec].total(found.given, choices)
-    work += cell_prices.lanes.project[spec].total(found.project, choices)
-    work += cell_prices.lanes.backward[spec].total(np.ones_like(found.compute), choices)
-    if frames.schedule.kv is Tier.DEVICE:
-        work[FETCH : EVICT + 1] = 0.0  # no prefix is streamed
-    sizes, keys = choices.over(cell_prices.sizes), choices.over(cell_prices.keys)
-    kv, dkv = cell_prices.kv_row(spec) * keys, cell_prices.dkv_row(spec) * keys
-    # Copies on the device into the program's buffers.
-    put_away = found.kv_written @ kv
-    put_away += found.attention_out @ keys * cell_prices.attention_row(spec)
-    put_away += found.graph @ sizes * cell_prices.prices.saved_row(spec)
-    work[COMPUTE] += 2 * put_away / cell_prices.question.machine.memory
-    if frames.schedule.kv is Tier.HOST:
-        work[FETCH] += (found.graph @ kv + dkv.sum()) / cell_prices.prices.fetch_rate()
-        work[EVICT] += found.kv_written @ kv / cell_prices.prices.evict_rate()
-    if frames.kv_goes_home(role):
-        work[FETCH] += kv.sum() / cell_prices.prices.fetch_rate()
-        work[EVICT] += kv.sum() / cell_prices.prices.evict_rate()
-    return work
+@dataclass(frozen=True, slots=True)
+class _LayerCounts:
+    """One layer in its role."""
 
+    frames: Frames
+    role: Role
+    spec: LayerSpec
+    acts: Acts
+    choices: Kept
 
-def _moved(frames: Frames, part: Part, found: CellCounts) -> Array:
-    """Return the bytes of one layer's O, LSE and activations copied from and to the host, [2, 3,
-    F]: fetched and evicted; by x (zero), attention and activations."""
-    role, spec, alone = part
-    choices = frames.kept.without_graphs if alone else frames.kept
-    row = frames.cell_prices.attention_row(spec) * choices.over(frames.cell_prices.keys)
-    graphs = frames.cell_prices.cells(choices.graphs)
-    cell = graphs * frames.covered(spec, role)
-    fetched = np.stack([frames.zero, found.attention_in @ row, cell])
-    evicted = np.stack([frames.zero, found.attention_out @ row, cell])
-    return np.stack([fetched, evicted])
+    def work_and_moved(self) -> tuple[Array, Array]:
+        prices, work = self.frames.cell_prices.prices, self._cells()
+        moved = np.zeros((LINK, len(OPEN), len(self.frames.zero)))
+        rates = prices.fetch_rate(), prices.evict_rate()
+        for way, (copy, rate) in enumerate(zip((Fetch, Evict), rates, strict=True)):
+            for act in self.acts.of_type(copy):
+                kind = cast("Kind", act[1])
+                size, tier = self._bytes(act, kind), RESIDENCY[kind].tier
+                if tier in OPEN:
+                    moved[way, OPEN.index(tier)] += size
+                else:
+                    work[FETCH + way] += size / rate
+        return work, moved
+
+    def _cells(self) -> Array:
+        """Return the seconds of the cells, and of copies on the device, [5, F]."""
+        cell_prices, spec, choices = self.frames.cell_prices, self.spec, self.choices
+        lanes, compute = cell_prices.lanes, self.acts.of(COMPUTES, choices)
+        work = lanes.forward[spec].total(compute, choices)
+        work += lanes.given[spec].total(self.acts.of(IS_GIVEN, choices), choices)
+        work += lanes.project[spec].total(self.acts.of(PROJECTS, choices), choices)
+        work += lanes.backward[spec].total(np.ones_like(compute), choices)
+        if self.frames.schedule.kv is Tier.DEVICE:
+            work[FETCH : EVICT + 1] = 0.0  # no prefix is streamed
+        put_away = self._bytes(WRITES_KV, Kind.KV)
+        put_away += self._bytes((Evict, Kind.ATTENTION), Kind.ATTENTION)
+        saved = self.acts.of((Evict, Kind.ACTIVATIONS), choices) @ choices.over(cell_prices.sizes)
+        put_away += saved * cell_prices.prices.saved_row(spec)
+        work[COMPUTE] += 2 * put_away / cell_prices.question.machine.memory
+        return work
+
+    def _bytes(self, act: Act, kind: Kind) -> Array:
+        """Return the bytes of a kind of tensor that instructions move, [F]."""
+        cell_prices, choices = self.frames.cell_prices, self.choices
+        if kind is Kind.ACTIVATIONS:
+            cells = cell_prices.cells(choices.graphs)
+            return cells * self.frames.covered(self.spec, self.role)
+        by_key = RESIDENCY[kind].rows is CutInto.KEYS
+        rows = choices.over(cell_prices.keys if by_key else cell_prices.sizes)
+        return np.asarray(self.acts.of(act, choices) @ rows * cell_prices.row(kind, self.spec))
 
 
 def _reference(frames: Frames) -> Array:
@@ -252,7 +268,10 @@ def _reference(frames: Frames) -> Array:
     lanes, on_host = cell_prices.lanes, frames.schedule.kv is Tier.HOST
     work = np.zeros(LANES)
     for spec in cell_prices.model.layers:
-        cell, kv = lanes.forward[spec], cell_prices.kv_row(spec) * cell_prices.share.keys.total
+        cell, kv = (
+            lanes.forward[spec],
+            cell_prices.row(Kind.KV, spec) * cell_prices.share.keys.total,
+        )
         busy = cell.compute, cell.fetch * on_host, cell.evict, cell.collective, cell.host
         work += [lane.sum() for lane in busy]
         work[COMPUTE] += 2 * kv / cell_prices.question.machine.memory
@@ -276,31 +295,45 @@ def _boundaries(frames: Frames) -> Array:
     """Return the bytes copied for x and its gradient between groups, and for the inputs inside kept
     cells, [K, 2, 3, F]: fetched and evicted; by x, attention and activations."""
     cell_prices, groups, kind = frames.cell_prices, frames.cuts.counts, frames.cuts.kind
+    if kind.is_stage:
+        above = Boundary.LAST_STAGE if kind.is_last else Boundary.STAGE
+        numbers: dict[Boundary, NDArray[Any]] = {above: groups * (not kind.is_first)}
+    else:
+        several = groups > 1
+        numbers = {Boundary.LAST: several, Boundary.EARLIER: several * (groups - 2)}
+    numbers[Boundary.HEAD] = groups**0 * kind.is_last
     row = cell_prices.x_row() * cell_prices.sizes
-    graphs = cell_prices.latest(frames.last_graphs) * cell_prices.x_row() * kind.is_last
-    skipped = row[-1] * frames.unseen
-    whole = row.sum()
-    # The rebuild of a middle group and the first pass of the last begin without the last chunk.
-    several = groups > 1
-    rebuilt = 0 if frames.schedule.kv_kept else np.maximum(groups - 2, 0)
-    fetched = graphs + 3 * (groups - 1) * whole - skipped * several
-    fetched = fetched + rebuilt * (whole - row[-1] * (frames.kept.graphs == 0))
-    evicted = graphs + 2 * (groups - 1) * whole
-    if kind.is_stage and not kind.is_first:  # x that the stage received
-        fetched, evicted = fetched + whole - skipped, evicted + whole
     cells = cell_prices.cells(frames.kept.graphs)
     inputs = cells * frames.cell_inputs.sum(axis=1, keepdims=True)
-    moved = [np.stack([x, np.zeros_like(x), inputs], axis=1) for x in (fetched, evicted)]
+    moved = []
+    for copy in Fetch, Evict:
+        each = (_at(frames, b, (copy, Kind.X), row) * n for b, n in numbers.items())
+        x = sum(each, np.zeros((len(groups), len(frames.zero))))
+        moved.append(np.stack([x, np.zeros_like(x), inputs], axis=1))
     return np.stack(moved, axis=1)
+
+
+def _at(frames: Frames, boundary: Boundary, act: Act, values: Array) -> Array:
+    """Return the sum over all chunks of what is done at a boundary, [K, F]; `values` are those of
+    a chunk, [chunks]."""
+    found = acts(boundary, frames.schedule, is_cut=frames.is_cut)
+
+    def total(choices: Kept) -> Array:
+        return np.asarray(found.of(act, choices) @ choices.over(values))
+
+    if boundary in (Boundary.EARLIER, Boundary.STAGE):
+        return total(frames.kept)[None]
+    return np.where(frames.cuts.alone, total(frames.kept.without_graphs), total(frames.kept))
 
 
 def _outside(frames: Frames) -> Array:
     """Return the seconds of embedding and head, where the rank has them, [K, F]."""
     lanes, several, kind = frames.cell_prices.lanes, frames.cuts.counts > 1, frames.cuts.kind
-    once, last = lanes.embed.sum() * kind.is_first, lanes.embed[-1] * kind.is_first
-    passes = 2 * once - last * frames.unseen * ~several
-    if not frames.schedule.kv_kept:
-        passes = passes + (once - last * (frames.kept.graphs == 0)) * several
+    earlier, last = Boundary.EARLIER, Boundary.LAST
+    if kind.is_stage:
+        earlier = last = Boundary.STAGE
+    enters = (_at(frames, above, ENTERS, lanes.embed) for above in (earlier, last))
+    passes = np.where(several, *enters) * kind.is_first
     head = lanes.head.sum() * kind.is_last
     if frames.is_cut:
         head += lanes.values.sum() * kind.is_last
@@ -372,7 +405,9 @@ def _fullest(frames: Frames) -> Array:
 def _first(frames: Frames) -> tuple[Array, Array]:
     """Return the bytes of K, V on device and host in the groups' first passes, [P, 1, 1] each."""
     own, _, waiting = _kv(frames)
-    goes_home = frames.kv_goes_home(Role.TOP) & ~frames.cuts.groups.is_last
+    s = frames.schedule
+    is_copied = s.kv_kept and s.kv is Tier.DEVICE and s.kv_home is Tier.HOST
+    goes_home = (is_copied and not frames.cuts.kind.is_stage) & ~frames.cuts.groups.is_last
     device, host = _tiers(frames, own, waiting)
     return device[..., None], (host + own * goes_home)[..., None]
 
@@ -492,7 +527,7 @@ def device_slots(frames: Frames) -> Array:
     passed = kind.is_stage and not kind.is_first
     ends = pair * ((frames.last_graphs > 0) & frames.cuts.has_head)
     x = np.where(many, 2 * pair, ends + pair * passed) * cell_prices.x_row() * cell_prices.sizes[0]
-    row = max(cell_prices.attention_row(spec) for spec in layers)
+    row = max(cell_prices.row(Kind.ATTENTION, spec) for spec in layers)
     attention = _attention_slots(frames) * row * chunk
     free = np.stack([x, attention, _cell_slots(frames)], axis=1)
     size = spread(free, ON_HOST)
@@ -500,8 +535,8 @@ def device_slots(frames: Frames) -> Array:
         block = min(frames.schedule.kv_block, cell_prices.share.keys.total) * (
             len(cell_prices.chunks) > 1
         )
-        kv, dkv = max(map(cell_prices.kv_row, layers)), max(map(cell_prices.dkv_row, layers))
-        own = np.minimum(2, _crossings(frames, lambda found: found.kv_written + found.graph))
+        kv, dkv = (max(cell_prices.row(k, spec) for spec in layers) for k in (Kind.KV, Kind.DKV))
+        own = np.minimum(2, _crossings(frames, Kind.KV))
         size = size + ((own * chunk + 2 * block) * kv + 2 * (chunk + block) * dkv)[..., None]
     if frames.streams:
         size = size + frames.cuts.weight_slots(cell_prices.prices, gradients=False)[..., None]
@@ -527,17 +562,18 @@ def _attention_slots(frames: Frames) -> Array:
     widest = np.maximum(frames.cuts.last, frames.cuts.widest_earlier)
     if frames.cuts.kind.is_stage:
         widest = np.full_like(widest, frames.cuts.kind.widest)
-    crossings = _crossings(frames, lambda found: found.attention_out + found.attention_in)
+    crossings = _crossings(frames, Kind.ATTENTION)
     return np.asarray(np.minimum(widest + 1, crossings), dtype=np.float64)
 
 
-def _crossings(frames: Frames, of: Callable[[CellCounts], Counts]) -> Array:
-    """Return the number of copies that `of` counts in a step, [K, F]."""
+def _crossings(frames: Frames, kind: Kind) -> Array:
+    """Return the number of copies of a kind of tensor in a step, [K, F]."""
     parts, counts = frames.cuts.parts
     each = np.ones(len(frames.cell_prices.chunks))
     found = []
     for role, _, alone in parts:
         choices = frames.kept.without_graphs if alone else frames.kept
-        counted = cells(role, frames.schedule, choices, is_cut=frames.is_cut)
-        found.append(of(counted) @ choices.over(each))
+        place = acts(role, frames.schedule, is_cut=frames.is_cut)
+        copies = place.of((Fetch, kind), choices) + place.of((Evict, kind), choices)
+        found.append(copies @ choices.over(each))
     return np.asarray(counts @ np.stack(found))

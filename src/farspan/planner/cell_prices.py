@@ -209,12 +209,6 @@ class CellPrices:
         return exchange_bytes(self.question, own.chunk) + workspace_bytes(self.question, own)
 
     @cached_property
-    def zeros(self) -> float:
-        """Seconds of copying the zeros of dK, dV to the host for every layer."""
-        row = sum(self.dkv_row(spec) for spec in self.model.layers)
-        return row * self.share.keys.total / self.prices.evict_rate()
-
-    @cached_property
     def update(self) -> float:
         return update_seconds(self.question)
 
@@ -247,9 +241,9 @@ class CellPrices:
 
         layers, keys = self.model.layers, self.share.keys.total
         return Sums(
-            before([self.kv_row(spec) * keys for spec in layers]),
-            before([self.dkv_row(spec) * keys for spec in layers]),
-            before([self.attention_row(spec) for spec in layers]),
+            before([self.row(Kind.KV, spec) * keys for spec in layers]),
+            before([self.row(Kind.DKV, spec) * keys for spec in layers]),
+            before([self.row(Kind.ATTENTION, spec) for spec in layers]),
             before([self.cell_bytes(spec, with_attention=True) for spec in layers]),
             before([self.cell_bytes(spec, with_attention=False) for spec in layers]),
         )
@@ -259,14 +253,8 @@ class CellPrices:
     def x_row(self) -> int:
         return self.run.batch * self.model.hidden * self.model.element_bytes
 
-    def kv_row(self, spec: LayerSpec) -> int:
-        return row_bytes(Kind.KV, self.model, spec, self.run.batch)
-
-    def dkv_row(self, spec: LayerSpec) -> int:
-        return row_bytes(Kind.DKV, self.model, spec, self.run.batch)
-
-    def attention_row(self, spec: LayerSpec) -> int:
-        return row_bytes(Kind.ATTENTION, self.model, spec, self.run.batch)
+    def row(self, kind: Kind, spec: LayerSpec) -> int:
+        return row_bytes(kind, self.model, spec, self.run.batch)
 
     def cell_bytes(self, spec: LayerSpec, *, with_attention: bool) -> int:
         """Return the bytes of one kept cell of activations without the layer's input."""

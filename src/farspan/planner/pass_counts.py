@@ -2,19 +2,21 @@
 fractions.
 
 A layer plays one of six roles: top of a group or below it, in the last group, in an earlier one, or
-in a pipeline stage that is not the last. Its cell of chunk c follows from its role and from whether
-the chunk's O and LSE are kept (`kept`), its activations are (`graph`), and it is the last chunk:
-see program/passes.py. The counts follow from the rules, not from walking a program; tests check
-that their sums equal those of the program.
+in a pipeline stage that is not the last. What its cell of chunk c does follows from its role and
+from whether the chunk's O and LSE are kept (`kept`), its activations are (`graph`), and it is the
+last chunk. The same holds for what crosses a boundary between groups. All of it is read off small
+programs, which the passes write (program/passes.py): three groups of layers, and two chunks.
 
 Shapes: F choices of (attention_save_fraction, activation_save_fraction), S spans of chunks. All
 chunks of a span are alike in every choice, so hundreds of chunks make only a few dozen spans.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from enum import IntEnum
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from functools import cached_property, lru_cache
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +25,11 @@ from farspan.planner.evaluate import RankKind
 from farspan.planner.prices import Prices
 from farspan.planner.request import Question
 from farspan.planner.states import States, gradient_bytes, sharing_of, states
-from farspan.spec import LayerSpec, Schedule
+from farspan.program.builder import build_program
+from farspan.program.layout import ONLY, Layout, Rank
+from farspan.program.program import AttentionMode, Evict, Fetch, Forward, Load, Program
+from farspan.program.residency import Kind
+from farspan.spec import HOST, LayerSpec, ModelSpec, RunSpec, Schedule, Tier
 
 Mask = NDArray[np.bool_]
 Counts = NDArray[np.float64]
@@ -38,6 +44,16 @@ class Role(IntEnum):
     LAST_TOP = 3
     STAGE_INNER = 4
     STAGE_TOP = 5
+
+
+class Boundary(Enum):
+    """What lies above a boundary."""
+
+    EARLIER = "a group that is not the last"
+    LAST = "the last group"
+    HEAD = "the head"
+    STAGE = "a pipeline stage"
+    LAST_STAGE = "the last pipeline stage"
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,11 +74,15 @@ class Kept:
         """Return the sums over the chunks of each span, [S]; `values` are [chunks]."""
         return np.asarray(np.add.reduceat(values, self.starts))
 
-    def masks(self) -> tuple[Mask, Mask]:
-        """Return masks of the spans that keep O and LSE, and a graph, [F, S] each."""
-        chunk = self.starts[None]
+    @cached_property
+    def cases(self) -> NDArray[np.int64]:
+        """The case of each span, [F, S]: 4 if it keeps O and LSE, 2 if it keeps a graph, and 1 if
+        it is the last chunk, added up."""
+        chunk, graphs = self.starts[None], self.graphs[:, None]
         kept = chunk >= self.chunks - self.attention[:, None]
-        return kept, chunk >= self.chunks - self.graphs[:, None]
+        return np.asarray(
+            4 * kept + 2 * (chunk >= self.chunks - graphs) + (chunk == self.chunks - 1)
+        )
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
@@ -81,106 +101,113 @@ class Kept:
         return Kept(self.attention, np.zeros_like(self.graphs), self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class CellCounts:
-    """Times that the cell of each chunk of a span runs and its tensors move, [F, S] each."""
+# -- what passes do, read off small programs ------------------------------------------------------
 
-    compute: Counts  # forward cells with attention
-    given: Counts  # forward cells with O and LSE already there
-    project: Counts  # cells that stop at K, V
-    attention_out: Counts  # O and LSE copied to their home
-    attention_in: Counts
-    graph: Counts  # kept cells, copied there and back once each
-    kv_written: Counts  # the chunk's own K, V copied into their buffer
+# Instructions by what they are about: forwards by mode or the buffer they write to, copies by the
+# kind of buffer, loads of a group's input.
+Act = tuple[type, str]
+COMPUTES: Act = Forward, AttentionMode.COMPUTE
+IS_GIVEN: Act = Forward, AttentionMode.GIVEN
+PROJECTS: Act = Forward, AttentionMode.NONE
+WRITES_KV: Act = Forward, Kind.KV
+ENTERS: Act = Load, Kind.X
 
-
-def _counts(*masks: Mask) -> Counts:
-    """Return the number of masks that are true, elementwise."""
-    return np.asarray(sum(masks, np.zeros(masks[0].shape)))
-
-
-def switches(role: Role, schedule: Schedule) -> tuple[bool, ...]:
-    """Return the switches that decide about the cells of a layer in this role."""
-    kept = (schedule.kv_kept,) * (role in (Role.INNER, Role.TOP))
-    if role in (Role.TOP, Role.LAST_TOP, Role.STAGE_TOP):
-        return kept
-    return *kept, schedule.attention_open, schedule.layer_checkpoint
-
-
-def cells(role: Role, schedule: Schedule, choices: Kept, *, is_cut: bool = False) -> CellCounts:
-    """Return the counts of one layer in this role. With `is_cut`, where the backward waits for all
-    of the head, the last group's first pass leaves nothing out."""
-    kept, graph = choices.masks()
-    last_chunk = choices.starts[None] == choices.chunks - 1
-    skipped = last_chunk & ~graph
-    if is_cut and role in (Role.LAST_INNER, Role.LAST_TOP):
-        skipped = np.zeros_like(graph)
-    if role in (Role.INNER, Role.TOP):
-        found = _earlier(role is Role.TOP, schedule, kept, graph, skipped)
-    elif role is Role.LAST_INNER:
-        found = _last_inner(schedule, kept, graph, skipped)
-    elif role is Role.STAGE_INNER:
-        found = _last_inner(schedule, kept, graph, np.zeros_like(graph))
-    elif role is Role.STAGE_TOP:
-        # It runs so that the stage above reads it, and its backward runs it again at once.
-        plain = replace(schedule, attention_open=False, layer_checkpoint=False)
-        found = _last_inner(plain, kept, graph, np.zeros_like(graph))
-    else:
-        found = _last_top(graph, skipped, is_cut)
-    return found
+_GROUP = 3
+_GROUPS = (_GROUP,) * 3
+_MODEL = ModelSpec("outline", 1, 1, (LayerSpec(1, 1, 1, 1),) * sum(_GROUPS), 2)
+_CHUNKS = (0, 1), (1, 2)
+# The stage that runs it, if any, and its layers or boundary there.
+_AT: dict[Role | Boundary, tuple[int | None, tuple[int, ...]]] = {
+    Role.INNER: (None, (3, 4)),
+    Role.TOP: (None, (5,)),
+    Role.LAST_INNER: (None, (6, 7)),
+    Role.LAST_TOP: (None, (8,)),
+    Role.STAGE_INNER: (1, (3, 4)),
+    Role.STAGE_TOP: (1, (5,)),
+    Boundary.EARLIER: (None, (1,)),
+    Boundary.LAST: (None, (2,)),
+    Boundary.HEAD: (None, (3,)),
+    Boundary.STAGE: (1, (1,)),
+    Boundary.LAST_STAGE: (2, (2,)),
+}
+# Fields of a schedule that decide what cells run and copy.
+_SWITCHES = "kv", "kv_home", "kv_kept", "attention_open", "layer_checkpoint"
 
 
-def _earlier(top: bool, schedule: Schedule, kept: Mask, graph: Mask, skipped: Mask) -> CellCounts:
-    """Counts in a group that is not the last: first pass, rebuild unless K, V stay, backward."""
-    rebuilt = ~skipped & (not schedule.kv_kept)
-    again = ~graph
-    opened = rebuilt & schedule.attention_open & (not top)
-    have = kept | opened
-    rebuild_compute = rebuilt & ~kept & (not top)
-    rebuild_given = rebuilt & kept & (not top)
-    held = again & schedule.layer_checkpoint & (not top)
-    always, never = np.ones_like(kept), np.zeros_like(kept)
-    return CellCounts(
-        compute=_counts(always, rebuild_compute, again & ~have),
-        given=_counts(rebuild_given, again & have, held),
-        project=_counts(rebuilt & top),
-        attention_out=_counts(kept, opened & ~kept),
-        # O kept only while the group was open is not fetched for a graph of the first pass.
-        attention_in=_counts(rebuild_given, again & have, graph & kept),
-        graph=_counts(graph),
-        kv_written=_counts(always, never if schedule.kv_kept else rebuilt | again),
+@dataclass(frozen=True, slots=True, eq=False)
+class Acts:
+    """How often a place has an instruction for a chunk, [8] each: by `Kept.cases`. Places with the
+    same numbers share one object."""
+
+    counts: dict[Act, Counts]
+
+    def of(self, act: Act, choices: Kept) -> Counts:
+        """Return the number for each chunk of a span, [F, S]."""
+        return np.asarray(self.counts.get(act, np.zeros(8)).take(choices.cases))
+
+    def of_type(self, instruction: type) -> list[Act]:
+        return [act for act in self.counts if act[0] is instruction]
+
+
+def acts(place: Role | Boundary, schedule: Schedule, *, is_cut: bool = False) -> Acts:
+    """Return what passes do at a place, with x, attention and activations on the host: the least of
+    its layers. With `is_cut`, the backward waits for all of the head."""
+    return _acts(place, tuple(getattr(schedule, name) for name in _SWITCHES), is_cut)
+
+
+@lru_cache(maxsize=1024)
+def _acts(place: Role | Boundary, switches: tuple[Tier | bool, ...], is_cut: bool) -> Acts:
+    (stage, numbers), found = _AT[place], dict[Act, Counts]()
+    for kept, graph in product((0, 1), repeat=2):
+        counted = _counted(switches, stage, (kept, graph), is_cut)
+        for act, chunk in {(act, chunk) for _, act, chunk in counted}:
+            each = [counted[(type(place), number), act, chunk] for number in numbers]
+            found.setdefault(act, np.zeros(8))[4 * kept + 2 * graph + chunk] = min(each)
+    return _shared(tuple((act, tuple(found[act])) for act in sorted(found, key=str)))
+
+
+@lru_cache(maxsize=1024)
+def _shared(rows: tuple[tuple[Act, tuple[float, ...]], ...]) -> Acts:
+    return Acts({act: np.array(row) for act, row in rows if any(row)})
+
+
+Place = tuple[type[Role | Boundary], int]
+
+
+@lru_cache(maxsize=1024)
+def _counted(
+    switches: tuple[Tier | bool, ...], stage: int | None, keep: tuple[int, int], is_cut: bool
+) -> Counter[tuple[Place, Act, int]]:
+    """Return how often each instruction occurs, by place and chunk."""
+    schedule = Schedule(
+        chunk=1,
+        groups=_GROUPS,
+        boundary_inputs=HOST,
+        attention_save_fraction=float(keep[0]),
+        attention=HOST,
+        activation_save_fraction=float(keep[1]),
+        activations=HOST,
+        **dict(zip(_SWITCHES, switches, strict=True)),  # type: ignore[arg-type]
     )
+    rank = ONLY if stage is None else Rank(Layout(pipeline=len(_GROUPS), fsdp=False), stage)
+    program = build_program(_MODEL, RunSpec(1, 2), schedule, rank, _CHUNKS, is_cut=is_cut)
+    return Counter(_places(program))
 
 
-def _last_inner(schedule: Schedule, kept: Mask, graph: Mask, skipped: Mask) -> CellCounts:
-    again = ~graph
-    have = (kept | schedule.attention_open) & ~skipped
-    held = again & schedule.layer_checkpoint
-    return CellCounts(
-        compute=_counts(~skipped, again & ~have),
-        given=_counts(again & have, held),
-        project=np.zeros(kept.shape),
-        attention_out=_counts(have),
-        attention_in=_counts(again & have, graph & have),
-        graph=_counts(graph),
-        kv_written=np.ones(kept.shape),
-    )
-
-
-def _last_top(graph: Mask, skipped: Mask, is_cut: bool) -> CellCounts:
-    """Return the counts of the top layer, which keeps no O: its backward follows its only
-    computation, or the second one if the step is cut."""
-    none = np.zeros(graph.shape)
-    again = _counts(~graph & ~skipped)
-    return CellCounts(
-        compute=1 + again * is_cut,
-        given=none,
-        project=again * (not is_cut),
-        attention_out=none,
-        attention_in=none,
-        graph=_counts(graph),
-        kv_written=np.ones(graph.shape),
-    )
+def _places(program: Program) -> Iterator[tuple[Place, Act, int]]:
+    for i in program.instructions:
+        match i:
+            case Forward():
+                given = i.mode is AttentionMode.HELD
+                yield (Role, i.layer), IS_GIVEN if given else (Forward, i.mode), i.chunk
+                if i.write_kv is not None:
+                    yield (Role, i.layer), WRITES_KV, i.chunk
+            case Load():
+                yield (Boundary, i.layer // _GROUP), ENTERS, i.chunk
+            case Fetch() | Evict():
+                home = program.buffers[i.source if isinstance(i, Fetch) else i.target]
+                place = Boundary if home.kind is Kind.X else Role
+                yield (place, home.layer), (type(i), home.kind), i.chunk
 
 
 Array = NDArray[np.float64]

@@ -337,9 +337,9 @@ class Prices:
         start, stop = self.program.share.keys.rows[i.chunk]
         size = tokens * self.saved_row(spec) if i.kept else 0
         if i.write_kv is not None:
-            size += (stop - start) * self.kv_row(spec)
+            size += (stop - start) * self.row(Kind.KV, spec)
         if i.attention is not None and i.mode is MODE_COMPUTE:
-            size += (stop - start) * self.attention_row(spec)
+            size += (stop - start) * self.row(Kind.ATTENTION, spec)
         return self._moved(2 * size)
 
     def _products(
@@ -555,12 +555,8 @@ class Prices:
 
     # -- bytes a token, batch included -----------------------------------------------------------
 
-    def kv_row(self, spec: LayerSpec) -> int:
-        return row_bytes(Kind.KV, self.program.model, spec, self.program.run.batch)
-
-    def attention_row(self, spec: LayerSpec) -> int:
-        """Return the bytes per token of O and LSE."""
-        return row_bytes(Kind.ATTENTION, self.program.model, spec, self.program.run.batch)
+    def row(self, kind: Kind, spec: LayerSpec) -> int:
+        return row_bytes(kind, self.program.model, spec, self.program.run.batch)
 
     def saved_row(self, spec: LayerSpec) -> int:
         """Return the bytes per token that only a kept graph saves."""

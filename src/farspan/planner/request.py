@@ -364,25 +364,7 @@ class Plan:
             "tight": self.tight,
             "margin": asdict(question.margin),
             "strategy": self.strategy,
-            "schedule": {
-                "chunk": schedule.chunk,
-                "groups": schedule.groups,
-                "attention_save_fraction": schedule.attention_save_fraction,
-                "attention_open": schedule.attention_open,
-                "kv_kept": schedule.kv_kept,
-                "activation_save_fraction": schedule.activation_save_fraction,
-                "layer_checkpoint": schedule.layer_checkpoint,
-                "kv_block": schedule.kv_block,
-                "loss_chunk_size": schedule.loss_chunk_size,
-                "sparse": None if schedule.sparse is None else asdict(schedule.sparse),
-                "tiers": {
-                    "boundary_inputs": schedule.boundary_inputs.value,
-                    "kv": schedule.kv.value,
-                    "kv_home": schedule.kv_home.value,
-                    "attention": schedule.attention.value,
-                    "activations": schedule.activations.value,
-                },
-            },
+            "schedule": _schedule_json(schedule),
             "device_bytes": _budget(self.device),
             "host_bytes": _budget(self.host),
             "seconds_per_step": self.seconds.total,
@@ -399,6 +381,16 @@ class Plan:
             "remedies": [asdict(remedy) for remedy in self.remedies],
             "alternatives": [plan.to_json() for plan in self.alternatives],
         }
+
+
+# Fields that say where weights are, which the plan says itself, or that no plan chooses.
+_NOT_TOLD = ("weights", "mlp_chunk_size", "alltoall_splits")
+
+
+def _schedule_json(schedule: Schedule) -> dict[str, Any]:
+    found = {name: value for name, value in asdict(schedule).items() if name not in _NOT_TOLD}
+    tiers = {name: found.pop(name).value for name in [*found] if isinstance(found[name], Tier)}
+    return {**found, "tiers": tiers}
 
 
 def _budget(budget: Budget) -> dict[str, Any]:

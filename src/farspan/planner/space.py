@@ -34,6 +34,7 @@ from farspan.planner.request import Question
 from farspan.planner.states import states
 from farspan.program.builder import chunks_of
 from farspan.program.layout import group_ranges
+from farspan.program.residency import Kind
 from farspan.spec import ModelSpec, Schedule, Tier
 
 Cut = tuple[int, ...]  # sizes of the groups, first group first
@@ -253,7 +254,7 @@ def _widest(cell_prices: CellPrices) -> _Layer:
             _Layer(
                 always=float(
                     cell_prices.x_row() * cell_prices.tokens
-                    + cell_prices.attention_row(spec) * keys
+                    + cell_prices.row(Kind.ATTENTION, spec) * keys
                 ),
                 others=float(cell),
                 forward=cell_prices.lanes.forward[spec].seconds(overlap=beside),
@@ -273,7 +274,8 @@ def _host(cell_prices: CellPrices, layer: _Layer) -> float:
         # The other bytes of a device lie in the same memory.
         room -= held.on_device + held.gradients + held.accumulators
         kv = max(
-            cell_prices.kv_row(spec) + cell_prices.dkv_row(spec) for spec in cell_prices.classes
+            cell_prices.row(Kind.KV, spec) + cell_prices.row(Kind.DKV, spec)
+            for spec in cell_prices.classes
         )
         room -= kv * cell_prices.share.keys.total + 2 * layer.others / len(cell_prices.chunks)
     return _part(room, swapped * layer.others)
@@ -286,7 +288,10 @@ def _buffers(cell_prices: CellPrices, schedule: Schedule) -> float:
         return 1.0
     held = states(question, tuple((i, i + 1) for i in range(len(cell_prices.model.layers))))
     cell = max(cell_prices.cell_bytes(spec, with_attention=False) for spec in cell_prices.classes)
-    kv = max(cell_prices.kv_row(spec) + cell_prices.dkv_row(spec) for spec in cell_prices.classes)
+    kv = max(
+        cell_prices.row(Kind.KV, spec) + cell_prices.row(Kind.DKV, spec)
+        for spec in cell_prices.classes
+    )
     taken = held.on_device + held.gradients + held.accumulators
     taken += question.machine.reserve + kv * cell_prices.share.keys.total
     taken += 4 * cell_prices.x_row() * schedule.chunk

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 from transformers import Trainer as HuggingFaceTrainer
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
+from farspan.attention.far import GivenSelector
 from farspan.distributed.context import ParallelContext
 from farspan.engine.heads import STATISTICS, HeadFunction, LogProbs
 from farspan.engine.loss import IGNORED, document_starts, shift_labels, trained_token_count
@@ -44,8 +45,6 @@ from farspan.posttrain.ranks import (
 )
 from farspan.program.layout import Layout
 from farspan.program.strategies import AUTO
-from farspan.sparse.engine import PageFunction
-from farspan.sparse.pages import Selector
 from farspan.spec import Kernels, Schedule, Tier, UnsupportedError
 
 LOG = logging.getLogger(__name__)
@@ -134,7 +133,7 @@ class LongContext:
         schedule: Schedule | str = AUTO,
         kernels: Kernels | None = None,
         layout: Layout | None = None,
-        selector: Selector | PageFunction | None = None,
+        selector: GivenSelector | None = None,
         **kwargs: Any,
     ) -> None:
         self._by_values = _asks_for_values(type(self))

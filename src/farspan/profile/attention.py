@@ -12,21 +12,19 @@ from farspan.profile.attention_kernels import (
     FlashSizes,
     Kernel,
     Memory,
+    OfQueries,
     Outline,
     PaddedSizes,
     TiledSizes,
     as_width,
     column,
-    contiguous,
     merge,
     part,
-    permute,
     pointwise,
     reduced,
-    token_first,
-    transpose,
     wide,
 )
+from farspan.profile.far_sizes import far_bytes, fullest_choice_bytes, lesson_bytes, watch_bytes
 from farspan.program.attention_blocks import (
     Block,
     cut_wide,
@@ -35,15 +33,7 @@ from farspan.program.attention_blocks import (
     overlapping,
     plan_blocks,
 )
-from farspan.sparse.sizes import (
-    Far,
-    far_bytes,
-    far_of,
-    fullest_choice_bytes,
-    lesson_bytes,
-    most_units_of,
-    watch_bytes,
-)
+from farspan.program.far_sizes import Far, far_of, most_units_of
 from farspan.spec import LayerSpec, Sparse
 
 
@@ -73,14 +63,11 @@ def attention_bytes(
     batch, width = run
     memory = Memory()
 
-    def given(count: int, dim: int, *, packed: bool = False) -> Outline:
-        if packed:
-            return memory.given((batch, count, tokens, dim), width)
-        return transpose(memory.given((batch, tokens, count, dim), width), 1, 2)
+    def given(count: int, dim: int, *, heads_first: bool = True) -> Outline:
+        return memory.given((batch, count, tokens, dim), width, heads_first=heads_first)
 
-    q = given(heads.query_heads, heads.head_dim, packed=heads_first)
-    k = given(heads.kv_heads, heads.head_dim, packed=True)
-    v = given(heads.kv_heads, heads.value_dim, packed=True)
+    q = given(heads.query_heads, heads.head_dim, heads_first=heads_first)
+    k, v = (given(heads.kv_heads, dim) for dim in (heads.head_dim, heads.value_dim))
     sinks = memory.given((heads.query_heads,), width) if heads.sinks else None
     far = call.far if chooses else None
     if far is not None:
@@ -92,10 +79,9 @@ def attention_bytes(
             memory.pass_by(lesson_bytes(far))
     del found
     forward, memory.peak = memory.peak, 0
-    out = transpose(memory.given((batch, tokens, heads.query_heads, heads.value_dim), width), 1, 2)
+    out, dout = (given(heads.query_heads, heads.value_dim, heads_first=False) for _ in range(2))
     lse = memory.given((batch, heads.query_heads, tokens), wide(width))
-    dout = memory.given((batch, tokens, heads.query_heads, heads.value_dim), width)
-    dq, dk, dv, dsinks = _attend_backward(call, transpose(dout, 1, 2), q, k, v, (out, lse), sinks)
+    dq, dk, dv, dsinks = _attend_backward(call, dout, q, k, v, (out, lse), sinks)
     # Gradients from queries of later chunks are added before autograd gets the sums.
     dk, dv = [as_width(pointwise(own, own), width) for own in (dk, dv)]
     if dsinks is not None:
@@ -130,7 +116,7 @@ def chunk_call(attention: LayerSpec, batch: int, start: int, stop: int, kv_block
 def kernel_of(attention: LayerSpec) -> Kernel:
     """Return the sizes of the kernel that `engine.kernels.select_kernel` chooses on a CPU."""
     if attention.softcap is not None:
-        return TiledSizes(capped=True)
+        return TiledSizes()
     if attention.head_dim == attention.value_dim:
         return FlashSizes()
     return PaddedSizes(FlashSizes(), max(attention.head_dim, attention.value_dim))
@@ -167,8 +153,9 @@ def _attend_own(call: Call, q: Outline, k: Outline, v: Outline) -> tuple[Outline
     blocks = own_blocks(call)
     if len(blocks) == 1:
         out, lse = call.kernel.forward(q, k, v, blocks[0])
-        return transpose(contiguous(transpose(out, 1, 2)), 1, 2), lse
-    out = token_first(q.memory, (*q.shape[:3], v.shape[3]), q.width)
+        packed = out.whole and not out.with_heads_first()
+        return out if packed else out.memory.new(out.shape, out.width, heads_first=False), lse
+    out = q.memory.new((*q.shape[:3], v.shape[3]), q.width, heads_first=False)
     lse = q.memory.new(q.shape[:3], wide(q.width))
     for block in blocks:
         keys, values = _keys(k, block), _keys(v, block)
@@ -196,7 +183,7 @@ def _attend_backward(
     sinks: Outline | None,
 ) -> tuple[Outline, Outline, Outline, Outline | None]:
     width = wide(q.width)
-    of_queries = dout, q, *attended
+    of_queries = OfQueries(dout, q, *attended)
     dq = _Sum(q.shape, width)
     dk, dv = _gradients(call, of_queries, k, v, own_blocks(call), dq)
     for visit in visits(call):
@@ -246,7 +233,7 @@ class _Sum:
 
 def _gradients(
     call: Call,
-    of_queries: tuple[Outline, Outline, Outline, Outline],
+    of_queries: OfQueries,
     keys: Outline,
     values: Outline,
     visit: tuple[Block, ...],
@@ -254,9 +241,9 @@ def _gradients(
 ) -> tuple[Outline, Outline]:
     dk, dv = _Sum(keys.shape, dq.width), _Sum(values.shape, dq.width)
     for block in visit:
-        dout, q, out, _ = (_queries(x, block) for x in of_queries)
+        queries = OfQueries(*(_queries(x, block) for x in of_queries))
         k, v = _keys(keys, block), _keys(values, block)
-        parts = call.kernel.backward(dout, q, k, v, out, block)
+        parts = call.kernel.backward(queries, k, v, block)
         dq.add(parts[0])
         dk.add(parts[1])
         dv.add(parts[2])
@@ -295,8 +282,7 @@ def _stored(like: Outline, visit: tuple[Block, ...]) -> Outline:
     """Return a visit's keys or values as stored: rows of tokens in an arena."""
     tokens = max(b.k_stop for b in visit) - min(b.k_start for b in visit)
     batch, heads, _, width = like.shape
-    rows = like.memory.given((tokens, batch, heads, width), like.width)
-    return permute(rows, (1, 2, 0, 3))
+    return like.memory.given((batch, heads, tokens, width), like.width, heads_first=False)
 
 
 def _queries(x: Outline, block: Block) -> Outline:

@@ -3,16 +3,16 @@
 Tensors here have a size but no elements, since blocks of keys are known only when a plan is made,
 and plans are made without torch. Such a tensor is a view of a storage, and a storage counts its
 bytes from its creation to the death of its last view (CPython's reference counts, as for a tensor).
-So a peak is read off, not derived. Shapes are tuples, strides count elements, `width` is the bytes
-of an element.
+So a peak is read off, not derived. Of a layout it is enough to know whether heads or tokens come
+first. `width` is the bytes of an element.
 
 q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv]; out [B, H, Sq, Dv], lse [B, H, Sq].
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from farspan.program.attention_blocks import Block, key_tiles, tile_window
 
@@ -20,7 +20,6 @@ TILE = 512  # tile of attention.backends.Tiled
 SEEN_TILES = 2  # this many equal tiles in a row reach the peak
 
 Shape = tuple[int, ...]
-Strides = tuple[int, ...]
 
 
 class Memory:
@@ -31,14 +30,13 @@ class Memory:
     def __init__(self) -> None:
         self.live = self.peak = 0
 
-    def given(self, shape: Shape, width: int) -> "Outline":
+    def given(self, shape: Shape, width: int, *, heads_first: bool = True) -> "Outline":
         """Return a tensor that is counted elsewhere, such as a view of an arena."""
-        return Outline(Storage(self, 0), shape, dense(shape), width)
+        return Outline(Storage(self, 0), shape, width, heads_first)
 
-    def new(self, shape: Shape, width: int, strides: Strides | None = None) -> "Outline":
-        """Return a new tensor, contiguous unless strides are given."""
-        storage = Storage(self, prod(shape) * width)
-        return Outline(storage, shape, dense(shape) if strides is None else strides, width)
+    def new(self, shape: Shape, width: int, *, heads_first: bool = True) -> "Outline":
+        """Return a new tensor [B, H, T, ...], stored so or as [B, T, H, ...]."""
+        return Outline(Storage(self, prod(shape) * width), shape, width, heads_first)
 
     def pass_by(self, size: int) -> None:
         """Allocate bytes and free them at once."""
@@ -60,35 +58,23 @@ class Storage:
 
 
 class Outline:
-    """A view of a storage."""
+    """A view of a storage. `whole`: it has all tokens and elements of a head."""
 
-    __slots__ = ("shape", "storage", "strides", "width")
+    __slots__ = ("heads_first", "shape", "storage", "whole", "width")
 
-    def __init__(self, storage: Storage, shape: Shape, strides: Strides, width: int) -> None:
-        self.storage, self.shape, self.strides, self.width = storage, shape, strides, width
+    def __init__(
+        self, storage: Storage, shape: Shape, width: int, heads_first: bool, whole: bool = True
+    ) -> None:
+        self.storage, self.shape, self.width = storage, shape, width
+        self.heads_first, self.whole = heads_first, whole
 
     @property
     def memory(self) -> Memory:
         return self.storage.memory
 
-    def contiguous(self) -> bool:
-        return self.strides == dense(self.shape) or _contiguous(self.shape, self.strides)
-
-
-def permute(x: Outline, order: Shape) -> Outline:
-    shape, strides = (tuple(values[d] for d in order) for values in (x.shape, x.strides))
-    return Outline(x.storage, shape, strides, x.width)
-
-
-def transpose(x: Outline, first: int, second: int) -> Outline:
-    order = list(range(len(x.shape)))
-    order[first], order[second] = order[second], order[first]
-    return permute(x, tuple(order))
-
-
-def contiguous(x: Outline) -> Outline:
-    """Return the tensor, or a packed copy if it is not contiguous."""
-    return x if x.contiguous() else copied(x)
+    def with_heads_first(self) -> bool:
+        """Return whether heads precede tokens in memory, and are more than one of each."""
+        return self.heads_first and min(self.shape[1:3]) > 1
 
 
 def as_width(x: Outline, width: int) -> Outline:
@@ -96,93 +82,23 @@ def as_width(x: Outline, width: int) -> Outline:
     return x if x.width == width else pointwise(x, width=width)
 
 
-# -- layouts -----------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=4096)
-def dense(shape: Shape) -> Strides:
-    """Return the strides of a contiguous tensor."""
-    strides, step = [], 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= max(1, extent)
-    return tuple(reversed(strides))
-
-
-@lru_cache(maxsize=4096)
-def _contiguous(shape: Shape, strides: Strides) -> bool:
-    step = 1
-    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if extent != 1 and stride != step:
-            return False
-        step *= extent
-    return True
-
-
-@lru_cache(maxsize=4096)
-def layout(shape: Shape, inputs: tuple[tuple[Shape, Strides], ...]) -> Strides:
-    """Return the strides of an elementwise output: packed, in the dimension order of inputs."""
-    rows = []
-    for extents, strides in inputs:
-        lead = len(shape) - len(extents)
-        padded = [(1, 0)] * lead + list(zip(extents, strides, strict=True))
-        rows.append(
-            [
-                0 if extent == 1 and full != 1 else stride
-                for (extent, stride), full in zip(padded, shape, strict=True)
-            ]
-        )
-    order = list(range(len(shape)))[::-1]  # innermost first
-    for start in range(1, len(order)):
-        at = start
-        for other in range(start - 1, -1, -1):
-            swap = _should_swap(shape, rows, order[other], order[at])
-            if swap > 0:
-                order[other], order[at] = order[at], order[other]
-                at = other
-            elif swap < 0:
-                break
-    packed, step = [0] * len(shape), 1
-    for dim in order:
-        packed[dim] = step
-        step *= shape[dim]
-    return tuple(packed)
-
-
-def _should_swap(shape: Shape, rows: list[list[int]], first: int, second: int) -> int:
-    for strides in rows:
-        if strides[first] == 0 or strides[second] == 0:
-            continue
-        if strides[first] != strides[second]:
-            return 1 if strides[first] > strides[second] else -1
-        if shape[first] > shape[second]:
-            return 1
-    return 0
-
-
 def broadcast(*shapes: Shape) -> Shape:
-    if len(set(shapes)) == 1:
-        return shapes[0]
     rank = max(map(len, shapes))
     padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
-    return tuple(max(extents) for extents in zip(*padded, strict=True))
+    return tuple(map(max, zip(*padded, strict=True)))
 
 
 def pointwise(*inputs: Outline, width: int | None = None) -> Outline:
-    """Return a new tensor computed element by element; by default as wide as the widest input."""
-    shape = broadcast(*(x.shape for x in inputs))
-    strides = layout(shape, tuple((x.shape, x.strides) for x in inputs))
-    memory = inputs[0].memory
-    return memory.new(shape, width or max(x.width for x in inputs), strides)
+    """Return a new tensor computed element by element, in the memory order of the first input; by
+    default as wide as the widest."""
+    shape, first = broadcast(*(x.shape for x in inputs)), inputs[0]
+    width = width or max(x.width for x in inputs)
+    return first.memory.new(shape, width, heads_first=first.heads_first)
 
 
 def reduced(x: Outline, shape: Shape) -> Outline:
     """Return a new tensor of sums over dimensions of `x`."""
     return x.memory.new(shape, x.width)
-
-
-def copied(x: Outline) -> Outline:
-    return x.memory.new(x.shape, x.width)
 
 
 # -- kernels -------------------------------------------------------------------------------------
@@ -196,24 +112,11 @@ def wide(width: int) -> int:
 def part(x: Outline, tokens: int) -> Outline:
     """Return a view of `tokens` tokens of a tensor [B, H, T, ...], at any position."""
     shape = (*x.shape[:2], tokens, *x.shape[3:])
-    return Outline(x.storage, shape, x.strides, x.width)
+    return Outline(x.storage, shape, x.width, x.heads_first, x.whole and tokens == x.shape[2])
 
 
 def column(x: Outline) -> Outline:
-    return Outline(x.storage, (*x.shape, 1), (*x.strides, 1), x.width)
-
-
-def like(x: Outline) -> tuple[int, ...]:
-    """Return the strides of a packed tensor with its dimensions in the memory order of x."""
-    return layout(x.shape, ((x.shape, x.strides),))
-
-
-def token_first(memory: Memory, shape: tuple[int, ...], width: int) -> Outline:
-    """Return a tensor [B, H, T, ...] stored as [B, T, H, ...]."""
-    batch, heads, tokens, *rest = shape
-    strides = dense((batch, tokens, heads, *rest))
-    order = (strides[0], strides[2], strides[1], *strides[3:])
-    return memory.new(shape, width, order)
+    return Outline(x.storage, (*x.shape, 1), x.width, x.heads_first, x.whole)
 
 
 def merge(out: Outline, lse: Outline, part_out: Outline, part_lse: Outline) -> None:
@@ -228,6 +131,18 @@ def merge(out: Outline, lse: Outline, part_out: Outline, part_lse: Outline) -> N
     pointwise(lse, part_lse)
 
 
+class OfQueries(NamedTuple):
+    """The queries' side of a backward, as `attention.backends.BackwardQueries`."""
+
+    dout: Outline
+    q: Outline
+    out: Outline
+    lse: Outline
+
+
+Gradients = tuple[Outline, Outline, Outline]
+
+
 class FlashSizes:
     """Sizes of aten's flash attention: outputs, and a float mask if a window hides keys. Only this
     class knows a vendor kernel: on CUDA the outputs are the same and no mask is built."""
@@ -237,24 +152,14 @@ class FlashSizes:
 
     def forward(self, q: Outline, _: Outline, __: Outline, block: Block) -> tuple[Outline, Outline]:
         mask = self._mask(q, block)
-        out = q.memory.new(q.shape, q.width, like(q))
-        lse = token_first(q.memory, q.shape[:3], wide(q.width))
+        out = q.memory.new(q.shape, q.width, heads_first=q.heads_first)
+        lse = q.memory.new(q.shape[:3], wide(q.width))
         del mask
         return out, lse
 
-    def backward(
-        self,
-        dout: Outline,
-        q: Outline,
-        k: Outline,
-        v: Outline,
-        _: Outline,
-        block: Block,
-    ) -> tuple[Outline, Outline, Outline]:
-        mask = self._mask(q, block)
-        if dout.strides[-1] != 1:
-            dout = copied(dout)
-        parts = tuple(token_first(x.memory, x.shape, q.width) for x in (q, k, v))
+    def backward(self, of: OfQueries, k: Outline, v: Outline, block: Block) -> Gradients:
+        mask = self._mask(of.q, block)
+        parts = [x.memory.new(x.shape, x.width, heads_first=False) for x in (of.q, k, v)]
         del mask
         return parts[0], parts[1], parts[2]
 
@@ -280,33 +185,29 @@ class PaddedSizes:
         out, lse = self.inner.forward(q, k, wide_v, block)
         return _cut(out, v.shape[3]), lse
 
-    def backward(
-        self,
-        dout: Outline,
-        q: Outline,
-        k: Outline,
-        v: Outline,
-        out: Outline,
-        block: Block,
-    ) -> tuple[Outline, Outline, Outline]:
-        dout, out, wide_q, wide_k, wide_v = map(self._wide, (dout, out, q, k, v))
-        dq, dk, dv = self.inner.backward(dout, wide_q, wide_k, wide_v, out, block)
-        return _cut(dq, q.shape[3]), _cut(dk, k.shape[3]), _cut(dv, v.shape[3])
+    def backward(self, of: OfQueries, k: Outline, v: Outline, block: Block) -> Gradients:
+        dout, q, out, wide_k, wide_v = map(self._wide, (of.dout, of.q, of.out, k, v))
+        padded = OfQueries(dout, q, out, of.lse)
+        dq, dk, dv = self.inner.backward(padded, wide_k, wide_v, block)
+        return _cut(dq, of.q.shape[3]), _cut(dk, k.shape[3]), _cut(dv, v.shape[3])
 
     def _wide(self, x: Outline) -> Outline:
         if x.shape[3] == self.width:
             return x
-        return token_first(x.memory, (*x.shape[:3], self.width), x.width)
+        return x.memory.new((*x.shape[:3], self.width), x.width, heads_first=False)
 
 
 def _cut(x: Outline, elements: int) -> Outline:
     """Return a view of the first elements of every head."""
-    return Outline(x.storage, (*x.shape[:3], elements), x.strides, x.width)
+    whole = x.whole and elements == x.shape[3]
+    return Outline(x.storage, (*x.shape[:3], elements), x.width, x.heads_first, whole)
 
 
 def visible(memory: Memory, block: Block) -> Outline:
     """Return which keys each query sees, bool [Sq, Sk], from int64 distances."""
+    _positions, keys = memory.new((block.queries,), 8), memory.new((block.keys,), 8)
     distance = memory.new((block.queries, block.keys), 8)
+    del keys
     seen = pointwise(distance, width=1)
     if block.window is None:
         return seen
@@ -314,11 +215,8 @@ def visible(memory: Memory, block: Block) -> Outline:
     return pointwise(seen, inside)
 
 
-@dataclass(frozen=True, slots=True)
 class TiledSizes:
-    """Sizes of plain attention, tile by tile, in the accumulate dtype."""
-
-    capped: bool
+    """Sizes of plain attention with a soft cap, tile by tile, in the accumulate dtype."""
 
     def split(self, block: Block) -> tuple[Block, ...]:
         return (block,)
@@ -326,7 +224,7 @@ class TiledSizes:
     def forward(self, q: Outline, k: Outline, v: Outline, block: Block) -> tuple[Outline, Outline]:
         width = wide(q.width)
         batch, heads, queries, _ = q.shape
-        out = token_first(q.memory, (batch, heads, queries, v.shape[3]), q.width)
+        out = q.memory.new((batch, heads, queries, v.shape[3]), q.width, heads_first=False)
         lse = q.memory.new((batch, heads, queries), width)
         for rows, tiles in row_tiles(block):
             sum_out = q.memory.new((batch, heads, rows, v.shape[3]), width)
@@ -346,21 +244,15 @@ class TiledSizes:
         values = as_width(v, scores.width)
         return scores.memory.new((*weights.shape[:3], values.shape[3]), scores.width)
 
-    def backward(
-        self,
-        dout: Outline,
-        q: Outline,
-        k: Outline,
-        v: Outline,
-        out: Outline,
-        block: Block,
-    ) -> tuple[Outline, Outline, Outline]:
+    def backward(self, of: OfQueries, k: Outline, v: Outline, block: Block) -> Gradients:
+        dout, q, out, lse = of
         width, kv_heads = wide(q.width), k.shape[1]
         dq, dk, dv = (pointwise(x, width=width) for x in (q, k, v))
         for rows, tiles in row_tiles(block):
             stacked_dout = _stack(as_width(part(dout, rows), width), kv_heads)
             stacked_q = _stack(as_width(part(q, rows), width), kv_heads)
             stacked_out = _stack(as_width(part(out, rows), width), kv_heads)
+            _lse = _stack(column(part(lse, rows)), kv_heads)
             products = pointwise(stacked_dout, stacked_out)
             delta = reduced(products, (*products.shape[:3], 1))
             del products
@@ -377,21 +269,19 @@ class TiledSizes:
                 del added
         return dq, dk, dv
 
-    def _score_gradient(self, weights: Outline, delta: Outline, slope: Outline | None) -> Outline:
+    def _score_gradient(self, weights: Outline, delta: Outline, slope: Outline) -> Outline:
         upstream = pointwise(weights)
         centred = pointwise(upstream, delta)
         del upstream
         product = pointwise(weights, centred)
         del centred
-        return pointwise(product, pointwise(slope) if slope is not None else product)
+        return pointwise(product, pointwise(slope))
 
-    def _scores(self, q: Outline, k: Outline, tile: Block) -> tuple[Outline, Outline | None]:
-        width = wide(q.width)
-        memory, slope = q.memory, None
-        scores = self._products(q, k, width)
-        if self.capped:
-            bounded = pointwise(pointwise(scores))
-            scores, slope = pointwise(bounded), pointwise(pointwise(bounded))
+    def _scores(self, q: Outline, k: Outline, tile: Block) -> tuple[Outline, Outline]:
+        memory = q.memory
+        scores = self._products(q, k, wide(q.width))
+        bounded = pointwise(pointwise(scores))
+        scores, slope = pointwise(bounded), pointwise(pointwise(bounded))
         if tile.causal or tile.window is not None:
             _hidden = pointwise(visible(memory, tile))
             tall = memory.new(scores.shape[2:], 1)
@@ -412,13 +302,13 @@ def _stack(x: Outline, kv_heads: int) -> Outline:
     """Reshape [B, H, S, D] to [B, Hk, H / Hk * S, D]; copies unless heads are rows in memory."""
     batch, heads, tokens, width = x.shape
     shape = (batch, kv_heads, heads // kv_heads * tokens, width)
-    if heads == kv_heads or x.contiguous():
-        return Outline(x.storage, shape, dense(shape), x.width)
+    if heads == kv_heads or tokens == 1 or (x.heads_first and x.whole):
+        return Outline(x.storage, shape, x.width, heads_first=True)
     return x.memory.new(shape, x.width)
 
 
 def _flat(x: Outline, shape: tuple[int, ...]) -> Outline:
-    return Outline(x.storage, shape, dense(shape), x.width)
+    return Outline(x.storage, shape, x.width, heads_first=True)
 
 
 def row_tiles(block: Block) -> Iterator[tuple[int, list[Block]]]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from farspan.durable import PARTIAL, write_bytes, write_whole
-from farspan.lazy import load
 from farspan.profile.catalog import find_config, find_preset
 from farspan.profile.estimate import adapted, packed
 from farspan.profile.model import (
@@ -49,6 +48,8 @@ class Profiles:
     preset: str | None = None  # name of the preset, if the model is one
     # Measures a model that its configuration does not fully describe, such as one with adapters.
     made: Callable[[Variant], ModelProfile] | None = None
+    # Loads what measures a model whose profiles do not ship: it needs torch.
+    measuring: Callable[[], Measure] | None = None
     _known: dict[Variant, ModelProfile] = field(default_factory=dict, init=False)
 
     def rank(self, lora: int) -> int | None:
@@ -97,7 +98,12 @@ class Profiles:
             kept = _kept(path)
             if kept is not None:
                 return kept
-            measure: Measure = load("farspan.engine.profile", "measure")
+            if self.measuring is None:
+                raise UnsupportedError(
+                    f"model: profiles of {self.name} in {variant.key()} do not ship, and nothing "
+                    "was given to make them; give measuring, such as farspan.ask.measuring"
+                )
+            measure = self.measuring()
         except ImportError as error:
             raise UnsupportedError(
                 f"model: profiles of {self.name} in {variant.key()} do not ship, and making them "
@@ -118,22 +124,29 @@ class Profiles:
         return profile
 
 
-def profiles_of(config: Mapping[str, Any], name: str, preset: str | None = None) -> Profiles:
+def profiles_of(
+    config: Mapping[str, Any],
+    name: str,
+    preset: str | None = None,
+    measuring: Callable[[], Measure] | None = None,
+) -> Profiles:
     """Return the one `Profiles` of a model, so that questions about one model are equal."""
-    return _profiles(json.dumps(config, default=str), name, preset)
+    return _profiles(json.dumps(config, default=str), name, preset, measuring)
 
 
-def find_profiles(model: str) -> Profiles:
+def find_profiles(model: str, measuring: Callable[[], Measure] | None = None) -> Profiles:
     """Return the profiles of a model as `find_config` takes it. Raises UnsupportedError."""
     preset = find_preset(model)
     if preset is not None:
-        return profiles_of(preset.config, preset.name, preset.name)
-    return profiles_of(find_config(model), model)
+        return profiles_of(preset.config, preset.name, preset.name, measuring)
+    return profiles_of(find_config(model), model, measuring=measuring)
 
 
 @lru_cache(maxsize=256)
-def _profiles(config: str, name: str, preset: str | None) -> Profiles:
-    return Profiles(json.loads(config), name, preset)
+def _profiles(
+    config: str, name: str, preset: str | None, measuring: Callable[[], Measure] | None
+) -> Profiles:
+    return Profiles(json.loads(config), name, preset, measuring=measuring)
 
 
 @cache

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from farspan.program import buffer_names as names
 from farspan.program.attention_blocks import refuse_wide_calls, seen_pairs
+from farspan.program.far_sizes import far_of, slot_bytes
 from farspan.program.layout import (
     ONLY,
     Layout,
@@ -24,7 +25,6 @@ from farspan.program.passes import GroupPasses
 from farspan.program.program import Close, Program, Reduce
 from farspan.program.residency import RESIDENCY, Kind
 from farspan.program.work import linear_products
-from farspan.sparse.sizes import far_of, slot_bytes
 from farspan.spec import ModelSpec, RunSpec, Schedule, Tier
 
 

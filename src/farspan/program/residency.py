@@ -3,9 +3,8 @@
 A row defines the parts of a buffer of the class and their bytes, the schedule's field with its
 tier, a layer's buffers and their lifetimes, and the slots that carry it across the link. The
 instructions that name its buffers define its readers and writers (program/dependencies.py); the
-table describes them in words. Builder, sizes, simulation, checker, engine and report read it; the
-search's bounds (planner/bounds.py, planner/pass_counts.py) have rules of their own, which tests
-compare with programs.
+table describes them in words. Builder, sizes, simulation, checker, engine and report read it, and
+the search's bounds, which count copies in small programs (planner/pass_counts.py).
 """
 
 from collections.abc import Callable, Iterator

@@ -219,14 +219,6 @@ def _possible(call: SparseCall, choice: Tensor) -> Tensor:
 # -- how much of dense attention is seen --------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Mass:
-    """Visible attention mass, over sampled queries and all heads; 1 if nothing is lost."""
-
-    mean: float
-    minimum: float
-
-
 def sampled(tokens: int, samples: int) -> range:
     """Return evenly spaced tokens of a chunk, with its last token, which sees the most."""
     step = max(1, tokens // max(1, samples))

@@ -26,20 +26,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from farspan.attention.chunk import AttentionCall
-from farspan.engine.buffers import KVPrefix, ProgramBuffers, StagingBuffers
-from farspan.engine.kernels import AttentionKernels
+from farspan.attention.far import GivenSelector, Mass, Seen
+from farspan.engine.attention_op import AttentionContext
+from farspan.engine.buffers import KVPrefix, ProgramBuffers
+from farspan.profile.far_sizes import SAMPLES, WATCHED_KEYS
 from farspan.program import buffer_names as names
+from farspan.program.attention_blocks import Block, near_blocks
 from farspan.program.dependencies import Hazard, Lane
+from farspan.program.far_sizes import Far, far_of, most_units_of, slot_parts
 from farspan.program.program import CHOICE_BYTES, Backward, Forward, Program, aligned
 from farspan.sparse.attend import (
     Attended,
-    Mass,
+    FarKernel,
     SparseCall,
     attend_sparse,
     attend_sparse_backward,
@@ -48,7 +52,9 @@ from farspan.sparse.attend import (
     seen_mass,
     sparse_call,
 )
+from farspan.sparse.gathered import select_far
 from farspan.sparse.index import LESSONS, Index, LayerIndex, learn, lesson
+from farspan.sparse.kernel_calls import TritonFar, supports
 from farspan.sparse.pages import (
     Checked,
     Fraction,
@@ -62,7 +68,6 @@ from farspan.sparse.pages import (
     mean_keys,
     units_of,
 )
-from farspan.sparse.sizes import SAMPLES, WATCHED_KEYS, Far, far_of, most_units_of, slot_parts
 from farspan.spec import LayerSpec, Schedule, Sparse, Tier, UnsupportedError
 
 ROWS = ("k", "v", "dk", "dv")  # parts of a slot that are rows of keys or values
@@ -332,20 +337,37 @@ class BufferPages:
 # -- cells and runs -----------------------------------------------------------------------------
 
 
-PageFunction = Callable[[Tensor, range], Tensor]  # votes [B, Hk, M, n] and their pages -> a choice
 OWN_SELECTORS = (TopK, Fraction, RandomPages, Checked)
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The attention mass that sparse attention of one cell sees (1: nothing is lost)."""
+@dataclass(slots=True)
+class SparseStep:
+    """Implements `engine.far.FarStep`."""
 
-    layer: int
-    chunk: int
-    mass: Mass
+    sparse: Sparse
+    select: Selector
+    watched: int = 0  # runs that watched a cell
+
+    @classmethod
+    def of(cls, schedule: Schedule, given: GivenSelector | None) -> Self:
+        """Return the sparse attention of a schedule, by `selector_of`."""
+        assert schedule.sparse is not None, "attention is sparse"
+        return cls(schedule.sparse, selector_of(given, schedule))
+
+    def run(self, context: AttentionContext, *, watches: bool) -> "SparseRun":
+        cell = watched_cell(context.program, self.watched) if watches else None
+        self.watched += watches
+        return SparseRun(context, self.sparse, self.select, cell)
+
+    def held_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
+        """Return the bytes of an index."""
+        if not isinstance(self.select, Index):
+            return 0
+        self.select.at(device, dtype)
+        return self.select.nbytes(dtype)
 
 
-def selector_of(given: Selector | PageFunction | None, schedule: Schedule) -> Selector:
+def selector_of(given: GivenSelector | None, schedule: Schedule) -> Selector:
     """Return the selector of a step: the most votes, unless the user passes another. Raises
     UnsupportedError if an index is missing, not in the schedule, or could not learn."""
     sparse = schedule.sparse
@@ -374,47 +396,49 @@ def refuse_keys_on_host(schedule: Schedule) -> None:
         )
 
 
-def _reads_votes(given: Selector | PageFunction | None, sparse: Sparse) -> Selector:
+def _reads_votes(given: GivenSelector | None, sparse: Sparse) -> Selector:
     if given is None:
         return TopK(sparse.budget // sparse.page)
     if isinstance(given, OWN_SELECTORS):
         return given
     if not callable(given):
         raise UnsupportedError(f"selector: expected a function from votes to pages, got {given!r}")
-    return Checked(given)  # type: ignore[arg-type]
+    return Checked(given)
 
 
 @dataclass(slots=True)
 class SparseCell:
-    """The sparse side of one cell's attention, from its forward to its backward."""
+    """Implements `attention.far.FarAttention`."""
 
-    call: Callable[[AttentionCall], SparseCall]
-    pages: Callable[[KVPrefix], BufferPages]
-    chunk: int
+    run: "SparseRun"
+    i: Forward
+    choice: Tensor | None  # [B, Hk, M, k] in its buffer; None: no pages to choose from
     means: Means | None = None
-    choice: Tensor | None = None  # [B, Hk, M, k] in its buffer; None: no pages to choose from
-    chooses: bool = False  # the choice is still to be made
-    watch: Callable[[SparseCall, Tensor, Tensor, Tensor, Tensor | None], None] | None = None
     index: LayerIndex | None = None  # compares pages; None: their means do
     learner: LayerIndex | None = None  # the index if it learns
+    chooses: bool = False  # the choice is still to be made
     at_hand: BufferPages | None = None  # from `begin` on
 
-    def begin(self, prefix: KVPrefix) -> None:
+    def begin(self, keys: KVPrefix) -> None:
         """Prepare for the cell's attention or backward: known pages are fetched ahead."""
-        self.at_hand = self.pages(prefix)
+        self.at_hand = self.run.pages(self.i, self.means, keys)
         if self.choice is not None and not self.chooses:
             self.at_hand.begin(self.choice)
+
+    def begin_backward(self, i: Backward, keys: KVPrefix) -> None:
+        self.choice = self.run.choice(i)
+        self.begin(keys)
 
     def note(self, k: Tensor) -> None:
         """Store the means of a chunk's k [C, B, Hk, D], which was just written."""
         if self.means is not None:
-            self.means.write(self.chunk, k)
+            self.means.write(self.i.chunk, k)
 
     def attend(
         self, dense: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return out and lse as `attention.chunk.attend` does."""
-        call, pages = self.call(dense), self.at_hand
+        call, pages = self.run.call(self.i, dense), self.at_hand
         assert pages is not None
         chose = self.chooses
         if chose:
@@ -426,9 +450,9 @@ class SparseCell:
         out, lse = attend_sparse(call, q, k, v, self._choice(q, pages), pages, sinks)
         if chose and self.learner is not None:
             self._learn(self.learner, call, q, lse, pages)
-        if self.watch is not None:
+        if chose and (self.i.layer, self.i.chunk) == self.run.watched:
             pages.prefix.done()
-            self.watch(call, q, k, lse, sinks)
+            self.run.watch(self.i, call, q, k, lse, sinks)
         return out, lse
 
     def _learn(
@@ -448,7 +472,7 @@ class SparseCell:
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return gradients as `attention.chunk.attend_backward` does; `of_keys` is q, k and v."""
-        call, pages, (q, k, v) = self.call(dense), self.at_hand, of_keys
+        call, pages, (q, k, v) = self.run.call(self.i, dense), self.at_hand, of_keys
         assert pages is not None
         given: Attended = (*attended, self._choice(q, pages))
         return attend_sparse_backward(call, dout, q, k, v, given, pages, sinks)
@@ -476,16 +500,14 @@ def _keep(found: Tensor, kept: Tensor) -> None:
 
 @dataclass(slots=True)
 class SparseRun:
-    """The sparse attention of one run of a program. Equal layers of a chunk share calls."""
+    """Implements `attention.far.FarRun`. Equal layers of a chunk share calls."""
 
-    storage: ProgramBuffers
-    slots: StagingBuffers
+    context: AttentionContext
     sparse: Sparse
     select: Selector
-    kernels: AttentionKernels
-    documents: Callable[[int], Tensor | None]  # of a chunk: see `sparse_call`
     watched: tuple[int, int] | None = None  # the cell whose seen mass is measured
     seen: Callable[[], Seen] | None = None  # makes the CPU wait
+    storage: ProgramBuffers = field(init=False)
     page_slots: PageSlots = field(init=False)
     index: Mapping[int, LayerIndex] | None = field(init=False, default=None)  # as cells use it
     learner: Index | None = field(init=False, default=None)  # the index if it learns
@@ -493,10 +515,11 @@ class SparseRun:
     calls: dict[tuple[LayerSpec, float], SparseCall] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.storage = self.context.storage
         self.page_slots = PageSlots(self.storage)
         if isinstance(self.select, Index):
             self.select.refuse_misfit(self.storage.program.model.layers, self.sparse.index_dim)
-            self.index = self.select.at(self.kernels.device, self.storage.dtype)
+            self.index = self.select.at(self.context.kernels.device, self.storage.dtype)
             learns = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             if learns and self.select.learns():
                 refuse_keys_on_host(self.storage.program.schedule)
@@ -516,18 +539,16 @@ class SparseRun:
         tokens, batch = self.sparse.mean_tokens, program.run.batch
         index = None if self.index is None else self.index[i.layer]
         learner = None if self.learner is None else self.learner.layers[i.layer]
-        means = watch = None
+        means = None
         if i.means is not None:
             dim = self.sparse.key_dim(spec)
             shape = program.schedule.chunk // tokens, batch, spec.kv_heads, dim
             each = self.sparse.page // tokens
             means = Means(storage.cells(i.means, shape, storage.dtype), tokens, each, index)
-        if i.chooses and (i.layer, i.chunk) == self.watched:
-            watch = partial(self._watch, i)
-        call = partial(self._call, spec, i.chunk)
-        pages = partial(self._pages, spec, i.chunk, means)
-        choice = self.choice(i)
-        return SparseCell(call, pages, i.chunk, means, choice, i.chooses, watch, index, learner)
+        return SparseCell(self, i, self.choice(i), means, index, learner, i.chooses)
+
+    def near(self, spec: LayerSpec, blocks: tuple[Block, ...], start: int) -> tuple[Block, ...]:
+        return near_blocks(blocks, self.sparse, start) if spec.window is None else blocks
 
     def choice(self, i: Forward | Backward) -> Tensor | None:
         """Return the choice [B, Hk, M, k] of a cell; None: it has none."""
@@ -540,27 +561,27 @@ class SparseRun:
         kept = self.storage.cell(i.choice, i.chunk)
         return kept[: prod(size) * CHOICE_BYTES].view(torch.int32).view(size)
 
-    def _pages(
-        self, spec: LayerSpec, chunk: int, means: Means | None, prefix: KVPrefix
-    ) -> BufferPages:
+    def pages(self, i: Forward, means: Means | None, prefix: KVPrefix) -> BufferPages:
+        """Return the pages of a cell."""
         program = self.storage.program
-        start, stop = program.chunks[chunk]
+        start, stop = program.chunks[i.chunk]
         run = program.run.batch, program.model.element_bytes
-        far = far_of(spec, self.sparse, run, start, stop - start)
-        return BufferPages(prefix, self.page_slots, chunk, far, self.sparse, means)
+        far = far_of(program.model.layers[i.layer], self.sparse, run, start, stop - start)
+        return BufferPages(prefix, self.page_slots, i.chunk, far, self.sparse, means)
 
-    def _call(self, spec: LayerSpec, chunk: int, dense: AttentionCall) -> SparseCall:
-        if chunk != self.chunk:
-            self.chunk, self.calls = chunk, {}
+    def call(self, i: Forward, dense: AttentionCall) -> SparseCall:
+        """Return the sparse form of a cell's dense call."""
+        if i.chunk != self.chunk:
+            self.chunk, self.calls = i.chunk, {}
+        spec = self.storage.program.model.layers[i.layer]
         key = spec, dense.scale
         if key not in self.calls:
-            kernel = self.kernels.far(spec)
-            self.calls[key] = sparse_call(
-                self.sparse, dense, self.select, kernel, self.documents(chunk)
-            )
+            kernels, documents = self.context.kernels, self.context.documents(i.chunk)
+            kernel = far_kernel(kernels.device, kernels.dtype, spec)
+            self.calls[key] = sparse_call(self.sparse, dense, self.select, kernel, documents)
         return self.calls[key]
 
-    def _watch(
+    def watch(
         self, i: Forward, call: SparseCall, q: Tensor, k: Tensor, lse: Tensor, sinks: Tensor | None
     ) -> None:
         """Measure the attention mass that a few queries of the cell see. Reads all keys before the
@@ -568,11 +589,17 @@ class SparseRun:
         start = call.near.q_start
         block = min(self.storage.program.schedule.kv_block, WATCHED_KEYS)
         spans = [(first, min(first + block, start)) for first in range(0, start, block)]
-        prefix = KVPrefix(self.storage, self.slots, i.layer, i.prefix)
+        prefix = KVPrefix(self.storage, self.context.slots, i.layer, i.prefix)
         prefix.begin(spans)
         mass = seen_mass(call, q, k, lse, prefix, sampled(q.shape[2], SAMPLES), spans, sinks)
         prefix.done()
         self.seen = partial(_seen, i, mass)
+
+
+def far_kernel(device: torch.device, dtype: torch.dtype, spec: LayerSpec) -> FarKernel:
+    """Return the kernel of a layer's attention to chosen pages."""
+    heads = spec.head_dim, spec.value_dim, spec.softcap
+    return TritonFar() if supports(device, dtype, *heads) else select_far(device.type, *heads)
 
 
 def _seen(i: Forward, mass: Tensor) -> Seen:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from farspan.attention.backends import BackwardQueries, accumulate_dtype, merge_
+from farspan.profile.far_sizes import PART_BYTES, FarRow
 from farspan.sparse.attend import FarCall, FarKernel
 from farspan.sparse.pages import (
     Candidates,
@@ -29,7 +30,6 @@ from farspan.sparse.pages import (
     vote,
     vote_refined,
 )
-from farspan.sparse.sizes import PART_BYTES, FarRow
 from farspan.spec import Sparse
 
 aten = torch.ops.aten

@@ -35,7 +35,7 @@ from farspan.attention.backends import BackwardQueries, merge_
 from farspan.kernels.launch import DTYPES, Heads, Launch, heads_of, veiled
 from farspan.sparse.attend import FarCall
 from farspan.sparse.pages import Candidates, Pages, Resident, Slab
-from farspan.sparse.sizes import (
+from farspan.sparse.tiles import (
     PageShape,
     PageSizes,
     PageTile,

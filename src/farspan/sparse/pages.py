@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 
 from farspan.attention.backends import accumulate_dtype
 from farspan.attention.chunk import KeyValues
-from farspan.sparse.sizes import LEAST, UNDIVIDED
+from farspan.profile.far_sizes import LEAST, UNDIVIDED
 from farspan.spec import MEAN, SUPERPAGE, Sparse, UnsupportedError
 
 MOST_PAGES = 2**31  # above any int32: avoids asking the device for the largest page of a choice

@@ -29,8 +29,6 @@ MOST_STEPS = 10**8 - 1  # checkpoints are named by eight digits
 MOST_BATCHES = 2**20  # batches per update
 MOST_PIECES = 2**16  # pieces of one sequence
 
-_PAGES = Sparse()  # the defaults of a run
-
 
 class DType(StrEnum):
     """Dtype of parameters and activations. Gradients and optimizer are float32, or float64 with
@@ -213,28 +211,23 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SparseConfig:
+class SparseConfig(Sparse):
     """Page-sparse attention, an approximation of dense attention.
 
-    The fields say which earlier tokens are visible (see `farspan.Sparse`), how pages are chosen,
-    and when to warn. If visible tokens hold a share m of the attention, the output is off by
-    1 - m of the distance between the visible and the hidden part: below 0.9, by over a tenth.
+    The fields of `farspan.Sparse` say which earlier tokens are visible and how pages are chosen;
+    the others name an index and say when to warn. If visible tokens hold a share m of the
+    attention, the output is off by 1 - m of the distance between the visible and the hidden part:
+    below 0.9, by over a tenth.
     """
 
-    page: int = _PAGES.page
-    budget: int = _PAGES.budget
-    recent: int = _PAGES.recent
-    sinks: int = _PAGES.sinks
-    query_page: int = _PAGES.query_page
-    selector: str = _PAGES.selector
-    index_dim: int = _PAGES.index_dim
     index: str | None = None  # folder of the adapter for `selector: index`
     # Share of pages that is hidden (FPDT 5.6); null: all pages beyond `budget`.
     sparsity: float | None = None
     warn_below: float = 0.9  # warn if visible tokens hold a smaller share of attention; 0: never
 
     def __post_init__(self) -> None:
-        if self.spec().indexed != (self.index is not None):
+        Sparse.__post_init__(self)
+        if self.indexed != (self.index is not None):
             raise UnsupportedError(
                 "index: selector index needs the folder of an index; name it in a run file "
                 "(sparse.index; `farspan index` makes one), or give another selector"

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from farspan.ask import measuring
 from farspan.checkpoint.saver import Saver, buffers_of, entries_of, gather_model, model_tensors
 from farspan.data.corpus import Corpus
 from farspan.data.tokenizers import Tokenizer
@@ -33,13 +34,12 @@ from farspan.profile.model import ModelProfile, Variant
 from farspan.profile.store import Profiles, profiles_of
 from farspan.program import strategies
 from farspan.program.strategies import AUTO
-from farspan.sparse.index import Index
-from farspan.sparse.train import selector_for
 from farspan.spec import Kernels, MachineSpec, ModelSpec, Schedule, Tier, UnsupportedError
 from farspan.train import memory
 from farspan.train.config import RunConfig
 from farspan.train.memory import DeviceMemory, Placed
 from farspan.train.optimizer import TrainingOptimizer
+from farspan.train.sparse import Index, selector_for
 from farspan.train.staged_states import StateBytes
 
 
@@ -166,7 +166,7 @@ def inspect_blank(
     fused = kernels.fused and fused_for(device, boundary.dtype)
     adds = kernels.accumulate and adds_products(device, boundary.dtype)
     variant = Variant(dtype, rank, fused, adds, nf4=any(map(is_packed, model.modules())))
-    profiles = profiles_of(model.config.to_dict(), name)
+    profiles = profiles_of(model.config.to_dict(), name, measuring=measuring)
     profile = profiles.of(variant)
     if _sizes(profile.spec)[-len(sizes) :] != sizes:  # such as other adapters, or a custom class
         profiles = profiles_of_model(model, name)

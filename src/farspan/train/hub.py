@@ -20,11 +20,11 @@ from farspan.formatting import sparse_words, write_tokens
 from farspan.hf.merge import ADAPTER_CONFIG, BASE, SOURCE
 from farspan.profile.catalog import is_on_hub
 from farspan.report.run import ABOUT, METRICS, read_about, read_metrics
-from farspan.sparse.train import NOT_DENSE, hides, sparsity_words
 from farspan.spec import VERSION, UnsupportedError
 from farspan.train.config import HubConfig, RunConfig, StatesPlace, load_run
 from farspan.train.memory import WHERE
 from farspan.train.run_folder import as_json
+from farspan.train.sparse import NOT_DENSE, hides, sparsity_words
 from farspan.train.step_runner import TrainingResult
 from farspan.train.yaml_config import write_mapping
 

@@ -18,11 +18,11 @@ from farspan.distributed.run_context import DistributedContext
 from farspan.durable import read_json, write_whole
 from farspan.engine.runner import Progress
 from farspan.lazy import load
-from farspan.sparse.train import marks
 from farspan.spec import UnsupportedError
 from farspan.train.config import ReportTo, RunConfig
 from farspan.train.observer import Reporter
 from farspan.train.run_folder import RunFolder, identity
+from farspan.train.sparse import marks
 from farspan.train.step_runner import TrainingResult
 from farspan.train.yaml_config import to_mapping
 

@@ -1,17 +1,17 @@
 """Plan of a run file for `farspan plan`: without weights or data, for any machine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any
 
 from transformers import PretrainedConfig
 
+from farspan.ask import HERE, Request, as_run
 from farspan.engine.profile import profiles_of_model
 from farspan.formatting import write_seconds
 from farspan.hf.load import blank_model, config_for_planning, load_config
 from farspan.hf.quantized import format_of, refuse_untrainable, refuse_whole
 from farspan.hf.unsupported import refuse_dropout, refuse_model, stretched
-from farspan.planner.api import HERE, Request, as_run
 from farspan.planner.machines import with_kernels
 from farspan.planner.plans import best_plan, longest_contexts, plan_as_written
 from farspan.planner.request import Plan, Question
@@ -51,19 +51,6 @@ from farspan.train.setup import (
     resolve,
 )
 from farspan.train.yaml_config import as_yaml, to_mapping
-
-
-class Asked(TypedDict, total=False):
-    """Options of the command line, which override the run file."""
-
-    machine: str | MachineSpec  # as in `Request`
-    gpus: int  # by default the number that `parallel` gives
-    optimizer: str  # replaces `optimizer.states`
-    device_memory: str
-    host_memory: str
-    margin: str
-    loss: str
-    reference: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +138,11 @@ class QuestionOfRun:
         return plan_as_written(question, named or OWN, schedule)
 
 
-def question_of_run(run: RunConfig, asked: Asked, progress: Callable[[str], None]) -> QuestionOfRun:
-    """Return the run as a question for the planner; `progress` is told what is measured on this
-    machine.
+def question_of_run(
+    run: RunConfig, asked: Mapping[str, Any], progress: Callable[[str], None]
+) -> QuestionOfRun:
+    """Return the run as a question for the planner. Fields of a `Request` in `asked` override the
+    run's; `progress` is told what is measured on this machine.
 
     A sequence counts as one document, the case in which attention takes most time. Raises
     UnsupportedError naming the field.
@@ -170,23 +159,19 @@ def question_of_run(run: RunConfig, asked: Asked, progress: Callable[[str], None
         machine = machine_of(choose_device(run.device), torch_dtype(run), progress)
     config, packed = _model(run)
     run = _with_optimizer(run, asked)
+    own = {"optimizer": run.optimizer.states.value, "margin": run.margin}
+    own["loss"] = run.objective.kind
     question = Request(
         config=config,
         context=run.context,
-        machine=machine,
         batch=run.batch,
-        optimizer=asked.get("optimizer", run.optimizer.states.value),
         weights=run.schedule.weights or Tier.DEVICE,
         lora=0 if run.model.lora is None else run.model.lora.everywhere(),
         quantize=Quantization.NF4 if packed else None,
         dtype=run.model.dtype.value,
-        device_memory=asked.get("device_memory"),
-        host_memory=asked.get("host_memory"),
-        margin=asked.get("margin", run.margin),
         sparse=run.pages(),
-        loss=asked.get("loss", run.objective.kind),
-        reference=asked.get("reference"),
         kernels=run.kernels,
+        **{**own, **asked, "machine": machine, "gpus": 1},
     ).question()
     if not {"loss", "reference"} & asked.keys():
         question = replace(question, loss=run.objective.planned())
@@ -228,7 +213,7 @@ def _model(run: RunConfig) -> tuple[PretrainedConfig | Profiles, bool]:
     return profiles_of_model(blank, model.path or config.model_type), packed
 
 
-def _with_optimizer(run: RunConfig, asked: Asked) -> RunConfig:
+def _with_optimizer(run: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
     """Return the run with the command line's optimizer, if a run file can express it."""
     if "optimizer" not in asked:
         return run

@@ -38,7 +38,6 @@ from farspan.planner.states import input_bytes
 from farspan.program.layout import Layout, group_ranges, refuse_together
 from farspan.program.program import Program
 from farspan.program.strategies import AUTO
-from farspan.sparse.train import marks
 from farspan.spec import (
     Kernels,
     MachineSpec,
@@ -76,6 +75,7 @@ from farspan.train.oom import (
     lighter_schedule,
 )
 from farspan.train.run_folder import RunFolder, RunState
+from farspan.train.sparse import marks
 from farspan.train.yaml_config import convert, to_mapping
 
 LOG = logging.getLogger(__name__)

@@ -57,7 +57,6 @@ from farspan.program.layout import (
     streams,
 )
 from farspan.program.strategies import AUTO
-from farspan.sparse.train import index_of, opening_words
 from farspan.spec import LossKind, Reference, Schedule, Tier, UnsupportedError
 from farspan.train.config import ModelConfig, RunConfig, StartConfig, StatesPlace
 from farspan.train.context import (
@@ -74,6 +73,7 @@ from farspan.train.observer import Observer
 from farspan.train.optimizer import TrainingOptimizer, load_adamw
 from farspan.train.origin import as_begun, begin, with_base
 from farspan.train.planning import inspect_for, place
+from farspan.train.sparse import index_of, opening_words
 
 NO_DEVICE = "device: cannot train on {name!r}; give auto, cpu, cuda or cuda:1"
 EXPERTS = "none on the experts, whose weights are stacked, not linear modules; they stay frozen"

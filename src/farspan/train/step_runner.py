@@ -23,7 +23,6 @@ from farspan.engine.memory import PeakMemory
 from farspan.engine.step import Step
 from farspan.program.layout import group_ranges
 from farspan.report.run import ABOUT
-from farspan.sparse.train import HIDING_NOTHING, SPARSELY, hides, marks, other_chunk
 from farspan.spec import LossKind, Tier, UnsupportedError
 from farspan.train.context import RunContext
 from farspan.train.memory import (
@@ -59,6 +58,7 @@ from farspan.train.record import (
     trace_json,
 )
 from farspan.train.run_folder import RunFolder, RunState, restore_rng
+from farspan.train.sparse import HIDING_NOTHING, SPARSELY, hides, marks, other_chunk
 from farspan.train.yaml_config import as_yaml, to_mapping
 
 T = TypeVar("T")

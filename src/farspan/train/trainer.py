@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 
+from farspan.attention.far import Seen
 from farspan.checkpoint.saver import (
     FROZEN,
     INDEX_OF_KEYS,
@@ -38,14 +39,6 @@ from farspan.engine.step import Step
 from farspan.hf.merge import SOURCE
 from farspan.lazy import load
 from farspan.report.run import ABOUT
-from farspan.sparse.engine import Seen
-from farspan.sparse.train import (
-    MassWatch,
-    hides,
-    marks,
-    mass_json,
-    what_changes,
-)
 from farspan.spec import LossKind, UnsupportedError
 from farspan.train.config import OnNonfinite, RunConfig, load_run
 from farspan.train.console import make_reporter
@@ -78,6 +71,7 @@ from farspan.train.run_folder import (
     restore_rng,
 )
 from farspan.train.setup import choose_device, introduce, make_context, resolve
+from farspan.train.sparse import MassWatch, hides, marks, mass_json, what_changes
 from farspan.train.step_runner import (
     Batches,
     Micro,
@@ -399,7 +393,8 @@ class TrainingLoop:
 
         def write() -> None:
             card = card_of(self._folder.path, step)
-            export(ctx.model, ctx.tokenizer, path, folder, note, told, weights, card, ctx.index)
+            save = None if ctx.index is None else ctx.index.save
+            export(ctx.model, ctx.tokenizer, path, folder, note, told, weights, card, save)
 
         self._world.run_on_rank0(write)
 

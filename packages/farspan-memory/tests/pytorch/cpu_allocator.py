@@ -24,7 +24,7 @@ from farspan_memory.pytorch import COMPILERS, flags, links
 ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "native"
 PROGRAM = Path(__file__).with_name("allocator_program.py")
-BUILD_SECONDS, RUN_SECONDS = 300.0, 300.0
+BUILD_SECONDS, RUN_SECONDS = 1800.0, 1800.0
 
 
 def once(factory: pytest.TempPathFactory, make: Callable[[Path], Path]) -> Path:

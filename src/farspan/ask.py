@@ -5,24 +5,33 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypedDict, Unpack
+from typing import Any, ParamSpec, Protocol
 
-from farspan.formatting import as_meant, did_you_mean, read_memory, read_tokens
+from farspan.formatting import EXAMPLE, as_meant, did_you_mean, read_memory, read_tokens
 from farspan.lazy import load
-from farspan.planner.machines import count_of, with_main_memory
+from farspan.planner.machines import HOST_RESERVE, count_of, with_main_memory
 from farspan.planner.machines import machine as find_machine
 from farspan.planner.plans import best_plan
-from farspan.planner.request import Open, Optimizer, Plan, Question, loss_of, margin_of
+from farspan.planner.request import (
+    SHARE,
+    Open,
+    Optimizer,
+    Plan,
+    Question,
+    loss_of,
+    margin_of,
+)
 from farspan.profile.model import Variant
-from farspan.profile.store import Profiles, find_profiles, profiles_of
+from farspan.profile.store import Measure, Profiles, find_profiles, profiles_of
 from farspan.program.layout import Layout, sequence_layout
-from farspan.program.strategies import AUTO, check_name
+from farspan.program.strategies import AUTO, STRATEGIES, check_name
 from farspan.spec import (
     Kernels,
     LossKind,
     MachineSpec,
     ModelSpec,
     Quantization,
+    Reference,
     RunSpec,
     Sparse,
     Tier,
@@ -51,56 +60,102 @@ def _discard(_: str) -> None:
     """Discard a message."""
 
 
-class Options(TypedDict, total=False):
-    """Options of a request; `Request` has the defaults."""
+def _told(help: str, *flags: str, reads: type = str, metavar: str | None = None) -> dict[str, Any]:
+    """Return what makes a field an option of `farspan plan`, too, named as the field or by `flags`.
+    The command line reads it as `reads`, and replaces {models} and {cards} in its help."""
+    return {"help": help, "flags": flags, "reads": reads, "metavar": metavar}
 
-    gpus: int
-    batch: int
-    optimizer: str
-    weights: str
-    disk: str | None
-    lora: int
-    quantize: str | None
-    strategy: str
-    dtype: str
-    device_memory: str | int | None
-    host_memory: str | int | None
-    margin: str | int | None
-    sparse: Sparse | None
-    loss: str
-    reference: str | None
-    kernels: Kernels
-    progress: Callable[[str], None]
+
+def _option(default: Any, help: str, **more: Any) -> Any:
+    return field(default=default, metadata=_told(help, **more))
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A user's request. Sizes are numbers or text: see `farspan.formatting`."""
+    """A user's request. Sizes are numbers or text: see `farspan.formatting`.
 
-    # A preset, folder, config.json or hub name; a configuration or its fields; or a ModelSpec, in
-    # its own dtype and with its own adapters.
-    config: Config
-    context: str | int  # tokens of a sequence
-    machine: str | Path | MachineSpec = HERE  # a preset, file of `farspan calibrate`, or `here`
-    gpus: int = 1
-    batch: int = 1  # sequences a step, for each group of devices that shares a sequence
-    # `auto`: AdamW with its states where the fastest step that fits has them.
-    optimizer: str = AUTO
-    weights: str = AUTO  # `auto`, device, or host: weights with gradients and optimizer states
-    disk: str | None = None  # folder on a drive for states that fit nowhere else
-    lora: int = 0  # rank of adapters on every linear module of the layers; 0 trains all weights
-    quantize: str | None = None  # nf4, with lora: frozen weights of linear modules take four bits
-    strategy: str = AUTO  # `auto`: the best of all strategies
-    dtype: str = "bfloat16"
-    device_memory: str | int | None = None  # replaces the memory of the machine's device
-    # Replaces the main memory of the machine's node, a tenth of which is left to the system,
-    host_memory: str | int | None = None  # its processes and loading (`machines.HOST_RESERVE`)
-    # Memory of a device and of the node that a plan leaves free if any plan can: bytes, "5%" or 0;
-    margin: str | int | None = None  # None: `request.SHARE` of a device
-    sparse: Sparse | None = None  # approximate attention; None: exact
-    loss: str = LossKind.SFT  # sft, or one of log-probabilities: dpo, ipo, orpo, kto, grpo, distill
-    # none, frozen, adapters-off or stored; None: the default of `request.loss_of`.
-    reference: str | None = None
+    `config` may be a configuration or its fields, or a ModelSpec, which has its own dtype and
+    adapters. `batch` counts for each group of devices that shares a sequence.
+    """
+
+    config: Config = field(
+        metadata=_told(
+            "Instead of a run file: folder, config.json, hub name (its configuration only), or a "
+            "preset: {models}.",
+            "--model",
+        )
+    )
+    context: str | int = field(
+        metadata=_told("Tokens of a sequence: 131072, 128K, 1M; K and M are 2**10 and 2**20.")
+    )
+    machine: str | Path | MachineSpec = field(
+        default=HERE,
+        metadata=_told(
+            "A card by any usual name (4090, H100 PCIe, 8xh100), a file of `farspan calibrate`, "
+            "or `here` (measured once); cards: {cards}.",
+            "--machine",
+            "--gpu",
+        ),
+    )
+    gpus: int = _option(1, "Devices that share the sequence; default: 1.", metavar="COUNT")
+    batch: int = _option(1, "Sequences a step; default: 1.", reads=int)
+    strategy: str = _option(
+        AUTO, f"{AUTO}, the default: the best of all; or one of {', '.join(STRATEGIES)}."
+    )
+    optimizer: str = _option(
+        AUTO,
+        f"{AUTO}, the default: AdamW, with its states in the fastest place that fits; "
+        f"or {', '.join(Optimizer)}; or as in a run file: "
+        f"{', '.join((*AS_IN_RUN_FILES, Optimizer.HOST, Optimizer.DISK))}.",
+    )
+    weights: str = _option(
+        AUTO,
+        f"Tier of weights and gradients: {AUTO}, the default, device or host. With host, "
+        "optimizer states are there or on a drive, and the device holds two groups of layers, the "
+        "embedding and the head. Of several devices each moves its own shards.",
+    )
+    disk: str | None = _option(
+        None, "A folder on a drive for optimizer states that fit nowhere else."
+    )
+    lora: int = _option(
+        0, "Rank of adapters on every linear module; 0, the default: no adapters.", reads=int
+    )
+    quantize: str | None = _option(
+        None,
+        f"{', '.join(Quantization)}, with --lora: store the frozen weights of linear modules in "
+        "four bits (QLoRA).",
+    )
+    dtype: str = _option("bfloat16", "bf16, fp32 or fp64; default: bf16.")
+    device_memory: str | int | None = _option(
+        None, "Memory of one device, replacing the machine's: 80GB, 80GiB."
+    )
+    host_memory: str | int | None = _option(
+        None,
+        "Main memory of the node, replacing the machine's: 128GiB, 128G; "
+        f"{HOST_RESERVE:.0%} is left to the system, processes and loading.",
+    )
+    margin: str | int | None = _option(
+        None,
+        "Memory of a device, and main memory, that plans leave free if any can: 3GiB, 5%, 0; a "
+        f"share includes the reserve; default: {SHARE:.0%} of a device.",
+    )
+    sparse: Sparse | None = field(
+        default=None,
+        metadata=_told(
+            "Page-sparse attention, an approximation: on (8K tokens of chosen pages and 4K "
+            f"recent ones), off, or fields such as {EXAMPLE}."
+        ),
+    )
+    loss: str = _option(
+        LossKind.SFT,
+        f"{', '.join(LossKind)}; default: {LossKind.SFT}. The others are computed from "
+        "log-probabilities; a pair of answers is one sequence of --context tokens.",
+    )
+    reference: str | None = _option(
+        None,
+        f"Reference of such a loss: {', '.join(Reference)}; default: {Reference.STORED} if the "
+        "loss needs one.",
+    )
     kernels: Kernels = field(default_factory=Kernels)  # implementations of each operation
     progress: Callable[[str], None] = _discard  # receives messages while measuring
 
@@ -221,36 +276,36 @@ def as_run(question: Question, lora: int = 0) -> Question:
     return replace(question, model=model, profile=profile)
 
 
-def _signed(function: Callable[P, Plan]) -> Callable[P, Plan]:
-    """Give the function the fields of `Request` as its signature, all but the first by name only.
-    It raises UnsupportedError for other options."""
-    first, *others = signature(Request).parameters.values()
+def _asking(
+    request: Callable[P, Request],
+) -> Callable[[Callable[[Request], Plan]], Callable[P, Plan]]:
+    """Return a decorator: the function takes the fields of a request, all but the first by name. It
+    raises UnsupportedError for other options."""
+    first, *others = signature(request).parameters.values()
     named = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in others]
     known = [first.name, *(option.name for option in named)]
-
-    @wraps(function)
-    def checked(*arguments: P.args, **options: P.kwargs) -> Plan:
-        for name in options:
-            if name not in known:
-                raise UnsupportedError(
-                    f"{name}: farspan.plan has no such option{did_you_mean(name, known)}; expected "
-                    f"some of {', '.join(known)}"
-                )
-        return function(*arguments, **options)
-
     taken = Signature([first, *named], return_annotation=Plan)
-    checked.__signature__ = taken  # type: ignore[attr-defined]
-    return checked
+
+    def asked(function: Callable[[Request], Plan]) -> Callable[P, Plan]:
+        @wraps(function)
+        def checked(*arguments: P.args, **options: P.kwargs) -> Plan:
+            for name in options:
+                if name not in known:
+                    raise UnsupportedError(
+                        f"{name}: farspan.plan has no such option{did_you_mean(name, known)}; "
+                        f"expected some of {', '.join(known)}"
+                    )
+            given = taken.bind(*arguments, **options)
+            return function(request(*given.args, **given.kwargs))
+
+        checked.__signature__ = taken  # type: ignore[attr-defined]
+        return checked
+
+    return asked
 
 
-@_signed
-def plan(
-    config: Config,
-    *,
-    context: str | int,
-    machine: str | Path | MachineSpec = HERE,
-    **options: Unpack[Options],
-) -> Plan:
+@_asking(Request)
+def plan(request: Request) -> Plan:
     """Find the best schedule for a model, a context and a machine, and predict its step.
 
     No weights are read. A model that is no preset is run once on the meta device, which needs
@@ -272,7 +327,6 @@ def plan(
     Raises:
         UnsupportedError: An option is unknown, or its value makes no sense.
     """
-    request = Request(config, context, machine, **options)
     return best_plan(request.question(), request.strategies())
 
 
@@ -280,18 +334,31 @@ def _profiles(config: str | Path | Mapping[str, Any] | Configuration | Profiles)
     if isinstance(config, Profiles):
         return config
     if isinstance(config, str | Path):
-        return find_profiles(str(config))
+        return find_profiles(str(config), measuring)
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         raise UnsupportedError(
             "config: expected a preset's name, a folder, a file, a hub name, a transformers "
             f"configuration or its fields, got {type(config).__name__}"
         )
     fields = config if isinstance(config, Mapping) else config.to_dict()
-    return profiles_of(fields, str(fields.get("_name_or_path") or fields.get("model_type")))
+    name = str(fields.get("_name_or_path") or fields.get("model_type"))
+    return profiles_of(fields, name, measuring=measuring)
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """Loads what measures a model that does not ship: it needs torch. A value that ranks send."""
+
+    def __call__(self) -> Measure:
+        found: Measure = load("farspan.engine.profile", "measure")
+        return found
+
+
+measuring = Measuring()
 
 
 def _here(progress: Callable[[str], None]) -> MachineSpec:
-    """Measure this machine; loaded late, since it needs torch and is a layer above planning."""
+    """Measure this machine; loaded late, since it needs torch."""
     try:
         measure: Callable[[Callable[[str], None]], MachineSpec] = load(
             "farspan.engine.calibrate", "here"

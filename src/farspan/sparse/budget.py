@@ -1,13 +1,8 @@
-"""Sparse attention in a run: its schedule and selector, the marks on outputs, the warning about
-lost attention mass, and the budget that suits a model and a text."""
+"""Find the budget of sparse attention that suits a model and a text."""
 
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from fractions import Fraction as Ratio
 from functools import partial
-from math import ceil
-from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
@@ -20,160 +15,16 @@ from farspan.attention.chunk import AttentionCall, KeyValues, attend
 from farspan.engine.kernels import AttentionKernels
 from farspan.engine.loss import IGNORED, make_inputs
 from farspan.engine.step import Step
-from farspan.formatting import SEES_ALL, sparse_words, write_tokens
+from farspan.formatting import write_tokens
 from farspan.hf.attention_interface import answering, routed
-from farspan.hf.describe import attention_of, describe
+from farspan.hf.describe import describe
 from farspan.hf.stages import CausalLMStages
 from farspan.hf.unsupported import refuse_context
 from farspan.program.attention_blocks import plan_blocks
 from farspan.sparse.attend import sampled
-from farspan.sparse.engine import Seen
 from farspan.sparse.index import Index
-from farspan.sparse.pages import Fraction, RandomPages, mean_keys, vote
+from farspan.sparse.pages import RandomPages, mean_keys, vote
 from farspan.spec import INDEX, SELECTORS, LayerSpec, Schedule, Sparse, UnsupportedError
-from farspan.train.config import RunConfig, SparseConfig
-from farspan.train.run_folder import as_json
-
-SPARSELY = "with sparse attention, an approximation"
-HIDING_NOTHING = f"with sparse attention, {SEES_ALL}"
-NOT_DENSE = "loss and gradients are those of sparse attention, not of dense attention"
-REMIND = 100  # steps between two warnings: attention changes slowly, and layers take turns
-
-
-def marks(run: RunConfig) -> dict[str, str]:
-    """Return the marks on every output of a run with sparse attention; none for a dense one."""
-    return {} if run.sparse is None else {"attention": "sparse"}
-
-
-def hides(run: RunConfig) -> bool:
-    """Return whether a query may miss a token that dense attention shows it. False holds for any
-    chunk of a run short of memory: a chunk of one page has the most to choose from."""
-    if run.sparse is None:
-        return False
-    pages = run.sparse.spec()
-    if run.sparse.sparsity is not None:
-        pages = replace(pages, budget=0)
-    return pages.hides(run.context, pages.page)
-
-
-def opening_words(run: RunConfig) -> str:
-    """Return the opening message of a run about its sparse attention, which it must have."""
-    assert run.sparse is not None
-    words = sparse_words(run.sparse.spec(), hides=hides(run)) + sparsity_words(run)
-    return f"{words}; {NOT_DENSE}" if hides(run) else words
-
-
-def sparsity_words(run: RunConfig) -> str:
-    """Return the share of chosen pages in words, if the run sets it."""
-    if run.sparse is None or run.sparse.sparsity is None:
-        return ""
-    return f", chosen at a sparsity of {run.sparse.sparsity:g}"
-
-
-def what_changes(run: RunConfig, change: str) -> str:
-    """Return the effect of a permitted change between two parts of a run."""
-    if run.sparse is not None and change.startswith("schedule."):
-        return "sparse attention sees other tokens if the chunk changes, and gradients differ then"
-    return "the gradients are the same up to rounding, the bits are not"
-
-
-def other_chunk(before: int | None, now: Schedule) -> str:
-    """Return the effect of a changed chunk on a sparse run; empty if the chunk is the same."""
-    if now.sparse is None or before in (None, now.chunk):
-        return ""
-    return (
-        f"chunk {now.chunk:,} instead of {before:,}: sparse attention sees other tokens, so "
-        "gradients differ"
-    )
-
-
-def fraction_of(given: SparseConfig | None, schedule: Schedule, context: int) -> Fraction | None:
-    """Return the selector of a fixed share of pages, if the run asks for one. Raises
-    UnsupportedError if the share exceeds the budget, which would cut it to another share. The
-    smallest chunk decides, because a run short of memory may fall back to it."""
-    sparse = schedule.sparse
-    if sparse is None or given is None or given.sparsity is None:
-        return None
-    pages = len(sparse.candidates((context - 1) // sparse.page * sparse.page))
-    kept, most = ceil((1 - Ratio(str(given.sparsity))) * pages), sparse.budget // sparse.page
-    if kept > most:
-        raise UnsupportedError(
-            f"sparse.sparsity: {given.sparsity} leaves {kept:,} of {pages:,} pages, more than the "
-            f"budget of {most:,}; raise sparse.budget to {kept * sparse.page}, or "
-            f"sparse.sparsity to {_sparsity_for(most, pages)}"
-        )
-    return Fraction(given.sparsity)
-
-
-def index_of(given: SparseConfig | None, blank: Any = None) -> Index | None:
-    """Return the index of a run; None: it has none. Raises UnsupportedError, naming the run file's
-    field, if it cannot be read or does not fit the model (`blank` has no weights)."""
-    if given is None or given.index is None:
-        return None
-    layers = None if blank is None else attention_of(deepcopy(blank))
-    try:
-        found = Index.load(Path(given.index).expanduser())
-        if layers is not None:
-            found.refuse_misfit(layers, given.index_dim)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"sparse.{error}") from error
-    return found
-
-
-def selector_for(
-    given: SparseConfig | None, schedule: Schedule, context: int, index: Index | None = None
-) -> Any:
-    """Return the selector of a run's step; None: the most votes. Raises UnsupportedError."""
-    share = fraction_of(given, schedule, context)
-    if schedule.sparse is None:
-        return share
-    index = index or index_of(given)
-    return share if index is None else replace(index, select=share)
-
-
-def _sparsity_for(most: int, pages: int) -> float:
-    """Return the least sparsity in four digits that leaves at most `most` pages."""
-    return ceil(10_000 * (1 - Ratio(most, pages))) / 10_000
-
-
-def mass_json(seen: Sequence[Seen]) -> dict[str, Any]:
-    """Return the attention mass that a step's watched cells saw, for metrics.jsonl: the mean over
-    all, the minimum of a query, and its layer. Empty if no cell hid any page."""
-    if not seen:
-        return {}
-    least = min(seen, key=lambda cell: cell.mass.minimum)
-    return {
-        "attention_mass": as_json(sum(cell.mass.mean for cell in seen) / len(seen)),
-        "attention_mass_min": as_json(least.mass.minimum),
-        "attention_mass_layer": least.layer,
-    }
-
-
-@dataclass(slots=True)
-class MassWatch:
-    """Warns when queries see too little attention mass: at once, then every `REMIND` steps."""
-
-    below: float
-    warned: int | None = None  # step of the last warning
-
-    def warning(self, step: int, seen: Sequence[Seen]) -> str | None:
-        """Return the warning for the user after this step, if any."""
-        if not seen:
-            return None
-        worst = min(seen, key=lambda cell: cell.mass.mean)
-        recent = self.warned is not None and step - self.warned < REMIND
-        if recent or not worst.mass.mean < self.below:
-            return None
-        self.warned = step
-        return (
-            f"warning: step {step}: sparse attention sees {worst.mass.mean:.1%} of the attention "
-            f"mass in layer {worst.layer} ({worst.mass.minimum:.1%} for one query), less than "
-            f"sparse.warn_below of {self.below:.0%}: gradients may be far from those of dense "
-            "attention; raise sparse.budget or sparse.recent, or make sparse.page smaller"
-        )
-
-
-# -- which budget keeps enough of dense attention -------------------------------------------------
 
 RANDOM = "random"
 ENOUGH = 0.9  # of the mass; the default of `SparseConfig.warn_below`
