@@ -150,9 +150,12 @@ def test_pieces_of_the_heap_go_back_between_cells(tmp_path: Path) -> None:
 
 HOLES = """
 import numpy, os
-from farspan.train.memory import resident_bytes, return_freed
 if {asked}:
+    from farspan.train.memory import return_freed
     assert return_freed()
+def resident_bytes():
+    with open("/proc/self/statm") as sizes:
+        return int(sizes.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 numpy.ones(8 << 20).sum()  # freed, it moves glibc's threshold up to 32 MiB
 before = resident_bytes()
 blocks = [numpy.ones(1 << 16) for _ in range(400)]  # of 512 KiB
@@ -373,12 +376,12 @@ GROWN = "from farspan.train.memory import grow_stack; grow_stack()"
 DEEP = """
 import mmap, re, resource, sys
 from pathlib import Path
-from farspan.train.memory import grow_stack
 
 def deeper(calls):
     return sorted([1], key=lambda _: deeper(calls - 1)) if calls else 0
 
 if sys.argv[1] == "grown":
+    from farspan.train.memory import grow_stack
     grow_stack()
 size = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (size + 2**20,) * 2)
