@@ -150,12 +150,9 @@ def test_pieces_of_the_heap_go_back_between_cells(tmp_path: Path) -> None:
 
 HOLES = """
 import numpy, os
+from farspan.train.memory import resident_bytes, return_freed
 if {asked}:
-    from farspan.train.memory import return_freed
     assert return_freed()
-def resident_bytes():
-    with open("/proc/self/statm") as sizes:
-        return int(sizes.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 numpy.ones(8 << 20).sum()  # freed, it moves glibc's threshold up to 32 MiB
 before = resident_bytes()
 blocks = [numpy.ones(1 << 16) for _ in range(400)]  # of 512 KiB
