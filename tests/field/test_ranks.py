@@ -418,11 +418,11 @@ def of_all_ranks(layout: Layout, stage: Stage | None) -> list[str]:
     [
         (Layout(ulysses=2), None),
         exhaustive(Layout(ulysses=2), Stage.ZERO_1),
-        (Layout(data=2), Stage.ZERO_2),
+        exhaustive(Layout(data=2), Stage.ZERO_2),
         (Layout(ulysses=2), Stage.ZERO_3),
-        (Layout(pipeline=2), None),
+        exhaustive(Layout(pipeline=2), None),
         exhaustive(Layout(pipeline=2), Stage.ZERO_3),
-        (Layout(tensor=2), Stage.ZERO_0),
+        exhaustive(Layout(tensor=2), Stage.ZERO_0),
         exhaustive(Layout(tensor=2), Stage.ZERO_3),
     ],
 )
@@ -472,14 +472,14 @@ def test_a_stage_that_shards_contradicts_a_layout_without_fsdp() -> None:
         assert len(said) == 6
 
 
-LAYOUTS: list[tuple[Layout, Stage | None]] = [
-    (Layout(ulysses=2), None),
-    (Layout(ulysses=2), Stage.ZERO_3),
-    (Layout(pipeline=2), None),
-]
-
-
-@pytest.mark.parametrize(("layout", "stage"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "stage"),
+    [
+        exhaustive(Layout(ulysses=2), None),
+        (Layout(ulysses=2), Stage.ZERO_3),
+        (Layout(pipeline=2), None),
+    ],
+)
 def test_what_one_rank_has_otherwise_is_named_on_both(layout: Layout, stage: Stage | None) -> None:
     assert run_ranks(2, of_one_rank, layout, stage) == [[], []]
 

@@ -373,12 +373,12 @@ GROWN = "from farspan.train.memory import grow_stack; grow_stack()"
 DEEP = """
 import mmap, re, resource, sys
 from pathlib import Path
-from farspan.train.memory import grow_stack
 
 def deeper(calls):
     return sorted([1], key=lambda _: deeper(calls - 1)) if calls else 0
 
 if sys.argv[1] == "grown":
+    from farspan.train.memory import grow_stack
     grow_stack()
 size = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (size + 2**20,) * 2)
