@@ -108,8 +108,8 @@ class StepMemory:
         UnsupportedError if `given` is on another device."""
         if given is not None and given.device != device:
             raise UnsupportedError(
-                f"memory: it is of a step on {given.device}, this one computes on {device}; leave "
-                "it out, or give that of a step on this device"
+                f"memory: belongs to a step on {given.device}, but this step computes on {device}; "
+                f"leave memory out, or give the memory of a step on {device}"
             )
         return given or cls(device, {tier: Arena(tier, device) for tier in Tier})
 
@@ -154,7 +154,7 @@ class ProgramRunner:
         """The schedule; if the planner chooses, that of the latest call. Raises UnsupportedError
         before the planner has chosen."""
         if self._schedule is None:
-            raise UnsupportedError("schedule: auto has chosen none yet; it does at the first call")
+            raise UnsupportedError("schedule: auto has not chosen yet; call the step first")
         return self._schedule
 
     def _reserve(self, program: Program) -> None:
@@ -326,8 +326,8 @@ class ProgramRunner:
         inside = {id(p) for p in self.boundary.layers.parameters()}
         if any(id(p) in inside for p in own) and (self.weights or self.sharded_model):
             raise UnsupportedError(
-                "head: it uses a decoder layer, whose weights are elsewhere while the head runs; "
-                "use what lies outside the layers, such as model.lm_head, or a module of its own"
+                "head: uses a decoder layer, whose weights are not on the device while the head "
+                "runs; use modules outside the layers, such as model.lm_head, or your own"
             )
         plain = None
         is_plain = isinstance(function, LogProbs) and function.temperature == 1
