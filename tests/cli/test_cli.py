@@ -174,7 +174,7 @@ def test_a_limit_of_memory_is_one_line(
     with pytest.raises(SystemExit, match="1"):
         cli.main(refuse)
     said = capsys.readouterr().err
-    assert said.startswith("farspan: main memory: this process may take no more")
+    assert said.startswith("farspan: main memory: this process can get no more")
     assert "ulimit -v" in said
 
 

@@ -230,7 +230,7 @@ def test_data_that_changed_are_named(rows: Path) -> None:
     # And so do the facts, where nothing else tells that the file is another one.
     os.utime(rows, ns=(times.st_atime_ns, times.st_mtime_ns))
     later = stream_of(opened(rows))
-    with pytest.raises(UnsupportedError, match=r"window 4 are not those .* begin again in another"):
+    with pytest.raises(UnsupportedError, match=r"window 4 have changed .* begin again in another"):
         later.batch(range(last))
 
 

@@ -322,8 +322,8 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"softmax_forward": 9e-13},
         {},
-        "rates.bfloat16.softmax_forward: expected less than the whole call that attention_forward "
-        "says, 8.46e-13 seconds a query, key and head, got 9e-13",
+        "rates.bfloat16.softmax_forward: expected less than the time of the whole call by "
+        "attention_forward, 8.46e-13 seconds per query, key and head, got 9e-13",
     ),
     ({"softmax_backward": 3e-12}, {}, "rates.bfloat16.softmax_backward: expected less"),
     (

@@ -86,7 +86,7 @@ def test_what_does_not_fit_says_so() -> None:
     plan = best_plan(question(128 * 1024, machine=small, sparse=SPARSE), NAMES, seconds=1.0)
     assert not plan.fits
     assert "breaks first" in plan.reason
-    assert "changes: no change that was tried makes it fit" in str(plan)
+    assert "changes: no change that farspan tried makes this run fit" in str(plan)
 
 
 def test_the_longest_context() -> None:

@@ -144,7 +144,7 @@ class TestRun:
         whole = replace(SPARSE, budget=36)
         run, quiet = sparse_run(tmp_path, sparse=whole, steps=3), Quiet()
         result = train(run, reporter=quiet)
-        assert "sparse attention, which hides nothing at this context" in result.message
+        assert "sparse attention, which hides no token at this context" in result.message
         assert "approximat" not in result.message + "\n".join(quiet.notes)
         assert "not of dense attention" not in "\n".join(quiet.notes)
         assert lines(run)[0]["attention"] == read(run, "about.json")["attention"] == "sparse"
@@ -366,7 +366,7 @@ class TestIndex:
         assert train(elsewhere, reporter=Quiet()).step == run.steps
         random_index((HEADS, HEADS), 4, seed=1).save(tmp_path / "index")
         with pytest.raises(
-            UnsupportedError, match=r"trained with another index than sparse\.index has now; give"
+            UnsupportedError, match=r"trained with an index other than the one now in sparse\.index"
         ):
             train(run, reporter=Quiet())
 

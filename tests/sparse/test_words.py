@@ -43,8 +43,8 @@ def test_in_words() -> None:
         "128 first"
     )
     assert sparse_words(Sparse(), hides=False) == (
-        "sparse attention, which hides nothing at this context and equals dense: of earlier tokens "
-        "8K in chosen pages of 128, 4K recent, 128 first"
+        "sparse attention, which hides no token at this context and equals dense attention: of "
+        "earlier tokens 8K in chosen pages of 128, 4K recent, 128 first"
     )
     assert sparse_words(Sparse(page=48, budget=480, recent=0, sinks=0)) == (
         "sparse attention, approximate: of earlier tokens 480 in chosen pages of 48, 0 recent, "

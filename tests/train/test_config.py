@@ -317,7 +317,7 @@ def test_a_run_file_takes_the_words_of_the_command_line(tmp_path: Path) -> None:
     now = Sparse(64, 2048, 1536, 128, 64, "mean")
     assert load_run(write(tmp_path, RUN + was)).pages() == now
     with pytest.raises(
-        UnsupportedError, match=r"sink_pages: not together with sinks, .*; write sparse.sin"
+        UnsupportedError, match=r"sink_pages: cannot be given with sinks, .*; write sparse.sin"
     ):
         load_run(write(tmp_path, RUN + was.replace("2K", "2K, sinks: 64")))
     assert load_run(write(tmp_path, RUN + "sparse: on")).sparse == SparseConfig()

@@ -323,7 +323,7 @@ def test_what_does_not_go_together_is_refused(
         ({"kind": "foo"}, "kind: expected one of sft, dpo, ipo, orpo, distill, got text 'foo'$"),
         ({"kind": "kpo"}, r"got text 'kpo' \(did you mean [a-z]po\?\)$"),
         ({"kind": "kto"}, "kind: kto: no data.format has single answers"),
-        ({"kind": "grpo"}, "kind: grpo: a run samples no answers"),
+        ({"kind": "grpo"}, "kind: grpo: farspan train generates no answers"),
         ({"kind": "sft", "beta": 0.2}, "beta: kind sft has none"),
         ({"kind": "orpo", "reference": "stored"}, "reference: kind orpo has none"),
         ({"kind": "dpo", "reference": "none"}, "reference: dpo compares with one"),

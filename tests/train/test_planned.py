@@ -482,7 +482,7 @@ def test_a_step_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     components = planned_components(SCHEDULES, size=1000)
     monkeypatch.setattr(planning, "StepPlanner", partial(planning.StepPlanner, components))
     step = Step(load_tiny(config=MODEL, dtype=torch.float64, seed=0), "auto")
-    with pytest.raises(UnsupportedError, match="schedule: auto has chosen none yet"):
+    with pytest.raises(UnsupportedError, match="schedule: auto has not chosen yet"):
         print(step.schedule)
     with pytest.raises(
         UnsupportedError, match=r"schedule: none fits .* give the step farspan\.plan\("

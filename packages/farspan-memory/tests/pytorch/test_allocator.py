@@ -200,7 +200,7 @@ def test_a_plan_file_comes_with_its_trace(given: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("cuda")
 def test_a_plan_is_for_replay() -> None:
     with pytest.raises(
-        UnsupportedError, match="only mode replay follows a plan, and the mode is stitch"
+        UnsupportedError, match="only mode replay follows a plan, but the mode is stitch"
     ):
         memory.install("stitch", ReplayPlan((), 0, 0))
 
