@@ -265,7 +265,7 @@ def test_a_damaged_checkpoint_is_replaced_when_the_run_gets_there_again(tmp_path
     [
         (
             {"w": torch.zeros(2, 3)},
-            "belongs to another model: model/b is in this model, but not in",
+            "belongs to another model: model/b is in this model, but not",
         ),
         (
             {"w": torch.zeros(2, 3), "b": torch.zeros(4), "c": torch.zeros(1)},

@@ -316,7 +316,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"matmul": [[1e9, 5e14], [1e10, 4.9e13], [1e11, 6e14]]},
         {},
         "rates.bfloat16.matmul: expected a larger call to be about as fast or faster, got 4.9e+13 "
-        "FLOP a second at 1e+10 FLOP after 5e+14 at 1e+09",
+        "FLOP a second at 1e+10 FLOP, but 5e+14 FLOP a second at 1e+09 FLOP",
     ),
     ({"attention_backward": [[1, 5e14], [2, 1e13]]}, {}, "rates.bfloat16.attention_backward: "),
     (

@@ -98,7 +98,7 @@ def test_what_does_not_fit_says_what_breaks_and_what_would_help() -> None:
     asked = question(32 * 1024, machine=replace(machine("rtx4090"), device_bytes=5 * GIB))
     plan = best_plan(asked)
     assert not plan.fits
-    assert "device memory breaks first" in plan.reason
+    assert "device memory runs out first" in plan.reason
     assert plan.remedy == "--optimizer host"
     assert best_plan(replace(asked, optimizer=Optimizer.HOST)).fits
 

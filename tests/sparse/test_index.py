@@ -453,7 +453,7 @@ class TestFit:
             r"its layer 0 is for 1 query heads": random_index(
                 (replace(spec[0], query_heads=1, kv_heads=1), *spec[1:]), 3
             ).layers,
-            r"its keys have 2 dims in layer 0, but .* asks for 3; set sparse.index_dim to 2": random_index(
+            r"2 dims in layer 0, but .* asks for 3; set sparse.index_dim to 2": random_index(
                 spec, 2
             ).layers,
         }
