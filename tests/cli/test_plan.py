@@ -144,7 +144,7 @@ def test_a_sparse_plan_says_that_it_approximates() -> None:
     arguments = (*SMALL, "--context", "64K", "--strategy", "oomb", "--sparse", "budget=1K")
     words = " ".join(call(*arguments, "--all").output.split())
     assert "sparse attention (approximate)" in words
-    assert "sparse attention, approximate: of earlier tokens 1K in chosen pages" in words
+    assert "sparse attention, approximate: of earlier tokens it sees 1K in chosen pages" in words
     assert "run farspan verify --sparse to measure" in words
     found = json.loads(call(*arguments, "--json").stdout)
     assert found["schedule"]["sparse"] == asdict(Sparse(budget=1024))

@@ -189,7 +189,7 @@ def test_options_go_before_what_the_file_says(file: Path) -> None:
     found = planned(file, "--loss", "dpo", "--reference", "frozen")
     assert (found["loss"], found["reference"]) == ("dpo", "frozen")
     words = call(file, "--strategy", "oomb", "--sparse", "page=64,budget=256,recent=256").output
-    assert "schedule: oomb replaces grouped, without its chunk: 512" in words
+    assert "schedule: oomb replaces grouped and drops its chunk: 512" in words
     assert "sparse attention" in words
 
 
@@ -319,7 +319,7 @@ def test_the_longest_context_says_what_it_leaves_open(file: Path) -> None:
     small = ("--device-memory", "1300MiB", "--host-memory", "16MiB", "--max-context")
     words = "--max-context ignores these fields of the schedule: chunk"
     assert words in call(write(file, schedule={"strategy": "fpdt", "chunk": 512}), *small).output
-    assert "ignore these" not in call(write(file, schedule={"strategy": "fpdt"}), *small).output
+    assert "ignores these" not in call(write(file, schedule={"strategy": "fpdt"}), *small).output
 
 
 def test_a_path_is_one_that_the_run_can_load(file: Path) -> None:

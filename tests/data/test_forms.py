@@ -228,18 +228,18 @@ def test_lines_are_unpacked(tmp_path: Path) -> None:
 def test_the_lines_that_open_a_run_say_what_is_divided_and_what_is_lost(build: Build) -> None:
     texts = [{"text": "x" * n} for n in (99, 40, 39, 26)]
     assert build(*texts).describe(64) == [
-        "data: 208 tokens, 4 sequences of 64 an epoch; none held out",
+        "data: 208 tokens, 4 sequences of 64 tokens an epoch; none held out",
         "packing: 1 of 4 documents divided, 18.8% padding",
         "note: few documents fit together into a sequence; another context, or packing: cut (which "
         "divides documents), wastes less on padding",
     ]
     assert build(*texts, packing="cut").describe(64) == [
-        "data: 208 tokens, 4 sequences of 64 an epoch; none held out",
+        "data: 208 tokens, 4 sequences of 64 tokens an epoch; none held out",
         "packing: 3 of 4 documents divided, 0.0% padding",
     ]
     records = [{"prompt": "ab", "completion": "cd"}, {"prompt": "x" * 70, "completion": "yz"}]
     assert build(*records, format="prompt").describe(64) == [
-        "data: 14 tokens, 7.7% of them trained, 1 sequence of 64 an epoch; none held out",
+        "data: 14 tokens, 7.7% of them trained, 1 sequence of 64 tokens an epoch; none held out",
         "turns: end in <end>, which stops generation",
         "packing: 1 of 2 documents divided, 78.1% padding; 64 tokens in untrained pieces left out",
         "warning: all documents together are shorter than one sequence; give more data or a "

@@ -139,7 +139,7 @@ def test_pairs_are_shown(tmp_path: Path) -> None:
         "  trained no<end>",
     ]
     about = "\n".join(found.describe(64))
-    assert "pairs: 1 of 15 to 15 tokens; on average 8 with the chosen answer and 7 with" in about
+    assert "pairs: 1, of 15 to 15 tokens; on average 8 with the chosen answer and 7 with" in about
     assert found.longest == 8  # positions begin anew in the second
 
 

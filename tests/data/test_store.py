@@ -343,7 +343,7 @@ def test_damaged_tokens_of_data_that_changed_are_refused(
     source, store, _ = in_blocks(tmp_path, monkeypatch)
     source.texts[0] = "changed"
     with pytest.raises(
-        UnsupportedError, match=r"data\.cache: .* cannot be made anew: the data have changed"
+        UnsupportedError, match=r"data\.cache: .* farspan cannot rebuild it: the data have changed"
     ):
         store.read(len(store.tokens) - 5, len(store.tokens))
     assert source.reads == 1

@@ -293,7 +293,7 @@ def test_a_schedule_in_words(schedule: Schedule, words: str) -> None:
 def test_a_layout_in_words() -> None:
     assert layout_words(Layout()) == "one device"
     assert layout_words(Layout(ulysses=4, data=2)) == (
-        "ulysses 4 x data 2, weights cut over the devices"
+        "ulysses 4 x data 2, weights sharded over the devices"
     )
     assert layout_words(Layout(tensor=8, fsdp=False)) == "tensor 8"
     several = replace(fitting(), question=question(layout=Layout(ulysses=4, shards=2)))

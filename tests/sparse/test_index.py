@@ -464,7 +464,7 @@ class TestFit:
 
     def test_one_is_asked_for(self) -> None:
         model, schedule = shared_model("qwen2"), SCHEDULES["device"]
-        with pytest.raises(UnsupportedError, match=r"sparse.selector is index, which needs an ad"):
+        with pytest.raises(UnsupportedError, match=r"sparse.selector is index, which needs an in"):
             Step(model, replace(schedule, sparse=INDEXED))
         with pytest.raises(UnsupportedError, match=r"sparse.selector is submeans; set it to ind"):
             Step(model, schedule, selector=index_of_family("qwen2"))

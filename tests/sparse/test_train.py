@@ -133,7 +133,10 @@ class TestRun:
         assert read(run, "model/farspan.json")["attention"] == "sparse"
         assert "with sparse attention, an approximation" in result.message
         opening = "\n".join(quiet.notes[: len(quiet.notes) - 1])
-        assert "sparse attention, approximate: of earlier tokens 4 in chosen pages of 4" in opening
+        assert (
+            "sparse attention, approximate: of earlier tokens it sees 4 in chosen pages of 4"
+            in opening
+        )
         assert "not of dense attention" in opening
         schedule = next(note for note in quiet.notes if note.startswith("schedule: "))
         assert "sparse attention" in schedule
@@ -340,7 +343,7 @@ class TestIndex:
                 replace(HEADS, head_dim=4),
                 "its layer 0 is for 2 query heads .* of 4 dims, but the model has",
             ),
-            (HEADS, "its keys have 3 dims in layer 0, but sparse.index_dim asks for 4; set that"),
+            (HEADS, "its keys have 3 dims in layer 0, but sparse.index_dim asks for 4; set"),
         ],
     )
     def test_is_told_before_text_is_read(
@@ -487,7 +490,7 @@ class TestSchedules:
 
     def test_in_words(self) -> None:
         words = describe_schedule(Choice("mine", Schedule().with_sparse(Sparse())))
-        assert words.endswith("4K recent, 128 first")
+        assert words.endswith("4K recent ones and the first 128")
         assert "sparse" not in describe_schedule(Choice("mine", Schedule()))
 
 

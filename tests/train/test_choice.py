@@ -151,7 +151,7 @@ def a_miss(layout: Layout, devices: int, unified: bool, remedy: str) -> Plan:
             Layout(),
             1,
             True,
-            "none fits 4.0 MiB of main memory: fpdt misses by the least: it needs ",
+            "none fits 4.0 MiB of main memory: fpdt comes closest: it needs ",
         ),
         (Layout(ulysses=2), 2, True, "none fits 8.0 MiB of main memory for the 2 ranks of a "),
         (Layout(), 1, False, "none fits 4.0 MiB on the device and 4.0 MiB on the host: fpdt"),

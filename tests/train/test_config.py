@@ -218,7 +218,7 @@ def test_another_strategy_comes_without_the_fields_of_the_one_before(tmp_path: P
     assert changed.schedule == ScheduleConfig(strategy="oomb")
     assert replace(changed, schedule=run.schedule) == run
     assert note == (
-        "schedule: oomb replaces fpdt, without its chunk: 32768, groups: [2, 2], kv: host"
+        "schedule: oomb replaces fpdt and drops its chunk: 32768, groups: [2, 2], kv: host"
     )
     assert with_strategy(changed, "fpdt") == (
         replace(run, schedule=ScheduleConfig(strategy="fpdt")),
