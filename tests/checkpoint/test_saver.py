@@ -269,7 +269,7 @@ def test_a_damaged_checkpoint_is_replaced_when_the_run_gets_there_again(tmp_path
         ),
         (
             {"w": torch.zeros(2, 3), "b": torch.zeros(4), "c": torch.zeros(1)},
-            r"belongs to another model: model/b is float32\[4\], here bfloat16\[4\]",
+            r"belongs to another model: model/b is float32\[4\], but bfloat16\[4\] in",
         ),
         (
             {

@@ -319,7 +319,7 @@ def test_of_several_forms_the_error_says_what_to_ignore_for_each(
     with pytest.raises(UnsupportedError, match="line 1 has the fields of several formats") as told:
         build(record, context=512)
     for form, ignore in ways.items():
-        assert f"data.ignore: [{', '.join(ignore)}] for {form}" in str(told.value)
+        assert f"data.ignore: [{', '.join(ignore)}] to read it as {form}" in str(told.value)
         alone = {name: value for name, value in record.items() if name not in ignore}
         found = build(record, context=512, ignore=ignore)
         assert row(found) == row(build(alone, context=512, format=form))

@@ -338,7 +338,7 @@ def test_the_separator_of_cells_is_found_and_said(corpus: Any, sign: str) -> Non
             "a.csv",
             {"a.csv": b"word " * 99 + b"\n"},
             {},
-            r"^.{1,160}'[word ]{60}\.\.\.', names no col",
+            r"^.{1,160}'[word ]{60}\.\.\.', does not name col",
         ),
         (
             "a.csv",

@@ -651,7 +651,7 @@ def test_the_library_s_own_clock_is_left_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("begin", "words"),
     [
-        ("{{ strftime_now('%H:%M') }}", r"template writes the time of day \('%H:%M'\)"),
+        ("{{ strftime_now('%H:%M') }}", r"the chat template writes the time of day \('%H:%M'\)"),
         ("{{ ['a', 'b'] | random }}", "it writes random text"),
         ("{{ lipsum() }}", "it writes random text"),
     ],

@@ -335,7 +335,7 @@ def test_the_command_uploads_what_a_run_left(
     (folder / "model" / "README.md").unlink()  # as earlier versions left it
     push_and_tell(folder, HubConfig(REPO, private=False))
     assert capsys.readouterr().out == (
-        f"{folder / 'model'} is at https://huggingface.co/{REPO}/commit/1\n"
+        f"uploaded {folder / 'model'} to https://huggingface.co/{REPO}/commit/1\n"
     )
     assert hub.uploads[0]["private"] is False
     assert json.loads((folder / "hub.json").read_text())["repo"] == REPO
