@@ -132,7 +132,7 @@ def test_another_shape_is_refused_before_anything_is_copied(tmp_path: Path, stat
         fit(second(run, states=states, model=wide))
     assert "mlp" in str(refused.value)
     assert "belongs to another model" in str(refused.value)
-    assert "[32, 16], here float32[40, 16]" in str(refused.value)
+    assert "[32, 16], but float32[40, 16] in this model" in str(refused.value)
     assert "name another run or checkpoint" in str(refused.value)
 
 
