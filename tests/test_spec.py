@@ -80,7 +80,7 @@ def test_every_tier_of_a_schedule_is_tested() -> None:
     "value", [0, -1, True, 1.5, "2", None, (), (2, 0), (1, -1), (1, True), (1, 1.5), ("1",)]
 )
 def test_groups_are_whole_numbers_of_layers(value: object) -> None:
-    with pytest.raises(UnsupportedError, match=r"^groups: expected layers a group"):
+    with pytest.raises(UnsupportedError, match=r"^groups: expected the number of layers per group"):
         Schedule(groups=value)  # type: ignore[arg-type]
 
 

@@ -2,12 +2,16 @@
 
 import ast
 import io
+import json
 import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# Every text of the sources, for who reads all of them; `python -m tests.test_words` writes it.
+MESSAGES = ROOT / "docs/reference/messages.json"
+SHORT = 4  # words; shorter strings are names and parts of tables
 SOURCES = ("src/farspan", "packages/farspan-memory/src")
 PAGES = ("docs", "README.md", "CONTRIBUTING.md", "packages/farspan-memory/README.md")
 
@@ -45,6 +49,41 @@ def prose(text: str) -> Iterator[str]:
             yield token.string.lstrip("# ")
 
 
+def joined(node: ast.AST | None) -> str | None:
+    """Return the text that a string, an f-string or a sum of them makes, with {expressions}."""
+    match node:
+        case ast.Constant(value=str() as text):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(joined(one) or "" for one in values)
+        case ast.FormattedValue(value=value):
+            return f"{{{ast.unparse(value)}}}"
+        case ast.BinOp(left=left, op=ast.Add(), right=right) if joined(left) or joined(right):
+            return "".join(joined(one) or f"{{{ast.unparse(one)}}}" for one in (left, right))
+    return None
+
+
+def messages(node: ast.AST) -> Iterator[str]:
+    """Yield the errors, help, log lines and other texts below a node, without docstrings."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+            continue  # a docstring
+        text = joined(child)
+        if text is None:
+            yield from messages(child)
+        elif len(text.split()) >= SHORT:
+            yield text
+
+
+def all_messages() -> dict[str, list[str]]:
+    files = {
+        path.relative_to(ROOT).as_posix(): list(messages(ast.parse(path.read_text("utf-8"))))
+        for folder in SOURCES
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+    return {path: texts for path, texts in files.items() if texts}
+
+
 def rate(texts: list[str]) -> float:
     """Return the turns in 1,000 words."""
     words = sum(len(text.split()) for text in texts)
@@ -80,3 +119,22 @@ def test_turns_and_fragments_are_found() -> None:
     assert not FRAGMENT.match("Return the bytes of a cell.")
     assert rate(["where there are none, nobody asks what is there"]) > 100
     assert rate(["Ranks compare their forecasts before a step."]) == 0.0
+
+
+def test_the_list_of_messages_is_the_sources() -> None:
+    listed = json.loads(MESSAGES.read_text("utf-8"))
+    assert listed == all_messages(), "write it anew: python -m tests.test_words"
+
+
+def test_messages_are_found() -> None:
+    text = """def f(x):
+    'A docstring of four words.'
+    raise ValueError(f'model.path: {x} is no folder; ' + 'give one ' + names(x))
+"""
+    assert list(messages(ast.parse(text))) == [
+        "model.path: {x} is no folder; give one {names(x)}",
+    ]
+
+
+if __name__ == "__main__":
+    MESSAGES.write_text(json.dumps(all_messages(), indent=1, ensure_ascii=False) + "\n", "utf-8")

@@ -22,8 +22,8 @@ from farspan.program.layout import ALIGNMENT
 from farspan.program.program import aligned
 
 MORE = (
-    "a cell saved more than planned, as when a router chose more experts; the rest stays on the "
-    "device, on top of the planned memory; set activation_save_fraction: 0 to keep to the plan"
+    "a cell saved more than planned (perhaps a router chose more experts); the excess stays on the "
+    "device, beyond the plan; set activation_save_fraction: 0 to keep to the plan"
 )
 
 

@@ -98,7 +98,7 @@ class Request:
         ),
     )
     gpus: int = _option(1, "Devices that share the sequence; default: 1.", metavar="COUNT")
-    batch: int = _option(1, "Sequences a step; default: 1.", reads=int)
+    batch: int = _option(1, "Sequences per step; default: 1.", reads=int)
     strategy: str = _option(
         AUTO, f"{AUTO}, the default: the best of all; or one of {', '.join(STRATEGIES)}."
     )
@@ -111,8 +111,8 @@ class Request:
     weights: str = _option(
         AUTO,
         f"Tier of weights and gradients: {AUTO}, the default, device or host. With host, "
-        "optimizer states are there or on a drive, and the device holds two groups of layers, the "
-        "embedding and the head. Of several devices each moves its own shards.",
+        "optimizer states are in main memory or on a drive, and the device holds only two groups "
+        "of layers, the embedding and the head. With several devices, each moves its own shards.",
     )
     disk: str | None = _option(
         None, "A folder on a drive for optimizer states that fit nowhere else."
@@ -136,8 +136,8 @@ class Request:
     )
     margin: str | int | None = _option(
         None,
-        "Memory of a device, and main memory, that plans leave free if any can: 3GiB, 5%, 0; a "
-        f"share includes the reserve; default: {SHARE:.0%} of a device.",
+        "Device memory and main memory to leave free, if any plan can: 3GiB, 5%, 0; a "
+        f"share includes the machine's reserve; default: {SHARE:.0%} of a device.",
     )
     sparse: Sparse | None = field(
         default=None,
@@ -153,8 +153,8 @@ class Request:
     )
     reference: str | None = _option(
         None,
-        f"Reference of such a loss: {', '.join(Reference)}; default: {Reference.STORED} if the "
-        "loss needs one.",
+        f"Reference of a loss that compares with one: {', '.join(Reference)}; default: "
+        f"{Reference.STORED} if the loss needs one.",
     )
     kernels: Kernels = field(default_factory=Kernels)  # implementations of each operation
     progress: Callable[[str], None] = _discard  # receives messages while measuring
@@ -171,7 +171,7 @@ class Request:
         adapters = bool(self.lora) or model.trainable < model.parameters
         loss = loss_of(self.loss, self.reference, adapters=adapters)
         if loss.is_cut and self.sparse is not None:
-            raise UnsupportedError(f"sparse: not with loss {loss.kind}; leave one of them out")
+            raise UnsupportedError(f"sparse: not supported with loss {loss.kind}; leave one out")
         weights = _weights(self.weights, self.optimizer)
         optimizer = _optimizer(self.optimizer, weights)
         free = Open(self.optimizer == AUTO, self.weights == AUTO, self.disk is not None)
@@ -221,16 +221,16 @@ class Request:
         if Quantization._missing_(self.quantize) is None:
             wrong = (
                 f"expected {' or '.join(Quantization)} (four bits), got {self.quantize!r}, which "
-                "farspan does not have; give lora 16 and quantize nf4"
+                "farspan does not support; give lora 16 and quantize nf4"
             )
         elif isinstance(self.config, ModelSpec):
             wrong = "a ModelSpec cannot be quantised; give a model that can be profiled"
         elif not self.lora and not isinstance(self.config, Profiles):
             wrong = "quantised weights are not trained; give lora, the rank of adapters, such as 16"
         elif dtype_name(self.dtype) == "float64":
-            wrong = "quantised weights have no products in float64; give dtype bf16 or fp32"
+            wrong = "quantised weights cannot compute in float64; give dtype bf16 or fp32"
         elif self._count() != 1:
-            wrong = "quantised weights are for one device so far; give gpus 1"
+            wrong = "quantised weights support only one device so far; give gpus 1"
         if wrong is not None:
             raise UnsupportedError(f"quantize: {wrong}")
 
@@ -240,7 +240,7 @@ class Request:
         if counted is None or self.gpus in (1, counted):
             return counted or self.gpus
         raise UnsupportedError(
-            f"gpus: {self.gpus} here and {counted} in machine {self.machine!r}; give one of them"
+            f"gpus: {self.gpus}, but {counted} in machine {self.machine!r}; give one of the two"
         )
 
     def _machine(self) -> MachineSpec:
@@ -406,8 +406,8 @@ def _weights(name: str, optimizer: str) -> Tier:
         return Tier.DEVICE
     if optimizer not in (AUTO, Optimizer.HOST, Optimizer.DISK, Optimizer.NONE):
         raise UnsupportedError(
-            f"weights: host goes with optimizer states on the host, not with {optimizer}; give "
-            f"optimizer {Optimizer.HOST} or {Optimizer.DISK}, or weights {Tier.DEVICE}"
+            f"weights: host needs optimizer states off the device, got {optimizer}; give optimizer "
+            f"{Optimizer.HOST} or {Optimizer.DISK}, or weights {Tier.DEVICE}"
         )
     return Tier.HOST
 

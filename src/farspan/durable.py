@@ -48,8 +48,8 @@ def private_folder(folder: Path) -> None:
     if is_open(folder):
         if not own:
             raise NotPrivate(
-                f"others may write in {folder}; make it yours alone (chmod go-w), or name another "
-                "folder"
+                f"other users may write in {folder}; forbid that (chmod go-w {folder}), or name "
+                "another folder"
             )
         folder.chmod(0o700)  # made by an earlier version of farspan with the umask's mode
 
@@ -131,11 +131,11 @@ def check_place(path: Path | None, option: str, *, new: bool = False) -> None:
         return
     wrong, folder = "", path.parent
     if new and path.exists():
-        wrong = "is there already; delete it"
+        wrong = "exists already; delete it"
     elif path.is_dir():
         wrong = "is a folder; name a file in it"
     elif path.exists() and not path.is_file():
-        wrong = "is no file, which would be replaced; remove it"
+        wrong = "is not a file and would be replaced; remove it"
     elif not folder.is_dir():
         wrong = f"cannot be written: no such folder; make it with mkdir -p {quote(str(folder))}"
     if wrong:

@@ -55,7 +55,7 @@ def read_memory(given: str | int, name: str) -> int:
     size = read_bytes(given, name)
     bare = str(given).strip()
     if bare.isdecimal() and size < LEAST_MEMORY:
-        raise UnsupportedError(f"{name}: {bare} bytes? write {bare}GiB")
+        raise UnsupportedError(f"{name}: {bare} has no unit and means bytes; write {bare}GiB")
     return size
 
 
@@ -87,8 +87,8 @@ def _read(given: str | int, name: str, units: dict[str, int], expected: str) -> 
         raise refused
     if amount > MOST_TOKENS and units is TOKEN_UNITS:
         raise UnsupportedError(
-            f"{name}: {shortened(given)} tokens are more than the {MOST_TOKENS:,} (1G) that are "
-            "planned and trained; give fewer"
+            f"{name}: {shortened(given)} tokens are more than the limit of {MOST_TOKENS:,} (1G); "
+            "give fewer"
         )
     return int(amount)
 
@@ -201,7 +201,7 @@ def as_meant(word: str) -> str:
 ON, OFF = "on", "off"
 FIELDS = tuple(field.name for field in fields(Sparse))
 EXAMPLE = "page=64,budget=2K,recent=1K,sinks=64"
-SEES_ALL = "which hides nothing at this context and equals dense"
+SEES_ALL = "which hides no token at this context and equals dense attention"
 
 
 def read_sparse(text: str) -> Sparse | None:
@@ -243,9 +243,9 @@ def sparse_words(sparse: Sparse, *, hides: bool = True) -> str:
     """Describe which keys a query sees, on one line; `hides` is False if it certainly sees all."""
     what = "approximate" if hides else SEES_ALL
     return (
-        f"sparse attention, {what}: of earlier tokens {write_tokens(sparse.budget)} in chosen "
-        f"pages of {write_tokens(sparse.page)}, {write_tokens(sparse.recent)} recent, "
-        f"{write_tokens(sparse.sinks)} first"
+        f"sparse attention, {what}: of earlier tokens it sees {write_tokens(sparse.budget)} in "
+        f"chosen pages of {write_tokens(sparse.page)}, {write_tokens(sparse.recent)} recent ones "
+        f"and the first {write_tokens(sparse.sinks)}"
     )
 
 

@@ -46,14 +46,14 @@ def refuse_beyond(
     host_memory leaves for the purpose; None: no such limit."""
     if allowed is not None and needed > allowed:
         raise TooLarge(
-            f"host memory: {what} needs {_size(needed)} and host_memory leaves "
-            f"{_size(max(0, allowed))} for it; raise host_memory, or {advice}"
+            f"host memory: {what} needs {_size(needed)}, but host_memory leaves only "
+            f"{_size(max(0, allowed))}; raise host_memory, or {advice}"
         )
     limit = available_host_bytes() if available is None else available
     if needed > limit:
         raise TooLarge(
-            f"host memory: {what} needs {_size(needed)} and {_size(limit)} are "
-            f"available on this machine (or in its control group); {advice}"
+            f"host memory: {what} needs {_size(needed)}, but only {_size(limit)} are available on "
+            f"this machine (or in its control group); {advice}"
         )
 
 

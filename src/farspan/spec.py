@@ -548,8 +548,8 @@ class Schedule:
         sizes = self.groups if isinstance(self.groups, tuple | list) else (self.groups,)
         if not sizes or not all(_is_count(size) for size in sizes):
             raise UnsupportedError(
-                "groups: expected layers a group (a whole number >= 1) or a list of group sizes, "
-                f"got {self.groups!r}"
+                "groups: expected the number of layers per group (a whole number >= 1) or a list "
+                f"of group sizes, got {self.groups!r}"
             )
         if not isinstance(self.groups, int):
             object.__setattr__(self, "groups", tuple(sizes))
@@ -583,6 +583,6 @@ def dtype_name(dtype: str) -> str:
     if name not in ELEMENT_BYTES:
         raise UnsupportedError(
             f"dtype: expected one of {', '.join((*ELEMENT_BYTES, *SHORT_NAMES))}, got {dtype!r}; "
-            "for frozen weights of four bits give quantize nf4, with lora"
+            "for frozen four-bit weights, give quantize nf4 with lora"
         )
     return name

@@ -99,7 +99,7 @@ def test_a_damaged_model_is_exported_again(tmp_path: Path, how: str) -> None:
     said = "is gone" if how == "gone" else "has changed since it was exported"
     assert (
         sum(
-            f"{victim.name} {said}; its folder has been renamed to model.set-aside" in n
+            f"{victim.name} {said}; farspan renamed its folder to model.set-aside" in n
             for n in quiet.notes
         )
         == 1

@@ -266,7 +266,7 @@ def test_a_list_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     entries = a_checkpoint(path)
     before = (path / LIST).read_text()
     file = "expected a file of the checkpoint, a byte offset and an XXH3"
-    gaps, outside = "boxes do not cover a tensor", "is not within"
+    gaps, outside = "boxes do not cover the whole shape", "exceeds"
 
     def of_b(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
         return lambda listed: change(listed["tensors"]["b"])
@@ -303,10 +303,10 @@ def test_a_list_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         (of_box(file=".."), file),
         (of_box(xxh3=None), file),
         (of_box(xxh3=5), file),
-        (of_box(shape=[4.0]), "not a box of a tensor"),
-        (of_box(offset=[0.0]), "not a box of a tensor"),
-        (of_box(offset=[False]), "not a box of a tensor"),
-        (same_bytes, "share bytes"),
+        (of_box(shape=[4.0]), "expected offset and shape of a box"),
+        (of_box(offset=[0.0]), "expected offset and shape of a box"),
+        (of_box(offset=[False]), "expected offset and shape of a box"),
+        (same_bytes, "overlap in a file"),
         (lambda listed: listed.update(tensors={"b": nested(900)}), "nested"),
         (of_box(start=10**6), "truncated or changed"),
     ):
@@ -349,7 +349,7 @@ def test_damage_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
     assert ours == theirs
     assert f"{RANK_1}: " in ours[0]
     assert ours[0].endswith("truncated or changed")
-    assert f"{RANK_1}: a@2,0: its XXH3 is not the one in {LIST}" in ours[1]
+    assert f"{RANK_1}: a@2,0: damaged or changed: its XXH3 checksum differs from {LIST}" in ours[1]
 
 
 def what_each_has(path: Path) -> None:
@@ -369,18 +369,20 @@ def test_what_all_ranks_have_is_written_once_by_turns(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     entries = a_checkpoint(tmp_path / "step")
     a, b = entries["a"], entries["b"]
-    assert "only the checkpoint has b" in refused(tmp_path / "step", {"a": a})
+    assert "b is in the checkpoint, but not in this model" in refused(tmp_path / "step", {"a": a})
     assert load_entries(tmp_path / "step", {"a": a}, unread=("b",)) == STATE
-    assert "only the model has c" in refused(tmp_path / "step", {"a": a, "b": b, "c": b})
+    assert "c is in this model, but not in the checkpoint" in refused(
+        tmp_path / "step", {"a": a, "b": b, "c": b}
+    )
     wide = {"a": a, "b": (b[0].float(), b[1])}
-    assert "b is float64[4], here float32[4]" in refused(tmp_path / "step", wide)
+    assert "b is float64[4], but float32[4] in this model" in refused(tmp_path / "step", wide)
     long = {"a": a, "b": (numbers((5,)), whole_placement((5,)))}
-    assert "b is float64[4], here float64[5]" in refused(tmp_path / "step", long)
+    assert "b is float64[4], but float64[5] in this model" in refused(tmp_path / "step", long)
 
 
 def test_boxes_that_do_not_fill_a_tensor_are_not_saved(tmp_path: Path) -> None:
     rows = {"a": (numbers((3, 2)), placement_along((4, 2), 0, [(0, 3)]))}
-    with pytest.raises(WriteFailed, match="parts of a do not cover it"):
+    with pytest.raises(WriteFailed, match="parts of a are missing on all ranks"):
         save_entries(tmp_path / "step", rows, STATE, ALONE)
     assert not any(tmp_path.iterdir())
 

@@ -170,6 +170,7 @@ def at(**changed: Any) -> Callable[[Path], None]:
     return restate(position={"step": 5, "tokens": 40, "skipped": 0} | changed)
 
 
+CHANGED = "damaged or changed: its XXH3 checksum"
 # What is found before anything is copied, and what only when a box is read.
 EARLY: list[tuple[Any, str, str]] = [
     (truncate, RANK_0, rf"{RANK_0}: \d+ bytes, expected \d+: truncated"),
@@ -178,7 +179,7 @@ EARLY: list[tuple[Any, str, str]] = [
     (Path.unlink, RANK_0, rf"{RANK_0}: missing"),
     (Path.unlink, LIST, rf"{LIST}: missing"),
     (nest, LIST, rf"{LIST}: cannot be read as JSON: maximum recursion depth"),
-    (change_text, LIST, rf"{LIST}: its XXH3 is not the one in it: damaged"),
+    (change_text, LIST, rf"{LIST}: damaged or changed: its own XXH3 does not match"),
     (at(step=-1), LIST, "step-00000005: position: expected step, tokens and skipped"),
     (at(tokens="4"), LIST, "step-00000005: position: expected step, tokens and skipped"),
     (at(skipped=False), LIST, r"position: .*, got {'step': 5, .*False}"),
@@ -186,13 +187,13 @@ EARLY: list[tuple[Any, str, str]] = [
     (forget, LIST, r"position: .*, got None"),
     (forget_generators, LIST, r"damaged: the random number generators of rank 0"),
     (swell, LIST, r"bytes, expected 1125\d+: truncated"),
-    (flip_in("rng/00000/cpu"), LIST, f"rng/00000/cpu@0: its XXH3 is not the one in {LIST}"),
+    (flip_in("rng/00000/cpu"), LIST, f"rng/00000/cpu@0: {CHANGED} differs from {LIST}"),
 ]
 LATE: list[tuple[Any, str, str]] = [
-    (flip_in("model/w"), LIST, rf"{RANK_0}: model/w@0,0: its XXH3 is not the one in {LIST}"),
-    (flip_in("model/b"), LIST, rf"{RANK_0}: model/b@0: its XXH3 is not the one in {LIST}"),
-    (flip_in("optimizer/step/w"), LIST, rf"{RANK_0}: optimizer/step/w@: its XXH3"),
-    (flip_in("optimizer/exp_avg/w"), LIST, rf"{RANK_0}: optimizer/exp_avg/w@0,0: its XXH3"),
+    (flip_in("model/w"), LIST, rf"{RANK_0}: model/w@0,0: {CHANGED} differs from {LIST}"),
+    (flip_in("model/b"), LIST, rf"{RANK_0}: model/b@0: {CHANGED} differs from {LIST}"),
+    (flip_in("optimizer/step/w"), LIST, rf"{RANK_0}: optimizer/step/w@: {CHANGED}"),
+    (flip_in("optimizer/exp_avg/w"), LIST, rf"{RANK_0}: optimizer/exp_avg/w@0,0: {CHANGED}"),
 ]
 
 
@@ -262,10 +263,13 @@ def test_a_damaged_checkpoint_is_replaced_when_the_run_gets_there_again(tmp_path
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"w": torch.zeros(2, 3)}, "belongs to another model: only the model has model/b"),
+        (
+            {"w": torch.zeros(2, 3)},
+            "belongs to another model: model/b is in this model, but not",
+        ),
         (
             {"w": torch.zeros(2, 3), "b": torch.zeros(4), "c": torch.zeros(1)},
-            r"belongs to another model: model/b is float32\[4\], here bfloat16\[4\]",
+            r"belongs to another model: model/b is float32\[4\], but bfloat16\[4\] in",
         ),
         (
             {
@@ -273,11 +277,11 @@ def test_a_damaged_checkpoint_is_replaced_when_the_run_gets_there_again(tmp_path
                 "b": torch.zeros(4, dtype=torch.bfloat16),
                 "c": torch.zeros(1),
             },
-            "belongs to another model: only the checkpoint has model/c",
+            "belongs to another model: model/c is in the checkpoint, but not in",
         ),
         (
             {"w": torch.zeros(3, 2), "b": torch.zeros(4, dtype=torch.bfloat16)},
-            r"belongs to another model: model/w is float32\[3, 2\], here float32\[2, 3\]",
+            r"belongs to another model: model/w is float32\[3, 2\], but float32\[2, 3\] in",
         ),
     ],
 )
@@ -366,7 +370,7 @@ def test_weights_that_are_no_numbers_are_passed_over(tmp_path: Path, dtype: torc
     step, into, (warning,) = resume(tmp_path, of(0.0))
     assert step == 4
     assert torch.equal(into.model["w"], of(4.0).model["w"])
-    assert re.search(r"model/w@0,0: has values that are not a number, which .* from; re", warning)
+    assert re.search(r"model/w@0,0: contains NaN, from which training .*; re", warning)
 
 
 # -- large tensors ------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def test_a_checkpoint_that_may_not_be_read_is_passed_over(
     where = latest / name if inside else latest
     assert warning == (
         f"{where}: cannot be read: Permission denied; resuming from {older} instead; it may be "
-        "whole and is kept, as step-00000005.set-aside once this run is there"
+        "intact: this run renames it to step-00000005.set-aside at its step"
     )
 
 
@@ -107,7 +107,7 @@ def test_what_could_not_be_read_is_not_deleted(
     assert restored is not None
     assert restored.at.step == 4
     assert [text.split("; ")[-1] for text in warnings] == [
-        f"it may be whole and is kept, as step-0000000{n}.set-aside once this run is there"
+        f"it may be intact: this run renames it to step-0000000{n}.set-aside at its step"
         for n in (7, 5)
     ]
     step(saver, 4)

@@ -174,7 +174,7 @@ def test_a_limit_of_memory_is_one_line(
     with pytest.raises(SystemExit, match="1"):
         cli.main(refuse)
     said = capsys.readouterr().err
-    assert said.startswith("farspan: main memory: this process may take no more")
+    assert said.startswith("farspan: main memory: this process can get no more")
     assert "ulimit -v" in said
 
 
@@ -223,7 +223,7 @@ def test_a_strategy_comes_whole(
     assert run(monkeypatch, "train") == 0
     (other, notes), (default, no_notes) = trained
     assert other.schedule == ScheduleConfig(strategy=name)
-    assert notes == [f"schedule: {name} replaces grouped, without its chunk: 2048"]
+    assert notes == [f"schedule: {name} replaces grouped and drops its chunk: 2048"]
     assert replace(other, schedule=default.schedule) == default
     assert no_notes == []
 
@@ -272,7 +272,7 @@ def test_verify_takes_grouped_for_auto_and_says_so(
     assert run(monkeypatch, "verify", str(file), "--context", "64", "--json", *arguments) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["passed"]
-    assert ("grouped stands in for auto" in said.err) == stands_in
+    assert ("grouped instead of auto" in said.err) == stands_in
 
 
 @pytest.mark.parametrize("parallel", [None, "auto", {"ulysses": 2}])

@@ -50,7 +50,7 @@ def test_closed_streams(close: str) -> None:
 def test_output_that_is_lost_is_no_success() -> None:
     done = call("utf-8", *PLAN, close=">/dev/full")
     assert (done.returncode, done.stdout) == (1, b"")
-    assert done.stderr == b"farspan: output was lost: its disk is full\n"
+    assert done.stderr == b"farspan: output was lost: the disk it goes to is full\n"
 
 
 def test_what_stands_for_what() -> None:

@@ -150,7 +150,7 @@ def test_tables_and_a_picture(folder: Path) -> None:
     assert any(line.startswith("1 to 64 ") for line in lines)
     assert any(line.startswith(f"{folder}/text/b.txt 5 ") for line in lines)
     assert any(line.startswith("hidden sentences: ") for line in lines)
-    assert "1 document is longer than the context and evaluated up to it" in lines
+    assert "1 document is longer than the context and evaluated only up to its length" in lines
     drawn = ElementTree.parse(picture).getroot()
     points = drawn.find("{http://www.w3.org/2000/svg}polyline")
     assert points is not None

@@ -144,7 +144,7 @@ def test_a_sparse_plan_says_that_it_approximates() -> None:
     arguments = (*SMALL, "--context", "64K", "--strategy", "oomb", "--sparse", "budget=1K")
     words = " ".join(call(*arguments, "--all").output.split())
     assert "sparse attention (approximate)" in words
-    assert "sparse attention, approximate: of earlier tokens 1K in chosen pages" in words
+    assert "sparse attention, approximate: of earlier tokens it sees 1K in chosen pages" in words
     assert "run farspan verify --sparse to measure" in words
     found = json.loads(call(*arguments, "--json").stdout)
     assert found["schedule"]["sparse"] == asdict(Sparse(budget=1024))
@@ -182,8 +182,11 @@ def test_a_sparse_plan_that_hides_nothing_says_so() -> None:
     arguments = (*SMALL, "--context", "8K", "--strategy", "oomb", "--sparse", "on")
     words = " ".join(call(*arguments, "--all").output.split())
     assert "sparse attention (nothing is hidden)" in words
-    assert "sparse attention, which hides nothing at this context and equals dense: of" in words
-    assert "without --sparse it is as exact and faster" in words
+    assert (
+        "sparse attention, which hides no token at this context and equals dense attention: of"
+        in words
+    )
+    assert "without --sparse, a step is just as exact and faster" in words
     assert "approximat" not in words
     found = json.loads(call(*arguments, "--json").output)
     assert (found["attention"], found["hides"]) == ("sparse", False)
@@ -194,7 +197,7 @@ def test_exit_code_says_whether_it_fits(asked: object) -> None:
     assert call(*SMALL, "--context", "1M").exit_code == 0
     outcome = call(*SMALL, "--context", "2M")
     assert outcome.exit_code == 1
-    assert "does not fit: 48.0 GiB of device memory short" in outcome.output
+    assert "does not fit: lacks 48.0 GiB of device memory" in outcome.output
     assert "--gpus 2: the same results" in outcome.output
     assert "schedule" not in outcome.output  # of what nobody would run
 
@@ -280,7 +283,7 @@ def test_no_context_fits_says_why_and_what_helps(too: tuple[str, ...], tmp_path:
     assert outcome.exit_code == 1
     lines = outcome.output.splitlines()
     assert "no context fits, not even 1K tokens" in lines
-    assert re.search(r"^does not fit: [\d.]+ [GM]iB of device memory short$", outcome.output, re.M)
+    assert re.search(r"^does not fit: lacks [\d.]+ [GM]iB of device memory$", outcome.output, re.M)
     assert any(line.startswith(("cheapest changes", "changes: no change")) for line in lines)
     assert too or any(line.startswith("  --") for line in lines)
     assert len(lines) <= 25
@@ -332,15 +335,15 @@ def test_longest_contexts_fit_a_screen(
         (["--context", "1M", "--quantize", "nf4"], "quantize: quantised weights are not trained"),
         (
             ["--context", "1M", "--lora", "8", "--quantize", "int2"],
-            "quantize: expected nf4 (four bits), got 'int2', which farspan does not have",
+            "quantize: expected nf4 (four bits), got 'int2', which farspan does not support",
         ),
         (
             ["--context", "1M", "--lora", "8", "--quantize", "nf4", "--gpus", "2"],
-            "quantize: quantised weights are for one device so far",
+            "quantize: quantised weights support only one device so far",
         ),
         (
             ["--context", "1M", "--lora", "8", "--quantize", "nf4", "--dtype", "fp64"],
-            "quantize: quantised weights have no products in float64",
+            "quantize: quantised weights cannot compute in float64",
         ),
         (["--context", "1M", "--strategy", "magic"], "strategy: 'magic' is not known"),
         (["--context", "1M", "--dtype", "int8"], "dtype: expected one of"),

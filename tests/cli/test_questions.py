@@ -79,7 +79,7 @@ QUESTIONS: list[tuple[str, tuple[str, int]]] = [
         f"{SMALL} --context 8K --gpu 4090 --lora --quantize int8",
         refused("give lora 16 and quan"),
     ),
-    (f"{SMALL} --context 8K --gpu 4090 --dtype int8", refused("give quantize nf4, with lora")),
+    (f"{SMALL} --context 8K --gpu 4090 --dtype int8", refused("give quantize nf4 with lora")),
     (f"{SMALL} --seq-len 8K --gpu 4090", refused("give --context")),
     (f"{SMALL} --context 8K --gpu 4090 --batch-size 2", refused("give --batch")),
     (f"{SMALL} --context 8K --gpu 4090 --vram 24GB", refused("give --device-memory")),

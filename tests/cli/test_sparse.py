@@ -107,7 +107,7 @@ class TestTrain:
         assert run(monkeypatch, "train", str(run_file), "--sparse", SMALL) == 0
         ((asked, notes),) = trained
         assert asked.sparse == SparseConfig(8, 16, 8, 8, warn_below=0.5)
-        assert notes == ["sparse: without sparsity: 0.9, a field of the run file"]
+        assert notes == ["sparse: --sparse drops the run file's sparsity: 0.9"]
 
     def test_without_a_run_file(
         self, trained: list[tuple[RunConfig, list[str]]], monkeypatch: pytest.MonkeyPatch
@@ -140,7 +140,7 @@ class TestTrain:
         ended = TrainingResult(Path("out"), 2, 3, 1.0, None, 0, 2, sparse=True)
         assert "after step 2 of 3 with sparse attention, an approximation; run" in ended.message
         whole = replace(ended, hides=False).message
-        assert "with sparse attention, which hides nothing at this context and equals" in whole
+        assert "with sparse attention, which hides no token at this context and equals" in whole
 
 
 class TestVerify:
@@ -173,7 +173,7 @@ class TestVerify:
         assert found["sparse"]["gradient_error"] > 1e-6
         assert run(monkeypatch, "verify", str(folder), *shape) == 0
         said = " ".join(capsys.readouterr().out.split())
-        assert "exact for sparse attention as a function of its own" in said
+        assert "exact as the sparse function, not as dense attention" in said
         assert "APPROXIMATE: relative error of gradients against dense attention" in said
         assert "nothing is hidden" not in said
 
@@ -183,7 +183,7 @@ class TestVerify:
         monkeypatch.setattr("farspan.sparse.engine.BufferPages.add", lambda *_: None)
         shape = ["--context", "100", "--chunk", "16", "--sparse", SMALL]
         assert run(monkeypatch, "verify", str(folder), *shape) == 1
-        assert "NOT exact for sparse attention as a function of its own" in capsys.readouterr().out
+        assert "NOT exact as the sparse function, not as dense attention" in capsys.readouterr().out
 
     def test_where_nothing_is_hidden_it_says_so(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -126,7 +126,7 @@ def test_one_saved_split_is_not_taken_for_another(
     one = datasets.Dataset.from_dict({"body": ["one", "two"]}, split="validation")
     one.save_to_disk(str(tmp_path / "one"))
     with pytest.raises(
-        UnsupportedError, match=r"data\.split: .*holds one split, 'validation'; .*'train'"
+        UnsupportedError, match=r"data\.split: .*holds only the split 'validation', got 'train'"
     ):
         build(**fields, path=str(tmp_path / "one"))
     corpus = build(**fields, path=str(tmp_path / "one"), split="validation")
@@ -134,7 +134,7 @@ def test_one_saved_split_is_not_taken_for_another(
     datasets.Dataset.from_dict({"body": ["one"]}).save_to_disk(str(tmp_path / "made"))
     assert build(**fields, path=str(tmp_path / "made")).train.kept.tokens == 4
     with pytest.raises(
-        UnsupportedError, match=r"data\.split: .*holds one split, 'train'; .*'test'"
+        UnsupportedError, match=r"data\.split: .*holds only the split 'train', got 'test'"
     ):
         build(**fields, path=str(tmp_path / "made"), held_out_split="test")
 

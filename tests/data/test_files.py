@@ -136,12 +136,12 @@ def test_a_held_out_path_must_be_another(tmp_path: Path) -> None:
         ),
         (
             {"source": SourceKind.TEXT, "path": "a", "field": "body"},
-            "field: source 'text' has files without fields; give a path to records",
+            "field: source 'text' reads files without fields; give a path to records",
         ),
         ({"held_out_split": "test"}, "held_out_split: only source 'dataset' has splits"),
         (
             {"source": SourceKind.TEXT, "path": "a", "held_out_path": "b", "held_out": 0.1},
-            "held_out: give this fraction or other documents, not both",
+            "held_out: give this fraction or held_out_path/_split, not both",
         ),
     ],
 )

@@ -162,20 +162,23 @@ def test_tokens_that_cannot_be_are_refused(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"source": "text", "format": "chat"}, "format: chat is a form of records; give a path"),
+        ({"source": "text", "format": "chat"}, "format: chat needs records; give a path"),
         ({"format": "prompt", "field": "x"}, "field: format prompt reads prompt and completion;"),
         (
             {"format": "tokens", "field": "x"},
-            "field: format tokens reads input_ids and what goes with them;",
+            "field: format tokens reads input_ids and the fields that describe them;",
         ),
         ({"prompt": "question"}, "prompt: only format 'prompt' has prompts and completions"),
-        ({"format": "prompt", "prompt": "completion"}, "completion: it is the prompt's field too"),
+        (
+            {"format": "prompt", "prompt": "completion"},
+            "completion: 'completion' is prompt already",
+        ),
         (
             {"format": "alpaca", "chat_template": "x"},
             "chat_template: only formats chat, sharegpt, prompt and preference",
         ),
         ({"format": "alpaca", "field": "x"}, "field: format alpaca reads instruction, input and o"),
-        ({"loss": "all"}, "loss: format text has no answers; leave it out"),
+        ({"loss": "all"}, "loss: format text has no answers; leave loss out"),
     ],
 )
 def test_keys_that_say_nothing_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -225,20 +228,20 @@ def test_lines_are_unpacked(tmp_path: Path) -> None:
 def test_the_lines_that_open_a_run_say_what_is_divided_and_what_is_lost(build: Build) -> None:
     texts = [{"text": "x" * n} for n in (99, 40, 39, 26)]
     assert build(*texts).describe(64) == [
-        "data: 208 tokens, 4 sequences of 64 an epoch; none held out",
+        "data: 208 tokens, 4 sequences of 64 tokens an epoch; none held out",
         "packing: 1 of 4 documents divided, 18.8% padding",
-        "note: few documents fit together; another context, or packing: cut (which divides them), "
-        "wastes less",
+        "note: few documents fit together into a sequence; another context, or packing: cut (which "
+        "divides documents), wastes less on padding",
     ]
     assert build(*texts, packing="cut").describe(64) == [
-        "data: 208 tokens, 4 sequences of 64 an epoch; none held out",
+        "data: 208 tokens, 4 sequences of 64 tokens an epoch; none held out",
         "packing: 3 of 4 documents divided, 0.0% padding",
     ]
     records = [{"prompt": "ab", "completion": "cd"}, {"prompt": "x" * 70, "completion": "yz"}]
     assert build(*records, format="prompt").describe(64) == [
-        "data: 14 tokens, 7.7% of them trained, 1 sequence of 64 an epoch; none held out",
+        "data: 14 tokens, 7.7% of them trained, 1 sequence of 64 tokens an epoch; none held out",
         "turns: end in <end>, which stops generation",
-        "packing: 1 of 2 documents divided, 78.1% padding; 64 tokens in pieces that train none",
+        "packing: 1 of 2 documents divided, 78.1% padding; 64 tokens in untrained pieces left out",
         "warning: all documents together are shorter than one sequence; give more data or a "
         "shorter context",
     ]
@@ -313,10 +316,10 @@ def test_of_several_forms_the_error_says_what_to_ignore_for_each(
     build: Build, record: dict[str, Any], ways: dict[str, tuple[str, ...]]
 ) -> None:
     """And each of its ways trains that form."""
-    with pytest.raises(UnsupportedError, match="line 1 has the fields of several forms") as told:
+    with pytest.raises(UnsupportedError, match="line 1 has the fields of several formats") as told:
         build(record, context=512)
     for form, ignore in ways.items():
-        assert f"data.ignore: [{', '.join(ignore)}] for {form}" in str(told.value)
+        assert f"data.ignore: [{', '.join(ignore)}] to read it as {form}" in str(told.value)
         alone = {name: value for name, value in record.items() if name not in ignore}
         found = build(record, context=512, ignore=ignore)
         assert row(found) == row(build(alone, context=512, format=form))

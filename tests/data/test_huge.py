@@ -85,7 +85,7 @@ def test_a_line_that_was_compressed(tmp_path: Path) -> None:
 
 def test_blank_lines_without_end(tmp_path: Path) -> None:
     path = bomb(tmp_path / "a.jsonl.gz", b"\n" * (1 << 20), 2048)
-    assert f"{path}: line 1048577 follows 1,048,576 blank ones" in refused(tmp_path, "jsonl", path)
+    assert f"{path}: line 1048577 follows 1,048,576 blank lines" in refused(tmp_path, "jsonl", path)
 
 
 @pytest.mark.parametrize("value", ["[]", "{}", "1", '""'])

@@ -139,7 +139,7 @@ def test_pairs_are_shown(tmp_path: Path) -> None:
         "  trained no<end>",
     ]
     about = "\n".join(found.describe(64))
-    assert "pairs: 1 of 15 to 15 tokens; on average 8 with the chosen answer and 7 with" in about
+    assert "pairs: 1, of 15 to 15 tokens; on average 8 with the chosen answer and 7 with" in about
     assert found.longest == 8  # positions begin anew in the second
 
 
@@ -153,11 +153,11 @@ def test_they_are_known_by_their_fields(tmp_path: Path) -> None:
     ("record", "own", "message"),
     [
         ({"prompt": "a", "chosen": "b"}, {}, "has no field 'rejected' .*; add it, or"),
-        ({"chosen": "b", "rejected": "c"}, {}, "are texts, without a field 'prompt'"),
+        ({"chosen": "b", "rejected": "c"}, {}, "are texts, but there is no field 'prompt'"),
         (
             {"question": "a", "chosen": "b", "rejected": "c"},
             {},
-            r"without a field 'prompt' \(it has: question, chosen, rejected\); give the text",
+            r"there is no field 'prompt' \(only: question, chosen, rejected\); give the text",
         ),
         (
             {"prompt": "a", "chosen": "b", "rejected": CHOSEN},
@@ -168,9 +168,9 @@ def test_they_are_known_by_their_fields(tmp_path: Path) -> None:
         ({"prompt": "a", "chosen": CHOSEN, "rejected": REJECTED}, {}, "has no chat template"),
         ({"prompt": "", "chosen": "", "rejected": "c"}, {}, "an answer has no token to train"),
         (PAIRS[0], {"packing": "cut"}, "data.packing: cut would divide pairs"),
-        (PAIRS[0], {"loss": "all"}, "compares answers alone"),
+        (PAIRS[0], {"loss": "all"}, "trains only answers"),
         (PAIRS[0], {"context": 14}, "1 of 1 pairs are longer than the context of 14 tokens"),
-        (PAIRS[0], {"context": 14}, "pairs.jsonl:1, has 15 in both documents; raise context"),
+        (PAIRS[0], {"context": 14}, "pairs.jsonl:1, has 15 tokens; raise context"),
     ],
 )
 def test_what_is_no_pair_is_refused(

@@ -302,7 +302,7 @@ def test_a_bit_that_changed_is_found_and_mended(
         assert [r.message.startswith(f"data.cache: {path.parent}") for r in caplog.records] == [
             True
         ]
-        assert caplog.messages[0].endswith("; it is made anew")
+        assert caplog.messages[0].endswith("; farspan rebuilds it")
     assert source.reads == 6
 
 
@@ -332,8 +332,8 @@ def test_damaged_tokens_are_found_where_they_are_read_and_made_anew(
     assert source.reads == 2
     count = len(store.tokens) * 2 // 256 + 1
     assert caplog.messages == [
-        f"data.cache: {path.parent}: block {count - 1} of {count} is not as it was written; it is "
-        "made anew"
+        f"data.cache: {path.parent}: block {count - 1} of {count} has changed since written; "
+        "farspan rebuilds it"
     ]
 
 
@@ -343,7 +343,7 @@ def test_damaged_tokens_of_data_that_changed_are_refused(
     source, store, _ = in_blocks(tmp_path, monkeypatch)
     source.texts[0] = "changed"
     with pytest.raises(
-        UnsupportedError, match=r"data\.cache: .* cannot be made anew: the data have changed"
+        UnsupportedError, match=r"data\.cache: .* farspan cannot rebuild it: the data have changed"
     ):
         store.read(len(store.tokens) - 5, len(store.tokens))
     assert source.reads == 1
@@ -464,7 +464,7 @@ def test_a_cache_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> 
     cache.mkdir()
     cache.chmod(mode)
     with pytest.raises(
-        UnsupportedError, match=rf"data\.cache: others may write in {cache}; make it yours"
+        UnsupportedError, match=rf"data\.cache: other users may write in {cache}; forbid that"
     ):
         open_quietly(Texts(["one"]), cache)
 

@@ -179,7 +179,7 @@ def test_a_frozen_rank_is_named_and_not_called_dead(ended: list[Ended], culprit:
     for end in others(ended, culprit):
         assert end.code == 1, end
         said = end.errors.splitlines()[-1] if culprit == 0 else end.said
-        words = rf"rank {culprit}: does not answer: its process \d+ is there, but stopped"
+        words = rf"rank {culprit}: does not answer: its process \d+ exists, but stopped"
         assert re.fullmatch(f"(RankFailed|farspan): {words}", said), end
         assert end.at - frozen < LIMIT + 5.0 + BUSY, end
 
@@ -221,7 +221,7 @@ def test_under_torchrun(tmp_path: Path, fault: str, culprit: int) -> None:
             stderr=output,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         )
-    words = rf"RankFailed: rank {culprit}: does not answer: its process (\d+) is there, but stopped"
+    words = rf"RankFailed: rank {culprit}: does not answer: its process (\d+) exists, but stopped"
     if fault == "killed":
         words = rf"exitcode: -9\) local_rank: {culprit}"
     try:
@@ -267,7 +267,7 @@ def wait_for(late: int, seconds: float, within: bool) -> str:
 @pytest.mark.parametrize("case", [Case(2, wait_for, (0, 60.0, True))])
 def test_a_rank_that_waited_too_long_names_what_the_first_does(ended: list[Ended]) -> None:
     first, other = ended
-    words = "rank 0: loading the model takes longer than ranks wait for each other; "
+    words = "rank 0: loading the model takes longer than the timeout of the ranks; "
     assert other.said.startswith(f"RankFailed: {words}raise parallel.timeout")
     assert f"farspan: {words}" in first.errors
     assert (first.code, first.said) == (faults.FAILED, "")

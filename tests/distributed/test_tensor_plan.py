@@ -71,8 +71,8 @@ def test_slices_are_the_whole_again(dim: int, parts: tuple[int, ...], ranks: int
 REFUSED = {
     "gpt2": "GPT2LMHeadModel has no tensor parallel plan of its own.*use ulysses",
     "stablelm": "StableLmForCausalLM has no tensor parallel plan",
-    "mixtral": r"model.layers.0.mlp.experts \(moe_tp_experts\) is a style.*use ulysses",
-    "qwen3_moe": r"mlp.experts \(moe_tp_experts\) is a style",
+    "mixtral": r"model.layers.0.mlp.experts \(moe_tp_experts\) has a style.*use ulysses",
+    "qwen3_moe": r"mlp.experts \(moe_tp_experts\) has a style",
     "deepseek_v3": r"layers.0.self_attn attends and has no plan of its own",
 }
 
@@ -177,10 +177,10 @@ class _Offset(_Later):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (_Later, r"layers.1 \(LlamaDecoderLayer\) changes by .* when sharded over 2 devices"),
+        (_Later, r"layers.1 \(LlamaDecoderLayer\) changes by .* shards it over 2 devices"),
         (_Between, "changes by"),
         (_Offset, "changes by"),
-        (_Fixed, r"layers.1 \(LlamaDecoderLayer\) fails when sharded.*invalid for input"),
+        (_Fixed, r"layers.1 \(LlamaDecoderLayer\) fails when .* shards it.*invalid for input"),
     ],
 )
 def test_the_probe_refuses_what_a_cut_changes(kind: type[_Later], message: str) -> None:

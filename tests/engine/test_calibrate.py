@@ -164,7 +164,10 @@ def test_what_is_measured_in_passing_is_kept(
     (path,) = (home / "farspan").iterdir()
     assert path != user_file()
     assert len(said) == 1
-    assert f"measuring float32 quickly, kept in {path} if the machine is idle " in said[0]
+    assert (
+        f"measuring float32 quickly; farspan keeps them in {path} if the machine is idle "
+        in said[0]
+    )
     assert caplog.messages == []
     again = here(said.append, CPU, [torch.float32])
     assert replace(again, host_bytes=1, device_bytes=1) == replace(

@@ -104,7 +104,11 @@ def test_a_kernel_may_be_named(choice: AttentionKernel, kernel: BlockKernel) -> 
     [
         ("cudnn", ("cpu", BF16, 64, 64, None, (9, 0)), r"cudnn needs a CUDA GPU of compute"),
         ("flash", ("cuda", FP32, 64, 64, None, (9, 0)), r"flash needs .* bfloat16 or float16"),
-        ("flash", ("cuda", BF16, 64, 64, 30.0, (9, 0)), r"flash needs heads without a soft cap"),
+        (
+            "flash",
+            ("cuda", BF16, 64, 64, 30.0, (9, 0)),
+            r"flash needs attention without a soft cap",
+        ),
         ("fa4", ("cuda", BF16, 264, 264, None, (9, 0)), r"fa4 needs .* up to 256 elements"),
         ("fa4", ("cuda", BF16, 64, 64, 30.0, (12, 0)), r"fa4 needs a GPU of .* \(Hopper\) or 10"),
         ("cudnn", ("cuda", BF16, 256, 256, None, (9, 0)), r"cudnn needs heads of up to 128"),

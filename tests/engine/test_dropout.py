@@ -404,7 +404,7 @@ def test_experts_that_drop_are_refused() -> None:
             return found.view(x.shape)
 
     model.model.layers[0].mlp = Dropping(layer)
-    with pytest.raises(UnsupportedError, match="not the tokens of a chunk in their order"):
+    with pytest.raises(UnsupportedError, match="not a chunk's tokens in order"):
         Step(model, Schedule(chunk=16))
 
 

@@ -408,8 +408,8 @@ def test_what_ranks_refuse() -> None:
         *("model.layers.0.self_attn.q_proj.weight", "input_ids"),
     ]
     assert first[0] == (
-        "layout: 3 devices, but 2 ranks were started; start as many ranks, or make the product of "
-        "pipeline, data, ring, shards, ulysses, tensor 2"
+        "layout: 3 devices, but 2 ranks were started; start 3, or make the product of "
+        "pipeline, data, ring, shards, ulysses, tensor equal 2"
     )
     assert "differs between ranks [0] and ranks [1]" in first[-1]
 

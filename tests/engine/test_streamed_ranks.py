@@ -237,4 +237,4 @@ def too_large(layout: Layout) -> str:
 
 def test_ranks_of_a_machine_add_up_their_weights() -> None:
     for said in run_ranks(2, too_large, Layout(data=2, fsdp=False)):
-        assert "the model's weights in main memory, on 2 ranks of a machine, needs" in said
+        assert "moving the model's weights to main memory, on 2 ranks of a machine, needs" in said

@@ -337,7 +337,9 @@ def test_too_little_main_memory_is_refused_before_it_is_taken(
     with pytest.raises(TooLarge, match=r"^host memory: a step of 42 tokens needs"):
         step(*DATA)
     monkeypatch.setattr("farspan.host.available_host_bytes", lambda: 1000)
-    with pytest.raises(TooLarge, match=r"^host memory: the model's weights in main memory needs"):
+    with pytest.raises(
+        TooLarge, match=r"^host memory: moving the model's weights to main memory needs"
+    ):
         Step(other, streamed(GROUPED), device="meta")
 
 

@@ -238,7 +238,9 @@ def test_a_model_that_classifies(streams: bool) -> None:
     assert relative_error(found, wanted) < EXACT
     found.pow(2).sum().backward()
     assert max(errors(gradients(model), wanted_gradients).values()) < EXACT
-    with pytest.raises(UnsupportedError, match=r"has a head for whole sequences, and no logits"):
+    with pytest.raises(
+        UnsupportedError, match=r"has a head for whole sequences, which gives no logits"
+    ):
         step.logprobs(ids)
 
 
@@ -292,7 +294,9 @@ def test_steps_that_take_turns_in_one_memory(
 
 def test_memory_of_another_device_is_refused() -> None:
     there = StepMemory.on(torch.device("meta"))
-    with pytest.raises(UnsupportedError, match=r"^memory: it is of a step on meta, this one"):
+    with pytest.raises(
+        UnsupportedError, match=r"^memory: belongs to a step on meta, but this step"
+    ):
         Step(make_model("qwen2"), Schedule(chunk=16), memory=there)
 
 
@@ -431,7 +435,7 @@ def test_what_is_refused() -> None:
     inner = Inner(model.model.layers[1].mlp)
     for head, schedule, match in (
         (drawing, strategy("fpdt", LAYERS, TOKENS), "head: its dropout at 0 cannot be repeated"),
-        (inner, BETWEEN, "head: it uses a decoder layer"),
+        (inner, BETWEEN, "head: uses a decoder layer"),
     ):
         with pytest.raises(UnsupportedError, match=match):
             Step(model, schedule, head=head).values(data.input_ids)

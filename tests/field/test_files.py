@@ -254,7 +254,7 @@ def test_texts_stand_beside_records_of_any_form(corpus: Any) -> None:
     assert not store.trained[middle:].all()
     assert any(line.startswith("files: 1 .txt, 1 .json") for line in found.describe(64))
     pairs = {"d/a.txt": b"x", "d/b.jsonl": lines([{"prompt": "a", "chosen": "b", "rejected": "c"}])}
-    with pytest.raises(UnsupportedError, match=r"a\.txt is a text, which has no two answers"):
+    with pytest.raises(UnsupportedError, match=r"a\.txt is plain text, without two answers"):
         corpus("d", pairs)
 
 
@@ -280,8 +280,8 @@ def test_a_folder_s_other_files_are_skipped_and_counted(corpus: Any) -> None:
     }
     found = corpus("c", files)
     assert len(spoken(found)) == len(TEXTS)
-    said = "skipped, not data: 2 .png, 1 LICENSE, 1 LICENSE.txt, 1 README.md, 1 .py"
-    assert said in found.describe(64)
+    counts = "2 .png, 1 LICENSE, 1 LICENSE.txt, 1 README.md, 1 .py"
+    assert f"skipped, because these are not data files: {counts}" in found.describe(64)
     # Of a folder of texts they are texts.
     assert len(spoken(corpus("t", {"t/README.md": b"card", "t/a.txt": b"x"}))) == 2
 
@@ -290,8 +290,8 @@ def test_a_folder_s_other_files_are_skipped_and_counted(corpus: Any) -> None:
 def test_the_separator_of_cells_is_found_and_said(corpus: Any, sign: str) -> None:
     text = f'prompt{sign}"text, of it"\na{sign}"b{sign},"\n'.replace("text, of it", "completion")
     found = corpus("a.csv", {"a.csv": text.encode()})
-    assert f"cells are separated by {sign!r}" in found.describe(64)
-    assert "cells are separated by ','" not in found.describe(64)
+    assert f"CSV cells are separated by {sign!r}" in found.describe(64)
+    assert "CSV cells are separated by ','" not in found.describe(64)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_the_separator_of_cells_is_found_and_said(corpus: Any, sign: str) -> Non
         ("a.csv", {"a.csv": cells(TEXTS)}, {"source": "jsonl"}, "leave data.source out"),
         ("a.jsonl", {"a.jsonl": lines(TEXTS)}, {"source": "text"}, "leave data.source out"),
         ("a.parquet", {"a.parquet": packed(TEXTS)}, {"split": "test"}, "split: .* have no splits"),
-        ("a.txt", {"a.txt": b"x"}, {"format": "chat"}, "format: chat is a form of records"),
+        ("a.txt", {"a.txt": b"x"}, {"format": "chat"}, "format: chat needs records"),
         (
             "c/*",
             {"c/a.txt": b"x", "c/b.png": b"x"},
@@ -319,13 +319,13 @@ def test_the_separator_of_cells_is_found_and_said(corpus: Any, sign: str) -> Non
             "a.json",
             {"a.json": b'{\n "text": "a"\n}\n' * 2},
             {},
-            "give an object a line, or an array",
+            "write one object per line, or one array",
         ),
         (
             "a.json",
             {"a.json": b'{"text": "a",\n "id": }'},
             {},
-            "give an object a line, or an array",
+            "write one object per line, or one array",
         ),
         ("a.json", {"a.json": b'{\n "data": []\n}'}, {}, "data"),
         ("a.csv", {"a.csv": cells(SHAREGPT)}, {}, "convers"),
@@ -338,7 +338,7 @@ def test_the_separator_of_cells_is_found_and_said(corpus: Any, sign: str) -> Non
             "a.csv",
             {"a.csv": b"word " * 99 + b"\n"},
             {},
-            r"^.{1,160}'[word ]{60}\.\.\.', names no col",
+            r"^.{1,160}'[word ]{60}\.\.\.', does not name col",
         ),
         (
             "a.csv",

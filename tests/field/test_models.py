@@ -85,7 +85,7 @@ REASONS: list[tuple[str, dict[str, Any], str]] = [
     ("falcon", {}, ELSEWHERE),
     ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, ELSEWHERE),
     ("rwkv", {"attention_hidden_size": 32}, ELSEWHERE),
-    ("ctrl", {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 48}, "changes the embeddings"),
+    ("ctrl", {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 48}, "changes its input embeddings"),
     ("bart", BART, DECODER),
     ("whisper", BART, DECODER),
     ("trocr", BART, DECODER),
@@ -95,7 +95,7 @@ REASONS: list[tuple[str, dict[str, Any], str]] = [
     ("bert", {"is_decoder": True}, WITHIN),
     ("diffllama", {}, TWICE),
     ("dory", {}, TWICE),
-    ("zaya", {}, "hands a layer more of the layer before than its hidden state"),
+    ("zaya", {}, "passes a layer more than the hidden state of the layer before"),
 ]
 
 

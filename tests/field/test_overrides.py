@@ -466,9 +466,9 @@ class TestActing:
 
     def test_values_that_transformers_does_not_take(self, tmp_path: Path) -> None:
         path = written(tmp_path, fields("llama"))
-        words = "model.overrides.rms_norm_eps: LlamaConfig does not take this: Field 'rms_norm_eps'"
+        words = "model.overrides.rms_norm_eps: LlamaConfig does not accept this value: Field 'rms_"
         assert "Error" not in assert_refused(path, {"rms_norm_eps": "1e-5"}, words)
-        words = "rope_scaling.type: LlamaConfig does not take this: Missing required keys"
+        words = "rope_scaling.type: LlamaConfig does not accept this value: Missing required keys"
         assert "Error" not in assert_refused(path, {"rope_scaling": {"type": "linear"}}, words)
 
     def test_weights_that_are_drawn_are_drawn_as_asked(self) -> None:

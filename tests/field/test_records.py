@@ -194,10 +194,13 @@ class TestTokens:
             ({"cu_seqlens": [2, 4]}, "field 'cu_seqlens': expected documents"),
             (
                 {"seq_lengths": [2, 2], "position_ids": [0, 1, 2, 0]},
-                "fields 'position_ids' and 'seq_lengths' have documents begin at other tokens",
+                "fields 'position_ids' and 'seq_lengths' disagree on where documents begin",
             ),
-            ({"token_type_ids": [0, 0, 1, 1]}, "field 'token_type_ids' has types other than 0"),
-            ({"length": 3}, "field 'length' is 3 for 4 input_ids; cut them to it, give an att"),
+            (
+                {"token_type_ids": [0, 0, 1, 1]},
+                "field 'token_type_ids' has token types other than 0",
+            ),
+            ({"length": 3}, "field 'length' is 3 for 4 input_ids; cut input_ids to that"),
             ({"prompt_length": 2}, "does not read 'prompt_length'"),
             ({"scores": [0.1, 0.2, 0.3, 0.4]}, "does not read 'scores'"),
             ({"meta": {"loss_mask": [0, 0, 1, 1]}}, "does not read 'meta'"),
@@ -258,7 +261,7 @@ class TestTurns:
             (
                 MARKED_CHAT,
                 {"loss": "all", "format": "chat"},
-                "message 2: 'weight' leaves a turn out, and data.loss",
+                "message 2: 'weight' excludes a turn from training, but data.loss",
             ),
             ([HI, {**HO, "train_detail": [{"begin_offset": 0}]}], {}, "'messages.train_detail'"),
             ([HI, {**HO, "mask": True}], {}, r"reads 'messages\.mask' \(in 1 of 1 records"),
@@ -302,7 +305,7 @@ class TestTurns:
         (loud,) = read({"messages": CHAT, "chat_template_kwargs": {"loud": True}})
         assert loud == ("LOUD" + self.TEXT, "____" + masked(self.TEXT, "ho$", "yes$"))
         for name in ("enable_thinking", "tools"):
-            with pytest.raises(UnsupportedError, match=f"template does not take '{name}' from it"):
+            with pytest.raises(UnsupportedError, match=f"template has no variable '{name}'"):
                 read({"messages": CHAT, "chat_template_kwargs": {name: True}})
 
     def test_variables_may_be_text_and_empty_ones_are_missing(self, read: Read) -> None:
@@ -398,7 +401,7 @@ class TestPrompts:
 
     def test_a_prompt_in_neither_answer_is_named(self, read: Read) -> None:
         record = {"prompt": "what?", "chosen": [HI, HO], "rejected": [HI, YES]}
-        with pytest.raises(UnsupportedError, match="field 'prompt' is not among the messages"):
+        with pytest.raises(UnsupportedError, match="field 'prompt' differs from the messages"):
             read(record)
 
 
@@ -463,7 +466,7 @@ class TestUnreadFields:
         with pytest.raises(UnsupportedError, match=r"data\.ignore: no record has a field 'exrta'"):
             open_corpus(config, ByteTokenizer(), context=8, seed=0, watch=unwatched)
         with pytest.raises(
-            UnsupportedError, match="ignore: source 'text' has files without fields"
+            UnsupportedError, match="ignore: source 'text' reads files without fields"
         ):
             DataConfig(source=SourceKind.TEXT, path="x", ignore=("extra",))
 
@@ -525,9 +528,7 @@ def test_of_many_broken_lines_the_first_is_named_and_the_rest_counted(tmp_path: 
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "a"}\n{"text"\n{"text": "b"}\n[1]\n{\n')
     config = DataConfig(source=SourceKind.JSONL, path=str(path), cache=str(tmp_path / "cache"))
-    with pytest.raises(
-        UnsupportedError, match=r"line 2 is not valid JSON: .*; 2 more of the records"
-    ):
+    with pytest.raises(UnsupportedError, match=r"line 2 is not valid JSON: .*; 2 more records"):
         open_corpus(config, ByteTokenizer(), context=8, seed=0, watch=unwatched)
 
 

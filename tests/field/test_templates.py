@@ -547,7 +547,7 @@ def test_signs_of_an_end_in_texts_are_said(tmp_path: Path) -> None:
     lines = corpus(tmp_path, hub(None), {"text": "a$b"}, {"text": "ab"}, format="text").describe(
         200
     )
-    said = "note: 1 document with the text of a special token; the tokenizer reads it as"
+    said = "note: the text of a special token occurs in 1 document; the tokenizer reads this"
     assert any(line.startswith(said) for line in lines)
 
 
@@ -617,7 +617,7 @@ def test_a_run_keeps_the_day_of_its_start(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Clock, "day_now", date(2026, 11, 28))
     shutil.rmtree(parts / "cache")
     shown = "\n".join(show_data(dated(parts), 0, False))
-    assert "day: the chat template may write today's, 2026-11-27 (data.day)" in shown
+    assert "day: as today's date, the chat template may write 2026-11-27 (data.day)" in shown
     assert "27Nov2026[user]hi$" in without_spaces(shown)
     other = "data.day was '2026-11-27', is now '2026-11-28'; set these back to resume it"
     with pytest.raises(UnsupportedError, match=other):
@@ -651,7 +651,7 @@ def test_the_library_s_own_clock_is_left_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("begin", "words"),
     [
-        ("{{ strftime_now('%H:%M') }}", r"it writes the time of day \('%H:%M'\)"),
+        ("{{ strftime_now('%H:%M') }}", r"the chat template writes the time of day \('%H:%M'\)"),
         ("{{ ['a', 'b'] | random }}", "it writes random text"),
         ("{{ lipsum() }}", "it writes random text"),
     ],

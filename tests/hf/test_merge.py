@@ -119,28 +119,28 @@ def test_other_kinds_are_merged_by_peft(tmp_path: Path, family: str, given: dict
 def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     adapters = adapted(tmp_path)
     out, base = tmp_path / "out", tmp_path / "base"
-    with pytest.raises(UnsupportedError, match=r"output: .*base is there already"):
+    with pytest.raises(UnsupportedError, match=r"output: .*base exists already"):
         merge(adapters, base)
     with pytest.raises(UnsupportedError, match="holds a whole model"):
         merge(base, out)
     with pytest.raises(UnsupportedError, match="holds no adapters; give a run's folder"):
         merge(tmp_path, out)
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(UnsupportedError, match="has not written its adapters yet"):
+    with pytest.raises(UnsupportedError, match="has not exported its adapters yet"):
         merge(tmp_path, out)
     with pytest.raises(UnsupportedError, match="base: no folder no/where/at all here"):
         merge(adapters, out, "no/where/at all")
     narrow = tmp_path / "narrow"
     make_model("qwen2", hidden_size=16).save_pretrained(narrow)
-    with pytest.raises(UnsupportedError, match="another model; give their model as --base"):
+    with pytest.raises(UnsupportedError, match="another model; give that model as --base"):
         merge(adapters, out, str(narrow))
     config = json.loads((adapters / "adapter_config.json").read_text())
     (adapters / "adapter_config.json").write_text(
         json.dumps(config | {"base_model_name_or_path": ""})
     )
-    with pytest.raises(UnsupportedError, match="names no model that they are for"):
+    with pytest.raises(UnsupportedError, match="does not name a base model"):
         merge(adapters, out)
     (adapters / "adapter_model.safetensors").write_bytes(b"no")
-    with pytest.raises(UnsupportedError, match="no safetensors file that can be read"):
+    with pytest.raises(UnsupportedError, match="cannot be read as safetensors"):
         merge(adapters, out, str(base))
     assert not list(tmp_path.glob("*out*"))

@@ -175,7 +175,7 @@ class TestAFamilyWithAWindowOfNothing:
     def test_with_windows_is_refused(self) -> None:
         """Its attention does not tell the interface of them."""
         model = qwen2_moe(use_sliding_window=True, sliding_window=8, max_window_layers=4)
-        assert "limits attention to [8] tokens by its mask alone" in refusal(model)
+        assert "limits attention to [8] tokens only by its mask" in refusal(model)
 
 
 class Adapted(nn.Module):

@@ -188,7 +188,7 @@ def test_weights_that_are_packed_for_inference_are_refused(
         linear.weight.quant_state.packing_format_for_cpu = True
     else:
         model.eval()
-    with pytest.raises(UnsupportedError, match=r"q_proj\.base_layer anew for inference"):
+    with pytest.raises(UnsupportedError, match=r"repacks .*q_proj\.base_layer for inference"):
         Step(model, SCHEDULES["grouped"])(*draw(TOKENS))
 
 
@@ -199,9 +199,7 @@ def test_it_verifies_in_the_dtype_that_it_computes_in(folder: Path) -> None:
     assert outcome.checked_parameters == 4 * 7 * 2
     assert outcome.float64_error is not None
     assert outcome.float64_error <= 1e-12
-    assert outcome.rule.startswith(
-        "a step by this schedule in float64 of what packed weights stand"
-    )
+    assert outcome.rule.startswith("a step with this schedule in float64 with unpacked weights:")
 
 
 def test_a_wrong_step_over_packed_weights_is_seen(folder: Path) -> None:

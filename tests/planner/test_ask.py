@@ -178,7 +178,7 @@ def test_routed_experts_have_no_adapters() -> None:
         ({"weights": "disk"}, "weights: expected auto, device or host, got 'disk'"),
         (
             {"weights": "host", "optimizer": "adamw"},
-            "weights: host goes with optimizer states on the host, not with",
+            "weights: host needs optimizer states off the device, got",
         ),
     ],
 )

@@ -280,7 +280,10 @@ def test_losses_by_name(options: dict[str, Any], loss: Objective) -> None:
             {"reference": "frozen"},
             "reference: loss sft expects none, got 'frozen'; leave it out",
         ),
-        ({"loss": "orpo", "sparse": Sparse()}, "sparse: not with loss orpo; leave one of them out"),
+        (
+            {"loss": "orpo", "sparse": Sparse()},
+            "sparse: not supported with loss orpo; leave one out",
+        ),
         (
             {"loss": "dpo", "reference": "none"},
             "reference: loss dpo expects stored or frozen, got 'none'",

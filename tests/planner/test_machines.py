@@ -316,14 +316,14 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"matmul": [[1e9, 5e14], [1e10, 4.9e13], [1e11, 6e14]]},
         {},
         "rates.bfloat16.matmul: expected a larger call to be about as fast or faster, got 4.9e+13 "
-        "FLOP a second at 1e+10 FLOP after 5e+14 at 1e+09",
+        "FLOP a second at 1e+10 FLOP, but 5e+14 FLOP a second at 1e+09 FLOP",
     ),
     ({"attention_backward": [[1, 5e14], [2, 1e13]]}, {}, "rates.bfloat16.attention_backward: "),
     (
         {"softmax_forward": 9e-13},
         {},
-        "rates.bfloat16.softmax_forward: expected less than the whole call that attention_forward "
-        "says, 8.46e-13 seconds a query, key and head, got 9e-13",
+        "rates.bfloat16.softmax_forward: expected less than the time of the whole call by "
+        "attention_forward, 8.46e-13 seconds per query, key and head, got 9e-13",
     ),
     ({"softmax_backward": 3e-12}, {}, "rates.bfloat16.softmax_backward: expected less"),
     (

@@ -15,9 +15,9 @@ from tests.report.cases import GIB, fitting, overrun
             120,
             30,
             255.0,
-            "the fastest takes 20.0 GiB more of main memory for at most 0.4% less time",
+            "the fastest plan takes 20.0 GiB more main memory to save at most 0.4% of the time",
         ),
-        (100, 31, 255.9999, "1.0 GiB more of device memory for at most 0.1% less time"),
+        (100, 31, 255.9999, "1.0 GiB more device memory to save at most 0.1% of the time"),
         (120, 30, 256.0, ""),
     ],
 )
@@ -32,4 +32,4 @@ def test_what_the_fastest_would_take_is_said(
         seconds=replace(plan.seconds, total=seconds),
     )
     reason = reason_of(plan, [fastest, overrun()])
-    assert words in reason if words else "the fastest takes" not in reason
+    assert words in reason if words else "the fastest plan takes" not in reason

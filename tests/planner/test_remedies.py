@@ -380,7 +380,7 @@ def test_a_model_is_trained_beside_little_main_memory_with_states_on_disk() -> N
     assert disk.seconds.total == pytest.approx(215, rel=0.02)
     words = " ".join(str(disk).split())
     assert "each update reads and writes 91.4 GB of states, 36.6 s" in words
-    assert "takes 0.015% of the 600 TB that a drive endures, so 6,565 steps" in words
+    assert "takes 0.015% of the 600 TB that a drive endures, which suffice for 6,565 steps" in words
 
 
 def test_a_drive_is_proposed_where_main_memory_is_short() -> None:

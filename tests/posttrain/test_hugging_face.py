@@ -207,13 +207,13 @@ def test_noise_of_embeddings(make: Make) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bf16": True}, "bf16: a step of farspan needs False, got True: that is autocast"),
+        ({"bf16": True}, "bf16: a step of farspan needs False, got True, which would autocast"),
         (
             {"fp16": True},
             r"fp16: .* needs False, got True: load the model with dtype=torch\.bfloat16",
         ),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: .* needs 0.0, got 0.1"),
-        ({"use_liger_kernel": True}, "use_liger_kernel: .* farspan has kernels of its own"),
+        ({"use_liger_kernel": True}, "use_liger_kernel: .* farspan has its own kernels"),
         (
             {"optim": "galore_adamw_layerwise", "optim_target_modules": ["mlp"]},
             "optim: galore_adamw_layerwise updates weights within the Trainer's own backward",
@@ -261,7 +261,7 @@ def without(key: str, **others: Tensor) -> Any:
         ),
         (
             without("attention_mask", seq_idx=torch.zeros(2, 2)),
-            "seq_idx: documents are told apart by position_ids that restart",
+            "seq_idx: farspan tells documents apart by position_ids that restart",
         ),
     ],
 )
@@ -320,7 +320,7 @@ def test_a_step_of_its_own_is_refused(make: Make, name: str) -> None:
 def test_another_loss_that_is_asked_for_later_is_refused(make: Make) -> None:
     trainer = make()
     trainer.compute_loss_func = lambda *_, **__: torch.zeros(())
-    with pytest.raises(UnsupportedError, match="compute_loss_func: the loss is the plain one"):
+    with pytest.raises(UnsupportedError, match="compute_loss_func: steps compute the plain loss"):
         trainer.train()
 
 

@@ -193,7 +193,7 @@ def test_offloading_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated:FutureWarning")
 def test_a_loss_function_is_refused(make: Make) -> None:
-    with pytest.raises(UnsupportedError, match="compute_loss_func: the loss is the plain one"):
+    with pytest.raises(UnsupportedError, match="compute_loss_func: steps compute the plain loss"):
         make(Long, compute_loss_func=lambda *_, **__: torch.zeros(()))
 
 

@@ -49,7 +49,7 @@ def test_four_bits_that_spare_little_are_said(spared: float, is_said: bool) -> N
     layers = tuple(replace(of, work=replace(of.work, packed=packed)) for of in model.layers)
     asked = replace(plain.question, nf4=True, model=replace(model, layers=layers))
     text = " ".join(text_of(plan_view(replace(plain, question=asked))).split())
-    assert ("only linear modules have four, not embeddings" in text) is is_said
+    assert ("only linear modules are quantised, not embeddings" in text) is is_said
 
 
 PLACES = {
@@ -105,7 +105,7 @@ def test_one_memory_has_one_margin() -> None:
     plan = replace(plan, question=replace(plan.question, machine=machine))
     text = text_of(plan_view(plan))
     assert text.startswith("fits: all in main memory, ")
-    assert "50.0 GiB to spare in the one memory of both tiers" in text
+    assert "50.0 GiB to spare in the memory that device and host share" in text
     assert "spare on the" not in text
 
 
@@ -117,7 +117,7 @@ def test_few_tokens_a_second_are_not_rounded_to_none() -> None:
 
 def test_a_plan_that_does_not_fit_says_what_breaks_and_what_helps() -> None:
     text = text_of(plan_view(overrun()))
-    assert "does not fit: 48.0 GiB of device memory short" in text
+    assert "does not fit: lacks 48.0 GiB of device memory" in text
     assert "weights and optimizer alone need 128 GiB" in text
     assert "cheapest change: --gpus 2" in text
     assert "why:" not in text
@@ -127,11 +127,11 @@ def test_what_breaks_first_is_said_in_words() -> None:
     parts = {"dkv": 90 * GIB, "kv": 2**29, "slots": 2**20, "x": 0}
     plan = replace(fitting(), device=Budget(parts, 80 * GIB))
     assert breaks_first(plan) == (
-        "device memory breaks first: grouped needs 90.5 GiB and has 80.0 GiB, 10.5 GiB too "
-        "little; most of it is 90.0 GiB of dK, dV and 512.0 MiB of K, V"
+        "device memory runs out first: grouped needs 90.5 GiB, but has 80.0 GiB, 10.5 GiB too "
+        "little; the largest parts are 90.0 GiB of dK, dV and 512.0 MiB of K, V"
     )
     alone = replace(plan, device=Budget({"weights": 90 * GIB, "x": 0}, 80 * GIB))
-    assert breaks_first(alone).endswith("most of it is 90.0 GiB of weights")
+    assert breaks_first(alone).endswith("the largest parts are 90.0 GiB of weights")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,8 @@ def test_how_training_has_an_optimizer_is_noted(optimizer: Optimizer) -> None:
 def test_how_several_devices_are_started_is_noted() -> None:
     advised = " ".join(text_of(plan_view(overrun())).split())
     assert (
-        "note: with --gpus the plan prints the command that starts farspan train on them" in advised
+        "note: with --gpus, farspan plan prints the command that starts farspan train on these GPUs"
+        in advised
     )
     assert "started" not in text_of(plan_view(fitting()))
     layout = Layout(ulysses=2, data=2, fsdp=False)
@@ -191,13 +192,13 @@ def test_how_several_devices_are_started_is_noted() -> None:
         asked = replace(asked, machine=replace(asked.machine, devices=near))
         text = " ".join(text_of(plan_view(replace(fitting(), question=asked))).split())
         assert (
-            f"note: to start it: {processes} -m farspan train RUN.yaml, with parallel: "
+            f"note: to start this run: {processes} -m farspan train RUN.yaml, with parallel: "
             "{ulysses: 2, data: 2, fsdp: false} in the file"
         ) in text
 
 
 def test_copies_in_line_are_noted_where_there_are_any() -> None:
-    noted = "copies are priced in line with the computation"
+    noted = "copies are priced without overlap with the computation"
     plan = fitting()
     assert noted in text_of(plan_view(plan))
     beside = replace(plan, question=replace(plan.question, overlap=True))
@@ -229,8 +230,8 @@ def test_a_context_beyond_the_positions_is_noted() -> None:
     learned = replace(short, learned_positions=True)
     noted = replace(plan, question=replace(plan.question, profile=learned))
     text = text_of(plan_view(noted))
-    assert "they cannot be stretched, so farspan train refuses it" in text
-    assert "rope" not in text
+    assert "cannot be stretched, so farspan train refuses this run" in text
+    assert "RoPE" not in text
     far = replace(short, longest=2**20)
     quiet = replace(plan, question=replace(plan.question, profile=far))
     assert "beyond" not in text_of(plan_view(quiet))
@@ -292,7 +293,7 @@ def test_a_schedule_in_words(schedule: Schedule, words: str) -> None:
 def test_a_layout_in_words() -> None:
     assert layout_words(Layout()) == "one device"
     assert layout_words(Layout(ulysses=4, data=2)) == (
-        "ulysses 4 x data 2, weights cut over the devices"
+        "ulysses 4 x data 2, weights sharded over the devices"
     )
     assert layout_words(Layout(tensor=8, fsdp=False)) == "tensor 8"
     several = replace(fitting(), question=question(layout=Layout(ulysses=4, shards=2)))
@@ -358,7 +359,7 @@ def test_an_answer_fits_a_screen(parts: int, room: int) -> None:
         lines = answer_lines(plan, room)
         assert len(lines) <= max(room, 14 if not plan.fits else 0)
         assert max(map(len, lines)) <= 80
-        assert lines[-1] == "everything: --all; a page: --html FILE"
+        assert lines[-1] == "for all details: --all; for an HTML page: --html FILE"
     assert "tight: " in "\n".join(answer_lines(replace(fitting(), question=asked)))
 
 
@@ -383,14 +384,14 @@ def test_every_tier_that_is_short_is_said() -> None:
     both = replace(overrun(), host=host)
     text = "\n".join(answer_lines(both))
     assert text.startswith(
-        "does not fit: 48.0 GiB of device memory and 34.0 GiB of main memory short\n"
+        "does not fit: lacks 48.0 GiB of device memory and 34.0 GiB of main memory\n"
     )
     assert "main memory: 91.0 GiB of 57.0 GiB\n  optimizer states " in text
     alone = "\n".join(answer_lines(replace(both, device=fitting().device)))
-    assert alone.startswith("does not fit: 34.0 GiB of main memory short\n")
+    assert alone.startswith("does not fit: lacks 34.0 GiB of main memory\n")
     assert "device" not in alone.replace("--device", "")
     one = replace(both.question, machine=replace(both.question.machine, unified=True))
-    assert answer_lines(replace(both, question=one))[0] == "does not fit: 48.0 GiB of memory short"
+    assert answer_lines(replace(both, question=one))[0] == "does not fit: lacks 48.0 GiB of memory"
 
 
 def test_an_answer_of_what_is_short_shows_no_schedule() -> None:
@@ -401,7 +402,7 @@ def test_an_answer_of_what_is_short_shows_no_schedule() -> None:
         Remedy("--context 64K", same=False),
     )
     text = "\n".join(answer_lines(replace(overrun(), remedies=remedies)))
-    assert text.startswith("does not fit: 48.0 GiB of device memory short\n")
+    assert text.startswith("does not fit: lacks 48.0 GiB of device memory\n")
     assert "device: 128.0 GiB of 80.0 GiB\n  weights  " in text
     assert "  --optimizer host: 90 s a step, the same results\n" in text
     assert "  --lora 16: 45 s a step, other results, adapters are trained\n" in text
@@ -409,7 +410,7 @@ def test_an_answer_of_what_is_short_shows_no_schedule() -> None:
     assert "--context" not in text
     assert not any(word in text for word in ("schedule", "chunks", "runners-up", "MFU", "main"))
     alone = "\n".join(answer_lines(replace(overrun(), remedies=())))
-    assert "changes: no change that was tried makes it fit" in alone
+    assert "changes: no change that farspan tried makes this run fit" in alone
 
 
 def test_an_answer_says_that_a_card_is_planned_only() -> None:

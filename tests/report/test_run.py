@@ -152,7 +152,7 @@ def test_a_run_under_way_has_a_page(run: RunConfig, tmp_path: Path) -> None:
     history["parts"][0]["ended"] = None
     (folder / "history.json").write_text(json.dumps(history))
     found = run_json(read_run(folder), "run")
-    assert found["status"] == "1 of 5 steps done; under way, or ended by force"
+    assert found["status"] == "1 of 5 steps done; still running, or killed"
     assert found["commands"][0]["ended"] == "not yet"
 
 
@@ -205,7 +205,7 @@ def test_what_is_no_run_is_refused(run: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"metrics\.jsonl is damaged: line 2"):
         read_run(folder)
     (folder / "metrics.jsonl").unlink()
-    with pytest.raises(UnsupportedError, match=r"no metrics: .* try again after the first"):
+    with pytest.raises(UnsupportedError, match=r"no metrics: .* try again later"):
         read_run(folder)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     for text in ("a: [", "[" * 2000, "a: \0", "[1]"):
@@ -256,7 +256,7 @@ def test_a_page_that_cannot_be_written_fails_no_run(
     (folder / "report.html").unlink()
     (folder / "report.html").mkdir()
     report_after(folder, None)
-    assert "farspan: no report of this run: report.html: " in capsys.readouterr().err
+    assert "farspan: cannot write the report of this run: report.html: " in capsys.readouterr().err
     report_after(folder, metrics_sum(folder))
     report_after(tmp_path / "none", None)
     assert capsys.readouterr() == ("", "")

@@ -311,7 +311,7 @@ class TestLearning:
         schedule, begun = replace(SCHEDULES["host"], sparse=INDEXED), list[object]()
         step = Step(model, schedule, selector=index, progress=begun.append)
         index.learning()
-        message = r"^index: it learns from keys on the device.* set schedule.kv to device"
+        message = r"^index: learns from keys on the device.* set schedule.kv to device"
         with pytest.raises(UnsupportedError, match=message):
             Step(model, schedule, selector=index)
         with pytest.raises(UnsupportedError, match=message):
@@ -453,7 +453,7 @@ class TestFit:
             r"its layer 0 is for 1 query heads": random_index(
                 (replace(spec[0], query_heads=1, kv_heads=1), *spec[1:]), 3
             ).layers,
-            r"its keys have 2 dims in layer 0, but .* asks for 3; set that to 2": random_index(
+            r"2 dims in layer 0, but .* asks for 3; set sparse.index_dim to 2": random_index(
                 spec, 2
             ).layers,
         }
@@ -464,7 +464,7 @@ class TestFit:
 
     def test_one_is_asked_for(self) -> None:
         model, schedule = shared_model("qwen2"), SCHEDULES["device"]
-        with pytest.raises(UnsupportedError, match=r"sparse.selector is index, which needs an ad"):
+        with pytest.raises(UnsupportedError, match=r"sparse.selector is index, which needs an in"):
             Step(model, replace(schedule, sparse=INDEXED))
         with pytest.raises(UnsupportedError, match=r"sparse.selector is submeans; set it to ind"):
             Step(model, schedule, selector=index_of_family("qwen2"))

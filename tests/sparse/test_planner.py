@@ -85,8 +85,8 @@ def test_what_does_not_fit_says_so() -> None:
     small = replace(question(1024).machine, device_bytes=2**30)
     plan = best_plan(question(128 * 1024, machine=small, sparse=SPARSE), NAMES, seconds=1.0)
     assert not plan.fits
-    assert "breaks first" in plan.reason
-    assert "changes: no change that was tried makes it fit" in str(plan)
+    assert "runs out first" in plan.reason
+    assert "changes: no change that farspan tried makes this run fit" in str(plan)
 
 
 def test_the_longest_context() -> None:

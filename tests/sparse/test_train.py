@@ -133,7 +133,10 @@ class TestRun:
         assert read(run, "model/farspan.json")["attention"] == "sparse"
         assert "with sparse attention, an approximation" in result.message
         opening = "\n".join(quiet.notes[: len(quiet.notes) - 1])
-        assert "sparse attention, approximate: of earlier tokens 4 in chosen pages of 4" in opening
+        assert (
+            "sparse attention, approximate: of earlier tokens it sees 4 in chosen pages of 4"
+            in opening
+        )
         assert "not of dense attention" in opening
         schedule = next(note for note in quiet.notes if note.startswith("schedule: "))
         assert "sparse attention" in schedule
@@ -144,7 +147,7 @@ class TestRun:
         whole = replace(SPARSE, budget=36)
         run, quiet = sparse_run(tmp_path, sparse=whole, steps=3), Quiet()
         result = train(run, reporter=quiet)
-        assert "sparse attention, which hides nothing at this context" in result.message
+        assert "sparse attention, which hides no token at this context" in result.message
         assert "approximat" not in result.message + "\n".join(quiet.notes)
         assert "not of dense attention" not in "\n".join(quiet.notes)
         assert lines(run)[0]["attention"] == read(run, "about.json")["attention"] == "sparse"
@@ -340,7 +343,7 @@ class TestIndex:
                 replace(HEADS, head_dim=4),
                 "its layer 0 is for 2 query heads .* of 4 dims, but the model has",
             ),
-            (HEADS, "its keys have 3 dims in layer 0, but sparse.index_dim asks for 4; set that"),
+            (HEADS, "its keys have 3 dims in layer 0, but sparse.index_dim asks for 4; set"),
         ],
     )
     def test_is_told_before_text_is_read(
@@ -366,7 +369,7 @@ class TestIndex:
         assert train(elsewhere, reporter=Quiet()).step == run.steps
         random_index((HEADS, HEADS), 4, seed=1).save(tmp_path / "index")
         with pytest.raises(
-            UnsupportedError, match=r"trained with another index than sparse\.index has now; give"
+            UnsupportedError, match=r"trained with an index other than the one now in sparse\.index"
         ):
             train(run, reporter=Quiet())
 
@@ -487,7 +490,7 @@ class TestSchedules:
 
     def test_in_words(self) -> None:
         words = describe_schedule(Choice("mine", Schedule().with_sparse(Sparse())))
-        assert words.endswith("4K recent, 128 first")
+        assert words.endswith("4K recent ones and the first 128")
         assert "sparse" not in describe_schedule(Choice("mine", Schedule()))
 
 

@@ -182,7 +182,7 @@ def test_few_of_many_pages_of_queries_are_looked_at() -> None:
         (
             SCHEDULE,
             16,
-            r"token 0 on, sees all before it .*; give a longer .* or a smaller --chunk, page",
+            r"token 0 on, sees all tokens before it .*; give a longer .* a smaller --chunk, page",
         ),
     ],
 )
@@ -230,14 +230,15 @@ class TestWords:
             "submeans keeps 0.9 of dense attention in the whole model (the mean over its layers) "
             "with budget=128, 1 of 4 pages; others need: mean all pages, random pages 128"
         )
-        assert said[1] == "layer 5 needs most: budget=256 with submeans"
+        assert said[1] == "layer 5 needs the most pages: budget=256 with submeans"
         assert said[2].startswith("2 other layers have a window or no attention")
         assert said[3] == (
-            "loss of the last 256 tokens: dense 2.0000; at budget=128 in all layers and tokens "
-            "submeans 2.5000 (+0.5000), mean 2.5000 (+0.5000), random pages 2.5000 (+0.5000)"
+            "loss of the last 256 tokens: dense 2.0000; at budget=128 in all layers and for all "
+            "tokens: submeans 2.5000 (+0.5000), mean 2.5000 (+0.5000), random pages 2.5000 "
+            "(+0.5000)"
         )
         assert said[4] == "to train with this: --sparse page=128,budget=128,recent=256"
-        assert said[5] == "to keep it in every layer: --sparse page=128,budget=256,recent=256"
+        assert said[5] == "to do so in every layer: --sparse page=128,budget=256,recent=256"
         assert said[6].startswith("this holds for 1K tokens; longer sequences have more pages")
 
     def test_the_selector_that_needs_least_is_advised(self) -> None:
@@ -260,7 +261,7 @@ class TestWords:
         said = kept_words(found, found.judged(), LOSSES)
         assert said[0] == (
             "no selector keeps 0.9 of dense attention in the whole model (the mean over its layers)"
-            " with fewer than all 4 pages: it is spread over this text"
+            " with fewer than all 4 pages: attention is spread over the whole text"
         )
         assert said[-1] == (
             "try again with smaller pages and more recent tokens (--sparse page=64,recent=512), or "
@@ -270,12 +271,14 @@ class TestWords:
     def test_no_pages_are_needed(self) -> None:
         found = kept(submeans=[[0.96, 0.97, 0.98, 1.0], [0.88, 0.89, 0.92, 1.0]])
         said = kept_words(found, found.judged(), LOSSES)
-        assert said[0].startswith("without any page 0.920 of dense attention is seen")
-        assert said[1] == "layer 5 needs most: budget=256 with submeans"
+        assert said[0].startswith(
+            "without any page, sparse attention sees 0.920 of dense attention"
+        )
+        assert said[1] == "layer 5 needs the most pages: budget=256 with submeans"
         assert "to train with this: --sparse page=128,budget=256,recent=256" in said
         found = kept(submeans=[[0.96, 0.97, 0.98, 1.0], [0.91, 0.92, 0.93, 1.0]])
         said = kept_words(found, found.judged(), LOSSES)
-        assert said[1] == "this holds in every layer; layer 5 sees least"
+        assert said[1] == "this holds in every layer; layer 5 sees the least attention"
         assert "to train with this: --sparse page=128,budget=0,recent=256" in said
 
     def test_json_has_it_all(self) -> None:

@@ -39,14 +39,14 @@ def test_what_makes_no_sense_is_refused_by_name(text: str, message: str) -> None
 
 def test_in_words() -> None:
     assert sparse_words(Sparse()) == (
-        "sparse attention, approximate: of earlier tokens 8K in chosen pages of 128, 4K recent, "
-        "128 first"
+        "sparse attention, approximate: of earlier tokens it sees 8K in chosen pages of 128, "
+        "4K recent ones and the first 128"
     )
     assert sparse_words(Sparse(), hides=False) == (
-        "sparse attention, which hides nothing at this context and equals dense: of earlier tokens "
-        "8K in chosen pages of 128, 4K recent, 128 first"
+        "sparse attention, which hides no token at this context and equals dense attention: of "
+        "earlier tokens it sees 8K in chosen pages of 128, 4K recent ones and the first 128"
     )
     assert sparse_words(Sparse(page=48, budget=480, recent=0, sinks=0)) == (
-        "sparse attention, approximate: of earlier tokens 480 in chosen pages of 48, 0 recent, "
-        "0 first"
+        "sparse attention, approximate: of earlier tokens it sees 480 in chosen pages of 48, "
+        "0 recent ones and the first 0"
     )

@@ -151,7 +151,7 @@ def a_miss(layout: Layout, devices: int, unified: bool, remedy: str) -> Plan:
             Layout(),
             1,
             True,
-            "none fits 4.0 MiB of main memory: fpdt misses by the least: it needs ",
+            "none fits 4.0 MiB of main memory: fpdt comes closest: it needs ",
         ),
         (Layout(ulysses=2), 2, True, "none fits 8.0 MiB of main memory for the 2 ranks of a "),
         (Layout(), 1, False, "none fits 4.0 MiB on the device and 4.0 MiB on the host: fpdt"),
@@ -166,7 +166,7 @@ def test_what_misses_is_said_of_one_rank(
     assert not re.search(r"-\d|--", said), "no negative amount, no flag of another command"
     who = "it" if layout == Layout() else "a rank"
     needs = "10.0 MiB of main memory" if unified else "8.0 MiB of device memory"
-    assert f"{who} needs {needs} and has 4.0 MiB; most of it is 6.0 MiB of weights and" in said
+    assert f"{who} needs {needs}, but has 4.0 MiB; the largest parts are 6.0 MiB of weights" in said
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_what_misses_is_said_of_one_rank(
             f"set optimizer.states: 8bit, which is not AdamW, or {USUAL}",
         ),
         ("--host-memory 16GiB", 1, True, "use a machine with 16GiB of main memory"),
-        ("--batch 2", 1, True, "set batch: 2, and accumulate as much higher"),
+        ("--batch 2", 1, True, "set batch: 2, and raise accumulate by the same factor"),
         ("--gpus 4", 8, False, "start 4 ranks, with parallel: auto: torchrun --nproc-per-node 4 "),
         ("--gpus 4", 2, True, "start 4 ranks, with parallel: auto: on 2 machines"),
         ("--context 512", 1, True, "set context: 512"),

@@ -218,7 +218,7 @@ def test_another_strategy_comes_without_the_fields_of_the_one_before(tmp_path: P
     assert changed.schedule == ScheduleConfig(strategy="oomb")
     assert replace(changed, schedule=run.schedule) == run
     assert note == (
-        "schedule: oomb replaces fpdt, without its chunk: 32768, groups: [2, 2], kv: host"
+        "schedule: oomb replaces fpdt and drops its chunk: 32768, groups: [2, 2], kv: host"
     )
     assert with_strategy(changed, "fpdt") == (
         replace(run, schedule=ScheduleConfig(strategy="fpdt")),
@@ -317,7 +317,7 @@ def test_a_run_file_takes_the_words_of_the_command_line(tmp_path: Path) -> None:
     now = Sparse(64, 2048, 1536, 128, 64, "mean")
     assert load_run(write(tmp_path, RUN + was)).pages() == now
     with pytest.raises(
-        UnsupportedError, match=r"sink_pages: not together with sinks, .*; write sparse.sin"
+        UnsupportedError, match=r"sink_pages: cannot be given with sinks, .*; write sparse.sin"
     ):
         load_run(write(tmp_path, RUN + was.replace("2K", "2K, sinks: 64")))
     assert load_run(write(tmp_path, RUN + "sparse: on")).sparse == SparseConfig()
@@ -326,5 +326,5 @@ def test_a_run_file_takes_the_words_of_the_command_line(tmp_path: Path) -> None:
         UnsupportedError, match=r"mine\.yaml: schedule\.chunk: expected tokens such as"
     ):
         load_run(write(tmp_path, RUN.replace("32768", "8 apples")))
-    with pytest.raises(UnsupportedError, match=r"mine\.yaml: host_memory: 24 bytes\? write 24GiB"):
+    with pytest.raises(UnsupportedError, match=r"mine\.yaml: host_memory: 24 has no unit"):
         load_run(write(tmp_path, RUN + "host_memory: 24"))

@@ -40,7 +40,7 @@ def test_pairs_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     short += ["--set", f"data.cache={tmp_path}/c"]
     result = CliRunner().invoke(app, ["train", "run.yaml", *short])
     assert result.exit_code == 0, result.output
-    assert "pairs: 300 of 68 to 96 tokens" in result.output
+    assert "pairs: 300, of 68 to 96 tokens" in result.output
     assert "loss: dpo, reference stored" in result.output
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     first, last = (line for line in lines if "heldout_loss" in line)

@@ -86,7 +86,7 @@ def test_the_planner_is_asked_within_it_and_its_choice_fits(tmp_path: Path) -> N
 def test_a_named_schedule_beyond_it_is_not_begun(tmp_path: Path) -> None:
     """A lighter one is looked for, and none fits in the bytes of half the weights."""
     run = tiny_run(tmp_path, schedule=ScheduleConfig(strategy="oomb"), host_memory="18KB")
-    with pytest.raises(NoScheduleFits, match=r"host_memory leaves 0 bytes for it; raise"):
+    with pytest.raises(NoScheduleFits, match=r"host_memory leaves only 0 bytes; raise"):
         train(run, reporter=Quiet())
 
 

@@ -156,7 +156,7 @@ def test_a_card_names_approximations_and_no_folders(run: RunConfig) -> None:
     assert "| data | jsonl `*.jsonl`, format chat, weight 1 |" in text
     assert "| data | dataset `someone/texts`, split train, weight 3 |" in text
     assert "| attention | **approximate**: sparse attention, approximate: of earlier" in text
-    assert "| its states | **approximate**: on the device, moments of 8 bits" in text
+    assert "| its states | **approximate**: on the device, 8-bit moments" in text
     assert "LoRA adapters of rank 8, alpha 16, on linear" in text
     assert "/home/me" not in text
 
@@ -222,7 +222,10 @@ def test_an_upload_that_fails_loses_nothing(run: RunConfig, hub: type[StandIn]) 
             r"files that farspan did not upload \(config",
         ),
         (holding("notes.txt", "README.md", ".gitattributes"), r"did not upload \(notes\.txt\)"),
-        (holding("farspan.json", private=False), r"is public already, but a private one is asked"),
+        (
+            holding("farspan.json", private=False),
+            r"is already public, but the run asks for a private one",
+        ),
     ],
 )
 def test_what_is_of_others_stays(
@@ -332,7 +335,7 @@ def test_the_command_uploads_what_a_run_left(
     (folder / "model" / "README.md").unlink()  # as earlier versions left it
     push_and_tell(folder, HubConfig(REPO, private=False))
     assert capsys.readouterr().out == (
-        f"{folder / 'model'} is at https://huggingface.co/{REPO}/commit/1\n"
+        f"uploaded {folder / 'model'} to https://huggingface.co/{REPO}/commit/1\n"
     )
     assert hub.uploads[0]["private"] is False
     assert json.loads((folder / "hub.json").read_text())["repo"] == REPO
@@ -343,7 +346,7 @@ def test_the_command_uploads_what_a_run_left(
     with pytest.raises(typer.Exit):
         push_and_tell(folder, HubConfig(REPO))
     shutil.rmtree(folder / "model")
-    with pytest.raises(UnsupportedError, match="has no model/ of a run that ended"):
+    with pytest.raises(UnsupportedError, match="has no model/, which a run writes when it ends"):
         push(folder, HubConfig(REPO))
 
 

@@ -87,8 +87,8 @@ def test_a_run_stops_where_the_loss_no_longer_falls(
     assert (result.step, result.exit_code) == (step, 0)
     assert (result.stopped is None) is (step == 12)
     if step < 12:
-        assert result.message.startswith(f"stopped after step {step} of 12: no held-out loss")
-        assert "below the 3.0000 of step 4" in result.message
+        assert result.message.startswith(f"stopped after step {step} of 12: held-out loss did")
+        assert "below 3.0000 (step 4) in" in result.message
     assert (result.folder / "model" / "model.safetensors").is_file()
 
 

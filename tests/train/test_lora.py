@@ -122,7 +122,7 @@ def test_adapters_of_a_changed_model_say_how_it_was_changed(tmp_path: Path) -> N
     train(run, reporter=first)
     source = json.loads((tmp_path / "run" / "model" / "farspan.json").read_text())
     assert source["overrides"] == rope
-    assert "are for a model with rope_parameters of model.overrides" in first.notes[-1]
+    assert "need model.overrides rope_parameters" in first.notes[-1]
     train(run, reporter=again)  # which has nothing left to do
     assert not any("model.overrides" in note for note in again.notes)
 
@@ -169,7 +169,9 @@ def test_a_run_does_not_go_on_beside_other_weights(tmp_path: Path) -> None:
     with torch.no_grad():
         next(model.parameters())[3, 5] += 1e-9
     model.save_pretrained(str(run.model.path))
-    with pytest.raises(UnsupportedError, match=r"trained with other frozen weights than model"):
+    with pytest.raises(
+        UnsupportedError, match=r"trained with frozen weights other than those now in model"
+    ):
         train(run, reporter=Quiet())
 
 

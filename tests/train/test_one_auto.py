@@ -351,7 +351,7 @@ def test_a_step_moves_weights_and_says_so(
     step(ids, ids)
     assert step.weights is not None
     assert step.schedule.weights is Tier.HOST
-    (line,) = [r.message for r in caplog.records if r.message.startswith("weights: go to main")]
+    (line,) = [r.message for r in caplog.records if r.message.startswith("weights: farspan moves")]
     assert "optimizer.load_state_dict(optimizer.state_dict())" in line
     resident = replace(step.schedule, weights=Tier.DEVICE)
     Step(models[1], resident, kernels=PLAIN)(ids, ids)

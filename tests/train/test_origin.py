@@ -132,7 +132,7 @@ def test_another_shape_is_refused_before_anything_is_copied(tmp_path: Path, stat
         fit(second(run, states=states, model=wide))
     assert "mlp" in str(refused.value)
     assert "belongs to another model" in str(refused.value)
-    assert "[32, 16], here float32[40, 16]" in str(refused.value)
+    assert "[32, 16], but float32[40, 16] in this model" in str(refused.value)
     assert "name another run or checkpoint" in str(refused.value)
 
 
@@ -229,11 +229,13 @@ def test_adapters_of_another_kind_are_refused(tmp_path: Path) -> None:
 
     folder = StartConfig(str(saved))
     whole = replace(run.model, lora=None)
-    assert "alpha 8, here 4 and 4; give model.lora as there" in refused(model=lora(alpha=4.0))
-    assert "alpha 8, here 4 and 4" in refused(model=lora(alpha=4.0), start=folder)
+    assert "alpha 8, but model.lora has 4 and 4; set model.lora to rank: 4" in refused(
+        model=lora(alpha=4.0)
+    )
+    assert "alpha 8, but model.lora has 4 and 4" in refused(model=lora(alpha=4.0), start=folder)
     few = lora(targets=("q_proj",))
-    assert "other adapters: only" in refused(model=few, start=folder)
-    assert "only the checkpoint has" in refused(model=few)
+    assert "the adapters differ: only" in refused(model=few, start=folder)
+    assert "is in the checkpoint, but not in this model" in refused(model=few)
     assert "holds adapters: give model.lora" in refused(model=whole)
     assert "holds adapters; give model.lora" in refused(model=whole, start=folder)
     plain = a_run(tmp_path, "plain", model=whole, steps=1, optimizer=run.optimizer)
@@ -243,8 +245,9 @@ def test_adapters_of_another_kind_are_refused(tmp_path: Path) -> None:
     )
     wider = lora(rank=8, alpha=16.0)
     told = refused(model=wider, start=folder)
-    assert "have rank 4 and alpha 8, here 8 and 16; give model.lora as there: rank: 4" in told
-    assert "have rank 4 and alpha 8, here 8 and 16" in refused(model=wider)
+    differ = "have rank 4 and alpha 8, but model.lora has 8 and 16"
+    assert f"{differ}; set model.lora to rank: 4" in told
+    assert differ in refused(model=wider)
     states = replace(folder, states=True)
     assert "holds only adapters; leave start.states out (--with-states)" in refused(start=states)
     path = replace(run.model, path=str(saved), lora=None)
@@ -256,7 +259,7 @@ def test_adapters_of_another_kind_are_refused(tmp_path: Path) -> None:
     config.write_text(json.dumps(values | {"lora_dropout": 1.5}))
     assert "dropout: expected 0 to below 1, got 1.5" in refused(model=path, start=None)
     config.write_text(json.dumps(values | {"base_model_name_or_path": None}))
-    assert "does not name their model" in refused(model=path, start=None)
+    assert "does not name their base model" in refused(model=path, start=None)
 
 
 def test_another_base_is_told(tmp_path: Path) -> None:
@@ -269,7 +272,9 @@ def test_another_base_is_told(tmp_path: Path) -> None:
     train(other, reporter=told)
     assert any("the frozen weights differ from those" in note for note in told.notes)
     going_on = replace(other, folder=str(tmp_path / "on"), start=StartConfig(run.folder, True))
-    with pytest.raises(UnsupportedError, match="it was trained with other frozen weights"):
+    with pytest.raises(
+        UnsupportedError, match="was trained with frozen weights other than those now in"
+    ):
         train(going_on, reporter=Quiet())
 
 

@@ -145,7 +145,7 @@ def test_several_ranks_are_refused_before_any_text_is_read(tmp_path: Path) -> No
     run = qlora(tmp_path, "run", parallel=Parallel(data=2))
     run = replace(run, data=replace(run.data, path=str(tmp_path / "none")))
     for said in run_ranks(2, two_ranks, run):
-        assert "parallel: quantised weights are for one device so far" in said
+        assert "parallel: quantised weights need one device so far" in said
 
 
 def test_from_main_memory_they_are_the_resident_run(
@@ -222,7 +222,7 @@ def test_a_run_file_is_planned_with_its_bytes(
     monkeypatch.setattr("sys.argv", ["farspan", "plan", shared, "--machine", "h200"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert "quantised weights are for one device" in capsys.readouterr().err
+    assert "quantised weights need one device" in capsys.readouterr().err
 
 
 def test_verify_says_in_what_it_compares(
@@ -233,7 +233,7 @@ def test_verify_says_in_what_it_compares(
     said = " ".join(capsys.readouterr().out.split())
     assert "dtype: float32 replaces float64, which quantised weights do not support" in said
     assert "exact: 28 parameters in float32" in said
-    assert "in float64 of what packed weights stand for" in said
+    assert "in float64 with unpacked weights" in said
 
 
 def test_an_index_says_in_what_it_is_made(

@@ -226,7 +226,7 @@ def test_an_arena_that_one_rank_is_refused_is_too_large_for_all(tmp_path: Path) 
             SMALL,
             "from the latest checkpoint with schedule: {groups: 1, attention_save_fraction: 0.0}",
         ),
-        (True, None, "from the latest checkpoint on more ranks: no schedule needs less"),
+        (True, None, "checkpoint (start more ranks: no schedule needs less memory)"),
         (
             False,
             None,

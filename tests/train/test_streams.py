@@ -42,7 +42,7 @@ def test_data_that_changed_since_a_checkpoint_are_named(tmp_path: Path) -> None:
     assert len(read) > 2
     text = tmp_path / "text" / "05.txt"  # of the second window
     text.write_text(text.read_text().replace("document", "Document"))
-    with pytest.raises(UnsupportedError, match=r"the documents of window 1 are not those"):
+    with pytest.raises(UnsupportedError, match=r"the documents of window 1 have changed"):
         fit(run)
 
 

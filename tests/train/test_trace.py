@@ -82,12 +82,15 @@ def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path: Path, plain: RunCo
     quiet, run = Quiet(), replace(plain, folder=str(tmp_path / "run"))
     result = train(run, reporter=quiet, trace=tmp_path / "none" / "step.json")
     assert (result.step, result.exit_code) == (3, 0)
-    assert any(note.startswith("no trace of step 2: cannot write ") for note in quiet.notes)
+    assert any(
+        note.startswith("the trace of step 2 was not written: cannot write ")
+        for note in quiet.notes
+    )
 
 
 def test_only_a_file_is_replaced(tmp_path: Path) -> None:
     """Who is root would replace a device."""
-    for place, why in ((tmp_path, "is a folder"), (Path("/dev/null"), "is no file")):
+    for place, why in ((tmp_path, "is a folder"), (Path("/dev/null"), "is not a file")):
         done = CliRunner().invoke(cli.app, ["train", "--trace", str(place)])
         assert isinstance(done.exception, UnsupportedError)
         assert str(done.exception).startswith(f"trace: {place} {why}")

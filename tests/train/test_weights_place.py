@@ -92,10 +92,10 @@ def test_a_run_that_is_too_large_for_the_device_is_the_resident_one(
     expected = planned(run, apart(SHORT))
     assert note == expected.weights
     assert re.fullmatch(
-        r"weights: go to main memory, with gradients and optimizer states; with them on the "
-        r"device, \w+ misses by the least: it needs 15\d\.\d KiB of device memory and has 122.1 "
-        r"KiB; most of it is 90\.6 KiB of gradients and 45\.3 KiB of weights; a step now takes "
-        r"[\d.]+ ms by the plan, of which [\d.]+ ms compute",
+        r"weights: farspan moves them to main memory, with gradients and optimizer states; with "
+        r"all on the device, \w+ comes closest: it needs 15\d\.\d KiB of device memory, but has "
+        r"122.1 KiB; the largest parts are 90\.6 KiB of gradients and 45\.3 KiB of weights; a step "
+        r"now takes [\d.]+ ms by the plan, [\d.]+ ms of it computation",
         note,
     )
     assert any("optimizer states: in main memory, updated there" in text for text in quiet.notes)
@@ -121,7 +121,7 @@ def test_a_run_that_goes_on_keeps_them_there(tmp_path: Path, parts: Parts) -> No
         train(stopped, components=parts(apart(SHORT)), reporter=Stopping(3))
     train(stopped, components=parts(apart(GIB)), reporter=quiet)
     assert weights_notes(quiet) == [
-        "weights: in main memory, as before; schedule.weights: device ends that"
+        "weights: in main memory, as before; set schedule.weights: device to undo"
     ]
     assert_same(outcome(Path(stopped.folder)), outcome(Path(run.folder)))
     (last,) = sorted((Path(run.folder) / "checkpoints").iterdir())[-1:]
@@ -167,8 +167,8 @@ def test_where_main_memory_is_short_as_well_it_is_named(tmp_path: Path, parts: P
     run = run_of(tmp_path)
     short = (
         r"^schedule: none fits 122.1 KiB on the device and 146.5 KiB on the host: with weights, "
-        r"gradients and states in main memory, \w+ misses by the least: it needs [\d.]+ KiB of "
-        r".* and has [\d.]+ KiB; most of it is "
+        r"gradients and states in main memory, \w+ comes closest: it needs [\d.]+ KiB of .*, but "
+        r"has [\d.]+ KiB; the largest parts are "
     )
     with pytest.raises(UnsupportedError, match=short) as error:
         train(run, components=replaced(parts(spec), load_model=load), reporter=Quiet())

@@ -48,7 +48,7 @@ def read_earlier(path: Path, name: str, verify: bool) -> SavedCheckpoint:
             right = (path / file).stat().st_size == size
             if not right or (verify and digest(path / file) != sha256):
                 raise UnsupportedError(
-                    f"{path / file}: its size or SHA-256 is not the one in {name}: damaged"
+                    f"{path / file}: damaged: its size or SHA-256 differs from {name}"
                 )
     with parsing(where):
         boxes = {file: _boxes_in(path / file) for file in files if file != _STATE}
@@ -98,7 +98,7 @@ def _tensor(
         there, offset = files[box["file"]][box["key"]], tuple(box["offset"])
         at = f"{name}@{','.join(map(str, offset))}"
         if box["key"] != at or (there.dtype, there.shape) != (dtype, tuple(box["shape"])):
-            raise ValueError(f"{box['key']!r} differs in dtype, shape or place from its file")
+            raise ValueError(f"{box['key']!r} differs from its file in dtype, shape or offset")
         boxes += [SavedBox(offset, own.shape, own.file, own.start, None) for own in there.boxes]
     refuse_gaps(shape, tuple(boxes))
     return SavedTensor(dtype, shape, tuple(boxes))

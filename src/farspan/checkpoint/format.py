@@ -259,7 +259,7 @@ def _finish(
         tensors[box["name"]]["boxes"].append({k: v for k, v in box.items() if k != "name"})
     for name, tensor in tensors.items():
         if sum(prod(box["shape"]) for box in tensor["boxes"]) != prod(tensor["shape"]):
-            raise WriteFailed(f"cannot write {path}: the ranks' parts of {name} do not cover it")
+            raise WriteFailed(f"cannot write {path}: parts of {name} are missing on all ranks")
     listed = {"format": FORMAT, "state": state, "tensors": tensors}
     text = json.dumps({**listed, "xxh3": _sum(listed)}, indent=1, allow_nan=False)
     write_bytes(unfinished / LIST, text.encode("utf-8"))
@@ -295,7 +295,7 @@ def read_list(path: Path) -> SavedCheckpoint:
     if listed.get("format") != FORMAT:
         raise NotDamaged(f"{where}: format {listed.get('format')!r}, expected {FORMAT}")
     if listed.pop("xxh3", None) != _sum(listed):
-        raise UnsupportedError(f"{where}: its XXH3 is not the one in it: damaged or changed")
+        raise UnsupportedError(f"{where}: damaged or changed: its own XXH3 does not match")
     with parsing(where):
         tensors = {name: _tensor(entry) for name, entry in listed["tensors"].items()}
         found = SavedCheckpoint(path, LIST, dict(listed["state"]), tensors)
@@ -339,12 +339,12 @@ def refuse_gaps(shape: tuple[int, ...], boxes: tuple[SavedBox, ...]) -> None:
     """Raise ValueError unless the boxes lie within a tensor and cover each element exactly once."""
     for box in boxes:
         if any(type(number) is not int for number in (*box.offset, *box.shape)):
-            raise ValueError(f"not a box of a tensor: {box.offset}, {box.shape}")
+            raise ValueError(f"expected offset and shape of a box, got {box.offset}, {box.shape}")
         ends = zip(box.offset, box.shape, shape, strict=True)
         if any(start < 0 or size < 1 or start + size > whole for start, size, whole in ends):
-            raise ValueError(f"box {box.offset} of {box.shape} is not within {list(shape)}")
+            raise ValueError(f"box at {box.offset}, shape {box.shape}, exceeds {list(shape)}")
     if sum(prod(box.shape) for box in boxes) != prod(shape):
-        raise ValueError(f"boxes do not cover a tensor of {list(shape)}")
+        raise ValueError(f"boxes do not cover the whole shape {list(shape)}")
     rows = sorted(boxes, key=lambda box: box.offset)
     for place, one in enumerate(rows):
         for other in islice(rows, place + 1, None):
@@ -352,7 +352,7 @@ def refuse_gaps(shape: tuple[int, ...], boxes: tuple[SavedBox, ...]) -> None:
                 break  # later boxes begin no sooner
             sides = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
             if all(a < b + m and b < a + n for a, n, b, m in sides):
-                raise ValueError(f"box {other.offset} of {other.shape} overlaps another")
+                raise ValueError(f"box at {other.offset}, shape {other.shape}, overlaps another")
 
 
 def refuse_short(saved: SavedCheckpoint) -> None:
@@ -366,7 +366,7 @@ def refuse_short(saved: SavedCheckpoint) -> None:
     for name, taken in spans.items():
         taken.sort()
         if any(end > start for (_, end), (start, _) in pairwise(taken)):
-            raise UnsupportedError(f"{saved.path / saved.list}: boxes of {name} share bytes")
+            raise UnsupportedError(f"{saved.path / saved.list}: boxes of {name} overlap in a file")
         end = taken[-1][1]
         with readable(saved.path / name):
             size = (saved.path / name).stat().st_size
@@ -393,11 +393,11 @@ def refuse_other_model(
                 continue  # nothing was saved
             there = saved.tensors.get(name)
             if there is None:
-                raise NotDamaged(f"{where}: only the model has {name}")
+                raise NotDamaged(f"{where}: {name} is in this model, but not in the checkpoint")
             if there.shape != place.shape or (there.dtype != tensor.dtype and not any_dtype):
                 raise NotDamaged(
-                    f"{where}: {name} is {form_words(there.dtype, there.shape)}, here "
-                    f"{form_words(tensor.dtype, place.shape)}"
+                    f"{where}: {name} is {form_words(there.dtype, there.shape)}, but "
+                    f"{form_words(tensor.dtype, place.shape)} in this model"
                 )
         return True
 
@@ -405,7 +405,7 @@ def refuse_other_model(
     wanted = {name for names in world.all_gather(list(entries)) for name in names}
     for name in sorted(saved.tensors.keys() - wanted):
         if not name.startswith(unread) and 0 not in saved.tensors[name].shape:
-            raise NotDamaged(f"{where}: only the checkpoint has {name}")
+            raise NotDamaged(f"{where}: {name} is in the checkpoint, but not in this model")
 
 
 def copy_saved(saved: SavedCheckpoint, entries: Entries, world: DistributedContext) -> None:
@@ -477,12 +477,10 @@ class _WantedBox:
             same = self._read(file, _bytes(whole))
         if not same:
             raise UnsupportedError(
-                f"{where}: its XXH3 is not the one in {self.saved.list}: damaged or changed"
+                f"{where}: damaged or changed: its XXH3 checksum differs from {self.saved.list}"
             )
         if self.name.startswith("model/") and _has_nan(whole):
-            raise UnsupportedError(
-                f"{where}: has values that are not a number, which training cannot go on from"
-            )
+            raise UnsupportedError(f"{where}: contains NaN, from which training cannot continue")
         for part in () if straight else self.parts:
             inside = ShardRegion(part.there, part.here, part.sizes).of(whole)
             part.of(self.live).copy_(inside)

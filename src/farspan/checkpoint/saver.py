@@ -95,7 +95,7 @@ def _train_state(path: Path, state: Mapping[str, Any]) -> TrainState:
     whole = isinstance(given, dict) and given.keys() == {"step", "tokens", "skipped"}
     if not whole or any(type(value) is not int or value < 0 for value in given.values()):
         raise UnsupportedError(
-            f"{path}: position: expected step, tokens and skipped, integers from 0, got {given!r}"
+            f"{path}: position: expected step, tokens and skipped, integers >= 0, got {given!r}"
         )
     return TrainState(**given)
 
@@ -120,7 +120,7 @@ class Restored:
             )
         try:
             if "cpu" not in self.rng:
-                raise ValueError("expected those of the CPU, got none")
+                raise ValueError("the CPU's is missing")
             for name, state in self.rng.items():
                 device = torch.device(name)
                 if device.type == "cpu" or (device.index or 0) < torch.cuda.device_count():
@@ -150,7 +150,7 @@ def latest_usable(
             continue
         kept = frozenset(name for name, why in problems.items() if isinstance(why, NotDamaged))
         for name, why in problems.items():
-            fate = f"; it may be whole and is kept, as {name}{_ASIDE} once this run is there"
+            fate = f"; it may be intact: this run renames it to {name}{_ASIDE} at its step"
             warn(f"{why}; resuming from {path} instead{fate if name in kept else ''}")
         return replace(restored, kept=kept)
     for why in problems.values():
@@ -234,18 +234,18 @@ def refuse_other(path: Path, state: Mapping[str, Any], expected: Mapping[str, An
             if key == "data":
                 raise NotDamaged(
                     f"{path}: belongs to another run: the text under data.path, the tokenizer or "
-                    "the chat template has changed; restore those of the training, or give "
+                    "the chat template has changed; restore the ones used in training, or give "
                     "another folder for a new run"
                 )
             if key == FROZEN:
                 raise NotDamaged(
-                    f"{path}: it was trained with other frozen weights than model.path has now; "
-                    "restore them, or give another folder for a new run"
+                    f"{path}: was trained with frozen weights other than those now in model.path; "
+                    "restore the original ones, or give another folder for a new run"
                 )
             if key == INDEX_OF_KEYS:
                 raise NotDamaged(
-                    f"{path}: it was trained with another index than sparse.index has now; give "
-                    "that index, or another folder for a new run"
+                    f"{path}: was trained with an index other than the one now in sparse.index; "
+                    "give the original index, or another folder for a new run"
                 )
             raise NotDamaged(
                 f"{path}: belongs to another run: its {key} is {state.get(key)!r}, and this run "
@@ -469,8 +469,8 @@ def is_exported(
         aside = _set_aside(folder)
         what = "has changed since it was exported" if changed[0] in found else "is gone"
         note(
-            f"warning: {folder / changed[0]} {what}; its folder has been renamed to {aside.name}, "
-            "and the model is exported again"
+            f"warning: {folder / changed[0]} {what}; farspan renamed its folder to {aside.name} "
+            "and exports the model again"
         )
     return not changed
 
@@ -514,8 +514,8 @@ def export(
     publish(unfinished, folder)
     if "overrides" in marks:
         note(
-            f"note: the adapters in {folder} are for a model with {', '.join(marks['overrides'])} "
-            f"of model.overrides: load it with these ({SOURCE} has them), then the adapters"
+            f"note: the adapters in {folder} need model.overrides {', '.join(marks['overrides'])}: "
+            f"load the base model with these (see {SOURCE}), then the adapters"
         )
     if not reads_back(tokenizer, folder):
         note(

@@ -84,11 +84,11 @@ COMMANDS = {
     ),
     "plan": LazyCommand(
         "farspan.cli.plan",
-        "Will it fit, how long is a step, what is the best schedule; exit 1 if it does not fit.",
+        "Predict whether a run fits, its step time and best schedule; exit 1 if it does not fit.",
     ),
     "init": LazyCommand(
         "farspan.cli.plan",
-        "Write a run file for a model and its data, planned for this machine, without questions.",
+        "Write a run file for a model and its data, planned for this machine, without prompting.",
         "init_app",
     ),
     "verify": LazyCommand(
@@ -97,16 +97,16 @@ COMMANDS = {
     ),
     "index": LazyCommand(
         "farspan.cli.verify",
-        "Make the index by which sparse attention with `selector: index` chooses, from a text.",
+        "Train on a text the index by which sparse attention, `selector: index`, chooses pages.",
         app="index_app",
     ),
     "evaluate": LazyCommand(
         "farspan.cli.evaluate",
-        "Loss by position, perplexity by document, and sentences found in a long context.",
+        "Measure loss by position, perplexity by document, and recall of hidden sentences.",
     ),
     "report": LazyCommand(
         "farspan.cli.train",
-        "Write one HTML page of a run, or of several side by side: curves, memory, time, the walk.",
+        "Write one HTML page on one or several runs: curves, memory, time, order of the work.",
         app="report_app",
     ),
     "data": LazyCommand(
@@ -273,12 +273,12 @@ def main(called: Callable[[], Any] = app) -> None:
     except (MemoryError, ImportError) as error:
         if isinstance(error, ImportError) and "map segment" not in str(error):
             raise
-        words = f"main memory: this process may take no more ({error or 'none is left'}); raise "
-        print(f"farspan: {words}its limit (`ulimit -v`), or use less", file=sys.stderr)
+        words = f"main memory: this process can get no more ({error or 'none is left'}); raise "
+        print(f"farspan: {words}its limit (`ulimit -v`), or use less memory", file=sys.stderr)
         sys.exit(FAILED)
     except SystemExit as done:
         sys.stdout.flush()
         if not done.code and 1 in Lasting.lost:
-            print("farspan: output was lost: its disk is full", file=sys.stderr)
+            print("farspan: output was lost: the disk it goes to is full", file=sys.stderr)
             raise SystemExit(FAILED) from done
         raise

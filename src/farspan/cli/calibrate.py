@@ -32,7 +32,7 @@ def calibrate_command(
         str | None, typer.Option(help="cpu or cuda; default: cuda if available.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Seconds rather than a minute, less precise.")
+        bool, typer.Option("--quick", help="Take seconds rather than a minute; less precise.")
     ] = False,
     disk: Annotated[
         Path | None,
@@ -88,10 +88,10 @@ def profile_command(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")] = "bfloat16",
     lora: Annotated[int, typer.Option(help="Rank of adapters; 0 trains all weights.")] = 0,
     kernels: Annotated[
-        bool, typer.Option("--kernels/--no-kernels", help="farspan's own kernels, as on a GPU.")
+        bool, typer.Option("--kernels/--no-kernels", help="Use farspan's own kernels, as on a GPU.")
     ] = True,
     write: Annotated[
-        bool, typer.Option("--write", help="Write a preset's file in the package again.")
+        bool, typer.Option("--write", help="Rewrite a preset's profile in the package.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile.")] = False,
 ) -> None:
@@ -118,8 +118,8 @@ def _text(profile: ModelProfile) -> str:
         graph = profile.kinds[number].cells["graph"].graph[1]
         flop = sum(2 * inner * outer for inner, outer in layer.work.products)
         rows.append(
-            f"{layers} layers: {layer.work.parameters:,} parameters; a token: {flop:,} FLOP in "
-            f"products, {graph:,.0f} bytes in a graph without O and LSE, "
-            f"{layer.work.forward_traffic:,} moved forward, {layer.work.backward_traffic:,} back"
+            f"{layers} layers: {layer.work.parameters:,} parameters; per token: {flop:,} FLOP in "
+            f"matmuls, {graph:,.0f} bytes in a graph without O and LSE, bytes moved: "
+            f"{layer.work.forward_traffic:,} forward, {layer.work.backward_traffic:,} back"
         )
     return "\n".join(rows)

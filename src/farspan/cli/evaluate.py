@@ -270,7 +270,7 @@ def subject_of(
         run = load_run(folder / "config.yaml", trusted=trusted)
         if not (folder / "model").is_dir():
             raise UnsupportedError(
-                f"{folder}: this run has no model yet; let it end, or give another folder"
+                f"{folder}: this run has no model yet; let the run end, or give another folder"
             )
         source = replace(run.model, path=str(folder / "model"), config=None, lora=None)
         if run.model.lora is None:  # the exported config includes them
@@ -317,7 +317,7 @@ def evaluate_text(
     rows = [row[:context] for row in rows]
     named = [(name, row) for (name, _), row in zip(texts, rows, strict=True) if len(row) > 1]
     if not named:
-        raise UnsupportedError("--text: no document has two tokens; give longer ones")
+        raise UnsupportedError("--text: no document has two tokens; give longer documents")
     losses = dict(_document_losses(step, named, context, tell))
     reads = [_read(name, losses[name]) for name, _ in named]
     return TextEvaluation(
@@ -392,8 +392,8 @@ def _needles(
         same, choices = next((n, c) for n, c in enumerate(tokens) if len(set(c)) > 1)
         if len(set(choices)) < len(ANSWERS):
             raise UnsupportedError(
-                "--needles: several answers begin with the same token in this tokenizer; set it "
-                "to 0"
+                "--needles: with this tokenizer, several answers begin with the same token and "
+                "cannot be told apart; give --needles 0"
             )
         room = min(context - len(sentence) - same - 1, len(hay))
         if room < 1:
@@ -447,7 +447,7 @@ def show_evaluation(found: TextEvaluation) -> None:
         show_needles(found.needles)
     if found.cut:
         are = f"{write_number(found.cut, 'document')} {'is' if found.cut == 1 else 'are'}"
-        show(f"{are} longer than the context and evaluated up to it")
+        show(f"{are} longer than the context and evaluated only up to its length")
     how = "" if found.schedule.sparse is None else ", with sparse attention, an approximation"
     show(
         f"{found.tokens:,} tokens in {found.dtype}: loss {found.loss:.4f}, perplexity "
@@ -497,7 +497,7 @@ def draw(ranges: Sequence[Range]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="11">\n'
-        f'<text x="{EDGE}" y="20">mean loss by tokens before</text>\n'
+        f'<text x="{EDGE}" y="20">mean loss by number of preceding tokens</text>\n'
         f'<polyline points="{" ".join(points)}" fill="none" stroke="#1f77b4"/>\n'
         f"{''.join(labels)}\n</svg>\n"
     )

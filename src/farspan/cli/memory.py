@@ -16,7 +16,7 @@ COMMANDS = {
     ),
     "compare": LazyCommand(
         "farspan_memory.cli",
-        "Run one trace through four allocators: the memory they need, and their calls.",
+        "Compare four allocators on one trace: the memory that they need, and their driver calls.",
         app="compare_app",
     ),
 }

@@ -276,7 +276,7 @@ Snapshot = Annotated[
 
 Html = Annotated[
     Path | None,
-    typer.Option(help="Write the answer here as a page for any browser, without a network."),
+    typer.Option(help="Write the answer here as an HTML page that needs no network."),
 ]
 
 Everything = Annotated[
@@ -445,10 +445,10 @@ def devices_of(gpus: str | None, machine: str) -> int | None:
     if named or not gpus.strip().lstrip("-").isdecimal() or names_card(gpus):
         flags = f"--gpus {named} --gpu CARD" if named else f"--gpu {shlex.quote(gpus)}"
         raise UnsupportedError(
-            f"gpus: expected a number of devices, got {gpus!r}; for a card: {flags}"
+            f"gpus: expected a number of devices, got {gpus!r}; to name a card, give {flags}"
         )
     if counted not in (None, int(gpus)):
-        raise UnsupportedError(f"gpus: {gpus} here, but {counted} in {machine!r}; give only one")
+        raise UnsupportedError(f"gpus: {gpus}, but {counted} in {machine!r}; give one of the two")
     return int(gpus)
 
 
@@ -501,7 +501,7 @@ def _answer_for_run(
 ) -> PlanAnswer:
     """Return the answer for a run file, changed by the options."""
     if "model" in given:
-        raise UnsupportedError(f"model: {path} names a model; leave out --model, or the run file")
+        raise UnsupportedError(f"model: {path} has one; leave out --model, or this run file")
     if path.suffix not in RUN_FILES and not path.is_file():
         raise UnsupportedError(
             f"{path}: not a run file (.yaml); to plan a model, give --model {path}"
@@ -570,7 +570,7 @@ def with_overrides(run: RunConfig, given: Mapping[str, Any]) -> tuple[RunConfig,
 def without_fields(run: RunConfig) -> list[str]:
     """Return a note about schedule fields that the longest contexts do not keep."""
     given = ", ".join(replace(run.schedule, weights=None).given())
-    return [f"the longest contexts ignore these fields of the schedule: {given}"] if given else []
+    return [f"--max-context ignores these fields of the schedule: {given}"] if given else []
 
 
 def _lora(rank: int) -> LoraConfig | None:
@@ -590,7 +590,7 @@ def write_run(path: Path, answer: PlanAnswer, given: Mapping[str, Any], command:
     UnsupportedError for a plan that no run file can express."""
     plan = answer.chosen()
     if plan is None or not plan.fits:
-        return [f"{path}: not written, as nothing fits; see the remedies above"]
+        return [f"{path}: not written, because no plan fits; see the changes above"]
     question = plan.question
     values = run_of_model(plan, given) if answer.planned is None else changed(answer.planned)
     if values.get("folder") == f"runs/{Path(command.split()[2]).stem}":
@@ -623,8 +623,8 @@ def run_of_model(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
     question = plan.question
     if question.optimizer is Optimizer.NONE:
         raise UnsupportedError(
-            "write: a run file updates weights, but --optimizer none does not; leave it out, or "
-            "give a farspan.Step in your own loop farspan.plan(..., optimizer='none').schedule"
+            "write: a run file needs an optimizer, not --optimizer none; leave it out, or in your "
+            "own loop use farspan.Step(model, farspan.plan(..., optimizer='none').schedule)"
         )
     name, revision = split_revision(given["model"])
     model: dict[str, Any] = {"path": hub_name("model", name), "dtype": question.dtype}
@@ -668,7 +668,8 @@ def init_command(
     model: Annotated[str, typer.Argument(help="Folder, hub name or preset.")],
     data: Annotated[str, typer.Argument(help="File, folder, glob or hub name.")],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The run file to write; a new one.")
+        Path,
+        typer.Option("--output", "-o", help=("The run file to write, which must not exist yet.")),
     ] = Path("run.yaml"),
     context: Annotated[str, option_of("context")] = "8K",
     machine: Annotated[str, option_of("machine")] = HERE,

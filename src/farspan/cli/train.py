@@ -43,7 +43,7 @@ Start = Annotated[
     typer.Option(
         "--from",
         help="Start with the weights of another run, one of its checkpoints, or a folder of "
-        "adapters; lr, batch, context and steps stay the run file's.",
+        "adapters; lr, batch, context and steps still come from the run file.",
     ),
 ]
 WithStates = Annotated[
@@ -54,8 +54,8 @@ WithStates = Annotated[
 Margin = Annotated[
     str | None,
     typer.Option(
-        help=f"GPU and main memory that --strategy {AUTO} leaves free if any schedule can: 3GiB, "
-        f"5%, 0; default: {SHARE:.0%} of a GPU, less what the machine's reserve explains."
+        help=f"GPU and main memory that --strategy {AUTO} leaves free, if any schedule can: 3GiB, "
+        f"5%, 0; default: {SHARE:.0%} of a GPU, minus the part that the machine's reserve covers."
     ),
 ]
 TraceFile = Annotated[
@@ -71,7 +71,7 @@ TraceFile = Annotated[
 def train_command(
     run: Annotated[
         Path | None,
-        typer.Argument(help="Run file (YAML). Without one: a small model learns Python, here."),
+        typer.Argument(help="Run file (YAML). Without one, a small model learns Python."),
     ] = None,
     strategy_name: Annotated[
         str | None,
@@ -99,8 +99,8 @@ def train_command(
     settings: Settings = None,
     start: Start = None,
     with_states: WithStates = False,
-    folder: Annotated[Path | None, typer.Option(help="Run folder; an old one resumes.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Updates of the whole run.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Run folder; an old run resumes.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
     trace: TraceFile = None,
     json_wanted: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -154,8 +154,9 @@ def data_command(
     named = any(one.partition("=")[0].strip() in ("data.cache", "data") for one in given)
     if run.name == "config.yaml" and chosen.data.cache != DataConfig().cache and not named:
         raise UnsupportedError(
-            f"{run}: data.cache: tokens would be written to {chosen.data.cache}, which the file of "
-            f"a run folder does not decide; give --set data.cache={chosen.data.cache}, or another"
+            f"{run}: data.cache: a run folder's config.yaml may not make farspan write to "
+            f"{chosen.data.cache}; to allow it, give --set data.cache={chosen.data.cache}, or "
+            "another"
         )
     with ReadingLine(sys.stderr) as told:
         lines = list(load("farspan.train.setup", "show_data")(chosen, sequence, held_out, told))
@@ -211,7 +212,7 @@ merge_app = typer_app()
 @merge_app.command("merge")
 def merge_command(
     run: Annotated[Path, typer.Argument(help="Run folder, or a folder of adapters.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; a new one.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="New folder to write.")],
     base: Annotated[
         str | None,
         typer.Option(help="Folder or hub name of the base model, instead of the adapters' own."),
@@ -240,13 +241,13 @@ report_app = typer_app()
 
 @report_app.command("report")
 def report_command(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, also of running ones.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; their runs may be under way.")],
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            help=f"The file to write; default: {REPORT} in the run folder, or here for several.",
+            help=f"The file to write; default: {REPORT} in the run folder; for several runs, here.",
         ),
     ] = None,
     as_json: Annotated[
@@ -275,8 +276,8 @@ def with_strategy(run: RunConfig, name: str) -> tuple[RunConfig, str | None]:
     if dropped:
         fields_text = ", ".join(f"{key}: {value}" for key, value in to_mapping(dropped).items())
         note = (
-            f"schedule: {name} replaces {run.schedule.strategy or 'the written schedule'}, "
-            f"without its {fields_text}"
+            f"schedule: {name} replaces {run.schedule.strategy or 'the written schedule'} and "
+            f"drops its {fields_text}"
         )
     return replace(run, schedule=ScheduleConfig(strategy=name, weights=weights)), note
 
@@ -291,7 +292,7 @@ def with_sparse(run: RunConfig, sparse: Sparse | None) -> tuple[RunConfig, str |
         return replace(run, sparse=None), note
     before = before or SparseConfig()
     if before.sparsity is not None:
-        note = f"sparse: without sparsity: {before.sparsity}, a field of the run file"
+        note = f"sparse: --sparse drops the run file's sparsity: {before.sparsity}"
     return replace(run, sparse=before.over(sparse)), note
 
 

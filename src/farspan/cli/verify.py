@@ -25,19 +25,19 @@ EXACT, TEXT = ("float64", 512), ("float32", 4096)  # dtype and context, if not g
 DTypeName = Annotated[
     str | None,
     typer.Option(
-        help="float64, float32 or bfloat16; or fp64, fp32, bf16. Default: float64, with --text "
+        help="float64, float32 or bfloat16; or fp64, fp32, bf16. Default: float64; with --text, "
         "float32."
     ),
 ]
 Context = Annotated[
     str | None,
-    typer.Option("--context", help="Tokens a sequence: 512, 8K. Default: 512, with --text 4K."),
+    typer.Option("--context", help="Tokens per sequence: 512, 8K. Default: 512; with --text, 4K."),
 ]
 SparseFields = Annotated[
     str | None,
     typer.Option(
         help=f"Page-sparse attention: {ON}, {OFF} or fields such as {EXAMPLE}; default: the run's. "
-        "Also prints its distance from dense attention."
+        "Also prints its error against dense attention."
     ),
 ]
 Texts = Annotated[
@@ -45,10 +45,10 @@ Texts = Annotated[
     typer.Option(
         "--text",
         help="A file, a folder or a glob of text files. Instead of gradients, find the selector "
-        "and the budget of pages that keep 0.9 of dense attention on their first --context tokens.",
+        "and the page budget that keep 0.9 of dense attention in the first --context tokens.",
     ),
 ]
-Chunk = Annotated[str | None, typer.Option("--chunk", help="Tokens a chunk: 128, 2K.")]
+Chunk = Annotated[str | None, typer.Option("--chunk", help="Tokens per chunk: 128, 2K.")]
 StrategyName = Annotated[
     str | None,
     typer.Option(
@@ -63,8 +63,8 @@ def verify_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Folder, config.json, hub name (also NAME@REVISION) or run file (YAML), whose "
-            "data it shows; a folder without weights gets random ones. Default: `farspan train`'s."
+            help="Folder, config.json, hub name (also NAME@REVISION) or run file (YAML; shows its "
+            "data); a folder without weights gets random ones. Default: `farspan train`'s model."
         ),
     ] = None,
     dtype: DTypeName = None,
@@ -72,7 +72,7 @@ def verify_command(
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     chunk_text: Chunk = None,
     groups: Annotated[
-        str | None, typer.Option(help="Layers a group, or a list of sizes such as 2,1,1.")
+        str | None, typer.Option(help="Layers per group, or a list of group sizes such as 2,1,1.")
     ] = None,
     strategy_name: StrategyName = None,
     sparse: SparseFields = None,
@@ -80,7 +80,7 @@ def verify_command(
     documents: Annotated[int, typer.Option(min=1, help="Documents packed into a row.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Draw weights even if the folder has some.")
+        bool, typer.Option("--random-weights", help="Random weights even if the folder has some.")
     ] = False,
     settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
@@ -228,7 +228,7 @@ def base_schedule(
         name = GROUPED
     note = None
     if name == AUTO:
-        name, note = GROUPED, f"schedule: {GROUPED} stands in for {AUTO}, which needs a machine"
+        name, note = GROUPED, f"schedule: {GROUPED} instead of {AUTO}, which needs a machine"
     base = Schedule() if name is None else strategy(name, layers, context)
     return base if written is None else written.apply(base), note
 

@@ -114,7 +114,7 @@ def report_after(folder: Path, before: int | None, *, stderr: bool = True) -> No
     except FileNotFoundError:
         return  # no step was taken
     except Exception as error:
-        print(f"farspan: no report of this run: {error}", file=sys.stderr)
+        print(f"farspan: cannot write the report of this run: {error}", file=sys.stderr)
 
 
 def merge_and_tell(source: Path, folder: Path, base: str | None) -> None:
@@ -132,7 +132,7 @@ def push_and_tell(folder: Path, hub: HubConfig) -> None:
     UnsupportedError."""
     try:
         refuse_login(hub)
-        print(f"{folder / 'model'} is at {push(folder, hub)}")
+        print(f"uploaded {folder / 'model'} to {push(folder, hub)}")
     except (PushFailed, WriteFailed) as error:
         print(f"farspan: {error}", file=sys.stderr)
         raise typer.Exit(FAILED) from error
@@ -230,15 +230,15 @@ def show_outcome(outcome: Verification) -> None:
         table.add_row(entry.name, f"{entry.error:.2e}", f"{entry.limit:.2e}")
     show(table)
     verdict = "[green]exact[/green]" if outcome.passed else "[red]NOT exact[/red]"
-    own = "" if outcome.sparse is None else " for sparse attention as a function of its own"
+    own = "" if outcome.sparse is None else " as the sparse function, not as dense attention"
     show(
         f"{verdict}{own}: {outcome.checked_parameters} parameters in {outcome.dtype}, worst "
         f"relative error {outcome.max_relative_error:.2e}, loss {outcome.loss_error:.2e}"
     )
     if outcome.float64_error is not None:
         show(
-            f"the same schedule in float64: {outcome.float64_error:.2e}; over all parameters "
-            f"{outcome.rounding_ratio:.2f}x plain autograd's error"
+            f"the same schedule in float64: error {outcome.float64_error:.2e}; over all "
+            f"parameters, {outcome.rounding_ratio:.2f}x plain autograd's error"
         )
     show(f"limit: {outcome.rule}")
     if outcome.sparse is not None:
@@ -255,9 +255,8 @@ def show_approximation(found: Approximation) -> None:
         table.add_row(layer, *(f"{errors[m]:.1e}" if m in errors else "" for m in modules))
     show(table)
     show(
-        f"{sparse_words(found.pages, hides=found.hides)}; {found.selector}\n"
-        f"against dense attention: all gradients {found.gradient_error:.2e}, loss "
-        f"{found.loss_error:.2e}"
+        f"{sparse_words(found.pages, hides=found.hides)}; {found.selector}\nrelative error against "
+        f"dense attention: all gradients {found.gradient_error:.2e}, loss {found.loss_error:.2e}"
     )
     if not found.hides:
         show(
@@ -405,7 +404,7 @@ def kept_words(found: KeptMass, budget: int, losses: dict[str, float]) -> list[s
     )
     lines.append(
         f"loss of the last {found.tokens // LAST:,} tokens: dense {dense:.4f}; at "
-        f"budget={write_tokens(budget)} in all layers and tokens {by_name}"
+        f"budget={write_tokens(budget)} in all layers and for all tokens: {by_name}"
     )
     return [*lines, *_what_to_type(found)]
 
@@ -415,8 +414,8 @@ def _in_the_whole_model(found: KeptMass) -> str:
     budget, where = found.enough(name), "in the whole model (the mean over its layers)"
     if budget == 0:
         return (
-            f"without any page {found.mean(name, 0):.3f} of dense attention is seen {where}: "
-            f"sinks, recent tokens and the chunk's own are enough for {ENOUGH}"
+            f"without any page, sparse attention sees {found.mean(name, 0):.3f} of dense attention "
+            f"{where}: sinks, recent tokens and the chunk's own are enough for {ENOUGH}"
         )
     others = ", ".join(
         f"{_chooser(other)} {_need(found, found.enough(other), '')}"
@@ -426,7 +425,7 @@ def _in_the_whole_model(found: KeptMass) -> str:
     if budget == everything:
         return (
             f"no selector keeps {ENOUGH} of dense attention {where} with fewer than all "
-            f"{found.pages:,} pages: it is spread over this text"
+            f"{found.pages:,} pages: attention is spread over the whole text"
         )
     return (
         f"{name} keeps {ENOUGH} of dense attention {where} with {_need(found, budget)}, "
@@ -438,8 +437,8 @@ def _in_every_layer(found: KeptMass) -> str:
     name = found.best()
     budget, layer = found.enough_everywhere(name)
     if budget == 0:
-        return f"this holds in every layer; layer {layer} sees least"
-    return f"layer {layer} needs most: {_need(found, budget)} with {name}"
+        return f"this holds in every layer; layer {layer} sees the least attention"
+    return f"layer {layer} needs the most pages: {_need(found, budget)} with {name}"
 
 
 def _what_to_type(found: KeptMass) -> list[str]:
@@ -456,7 +455,7 @@ def _what_to_type(found: KeptMass) -> list[str]:
     every = found.enough_everywhere(found.best())[0]
     if advised.budget < every < found.budgets[-1]:
         lines.append(
-            f"to keep it in every layer: --sparse {write_sparse(replace(advised, budget=every))}"
+            f"to do so in every layer: --sparse {write_sparse(replace(advised, budget=every))}"
         )
     lines.append(
         f"this holds for {write_tokens(found.tokens)} tokens; longer sequences have more pages to "
@@ -489,7 +488,7 @@ Strategy = Annotated[
     str,
     typer.Option(
         help=f"For plain Hugging Face training: {', '.join(Checkpointing)}. For farspan's cells: "
-        f"{', '.join(STRATEGIES)}, after {OWN} if both have the name."
+        f"{', '.join(STRATEGIES)}; write {OWN} before a name that both have."
     ),
 ]
 
@@ -500,10 +499,10 @@ def trace_command(
     model: Model = None,
     context: Annotated[str | None, typer.Option(help="Tokens of a sequence: 64K, 1M.")] = None,
     contexts: Annotated[
-        str | None, typer.Option(help="Lengths of the steps, one after the other: 64K,48K.")
+        str | None, typer.Option(help="Tokens of each step, in order: 64K,48K.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Trace only this many first layers.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Trace only the first N layers.")] = None,
     strategy: Strategy = Checkpointing.PLAIN,
     lora: Annotated[
         int, typer.Option(min=0, max=2**16, help="Rank of adapters; 0 trains all weights.")
@@ -514,8 +513,8 @@ def trace_command(
     temporaries: Annotated[
         str,
         typer.Option(
-            help="Memory that CUDA kernels take internally: any of "
-            f"{','.join(Temporary)}, or {NOTHING}."
+            help=f"Internal memory of CUDA kernels to include: any of {','.join(Temporary)}, or "
+            f"{NOTHING}."
         ),
     ] = ",".join(Temporary),
     record: Annotated[

@@ -184,8 +184,8 @@ class ChatForm(Form):
         UnsupportedError if there is no such turn, or a mark asks to train one of the prompt."""
         if any(message.get(mark) for message in messages[:told] for mark in TURN_MARKS):
             raise UnsupportedError(
-                f"{document.place}: a mark asks to train a turn of the prompt, and only those of "
-                f"field {self.field!r} are; leave the mark out, or write the record as a chat"
+                f"{document.place}: a mark asks to train a turn of the prompt, but only field "
+                f"{self.field!r} is trained; leave the mark out, or write the record as a chat"
             )
         unmarked, turns = take_marks(document, with_system(document, messages), False)
         said, own = (
@@ -193,8 +193,8 @@ class ChatForm(Form):
         )
         if own == 0:
             raise UnsupportedError(
-                f"{document.place}: field {self.field!r} has no message of the {ASSISTANT}; "
-                "give the answer as one, or leave the record out"
+                f"{document.place}: field {self.field!r} has no message of the {ASSISTANT}; give "
+                f"the answer as an {ASSISTANT} message, or leave the record out"
             )
         document, bare = self._prepared(document, unmarked)
         written = (self._marked if self.template_says(document) else self._said)(document, bare)
@@ -267,7 +267,7 @@ class ChatForm(Form):
                 continue
             if kwargs.pop(name) not in (None, "", [], {}):
                 raise UnsupportedError(
-                    f"{place}: the chat template does not take {name!r} from it; leave it out, "
+                    f"{place}: the chat template has no variable {name!r}; leave the variable out, "
                     f"give another data.chat_template, or set data.ignore: [{TEMPLATE_KWARGS}]"
                 )
         return kwargs
@@ -473,7 +473,7 @@ def _are_messages(document: Document, names: Sequence[str], chat: ChatForm | Non
     if all(texts) and chat is not None and chat.templates.default not in chat.own_templates():
         raise UnsupportedError(
             f"data.chat_template: {document.place}: {' and '.join(names)} are texts, which need no "
-            "template; leave it out, or give lists of messages"
+            "template; leave data.chat_template out, or give lists of messages"
         )
     return not all(texts)
 
@@ -556,8 +556,8 @@ class PreferenceForm(Form):
         texts = all(isinstance(document.fields.get(name), str) for name in self.columns)
         if texts and document.fields.get(PROMPT) is None:
             raise UnsupportedError(
-                f"{document.place}: both answers are texts, without a field {PROMPT!r} (it has: "
-                f"{', '.join(document.fields)}); give the text that they answer as {PROMPT!r}"
+                f"{document.place}: both answers are texts, but there is no field {PROMPT!r} "
+                f"(only: {', '.join(document.fields)}); give the text they answer as {PROMPT!r}"
             )
         return _reads_of(self.chat, document, self.chats)
 
@@ -611,8 +611,8 @@ class PreferenceForm(Form):
         if text in [message.get("content") for message in shared]:
             return []
         raise UnsupportedError(
-            f"{document.place}: field {PROMPT!r} is not among the messages that both answers begin "
-            "with; leave it out there, or these messages out of the answers"
+            f"{document.place}: field {PROMPT!r} differs from the messages that both answers begin "
+            f"with; leave out field {PROMPT!r}, or leave these messages out of the answers"
         )
 
 

@@ -23,10 +23,10 @@ WINDOW = "256MiB"  # text that a stream reads at a time
 _PROMPT = ("prompt", "completion")  # fields of a record in format prompt
 # Formats for which data.field may not be set, and the fields that they read.
 _NO_FIELD = {
-    "prompt": "prompt and completion; name them by these keys",
-    "tokens": "input_ids and what goes with them; leave it out",
-    "preference": "prompt, chosen and rejected; leave it out",
-    "alpaca": "instruction, input and output; leave it out",
+    "prompt": "prompt and completion; set the keys prompt and completion instead",
+    "tokens": "input_ids and the fields that describe them; leave field out",
+    "preference": "prompt, chosen and rejected; leave field out",
+    "alpaca": "instruction, input and output; leave field out",
 }
 
 
@@ -125,7 +125,7 @@ class SourceConfig:
         if self.path is not None and self.source is SourceKind.STDLIB:
             raise UnsupportedError(
                 "path: source 'stdlib' reads Python's own sources and takes no path; leave out "
-                "either"
+                "path or source"
             )
         if self.source is SourceKind.STDLIB:  # the same as no source, so both have one run file
             object.__setattr__(self, "source", SourceKind.AUTO)
@@ -146,7 +146,7 @@ class SourceConfig:
         if self.held_out_path is not None and self.path is None:
             raise UnsupportedError("held_out_path: source 'stdlib' has no other path; use held_out")
         if self.held_out_elsewhere() and self.held_out > 0:
-            raise UnsupportedError("held_out: give this fraction or other documents, not both")
+            raise UnsupportedError("held_out: give this fraction or held_out_path/_split, not both")
 
     def window_bytes(self) -> int:
         """Return the bytes of text that a stream reads at a time."""
@@ -160,7 +160,7 @@ class SourceConfig:
             )
         size, bare = self.window_bytes(), str(self.window).strip()
         if bare.isdecimal() and size < LEAST_MEMORY:
-            raise UnsupportedError(f"window: {bare} bytes? write {bare}MiB")
+            raise UnsupportedError(f"window: {bare} has no unit and means bytes; write {bare}MiB")
         if self.name is not None and not self._may_have_splits():
             raise UnsupportedError("name: only source 'dataset' has configurations; leave it out")
         if self.split != _SPLIT and not self._may_have_splits():
@@ -169,12 +169,12 @@ class SourceConfig:
             )
         if not self.has_fields() and self.field is not None:
             raise UnsupportedError(
-                f"field: {self.origin()} has files without fields; give a path to records, or "
-                "leave it out"
+                f"field: {self.origin()} reads files without fields; give a path to records, or "
+                "leave field out"
             )
         if not self.has_fields() and self.ignore:
             raise UnsupportedError(
-                f"ignore: {self.origin()} has files without fields; leave it out"
+                f"ignore: {self.origin()} reads files without fields; leave ignore out"
             )
 
     def origin(self) -> str:
@@ -193,17 +193,17 @@ class SourceConfig:
         kind = self.format
         if kind is not RecordFormat.TEXT and not self.has_fields():
             raise UnsupportedError(
-                f"format: {kind} is a form of records; give a path to some, such as data.jsonl, "
-                f"got {self.origin()}"
+                f"format: {kind} needs records; give a path to a file of records, such as "
+                f"data.jsonl, got {self.origin()}"
             )
         if self.field is not None and kind in _NO_FIELD:
             raise UnsupportedError(f"field: format {kind} reads {_NO_FIELD[kind]}")
         if kind is not RecordFormat.PROMPT and (self.prompt, self.completion) != _PROMPT:
             raise UnsupportedError(
-                "prompt: only format 'prompt' has prompts and completions; set format"
+                "prompt: only format 'prompt' has prompts and completions; set format: prompt"
             )
         if self.prompt == self.completion:
-            raise UnsupportedError(f"completion: it is the prompt's field too, {self.prompt!r}")
+            raise UnsupportedError(f"completion: {self.prompt!r} is prompt already; name another")
         chats = ("chat", "sharegpt", "prompt", "preference")
         if kind not in chats and self.chat_template is not None:
             raise UnsupportedError(
@@ -211,9 +211,9 @@ class SourceConfig:
                 "format, or leave it out"
             )
         if kind in (RecordFormat.TEXT, RecordFormat.TOKENS) and self.loss is not Loss.ANSWERS:
-            raise UnsupportedError(f"loss: format {kind} has no answers; leave it out")
+            raise UnsupportedError(f"loss: format {kind} has no answers; leave loss out")
         if kind is RecordFormat.PREFERENCE and self.loss is not Loss.ANSWERS:
-            raise UnsupportedError(f"loss: format {kind} compares answers alone; leave it out")
+            raise UnsupportedError(f"loss: format {kind} trains only answers; leave loss out")
 
     def on_hub(self) -> bool:
         """Return whether `path` names a data set of the hub: neither a local path nor a file."""
@@ -284,15 +284,15 @@ class DataConfig(SourceConfig):
 
 # Formats that a loss does not take.
 PAIRED = (
-    "loss.kind: {} does not compare the answers of data.format preference; set it to dpo, ipo or "
-    "orpo"
+    "loss.kind: {} does not compare the answers of data.format preference; set loss.kind to dpo, "
+    "ipo or orpo"
 )
 UNPAIRED = "loss.kind {} compares pairs of answers; give records with chosen and rejected"
 _PAIRED = (LossKind.DPO, LossKind.IPO, LossKind.ORPO)
-_ELSEWHERE = "compute it by farspan.losses from farspan.Step.logprobs, in a loop of your own"
+_ELSEWHERE = "compute this loss in your own loop, with farspan.losses and farspan.Step.logprobs"
 _NOT_HERE = {
     LossKind.KTO: f"no data.format has single answers with a label; {_ELSEWHERE}",
-    LossKind.GRPO: f"a run samples no answers; {_ELSEWHERE}",
+    LossKind.GRPO: f"farspan train generates no answers; {_ELSEWHERE}",
 }
 
 
@@ -325,7 +325,7 @@ class LossConfig:
         }
         for f in fields(self):
             if f.name in own and kind not in own[f.name] and getattr(self, f.name) != f.default:
-                raise UnsupportedError(f"{f.name}: kind {kind} has none; leave it out")
+                raise UnsupportedError(f"{f.name}: kind {kind} does not use it; leave {f.name} out")
         if not 0.0 < self.beta < float("inf"):
             raise UnsupportedError(f"beta: expected a number above 0, got {self.beta!r}")
         if not 0.0 <= self.label_smoothing < 0.5:
@@ -334,8 +334,8 @@ class LossConfig:
             )
         if self.reference is Reference.NONE:
             raise UnsupportedError(
-                f"reference: {kind} compares with one; give stored, frozen or adapters-off, or "
-                "set kind to orpo, which has none"
+                f"reference: {kind} needs one; give stored, frozen or adapters-off, or set kind to "
+                "orpo, which needs none"
             )
         if kind is LossKind.DISTILL and self.teacher is None:
             raise UnsupportedError("teacher: missing; give the folder or hub name of a model")

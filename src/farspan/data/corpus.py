@@ -156,7 +156,7 @@ def _chat(config: DataConfig, tokenizer: Tokenizer, everything: bool) -> ChatFor
     if not isinstance(tokenizer, HubTokenizer):
         raise UnsupportedError(
             f"data.format: {config.format} needs a tokenizer with a chat template, "
-            f"{config.tokenizer!r} has none; give the folder or hub name of one"
+            f"{config.tokenizer!r} has none; set data.tokenizer to one that has"
         )
     inner, name = tokenizer.inner, str(config.tokenizer)
     own, tool_use = find_template(inner, config.chat_template, name, _read_template)
@@ -177,9 +177,9 @@ def _read_template(path: Path) -> str:
 def _refuse_slow(tokenizer: Tokenizer) -> None:
     if isinstance(tokenizer, HubTokenizer) and not tokenizer.inner.is_fast:
         raise UnsupportedError(
-            f"data.tokenizer: {type(tokenizer.inner).__name__} does not map tokens to "
-            "characters, so the trained ones cannot be found; use a fast tokenizer, or set "
-            "data.loss to all"
+            f"data.tokenizer: {type(tokenizer.inner).__name__} does not map tokens to characters, "
+            "so farspan cannot tell which tokens to train; use a fast tokenizer, or set data.loss "
+            "to all"
         )
 
 
@@ -235,8 +235,8 @@ def _refuse_contradiction(kind: SourceKind, files: tuple[Path, ...]) -> None:
         wrong = list(files)
     if wrong:
         raise UnsupportedError(
-            f"data.source: {kind}, but {wrong[0]} is {suffix_of(wrong[0])} by its name; leave "
-            "data.source out, and each file is read by its suffix"
+            f"data.source: {kind}, but {wrong[0]} has the suffix {suffix_of(wrong[0])}; leave "
+            "data.source out to read each file by its suffix"
         )
 
 
@@ -262,7 +262,7 @@ def _refuse_unknown(files: tuple[Path, ...], field: str) -> None:
     others = "" if len(files) == 1 else ", or give a glob of the files to read, such as *.jsonl"
     raise UnsupportedError(
         f"{field}: {wrong[0]}{more}: no format reads the suffix {suffix!r}; {way}{others}. "
-        f"Suffixes that are read: {', '.join(SUFFIXES)}, each also with .gz or .zst"
+        f"Supported suffixes: {', '.join(SUFFIXES)}, each also with .gz or .zst"
     )
 
 
@@ -297,8 +297,8 @@ def _recognise(config: DataConfig, train: DataFiles | DatasetRows) -> DataConfig
             continue  # the form reports such records, with a count
         if other.format is not found.format:
             raise UnsupportedError(
-                f"data.path: {place} holds {found.format} and {document.place.rpartition(': ')[0]} "
-                f"{other.format}; give each as one of data.sources"
+                f"data.path: {place} has format {found.format}, but "
+                f"{document.place.rpartition(': ')[0]} {other.format}; list each in data.sources"
             )
     return found
 
@@ -352,14 +352,14 @@ class Corpus:
         sequences, until = kept.sequences, "an epoch"
         if isinstance(self.train, Mixture):
             sequences, until = self.train.sequences_per_epoch(), "until each source has been read"
-            until += ", of a stream its first window" * bool(self.streams())
+            until += " (of a stream, its first window)" * bool(self.streams())
         elif self.streams():
             until = "in the first window"
         room = kept.sequences * context
         lines = [
             *self._describe_streams(),
             f"data: {kept.tokens:,} tokens{mostly}, {write_number(sequences, 'sequence')} of "
-            f"{context:,} {until}; "
+            f"{context:,} tokens {until}; "
             f"{f'{held_out.kept.tokens:,} tokens' if held_out else 'none'} held out",
             *self._describe_parts(),
             *self._describe_fields(),
@@ -367,7 +367,7 @@ class Corpus:
             *dict.fromkeys(line for part in self.parts for line in part.turns),
             f"packing: {kept.divided:,} of {write_number(kept.documents, 'document')} divided, "
             f"{kept.padding / room:.1%} padding"
-            + (f"; {kept.left_out:,} tokens in pieces that train none" if kept.left_out else ""),
+            + (f"; {kept.left_out:,} tokens in untrained pieces left out" if kept.left_out else ""),
         ]
         if kept.tokens < context:
             what, more = "all documents together are", "more data"
@@ -378,8 +378,8 @@ class Corpus:
             )
         elif kept.padding > _MUCH * room:
             lines.append(
-                "note: few documents fit together; another context, or packing: cut (which divides "
-                "them), wastes less"
+                "note: few documents fit together into a sequence; another context, or packing: "
+                "cut (which divides documents), wastes less on padding"
             )
         return lines
 
@@ -422,9 +422,9 @@ class Corpus:
             kept, config = part.train.kept, part.opened.config
             yield (
                 f"source {config.path or config.source} ({config.format}): "
-                f"{part.weight / weights:.1%} of all tokens; its {kept.tokens:,} in "
-                f"{write_number(kept.sequences, 'sequence')} {times:.2f} times "
-                "in that time"
+                f"{part.weight / weights:.1%} of all tokens; its {kept.tokens:,} tokens in "
+                f"{write_number(kept.sequences, 'sequence')} are read {times:.2f} times until each "
+                "source has been read"
             )
             yield from _describe_files(part)
 
@@ -456,7 +456,7 @@ class Corpus:
             ends = np.stack([store.starts[:-1], store.middles, store.starts[1:]])
             both, (chosen, rejected) = np.diff(store.starts), np.diff(ends, axis=0).mean(1)
             yield (
-                f"pairs: {len(both):,} of {both.min():,} to {both.max():,} tokens; on average "
+                f"pairs: {len(both):,}, of {both.min():,} to {both.max():,} tokens; on average "
                 f"{chosen:,.0f} with the chosen answer and {rejected:,.0f} with the rejected one"
             )
 
@@ -618,7 +618,7 @@ def _pack(
         if layout.kept.tokens == 0:
             raise Useless(
                 f"{source}: no document has a trained token after its first, so there is nothing "
-                f"to {'train' if source == TRAINED else 'evaluate'} on; give longer ones"
+                f"to {'train' if source == TRAINED else 'evaluate'} on; give longer documents"
             )
     return Packing(store, layout, context)
 
@@ -635,8 +635,8 @@ def _refuse_cut(
         place = int(documents[lengths.argmax()])
         raise UnsupportedError(
             f"{source}: {long:,} of {len(lengths):,} pairs are longer than the context of "
-            f"{context:,} tokens, and a pair is not divided; the longest, {store.name(place)}, has "
-            f"{int(lengths.max()):,} in both documents; raise context to that, or leave them out"
+            f"{context:,} tokens, and pairs are not divided; the longest, {store.name(place)}, has "
+            f"{int(lengths.max()):,} tokens; raise context to that, or leave out long pairs"
         )
 
 
@@ -677,10 +677,10 @@ def _describe_files(part: Part) -> Iterator[str]:
             file.name if _ABOUT.match(file.name) else suffix_of(file) or file.name
             for file in sorted(left)
         )
-        yield f"skipped, not data: {_counts(names)}"
+        yield f"skipped, because these are not data files: {_counts(names)}"
     signs = {separator_of(file) for file in train.files if SUFFIXES[suffix_of(file)] == "csv"}
     if signs - {","}:
-        yield f"cells are separated by {' and '.join(repr(sign) for sign in sorted(signs))}"
+        yield f"CSV cells are separated by {' and '.join(repr(sign) for sign in sorted(signs))}"
 
 
 def _counts(counts: Counter[str]) -> str:
@@ -695,7 +695,7 @@ def _counts(counts: Counter[str]) -> str:
 def _describe_day(form: Form) -> Iterator[str]:
     chat = form.chat if isinstance(form, PromptForm | PreferenceForm) else form
     if isinstance(chat, ChatForm) and chat.templates.dated():
-        yield f"day: the chat template may write today's, {chat.templates.day} (data.day)"
+        yield f"day: as today's date, the chat template may write {chat.templates.day} (data.day)"
 
 
 def describe_turns(turns: Turns, tokenizer: Tokenizer) -> Iterator[str]:
@@ -726,8 +726,8 @@ def describe_turns(turns: Turns, tokenizer: Tokenizer) -> Iterator[str]:
         )
     if turns.signed:
         yield (
-            f"note: {write_number(turns.signed, 'document')} with the text of a special token; the "
-            "tokenizer reads it as that token"
+            "note: the text of a special token occurs in "
+            f"{write_number(turns.signed, 'document')}; the tokenizer reads this text as that token"
         )
 
 

@@ -50,7 +50,7 @@ READ: Mapping[str, Mapping[str, str]] = {
     },
     "prompt": {
         PROMPT: "a text, or a list of messages",
-        "completion": "the same; the text, or the assistant's messages, are trained",
+        "completion": "like the prompt; its text, or its assistant messages, are trained",
         **{name: f"of messages: {what}" for name, what in _ASKED.items()},
     },
     "tokens": {
@@ -59,8 +59,8 @@ READ: Mapping[str, Mapping[str, str]] = {
         MASK: "0 for padding, which is left out; only at the ends",
         **dict.fromkeys(LOSS_MASKS, "1 or true for trained tokens; all given masks must agree"),
         POSITIONS: f"{_BORDER}: from 0, rising by one, from 0 again at each document",
-        LENGTHS: f"{_BORDER}: the number of tokens of each",
-        **dict.fromkeys(CUMULATIVE, f"{_BORDER}: 0, and the end of each"),
+        LENGTHS: f"{_BORDER}: the number of tokens of each document",
+        **dict.fromkeys(CUMULATIVE, f"{_BORDER}: 0, then the end of each document"),
         SEQ_IDX: f"{_BORDER}: a number that changes at each document",
         TYPES: "must be all 0",
         LENGTH: "at least the number of ids without padding",
@@ -68,7 +68,7 @@ READ: Mapping[str, Mapping[str, str]] = {
     "preference": {
         CHOSEN: "a text, or a list of messages",
         REJECTED: "the same",
-        PROMPT: "the same; of messages it may stand in both answers instead",
+        PROMPT: "like the answers; if they are lists of messages, both may begin with it instead",
         **{name: f"of messages: {what}" for name, what in _ASKED.items()},
     },
 }
@@ -226,7 +226,7 @@ class Fields:
         return (
             f"data.path: {reads} {counts}"
             + "; a run trains on text alone" * any(is_media(name) for name in names)
-            + f"; data.format {' or '.join(others)} would" * bool(others)
+            + f"; data.format {' or '.join(others)} does" * bool(others)
             + "; leave the field out of the records, or, if training does not need it, set "
             + f"data.ignore: [{', '.join([*self.ignore, *names])}]"
         )
@@ -276,23 +276,23 @@ def recognise(config: DataConfig, document: Document) -> DataConfig:
     if not kinds and suffix_of(document.place.rpartition(": ")[0]) in (".csv", ".tsv"):
         raise UnsupportedError(
             f"{document.place} has no column 'text' (the first line has: {_listed(fields)}); set "
-            "data.field to the column of its text, or, if that line is no header, write one above"
+            "data.field to the column with the text, or, if this is no header, add one above"
         )
     if not kinds:
         forms = ", ".join(f"{kind} ({' and '.join(names)})" for kind, names in MARKS.items())
         raise UnsupportedError(
-            f"{document.place} has no field 'text' (it has: {_listed(fields)}), and none of the "
-            f"forms that are known by their fields: {forms}; set data.field to the field of its "
-            "text, or data.format: prompt with data.prompt and data.completion to the fields of a "
-            "prompt and its answer, or data.format and data.field to those of another form"
+            f"{document.place} has no field 'text' (it has: {_listed(fields)}), and matches no "
+            f"format known by its fields: {forms}; set data.field to the field of its text; or "
+            "data.format: prompt, with data.prompt and data.completion as the fields of a prompt "
+            "and its answer; or data.format and data.field for another format"
         )
     if len(kinds) > 1:
         ways = (
-            f"data.ignore: [{', '.join([*ignored, *_others(kind, fields)])}] for {kind}"
+            f"data.ignore: [{', '.join([*ignored, *_others(kind, fields)])}] to read it as {kind}"
             for kind in kinds
         )
         raise UnsupportedError(
-            f"{document.place} has the fields of several forms: {', '.join(kinds)}; set "
+            f"{document.place} has the fields of several formats: {', '.join(kinds)}; set "
             f"{', or '.join(ways)}"
         )
     kind, field = kinds[0], None
@@ -424,16 +424,16 @@ class TokensForm(Form):
                 trained = trained & _of_each(document, name, mask, tokens)
         if fields.get(TYPES) is not None and _whole_numbers(document, TYPES).any():
             raise UnsupportedError(
-                f"{document.place}: field {TYPES!r} has types other than 0, which a causal model "
-                "does not read; leave it out"
+                f"{document.place}: field {TYPES!r} has token types other than 0, which a causal "
+                "model does not use; leave the field out"
             )
         own = slice(0, tokens) if fields.get(MASK) is None else _own(document, tokens)
         length = fields.get(LENGTH)
         if isinstance(length, int | float) and length < own.stop - own.start:
             raise UnsupportedError(
                 f"{document.place}: field {LENGTH!r} is {length} for {own.stop - own.start} "
-                "input_ids; cut them to it, give an attention_mask with 0 for padding, or set "
-                f"data.ignore: [{LENGTH}]"
+                "input_ids; cut input_ids to that length, give an attention_mask with 0 for "
+                f"padding, or set data.ignore: [{LENGTH}]"
             )
         ids, labels, trained = ids[own], labels[own], trained[own]
         if len(ids) == 0:
@@ -493,7 +493,7 @@ def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
         if name == POSITIONS:
             starts = given == 0
             fits = starts[:1].all() and (starts[1:] | (np.diff(given) == 1)).all()
-            expected = "positions that begin at 0 and rise by one, or begin again"
+            expected = "positions that begin at 0 and rise by one, or restart at 0"
         elif name == SEQ_IDX:
             starts, fits, expected = np.diff(given, prepend=-1) != 0, True, ""
             starts[:1] = True
@@ -515,8 +515,8 @@ def _starts(document: Document, tokens: int, own: slice) -> np.ndarray:
     for name, starts in by_field.items():
         if not np.array_equal(starts, by_field[first]):
             raise UnsupportedError(
-                f"{document.place}: fields {first!r} and {name!r} have documents begin at other "
-                "tokens; leave out the one that is wrong"
+                f"{document.place}: fields {first!r} and {name!r} disagree on where documents "
+                "begin; leave out the field that is wrong"
             )
     return by_field.get(first, np.arange(count) == 0)
 
@@ -566,8 +566,8 @@ def _own(document: Document, tokens: int) -> slice:
     begin, end = int(read[0]), int(read[-1]) + 1
     if len(read) != end - begin:
         raise UnsupportedError(
-            f"{document.place}: field 'attention_mask' has 0 between tokens of 1; padding is at "
-            "the ends: give tokens that are read and not trained a label of -100 instead"
+            f"{document.place}: field 'attention_mask' has 0 between tokens of 1; padding is only "
+            "at the ends: to read a token without training it, give it the label -100"
         )
     return slice(begin, end)
 
@@ -613,13 +613,13 @@ def take_marks(
                 raise UnsupportedError(f"{where} is {value!r}, expected 0 or 1, false or true")
             if everything and not value:
                 raise UnsupportedError(
-                    f"{where} leaves a turn out, and data.loss: all trains every turn; set "
-                    "data.loss to answers, or leave the mark out"
+                    f"{where} excludes a turn from training, but data.loss: all trains every turn; "
+                    "set data.loss to answers, or leave the mark out"
                 )
             if value and not everything and message.get("role") != ASSISTANT:
                 raise UnsupportedError(
-                    f"{where} asks to train a turn of the {message.get('role')}, and only the "
-                    f"{ASSISTANT}'s are; leave the mark out, or set data.loss to all"
+                    f"{where} asks to train a turn of the {message.get('role')}, but only the "
+                    f"{ASSISTANT}'s turns are trained; leave the mark out, or set data.loss to all"
                 )
         if message.get("role") == ASSISTANT:
             turns.append(all(marks.values()))

@@ -226,7 +226,7 @@ class DataFiles:
             elif first is None:
                 yield row
         if first is not None:
-            more = f"; {others:,} more of the records cannot be read" * bool(others)
+            more = f"; {others:,} more records cannot be read either" * bool(others)
             raise UnsupportedError(f"{first}{more}") from first
 
     def _rows(self, file: int = -1, line: int = 0) -> Iterator[Document | UnsupportedError]:
@@ -317,7 +317,7 @@ def _record(place: str, data: bytes) -> dict[str, Any]:
         ends = data.rstrip().endswith((b"{", b"[", b","))
         raise UnsupportedError(
             f"{place} is not valid JSON: {error.msg} at column {error.colno}"
-            + "; give an object a line, or an array of objects" * ends
+            + "; write one object per line, or one array of objects" * ends
         ) from error
     except (ValueError, RecursionError) as error:  # numbers or nesting beyond Python's limits
         raise UnsupportedError(f"{place} cannot be read as JSON: {error}") from error
@@ -355,10 +355,10 @@ def _elements(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
                 )
         else:
             raise UnsupportedError(
-                f"{path}: its array is not closed: the file is cut off, or brackets differ"
+                f"{path}: its array is not closed: the file is cut off, or brackets do not match"
             )
         if parts[0].strip() or file.read(1 << 12).strip():
-            raise UnsupportedError(f"{path}: something follows the end of the array; leave it out")
+            raise UnsupportedError(f"{path}: more text follows the end of the array; remove it")
 
 
 def _ends(block: bytes, depth: int, inside: bool) -> tuple[list[int], int, bool, int | None]:
@@ -414,8 +414,8 @@ def _csv_rows(path: Path, reading: Reading, skipped: int) -> Iterator[Row]:
             long = [name for name in names if len(name) > MOST_QUOTED or "\n" in name]
             if long:
                 raise UnsupportedError(
-                    f"{path}: its first line, {quoted(long[0])}, names no columns; begin the file "
-                    "with a line of their names, such as text"
+                    f"{path}: its first line, {quoted(long[0])}, does not name columns; begin the "
+                    "file with a line of column names, such as text"
                 )
             twice = [name for name, times in Counter(names).items() if times > 1]
             if twice:
@@ -554,7 +554,7 @@ def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, bytes]]:
             blank = 0 if line and not line.isspace() else blank + 1
             if blank > MOST_BLANK:
                 raise UnsupportedError(
-                    f"{path}: line {number} follows {MOST_BLANK:,} blank ones; leave them out"
+                    f"{path}: line {number} follows {MOST_BLANK:,} blank lines; remove these"
                 )
             if not blank:
                 yield number, line
@@ -749,7 +749,7 @@ def _saved(found: Any, path: str, name: str | None, split: str) -> Any:
     saved = DEFAULT_SPLIT if found.split is None else str(found.split)
     if split != saved:
         raise UnsupportedError(
-            f"data.split: {path!r} was written by save_to_disk and holds one split, {saved!r}; set "
-            f"split to it, got {split!r}"
+            f"data.split: {path!r} was written by save_to_disk and holds only the split {saved!r}, "
+            f"got {split!r}; set data.split to {saved!r}"
         )
     return found

@@ -281,7 +281,7 @@ class Stream:
             if known is None:
                 self._learn(source, sequences, digest)
             elif known.digest != digest:
-                raise self._changed(window, f"; delete {self.folder} and")
+                raise self._changed(window, f", or delete {self.folder} and")
             return found
 
     def _learn(self, window: Window, sequences: int, digest: str) -> None:
@@ -311,9 +311,9 @@ class Stream:
 
     def _changed(self, window: int, way: str) -> UnsupportedError:
         return UnsupportedError(
-            f"data.path: {self.reader.source.names()[0]}: the documents of window {window} are not "
-            "those that were read before, and a run reads its stream several times; restore "
-            f"them{way} begin again in another run folder"
+            f"data.path: {self.reader.source.names()[0]}: the documents of window {window} have "
+            "changed since the run first read them, and a run reads its stream several times; "
+            f"restore the original documents{way} begin again in another run folder"
         )
 
     def _discard_all_but(self, window: int) -> None:

@@ -86,8 +86,8 @@ def read_message(given: Message, place: str) -> Message:
     )
     if CONTENT not in message and not says:
         raise UnsupportedError(
-            f"{place} ({message.get('role')}) has no content (null); give its text, an empty one "
-            "if it says nothing, or leave the record out"
+            f"{place} ({message.get('role')}) has no content (null); give its text (an empty text "
+            "if it says nothing), or leave the record out"
         )
     return message
 
@@ -412,15 +412,15 @@ def _written(day: date, form: str) -> str:
     texts = {datetime.combine(day, moment).strftime(form) for moment in _MOMENTS}
     if len(texts) > 1:
         raise UnsupportedError(
-            f"it writes the time of day ({form!r}), which changes at each reading; give a "
-            "data.chat_template without it"
+            f"the chat template writes the time of day ({form!r}), which changes at each reading; "
+            "give a data.chat_template that does not"
         )
     return texts.pop()
 
 
 def _refuse_random(*_: object, **__: object) -> NoReturn:
     raise UnsupportedError(
-        "it writes random text, which changes at each reading; give a data.chat_template without it"
+        "it writes random text, different at each reading; give another data.chat_template"
     )
 
 
@@ -446,11 +446,11 @@ def find_template(
             return own, own
         if DEFAULT in named:
             return named[DEFAULT], named.get(TOOL_USE, named[DEFAULT])
-        what = "one of these by name, or " if named else ""
+        what = "the name of one of these, or " if named else ""
         raise UnsupportedError(
             f"data.chat_template: the tokenizer {tokenizer!r} has none "
-            f"{'named default' if named else 'of its own'}{names}; give {what}a file with one "
-            "(Jinja), or data.tokenizer the folder or hub name of another"
+            f"{'named default' if named else 'of its own'}{names}; give {what}a Jinja file, or set "
+            "data.tokenizer to the folder or hub name of a tokenizer that has one"
         )
     if chosen in named:
         return named[chosen], named[chosen]
@@ -458,7 +458,7 @@ def find_template(
     if named and not path.exists():
         raise UnsupportedError(
             f"data.chat_template: {chosen!r} is neither a file here nor a template of the "
-            f"tokenizer {tokenizer!r}{names}; give one of these, or a file with one (Jinja)"
+            f"tokenizer {tokenizer!r}{names}; give the name of one of these, or a Jinja file"
         )
     template = read(path)
     return template, template

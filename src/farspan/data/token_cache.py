@@ -160,7 +160,7 @@ class _Blocks:
             if block in self.seen:
                 continue
             if not np.array_equal(_digest(self.data, block), self.digests[block]):
-                raise _Damaged(f"block {block} of {len(self.digests)} is not as it was written")
+                raise _Damaged(f"block {block} of {len(self.digests)} has changed since written")
             self.seen.add(block)
 
 
@@ -207,10 +207,10 @@ def open_store(
                     raise UnsupportedError("the data have changed since it was written") from error
                 better, _ = _open(place, partial(write, unwatched), whole=True)
                 if better.digest != store.digest:
-                    raise UnsupportedError("the same data give other tokens now") from error
+                    raise UnsupportedError("the same data now give different tokens") from error
             except UnsupportedError as why:
                 raise UnsupportedError(
-                    f"data.cache: {place}: {error}, and it cannot be made anew: {why}; run the "
+                    f"data.cache: {place}: {error}, and farspan cannot rebuild it: {why}; run the "
                     "same command again with the data that the run began with"
                 ) from why
         return better
@@ -239,14 +239,14 @@ def _open(folder: Path, write: Callable[[], None], whole: bool) -> tuple[TokenSt
         except FileNotFoundError:
             pass
         except _Damaged as error:
-            LOG.warning("data.cache: %s: %s; it is made anew", folder, error)
+            LOG.warning("data.cache: %s: %s; farspan rebuilds it", folder, error)
         write()
         try:
             return _read(folder, whole)
         except _Damaged as error:
             raise UnsupportedError(
                 f"data.cache: {folder} cannot be read back: {error}; the drive may be failing: set "
-                "data.cache to a folder on another one"
+                "data.cache to a folder on another drive"
             ) from error
 
 
@@ -276,16 +276,16 @@ def _read(folder: Path, whole: bool) -> tuple[TokenStore, _Blocks]:
     for path in (folder, *folder.glob("*")):
         refuse_foreign(path)
         if is_open(path):
-            raise _Damaged(f"others may write {path.name}")
+            raise _Damaged(f"other users may write {path.name}")
         if path != folder and not path.is_file():
             raise _Damaged(f"{path.name} is not a file")
     try:
         meta: dict[str, Any] = json.loads((folder / "meta.json").read_text("utf-8"))
         if isinstance(meta, dict) and "seal" not in meta:
-            raise _Damaged("an earlier version wrote it, without digests")
+            raise _Damaged("an earlier version of farspan wrote it, without checksums")
         digests = np.load(folder / "blocks.npy", allow_pickle=False)
         if meta.pop("seal") != _seal(folder, meta, digests):
-            raise _Damaged("meta.json or blocks.npy is not as it was written")
+            raise _Damaged("meta.json or blocks.npy has changed since it was written")
         arrays, blocks = {}, None
         for name, size in meta["bytes"].items():
             array = np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
@@ -489,9 +489,7 @@ class _TurnCounter:
 
 def _refuse_useless(source: Source, read: bool, understood: bool, any_trained: bool) -> None:
     if not read:
-        raise Useless(
-            f"data.path: {_few(source.names())} holds no text; give documents that have some"
-        )
+        raise Useless(f"data.path: {_few(source.names())} holds no text; give documents with text")
     if not understood:
         # A model would learn to repeat the single sign, and its loss would be 0.
         raise Useless(
@@ -596,8 +594,8 @@ def _read_text(document: Document, form: Form) -> Written | LongText | None:
     """Read a file without records; such files may be mixed with any form but pairs."""
     if isinstance(form, PreferenceForm):
         raise UnsupportedError(
-            f"data.path: {document.place} is a text, which has no two answers to compare; give a "
-            "glob of the files with records"
+            f"data.path: {document.place} is plain text, without two answers to compare; give a "
+            "glob that matches only the files with records"
         )
     text = document.fields[TEXT]
     if not isinstance(text, LongText):
@@ -672,7 +670,7 @@ def _ask(child: int, pipe: Connection, document: Document) -> Content:
         answer: Content | Exception = pipe.recv()
     except (EOFError, OSError):
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        how = f"ended the process that reads it (status {status})"
+        how = f"crashed the process that renders it (status {status})"
         if status == -signal.SIGPROF:
             how = f"takes more than {CPU_SECONDS} s of CPU"
         answer = UnsupportedError(

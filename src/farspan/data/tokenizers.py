@@ -437,8 +437,8 @@ def _refuse_huge_files(folder: Path) -> None:
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix in _FILES and file.is_file() and file.stat().st_size > LARGEST_FILE:
             raise UnsupportedError(
-                f"data.tokenizer: {file} has {file.stat().st_size:,} bytes, at most "
-                f"{LARGEST_FILE:,} are read; give another tokenizer"
+                f"data.tokenizer: {file} has {file.stat().st_size:,} bytes, expected at most "
+                f"{LARGEST_FILE:,}; give another tokenizer"
             )
     if (folder / "config.json").is_file():
         read_config(folder / "config.json", "data.tokenizer")
@@ -472,8 +472,8 @@ def load_tokenizer(
     # special tokens (one for types qwen2, qwen3 and gpt2, five for gemma2), and raises no error.
     if tokenizer.signs().issuperset(inner.get_vocab().values()):
         raise UnsupportedError(
-            f"data.tokenizer: {name!r} has no tokenizer files, or none with words in them; give "
-            "'bytes' for a model that was trained on bytes, otherwise a folder with tokenizer "
+            f"data.tokenizer: {name!r} has no tokenizer files, or files with an empty vocabulary; "
+            "give 'bytes' for a model that was trained on bytes, otherwise a folder with tokenizer "
             "files or a name on the hub"
         )
     return tokenizer

@@ -64,7 +64,8 @@ class ParallelContext:
         if ranks != self.layout.devices():
             raise UnsupportedError(
                 f"layout: {self.layout.devices()} devices, but {ranks} ranks were started; start "
-                f"as many ranks, or make the product of {', '.join(reversed(AXES))} {ranks}"
+                f"{self.layout.devices()}, or make the product of {', '.join(reversed(AXES))} "
+                f"equal {ranks}"
             )
         self.rank = Rank(self.layout, dist.get_rank())
         for axis in AXES:
@@ -178,7 +179,7 @@ class ParallelContext:
         if found and found[0].startswith("call: "):
             found = found[:1]  # facts of different calls cannot be compared
         more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        return "; ".join(found[:SHOWN]) + f"{more}; every rank must be given the same"
+        return "; ".join(found[:SHOWN]) + f"{more}; give every rank the same"
 
     def refuse_unlike(self, what: str, value: Fact) -> None:
         """Raise UnsupportedError on all ranks if `value` differs among them."""
@@ -288,7 +289,7 @@ class Rank0Weights:
         named = dict(model.named_parameters())
         places = dict(model.named_parameters(remove_duplicate=False))
         shapes = {n: str(tuple(x.shape)) for n, x in (*places.items(), *model.named_buffers())}
-        with ranks.agreement("parallelize: handing out the weights") as same:
+        with ranks.agreement("parallelize: distributing the weights") as same:
             same.add(shapes)
         # Dtypes and ties follow the loaded model: some families keep some weights wider, and a head
         # that the files store apart from the embeddings is not tied to them.

@@ -97,7 +97,7 @@ STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 # Parts of the bare RuntimeErrors that torch raises when a peer is gone or too late.
 _SIGNS = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "NCCL")
-_TOO_LONG = "longer than ranks wait for each other; raise parallel.timeout in the run file"
+_TOO_LONG = "longer than the timeout of the ranks; raise parallel.timeout in the run file"
 _SHARED = "all ranks raised the same error; rank 0 reports it"
 
 
@@ -105,9 +105,7 @@ class RankFailed(RuntimeError):
     """Another rank failed; the message names it and its cause."""
 
 
-_FOREIGN = (
-    "the store of all ranks holds what farspan did not write (another program reaches its port)"
-)
+_FOREIGN = "the store of all ranks holds a value not from farspan (another program uses its port)"
 
 
 _MALFORMED = (
@@ -293,7 +291,7 @@ class FailureDetector:
         if home.machine != self._home.machine:
             why = f"its process is frozen, or {home.node} or the link to it is down"
         else:
-            why = f"its process {home.process} is there, but {_status(home.process)}"
+            why = f"its process {home.process} exists, but {_status(home.process)}"
         return Fault(rank, f"{SILENT}: {why}")
 
     def _own(self, error: BaseException, words: str) -> Fault:

@@ -304,8 +304,8 @@ class ShardedParameters:
                 if old is not None and new is not None and old[:2] == new[:2]:
                     how = "changed its dtype, shape or requires_grad"
                 raise UnsupportedError(
-                    f"{name}: {how} after parallelize, which has sharded the parameters that the "
-                    "model had; edit the model first, or write into the parameter (copy_)"
+                    f"{name}: {how} after parallelize had sharded the parameters; edit the model "
+                    "before parallelize, or write into the parameter (copy_)"
                 )
         for cut in (cut for unit in self._units for cut in unit.cuts):
             mine = local(cut.own)
@@ -313,8 +313,8 @@ class ShardedParameters:
                 continue
             if mine.data_ptr() != cut.shard.data_ptr() or mine.dtype != cut.whole.dtype:
                 raise UnsupportedError(
-                    f"{cut.name}: its data was replaced after parallelize, which gathers from the "
-                    "memory of the old data; write into the parameter (copy_)"
+                    f"{cut.name}: its .data was replaced after parallelize, but ranks still gather "
+                    "from the old memory; write into the parameter instead (copy_)"
                 )
 
     @torch.no_grad()

@@ -116,7 +116,7 @@ def encode(value: Any) -> bytes:
         return json.dumps(_plain(value)).encode()
     except RecursionError as error:
         raise TypeError(
-            "ranks exchange data, and this value is nested too deeply, or contains itself"
+            "ranks exchange plain data, but this value contains itself or is nested too deeply"
         ) from error
 
 
@@ -145,7 +145,7 @@ def _plain(value: Any) -> Any:
 
 
 def _no_data(value: Any) -> TypeError:
-    return TypeError(f"ranks exchange data, and {type(value).__name__} is not data: {value!r:.80}")
+    return TypeError(f"ranks exchange plain data, got {type(value).__name__}: {value!r:.80}")
 
 
 @_plain.register(bool | int | float | str | None)
@@ -242,7 +242,7 @@ def _name_of(kind: type) -> str:
     """Return the name by which `_class` finds a class. Raises TypeError for foreign classes."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _class(name) is not kind:
-        raise TypeError(f"ranks exchange farspan's own classes, and {name} is not among them")
+        raise TypeError(f"ranks can exchange only farspan's own classes, got {name}")
     return name
 
 
@@ -269,7 +269,7 @@ def _class(name: str) -> Any:
         found = vars(found)[part]
     data = is_dataclass(found) or (isinstance(found, type) and issubclass(found, (Enum, tuple)))
     if not isinstance(found, type) or not (data or issubclass(found, _ERRORS)):
-        raise TypeError(f"{name} is not a class of data")
+        raise TypeError(f"{name} is not a dataclass, enumeration, named tuple or error")
     return found
 
 

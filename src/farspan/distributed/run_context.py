@@ -365,8 +365,8 @@ def _own_device(name: str, device: torch.device, launch: LaunchEnv) -> torch.dev
         )
     if launch.local >= torch.cuda.device_count():
         raise UnsupportedError(
-            f"device: rank {launch.rank} has no GPU of its own: it is number {launch.local} on its "
-            f"machine, which has {torch.cuda.device_count()}; start one rank per GPU"
+            f"device: rank {launch.rank} has no GPU of its own: its local rank is {launch.local}, "
+            f"but its machine has {torch.cuda.device_count()} GPU(s); start one rank per GPU"
         )
     return torch.device("cuda", launch.local)
 
@@ -381,8 +381,8 @@ def _refuse_unlike(values: Mapping[str, Any]) -> None:
         others = [rank for rank, value in enumerate(found) if value != found[0]]
         if others:
             raise UnsupportedError(
-                f"{key}: {found[0]!r} on rank 0, but {found[others[0]]!r} on "
-                f"{_listed(others)}; every rank must be given the same"
+                f"{key}: {found[0]!r} on rank 0, but {found[others[0]]!r} on {_listed(others)}; "
+                "give every rank the same"
             )
 
 

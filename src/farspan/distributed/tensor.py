@@ -303,8 +303,8 @@ def check_layers(plan: TensorPlan, layers: nn.ModuleList, run: RunLayer) -> None
         error = _distance(_run_sharded(where, wide, cuts, plan.ranks, index, run), run(index, wide))
         if not error <= PROBE_LIMIT:
             raise UnsupportedError(
-                f"tensor: {where} ({type(layer).__name__}) changes by {error:.1e} when sharded "
-                f"over {plan.ranks} devices by its own plan; {INSTEAD}"
+                f"tensor: the output of {where} ({type(layer).__name__}) changes by {error:.1e} "
+                f"when the model's own plan shards it over {plan.ranks} devices; {INSTEAD}"
             )
 
 
@@ -321,8 +321,8 @@ def _run_sharded(
     except (RuntimeError, ValueError, IndexError, KeyError) as error:
         said = str(error).partition("\n")[0]
         raise UnsupportedError(
-            f"tensor: {where} ({type(layer).__name__}) fails when sharded over {ranks} devices by "
-            f"its own plan ({said}); {INSTEAD}"
+            f"tensor: {where} ({type(layer).__name__}) fails when the model's own plan shards it "
+            f"over {ranks} devices ({said}); {INSTEAD}"
         ) from error
 
 

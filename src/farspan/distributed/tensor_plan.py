@@ -145,11 +145,11 @@ class _PlanReader:
             what = f"{where}.{name} ({style})"
             if style not in (*COLWISE, *ROWWISE, *REPLICATED):
                 raise UnsupportedError(
-                    f"tensor: {what} is a style that farspan cannot shard; {INSTEAD}"
+                    f"tensor: {what} has a style that farspan cannot shard; {INSTEAD}"
                 )
             if not leaf or "." in leaf:
                 raise UnsupportedError(
-                    f"tensor: {what} is not a child of attention or an MLP; {INSTEAD}"
+                    f"tensor: {what} is not a direct child of attention or an MLP; {INSTEAD}"
                 )
             found.setdefault(block, {})[leaf] = style
         cuts: dict[str, ParameterCut] = {}

@@ -139,7 +139,7 @@ CHUNKS = 4  # of the steps that time a cell
 LATENCY = 2e-5  # seconds of a collective, which one process cannot measure
 ASSUMED = {
     "peer": "assumed: through main memory, as fast as the slower direction",
-    "network": "assumed: as the link; one process cannot measure it",
+    "network": "assumed: as fast as the link; one process cannot measure it",
     "latency": "assumed: one process cannot measure it",
     "disk": "assumed: farspan calibrate --disk FOLDER measures it",
 }
@@ -324,9 +324,9 @@ def _kept(
         return replace(before.spec, host_bytes=memory, device_bytes=on_device)
     names = " and ".join(map(_name, missing))
     progress(
-        f"not measured yet for this {device.type} and torch {torch.__version__}: measuring {names} "
-        f"quickly, kept in {path} if the machine is idle (farspan calibrate takes longer and "
-        "is more accurate)"
+        f"no measurements yet for this {device.type} device and torch {torch.__version__}: "
+        f"measuring {names} quickly; farspan keeps them in {path} if the machine is idle (farspan "
+        "calibrate takes longer and is more accurate)"
     )
     file = calibrate(device, missing, progress, quick=True)
     file = replace(file, spec=replace(file.spec, rates={**known, **file.spec.rates}))

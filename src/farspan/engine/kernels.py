@@ -85,7 +85,7 @@ def select_kernel(
     if choice is AttentionKernel.FA4:
         return _flash_4(softcap, capability, width, head_dim, value_dim)
     if softcap is not None:
-        _refuse_choice(choice, "heads without a soft cap, which fa4 alone has")
+        _refuse_choice(choice, "attention without a soft cap, which only fa4 supports")
         return Tiled(softcap)
     if choice is AttentionKernel.FA3 and capability[0] != 9:
         _refuse_choice(choice, "a GPU of compute capability 9 (Hopper)")
@@ -258,7 +258,7 @@ def flash_4_fault(softcap: float | None, width: int, device: torch.device) -> st
         except Exception as error:  # its compiler, or a changed signature
             return f"{type(error).__name__}: {error}"
         if not max(errors) <= TRUE_WITHIN:
-            return f"a call is off by {max(errors):.2g} of its result"
+            return f"the relative error of a call is {max(errors):.2g}"
     return None
 
 

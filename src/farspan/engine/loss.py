@@ -140,7 +140,7 @@ def _check_labels(labels: Tensor, input_ids: Tensor, vocab: int, *, several: boo
     if labels.shape[:2] != input_ids.shape or labels.ndim > 2 + several:
         raise UnsupportedError(
             f"labels: expected the shape of input_ids {tuple(input_ids.shape)}, got "
-            f"{tuple(labels.shape)}; labels are not shifted, the step shifts them"
+            f"{tuple(labels.shape)}; do not shift labels, because the step shifts them"
         )
     if labels.dtype != torch.int64:
         raise UnsupportedError(f"labels: expected int64, got {labels.dtype}")

@@ -222,7 +222,7 @@ def _refuse_too_small(
         whose = f" of rank {number}" if len(figures) > 1 else ""
         raise DeviceTooSmall(
             f"device memory{whose}: a step (arena {arena:,} bytes, gradients {gradients:,}, cells "
-            f"{cells:,}) needs {needed / GIB:.2f} GiB and {free / GIB:.2f} GiB are free; {ADVICE}"
+            f"{cells:,}) needs {needed / GIB:.2f} GiB, but {free / GIB:.2f} GiB are free; {ADVICE}"
         )
 
 

@@ -73,7 +73,7 @@ QUICK = Effort(
 )
 # Checks that everything runs, also with a simulated GPU: its rates do not describe a machine.
 GLANCE = Effort(
-    "measured at a glance: no rates to plan with",
+    "measured only to check that everything runs: do not plan with these rates",
     longest=1e-4,
     tries=1,
     passes=2,

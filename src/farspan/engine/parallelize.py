@@ -276,7 +276,7 @@ def parallelize(
     weights = Rank0Weights.of(ranks, boundary.model) if on_rank0 else None
     peers = ranks.among(*OF_WEIGHTS, alone=False)
     outer = ranks.among(*OF_WEIGHTS, "pipeline", alone=False)
-    with ranks.agreement("parallelize: cutting the model"):
+    with ranks.agreement("parallelize: sharding the model"):
         layers, tensor = list(boundary.layers), _cut_layers(boundary, ranks)
         here = range(len(layers)) if keep else _drop_other_stages(boundary, schedule, ranks)
         sharded = ShardedParameters(

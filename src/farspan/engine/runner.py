@@ -85,8 +85,8 @@ class StepMemory:
         UnsupportedError if `given` is on another device."""
         if given is not None and given.device != device:
             raise UnsupportedError(
-                f"memory: it is of a step on {given.device}, this one computes on {device}; leave "
-                "it out, or give that of a step on this device"
+                f"memory: belongs to a step on {given.device}, but this step computes on {device}; "
+                f"leave memory out, or give the memory of a step on {device}"
             )
         return given or cls(device, {tier: Arena(tier, device) for tier in Tier})
 

@@ -162,7 +162,7 @@ class Step:
         """The schedule; if the planner chooses, that of the latest call. Raises UnsupportedError
         before the planner has chosen."""
         if self._calls.models.schedule is None:
-            raise UnsupportedError("schedule: auto has chosen none yet; it does at the first call")
+            raise UnsupportedError("schedule: auto has not chosen yet; call the step first")
         return self._calls.models.schedule
 
     def arena_bytes(self) -> dict[Tier, int]:

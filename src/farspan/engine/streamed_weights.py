@@ -125,8 +125,8 @@ class StreamedWeights:
         by = packed.get("quant_method", BITSANDBYTES)
         if by != BITSANDBYTES:  # some keep numbers in buffers, too
             raise UnsupportedError(
-                f"weights: the model is quantised by {by}, and host moves plain weights and those "
-                f"of {BITSANDBYTES}; use device"
+                f"weights: the model is quantised by {by}, but host supports only plain weights "
+                f"and those of {BITSANDBYTES}; use device"
             )
         self.device = boundary.device
         self._model, self._layers = boundary.model, list(boundary.layers)
@@ -143,7 +143,7 @@ class StreamedWeights:
                 if not is_known(own):
                     raise UnsupportedError(
                         f"weights: {name} is a {type(own).__name__}, not a plain parameter, and "
-                        "host moves numbers alone; use device"
+                        "host supports only plain parameters; use device"
                     )
                 used = empty_like(own, self.device)
                 one.parameters.append(_Streamed(own, used, slots, own.requires_grad))
@@ -155,8 +155,8 @@ class StreamedWeights:
         """Move the parameters into one slab. Raises TooLarge."""
         size = sum(aligned(one.size) for one in self._units)
         if self.device.type != "cpu":  # a CPU frees the old pages as new ones fill
-            what = "the model's weights in main memory"
-            advice = "use a smaller model, or a machine with more of it"
+            what = "moving the model's weights to main memory"
+            advice = "use a smaller model, or a machine with more main memory"
             refuse_beyond_together(ranks, size, what, advice)
         self._weights.reserve(size)
         start = 0

@@ -487,7 +487,7 @@ def _refuse(q: Tensor, v: Tensor, keywords: dict[str, Any]) -> None:
     if q.shape[-1] != v.shape[-1]:
         raise UnsupportedError(
             f"model: its values are {v.shape[-1]} wide and its keys {q.shape[-1]}; flash attention "
-            "needs both alike"
+            "needs both of the same width"
         )
 
 
@@ -501,5 +501,5 @@ def refuse_value_dependence() -> Iterator[None]:
             raise
         raise UnsupportedError(
             "model: its step depends on values (routed experts, positions that change with the "
-            f"length), and a trace has none: {type(error).__name__}: {str(error).splitlines()[0]}"
+            f"length), which a trace lacks: {type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error

@@ -106,8 +106,8 @@ def value_head(
     inside = {id(p) for p in model.boundary.layers.parameters()}
     if any(id(p) in inside for p in own) and (model.weights or model.sharded):
         raise UnsupportedError(
-            "head: it uses a decoder layer, whose weights are elsewhere while the head runs; "
-            "use what lies outside the layers, such as model.lm_head, or a module of its own"
+            "head: uses a decoder layer, whose weights are not on the device while the head "
+            "runs; use modules outside the layers, such as model.lm_head, or your own"
         )
     plain = None
     is_plain = isinstance(function, LogProbs) and function.temperature == 1

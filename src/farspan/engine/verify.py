@@ -118,10 +118,10 @@ def beside_plain(
             parameters and runs.
     """
     loss, ratio = root_mean_square(losses), _mean_ratio(plain, steps)
-    rule = f"over {len(plain)} runs that round apart, error against float64 <= "
+    rule = f"over {len(plain)} runs that round differently, error against float64 <= "
     if chooses:
         worst = max(max(run.values()) for run in plain)
-        rule += f"2x that of plain autograd's worst parameter + {FLOOR:g}, because the model "
+        rule += f"2x the error of plain autograd's worst parameter + {FLOOR:g}, because the model "
         limit = 2 * worst + FLOOR
         found = {name: root_mean_square([run[name] for run in steps]) for name in plain[0]}
         errors = [GradientError(name, error, limit) for name, error in found.items()]
@@ -134,9 +134,9 @@ def beside_plain(
         for name, names in (groups | kinds).items()
     ]
     rule += (
-        f"{TWO_ROUNDINGS:.2f}x that of plain autograd over all parameters, and in one of the runs "
+        f"{TWO_ROUNDINGS:.2f}x plain autograd's error over all parameters, and in at least one run "
         f"{min(factors.values()):.2f}x to {max(factors.values()):.2f}x for each parameter and each "
-        f"kind, as far as plain autograd's runs differ, + {FLOOR:g}"
+        f"kind (the more plain autograd's runs differ, the more) + {FLOOR:g}"
     )
     typical = median(median(run.values()) for run in plain)
     return Judged(errors, 2 * max(loss, typical) + FLOOR, rule, ratio, TWO_ROUNDINGS)
@@ -159,11 +159,11 @@ def exactly(found: Errors, moved: list[Errors]) -> Judged:
         furthest = {name: max(run[name] for run in moved) for name in found}
         limits = {n: max(EXACT, min(MOVES * m, ILL_CONDITIONED)) for n, m in furthest.items()}
         rule += (
-            f", or {MOVES:g}x the furthest of {len(moved)} times that rounding every result once "
-            f"more moves the reference, and at most {ILL_CONDITIONED:g}"
+            f", or {MOVES:g}x the largest change of the reference in {len(moved)} runs that round "
+            f"every result once more, but at most {ILL_CONDITIONED:g}"
         )
         if (most := max(furthest.values())) > ILL_CONDITIONED:
-            rule += f" (it moves by {most:.1e}: this model is too ill-conditioned for the test)"
+            rule += f" (changed by {most:.1e}: this model is too ill-conditioned for the test)"
     return Judged([GradientError(n, e, limits[n]) for n, e in found.items()], EXACT, rule)
 
 
@@ -478,8 +478,8 @@ def _structure(twin: nn.Module, function: Function, data: Data, exact: Outcome) 
 def _rounded(model: nn.Module, data: Data, plains: _Side, steps: _Side) -> Judged:
     chooses = _chooses(model, data)
     judged = beside_plain(plains.errors, steps.errors, plains.losses, chooses=chooses)
-    packed = " of what packed weights stand for" if is_quantized(model) else ""
-    rule = f"a step by this schedule in float64{packed} to {EXACT:g}; in {_dtype(model)}, "
+    packed = " with unpacked weights" if is_quantized(model) else ""
+    rule = f"a step with this schedule in float64{packed}: error <= {EXACT:g}; in {_dtype(model)}, "
     return replace(judged, rule=rule + judged.rule)
 
 

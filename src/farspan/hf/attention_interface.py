@@ -33,9 +33,9 @@ _active: ContextVar[Attention | None] = ContextVar("farspan_attention", default=
 def _unasked(module: nn.Module, *_: Any, **__: Any) -> Tensor:
     """Refuse attention calls while stand-ins replace every layer."""
     raise UnsupportedError(
-        f"model: {type(module).__name__} attended while other modules replaced the layers, so "
-        "something outside the decoder's list holds the layers, such as a wrapper around a method; "
-        "expected a model whose own forward calls that list; remove the wrapper"
+        f"model: {type(module).__name__} attended although other modules had replaced its layers, "
+        "so something outside the decoder's list of layers still holds them, such as a wrapper "
+        "around a method; remove the wrapper, so that the model's own forward calls that list"
     )
 
 
@@ -54,8 +54,8 @@ def _attention(
     active = _active.get()
     if active is None:
         raise RuntimeError(
-            "the model's attention is set to 'farspan' outside a farspan step, which alone can "
-            "answer it; set another with model.set_attn_implementation('sdpa')"
+            "the model's attention is set to 'farspan' outside a farspan step, but works only "
+            "inside one; set another with model.set_attn_implementation('sdpa')"
         )
     if attention_mask is not None:
         raise RuntimeError("the model built its own attention mask, which farspan cannot use")

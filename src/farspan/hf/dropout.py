@@ -238,8 +238,8 @@ def refuse_noise(alpha: float | None) -> float | None:
 
 def _given_other(name: str, x: Tensor) -> UnsupportedError:
     return UnsupportedError(
-        f"model: {name} is given {list(x.shape)} and not the tokens of a chunk in their order, "
-        "[batch, tokens, ...], so its draws cannot be repeated; set its probability to 0"
+        f"model: {name} gets {list(x.shape)}, not a chunk's tokens in order, [batch, tokens, ...], "
+        "so its dropout cannot be repeated; set its probability to 0"
     )
 
 

@@ -422,7 +422,7 @@ def refuse_unpinned(
         own = field == "model.revision"
         raise UnsupportedError(
             f"{field}: {given if own else path}: trust_remote_code runs Python code that comes "
-            f"with {path} from the hub, which may be another one tomorrow; "
+            f"with {path} from the hub, and that code may change at any time; "
             + (
                 "set it to the commit (40 hexadecimal digits) whose code you have read"
                 if own
@@ -478,7 +478,7 @@ def _config_of(fields: dict[str, Any]) -> PretrainedConfig:
         if given and rope["rope_type"] == "default" and rope.get("factor"):
             raise UnsupportedError(
                 f"model.config.{next(iter(given))}.factor: {rope['factor']} changes nothing under "
-                "rope_type: default; give the rope_type that is to read it, or leave it out"
+                "rope_type: default; give a rope_type that uses factor, or leave factor out"
             )
     return made
 

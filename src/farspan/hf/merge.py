@@ -84,7 +84,7 @@ def merge(source: Path, folder: Path, base: str | None = None) -> Merged:
     """
     adapters = _adapters_in(source)
     if os.path.lexists(folder):
-        raise UnsupportedError(f"output: {folder} is there already; name a folder that is not")
+        raise UnsupportedError(f"output: {folder} exists already; name a new folder")
     _refuse_links(adapters)
     config = expect_json(adapters / ADAPTER_CONFIG)
     told = given_json(adapters / SOURCE, overrides=dict)
@@ -135,8 +135,8 @@ def _adapters_in(source: Path) -> Path:
             raise UnsupportedError(f"{folder}: holds a whole model; there are no adapters to merge")
     if (source / "config.yaml").is_file():
         raise UnsupportedError(
-            f"{source}: this run has not written its adapters yet, which it does at its end; run "
-            "its last steps first"
+            f"{source}: this run has not exported its adapters yet; resume it with farspan train "
+            "until it ends"
         )
     raise UnsupportedError(
         f"{source}: holds no adapters; give a run's folder, or one with {ADAPTER_CONFIG}"
@@ -170,7 +170,7 @@ def _refuse_damaged(adapters: Path, config: Mapping[str, Any], tensors: Any) -> 
         ranked = kind == "LORA" and own is not None and not config.get("rank_pattern")
         if ranked and (tensor.ndim < 2 or tensor.shape[own] != rank):
             raise UnsupportedError(
-                f"{file}: {name} is {list(tensor.shape)}, which is not of rank {rank}; set r and "
+                f"{file}: {name} of shape {list(tensor.shape)} does not fit rank {rank}; set r and "
                 f"lora_alpha in {ADAPTER_CONFIG} to what the adapters were trained with"
             )
 
@@ -190,7 +190,7 @@ def _base_folder(config: Mapping[str, Any], base: str | None, adapters: Path) ->
     name = base or config.get(BASE)
     if not isinstance(name, str) or not name:
         raise UnsupportedError(
-            f"{adapters / ADAPTER_CONFIG}: names no model that they are for; give it as --base"
+            f"{adapters / ADAPTER_CONFIG}: does not name a base model; give it as --base"
         )
     refuse_absent("base", name)
     if not is_on_hub(name):
@@ -213,7 +213,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise UnsupportedError(f"{path}: no safetensors file that can be read: {error}") from error
+        raise UnsupportedError(f"{path}: cannot be read as safetensors: {error}") from error
 
 
 def _weight_files(model: Path) -> dict[str, Path]:
@@ -225,7 +225,7 @@ def _weight_files(model: Path) -> dict[str, Path]:
         files = {*listed.values()} if isinstance(listed, dict) else {""}
         if any(not isinstance(n, str) or not n or {"..", "/"} & {*Path(n).parts} for n in files):
             raise UnsupportedError(
-                f"{model / INDEX}: weight_map: expected the file within this folder of each weight"
+                f"{model / INDEX}: weight_map: expected a file in this folder for each weight"
             )
     found: dict[str, Path] = {}
     for name in sorted(files):
@@ -299,7 +299,7 @@ def _sum(name: str, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tenso
     if a.ndim != 2 or b.ndim != 2 or weight.shape != (b.shape[0], a.shape[1]):
         raise UnsupportedError(
             f"base: {name} is {list(weight.shape)}, but its adapters A {list(a.shape)} and B "
-            f"{list(b.shape)} are for another model; give their model as --base"
+            f"{list(b.shape)} fit another model; give that model as --base"
         )
     wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
     merged = weight.to(wide).addmm(b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)

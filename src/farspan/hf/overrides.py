@@ -56,8 +56,8 @@ UNUSED = {
         ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha", "moe_loss_weight"),
         "a step adds no load-balancing loss of routers; leave it out",
     ),
-    "router_z_loss_coef": "a step adds no loss of routers; leave it out",
-    "z_loss_coefficient": "a step adds no loss of its logits' size; leave it out",
+    "router_z_loss_coef": "a step adds no router loss; leave it out",
+    "z_loss_coefficient": "a step adds no z-loss of its logits; leave it out",
 }
 DRAWS = {"initializer_range", "initializer_factor", "init_std"}
 # Fields that a forward may read for outputs that a training step does not request.
@@ -212,7 +212,7 @@ def _rope_changes(
         value = value or {"rope_type": _default_type(config)}
         name = ROPE
     if not isinstance(value, Mapping) or not found:
-        has = "a dictionary of RoPE's parameters" if found else "none: the model has no RoPE"
+        has = "a dictionary of RoPE's parameters" if found else "nothing: the model has no RoPE"
         raise UnsupportedError(f"{where}: expected {has}; got {value!r}")
     by_kind = {k: part for k, part in value.items() if isinstance(part, Mapping) or k in found}
     flat = {entry: part for entry, part in value.items() if entry not in by_kind}
@@ -225,8 +225,8 @@ def _rope_changes(
     if flat and not landed:
         full = next((kind for kind in kinds if kind == "full_attention"), kinds[0])
         raise UnsupportedError(
-            f"{where}: {family} has a RoPE for each kind of layer ({', '.join(kinds)}) and reads "
-            f"none that names no kind; give {ROPE}: {in_yaml({full: flat})}"
+            f"{where}: {family} has a RoPE for each kind of layer ({', '.join(kinds)}) and ignores "
+            f"RoPE parameters without a kind; give {ROPE}: {in_yaml({full: flat})}"
         )
     if by_kind and not _landing(config, name, nested=True):
         raise UnsupportedError(
@@ -331,7 +331,7 @@ def changed(
         named = [c.name for c in changes if f"'{c.paths[0][-1]}'" in words]
         names = ", ".join(named or dict.fromkeys(c.name for c in changes))
         raise UnsupportedError(
-            f"{names}: {type(config).__name__} does not take this: {words}"
+            f"{names}: {type(config).__name__} does not accept this value: {words}"
         ) from error
     known = {"default", *ROPE_INIT_FUNCTIONS}
     for change in changes:
@@ -502,7 +502,7 @@ def _alike(found: Any, asked: Any) -> bool:
 
 def _idle(change: Change, without: PretrainedConfig, model: PreTrainedModel) -> str:
     path, family = change.paths[0], type(model).__name__
-    has = f"has {path[-1]}: {in_yaml(_at(without, path))} without it and computes the same"
+    has = f"already has {path[-1]}: {in_yaml(_at(without, path))} and computes the same"
     if ROPE in path[:-1]:
         outside = _at(without, (*path[: path.index(ROPE)], path[-1]))
         positions = "; ".join(describe_positions(without))
@@ -525,7 +525,7 @@ def _window_advice(config: PretrainedConfig) -> str:
     if getattr(config, "use_sliding_window", None) is False:
         turns_on.append("use_sliding_window: true")
     if kinds and "sliding_attention" not in kinds:
-        turns_on.append(f"layer_types: {len(kinds)} names, sliding_attention where it is to act")
+        turns_on.append(f"layer_types: {len(kinds)} names, sliding_attention for windowed layers")
     return f"override also {' and '.join(turns_on)}" if turns_on else "leave it out"
 
 

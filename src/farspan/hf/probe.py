@@ -176,8 +176,8 @@ def _probe(stages: CausalLMStages) -> list[LayerSpec]:
     if unheard:
         raise UnsupportedError(
             f"model: {type(stages.model).__name__} limits attention to {sorted(unheard)} tokens "
-            "by its mask alone (a window or chunked attention) and does not tell the attention "
-            "interface, so farspan cannot apply it"
+            "only by its mask (a window or chunked attention), without telling the attention "
+            "interface, so farspan cannot apply this limit"
         )
     return seen
 
@@ -233,8 +233,8 @@ def _refuse_lost_gradients(stages: CausalLMStages) -> None:
     tied = stages.tied_across()
     if tied is not None:
         raise UnsupportedError(
-            f"model: {tied} is shared between a layer and a module outside the layers, where its "
-            "gradients would not be added up; untie it"
+            f"model: {tied} is shared between a layer and a module outside the layers, but a step "
+            "does not add up the gradients of the two; untie it"
         )
     with torch.enable_grad(), routed(stages.model):
         calls = stages.calls(1, torch.arange(2, device=stages.device)[None])
@@ -275,10 +275,10 @@ def _run_whole(stages: CausalLMStages, ids: Tensor) -> tuple[Tensor, int]:
     error = distance(plain, out.logits)
     if not error <= torch.finfo(stages.dtype).eps ** 0.5:
         raise UnsupportedError(
-            f"model: a forward that was set on {name} or its decoder themselves, such as "
-            f"accelerate's mixed precision, gives results that differ by {error:.1e} from those of "
-            "their classes' own, which a step runs; take it off, and for mixed precision load the "
-            "model in the dtype to compute in (dtype=torch.bfloat16)"
+            f"model: {name} or its decoder has a replaced forward, such as accelerate's mixed "
+            f"precision; its results differ by {error:.1e} from those of the class's own forward, "
+            "which a step runs; remove the replacement, and for mixed precision load the model in "
+            "the dtype to compute in (dtype=torch.bfloat16)"
         )
     _refuse_other_loss(stages.model, ids)
     return plain, dense.calls
@@ -296,7 +296,7 @@ def _refuse_other_loss(model: PreTrainedModel, ids: Tensor) -> None:
     changed = " or ".join(name for name, there in what.items() if there)
     if not changed:
         return
-    advice = "and a step does not compute that; take it off"
+    advice = "but a step computes only the mean cross-entropy; remove this change"
     name = type(model).__name__
     try:
         with answering(ProbeAttention()):
@@ -304,15 +304,15 @@ def _refuse_other_loss(model: PreTrainedModel, ids: Tensor) -> None:
         own, logits = out.loss, getattr(out, "logits", None)
     except Exception as error:
         raise UnsupportedError(
-            f"model: {name}'s own loss fails by {changed} "
-            f"({type(error).__name__}: {error}), {advice}"
+            f"model: {name}'s own loss fails with {changed} ({type(error).__name__}: {error}), "
+            f"{advice}"
         ) from error
     if own is None or not isinstance(logits, Tensor) or logits.ndim != 3:
         return  # a fused head returns no logits, and returns the same loss
     plain = standard(logits, ids, vocab_size=logits.shape[-1])
     if not float((own - plain).abs()) <= _LOSS * float(plain):
         raise UnsupportedError(
-            f"model: {name}'s own loss is {float(own):.6g} by {changed}, where the mean "
+            f"model: {name}'s own loss is {float(own):.6g} with {changed}, although the mean "
             f"cross-entropy of its logits is {float(plain):.6g}, {advice}"
         )
 
@@ -351,7 +351,7 @@ def _run_staged(
         _refuse_second_states(stages, ids)
     _refuse_mixing(stages, "run layer by layer", read, whole)
     pieces = [stages.read(hidden[:, start:stop]) for start, stop in pairwise((0, CUT, TOKENS))]
-    _refuse_mixing(stages, "given its head in pieces", torch.cat(pieces, dim=1), whole)
+    _refuse_mixing(stages, "with its head run in pieces", torch.cat(pieces, dim=1), whole)
     return seen
 
 
@@ -374,8 +374,8 @@ def _refuse_second_states(stages: CausalLMStages, ids: Tensor) -> None:
         leaves = tree_leaves((arguments[1:], keywords))
         if any(leaf is tensor for leaf in leaves for tensor in kept):
             raise UnsupportedError(
-                f"model: {type(stages.model).__name__} hands a layer more of the layer before than "
-                "its hidden state; expected layers that pass on one hidden state"
+                f"model: {type(stages.model).__name__} passes a layer more than the hidden state "
+                "of the layer before; expected layers that pass on one hidden state"
             )
 
     def after(_: nn.Module, __: Any, out: Any) -> None:
@@ -401,8 +401,8 @@ def _refuse_mixing(stages: CausalLMStages, how: str, found: Tensor, whole: Tenso
     if not _is_whole(found, whole):
         error = distance(found, whole)
         raise UnsupportedError(
-            f"model: {type(stages.model).__name__} {how} differs from itself by {error:.1e}; "
-            "something in it mixes tokens outside of the attention interface"
+            f"model: {type(stages.model).__name__} {how} differs by {error:.1e} from the model run "
+            "whole; something in the model mixes tokens outside the attention interface"
         )
 
 
@@ -495,8 +495,8 @@ def _refuse_other_outputs(
 
 def _differs(stages: CausalLMStages, index: int, error: float, where: str) -> str:
     return (
-        f"model: layer {index} of {type(stages.model).__name__} run in chunks differs from "
-        f"itself by {error:.1e}; something in it mixes tokens outside of {where}"
+        f"model: layer {index} of {type(stages.model).__name__} run in chunks differs by "
+        f"{error:.1e} from the layer run whole; something in the layer mixes tokens outside {where}"
     )
 
 

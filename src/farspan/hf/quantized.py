@@ -27,8 +27,8 @@ MISSING = (
     'pip install "farspan[quantize]", or leave model.quantize out'
 )
 WHOLE = (
-    "model.lora: missing, and weights that are quantised cannot be trained themselves; give "
-    "model.lora, such as rank: 16, for adapters on them, or {instead}"
+    "model.lora: missing, but quantised weights cannot be trained; give model.lora, such as rank: "
+    "16, to train adapters, or {instead}"
 )
 # Formats without gradients, by the names in checkpoints; transformers itself refuses others.
 UNTRAINED = ("mxfp4", "nvfp4")
@@ -69,7 +69,7 @@ def refuse_untrainable(config: PretrainedConfig, path: str) -> None:
     raise UnsupportedError(
         f"model.path: the weights of {path} are quantised as {(named or method).upper()}, which "
         "transformers cannot train through: it has no backward for such weights; give a plain "
-        "(bfloat16) checkpoint of the model, with model.quantize: nf4 for as few bytes"
+        "(bfloat16) checkpoint of the model, with model.quantize: nf4 to take as few bytes"
     )
 
 
@@ -239,7 +239,7 @@ def unpacked(model: nn.Module, dtype: torch.dtype) -> Any:
         if not parameter.is_floating_point():
             raise UnsupportedError(
                 f"model: {name} is packed in {parameter.dtype}, and farspan unpacks only "
-                "bitsandbytes' four-bit weights; give the model with such, or a plain one"
+                "bitsandbytes' four-bit weights; give a model with such weights, or with plain ones"
             )
     return nn.Module.to(twin, dtype)  # transformers' own `to` refuses, as if it were still packed
 

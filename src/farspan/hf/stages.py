@@ -307,8 +307,8 @@ class CausalLMStages:
         except RuntimeError as error:
             if "written-to tensor" in str(error):  # CTRL: embeddings are one expanded number
                 raise UnsupportedError(
-                    f"model: {type(self.model).__name__} changes the embeddings that it is given, "
-                    "in place; expected a decoder that leaves them"
+                    f"model: {type(self.model).__name__} changes its input embeddings in place; "
+                    "expected a decoder that leaves these unchanged"
                 ) from error
             raise
         raise UnsupportedError(
@@ -351,9 +351,9 @@ class CausalLMStages:
         Raises UnsupportedError for a model that classifies."""
         if self.classifies:
             raise UnsupportedError(
-                f"model: {type(self.model).__name__} has a head for whole sequences, and no logits "
-                "of each token; give Step(..., head=lambda hidden, _: model.score(hidden)) and "
-                "call values"
+                f"model: {type(self.model).__name__} has a head for whole sequences, which gives "
+                "no logits for each token; give Step(..., head=lambda hidden, _: "
+                "model.score(hidden)) and call Step.values"
             )
         return self._alone_or_in_tuples(lambda tuples: self._above(tuples, hidden, head=True))
 

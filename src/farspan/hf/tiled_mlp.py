@@ -246,7 +246,7 @@ class _Probe:
             for name, child in worth.items():
                 self._refuse(name, _why_not_tokenwise(wide.get_submodule(name), child))
             if not worth:
-                self._refuse("", "no module in it works token by token and saves enough")
+                self._refuse("", "no module in it works token by token and saves enough memory")
             return self._needs(wide, worth)
 
     def _refuse(self, name: str, why: str | None) -> None:
@@ -388,7 +388,7 @@ def _why_not_tokenwise(module: nn.Module, seen: _ChildUse) -> str | None:
     if seen.calls != 1:
         return f"it is called {seen.calls} times"
     if len(seen.arguments) != 1 or not isinstance(seen.arguments[0], Tensor):
-        return "it takes more than the hidden states"
+        return "it has inputs other than the hidden states"
     x = seen.arguments[0].detach()
     if x.ndim < 3 or _first_of(seen.out).shape[:2] != x.shape[:2]:
         return "its output is not [batch, tokens, ...]"

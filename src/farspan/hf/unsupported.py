@@ -103,7 +103,7 @@ def refuse_model(model: PreTrainedModel) -> None:
     for path, module in model.named_modules():
         if _packs_for_inference(module):
             raise UnsupportedError(
-                f"model: bitsandbytes packs the weight of {path} anew for inference on this CPU, "
+                f"model: bitsandbytes repacks the weight of {path} for inference on this CPU, "
                 "which leaves no gradients; load the model again, and call model.train() before "
                 "anything else"
             )
@@ -126,8 +126,8 @@ def _refuse_attention(config: PretrainedConfig) -> None:
         if function is not None and not module.startswith(("transformers.", "farspan.", "kernels")):
             called = getattr(function, "__qualname__", type(function).__qualname__)
             raise UnsupportedError(
-                f"attention: the model's is {name!r}, which calls {module}.{called}; a step "
-                "attends by its own kernels and would not call it; use "
+                f"attention: the model uses {name!r}, which calls {module}.{called}; a step uses "
+                "its own attention kernels and would not make this call; use "
                 "model.set_attn_implementation('eager')"
             )
 
@@ -230,15 +230,15 @@ def refuse_backward_hooks(model: nn.Module, *, over_ranks: bool) -> None:
     for name, module in model.named_modules():
         if everywhere or module._backward_hooks or module._backward_pre_hooks:
             raise UnsupportedError(
-                f"model: a backward hook on {name or type(module).__name__} would be called with "
-                "gradients of one chunk, again for each; remove it, or use "
+                f"model: a backward hook on {name or type(module).__name__} would be called once "
+                "per chunk, with the gradients of that chunk; remove the hook, or use "
                 "register_post_accumulate_grad_hook on parameters, which is called once"
             )
     for name, parameter in model.named_parameters() if over_ranks else ():
         if parameter.requires_grad and parameter._backward_hooks:
             raise UnsupportedError(
-                f"model: a hook on the gradient of {name} (register_hook) would be given a part of "
-                "it; use register_post_accumulate_grad_hook, which is called with the whole"
+                f"model: a hook on the gradient of {name} (register_hook) would get parts of the "
+                "gradient; use register_post_accumulate_grad_hook, which gets all of it at once"
             )
 
 
@@ -259,7 +259,7 @@ def refuse_places(model: nn.Module) -> None:
     if len(where) > 1 or "meta" in where:
         found = ", ".join(f"{name} on {device}" for device, name in where.items())
         raise UnsupportedError(
-            f"model: a step needs all weights on one device, and has {found}; load the model "
+            f"model: a step needs all weights on one device, but found {found}; load the model "
             "without device_map or offloading: the schedule says what leaves the device"
         )
 
@@ -376,8 +376,8 @@ def refuse_context(model: PreTrainedModel | PretrainedConfig, tokens: int) -> No
     fields = stretched(config, tokens)
     raise UnsupportedError(
         f"{beyond}; set context to at most {limit}, or set model.overrides: {in_yaml(fields)}; in "
-        f"a program, load the model anew: {_in_python(fields)} (to change model.config after the "
-        "model was made leaves its frequencies as they were)"
+        f"a program, load the model again: {_in_python(fields)} (changing the model.config of a "
+        "loaded model does not change its RoPE frequencies)"
     )
 
 
@@ -522,10 +522,10 @@ def _settle(rope: nn.Module, longest: int, device: torch.device) -> nn.Module:
 
 def _not_honoured(module: nn.Module) -> UnsupportedError:
     return UnsupportedError(
-        f"rope_parameters.rope_type: {type(module).__name__} chooses the table of {LONG_ROPE!r} "
-        "by the longest position in its own way, so a chunk's table is not a part of the "
-        "sequence's; expected one rotary embedding next to the layers whose frequencies alone "
-        "depend on it (yarn extends the context and is exact)"
+        f"rope_parameters.rope_type: {type(module).__name__} chooses the table of {LONG_ROPE!r} by "
+        "the longest position in its own way, so a chunk would get another table than the whole "
+        "sequence; expected one rotary embedding next to the layers whose frequencies alone depend "
+        "on it (yarn extends the context and is exact)"
     )
 
 

@@ -346,8 +346,8 @@ def _curve_contradictions(path: str, name: str, curve: Curve, peak: float) -> It
         if before[1] > STEEPEST * rate:
             yield (
                 f"{path}.{name}: expected a larger call to be about as fast or faster, got "
-                f"{rate:.3g} FLOP a second at {size:.3g} FLOP after {before[1]:.3g} at "
-                f"{before[0]:.3g}"
+                f"{rate:.3g} FLOP a second at {size:.3g} FLOP, but {before[1]:.3g} FLOP a second "
+                f"at {before[0]:.3g} FLOP"
             )
 
 
@@ -359,8 +359,8 @@ def _softmax_contradictions(path: str, rates: Rates) -> Iterator[str]:
     for way, (found, call) in (("forward", forward), ("backward", backward)):
         if found > call:
             yield (
-                f"{path}.softmax_{way}: expected less than the whole call that attention_{way} "
-                f"says, {call:.3g} seconds a query, key and head, got {found:.3g}"
+                f"{path}.softmax_{way}: expected less than the time of the whole call by "
+                f"attention_{way}, {call:.3g} seconds per query, key and head, got {found:.3g}"
             )
 
 
@@ -437,7 +437,7 @@ def _curve(path: str, value: object, where: str) -> Curve:
     points: list[tuple[float, float]] = []
     for place, point in enumerate(value):
         if not isinstance(point, list) or len(point) != 2:
-            raise UnsupportedError(f"{expected}, got {_got(point)} at place {place + 1}")
+            raise UnsupportedError(f"{expected}, got {_got(point)} as entry {place + 1}")
         size, rate = (_number(f"{path}[{place + 1}]", number, where) for number in point)
         if points and size <= points[-1][0]:
             raise UnsupportedError(f"{expected}, got {size:g} after {points[-1][0]:g}")
@@ -481,12 +481,12 @@ def _rates_to_json(rates: Rates) -> dict[str, Any]:
 
 def _unknown(where: str, name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+    hint = f"did you mean {close[0]}?" if close else f"known fields: {', '.join(known)}"
     return f"{where}: {name}: no such field; {hint}"
 
 
 def _needed(name: str) -> str:
-    return f"give {name}, or write the file anew with farspan calibrate"
+    return f"give {name}, or write a new file with farspan calibrate"
 
 
 def _got(value: object) -> str:

@@ -145,7 +145,7 @@ def _eight_bit(question: Question) -> Changes:
 
 
 def _optimizer(question: Question, optimizer: Optimizer, *, same: bool) -> tuple[Remedy, Question]:
-    means = "" if same else "moments of 8 bits"
+    means = "" if same else "8-bit moments"
     remedy = Remedy(f"--optimizer {optimizer}", same, means)
     return remedy, replace(question, optimizer=optimizer)
 
@@ -153,7 +153,7 @@ def _optimizer(question: Question, optimizer: Optimizer, *, same: bool) -> tuple
 def _stored(question: Question) -> Changes:
     loss = question.loss
     if loss.reference is Reference.FROZEN and loss.kind is not LossKind.DISTILL:
-        remedy = Remedy(f"--reference {Reference.STORED}", True, "its values come with the data")
+        remedy = Remedy(f"--reference {Reference.STORED}", True, "values stored with the data")
         yield remedy, replace(question, loss=replace(loss, reference=Reference.STORED))
 
 
@@ -163,7 +163,7 @@ def _batches(question: Question) -> Changes:
         smaller = RunSpec(batch, question.run.tokens)
         # The other parts of the batch come before it: their gradients exist.
         changed = replace(question, run=smaller, accumulates=True)
-        yield Remedy(f"--batch {batch}", True, "with as many more batches an update"), changed
+        yield Remedy(f"--batch {batch}", True, "with more batches per update"), changed
         batch //= 2
 
 
@@ -235,7 +235,7 @@ def _sharing(question: Question, most: int) -> Changes:
     model, each = question.model, question.machine.devices
     devices = 2 * question.layout.devices()
     while devices <= min(most, len(model.layers) if model.is_recurrent() else most):
-        means = f"of the {each} of a machine"
+        means = f"of the {each} in a machine"
         if devices > each:
             means = f"{-(-devices // each)} machines of {each}"
         layout = sequence_layout(model, devices)
@@ -335,7 +335,7 @@ def reason_of(plan: Plan, others: Sequence[Plan]) -> str:
         how = f"takes {ratio:.2f} times as long" if ratio >= 1.005 else "takes as long"
         parts.append(f"{slower[0].strategy}, the next that fits, {how}")
     if others and not slower:
-        with_room = " and leaves the margin" if any(other.tight for other in others) else ""
+        with_room = " and leaves the margin free" if any(other.tight for other in others) else ""
         parts.append(f"no other strategy fits{with_room}")
     return "; ".join(parts)
 
@@ -347,10 +347,10 @@ def _given(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
     ratio = fastest.seconds.total / plan.seconds.total
     if ratio < 1:
         host, device = fastest.host.total - plan.host.total, fastest.device.total
-        more = f"{write_bytes(host)} more of main memory"
+        more = f"{write_bytes(host)} more main memory"
         if host <= 0:
-            more = f"{write_bytes(device - plan.device.total)} more of device memory"
-        yield f"the fastest takes {more} for at most {write_most(1 - ratio)} less time"
+            more = f"{write_bytes(device - plan.device.total)} more device memory"
+        yield f"the fastest plan takes {more} to save at most {write_most(1 - ratio)} of the time"
 
 
 def breaks_first(plan: Plan) -> str:
@@ -364,9 +364,9 @@ def breaks_first(plan: Plan) -> str:
     if plan.question.machine.unified:
         where = "memory"
     return (
-        f"{where} breaks first: {plan.strategy} needs {write_bytes(budget.total)} and "
-        f"has {write_bytes(budget.limit)}, {write_bytes(-budget.left)} too little; "
-        f"most of it is {fills}"
+        f"{where} runs out first: {plan.strategy} needs {write_bytes(budget.total)}, but has "
+        f"{write_bytes(budget.limit)}, {write_bytes(-budget.left)} too little; the largest parts "
+        f"are {fills}"
     )
 
 

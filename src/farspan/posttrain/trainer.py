@@ -56,15 +56,15 @@ _ARGUMENTS = {
     "fp16": (False, "load the model with dtype=torch.bfloat16 instead"),
     "bf16_full_eval": (False, "evaluation computes in the dtype of the weights"),
     "fp16_full_eval": (False, "evaluation computes in the dtype of the weights"),
-    "torch_compile": (False, "give kernels=Kernels(compile=True) of farspan.spec"),
-    "use_liger_kernel": (False, "farspan has kernels of its own, which `kernels` chooses"),
+    "torch_compile": (False, "give kernels=farspan.spec.Kernels(compile=True) instead"),
+    "use_liger_kernel": (False, "farspan has its own kernels; choose them with `kernels`"),
     "activation_offloading": (False, "the schedule decides what goes to main memory"),
     "label_smoothing_factor": (0.0, "the loss is the plain one"),
-    "loss_type": ("nll", "the loss is the plain one; newer releases of TRL have others"),
+    "loss_type": ("nll", "a step computes only the plain loss; upgrade TRL for other losses"),
     "cast_lm_head_to_fp32": (False, "logits are computed in the dtype of the weights"),
-    "deepspeed": (None, "its engine would run the backward itself"),
-    "fsdp": (None, "layout=farspan.Layout(...) cuts weights over ranks"),
-    "n_gpu": (1, "set CUDA_VISIBLE_DEVICES to one"),
+    "deepspeed": (None, "its engine would run the backward itself; leave deepspeed out"),
+    "fsdp": (None, "to shard weights over ranks, give layout=farspan.Layout(...) instead"),
+    "n_gpu": (1, "set CUDA_VISIBLE_DEVICES to one GPU"),
 }
 # Values with the same meaning: no GPU equals one, and TRL had the plain loss under two names.
 _AS_GOOD = {("n_gpu", 0), ("loss_type", "chunked_nll")}
@@ -423,7 +423,7 @@ class LongContext:
                 "its loss is the mean over the trained tokens of all replicas"
             )
         if getattr(self, "compute_loss_func", None) is not None:
-            raise UnsupportedError("compute_loss_func: the loss is the plain one; leave it out")
+            raise UnsupportedError("compute_loss_func: steps compute the plain loss; leave it out")
         if getattr(self, "aux_loss_enabled", False):
             raise UnsupportedError(
                 "router_aux_loss_coef: the router's load-balancing loss needs statistics of the "
@@ -453,7 +453,7 @@ class LongContext:
         by_itself = any(f.name == "bf16" and f.default is not False for f in fields(self.args))
         if dtype is not torch.bfloat16 and not (dtype is torch.float32 and by_itself):
             raise UnsupportedError(
-                "bf16: a step of farspan needs False, got True: that is autocast of float32 "
+                "bf16: a step of farspan needs False, got True, which would autocast float32 "
                 "weights; load the model with dtype=torch.bfloat16"
             )
         advice = "; to compute in bfloat16, load the model with dtype=torch.bfloat16"
@@ -494,7 +494,7 @@ class _Forward:
             if unknown:
                 raise UnsupportedError(
                     f"outputs: TRL asks for {min(unknown)} of each token, which a step does not "
-                    f"know; use TRL {_SINCE}"
+                    f"compute; use TRL {_SINCE}"
                 )
             self.head = LogProbs(told["temperature"], further)
         functools.update_wrapper(self, self._own)
@@ -504,7 +504,7 @@ class _Forward:
         if not fused_lm_head and not (self.classifies and self._step_of()):  # generation
             return self._own(*args, **inputs)
         if args or inputs.get("shift_labels") is not None:
-            raise UnsupportedError("forward: a step needs input_ids and labels by these names")
+            raise UnsupportedError("forward: pass input_ids and labels as keyword arguments")
         unread = ("use_cache", "shift_labels", "margin", "return_dict")
         count = inputs.pop("num_items_in_batch", None)
         inputs = {n: value for n, value in inputs.items() if n not in unread and value is not False}
@@ -596,8 +596,8 @@ def _batch(
     told = sorted(key for key in _IMPLIED if inputs.get(key) is not None)
     if positions is None and told:
         raise UnsupportedError(
-            f"{told[0]}: documents are told apart by position_ids that restart; make the collator "
-            "return them too"
+            f"{told[0]}: farspan tells documents apart by position_ids that restart at 0; make the "
+            "collator return position_ids too"
         )
     if positions is not None and positions.shape not in (ids.shape, (1, ids.shape[1])):
         raise UnsupportedError(

@@ -122,15 +122,15 @@ def refuse_unreachable(field: str, name: str) -> None:
     if any((Path(constants.HF_HUB_CACHE) / stem).exists() for stem in stems):
         os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
         warnings.warn(
-            f"{field}: the Hugging Face hub cannot be reached ({why}); {name} is the copy in the "
-            "cache",
+            f"{field}: the Hugging Face hub cannot be reached ({why}); using the cached copy of "
+            f"{name}",
             stacklevel=2,
         )
     else:
         close = _close(name)
         raise UnsupportedError(
-            f"{field}: {name!r} is not here, and the Hugging Face hub cannot be reached ({why}); "
-            "connect, or give a folder or a file that is here"
+            f"{field}: {name!r} is not on this machine, and the Hugging Face hub cannot be reached "
+            f"({why}); connect to the network, or give a local folder or file"
             + (f" ({close})" if close.startswith("did") else "")
         )
 
@@ -182,8 +182,8 @@ def hub_name(field: str, name: str) -> str:
         return name
     if preset.hub is None:
         raise UnsupportedError(
-            f"{field}: the preset {preset.name} is of a paper, without weights on the hub; give a "
-            "folder or a hub name, or model.config for random weights"
+            f"{field}: the preset {preset.name} describes a model of a paper, without weights on "
+            "the hub; give a folder or a hub name, or model.config for random weights"
         )
     return preset.hub
 

@@ -106,9 +106,9 @@ class Profiles:
             measure = self.measuring()
         except ImportError as error:
             raise UnsupportedError(
-                f"model: profiles of {self.name} in {variant.key()} do not ship, and making them "
-                f"needs torch and transformers ({error}); pip install farspan, which has them, or "
-                "name a preset"
+                f"model: farspan ships no profile of {self.name} in {variant.key()}, and making "
+                f"one needs torch and transformers ({error}); pip install farspan, which has them, "
+                "or name a preset"
             ) from error
         profile = measure(self.config, variant, self.name)
         try:

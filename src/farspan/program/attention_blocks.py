@@ -198,8 +198,7 @@ def refuse_wide_calls(model: ModelSpec, run: RunSpec) -> None:
             row = spec.query_heads * max(spec.head_dim, spec.value_dim)
             raise UnsupportedError(
                 f"batch: CUDA's attention kernels cannot index {run.batch:,} sequences of {row:,} "
-                "elements a token; use at most "
-                f"{(INDEXED - 1) // row // (seen + 2 * EVEN):,}"
+                f"elements per token; use at most {(INDEXED - 1) // row // (seen + 2 * EVEN):,}"
             )
 
 

@@ -175,7 +175,7 @@ RESIDENCY: dict[Kind, Residency] = {
         contents=("means",),
     ),
     Kind.CHOICE: Residency(
-        words="chosen pages, their numbers",
+        words="numbers of the chosen pages",
         rows=CutInto.CELLS,
         written="the forward that chooses",
         read="every later forward of the cell, and its backward",
@@ -184,7 +184,7 @@ RESIDENCY: dict[Kind, Residency] = {
         contents=("choice",),
     ),
     Kind.SLABS: Residency(
-        words="chosen pages on their way",
+        words="chosen pages in transit",
         rows=CutInto.CELLS,
         written="the cell that gathers them from host",
         read="the same",

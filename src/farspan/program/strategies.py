@@ -103,7 +103,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("memo", "MEMO: token-wise recompute and swap", _memo),
         Strategy("fpdt", "FPDT: a layer's K, V streamed from host in chunks", _fpdt),
         Strategy("oomb", "OOMB: chunk-recurrent through the whole model", _oomb),
-        Strategy(GROUPED, "farspan: groups of layers between the two", _grouped),
+        Strategy(GROUPED, "farspan: groups of layers, between FPDT and OOMB", _grouped),
     )
 }
 

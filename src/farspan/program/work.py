@@ -79,7 +79,7 @@ class WorkKind(StrEnum):
     BACKWARD = "backward"
     HEAD = "head and loss"
     EMBEDDING = "embedding"
-    COPIES = "copies between the memories"
+    COPIES = "copies between host and device"
     WEIGHTS = "weights and their gradients, moved"
     RANKS = "messages between devices"
     OTHER = "inputs and sums on the device"

@@ -52,7 +52,7 @@ MFU_CONVENTION = (
     "FLOP of one forward and twice that for the backward, attention over the keys a query sees, "
     "recomputation counted as no work, over the datasheet's dense rate"
 )
-IN_LINE = "copies are priced in line with the computation, as the engine issues them {}\n"
+IN_LINE = "copies are priced without overlap with the computation, as the engine issues them {}\n"
 EIGHT_BIT = (
     "8-bit moments give other results than AdamW's; enable them with optimizer.states: 8bit, "
     "which needs farspan[8bit]"
@@ -63,13 +63,13 @@ SPARSE = (
 )
 SEES_ALL = (
     "sparse attention hides nothing at this context and equals dense attention, up to rounding; "
-    "without --sparse it is as exact and faster"
+    "without --sparse, a step is just as exact and faster"
 )
 RECURRENT = (
     "only the projections of recurrent layers are priced, not the recurrence: a step takes "
     "longer than planned, most of all without the family's own kernels"
 )
-NOTHING_HELPS = "no change that was tried makes it fit"
+NOTHING_HELPS = "no change that farspan tried makes this run fit"
 FITS = {Fit.NOT: "no", Fit.TIGHT: "tight", Fit.ROOMY: "yes"}
 FITTING = {Fit.NOT: "does not fit", Fit.TIGHT: "fits, tightly", Fit.ROOMY: "fits"}
 LANES = {
@@ -106,7 +106,7 @@ LINES = 25
 CAUSES = ((5, 3), (3, 3), (2, 2), (0, 0))  # causes named on device and host; the rest are summed
 RUNNERS_UP = 3
 CHANGES = 3
-ALL = "everything: --all; a page: --html FILE"
+ALL = "for all details: --all; for an HTML page: --html FILE"
 BOUND = {
     "compute": "computation",
     "link": "host-device copies",
@@ -165,10 +165,10 @@ def answer(plan: Plan) -> str:
 def short_words(plan: Plan) -> str:
     """Name the tiers that are too small, and the bytes that are missing."""
     if plan.question.machine.unified:
-        return f"{write_bytes(-fuller(plan)[1].left)} of memory short"
+        return f"lacks {write_bytes(-fuller(plan)[1].left)} of memory"
     tiers = (("device", plan.device), ("main", plan.host))
     short = (f"{write_bytes(-tier.left)} of {name} memory" for name, tier in tiers if tier.left < 0)
-    return f"{' and '.join(short)} short"
+    return f"lacks {' and '.join(short)}"
 
 
 def _folded(text: str) -> list[str]:
@@ -226,7 +226,7 @@ def _runners_up(plan: Plan) -> str:
 def _change_parts(plan: Plan) -> Iterator[list[str]]:
     """Yield the lines of the cheapest changes, a list for each change."""
     if not plan.remedies:
-        yield ["", *_folded(f"changes: {NOTHING_HELPS}; fewer tokens, or larger GPUs")]
+        yield ["", *_folded(f"changes: {NOTHING_HELPS}; use fewer tokens, or larger GPUs")]
     for place, change in enumerate(change_words(plan)):
         title = ["", "cheapest changes that make it fit:"] if place == 0 else []
         yield [*title, *(f"  {line}" for line in fold(change, COLUMNS - 2))]
@@ -267,7 +267,7 @@ def verdict_lines(plan: Plan) -> list[str]:
     """Return the memory that a plan leaves free, and a warning if it is tight."""
     lines = [f"{_spare(plan.device)} on the device, {_spare(plan.host)} on the host"]
     if plan.question.machine.unified:
-        lines = [f"{_spare(plan.device)} in the one memory of both tiers"]
+        lines = [f"{_spare(plan.device)} in the memory that device and host share"]
     return [*lines, *[tight_words(plan)] * plan.tight]
 
 
@@ -282,7 +282,7 @@ def tight_words(plan: Plan) -> str:
         use = "the machine's other processes"
     return (
         f"tight: {write_bytes(size)} {what} should stay free for {use}, but only "
-        f"{write_bytes(left)} is; use a shorter context or keep less there"
+        f"{write_bytes(left)} is; use a shorter context, or keep less in this memory"
     )
 
 
@@ -296,11 +296,11 @@ def notes(plan: Plan) -> Iterator[str]:
         reach = write_tokens(longest)
         if question.learned_positions():
             yield (
-                f"beyond the model's {reach} positions, which it learned one by one: they cannot "
-                "be stretched, so farspan train refuses it"
+                f"the context exceeds the model's {reach} positions, which are learned one by one "
+                "and cannot be stretched, so farspan train refuses this run"
             )
         else:
-            yield f"beyond the model's {reach} positions; scale its rope to train it"
+            yield f"context beyond the model's {reach} positions; scale its RoPE to train"
     advised = " ".join(remedy.options for remedy in plan.remedies)
     asked = f"--optimizer {question.optimizer} {advised} "
     if question.optimizer is Optimizer.DISK:
@@ -315,9 +315,9 @@ def notes(plan: Plan) -> Iterator[str]:
     if question.model.is_recurrent():
         yield RECURRENT
     if question.layout.devices() > 1:
-        yield f"to start it: {launch_words(question)}"
+        yield f"to start this run: {launch_words(question)}"
     elif "--gpus" in advised:
-        yield "with --gpus the plan prints the command that starts farspan train on them"
+        yield "with --gpus, farspan plan prints the command that starts farspan train on these GPUs"
 
 
 ENDURANCE = 600e12  # bytes written over the life of a drive of 1 TB, assumed
@@ -327,11 +327,10 @@ def _wear(question: Question) -> str:
     """Describe the time and the wear of a drive by one update."""
     size, rate = drive_bytes(question) * question.near(), question.machine.disk
     return (
-        f"each update reads and writes {size / 1e9:,.1f} GB of states, "
-        f"{2 * size / rate:,.1f} s at {rate / 1e9:g} GB/s, and takes {size / ENDURANCE:.3%} "
-        f"of the {ENDURANCE / 1e12:g} TB that a drive endures, so "
-        f"{ENDURANCE / max(1, size):,.0f} steps; both are assumed, unless the machine file gives "
-        "the rate"
+        f"each update reads and writes {size / 1e9:,.1f} GB of states, {2 * size / rate:,.1f} s at "
+        f"{rate / 1e9:g} GB/s, and takes {size / ENDURANCE:.3%} of the {ENDURANCE / 1e12:g} TB "
+        f"that a drive endures, which suffice for {ENDURANCE / max(1, size):,.0f} steps; endurance "
+        "and rate are assumed, unless the machine file gives the rate"
     )
 
 
@@ -364,18 +363,18 @@ def loss_words(plan: Plan) -> Iterator[str]:
         tier = "main memory" if plan.question.weights is Tier.HOST else "device memory"
         where = f"{where} {tier}"
     if loss.evaluates:
-        where = f"{(whole - cut) / one:.1%} {where}"
+        where = f"{(whole - cut) / one:.1%} for {where}"
     yield (
         f"loss {loss.kind}: a step takes {whole / one - 1:.1%} longer than one pass of this "
-        f"schedule: {cut / one - 1:.1%} since log-probabilities come before the backward, {where}"
+        f"schedule: {cut / one - 1:.1%} because log-probabilities come before the backward, {where}"
     )
     if loss.kind in PAIRS:
-        yield "a pair is one sequence of two answers, priced as one document: it takes less"
+        yield "a pair of answers is priced as one document: real steps take less"
     if loss.ids > 1:
-        size = "; a run file asks its teacher at every step: --reference frozen plans that"
+        size = "; in a run, it runs at every step: --reference frozen plans that"
         if loss.evaluates:
-            size = ", and of a teacher as large as the model"
-        yield f"planned for {loss.ids} ids a token from the teacher{size}"
+            size = ", with a teacher as large as the model"
+        yield f"planned for {loss.ids} ids per token from the teacher{size}"
 
 
 PAIRS = (LossKind.DPO, LossKind.IPO, LossKind.ORPO)
@@ -398,9 +397,9 @@ def _packed(question: Question) -> Iterator[str]:
     if packed > plain / 2:
         yield (
             f"weights take {write_bytes(packed)} with four bits and {write_bytes(plain)} without: "
-            "only linear modules have four, not embeddings, and not experts whose weights are "
-            f"stacked; if that is too much, use --optimizer {Optimizer.HOST} --weights "
-            f"{Tier.HOST} instead of --quantize"
+            "only linear modules are quantised, not embeddings, and not experts whose weights are "
+            f"stacked; if that is too much, use --optimizer {Optimizer.HOST} --weights {Tier.HOST} "
+            "instead of --quantize"
         )
 
 

@@ -553,9 +553,9 @@ def _thinned(program: Program, at: StepFrames, rows: int, columns: int) -> str:
     layers = sum(stop - first for first, stop in (program.groups[g] for g in program.own_groups()))
     chunks, parts = len(program.chunks), list[str]()
     if at.cells > len(at.ends):
-        parts.append(f"{len(at.ends)} of {at.cells:,} cells as positions, peaks of memory kept")
+        parts.append(f"positions: {len(at.ends)} of {at.cells:,} cells, all peaks of memory")
     if layers > rows:
         parts.append(f"{rows} of {layers} layers")
     if chunks > columns:
         parts.append(f"{columns} of {chunks:,} chunks")
-    return f"Thinned out to what a page can hold: {', '.join(parts)}." if parts else ""
+    return f"Reduced to fit on a page: {', '.join(parts)}." if parts else ""

@@ -94,7 +94,7 @@ def read_run(folder: Path) -> RunRecord:
     metrics = tuple(read_metrics(path / METRICS))
     if not metrics:
         raise UnsupportedError(
-            f"{folder} has no metrics: its run has not finished a step; try again after the first"
+            f"{folder} has no metrics: its run has finished no step yet; try again later"
         )
     objects = {name: _read(path / f"{name}.json") for name in OBJECTS}
     return RunRecord(path.resolve(), _config(path / "config.yaml"), metrics, **objects)
@@ -259,7 +259,7 @@ def _status(run: RunRecord) -> str:
         return f"{done}; the latest part ended with {error}"
     if last.get("ended"):
         return f"{done}; stopped, and can be resumed by the same command"
-    return f"{done}; under way, or ended by force" if run.parts else done
+    return f"{done}; still running, or killed" if run.parts else done
 
 
 def _summary(run: RunRecord) -> Values:
@@ -453,7 +453,7 @@ def _notes(run: RunRecord) -> Iterator[str]:
     skipped = [line["step"] for line in run.steps if "nonfinite" in line]
     if skipped:
         steps = ", ".join(map(str, skipped[:8])) + (", ..." if len(skipped) > 8 else "")
-        yield f"{len(skipped)} steps skipped, their loss or gradient was not finite: {steps}."
+        yield f"{len(skipped)} steps skipped: their loss or gradient was not finite: {steps}."
     if "memory" not in run.step:
         why = "no whole step has recorded them" if run.parts else OLDER
         yield f"Memory and time within a step are not recorded: {why}."

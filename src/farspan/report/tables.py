@@ -77,8 +77,8 @@ def schedule_words(schedule: Schedule, layers: int, chunks: int) -> list[str]:
         lines.append(sparse_words(schedule.sparse, hides=hides))
     if schedule.weights is Tier.HOST:
         lines.append(
-            "weights and their gradients on the host; on the device those of groups at work, the "
-            "embedding and the head"
+            "weights and their gradients on the host; the device holds those of the groups at "
+            "work, of the embedding and of the head"
         )
     if schedule.attention_open:
         lines.append("attention outputs of the open group kept while it is rebuilt")
@@ -98,7 +98,7 @@ def layout_words(layout: Layout) -> str:
     used = [f"{name} {getattr(layout, name)}" for name in names if getattr(layout, name) > 1]
     if not used:
         return "one device"
-    return " x ".join(used) + (", weights cut over the devices" if layout.fsdp else "")
+    return " x ".join(used) + (", weights sharded over the devices" if layout.fsdp else "")
 
 
 RUN_FILE = "RUN.yaml"  # placeholder of the user's run file
@@ -207,7 +207,7 @@ def memory_text(spec: MachineSpec) -> Text:
     if spec.unified:
         return Text(f"{spec.name}: {write_bytes(spec.host_bytes)} of memory for both tiers\n")
     reserve = f", {write_bytes(spec.host_reserve)} in reserve" if spec.host_reserve else ""
-    pageable = "" if spec.pinned else ", which cannot be locked: copies run in line"
+    pageable = "" if spec.pinned else ", which cannot be locked: copies do not overlap"
     return Text(
         f"{spec.name}: {spec.devices} x {write_bytes(spec.device_bytes)}, of which "
         f"{write_bytes(spec.reserve)} in reserve; host {write_bytes(spec.host_bytes)}"

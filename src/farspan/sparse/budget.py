@@ -306,7 +306,7 @@ def whole_tokens(tokens: int, schedule: Schedule) -> int:
     fewer = fewer if some else "a smaller --chunk, page, recent and sinks"
     raise UnsupportedError(
         f"context: the last chunk of {write_tokens(tokens)} tokens, from token {start:,} on, sees "
-        f"all before it by {write_tokens(sparse.recent)} recent tokens and "
+        f"all tokens before it as {write_tokens(sparse.recent)} recent tokens and "
         f"{write_tokens(sparse.sinks)} sinks, so there are no pages to choose from; give a longer "
         f"--context (and text), or {fewer}"
     )

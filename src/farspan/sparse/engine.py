@@ -374,8 +374,8 @@ def selector_of(given: GivenSelector | None, schedule: Schedule) -> Selector:
     assert sparse is not None, "attention is sparse"
     if sparse.indexed != isinstance(given, Index):
         raise UnsupportedError(
-            "selector: sparse.selector is index, which needs an adapter; give one, such as "
-            "`Index.load(folder)`"
+            "selector: sparse.selector is index, which needs an index; give one as selector, such "
+            "as `Index.load(folder)`"
             if sparse.indexed
             else f"selector: an index chooses pages, but sparse.selector is {sparse.selector}; set "
             "it to index"
@@ -391,7 +391,7 @@ def refuse_keys_on_host(schedule: Schedule) -> None:
     """Raise UnsupportedError if keys are on host, where an index cannot learn from them."""
     if schedule.kv is Tier.HOST:
         raise UnsupportedError(
-            "index: it learns from keys on the device, but they are on host; set schedule.kv to "
+            "index: learns from keys on the device, but the keys are on host; set schedule.kv to "
             "device, or train the index beforehand"
         )
 

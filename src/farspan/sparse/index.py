@@ -157,12 +157,12 @@ class Index:
                 raise UnsupportedError(
                     f"index: its layer {number} is for {kv_heads * group} query heads and "
                     f"{kv_heads} key heads of {dims} dims, but the model has {shape[0]} and "
-                    f"{shape[1]} of {shape[2]}; give the index that was made for this model"
+                    f"{shape[1]} of {shape[2]} dims; give the index that was made for this model"
                 )
             if found != narrow:
                 raise UnsupportedError(
                     f"index: its keys have {found} dims in layer {number}, but sparse.index_dim "
-                    f"asks for {narrow}; set that to {found}"
+                    f"asks for {narrow}; set sparse.index_dim to {found}"
                 )
 
     def save(self, folder: Path | str) -> None:
@@ -359,7 +359,7 @@ def principal_index(
     if not read:
         raise UnsupportedError(
             "model: each of its layers has a window or no attention, so there are no pages to "
-            "choose; use it without an index"
+            "choose; use the model without an index"
         )
     return Index({n: moments.principal(dim, len(places)) for n, moments in read.items()})
 

@@ -142,10 +142,10 @@ class SparseFunction(Function):
 
     def rule(self) -> str:
         if self.choices is None:
-            return "; all against plain autograd of the sparse function, each choosing for itself"
+            return "; reference: plain autograd of sparse attention; each run chooses its own pages"
         return (
-            "; all of the sparse function, for the pages that float64 chooses: a choice that "
-            "rounding flips is not an error of the step"
+            "; all with sparse attention on the pages that float64 chooses, so a choice that "
+            "rounding flips does not count as an error of the step"
         )
 
     def in_double(self) -> Self:

@@ -135,7 +135,7 @@ class ModelConfig:
             object.__setattr__(self, "resize_embeddings", None)
         if self.resize_embeddings and (self.config or self.lora):
             what = (
-                "random weights have the vocab_size of config; set that"
+                "random weights have the vocab_size of config; set vocab_size instead"
                 if self.config
                 else "adapters leave embeddings frozen, so the new rows would keep their random "
                 "values; leave model.lora out, or train without it first, and give the model/ of "
@@ -336,7 +336,7 @@ class EvaluationConfig:
         if not 0.0 <= self.min_delta < float("inf"):
             raise UnsupportedError(f"min_delta: expected 0 or more, got {self.min_delta!r}")
         if self.min_delta and self.patience is None:
-            raise UnsupportedError("min_delta: needs patience; set it, or leave min_delta out")
+            raise UnsupportedError("min_delta: needs patience; set both, or leave min_delta out")
 
     def may_stop(self, steps: int) -> bool:
         """Return whether patience can end a run of `steps` before its last step."""
@@ -357,7 +357,9 @@ class EvaluationConfig:
         if lowest == float("inf"):
             return f"no finite held-out loss in {waited} evaluations"
         by = f" by more than {self.min_delta:g}" if self.min_delta else ""
-        return f"no held-out loss{by} below the {lowest:.4f} of step {at} in {waited} evaluations"
+        return (
+            f"held-out loss did not fall{by} below {lowest:.4f} (step {at}) in {waited} evaluations"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,14 +486,14 @@ class RunConfig:
         if other is Reference.STORED and any(own.streaming for own, _ in self.data.each()):
             raise UnsupportedError(
                 "loss.reference: stored is computed for all pairs before the first step, but "
-                "data.streaming reads them later; set loss.reference to frozen or adapters-off, or "
-                "leave data.streaming out"
+                "data.streaming reads pairs only later; set loss.reference to frozen or "
+                "adapters-off, or leave data.streaming out"
             )
         late = other is Reference.STORED and start is not None and start.states
         if late or (other is Reference.FROZEN and start is not None):
             raise UnsupportedError(
                 f"start: loss.reference {other} compares with the weights in model.path, but start "
-                "replaces them; give these weights as model.path, without start (--from)"
+                "replaces these; give start's weights as model.path, without start (--from)"
             )
 
     def _check_held_out(self) -> None:
@@ -527,8 +529,8 @@ class RunConfig:
         if self.context * self.batch > MOST_TOKENS:
             name, factor = ("context", "") if self.batch == 1 else ("batch", f" x {self.batch:,}")
             raise UnsupportedError(
-                f"{name}: {self.context:,}{factor} tokens are more than the {MOST_TOKENS:,} (1G) "
-                "that go through a model together; give fewer"
+                f"{name}: {self.context:,}{factor} tokens are more than the limit of "
+                f"{MOST_TOKENS:,} (1G) for one pass through the model; give fewer"
             )
         if self.accumulate > MOST_BATCHES:
             raise UnsupportedError(

@@ -65,8 +65,8 @@ def push(folder: Path, hub: HubConfig) -> str:
     source = given_json(model / SOURCE)
     if not source:
         raise UnsupportedError(
-            f"{folder}: has no model/ of a run that ended; give a run folder, or run farspan train "
-            "to its end first"
+            f"{folder}: has no model/, which a run writes when it ends; give the folder of a run "
+            "that has ended, or run farspan train to its end first"
         )
     named = re.fullmatch(r"step-([0-9]{1,18})", str(source.get("checkpoint")))
     if named is None:
@@ -116,8 +116,8 @@ def _leftovers(api: Any, model: Path, hub: HubConfig) -> list[str]:
     info = api.model_info(hub.repo)
     if hub.private and not info.private:
         raise RepositoryTaken(
-            "is public already, but a private one is asked for; make it private on the hub, name "
-            "another, or ask for a public one (hub.private: false, or --public)"
+            "is already public, but the run asks for a private one; make it private on the hub, "
+            "name another, or ask for a public one (hub.private: false, or --public)"
         )
     there = {file.rfilename for file in info.siblings or ()}
     if SOURCE not in there and (others := sorted(there - {CARD, ".gitattributes"})):

@@ -134,7 +134,7 @@ class WandbLogger:
         if self._run.disabled:
             return ""
         if self._run.offline:
-            return f"wandb: offline, in {self._run.settings.sync_dir}; `wandb sync` sends it"
+            return f"wandb: offline, in {self._run.settings.sync_dir}; `wandb sync` uploads it"
         return f"wandb: {self._run.url}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

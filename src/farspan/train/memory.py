@@ -160,7 +160,7 @@ WHERE = {
     StatesPlace.DEVICE: "on the device",
     StatesPlace.HOST: "in main memory, updated there",
     StatesPlace.DISK: "in a file on a drive, updated in main memory",
-    StatesPlace.EIGHT_BIT: "on the device, moments of 8 bits: other results than AdamW's",
+    StatesPlace.EIGHT_BIT: "on the device, 8-bit moments: results differ from AdamW's",
 }
 
 

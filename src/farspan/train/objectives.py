@@ -182,7 +182,7 @@ class PreferenceLoss(_LogProbLoss):
             raise UnsupportedError(
                 f"loss.reference: {self._path} lacks log-probabilities of some pairs of this step "
                 "or evaluation: it was computed for the steps, batches and evaluation.sequences "
-                "that the run began with; set these back, or begin again in another folder"
+                "that the run began with; restore these values, or begin again in another folder"
             )
         return rows.to(micro.input_ids.device, torch.promote_types(self.ctx.model.dtype, F32))
 
@@ -199,7 +199,7 @@ class PreferenceLoss(_LogProbLoss):
         corpus, batches = self.ctx.corpus, self.batches
         numbers = range(batches.needed())
         self.observer.note(
-            f"reference: log-probabilities of {len(numbers):,} batches, once; kept in {self._path}"
+            f"reference: computing log-probabilities of {len(numbers):,} batches into {self._path}"
         )
         tables = {"train": self._table(step, corpus.train, map(batches.of, numbers), len(numbers))}
         if corpus.held_out is not None:

@@ -186,11 +186,11 @@ def explain_moved(plan: Plan) -> str:
     """Return one line that says why weights go to main memory, and how long a step then takes."""
     seconds, first = plan.seconds, plan.unmoved
     assert first is not None, "something was moved"
-    why = f"a step took {write_seconds(first.seconds.total)}" if first.fits else _miss(first)
+    why = f"a step would take {write_seconds(first.seconds.total)}" if first.fits else _miss(first)
     return (
-        "weights: go to main memory, with gradients and optimizer states; with them on the device, "
-        f"{why}; a step now takes {write_seconds(seconds.total)} by the plan, of which "
-        f"{write_seconds(seconds.compute)} compute"
+        "weights: farspan moves them to main memory, with gradients and optimizer states; with all "
+        f"on the device, {why}; a step now takes {write_seconds(seconds.total)} by the plan, "
+        f"{write_seconds(seconds.compute)} of it computation"
     )
 
 
@@ -222,7 +222,7 @@ def _advice(question: Question, flag: str, value: str) -> str:
         case "--host-memory":
             return f"use a machine with {value} of main memory (and raise host_memory, if set)"
         case "--batch":
-            return f"set batch: {value}, and accumulate as much higher"
+            return f"set batch: {value}, and raise accumulate by the same factor"
         case "--gpus":
             machines = -(-int(value) // question.machine.devices)
             start = COMMAND.format(value) if machines == 1 else f"on {machines} machines"
@@ -264,6 +264,6 @@ def _miss(plan: Plan) -> str:
         f"{write_bytes(budget.parts[name])} of {part_words(name)}" for name in most[:2]
     )
     return (
-        f"{plan.strategy} misses by the least: {who} needs {write_bytes(budget.total)} of {where} "
-        f"and has {write_bytes(max(0, budget.limit))}; most of it is {fills}"
+        f"{plan.strategy} comes closest: {who} needs {write_bytes(budget.total)} of {where}, but "
+        f"has {write_bytes(max(0, budget.limit))}; the largest parts are {fills}"
     )

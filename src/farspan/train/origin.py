@@ -41,8 +41,8 @@ from farspan.train.yaml_config import build, read_file
 T = TypeVar("T")
 
 ELSEWHERE = (
-    "name another run or checkpoint, or what this one was trained with in the run file: model, "
-    "optimizer.states"
+    "name another run or checkpoint, or set model and optimizer.states in the run file to those "
+    "that this one was trained with"
 )
 # Keys of adapter_config.json that make adapters compute more than W x + alpha / r * B(A(x)).
 OTHER_KINDS = (
@@ -70,8 +70,8 @@ def with_base(model: ModelConfig) -> tuple[ModelConfig, str | None]:
     named = isinstance(base, str) and base and "\0" not in base
     if not named or not isinstance(revision, str | None):
         raise UnsupportedError(
-            f"model.path: {path} holds adapters but does not name their model ({BASE}, revision "
-            f"in {ADAPTER_CONFIG}); give that model as model.path, and start: {{path: {path}}}"
+            f"model.path: {path} holds adapters but does not name their base model ({BASE}, "
+            f"revision in {ADAPTER_CONFIG}); give it as model.path, and set start: {{path: {path}}}"
         )
     lora = model.lora or lora_of(path, config)
     overrides = given_json(path / SOURCE, overrides=dict).get("overrides", {})
@@ -100,7 +100,7 @@ def lora_of(path: Path, config: Mapping[str, Any]) -> LoraConfig:
         return build(LoraConfig, values)
     except UnsupportedError as error:
         raise UnsupportedError(
-            f"model.path: adapters like those of {path} cannot be trained: {error}; or give "
+            f"model.path: adapters like those of {path} cannot be trained: {error}; give "
             "model.lora yourself"
         ) from error
 
@@ -247,8 +247,8 @@ def refuse_other_adapters(run: RunConfig, checkpoint: Path) -> None:
 def _refuse_scale(here: LoraConfig, rank: int, alpha: float, where: Path) -> None:
     if here.rank != rank or here.scale() / here.rank != alpha / rank:
         raise UnsupportedError(
-            f"the adapters of {where} have rank {rank} and alpha {alpha:g}, here {here.rank} "
-            f"and {here.scale():g}; give model.lora as there: rank: {rank}, alpha: {alpha:g}"
+            f"the adapters of {where} have rank {rank} and alpha {alpha:g}, but model.lora has "
+            f"{here.rank} and {here.scale():g}; set model.lora to rank: {rank}, alpha: {alpha:g}"
         )
 
 
@@ -272,13 +272,13 @@ def copy_adapters(path: Path, model: Any, run: RunConfig) -> None:
     for name in sorted(saved.keys() ^ live.keys()):
         where = path if name in saved else "the run"
         raise UnsupportedError(
-            f"start: other adapters: only {where} has {name}; give model.lora as there"
+            f"start: the adapters differ: only {where} has {name}; set model.lora as for {path}"
         )
     for name, tensor in live.items():
         if tensor.shape != saved[name].shape:
             raise UnsupportedError(
-                f"start: {name} of {path} is {list(saved[name].shape)}, here {list(tensor.shape)}; "
-                "give model.lora as there"
+                f"start: {name} has the shape {list(saved[name].shape)} in {path}, but "
+                f"{list(tensor.shape)} in this run; set model.lora as for {path}"
             )
     for name, tensor in live.items():
         tensor.copy_(saved[name])

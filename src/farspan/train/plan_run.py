@@ -76,7 +76,7 @@ class PlanOfRun:
             "evaluations and checkpoints"
         )
         if run.schedule.strategy == AUTO:
-            yield "to keep this schedule, in the run file:"
+            yield "to keep this schedule, write in the run file:"
             yield as_yaml(plan.schedule, len(plan.question.model.layers), run.context)
 
     def tokens(self) -> int:

@@ -384,7 +384,7 @@ class StepPlanner:
             if plan.fits:
                 return plan
             raise UnsupportedError(
-                f"{explain_none_fits(plan)} (keys of a run file); {_typed(plan)}"
+                f"{explain_none_fits(plan)} (these are keys of a run file); {_typed(plan)}"
             )
 
         plan = world.run_on_rank0(planned, PLANNING)
@@ -411,8 +411,8 @@ def _bytes_here(weight: torch.Tensor) -> int:
 def _typed(plan: Plan) -> str:
     """Return advice for a program without a run file, if no plan of its model fits."""
     own = (
-        "for another optimizer than AdamW in float32, give the step "
-        "farspan.plan(..., optimizer=...).schedule"
+        "for an optimizer other than float32 AdamW, give the step farspan.plan(..., "
+        "optimizer=...).schedule"
     )
     stays = plan.question.weights is Tier.DEVICE and not plan.question.open.weights
     if not stays or not any(WEIGHTS in remedy.options for remedy in plan.remedies):
@@ -425,7 +425,7 @@ def _typed(plan: Plan) -> str:
 
 
 OWN_OPTIMIZER = (
-    "update them there: a Trainer moves its optimizer's states, and your own loop does with "
+    "keep optimizer states there too: a Trainer moves them itself; in your own loop, call "
     "optimizer.load_state_dict(optimizer.state_dict())"
 )
 
@@ -490,7 +490,7 @@ def _place(
 ) -> tuple[RunConfig, Placed]:
     device, given, before = world.device, open_of(run), about.get(STATES_KEY)
     if given.weights and about.get("schedule", {}).get("weights") == Tier.HOST:
-        observer.note("weights: in main memory, as before; schedule.weights: device ends that")
+        observer.note("weights: in main memory, as before; set schedule.weights: device to undo")
         run = with_weights_there(run)
     elif before in (StatesPlace.HOST, StatesPlace.DISK):
         given = replace(given, weights=False)

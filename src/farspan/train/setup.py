@@ -78,7 +78,7 @@ from farspan.train.sparse import index_of, opening_words
 NO_DEVICE = "device: cannot train on {name!r}; give auto, cpu, cuda or cuda:1"
 EXPERTS = "none on the experts, whose weights are stacked, not linear modules; they stay frozen"
 
-SHARED = "parallel: quantised weights are for one device so far; leave it out, or model.quantize"
+SHARED = "parallel: quantised weights need one device so far; leave out parallel or model.quantize"
 GLANCE = 1_000, 1 << 20  # documents and tokens that are prepared within seconds
 TEXT = "only text is trained: the image encoder stays unchanged and is saved with the model"
 
@@ -95,8 +95,8 @@ def resolve(run: RunConfig, ranks: int | None = None) -> RunConfig:
         if adapters is not None:
             if run.start not in (None, StartConfig(adapters)):
                 raise UnsupportedError(
-                    f"start: {adapters}, the model.path, also holds adapters to start from; give "
-                    f"{model.path} as model.path"
+                    f"start: model.path {adapters} also holds adapters to start from; to keep "
+                    f"start, give {model.path} as model.path"
                 )
             run = replace(run, start=StartConfig(adapters))
             refuse_absent("model.path", str(model.path))
@@ -218,8 +218,8 @@ def _check_data(
     rows = blank.get_input_embeddings().num_embeddings
     if tokenizer.size() > rows:
         observer.note(
-            f"model: embeds {rows:,} ids, but the tokenizer has {tokenizer.size():,}; the data has "
-            "no others, but text at inference may; model.resize_embeddings: true adds rows"
+            f"model: embeds {rows:,} ids, but the tokenizer has {tokenizer.size():,}; the data "
+            "uses no others, but text at inference may; model.resize_embeddings: true adds rows"
         )
     _check_pairs(run, corpus)
     refuse_context(blank, min(run.context, corpus.longest))
@@ -448,8 +448,8 @@ def _check_vocabulary(run: RunConfig, largest: int, opened: OpenedSource, model:
         advice = "for added tokens, set model.resize_embeddings to true"
         if run.model.lora is not None:
             advice += (
-                " and leave model.lora out: adapters leave embeddings frozen; the model/ of that "
-                "run takes adapters"
+                " and leave model.lora out, because adapters leave embeddings frozen; then train "
+                "adapters on the model/ of that run"
             )
     else:
         advice = (

@@ -58,7 +58,7 @@ def what_changes(run: RunConfig, change: str) -> str:
     """Return the effect of a permitted change between two parts of a run."""
     if run.sparse is not None and change.startswith("schedule."):
         return "sparse attention sees other tokens if the chunk changes, and gradients differ then"
-    return "the gradients are the same up to rounding, the bits are not"
+    return "the gradients are the same up to rounding, but not bit for bit"
 
 
 def other_chunk(before: int | None, now: Schedule) -> str:

@@ -107,10 +107,10 @@ def lasting_bytes(parameter: nn.Parameter) -> int:
     return parameter.numel() * wide * (MOMENTS + is_low(parameter))
 
 
-STATES_THERE = "the optimizer's states in main memory"
+STATES_THERE = "keeping the optimizer's states in main memory"
 ADVICE = (
-    "set optimizer.states to device, or to 8bit (other results than AdamW's), or train fewer "
-    "parameters"
+    "set optimizer.states to device, or to 8bit (whose results differ from AdamW's), or train "
+    "fewer parameters"
 )
 ADVICE_BESIDE = "train fewer parameters (model.lora), or a smaller model"  # with weights there
 
@@ -411,7 +411,7 @@ class ScratchFile:
             while left:
                 moved = call(self._number, [left], at)
                 if not moved:
-                    raise OSError("the file has ended")
+                    raise OSError("the file ends too early")
                 left, at = left[moved:], at + moved
         except OSError as error:
             reason = error.strerror or str(error)
@@ -493,7 +493,7 @@ class DiskStates(HostStates):
             failed = [rank for rank, (no,) in enumerate(ranks.figures([refusal is not None])) if no]
             if failed and refusal is None:
                 refusal = UnsupportedError(
-                    f"optimizer.disk: refused on rank {failed[0]}, whose output says why"
+                    f"optimizer.disk: rank {failed[0]} refused it; see the output of that rank"
                 )
         if refusal is not None:
             raise refusal

@@ -311,7 +311,7 @@ class StepRunner:
         try:
             write_whole(path, text.encode())
         except WriteFailed as error:
-            self._observer.note(f"no trace of step {step}: {error}")
+            self._observer.note(f"the trace of step {step} was not written: {error}")
             return
         self._observer.note(f"trace: step {step} is in {path}; ui.perfetto.dev draws it")
 
@@ -397,14 +397,14 @@ class StepRunner:
             try:
                 found = self._policy.lighter(choice, shortage).schedule
             except UnsupportedError:
-                advice = "on more ranks: no schedule needs less"
+                advice = "(start more ranks: no schedule needs less memory)"
             else:
                 layers = len(ctx.sharded_model.spec.layers)
                 advice = f"with {as_yaml(found, layers, ctx.run.context)}"
         return OneRankOutOfMemory(
             f"out of memory ({_tier_words(shortage.tier, ctx)}): {shortage.message}. Other ranks "
-            "are still within the step, so it cannot be retried here. Run the same command "
-            f"again: it resumes from the latest checkpoint {advice}"
+            "are still within the step, so this rank cannot retry it. Run the same command again: "
+            f"it resumes from the latest checkpoint {advice}"
         )
 
     def _give_up(self, shortage: Shortage, tried: list[str]) -> None:

@@ -404,8 +404,8 @@ class TrainingLoop:
             self._saver.begin(path, self._identity)
         except UnsupportedError as error:
             raise UnsupportedError(
-                f"{error}; it has the lowest held-out loss: move it away, and the same command "
-                "exports the best of the others as model/, or set checkpoints.best to false"
+                f"{error}; this one has the lowest held-out loss: move it away, and the same "
+                "command exports the best of the others as model/, or set checkpoints.best to false"
             ) from error
 
     def _nonfinite(self, batches: list[Micro], loss: float, norm: float | None = None) -> str:

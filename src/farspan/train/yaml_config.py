@@ -522,8 +522,8 @@ def _sinks_in_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
     said = ", ".join(f"{name}: {value}" for name, value in new.items())
     if twice := sorted(new.keys() & values.keys()):
         raise UnsupportedError(
-            f"sparse.{SINK_PAGES}: not together with {twice[0]}, as sinks are now given in tokens; "
-            f"write sparse.sinks: {sinks * page} instead"
+            f"sparse.{SINK_PAGES}: cannot be given with {twice[0]}, because sinks are now given in "
+            f"tokens; write sparse.sinks: {sinks * page} instead"
         )
     LOG.warning("sparse.%s: sinks are now given in tokens; this equals %s", SINK_PAGES, said)
     return {name: value for name, value in values.items() if name != SINK_PAGES} | new

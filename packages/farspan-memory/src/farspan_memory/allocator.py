@@ -238,7 +238,7 @@ def _once(name: str, given: int | None, options: AllocatorOptions) -> int:
         return value
     if value != getattr(AllocatorOptions(), name):
         raise UnsupportedError(
-            f"{name}: {given} is given, and {value} in options; give one of them"
+            f"{name}: {given} is given, but options has {value}; give only one of the two"
         )
     return given
 
@@ -248,7 +248,7 @@ def _refuse_unwanted(mode: str, plan: object, trace: object) -> None:
         raise UnsupportedError(f"mode: expected {', '.join(MODES)}, got {mode!r}")
     if plan is not None and mode != "replay":
         raise UnsupportedError(
-            f"plan: only mode replay follows a plan, and the mode is {mode}; drop plan"
+            f"plan: only mode replay follows a plan, but the mode is {mode}; leave plan out"
         )
     if isinstance(plan, Path | str) != (trace is not None):
         raise UnsupportedError(
@@ -256,8 +256,8 @@ def _refuse_unwanted(mode: str, plan: object, trace: object) -> None:
         )
     if _CURRENT:
         raise UnsupportedError(
-            f"allocator: {_CURRENT[0].installed.mode} is installed already; a process has one "
-            "allocator, and uninstall() works until CUDA starts"
+            f"allocator: {_CURRENT[0].installed.mode} is installed already; a process can have "
+            "only one: call uninstall() before CUDA starts, or start a new process"
         )
 
 

@@ -80,21 +80,21 @@ def place_command(
         Path, typer.Argument(help="A file of `farspan-memory record`, a snapshot or a CSV.")
     ],
     capacity: Annotated[
-        str | None, typer.Option(help="80GB, 80GiB: stop at a plan that fits; exit 1 without one.")
+        str | None, typer.Option(help="80GB, 80GiB: stop at a plan that fits; exit 1 if none does.")
     ] = None,
     method: Annotated[
         Method,
         typer.Option(
-            help="flat: greedy orders; exact: then a search, with proof; bilevel: one plan per "
-            "kind of layer, then the layers (MEMO); mip: MEMO's program as published, for "
-            "small cases; auto: exact, and bilevel if that proves nothing."
+            help="flat: greedy orders; exact: also a search, with proof; bilevel: one plan per "
+            "kind of layer, then the layers (MEMO); mip: MEMO's program as published, for small "
+            "cases; auto: exact, and bilevel if that proves nothing."
         ),
     ] = Method.AUTO,
-    time_limit: Annotated[float, typer.Option(min=0.0, help="Most seconds to spend.")] = 60.0,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Time limit, in seconds.")] = 60.0,
     alignment: Annotated[
         int | None,
         typer.Option(
-            min=1, help=f"Alignment of addresses in bytes; default {ALIGNMENT}, for a CSV 1."
+            min=1, help=f"Alignment of addresses in bytes; default {ALIGNMENT}, or 1 for a CSV."
         ),
     ] = None,
     output: Annotated[
@@ -147,8 +147,8 @@ def bilevel(question: PlacementOptions) -> tuple[Solution, str]:
     layers = segments(question.trace)
     if not layers:
         raise UnsupportedError(
-            "method: bilevel needs marks of layers in the trace, such as `# mark layer 3 "
-            "forward`, but it has none; use exact"
+            "method: bilevel needs marks of layers in the trace, such as `# mark layer 3 forward`, "
+            "but the trace has none; use exact"
         )
     return place_bilevel(question.requests, layers, question.seconds).solution, Method.BILEVEL
 
@@ -247,7 +247,7 @@ Traces = Annotated[
 Capacity = Annotated[
     str | None, typer.Option(help="Also run on a device with this memory: 80GB, 80GiB.")
 ]
-Chunk = Annotated[str, typer.Option(help="Chunk sizes of stitching, a row for each.")]
+Chunk = Annotated[str, typer.Option(help="Chunk sizes for stitching; each size gets a row.")]
 Conf = Annotated[
     str,
     typer.Option(

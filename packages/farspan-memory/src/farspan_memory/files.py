@@ -70,7 +70,7 @@ def private_folder(folder: Path) -> None:
     refuse_foreign(folder)
     if is_open(folder):
         raise NotPrivate(
-            f"others may write in {folder}; make it yours alone (chmod go-w), or remove it"
+            f"other users may write in {folder}; forbid that (chmod go-w), or remove it"
         )
 
 

@@ -87,8 +87,8 @@ def refuse_unready() -> None:
     """Raise UnsupportedError if PyTorch cannot take an allocator, or no longer can."""
     if not hasattr(torch._C, "_cuda_customAllocator"):
         raise UnsupportedError(
-            f"allocator: this PyTorch ({torch.__version__}) is built without CUDA, and only "
-            "CUDA's memory can have another allocator; install a CUDA build of PyTorch"
+            f"allocator: this PyTorch ({torch.__version__}) is built without CUDA, but "
+            "farspan-memory replaces only the CUDA allocator; install a CUDA build of PyTorch"
         )
     if torch.cuda.is_initialized():
         raise UnsupportedError(
@@ -291,14 +291,14 @@ def refuse_without_virtual_memory(library: str = DRIVER) -> None:
         driver = ctypes.CDLL(library)
     except OSError as error:
         raise UnsupportedError(
-            f"allocator: the CUDA driver does not load ({error}); it comes with the GPU's driver"
+            f"allocator: the CUDA driver does not load ({error}); install the GPU's driver"
         ) from error
     _ask(driver, "cuInit", ctypes.c_uint(0))
     count = ctypes.c_int()
     _ask(driver, "cuDeviceGetCount", ctypes.byref(count))
     if not count.value:
         raise UnsupportedError(
-            "allocator: the CUDA driver shows no device; see CUDA_VISIBLE_DEVICES"
+            "allocator: the CUDA driver shows no device; check CUDA_VISIBLE_DEVICES"
         )
     for ordinal in range(count.value):
         device, able = ctypes.c_int(), ctypes.c_int()
@@ -316,10 +316,10 @@ def _ask(driver: ctypes.CDLL, name: str, *arguments: object) -> None:
         status = getattr(driver, name)(*arguments)
     except AttributeError as error:
         raise UnsupportedError(
-            f"allocator: the CUDA driver has no {name}; it is too old"
+            f"allocator: the CUDA driver has no {name}; it is too old: update the driver"
         ) from error
     if status:
-        raise UnsupportedError(f"allocator: the CUDA driver answers {name} with error {status}")
+        raise UnsupportedError(f"allocator: the CUDA driver's {name} failed with error {status}")
 
 
 CACHE = Path("~/.cache/farspan-memory")

@@ -335,9 +335,9 @@ def _borders(trace: Trace, number: int = -1) -> tuple[int, int]:
         return whole[number]
     except IndexError as error:
         raise UnsupportedError(
-            f"trace {trace.name or 'without a name'}: it has {len(whole)} whole iterations, each "
-            f"from one mark '{BEGIN}' to the next; call begin_iteration() before every step, and "
-            "once more after the last"
+            f"trace {trace.name or 'without a name'}: it has only {len(whole)} whole iterations, "
+            f"each from one mark '{BEGIN}' to the next; call begin_iteration() before every step, "
+            "and once more after the last"
         ) from error
 
 

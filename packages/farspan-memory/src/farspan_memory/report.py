@@ -24,9 +24,9 @@ from farspan_memory.formatting import lines_table, write_bytes, write_seconds
 
 MODELLED, REAL, PLANNED, PROVED = "modelled", "real code", "a plan", "proved"
 POLICY = (
-    "Stitching is run as it is installed: it takes new memory while there is room, and stitches "
-    "only when there is none, so the memory that it reserves without a limit does not measure its "
-    "needs. "
+    "Stitching runs as it is installed: it takes new memory while memory is free, and stitches "
+    "only when none is left, so the memory that it reserves without a limit does not show how much "
+    "it needs. "
 )
 # An allocator uses one of each pair: calls for segments, or for chunks.
 CALLS = {
@@ -43,9 +43,9 @@ def compare_view(comparisons: Sequence[AllocatorComparison]) -> RenderableType:
     for found in comparisons:
         parts += [subject(found), memory_table(found), Text()]
         unlimited = [(result.name, result.unlimited) for result in found.results]
-        parts += [calls_table("calls of the driver, without a limit", unlimited), Text()]
+        parts += [calls_table("driver calls, without a limit on memory", unlimited), Text()]
         smallest = [(result.name, result.smallest) for result in found.results]
-        parts += [calls_table("calls with the least capacity of each", smallest), Text()]
+        parts += [calls_table("driver calls at each allocator's least capacity", smallest), Text()]
         if given_runs(found):
             parts += [given_table(found), Text(), calls_table("its calls", given_runs(found))]
             parts.append(Text())
@@ -65,7 +65,7 @@ def subject(found: AllocatorComparison) -> Text:
 def memory_table(found: AllocatorComparison) -> Table:
     """Return the memory that each allocator reserves without a limit, and the least capacity it
     completes with."""
-    title = f"memory; the least capacity is found to {write_bytes(found.step)}"
+    title = f"memory; the least capacity is exact to {write_bytes(found.step)}"
     table = lines_table(title, *COLUMNS)
     table.collapse_padding = True  # a column of terabytes fits 80 columns
     for row in memory_rows(found):
@@ -136,8 +136,8 @@ def remark(found: AllocatorComparison) -> str:
     needs = [f"{r.name}: {_needs(r)}" for r in (expandable, stitching)]
     if found.expandable_as_good():
         verdict = (
-            f"Expandable segments are as good as stitching in the memory they need, within "
-            f"{AS_GOOD:.0%} of the live peak"
+            f"Expandable segments need as little memory as stitching, within {AS_GOOD:.0%} of the "
+            "live peak"
         )
     else:
         verdict = "Stitching needs less memory than expandable segments"
@@ -160,8 +160,8 @@ def pricing() -> str:
     )
     return (
         f"Creates are calls of {MALLOC} or {CREATE}, releases of {FREE} or {RELEASE}. Costs are "
-        "modelled: calls counted, times published ones. Waiting for the device is not in them. "
-        f"{known}. Assumed as costly as the calls that they undo: {assumed}.\n"
+        "modelled: the number of calls times their published costs, without waiting for the "
+        f"device. {known}. Assumed to cost as much as the calls that they undo: {assumed}.\n"
     )
 
 

@@ -125,7 +125,7 @@ def faults(events: Iterable[Event]) -> Iterator[tuple[int, str]]:
     for index, event in enumerate(events):
         if isinstance(event, Malloc):
             if event.tensor in alive:
-                yield index, f"malloc of tensor {event.tensor}, which was not freed"
+                yield index, f"malloc of tensor {event.tensor}, which is still allocated"
             if not 0 <= event.size <= LARGEST:
                 yield index, f"size {event.size}, expected 0 to {LARGEST} bytes"
             if not 0 <= event.stream <= LAST_STREAM:
@@ -162,11 +162,11 @@ class _NoNames(pickle.Unpickler):
     """Reads plain values, and refuses names that would have to be imported."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise UnsupportedError(f"the pickle names {module}.{name}; a memory snapshot names nothing")
+        raise UnsupportedError(f"the pickle names {module}.{name}; memory snapshots hold only data")
 
     def persistent_load(self, pid: Any) -> Any:
         raise UnsupportedError(
-            f"the pickle refers to {pid!r} outside of it; a memory snapshot does not"
+            f"the pickle refers to external data {pid!r}; a memory snapshot does not"
         )
 
 
@@ -405,9 +405,7 @@ def _event_line(event: Event) -> str:
 
 def _line(name: str) -> str:
     if not name.isprintable() or name != name.strip() or not name:
-        raise UnsupportedError(
-            f"trace: the name {name!r} does not fit on a line of its own; choose a printable one"
-        )
+        raise UnsupportedError(f"trace: expected a printable name on one line, got {name!r}")
     return name
 
 

@@ -77,7 +77,7 @@ def test_a_bare_file_that_ends_within_a_line_is_refused() -> None:
         ("malloc 1 1e9\n", "f:1: expected"),
         ("# x\nfree 5\n", "f:2: free of tensor 5 without a malloc"),
         ("malloc 5 1\nfree 5\nfree 5\n", "f:3: free of tensor 5 a second time"),
-        ("malloc 5 1\nmalloc 5 1\n", "f:2: malloc of tensor 5, which was not freed"),
+        ("malloc 5 1\nmalloc 5 1\n", "f:2: malloc of tensor 5, which is still allocated"),
         ("malloc 5 -1\n", "f:1: size -1"),
         (f"malloc 5 {LARGEST + 1}\n", f"f:1: size {LARGEST + 1}"),
         (f"malloc 5 {'9' * 5000}\n", "f:1: expected"),

@@ -87,19 +87,19 @@ def test_every_allocator_says_what_it_needs_and_how_that_is_known() -> None:
     assert f"{PLAN} {PROVED} 80.0 GiB 0.0%" in text
     greedy = replace(comparison(), results=(result(PLAN, False, 81, 81),))
     assert f"{PLAN} {PLANNED} 81.0 GiB" in text_of(compare_view([greedy]))
-    assert "the least capacity is found to 32.0 MiB" in text
+    assert "the least capacity is exact to 32.0 MiB" in text
 
 
 def test_calls_are_counted_and_priced() -> None:
     text = text_of(compare_view([comparison()]), width=120)
-    without, with_least = text.split("calls with the least capacity of each")
+    without, with_least = text.split("driver calls at each allocator's least capacity")
     for part in (without, with_least):
         assert f"{CACHING} 266 4 250 ms" in part
         assert f"{EXPANDABLE} 6,770 250 ms" in part
-    assert "Stitching is run as it is installed" in text
+    assert "Stitching runs as it is installed" in text
     for call in PUBLISHED:
         assert call in text
-    assert "Waiting for the device is not in them" in text
+    assert "without waiting for the device" in text
 
 
 def test_a_capacity_asked_about_has_its_own_table() -> None:
@@ -128,7 +128,7 @@ def test_nothing_is_cut_in_a_narrow_terminal() -> None:
 def test_it_is_said_plainly_where_expandable_segments_are_as_good() -> None:
     """80.5 GiB are within 1 % of 80; 81 are not."""
     assert remark(comparison(80.5)) == (
-        "Expandable segments are as good as stitching in the memory they need, within 1% of the "
+        "Expandable segments need as little memory as stitching, within 1% of the "
         f"live peak. {EXPANDABLE}: 80.5 GiB, 7 retries, calls for 250 ms; {STITCHING}, 2 MiB: "
         "80.0 GiB, 7 retries, calls for 250 ms."
     )
@@ -189,5 +189,5 @@ def test_the_page_holds_the_picture_and_the_numbers() -> None:
     assert "7B &lt;64K&gt;" in text
     assert "<64K>" not in text
     assert "<td>96.0 GiB</td>" in text
-    assert "Expandable segments are as good as stitching" in text
+    assert "Expandable segments need as little memory as stitching" in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")  # nothing is loaded

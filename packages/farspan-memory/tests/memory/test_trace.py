@@ -48,7 +48,7 @@ def test_the_peak_is_that_of_counting_along(trace: Trace) -> None:
             (Malloc(3, 1), FreeEvent(3), Mark("m"), FreeEvent(3)),
             "event 3: free of tensor 3 a second time",
         ),
-        ((Malloc(3, 1), Malloc(3, 1)), "event 1: malloc of tensor 3, which was not freed"),
+        ((Malloc(3, 1), Malloc(3, 1)), "event 1: malloc of tensor 3, which is still allocated"),
         ((Malloc(3, -1),), "event 0: size -1"),
         ((Malloc(3, LARGEST + 1),), f"event 0: size {LARGEST + 1}"),
         ((Malloc(3, 1, -1),), "event 0: stream -1"),

@@ -54,7 +54,7 @@ def test_a_device_without_it_is_named(tmp_path: Path) -> None:
 
 def test_no_device_is_refused(tmp_path: Path) -> None:
     library = driver(tmp_path, DRIVER + ATTRIBUTE, INIT=0, DEVICES=0, ABLE=0)
-    with pytest.raises(UnsupportedError, match="shows no device; see CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(UnsupportedError, match="shows no device; check CUDA_VISIBLE_DEVICES"):
         refuse_without_virtual_memory(library)
 
 

@@ -74,7 +74,7 @@ def test_a_library_that_others_could_write_is_built_anew(tmp_path: Path) -> None
     out_of_memory_raiser(cache, told)
     assert [path.read_bytes() for path in cache.iterdir()] == [whole]
     cache.chmod(0o777)
-    assert "others may write in" in out_of_memory_raiser(cache, told).reason
+    assert "other users may write in" in out_of_memory_raiser(cache, told).reason
 
 
 def test_without_a_compiler_it_says_so(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def _of_table(*units: float) -> tuple[tuple[int, float], ...]:
 # One cuMemSetAccess may cover many handles; its cost is not published, and a comment in PyTorch
 # says that such changes take time in proportion to the handles. So each handle is charged one call.
 PUBLISHED: Mapping[str, DriverCost] = {
-    MALLOC: DriverCost(((0, UNIT),), f"{TABLE}, for 2 GiB, at any size; its unit from {RUN}"),
-    FREE: DriverCost(((0, UNIT),), f"{ASSUMED} as cudaMalloc; it waits for the device besides"),
+    MALLOC: DriverCost(((0, UNIT),), f"{TABLE}, for 2 GiB, at any size; the unit from {RUN}"),
+    FREE: DriverCost(((0, UNIT),), f"{ASSUMED} as cudaMalloc; it also waits for the device"),
     RESERVE: DriverCost(((0, 0.003 * UNIT),), TABLE),
     CREATE: DriverCost(_of_table(18.1, 0.89, 0.79), TABLE),
     MAP: DriverCost(_of_table(0.70, 0.01, 0.002), TABLE),
