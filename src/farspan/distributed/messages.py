@@ -95,8 +95,7 @@ def _take(source: int, move: Callable[[Tensor], Any]) -> Any:
 
 
 def _checked(size: int, sender: int) -> int:
-    """Return the bytes of a message, cut to its announced size. Raises RankFailed for an impossible
-    size."""
+    """Return the announced size of a message. Raises RankFailed for a size that no message has."""
     if not 0 <= size <= MOST_BYTES:
         raise RankFailed(
             f"rank {sender} announced a message of {size:,} bytes, but those of farspan have at "
